@@ -1,0 +1,48 @@
+# Coppice: `make help` lists what can be done here.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+BUF    := npx --yes --package=@bufbuild/buf@1.75.0 buf
+SHELL  := /bin/bash
+
+.PHONY: help setup demo test proof lint protos clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(BIN)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+setup: $(BIN)/.installed ## make .venv with everything the services, training and tests need
+
+demo: setup ## start the whole pipeline with the shipped target, stream three answers, print the table
+	$(BIN)/coppice demo
+
+test: setup ## everything that makes a change safe (at most 10 minutes)
+	$(BIN)/python -m pytest
+
+proof: setup ## the same checks at full counts, resumable; writes docs/proof.md
+	$(BIN)/python tests/proof.py
+
+lint: setup ## ruff, mypy, the wire contract
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy coppice services orchestrator
+	cd protos && $(BUF) lint
+	@if git rev-parse --verify --quiet main >/dev/null; then cd protos && $(BUF) breaking --against '../.git#branch=main,subdir=protos'; fi
+
+protos: $(BIN)/.protoc ## regenerate coppice/v1 from protos/ with a pinned old compiler
+	$(BIN)/protoc-env/bin/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. protos/coppice/v1/*.proto
+
+# The compiler is old on purpose: its output runs on every protobuf since 4.25, and it lives in an
+# environment of its own so that it cannot hold back the runtime's versions.
+$(BIN)/.protoc: | setup
+	$(PYTHON) -m venv $(BIN)/protoc-env
+	$(BIN)/protoc-env/bin/python -m pip install --quiet 'grpcio-tools==1.62.3' 'setuptools<81'
+	@touch $@
+
+clean: ## remove what the targets above made
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist

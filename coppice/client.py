@@ -1,0 +1,296 @@
+"""The SDK: `Client` and `AsyncClient` of a GenerationService."""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+import os
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypedDict, Unpack, cast
+
+import grpc
+import grpc.aio
+from pydantic import ValidationError
+
+from coppice import limits
+from coppice.completion import Accumulator, Completion, StreamEvent
+from coppice.errors import CoppiceError, InvalidField, Unavailable, from_rpc_error
+from coppice.generation import ChatMessage, GenerationRequest, ModelDescription
+from coppice.rpc.channels import channel_options, open_channel
+from coppice.sampling import SamplingParams
+from coppice.v1 import generation_pb2 as generation
+from coppice.v1.generation_pb2_grpc import GenerationServiceStub
+from coppice.wire.generation import read_model, read_response, request_to_wire
+
+__all__ = ["AsyncClient", "Client", "Completion", "Options", "Prompt", "StreamEvent", "default_address"]
+
+Prompt = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, str]]
+
+TIMEOUT_S = limits.MAX_DEADLINE_NS / 1e9
+# Waits before a call that found nobody is tried again; longer than a channel's own first back-off.
+RETRY_DELAYS_S = (0.25, 0.5)
+_MAX_UINT32 = 2**32 - 1
+
+
+class Options(TypedDict, total=False):
+    """How to answer a prompt; whatever is left out is the server's default, greedy decoding and no stop strings."""
+
+    sampling: SamplingParams | None
+    """instead of the four keywords below"""
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    max_new_tokens: int
+    """limit on new tokens, `resume_ids` included"""
+    stop: str | Sequence[str]
+    """strings that end the text, excluded from it"""
+    policy: str
+    budget: int | None
+    """draft nodes verified a step"""
+    ignore_eos: bool
+    log_probs: bool
+    """also return the target's raw log-probabilities"""
+    resume_ids: Sequence[int]
+    """new tokens held from an earlier stream of the same request; the answer goes on behind them"""
+    pq: bool
+    """classic p/q rejection of a sampled chain instead of keyed noise"""
+    coupled: bool
+    """let drafters use the keyed noise at temperature > 0 (the default)"""
+    timeout: float
+    """deadline of the whole call, seconds"""
+
+
+def default_address() -> str:
+    """COPPICE_ADDRESS, else the address `coppice up` takes."""
+    return os.environ.get("COPPICE_ADDRESS") or "127.0.0.1:50051"
+
+
+class _Call:
+    """One request on its way: its message, its deadline, and when it may be sent again."""
+
+    def __init__(self, timeout: float, message: Any) -> None:
+        limits.check_range("timeout", timeout, 0, TIMEOUT_S)
+        self.message = message
+        self._deadline = time.monotonic() + timeout
+        self._delays = iter(RETRY_DELAYS_S)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds left."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def delay_after(self, failure: CoppiceError, answered: bool) -> float:
+        """Seconds to wait before the next attempt; raises the failure when there is none.
+
+        Only UNAVAILABLE is tried again, and only before the first event: behind it, tokens would come twice.
+        """
+        if isinstance(failure, Unavailable) and not answered:
+            delay = next(self._delays, None)
+            if delay is not None and delay < self.timeout:
+                return delay
+        raise failure from None
+
+
+def _generate_call(prompt: Prompt, options: Options) -> tuple[_Call, Accumulator]:
+    """The call of a prompt and what folds its events. Raises InvalidField, TypeError for an unknown option."""
+    rest = dict(options)
+    timeout = cast(float, rest.pop("timeout", TIMEOUT_S))
+    request = build_request(prompt, **rest)  # type: ignore[arg-type]
+    return _Call(timeout, request_to_wire(request)), Accumulator(request.sampling.seed)
+
+
+def build_request(
+    prompt: Prompt,
+    *,
+    sampling: SamplingParams | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+    max_new_tokens: int = 0,
+    stop: str | Sequence[str] = (),
+    policy: str = "",
+    budget: int | None = None,
+    ignore_eos: bool = False,
+    log_probs: bool = False,
+    resume_ids: Sequence[int] = (),
+    pq: bool = False,
+    coupled: bool = True,
+) -> GenerationRequest:
+    """The request of a prompt and Options. Raises InvalidField naming what is unusable."""
+    if sampling is None:
+        try:
+            sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise InvalidField(str(first["loc"][0]), first["msg"]) from None
+    elif (temperature, top_p, top_k, seed) != (0.0, 1.0, 0, 0):
+        raise InvalidField("sampling", "give it, or temperature, top_p, top_k and seed, not both")
+    limits.check_range("max_new_tokens", max_new_tokens, 0, _MAX_UINT32)
+    if budget is not None:
+        limits.check_range("budget", budget, 0, limits.MAX_TREE_NODES)
+    text, ids, chat = _read_prompt(prompt)
+    return GenerationRequest(
+        text=text,
+        ids=ids,
+        chat=chat,
+        resume_ids=_read_ids("resume_ids", resume_ids),
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        policy=policy,
+        budget=budget,
+        ignore_eos=ignore_eos,
+        want_log_probs=log_probs,
+        pq=pq,
+        coupled=coupled,
+    )
+
+
+def _read_prompt(prompt: Prompt) -> tuple[str | None, tuple[int, ...] | None, tuple[ChatMessage, ...] | None]:
+    """Text, ids and messages of a prompt; two of them are None."""
+    if len(prompt) == 0:
+        raise InvalidField("prompt", "is empty")
+    if isinstance(prompt, str):
+        return prompt, None, None
+    if not isinstance(prompt[0], ChatMessage | Mapping):
+        return None, _read_ids("prompt", cast(Sequence[int], prompt)), None
+    messages = []
+    for part in cast(Sequence[ChatMessage | Mapping[str, str]], prompt):
+        if isinstance(part, Mapping):
+            if part.keys() != {"role", "content"}:
+                raise InvalidField("prompt", "a message has the keys role and content, no others")
+            part = ChatMessage(part["role"], part["content"])
+        messages.append(part)
+    return None, None, tuple(messages)
+
+
+def _read_ids(field: str, ids: Sequence[int]) -> tuple[int, ...]:
+    """Token ids as plain ints (numpy's are taken too)."""
+    try:
+        read = tuple(operator.index(token) for token in ids)
+    except TypeError:
+        raise InvalidField(field, "is neither text, nor token ids, nor messages") from None
+    for token in read:
+        limits.check_range(field, token, 0, _MAX_UINT32)
+    return read
+
+
+class Client:
+    """Asks a server, blocking. A context manager; calls may be made from several threads."""
+
+    def __init__(self, address: str | None = None) -> None:
+        """Connect lazily to HOST:PORT, by default COPPICE_ADDRESS, else 127.0.0.1:50051."""
+        self.address = address or default_address()
+        self._channel = grpc.insecure_channel(self.address, channel_options(limits.Limits().message_bytes))
+        self._stub = GenerationServiceStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection and every running call."""
+        self._channel.close()
+
+    def describe(self, timeout: float = 10.0) -> ModelDescription:
+        """What is served. Raises Unavailable when nobody answers."""
+        call = _Call(timeout, generation.DescribeModelRequest())
+        while True:
+            try:
+                return read_model(self._stub.DescribeModel(call.message, timeout=call.timeout))
+            except grpc.RpcError as error:
+                delay = call.delay_after(from_rpc_error(error), answered=False)
+            time.sleep(delay)
+
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
+        """The whole answer to text, token ids or messages. Raises the errors of coppice.errors."""
+        call, answer = _generate_call(prompt, options)
+        for event in self._events(call):
+            answer.add(event)
+        return answer.completion()
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[StreamEvent]:
+        """Started, then Chunks, then Finished. Leaving the loop early cancels the call.
+
+        `coppice.completion.Accumulator` folds the events into a Completion, a partial one if need be.
+        """
+        return self._events(_generate_call(prompt, options)[0])
+
+    def _events(self, call: _Call) -> Iterator[StreamEvent]:
+        while True:
+            answered = False
+            responses = self._stub.Generate(call.message, timeout=call.timeout)
+            try:
+                for response in responses:
+                    answered = True
+                    yield read_response(response)
+                return
+            except grpc.RpcError as error:
+                delay = call.delay_after(from_rpc_error(error), answered)
+            finally:
+                responses.cancel()
+            time.sleep(delay)
+
+
+class AsyncClient:
+    """Asks a server from asyncio. Make it inside the running loop; an async context manager."""
+
+    def __init__(self, address: str | None = None) -> None:
+        """Connect lazily to HOST:PORT, by default COPPICE_ADDRESS, else 127.0.0.1:50051."""
+        self.address = address or default_address()
+        self._channel = open_channel(self.address, limits.Limits())
+        self._stub = GenerationServiceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the connection and every running call."""
+        await self._channel.close()
+
+    async def describe(self, timeout: float = 10.0) -> ModelDescription:  # noqa: ASYNC109 - it is gRPC's deadline
+        """What is served. Raises Unavailable when nobody answers."""
+        call = _Call(timeout, generation.DescribeModelRequest())
+        while True:
+            try:
+                return read_model(await self._stub.DescribeModel(call.message, timeout=call.timeout))
+            except grpc.RpcError as error:
+                delay = call.delay_after(from_rpc_error(error), answered=False)
+            await asyncio.sleep(delay)
+
+    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
+        """The whole answer to text, token ids or messages. Raises the errors of coppice.errors."""
+        call, answer = _generate_call(prompt, options)
+        async for event in self._events(call):
+            answer.add(event)
+        return answer.completion()
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncIterator[StreamEvent]:
+        """Started, then Chunks, then Finished. Wrap it in `contextlib.aclosing` to cancel at once on leaving early."""
+        return self._events(_generate_call(prompt, options)[0])
+
+    async def _events(self, call: _Call) -> AsyncIterator[StreamEvent]:
+        while True:
+            answered = False
+            responses = self._stub.Generate(call.message, timeout=call.timeout)
+            try:
+                async for response in responses:
+                    answered = True
+                    yield read_response(response)
+                return
+            except grpc.RpcError as error:
+                delay = call.delay_after(from_rpc_error(error), answered)
+            finally:
+                responses.cancel()
+            await asyncio.sleep(delay)

@@ -1,0 +1,185 @@
+"""Settings of every process: flag, then COPPICE_SECTION__NAME, then YAML, then default."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    YamlConfigSettingsSource,
+)
+
+from coppice.errors import InvalidField
+from coppice.limits import MAX_HEAD_NODES, MAX_TREE_NODES, Limits
+
+# Variables that are no settings of a section: read by the SDK, the test suite and load_settings.
+_OTHER_VARIABLES = frozenset({"COPPICE_ADDRESS", "COPPICE_CONFIG", "COPPICE_PROOF"})
+
+HeadKind = Literal["bigram", "lookup", "lm"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ServerSettings(_Section):
+    """How a process listens and stops."""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one")
+    health_port: int = Field(0, ge=0, le=65535, description="plaintext gRPC health port; 0 takes a free one")
+    metrics_port: int = Field(0, ge=-1, le=65535, description="Prometheus port; 0 takes a free one, -1 serves none")
+    advertise: str = Field("", description="host name that other services reach this one by; empty: host")
+    ready_file: str = Field("", description="file to write addresses to once ready")
+    grace_s: float = Field(5.0, ge=0, description="how long a stopping server waits for calls to end, seconds")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line logged")
+    log_json: bool = Field(False, description="log JSON lines instead of text")
+
+
+class TorchSettings(_Section):
+    """Where and how a process computes."""
+
+    device: str = Field("cpu", description="torch device, such as cpu or cuda:0")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of weights and KV")
+    threads: int = Field(0, ge=0, le=1024, description="torch threads; 0 lets torch choose")
+
+
+class VerifierSettings(TorchSettings):
+    """The verifier: one target and its KV cache."""
+
+    target: str = Field("", description="folder of a Hugging Face causal LM")
+    name: str = Field("", description="name shown to clients; empty: the folder's name")
+    kv_tokens: int = Field(65_536, gt=0, description="KV capacity, tokens over all sessions")
+    block_size: int = Field(32, gt=0, description="tokens of one KV block")
+    prefill_rows: int = Field(512, gt=0, description="prompt rows added to one forward at most")
+    batch_wait_ms: float = Field(1.0, ge=0, description="longest wait for sessions to join a forward, milliseconds")
+    feature_window: int = Field(4096, ge=0, description="positions whose features a session keeps for fetching")
+
+
+class DrafterSettings(TorchSettings):
+    """One drafter replica: one head."""
+
+    name: str = Field("", description="the pool's name; empty: the kind")
+    kind: HeadKind = Field("lookup", description="kind of head")
+    path: str = Field("", description="folder of the head's weights, or a text-count file for bigram")
+    coupled_top_k: int = Field(8, gt=0, le=MAX_HEAD_NODES, description="candidates kept per node of a tree")
+    depth: int = Field(6, gt=0, le=32, description="deepest draft")
+    chain: bool = Field(False, description="draft a single chain instead of a tree")
+    max_context: int = Field(0, ge=0, description="positions a session may hold; 0: the model's own limit")
+
+
+class OrchestratorSettings(_Section):
+    """The step loop."""
+
+    target: str = Field("", description="folder with the target's tokenizer; empty: ids only")
+    verifiers: list[str] = Field(default_factory=list, description="addresses of verifier replicas")
+    heads: list[str] = Field(default_factory=list, description="NAME=HOST:PORT of each drafter; replicas share NAME")
+    policy: str = Field("", description="default policy; empty: route with two heads, single with one, else plain")
+    budget: int = Field(31, ge=0, le=MAX_TREE_NODES, description="default draft nodes verified a step")
+    max_new_tokens: int = Field(256, gt=0, description="default limit of new tokens")
+    draft_deadline_ms: float = Field(0.0, ge=0, description="wait for drafts; 0: max(20, 4 x median draft time)")
+
+    @field_validator("heads")
+    @classmethod
+    def _heads_name_addresses(cls, heads: list[str]) -> list[str]:
+        for head in heads:
+            name, _, address = head.partition("=")
+            if not name or ":" not in address:
+                raise ValueError(f"{head!r} is not NAME=HOST:PORT")
+        return heads
+
+
+class Settings(BaseSettings):
+    """Everything a Coppice process can be told; each process reads the sections it uses."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="COPPICE_",
+        env_nested_delimiter="__",
+        frozen=True,
+        extra="forbid",
+        nested_model_default_partial_update=True,
+    )
+
+    server: ServerSettings = ServerSettings()
+    limits: Limits = Limits()
+    verifier: VerifierSettings = VerifierSettings()
+    drafter: DrafterSettings = DrafterSettings()
+    orchestrator: OrchestratorSettings = OrchestratorSettings()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags come first (pydantic-settings puts them before these), then variables, then the YAML file."""
+        yaml = YamlConfigSettingsSource(settings_cls, yaml_file=os.environ.get("COPPICE_CONFIG") or None)
+        return init_settings, env_settings, yaml
+
+
+def _check_variables() -> None:
+    """pydantic-settings ignores variables it does not know; a typo must not pass silently."""
+    known = set(_OTHER_VARIABLES)
+    for section, field in Settings.model_fields.items():
+        model = field.annotation
+        assert isinstance(model, type)
+        assert issubclass(model, BaseModel)
+        known |= {f"COPPICE_{section}__{name}".upper() for name in model.model_fields}
+    for variable in os.environ:
+        if variable.upper().startswith("COPPICE_") and variable.upper() not in known:
+            near = difflib.get_close_matches(variable.upper(), known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InvalidField(variable, f"no such setting{hint}")
+
+
+def _with_defaults(defaults: Mapping[str, Mapping[str, Any]]) -> type[Settings]:
+    """Settings whose defaults, by section and name, are these where they are given."""
+
+    class Defaulted(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls, settings_cls: type[BaseSettings], *args: Any, **kwargs: Any
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            last = InitSettingsSource(settings_cls, {name: dict(section) for name, section in defaults.items()})
+            return (*super().settings_customise_sources(settings_cls, *args, **kwargs), last)
+
+    return Defaulted
+
+
+def load_settings(
+    arguments: Sequence[str] | None = None, defaults: Mapping[str, Mapping[str, Any]] | None = None
+) -> Settings:
+    """Read settings from flags (`--section.name VALUE`), the environment and a YAML file (`--config FILE`).
+
+    `defaults`, by section and name, hold where none of these says anything (a launcher's, which knows the machine).
+    Raises InvalidField naming the setting when a value, a variable or a key is unusable.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if "--config" in arguments[:-1]:
+        at = arguments.index("--config")
+        os.environ["COPPICE_CONFIG"] = arguments[at + 1]
+        del arguments[at : at + 2]
+    file = os.environ.get("COPPICE_CONFIG")
+    if file and not Path(file).is_file():
+        raise InvalidField("config", f"no such file: {file}")
+    _check_variables()
+    try:
+        return _with_defaults(defaults or {})(_cli_parse_args=arguments)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidField(".".join(map(str, first["loc"])), first["msg"]) from None
+    except SettingsError as error:
+        raise InvalidField("settings", str(error)) from None

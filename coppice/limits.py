@@ -1,0 +1,66 @@
+"""Bounds on everything that crosses the wire, checked before anything is allocated (docs/protocol.md)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from coppice.errors import InvalidField
+
+MAX_TREE_NODES = 256  # nodes of a verified tree
+MAX_HEAD_NODES = 64  # nodes one head may draft in a step
+MAX_TREE_DEPTH = 64  # longest draft path a verifier accepts
+MAX_ROW_SUPPORT = 1024  # ids of a row that travels; beyond it the verifier draws
+MAX_CONTEXT = 131_072
+MAX_STOP_IDS = 64
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_FEATURE_LAYERS = 8
+MAX_TOP_N = 64
+MAX_CHAT_MESSAGES = 256
+MAX_TEMPERATURE = 10.0
+MAX_DEADLINE_NS = 600 * 10**9
+FEATURE_CHUNK_BYTES = 1 << 20
+
+_SESSION = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class Limits(BaseModel):
+    """What a deployment may tighten or widen. Starting values, not constants."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    message_bytes: int = Field(64 << 20, gt=0, description="largest gRPC message, bytes")
+    prompt_chars: int = Field(1 << 20, gt=0, description="longest text prompt, characters")
+    max_new_tokens: int = Field(4096, gt=0, description="largest max_new_tokens of a request")
+    sessions: int = Field(128, gt=0, description="sessions a service holds at once")
+    queued: int = Field(128, ge=0, description="requests that may wait for a session")
+    queue_s: float = Field(30.0, gt=0, description="longest wait for a session, seconds")
+    idle_s: float = Field(300.0, gt=0, description="a session without a message for this long is ended, seconds")
+    drain_s: float = Field(90.0, gt=0, description="how long a stopping server lets sessions finish, seconds")
+
+
+def check_range(field: str, value: float, low: float, high: float) -> None:
+    """Raise InvalidField unless low <= value <= high (NaN fails)."""
+    if not low <= value <= high:
+        raise InvalidField(field, f"{value} is outside {low}..{high}")
+
+
+def check_count(field: str, count: int, low: int, high: int) -> None:
+    """Raise InvalidField unless a repeated field has low..high entries."""
+    if not low <= count <= high:
+        raise InvalidField(field, f"has {count} entries, allowed are {low} to {high}")
+
+
+def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raise InvalidField on an id at or above the logits width; 0 means that any id will do."""
+    if vocab_size and ids and max(ids) >= vocab_size:
+        raise InvalidField(field, f"token id {max(ids)} is not below the vocabulary width {vocab_size}")
+
+
+def check_session(field: str, session: str) -> None:
+    """Raise InvalidField unless the id is 1 to 64 plain characters."""
+    if not _SESSION.fullmatch(session):
+        raise InvalidField(field, "must be 1 to 64 characters of [A-Za-z0-9_.-]")

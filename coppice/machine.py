@@ -1,0 +1,62 @@
+"""The machine: what a report must name, and what decides the default dtype and thread counts."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+# What matters to a target's speed, by the kernel's names.
+_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16", "sve")
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a figure was measured on."""
+
+    cpu: str
+    cores: int
+    """cores this process may use"""
+    memory_gib: float
+    features: tuple[str, ...]
+    system: str
+
+    def describe(self) -> str:
+        """One line for reports."""
+        return f"{self.cpu}, {self.cores} cores, {self.memory_gib:.0f} GiB, {' '.join(self.features)}, {self.system}"
+
+
+def this_machine() -> Machine:
+    """The machine this runs on."""
+    lines = _cpuinfo()
+    flags = f"{lines.get('flags', '')} {lines.get('Features', '')}".split()
+    return Machine(
+        cpu=lines.get("model name") or platform.processor() or platform.machine(),
+        cores=usable_cores(),
+        memory_gib=round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        features=tuple(name for name in _FEATURES if name in flags),
+        system=f"{platform.system()} {platform.machine()}",
+    )
+
+
+def usable_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def default_dtype(device: str) -> Dtype:
+    """bfloat16 where the hardware multiplies it fast: on CUDA, or on a CPU with AMX; else float32."""
+    return "bfloat16" if device.startswith("cuda") or "amx_bf16" in this_machine().features else "float32"
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first core's lines of /proc/cpuinfo; nothing where there is none."""
+    try:
+        first, _, _ = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")
+    except OSError:
+        return {}
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}

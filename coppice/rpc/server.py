@@ -1,0 +1,177 @@
+"""One home for how a Coppice server accepts calls: guarded handlers, health on its own port, an orderly stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import structlog
+from google.protobuf import message_factory
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+
+from coppice.config import ServerSettings
+from coppice.errors import CoppiceError, InvalidField
+from coppice.limits import Limits
+
+log = structlog.get_logger()
+
+Handler = Callable[[Any, grpc.aio.ServicerContext], Any]
+
+
+class _Undecodable:
+    """Stands for a request whose bytes are no message: grpc would send the parser's text to the client."""
+
+
+def _deserializer(method: MethodDescriptor) -> Callable[[bytes], Any]:
+    message = message_factory.GetMessageClass(method.input_type)
+
+    def parse(data: bytes) -> Any:
+        try:
+            return message.FromString(data)
+        except Exception:
+            return _Undecodable()
+
+    return parse
+
+
+def _checked(request: Any) -> Any:
+    if isinstance(request, _Undecodable):
+        raise InvalidField("request", "the bytes are not a message of this method")
+    return request
+
+
+async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _checked(request)
+
+
+@contextlib.asynccontextmanager
+async def _guard(context: grpc.aio.ServicerContext, method: str) -> AsyncIterator[None]:
+    """Turn exceptions into statuses; details of unexpected ones stay in the log under an opaque id."""
+    try:
+        yield
+    except CoppiceError as error:
+        await context.abort(error.status, str(error))
+    except (asyncio.CancelledError, grpc.aio.AbortError):
+        raise
+    except Exception:
+        opaque = secrets.token_hex(8)
+        log.exception("unexpected error", method=method, error_id=opaque)
+        await context.abort(grpc.StatusCode.INTERNAL, f"internal error {opaque}")
+
+
+def _rpc_handler(method: MethodDescriptor, behaviour: Handler) -> grpc.RpcMethodHandler:
+    serialize = message_factory.GetMessageClass(method.output_type).SerializeToString
+
+    async def unary(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        async with _guard(context, method.full_name):
+            return await behaviour(_checked(request), context)
+
+    async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        async with _guard(context, method.full_name):
+            checked = _checked_stream(request) if method.client_streaming else _checked(request)
+            async with contextlib.aclosing(behaviour(checked, context)) as responses:
+                async for response in responses:
+                    yield response
+
+    kinds = {
+        (False, False): (grpc.unary_unary_rpc_method_handler, unary),
+        (False, True): (grpc.unary_stream_rpc_method_handler, stream),
+        (True, False): (grpc.stream_unary_rpc_method_handler, unary),
+        (True, True): (grpc.stream_stream_rpc_method_handler, stream),
+    }
+    make, guarded = kinds[method.client_streaming, method.server_streaming]
+    return make(guarded, request_deserializer=_deserializer(method), response_serializer=serialize)
+
+
+def add_service(server: grpc.aio.Server, service: ServiceDescriptor, servicer: object) -> None:
+    """Register `servicer`, whose methods are named as in the proto, behind the guard.
+
+    Unary answers are awaitables, streamed ones async generators; they raise CoppiceError to refuse.
+    """
+    handlers = {method.name: _rpc_handler(method, getattr(servicer, method.name)) for method in service.methods}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+
+
+def server_options(limits: Limits) -> list[tuple[str, int]]:
+    """Channel arguments of every server."""
+    return [
+        ("grpc.max_receive_message_length", limits.message_bytes),
+        ("grpc.max_send_message_length", limits.message_bytes),
+        ("grpc.max_metadata_size", 16 << 10),
+        ("grpc.so_reuseport", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+
+
+class Serving:
+    """A running server: its addresses, its health, and its end.
+
+    Health "" answers SERVING from construction (liveness); the service's full name only while ready.
+    """
+
+    def __init__(self, settings: ServerSettings, limits: Limits, role: str) -> None:
+        self.settings, self.limits, self.role = settings, limits, role
+        self.server = grpc.aio.server(options=server_options(limits))
+        self.draining = asyncio.Event()
+        self.address = ""
+        self._health_server = grpc.aio.server()
+        self._health = HealthServicer()
+        self._service_name = ""
+        self._metrics_port = 0
+
+    async def start(self, service: ServiceDescriptor, servicer: object, metrics_port: int = 0) -> None:
+        """Bind, register and report ready. Raises OSError when a port is taken."""
+        add_service(self.server, service, servicer)
+        self._service_name, self._metrics_port = service.full_name, metrics_port
+        host = self.settings.host
+        port = _bind(self.server, host, self.settings.port)
+        self.address = f"{self.settings.advertise or host}:{port}"
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self._health.set(self._service_name, health_pb2.HealthCheckResponse.SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
+        health_port = _bind(self._health_server, host, self.settings.health_port)
+        await self.server.start()
+        await self._health_server.start()
+        self._write_ready_file(f"{host}:{health_port}")
+        log.info("serving", role=self.role, address=self.address, health=f"{host}:{health_port}")
+
+    def _write_ready_file(self, health: str) -> None:
+        if not self.settings.ready_file:
+            return
+        path = Path(self.settings.ready_file)
+        metrics = f"{self.settings.host}:{self._metrics_port}" if self._metrics_port else ""
+        ready = {"role": self.role, "address": self.address, "health": health, "metrics": metrics, "pid": os.getpid()}
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(ready))
+        partial.replace(path)
+
+    async def until_stopped(self) -> None:
+        """Serve until SIGTERM or SIGINT, then refuse new sessions, let running ones end and stop."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.draining.set)
+        await self.draining.wait()
+        await self._health.set(self._service_name, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self.server.stop(self.settings.grace_s)
+        await self._health_server.stop(0)
+        log.info("stopped", role=self.role)
+
+
+def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    try:
+        return int(server.add_insecure_port(f"{host}:{port}"))
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error}") from error

@@ -1,0 +1,81 @@
+"""Logs (structlog) and metrics (Prometheus). The spec_decode stems are vLLM's, so dashboards carry over."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import partial
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from coppice.config import ServerSettings
+
+_STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+
+
+def configure_logging(settings: ServerSettings) -> None:
+    """Send structured lines to standard error."""
+    renderer = structlog.processors.JSONRenderer() if settings.log_json else structlog.dev.ConsoleRenderer(colors=False)
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, settings.log_level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+def serve_metrics(registry: CollectorRegistry, settings: ServerSettings) -> int:
+    """Serve `registry` over HTTP; returns the port, 0 when metrics are off."""
+    if settings.metrics_port < 0:
+        return 0
+    server, _ = start_http_server(settings.metrics_port, addr=settings.host, registry=registry)
+    return int(server.server_port)
+
+
+class OrchestratorMetrics:
+    """What the orchestrator counts."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        counter = partial(Counter, registry=self.registry, namespace="coppice")
+        histogram = partial(Histogram, registry=self.registry, namespace="coppice")
+        stem = "spec_decode_num"
+        self.drafts = counter(f"{stem}_drafts", "verified trees", ["policy"])
+        self.draft_tokens = counter(f"{stem}_draft_tokens", "draft nodes verified", ["policy"])
+        self.accepted_tokens = counter(f"{stem}_accepted_tokens", "draft nodes accepted", ["policy"])
+        self.accepted_per_pos = counter(
+            f"{stem}_accepted_tokens_per_pos", "accepted draft nodes by depth", ["position"]
+        )
+        self.requests = counter("requests", "requests by how they ended", ["outcome"])
+        self.running = Gauge("requests_running", "requests running now", registry=self.registry, namespace="coppice")
+        self.tokens = counter("generated_tokens", "tokens sent to clients")
+        self.step_seconds = histogram("step_seconds", "wall time of a step", buckets=_STEP_BUCKETS)
+        self.first_token_seconds = histogram("time_to_first_token_seconds", "from arrival to the first token")
+        self.bad_drafts = counter("bad_drafts", "drafts dropped as invalid", ["head", "reason"])
+        self.late_drafts = counter("late_drafts", "drafts that missed the deadline", ["head"])
+        self.benched = counter("heads_benched", "times a head was benched", ["head"])
+        self.routed = counter("routed", "steps that verified a head's tree", ["head"])
+        self.reopened = counter("verifier_sessions_reopened", "sessions re-opened on a verifier")
+
+
+class SessionMetrics:
+    """What a verifier or a drafter counts about its sessions."""
+
+    def __init__(self, role: str) -> None:
+        self.registry = CollectorRegistry()
+        counter = partial(Counter, registry=self.registry, namespace="coppice", subsystem=role)
+        histogram = partial(Histogram, registry=self.registry, namespace="coppice", subsystem=role)
+        self.opened = counter("sessions_opened", "sessions opened")
+        self.closed = counter("sessions_closed", "sessions closed")
+        self.forwards = counter("forwards", "packed forwards")
+        self.rows = counter("rows", "rows of packed forwards")
+        self.forward_seconds = histogram("forward_seconds", "time of a forward", buckets=_STEP_BUCKETS)
+        self.kv_tokens = Gauge(
+            f"{role}_kv_tokens_used", "KV in use, tokens", registry=self.registry, namespace="coppice"
+        )

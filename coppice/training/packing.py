@@ -1,0 +1,131 @@
+"""Packed corpora: each domain's token ids on disk, and an endless, resumable order in which to read them."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from coppice.training.corpora import END_OF_TEXT, Corpus, DataError
+
+MAX_EPOCHS = 8
+Ids = NDArray[np.uint16]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One domain as two flat id arrays (documents joined and ended by the end-of-text id)."""
+
+    name: str
+    weight: float
+    train: Ids
+    held_out: Ids
+
+
+def pack_texts(texts: Iterable[str], tokenizer: Tokenizer) -> Ids:
+    """Encode documents into one flat array, each followed by the end-of-text id."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    parts = [np.array([*encoding.ids, end], dtype=np.uint16) for encoding in tokenizer.encode_batch(list(texts))]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.uint16)
+
+
+def save_packed(corpus: Corpus, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write NAME.train.npy and NAME.held_out.npy."""
+    folder.mkdir(parents=True, exist_ok=True)
+    order = np.random.default_rng(0).permutation(len(corpus.train))
+    np.save(folder / f"{corpus.name}.train.npy", pack_texts((corpus.train[i] for i in order), tokenizer))
+    np.save(folder / f"{corpus.name}.held_out.npy", pack_texts(corpus.held_out, tokenizer))
+
+
+def load_packed(name: str, weight: float, folder: Path) -> Packed:
+    """Map one domain's arrays from disk (they are never unpickled)."""
+    arrays = [np.load(folder / f"{name}.{part}.npy", mmap_mode="r", allow_pickle=False) for part in ("train", "held_out")]
+    return Packed(name, weight, arrays[0], arrays[1])
+
+
+class Reader:
+    """Draws rows of `length + 1` ids from several domains in the proportion of their weights.
+
+    All of its state is the number of tokens drawn from each domain (`drawn`), so a resumed run reads on exactly where
+    the stopped one would have. An epoch is a fresh permutation of windows at a fresh offset; after MAX_EPOCHS a domain
+    is left out and the others take its share.
+    """
+
+    def __init__(self, domains: list[Packed], seed: int, block: int, drawn: dict[str, int] | None = None) -> None:
+        """`block`: the longest row that will be asked for, in tokens; every length must divide it."""
+        self.domains, self.seed, self.block = domains, seed, block
+        self.drawn = {d.name: 0 for d in domains} | (drawn or {})
+        self.usable = {d.name: (len(d.train) - 1) // block * block - block for d in domains}
+        for d in domains:
+            if self.usable[d.name] < block:
+                raise DataError(f"--data {d.name}: {len(d.train)} tokens are too few for rows of {block}")
+        self._orders: dict[str, tuple[tuple[int, int], NDArray[np.int64], int]] = {}
+
+    def epochs(self, name: str) -> float:
+        """How often the domain has been read."""
+        return self.drawn[name] / self.usable[name]
+
+    def next_row(self, length: int) -> Ids | None:
+        """The next (length + 1,) ids, or None when every domain has been read MAX_EPOCHS times."""
+        left = [d for d in self.domains if self.epochs(d.name) < MAX_EPOCHS]
+        if not left:
+            return None
+        domain = min(left, key=lambda d: (self.drawn[d.name] + length) / d.weight)
+        epoch, position = divmod(self.drawn[domain.name], self.usable[domain.name])
+        starts, offset = self._order(domain, epoch, length)
+        start = offset + int(starts[position // length]) * length
+        self.drawn[domain.name] += length
+        return domain.train[start : start + length + 1]
+
+    def next_batch(self, rows: int, length: int) -> NDArray[np.int64] | None:
+        """`rows` rows as (rows, length + 1) int64, or None when the data is used up."""
+        batch = [row for row in (self.next_row(length) for _ in range(rows)) if row is not None]
+        return np.stack(batch).astype(np.int64) if len(batch) == rows else None
+
+    def _order(self, domain: Packed, epoch: int, length: int) -> tuple[NDArray[np.int64], int]:
+        key = (epoch, length)
+        cached = self._orders.get(domain.name)
+        if cached is None or cached[0] != key:
+            name_seed = int.from_bytes(domain.name.encode(), "little") % 2**32
+            rng = np.random.default_rng([self.seed, name_seed, epoch, length])
+            windows = self.usable[domain.name] // length
+            cached = (key, rng.permutation(windows), int(rng.integers(0, self.block)))
+            self._orders[domain.name] = cached
+        return cached[1], cached[2]
+
+
+def held_out_rows(domain: Packed, rows: int, length: int) -> NDArray[np.int64] | None:
+    """Up to `rows` windows of (length + 1) ids, evenly spread over the held-out text; None if it is shorter than one."""
+    windows = (len(domain.held_out) - 1) // length
+    if windows < 1:
+        return None
+    starts = np.linspace(0, windows - 1, min(rows, windows)).astype(int) * length
+    return np.stack([domain.held_out[s : s + length + 1] for s in starts]).astype(np.int64)
+
+
+def prepare(corpora: list[Corpus], tokenizer: Tokenizer, folder: Path) -> list[Packed]:
+    """Pack every corpus into `folder` and write data.json, what the model card says of them."""
+    facts = {}
+    for corpus in corpora:
+        save_packed(corpus, tokenizer, folder)
+        packed = load_packed(corpus.name, corpus.weight, folder)
+        facts[corpus.name] = {
+            "weight": corpus.weight,
+            "sources": corpus.sources,
+            "bytes": corpus.num_bytes,
+            "documents": len(corpus.train),
+            "held_out_documents": len(corpus.held_out),
+            "tokens": len(packed.train),
+            "held_out_tokens": len(packed.held_out),
+        }
+    (folder / "data.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    return open_prepared(folder)
+
+
+def open_prepared(folder: Path) -> list[Packed]:
+    """The domains that `prepare` wrote."""
+    facts = json.loads((folder / "data.json").read_text(encoding="utf-8"))
+    return [load_packed(name, fact["weight"], folder) for name, fact in facts.items()]

@@ -1,0 +1,191 @@
+"""The training loop that targets and heads share: step, report, evaluate, checkpoint; resumable at every step."""
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coppice.training.checkpoint import checkpoints, load_checkpoint, save_checkpoint, save_weights
+from coppice.training.muon import Muon
+from coppice.training.packing import Packed, Reader, held_out_rows
+from coppice.training.progress import Progress
+from coppice.training.schedule import Schedule
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""(inputs (B, T), labels (B, T)) -> the mean loss in nats."""
+
+
+@dataclass
+class Counters:
+    """Everything that a resumed run needs besides tensors."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    best_loss: float = float("inf")
+    best_tokens: int = 0
+    drawn: dict[str, int] = field(default_factory=dict)
+    held_out: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Peak learning rates and how often things happen."""
+
+    muon: float = 0.02
+    adam: float = 3e-3
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    eval_tokens: int = 200_000
+    eval_rows: int = 12
+    checkpoint_seconds: float = 180.0
+    micro_tokens: int = 1024
+
+
+def make_optimisers(model: torch.nn.Module, rates: Rates) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for embeddings and norms."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in f".{name}"]
+    chosen = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in chosen]
+    return [
+        Muon(matrices, lr=rates.muon, weight_decay=rates.weight_decay),
+        torch.optim.AdamW(others, lr=rates.adam, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+
+
+class Trainer:
+    """Trains `model` on `domains` into `folder` (checkpoints/, best.safetensors, log.jsonl)."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss: LossFunction,
+        domains: list[Packed],
+        schedule: Schedule,
+        folder: Path,
+        rates: Rates | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.model, self.loss, self.domains, self.schedule = model, loss, domains, schedule
+        self.folder, self.rates = folder, rates or Rates()
+        self.named = dict(model.named_parameters())
+        self.device = next(model.parameters()).device
+        self.optimisers = make_optimisers(model, self.rates)
+        self.peaks = [group["lr"] for opt in self.optimisers for group in opt.param_groups]
+        self.counters = Counters()
+        self.reader = Reader(domains, seed, max(schedule.length, schedule.long_length))
+        self.stopping = False
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def best_path(self) -> Path:
+        """The weights with the lowest held-out loss so far."""
+        return self.folder / "best.safetensors"
+
+    def resume(self) -> bool:
+        """Load the newest checkpoint, if any; the data goes on at the next unread row."""
+        found = checkpoints(self.folder / "checkpoints")
+        if not found:
+            return False
+        self.counters = Counters(**load_checkpoint(found[-1], self.named, self.optimisers))
+        self.reader.drawn.update(self.counters.drawn)
+        return True
+
+    def checkpoint(self) -> None:
+        """Write a checkpoint of this very step."""
+        self.counters.drawn = dict(self.reader.drawn)
+        save_checkpoint(
+            self.folder / "checkpoints", self.counters.step, self.named, self.optimisers, vars(self.counters).copy()
+        )
+
+    def train(self, progress: Progress) -> bool:
+        """Run to the schedule's end; False when a signal stopped it first (a checkpoint is then written)."""
+        previous = signal.signal(signal.SIGTERM, self._stop)
+        last_checkpoint = time.monotonic()
+        progress.start(self.schedule.tokens)
+        try:
+            while self.counters.tokens < self.schedule.tokens and not self.stopping:
+                started = time.monotonic()
+                before = self.counters.tokens
+                loss = self._step()
+                if loss is None:
+                    break
+                seconds = time.monotonic() - started
+                self.counters.seconds += seconds
+                progress.step(self.counters.step, self.counters.tokens, loss, (self.counters.tokens - before) / seconds)
+                if before // self.rates.eval_tokens != self.counters.tokens // self.rates.eval_tokens:
+                    self._evaluate(loss, progress)
+                if time.monotonic() - last_checkpoint > self.rates.checkpoint_seconds:
+                    self.checkpoint()
+                    last_checkpoint = time.monotonic()
+            if not self.stopping:
+                self._evaluate(None, progress)
+            self.checkpoint()
+        finally:
+            progress.stop()
+            signal.signal(signal.SIGTERM, previous)
+        return not self.stopping
+
+    def held_out_loss(self, rows: int) -> dict[str, float]:
+        """Mean held-out loss in nats a token, per domain that has held-out text."""
+        losses = {}
+        self.model.eval()
+        with torch.no_grad():
+            for domain in self.domains:
+                batch = held_out_rows(domain, rows, self.schedule.length)
+                if batch is not None:
+                    parts = torch.from_numpy(batch).to(self.device).split(16)
+                    total = sum(float(self.loss(p[:, :-1], p[:, 1:])) * len(p) for p in parts)
+                    losses[domain.name] = total / len(batch)
+        self.model.train()
+        return losses
+
+    def _step(self) -> float | None:
+        rows, length = self.schedule.shape(self.counters.tokens)
+        batch = self.reader.next_batch(rows, length)
+        if batch is None:
+            return None
+        rate = self.schedule.rate(self.counters.tokens)
+        groups = [group for opt in self.optimisers for group in opt.param_groups]
+        for group, peak in zip(groups, self.peaks, strict=True):
+            group["lr"] = peak * rate
+        total = 0.0
+        ids = torch.from_numpy(batch).to(self.device)
+        for part in ids.split(max(1, self.rates.micro_tokens // length)):
+            loss = self.loss(part[:, :-1], part[:, 1:]) * (len(part) / rows)
+            loss.backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.rates.clip, foreach=True)
+        for optimiser in self.optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        if total != total:
+            raise FloatingPointError(f"the loss is not a number after {self.counters.tokens} tokens")
+        self.counters.step += 1
+        self.counters.tokens += rows * length
+        return total
+
+    def _evaluate(self, loss: float | None, progress: Progress) -> None:
+        held_out = self.held_out_loss(self.rates.eval_rows)
+        if not held_out:
+            return
+        weights = {d.name: d.weight for d in self.domains if d.name in held_out}
+        mean = sum(held_out[name] * w for name, w in weights.items()) / sum(weights.values())
+        self.counters.held_out = held_out
+        if mean < self.counters.best_loss:
+            self.counters.best_loss, self.counters.best_tokens = mean, self.counters.tokens
+            save_weights(self.best_path, self.named)
+        progress.evaluation(self.counters.tokens, mean, held_out)
+        row: dict[str, Any] = {"step": self.counters.step, "tokens": self.counters.tokens, "loss": loss, "held_out": held_out}
+        with (self.folder / "log.jsonl").open("a", encoding="utf-8") as log:
+            log.write(json.dumps(row | {"seconds": round(self.counters.seconds, 1)}) + "\n")
+
+    def _stop(self, _signal: int, _frame: FrameType | None) -> None:
+        self.stopping = True

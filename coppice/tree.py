@@ -1,0 +1,226 @@
+"""Draft trees as flat arrays: checks, masks, paths, and the union of several heads' trees.
+
+Node 0 is the root, the target's own token; it is part of every tree and stored in none. Node i (from 1) is entry i - 1
+of the arrays. A parent's number is below its child's, so one pass in order always meets parents first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+IntArray = NDArray[np.int64]
+Owners = NDArray[np.uint64]
+
+MAX_HEADS = 64  # an owner set is one uint64
+LOG_PROB_TOLERANCE = 1e-3  # rounding of a drafter's log-softmax sums, in nats
+
+
+class TreeError(ValueError):
+    """A tree that must not be verified: `reason` is a slug to count by, `field` the array at fault."""
+
+    def __init__(self, reason: str, field: str, why: str) -> None:
+        super().__init__(f"{field}: {why}")
+        self.reason = reason
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftTree:
+    """A draft tree of n nodes, root excluded.
+
+    Construction only unifies widths; whatever came from outside goes through `validate` before anything else.
+    """
+
+    tokens: IntArray
+    """(n,) token ids"""
+    parents: IntArray
+    """(n,) number of each node's parent, 0 for the root"""
+    log_probs: NDArray[np.float32]
+    """(n,) cumulative draft log-scores, s_i of seeds/dual-draft-routing section 4"""
+
+    def __post_init__(self) -> None:
+        # Values of another kind stay as they are for `validate` to refuse: a cast would turn NaN into an id.
+        for name, kinds, dtype in _FIELDS:
+            array = np.asarray(getattr(self, name))
+            if array.dtype.kind in kinds or not array.size:
+                array = array.astype(dtype, copy=False)
+            object.__setattr__(self, name, array)
+
+    @staticmethod
+    def empty() -> DraftTree:
+        """The tree of plain decoding: the root alone."""
+        return DraftTree(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32))
+
+    @staticmethod
+    def chain(tokens: ArrayLike, log_probs: ArrayLike) -> DraftTree:
+        """One branch: each of the (n,) tokens follows the one before it."""
+        tokens = np.asarray(tokens)
+        return DraftTree(tokens, np.arange(tokens.size), np.asarray(log_probs))
+
+    def __len__(self) -> int:
+        """Number of nodes, root excluded."""
+        return self.tokens.size
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DraftTree):
+            return NotImplemented
+        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name, _, _ in _FIELDS)
+
+    __hash__ = None  # type: ignore[assignment]  # arrays have no hash
+
+    def depths(self) -> IntArray:
+        """(n + 1,) pos(0) = 0, pos(i) = pos(parent) + 1 (seeds/merged-tree-dual-drafting section 4.3)."""
+        depths = [0]
+        for parent in self.parents.tolist():
+            depths.append(depths[parent] + 1)
+        return np.array(depths, np.int64)
+
+    def ancestor_mask(self) -> NDArray[np.bool_]:
+        """(n + 1, n + 1) M[i, j]: node i sees node j, itself or an ancestor.
+
+        Source: seeds/merged-tree-dual-drafting section 4.2.
+        """
+        # A row is its parent's row and one bit more. As Python integers the rows of any tree of <= 256 nodes cost
+        # less than a few numpy calls, however deep the tree is.
+        rows = [1]
+        for node, parent in enumerate(self.parents.tolist(), start=1):
+            rows.append(rows[parent] | 1 << node)
+        width = len(rows)
+        stride = (width + 7) // 8
+        packed = np.frombuffer(b"".join(row.to_bytes(stride, "little") for row in rows), np.uint8)
+        bits = np.unpackbits(packed.reshape(width, stride), axis=1, count=width, bitorder="little")
+        return bits.view(np.bool_)
+
+    def path_matrix(self) -> IntArray:
+        """(L, D) R: one root-to-leaf path a row, leaves in order, padded with -1.
+
+        Source: seeds/merged-tree-dual-drafting section 4.4.
+        """
+        parents = self.parents.tolist()
+        paths = [[0]]
+        for node, parent in enumerate(parents, start=1):
+            paths.append([*paths[parent], node])
+        leaves = sorted(set(range(len(paths))).difference(parents))
+        depth = max(map(len, paths))
+        return np.array([paths[leaf] + [-1] * (depth - len(paths[leaf])) for leaf in leaves], np.int64)
+
+    def children(self) -> list[list[int]]:
+        """For each of the n + 1 nodes the numbers of its children, ascending."""
+        children: list[list[int]] = [[] for _ in range(len(self) + 1)]
+        for node, parent in enumerate(self.parents.tolist(), start=1):
+            children[parent].append(node)
+        return children
+
+
+_FIELDS = (("tokens", "iu", np.int64), ("parents", "iu", np.int64), ("log_probs", "iuf", np.float32))
+
+
+def validate(tree: DraftTree, vocab_size: int, max_nodes: int = 64, max_depth: int = 16) -> None:
+    """Raise TreeError unless a tree from outside is safe to verify.
+
+    Reasons: "shape", "dtype", "length-mismatch", "too-large", "token-range", "parent-order" (cycles, forward parents,
+    numbers out of range), "log-prob" (not finite, above 0), "child-above-parent" and "too-deep".
+    """
+    size = tree.tokens.size
+    for name, _, dtype in _FIELDS:
+        array = getattr(tree, name)
+        if array.ndim != 1:
+            raise TreeError("shape", name, f"has {array.ndim} dimensions, must have 1")
+        if array.dtype != dtype:
+            raise TreeError("dtype", name, f"holds {array.dtype} values")
+        if array.size != size:
+            raise TreeError("length-mismatch", name, f"has {array.size} entries, tokens has {size}")
+    if size > max_nodes:
+        raise TreeError("too-large", "tokens", f"has {size} nodes, at most {max_nodes} are allowed")
+    if not size:
+        return
+    if tree.tokens.min() < 0 or tree.tokens.max() >= vocab_size:
+        raise TreeError("token-range", "tokens", f"has an id outside 0..{vocab_size - 1}")
+    if tree.parents.min() < 0 or (tree.parents > np.arange(size)).any():
+        raise TreeError("parent-order", "parents", "has a parent that does not come before its child")
+    scores = np.concatenate((np.zeros(1, np.float32), tree.log_probs))
+    # Written so that NaN fails too.
+    if not (scores.min() > -np.inf and scores.max() <= LOG_PROB_TOLERANCE):
+        raise TreeError("log-prob", "log_probs", "has a value that is not finite or is above 0")
+    if (tree.log_probs > scores[tree.parents] + LOG_PROB_TOLERANCE).any():
+        raise TreeError("child-above-parent", "log_probs", "has a node that scores above its parent")
+    if tree.depths().max() > max_depth:
+        raise TreeError("too-deep", "parents", f"has a path of more than {max_depth} nodes")
+
+
+def extend(tree: DraftTree, tokens: ArrayLike, parents: ArrayLike, log_probs: ArrayLike) -> DraftTree:
+    """The tree with a streamed delta appended; its parents are numbers in the whole tree. Validate the result."""
+    delta = DraftTree(np.asarray(tokens), np.asarray(parents), np.asarray(log_probs))
+    return DraftTree(
+        np.concatenate((tree.tokens, delta.tokens)),
+        np.concatenate((tree.parents, delta.parents)),
+        np.concatenate((tree.log_probs, delta.log_probs)),
+    )
+
+
+def union(trees: Sequence[DraftTree]) -> tuple[DraftTree, Owners]:
+    """Splice the heads' trees under one root and say who proposed each node.
+
+    The first head keeps its numbers; every later one is shifted by the nodes before it, phi(i) = n_1 + ... + i, and
+    phi(0) = 0 (seeds/merged-tree-dual-drafting section 4.1). Owners are (n,) sets of heads as bits: bit h is head h.
+    Raises ValueError above 64 heads.
+    """
+    if len(trees) > MAX_HEADS:
+        raise ValueError(f"at most {MAX_HEADS} heads can be merged, not {len(trees)}")
+    if not trees:
+        return DraftTree.empty(), np.empty(0, np.uint64)
+    sizes = [len(tree) for tree in trees]
+    shifts = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    parents = np.concatenate([tree.parents for tree in trees])
+    merged = DraftTree(
+        np.concatenate([tree.tokens for tree in trees]),
+        np.where(parents > 0, parents + shifts, 0),
+        np.concatenate([tree.log_probs for tree in trees]),
+    )
+    return merged, np.repeat(np.uint64(1) << np.arange(len(trees), dtype=np.uint64), sizes)
+
+
+def dedup(tree: DraftTree, owners: Owners) -> tuple[DraftTree, Owners, IntArray]:
+    """Make one node of all that spell the same path: the same candidates in fewer target rows.
+
+    A node keeps the largest of its log-scores (so that it never exceeds its parent's) and the owners of all. The third
+    value, (n + 1,), is the new number of each old node.
+    """
+    seen: dict[tuple[int, int], int] = {}
+    new_numbers = [0]
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        new_numbers.append(seen.setdefault((new_numbers[parent], token), len(seen) + 1))
+    numbers = np.array(new_numbers, np.int64)
+    if len(seen) == len(tree):
+        return tree, owners, numbers
+    log_probs = np.full(len(seen), -np.inf, np.float32)
+    np.maximum.at(log_probs, numbers[1:] - 1, tree.log_probs)
+    merged_owners = np.zeros(len(seen), np.uint64)
+    np.bitwise_or.at(merged_owners, numbers[1:] - 1, owners)
+    keys = np.array(list(seen), np.int64)  # (m, 2) parent, token in order of first appearance
+    return DraftTree(keys[:, 1], keys[:, 0], log_probs), merged_owners, numbers
+
+
+def prune(tree: DraftTree, budget: int) -> tuple[DraftTree, IntArray]:
+    """Keep the `budget` most confident nodes, every kept node with its ancestors; ties go to the lower number.
+
+    Confidence is exp(s_i); as no continuation is likelier than its prefix, a node counts for no more than its parent.
+    The second value is the old numbers of the kept nodes, ascending. Raises ValueError on a negative budget.
+    """
+    if budget < 0:
+        raise ValueError(f"budget must not be negative, is {budget}")
+    if len(tree) <= budget:
+        return tree, np.arange(1, len(tree) + 1)
+    scores = [0.0]
+    for score, parent in zip(tree.log_probs.tolist(), tree.parents.tolist(), strict=True):
+        scores.append(min(score, scores[parent]))
+    # A parent is never below its child and has the lower number, so a stable order lists it first.
+    ranked = np.argsort(-np.array(scores[1:]), kind="stable")
+    kept = np.sort(ranked[:budget])
+    new_numbers = np.zeros(len(tree) + 1, np.int64)
+    new_numbers[kept + 1] = np.arange(1, kept.size + 1)
+    return DraftTree(tree.tokens[kept], new_numbers[tree.parents[kept]], tree.log_probs[kept]), kept + 1

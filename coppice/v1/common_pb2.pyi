@@ -1,0 +1,94 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Fence(_message.Message):
+    __slots__ = ("step", "committed_len", "committed_hash", "weights_version", "deadline_ns")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_LEN_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_HASH_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_NS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    committed_len: int
+    committed_hash: int
+    weights_version: int
+    deadline_ns: int
+    def __init__(self, step: _Optional[int] = ..., committed_len: _Optional[int] = ..., committed_hash: _Optional[int] = ..., weights_version: _Optional[int] = ..., deadline_ns: _Optional[int] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("temperature", "top_p", "top_k", "seed")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class Tree(_message.Message):
+    __slots__ = ("tokens", "parents", "log_probs")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    log_probs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class Row(_message.Message):
+    __slots__ = ("ids", "log_probs", "raw_log_probs")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    RAW_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    log_probs: _containers.RepeatedScalarFieldContainer[float]
+    raw_log_probs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., raw_log_probs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class FeatureRef(_message.Message):
+    __slots__ = ("verifier", "session", "start", "count")
+    VERIFIER_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    verifier: str
+    session: str
+    start: int
+    count: int
+    def __init__(self, verifier: _Optional[str] = ..., session: _Optional[str] = ..., start: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+
+class Features(_message.Message):
+    __slots__ = ("inline", "ref", "dtype", "start", "count")
+    INLINE_FIELD_NUMBER: _ClassVar[int]
+    REF_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    inline: bytes
+    ref: FeatureRef
+    dtype: str
+    start: int
+    count: int
+    def __init__(self, inline: _Optional[bytes] = ..., ref: _Optional[_Union[FeatureRef, _Mapping]] = ..., dtype: _Optional[str] = ..., start: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+
+class Rejection(_message.Message):
+    __slots__ = ("position", "parent", "target_id", "top_ids", "top_log_probs", "tail")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    TARGET_ID_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    TAIL_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    parent: int
+    target_id: int
+    top_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_log_probs: _containers.RepeatedScalarFieldContainer[float]
+    tail: float
+    def __init__(self, position: _Optional[int] = ..., parent: _Optional[int] = ..., target_id: _Optional[int] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_log_probs: _Optional[_Iterable[float]] = ..., tail: _Optional[float] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""One package for each deployable; they never import each other."""

@@ -1,0 +1,115 @@
+"""What one forward pass of the target works on: the rows of all waiting sessions, packed. Knows nothing of models.
+
+Nothing here validates: token ids, tree shapes and lengths were checked where they entered the process
+(coppice/limits.py, coppice/tree.py), and the scheduler made room in the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.verifier.kv import BlockTable
+
+
+@dataclass(frozen=True)
+class Span:
+    """One session's rows: first_row .. first_row + num_rows of the batch, after prefix_len tokens already in its KV.
+
+    Row r of the span writes its keys and values at the session's token index prefix_len + r, so `table` has room for
+    prefix_len + num_rows tokens.
+    """
+
+    first_row: int
+    num_rows: int
+    prefix_len: int
+    table: BlockTable
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Rows of all sessions of one forward, as plain CPU tensors.
+
+    tokens: (T,) int64 ids. positions: (T,) int64, absolute in the session's text. parents: (T,) int64, the row *inside
+    its span* that a row continues, always an earlier one; -1 for a span's first row, which continues the prefix. A
+    prefill chunk is a chain, a draft tree is a tree with its root in the first row. logits_to_keep: (R,) int64, the
+    rows of the batch whose logits are wanted, ascending. feature_layers: hidden states wanted of every row (index 0 is
+    the embeddings); empty for none.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    parents: Tensor
+    spans: tuple[Span, ...]
+    logits_to_keep: Tensor
+    feature_layers: tuple[int, ...] = ()
+
+    def ancestors(self) -> NDArray[np.bool_]:
+        """(T, N) bool, N the longest span: [t, j] says whether row j of t's span is row t itself or an ancestor.
+
+        Pointer doubling: after k rounds a row knows its ancestors up to distance 2**k, so a chain of n rows takes
+        log2(n) gathers and no loop over rows.
+        """
+        num_rows = len(self.tokens)
+        counts = np.array([span.num_rows for span in self.spans])
+        first = np.repeat([span.first_row for span in self.spans], counts)  # (T,)
+        parents = self.parents.numpy()
+        none = num_rows  # a row of its own that sees nothing and is its own parent
+        jump = np.append(np.where(parents < 0, none, first + parents), none)  # (T + 1,)
+        seen = np.zeros((num_rows + 1, counts.max()), dtype=np.bool_)
+        rows = np.arange(num_rows)
+        seen[rows, rows - first] = True
+        while (jump != none).any():
+            seen |= seen[jump]
+            jump = jump[jump]
+        return seen[:num_rows]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One session's part of a batch to be packed; the arrays have one entry a row.
+
+    parents as in PackedBatch; depths counts from 0 at the first row; keep lists the rows of the piece whose logits are
+    wanted, ascending.
+    """
+
+    table: BlockTable
+    prefix_len: int
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    depths: Sequence[int]
+    keep: Sequence[int]
+
+    @classmethod
+    def chain(cls, table: BlockTable, prefix_len: int, tokens: Sequence[int], keep: Sequence[int] = ()) -> Piece:
+        """A prefill chunk, or with one token a plain decoding step."""
+        rows = len(tokens)
+        return cls(table, prefix_len, tokens, range(-1, rows - 1), range(rows), keep)
+
+
+def pack(pieces: Sequence[Piece], feature_layers: tuple[int, ...] = ()) -> PackedBatch:
+    """One batch of the pieces, in their order; the spans and the logits come out in the same order."""
+    spans: list[Span] = []
+    rows = 0
+    for piece in pieces:
+        spans.append(Span(rows, len(piece.tokens), piece.prefix_len, piece.table))
+        rows += len(piece.tokens)
+
+    def join(parts: Sequence[NDArray[np.int64]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts))
+
+    return PackedBatch(
+        tokens=join([np.asarray(piece.tokens, np.int64) for piece in pieces]),
+        positions=join([np.asarray(piece.depths, np.int64) + piece.prefix_len for piece in pieces]),
+        parents=join([np.asarray(piece.parents, np.int64) for piece in pieces]),
+        spans=tuple(spans),
+        logits_to_keep=join(
+            [np.asarray(piece.keep, np.int64) + span.first_row for piece, span in zip(pieces, spans, strict=True)]
+        ),
+        feature_layers=feature_layers,
+    )

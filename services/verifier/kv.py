@@ -1,0 +1,181 @@
+"""The keys and values of all sessions: one tensor cut into blocks, and who owns which block. Knows nothing of models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class OutOfBlocks(RuntimeError):
+    """The pool has too few free blocks; nothing was changed."""
+
+
+@dataclass
+class BlockTable:
+    """Where one session's tokens lie: token i is in slot blocks[i // block_size] * block_size + i % block_size.
+
+    num_tokens: tokens the session holds. consecutive: the blocks are neighbours in order, so that slots of
+    consecutive tokens are consecutive too. Made and changed by KVPool only.
+    """
+
+    session: str
+    block_size: int
+    blocks: NDArray[np.int64]
+    num_tokens: int
+    consecutive: bool
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit in the blocks held."""
+        return len(self.blocks) * self.block_size
+
+    def slots(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The slots of token indices, the same shape; indices are below capacity."""
+        return self.blocks[tokens // self.block_size] * self.block_size + tokens % self.block_size
+
+
+class KVPool:
+    """Paged KV of one target, with exact accounting.
+
+    `data` is (layers, 2, slots, kv_heads, head_dim), keys before values, slots = blocks * block_size. A session's
+    blocks are kept consecutive where possible, because then its prefix is read as a view instead of a gather.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        tokens: int,
+        block_size: int = 32,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """A pool for `tokens` tokens, rounded up to whole blocks."""
+        blocks = -(-tokens // block_size)
+        # Zeros, not empty: padding may read a slot before it is written, and 0 * NaN is NaN.
+        self.data = torch.zeros(layers, 2, blocks * block_size, kv_heads, head_dim, dtype=dtype, device=device)
+        # (layers * 2, 1, kv_heads, slots, head_dim), a view: how attention wants to read it.
+        self.heads_first = self.data.transpose(2, 3).flatten(0, 1).unsqueeze(1)
+        self.block_size = block_size
+        self._free = np.ones(blocks, dtype=np.bool_)
+        self._num_free = blocks
+        self._tables: dict[str, BlockTable] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in all."""
+        return len(self._free)
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks owned by sessions."""
+        return self.num_blocks - self._num_free
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens that fit in the blocks nobody owns."""
+        return self._num_free * self.block_size
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens held by sessions."""
+        return sum(table.num_tokens for table in self._tables.values())
+
+    def allocate(self, session: str, num_tokens: int) -> BlockTable:
+        """Room for a new session's first tokens. Raises OutOfBlocks, and ValueError when the session has a table."""
+        if session in self._tables:
+            raise ValueError(f"session {session} already has a block table")
+        blocks = self._take(self._blocks_for(num_tokens), after=None)
+        table = BlockTable(session, self.block_size, blocks, num_tokens, _is_run(blocks))
+        self._tables[session] = table
+        return table
+
+    def extend(self, table: BlockTable, num_tokens: int) -> None:
+        """Let the table hold num_tokens tokens in all, committed ones and rows in flight. Raises OutOfBlocks."""
+        missing = self._blocks_for(num_tokens) - len(table.blocks)
+        if missing > 0:
+            last = int(table.blocks[-1]) if len(table.blocks) else None
+            table.blocks = np.concatenate([table.blocks, self._take(missing, after=last)])
+            table.consecutive = _is_run(table.blocks)
+        table.num_tokens = num_tokens
+
+    def free(self, table: BlockTable) -> None:
+        """Give all blocks of a session back. Raises ValueError when that was done before."""
+        if self._tables.get(table.session) is not table:
+            raise ValueError(f"session {table.session} has no such block table")
+        del self._tables[table.session]
+        self._free[table.blocks] = True
+        self._num_free += len(table.blocks)
+        table.blocks = table.blocks[:0]
+        table.num_tokens = 0
+
+    def compact(self, table: BlockTable, base_len: int, rows: Sequence[int]) -> None:
+        """After a step: keep the KV of the accepted path and forget the other rows.
+
+        base_len: tokens committed before the step, whose rows lie at base_len, base_len + 1, ... rows: the accepted
+        rows of the span in order, the root's 0 first. They move to base_len ..; the table then holds
+        base_len + len(rows) tokens and keeps its blocks, which the next step needs again.
+        """
+        accepted = np.asarray(rows, np.int64)
+        moved = np.flatnonzero(accepted != np.arange(len(accepted)))
+        if len(moved):  # else the path is a prefix of the rows and lies right already
+            start = moved[0]
+            source = self._slot_tensor(table, base_len + accepted[start:])
+            target = self._slot_tensor(table, base_len + np.arange(start, len(accepted)))
+            with torch.inference_mode():
+                # The gather copies, so that overlapping source and target do no harm.
+                self.data.index_copy_(2, target, self.data.index_select(2, source))
+        table.num_tokens = base_len + len(accepted)
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError unless every block is free or owned exactly once and every table holds its tokens."""
+        owners = (~self._free).astype(np.int64)
+        for table in self._tables.values():
+            np.subtract.at(owners, table.blocks, 1)
+            if not table.num_tokens <= table.capacity:
+                raise RuntimeError(f"session {table.session} holds {table.num_tokens} tokens in {table.capacity}")
+            if table.consecutive != _is_run(table.blocks):
+                raise RuntimeError(f"session {table.session} is wrong about its blocks being consecutive")
+        if owners.any():
+            raise RuntimeError(f"blocks leaked or owned twice: {np.flatnonzero(owners).tolist()}")
+        if self._num_free != int(self._free.sum()):
+            raise RuntimeError(f"{self._num_free} blocks counted free, {int(self._free.sum())} are")
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _slot_tensor(self, table: BlockTable, tokens: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(table.slots(tokens)).to(self.data.device)
+
+    def _take(self, count: int, after: int | None) -> NDArray[np.int64]:
+        """Own `count` free blocks: those right after `after` if they are free, else inside the longest free run."""
+        if count > self._num_free:
+            raise OutOfBlocks(f"{count} blocks of {self.block_size} tokens needed, {self._num_free} free")
+        if after is not None and self._free[after + 1 : after + 1 + count].sum() == count:
+            start = after + 1
+        else:
+            edges = np.flatnonzero(np.diff(np.concatenate(([False], self._free, [False])).astype(np.int8)))
+            lengths = edges[1::2] - edges[::2]
+            longest = int(lengths.argmax()) if len(lengths) else 0
+            start, spare = (int(edges[2 * longest]), int(lengths[longest]) - count) if len(lengths) else (0, 0)
+            if spare < 0:
+                return self._own(np.flatnonzero(self._free)[:count])
+            # In the middle, so that the session to the left and this one can both grow; at the left end nobody is.
+            start += spare // 2 if start else 0
+        return self._own(np.arange(start, start + count))
+
+    def _own(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        self._free[blocks] = False
+        self._num_free -= len(blocks)
+        return blocks
+
+
+def _is_run(blocks: NDArray[np.int64]) -> bool:
+    return bool((np.diff(blocks) == 1).all())

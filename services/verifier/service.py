@@ -1,0 +1,98 @@
+"""VerifierService over gRPC: sessions live exactly as long as their stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from coppice.config import Settings
+from coppice.errors import InvalidField
+from coppice.limits import FEATURE_CHUNK_BYTES, MAX_CONTEXT, MAX_TREE_DEPTH, MAX_TREE_NODES, check_range
+from coppice.messages import Features, OpenSession, TargetDescription, VerifyStep
+from coppice.rpc.admission import Admission
+from coppice.rpc.sessions import StreamWaits
+from coppice.tree import TreeError, validate
+from coppice.v1 import verifier_pb2
+from coppice.wire import common, verifier
+from services.verifier.engine import EngineInfo
+from services.verifier.session import feature_bytes
+from services.verifier.worker import Worker, reserved_tokens
+
+
+class VerifierServicer:
+    """Checks what comes in, hands it to the worker, sends what comes back."""
+
+    def __init__(self, settings: Settings, worker: Worker, info: EngineInfo, waits: StreamWaits) -> None:
+        self.settings, self.worker, self.info, self.waits = settings, worker, info, waits
+        self.max_len = min(info.max_context, settings.verifier.kv_tokens, MAX_CONTEXT)
+        bounds = settings.limits
+        self._seats = Admission("sessions", bounds.sessions, bounds.queued, bounds.queue_s)
+        self._kv = Admission("KV tokens", settings.verifier.kv_tokens, bounds.queued, bounds.queue_s)
+        self._opened = self._closed = 0
+
+    async def Verify(self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        """One session."""
+        first = await self._read(requests)
+        if first is None:
+            return
+        if not isinstance(first, OpenSession):
+            raise InvalidField("kind", "the first message of a session is open")
+        async with self._seats.admit(), self._kv.admit(min(reserved_tokens(first), self.settings.verifier.kv_tokens)):
+            self._opened += 1
+            try:
+                yield verifier.opened_to_wire(await self.worker.open(first))
+                while (step := await self._read(requests)) is not None:
+                    if not isinstance(step, VerifyStep):
+                        raise InvalidField("kind", "the session is open already")
+                    yield verifier.verdict_to_wire(await self.worker.verify(first.session, step))
+            finally:
+                self._closed += 1
+                self.worker.close(first.session)
+
+    async def _read(self, requests: AsyncIterator[Any]) -> OpenSession | VerifyStep | None:
+        message = await self.waits.next(requests)
+        if message is None:
+            return None
+        request = verifier.read_verify_request(message, self.info.vocab_size, self.max_len)
+        if isinstance(request, VerifyStep):
+            try:
+                validate(request.tree, self.info.vocab_size, MAX_TREE_NODES, MAX_TREE_DEPTH)
+            except TreeError as error:
+                raise InvalidField(f"step.tree.{error.field}", str(error)) from None
+        return request
+
+    async def FetchFeatures(
+        self, request: verifier_pb2.FetchFeaturesRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[verifier_pb2.FetchFeaturesResponse]:
+        """Rows of a window in chunks of at most 1 MiB."""
+        ref = common.read_ref("ref", request.ref)
+        check_range("ref.count", ref.count, 1, self.settings.verifier.feature_window)
+        rows = await self.worker.features(ref)
+        per_chunk = max(1, FEATURE_CHUNK_BYTES // (rows.shape[1] * rows.element_size()))
+        for start in range(0, ref.count, per_chunk):
+            part = rows[start : start + per_chunk]
+            features = Features(ref.start + start, len(part), self.info.dtype, feature_bytes(part))
+            yield verifier_pb2.FetchFeaturesResponse(features=common.features_to_wire(features))
+
+    async def DescribeTarget(
+        self, request: verifier_pb2.DescribeTargetRequest, context: grpc.aio.ServicerContext
+    ) -> verifier_pb2.DescribeTargetResponse:
+        """What is served."""
+        return verifier.target_to_wire(
+            TargetDescription(
+                name=self.settings.verifier.name,
+                vocab_size=self.info.vocab_size,
+                max_len=self.max_len,
+                layers=self.info.layers,
+                hidden_size=self.info.hidden_size,
+                eos_ids=self.info.eos_ids,
+                dtype=self.info.dtype,
+                kv_tokens=self.settings.verifier.kv_tokens,
+                kv_tokens_used=self.worker.kv_tokens_used,
+                sessions=self._opened - self._closed,
+                sessions_opened=self._opened,
+                sessions_closed=self._closed,
+            )
+        )

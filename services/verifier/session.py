@@ -1,0 +1,204 @@
+"""One decoding session inside the verifier: its KV, its fence, its features, and the verdict on a tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coppice.acceptance import RowAt, Walk, pq_chain, walk
+from coppice.errors import InvalidField, StaleFence
+from coppice.limits import MAX_ROW_SUPPORT
+from coppice.messages import (
+    Features,
+    Fence,
+    NextRoot,
+    OpenSession,
+    Rejection,
+    Row,
+    Verdict,
+    VerifyStep,
+    VerifyTimings,
+    committed_hash,
+)
+from coppice.sampling import Row as SampledRow
+from coppice.sampling import decode_row, draw
+from coppice.tree import DraftTree, TreeError
+from services.verifier.kv import BlockTable
+
+
+@dataclass
+class FeatureWindow:
+    """The features of a session's latest positions, model dtype, at most `most` rows and a chunk."""
+
+    most: int
+    start: int = 0
+    chunks: list[Tensor] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """One behind the last position held."""
+        return self.start + sum(len(chunk) for chunk in self.chunks)
+
+    def append(self, rows: Tensor) -> None:
+        """Add (n, F) rows of the next positions and forget what lies before the window."""
+        self.chunks.append(rows)
+        while len(self.chunks) > 1 and self.end - self.start - len(self.chunks[0]) >= self.most:
+            self.start += len(self.chunks.pop(0))
+
+    def read(self, start: int, count: int) -> Tensor:
+        """(count, F) rows from `start`. Raises InvalidField when they are not (or no longer) here."""
+        if not self.start <= start <= start + count <= self.end:
+            raise InvalidField("ref", f"positions {start}..{start + count - 1} are not in {self.start}..{self.end - 1}")
+        return torch.cat(self.chunks)[start - self.start : start - self.start + count]
+
+
+def feature_bytes(rows: Tensor) -> bytes:
+    """Row-major little-endian bytes of a CPU tensor (numpy has no bfloat16: its bits travel as int16)."""
+    plain = rows.contiguous()
+    return (plain.view(torch.int16) if plain.dtype is torch.bfloat16 else plain).numpy().tobytes()
+
+
+class Session:
+    """State of one session. Every method runs on the worker thread."""
+
+    def __init__(self, request: OpenSession, table: BlockTable, feature_window: int) -> None:
+        self.request, self.table = request, table
+        self.step = 0
+        self.committed_len = 0
+        self.hash = committed_hash(())
+        self.features = FeatureWindow(feature_window)
+
+    @property
+    def fence(self) -> Fence:
+        """What the client must believe for its next step to be accepted."""
+        return Fence(self.step, self.committed_len, self.hash)
+
+    def commit(self, ids: list[int], features: Tensor | None) -> None:
+        """Take `ids` as committed; their KV is in place. features: (len(ids), F) or None."""
+        self.committed_len += len(ids)
+        self.hash = committed_hash(ids, self.hash)
+        if features is not None:
+            self.features.append(features)
+
+    def check_fence(self, fence: Fence) -> None:
+        """Raise StaleFence unless the step continues exactly what is committed here."""
+        expected = (self.step + 1, self.committed_len, self.hash)
+        if (fence.step, fence.committed_len, fence.committed_hash) != expected:
+            raise StaleFence(
+                f"step {fence.step} on {fence.committed_len} tokens with hash {fence.committed_hash:016x}; expected "
+                f"step {expected[0]} on {expected[1]} tokens with hash {expected[2]:016x}"
+            )
+
+    def first_root(self, logits: Tensor) -> NextRoot:
+        """Where the root behind the prompt comes from, given the (V,) logits of the prompt's last token."""
+        plain: NDArray[np.float32] = logits.float().cpu().numpy()
+        row = decode_row(plain, self.request.sampling)
+        drawn = draw(*row, self.request.sampling.seed, self.committed_len)
+        return self._next_root(row, drawn, plain, keyed=True)
+
+    def _next_root(self, row: SampledRow, drawn: int, logits: NDArray[np.float32], keyed: bool) -> NextRoot:
+        """The row itself where it is small and the client's draw from it gives the same id; else the id."""
+        ids, log_probs = row
+        want = self.request.want_log_probs
+        if keyed and len(ids) <= MAX_ROW_SUPPORT:
+            return NextRoot(Row(ids, log_probs, _raw_log_probs(logits, ids) if want else None))
+        return NextRoot(None, drawn, float(_raw_log_probs(logits, np.array([drawn]))[0]) if want else 0.0)
+
+    def judge(
+        self, step: VerifyStep, tree: DraftTree, verified: tuple[int, ...], logits: Tensor, features: Tensor | None
+    ) -> tuple[Verdict, tuple[int, ...]]:
+        """Walk the verified tree, commit what it accepted and say where the next root comes from.
+
+        logits: (n + 1, V), the root's row first; features: (n + 1, F) or None. `verified` are the sender's numbers of
+        the nodes of `tree` when it is a part of the step's. Returns the verdict (timings empty) and the accepted rows.
+        """
+        rows = _Rows(logits, self.request)
+        outcome = self._walk(step, tree, rows.after)
+        path, start = outcome.path, self.committed_len
+        kept = (0, *path)
+        ids = [step.root, *tree.tokens[np.array(path, np.int64) - 1].tolist()]
+        rejection = self._rejection(tree, outcome, rows, start)
+        new_features = None if features is None else features[list(kept)].cpu()
+        self.step = step.fence.step
+        self.commit(ids, new_features)
+        root = None
+        if outcome.end_row is not None and outcome.drawn is not None:
+            root = self._next_root(outcome.end_row, outcome.drawn, rows[kept[-1]], keyed=step.q_rows is None)
+        verdict = Verdict(
+            fence=self.fence,
+            accepted=tuple(verified[node - 1] for node in path) if verified else path,
+            next=root,
+            timings=VerifyTimings(),
+            verified=verified,
+            features=None if new_features is None else _inline(start, new_features),
+            rejection=rejection,
+            log_probs=rows.log_probs_along(kept, ids[1:]) if self.request.want_log_probs else (),
+        )
+        return verdict, kept
+
+    def _walk(self, step: VerifyStep, tree: DraftTree, row_at: RowAt) -> Walk:
+        limit = self.request.max_len - self.committed_len - 1
+        sampling, stop_ids = self.request.sampling, self.request.stop_ids
+        if step.q_rows is None or not len(tree):
+            return walk(tree, self.committed_len, row_at, sampling, stop_ids, limit)
+        try:
+            return pq_chain(tree, row_at, step.q_rows, sampling.seed, self.committed_len, stop_ids, limit)
+        except TreeError as error:
+            raise InvalidField(f"step.{error.field}", str(error)) from None
+
+    def _rejection(self, tree: DraftTree, outcome: Walk, rows: _Rows, start: int) -> Rejection | None:
+        """Where the walk left the tree; None after a full accept (seeds/specblock section 3.4)."""
+        end = outcome.path[-1] if outcome.path else 0
+        if outcome.drawn is None or end not in tree.parents:
+            return None
+        top_n = self.request.rejection_top_n
+        ids, log_probs, tail = rows.top(end, top_n) if top_n else (np.empty(0, np.int64), np.empty(0, np.float32), 1.0)
+        return Rejection(start + len(outcome.path) + 1, end, outcome.drawn, ids, log_probs, tail)
+
+
+class _Rows:
+    """The target's rows of one step, turned into numpy and through G only where the walk looks."""
+
+    def __init__(self, logits: Tensor, request: OpenSession) -> None:
+        self._request = request
+        self._logits = logits
+        # One pass over all rows costs less than a transfer for each, and greedy needs nothing else.
+        self._best = logits.argmax(-1).tolist() if request.sampling.temperature == 0 else None
+
+    def __getitem__(self, node: int) -> NDArray[np.float32]:
+        row: NDArray[np.float32] = self._logits[node].float().cpu().numpy()
+        return row
+
+    def after(self, node: int) -> SampledRow:
+        """The row after G at a node."""
+        if self._best is not None:
+            return np.array([self._best[node]]), np.zeros(1)
+        return decode_row(self[node], self._request.sampling)
+
+    def log_probs_along(self, nodes: tuple[int, ...], ids: list[int]) -> tuple[float, ...]:
+        """Raw log-probability of each id at the node before it."""
+        return tuple(
+            float(_raw_log_probs(self[node], np.array([token]))[0]) for node, token in zip(nodes, ids, strict=False)
+        )
+
+    def top(self, node: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32], float]:
+        """The `count` most probable ids at T=1, their log-probabilities and the mass outside them."""
+        logits = self[node]
+        ids = np.argsort(-logits, kind="stable")[:count]
+        log_probs = _raw_log_probs(logits, ids)
+        return ids, log_probs, max(0.0, 1.0 - float(np.exp(log_probs.astype(np.float64)).sum()))
+
+
+def _raw_log_probs(logits: NDArray[np.float32], ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    wide = logits.astype(np.float64)
+    highest = wide.max()
+    log_probs: NDArray[np.float32] = (wide[ids] - highest - np.log(np.exp(wide - highest).sum())).astype(np.float32)
+    return log_probs
+
+
+def _inline(start: int, rows: Tensor) -> Features:
+    return Features(start, len(rows), str(rows.dtype).removeprefix("torch."), feature_bytes(rows))

@@ -1,0 +1,379 @@
+"""The thread that owns torch: it loads the target, packs whatever waits into forwards, and answers.
+
+Load, warm-up and every forward run here; a second thread would bring a second OpenMP pool, and the two fight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor
+
+from coppice.config import VerifierSettings
+from coppice.errors import CoppiceError, InvalidField, NotFound, Unavailable
+from coppice.messages import FeatureRef, Features, OpenSession, SessionOpened, VerifyStep, VerifyTimings
+from coppice.telemetry import SessionMetrics
+from coppice.tree import DraftTree, prune
+from services.verifier.batch import Piece, pack
+from services.verifier.engine import Engine, EngineInfo, ForwardOutput
+from services.verifier.kv import OutOfBlocks
+from services.verifier.session import Session
+
+log = structlog.get_logger()
+
+TREE_ROOM = 64  # KV tokens reserved for a session's rows in flight; larger trees take more when there is more
+
+
+def reserved_tokens(request: OpenSession) -> int:
+    """KV tokens a session is admitted with, so that nothing is ever evicted."""
+    return request.max_len + TREE_ROOM
+
+
+@dataclass
+class _Job:
+    """An open or a step on its way through the worker."""
+
+    session: Session
+    step: VerifyStep | None
+    answer: asyncio.Future[Any]
+    arrived: int
+    started: int = 0
+    forward_ns: int = 0
+    tree: DraftTree = field(default_factory=DraftTree.empty)
+    verified: tuple[int, ...] = ()
+    answered: bool = False
+
+    @property
+    def prefill_left(self) -> list[int]:
+        """Prompt ids whose KV is still missing (prefill only)."""
+        return self.session.request.ids[self.session.committed_len :]
+
+
+class Worker(threading.Thread):
+    """The verifier's engine room. Callers are coroutines of one event loop; everything else happens on this thread."""
+
+    def __init__(self, settings: VerifierSettings, metrics: SessionMetrics) -> None:
+        super().__init__(name="torch", daemon=True)
+        self.settings, self.metrics = settings, metrics
+        self.address = ""  # where FeatureRefs point to; known once the server listens
+        self.loop = asyncio.get_running_loop()
+        self.loaded: asyncio.Future[EngineInfo] = self.loop.create_future()
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._sessions: dict[str, Session] = {}
+        self._prefills: deque[_Job] = deque()
+        self._steps: dict[str, _Job] = {}
+        self._expected: set[str] = set()  # sessions answered by the last forward: likely back at once
+        self._answers: list[tuple[asyncio.Future[Any], Any]] = []
+        self._forward_s = 0.0  # moving average
+        self._open = True
+        self.failed = asyncio.Event()  # the thread ended by an error; the process is of no more use
+
+    # --- called from the event loop ---
+
+    async def open(self, request: OpenSession) -> SessionOpened:
+        """Prefill a new session. Raises InvalidField when its name is taken."""
+        answer: asyncio.Future[SessionOpened] = self.loop.create_future()
+        arrived = time.perf_counter_ns()
+        self._inbox.put(lambda: self._take_open(request, answer, arrived))
+        return await answer
+
+    async def verify(self, session: str, step: VerifyStep) -> Any:
+        """One tree of a session. Raises StaleFence, InvalidField."""
+        answer: asyncio.Future[Any] = self.loop.create_future()
+        arrived = time.perf_counter_ns()
+        self._inbox.put(lambda: self._take_step(session, step, answer, arrived))
+        return await answer
+
+    def close(self, session: str) -> None:
+        """Free a session; nothing happens when it never opened."""
+        self._inbox.put(lambda: self._take_close(session))
+
+    async def features(self, ref: FeatureRef) -> Tensor:
+        """(count, F) feature rows of a live session on the CPU. Raises NotFound, InvalidField."""
+        answer: asyncio.Future[Tensor] = self.loop.create_future()
+        self._inbox.put(lambda: self._take_features(ref, answer))
+        return await answer
+
+    @property
+    def kv_tokens_used(self) -> int:
+        """KV held by sessions, tokens."""
+        return self.engine.pool.used_tokens
+
+    def stop(self) -> None:
+        """End the thread after what it is doing."""
+        self._inbox.put(None)
+
+    # --- the thread ---
+
+    def run(self) -> None:
+        """Load, then alternate between collecting work and one packed forward until told to stop."""
+        if not self._load():
+            return
+        try:
+            while self._open:
+                self._collect()
+                if self._steps or self._prefills:
+                    self._forward()
+                self._deliver()
+        except Exception:
+            log.exception("the torch thread died")
+            self.loop.call_soon_threadsafe(self.failed.set)
+
+    def _load(self) -> bool:
+        """Load and warm up the target; False when that failed, which `loaded` says."""
+        try:
+            if self.settings.threads:
+                torch.set_num_threads(self.settings.threads)
+            self.engine = Engine.load(
+                self.settings.target,
+                device=self.settings.device,
+                dtype=self.settings.dtype,
+                kv_tokens=self.settings.kv_tokens,
+                block_size=self.settings.block_size,
+            )
+            self.engine.timings((1, 32), context=64, repeats=3)  # warm-up
+            self._answer(self.loaded, self.engine.info)
+        except Exception as error:
+            self._answer(self.loaded, error)
+            return False
+        finally:
+            self._deliver()
+        return True
+
+    def _collect(self) -> None:
+        """Take what came in; wait for work, and a moment for the sessions that were answered last."""
+        if not (self._steps or self._prefills):
+            self._take(self._inbox.get())
+        until = time.perf_counter() + min(self.settings.batch_wait_ms / 1e3, 0.1 * self._forward_s)
+        while self._open:
+            try:
+                self._take(self._inbox.get_nowait())
+            except queue.Empty:
+                left = until - time.perf_counter()
+                if left <= 0 or not self._steps or self._expected <= self._steps.keys():
+                    return
+                try:
+                    self._take(self._inbox.get(timeout=left))
+                except queue.Empty:
+                    return
+
+    def _take(self, message: Callable[[], None] | None) -> None:
+        if message is None:
+            self._open = False
+        else:
+            message()
+
+    def _take_open(self, request: OpenSession, answer: asyncio.Future[Any], arrived: int) -> None:
+        if request.session in self._sessions:
+            self._answer(answer, InvalidField("open.session", "is already open"))
+            return
+        for layer in request.feature_layers:
+            if layer not in range(self.engine.info.layers):
+                why = f"{layer} is not a layer of this target (0..{self.engine.info.layers - 1})"
+                self._answer(answer, InvalidField("open.feature_layers", why))
+                return
+        try:
+            table = self.engine.pool.allocate(request.session, reserved_tokens(request))
+        except OutOfBlocks as error:  # trees in flight took more than their room
+            self._answer(answer, Unavailable(str(error)))
+            return
+        session = Session(request, table, self.settings.feature_window)
+        self._sessions[request.session] = session
+        self.metrics.opened.inc()
+        self._prefills.append(_Job(session, None, answer, arrived))
+
+    def _take_step(self, name: str, step: VerifyStep, answer: asyncio.Future[Any], arrived: int) -> None:
+        try:
+            if name not in self._sessions:
+                raise NotFound(f"no session {name} here")
+            session = self._sessions[name]
+            session.check_fence(step.fence)
+        except CoppiceError as error:
+            self._answer(answer, error)
+            return
+        job = _Job(session, step, answer, arrived)
+        job.tree, job.verified = self._fit(session, step)
+        self._steps[name] = job
+
+    def _fit(self, session: Session, step: VerifyStep) -> tuple[DraftTree, tuple[int, ...]]:
+        """The step's tree, cut to the KV room there is; and the sender's numbers of its nodes if it was cut."""
+        wanted = session.committed_len + 1 + len(step.tree)
+        if wanted <= session.table.capacity:
+            return step.tree, ()
+        try:
+            self.engine.pool.extend(session.table, wanted)
+        except OutOfBlocks:
+            cut, kept = prune(step.tree, session.table.capacity - session.committed_len - 1)
+            return cut, tuple(int(node) for node in kept)
+        return step.tree, ()
+
+    def _take_close(self, name: str) -> None:
+        session = self._sessions.pop(name, None)
+        if session is None:
+            return
+        self._steps.pop(name, None)
+        self._prefills = deque(job for job in self._prefills if job.session is not session)
+        self._expected.discard(name)
+        self.engine.pool.free(session.table)
+        self.metrics.closed.inc()
+        self.metrics.kv_tokens.set(self.engine.pool.used_tokens)
+
+    def _take_features(self, ref: FeatureRef, answer: asyncio.Future[Any]) -> None:
+        session = self._sessions.get(ref.session)
+        try:
+            if session is None:
+                raise NotFound(f"no session {ref.session} here")
+            self._answer(answer, session.features.read(ref.start, ref.count))
+        except CoppiceError as error:
+            self._answer(answer, error)
+
+    def _forward(self) -> None:
+        """One packed forward: every waiting step, then as much of the prefills as fits; then the answers."""
+        jobs, pieces = self._pieces()
+        layers = tuple(sorted({layer for job in jobs for layer in job.session.request.feature_layers}))
+        started = time.perf_counter_ns()
+        try:
+            output = self.engine.forward(pack(pieces, layers))
+        except Exception as error:
+            log.exception("forward failed", sessions=len(jobs))
+            for job in jobs:
+                self._finish(job, error)
+            self._forget_answered()
+            return
+        took = output.forward_ns / 1e9
+        self._forward_s = 0.9 * (self._forward_s or took) + 0.1 * took
+        rows = sum(len(piece.tokens) for piece in pieces)
+        self.metrics.forwards.inc()
+        self.metrics.rows.inc(rows)
+        self.metrics.forward_seconds.observe(took)
+        self._expected = set()
+        first_row = first_kept = 0
+        for job, piece in zip(jobs, pieces, strict=True):
+            part = _part(output, first_row, len(piece.tokens), first_kept, len(piece.keep))
+            first_row, first_kept = first_row + len(piece.tokens), first_kept + len(piece.keep)
+            job.started = job.started or started
+            job.forward_ns += output.forward_ns
+            try:
+                self._settle(job, piece, part, layers, VerifyTimings(rows=rows, sessions=len(jobs)))
+            except Exception as error:
+                self._finish(job, error)
+        self._forget_answered()
+        self.metrics.kv_tokens.set(self.engine.pool.used_tokens)
+
+    def _pieces(self) -> tuple[list[_Job], list[Piece]]:
+        jobs = list(self._steps.values())
+        pieces = [_step_piece(job) for job in jobs]
+        room = self.settings.prefill_rows
+        for job in self._prefills:
+            if room <= 0:
+                break
+            chunk = job.prefill_left[:room]
+            room -= len(chunk)
+            keep = [len(chunk) - 1] if len(chunk) == len(job.prefill_left) else []
+            jobs.append(job)
+            pieces.append(Piece.chain(job.session.table, job.session.committed_len, chunk, keep))
+        return jobs, pieces
+
+    def _settle(
+        self, job: _Job, piece: Piece, part: ForwardOutput, layers: tuple[int, ...], packed: VerifyTimings
+    ) -> None:
+        """Commit one session's part of a forward and answer it if it is complete."""
+        session = job.session
+        features = _columns(part.features, layers, session.request.feature_layers)
+        began = time.perf_counter_ns()
+        if job.step is None:
+            session.commit(list(piece.tokens), None if features is None else features.cpu())
+            if job.prefill_left:
+                return
+            root = session.first_root(part.logits[-1])
+            answer: Any = SessionOpened(session.fence, root, self._prompt_features(session), packed)
+        else:
+            base = session.committed_len
+            verdict, kept = session.judge(job.step, job.tree, job.verified, part.logits, features)
+            self.engine.pool.compact(session.table, base, kept)
+            self._expected.add(session.request.session)
+            answer = verdict
+        ended = time.perf_counter_ns()
+        timings = dataclasses.replace(
+            packed,
+            queue_ns=job.started - job.arrived,
+            forward_ns=job.forward_ns,
+            accept_ns=ended - began,
+            total_ns=ended - job.arrived,
+        )
+        self._finish(job, dataclasses.replace(answer, timings=timings))
+
+    def _prompt_features(self, session: Session) -> Features | None:
+        if not session.request.feature_layers:
+            return None
+        start, count = session.features.start, session.features.end - session.features.start
+        ref = FeatureRef(self.address, session.request.session, start, count)
+        return Features(start, count, self.settings.dtype, None, ref)
+
+    # --- answers ---
+
+    def _finish(self, job: _Job, value: Any) -> None:
+        job.answered = True
+        self._answer(job.answer, value)
+
+    def _forget_answered(self) -> None:
+        self._steps.clear()
+        self._prefills = deque(job for job in self._prefills if not job.answered)
+
+    def _answer(self, future: asyncio.Future[Any], value: Any) -> None:
+        self._answers.append((future, value))
+
+    def _deliver(self) -> None:
+        """Hand all answers to the event loop in one wake-up."""
+        if self._answers:
+            answers, self._answers = self._answers, []
+            self.loop.call_soon_threadsafe(_resolve, answers)
+
+
+def _resolve(answers: list[tuple[asyncio.Future[Any], Any]]) -> None:
+    for future, value in answers:
+        if future.done():  # its caller was cancelled
+            continue
+        if isinstance(value, Exception):
+            future.set_exception(value)
+        else:
+            future.set_result(value)
+
+
+def _step_piece(job: _Job) -> Piece:
+    """Root and tree as rows: node i is row i, so parents are the tree's own numbers."""
+    assert job.step is not None
+    tree = job.tree
+    return Piece(
+        table=job.session.table,
+        prefix_len=job.session.committed_len,
+        tokens=[job.step.root, *tree.tokens.tolist()],
+        parents=[-1, *tree.parents.tolist()],
+        depths=tree.depths().tolist(),
+        keep=range(len(tree) + 1),
+    )
+
+
+def _part(output: ForwardOutput, first_row: int, rows: int, first_kept: int, kept: int) -> ForwardOutput:
+    features = None if output.features is None else output.features[first_row : first_row + rows]
+    return ForwardOutput(output.logits[first_kept : first_kept + kept], features, output.forward_ns)
+
+
+def _columns(features: Tensor | None, layers: tuple[int, ...], wanted: tuple[int, ...]) -> Tensor | None:
+    """The columns of the layers one session wants, in its order, of features that hold every session's."""
+    if features is None or not wanted:
+        return None
+    if wanted == layers:
+        return features
+    by_layer = features.chunk(len(layers), dim=-1)
+    return torch.cat([by_layer[layers.index(layer)] for layer in wanted], dim=-1)

@@ -1,0 +1,185 @@
+"""Slow, obvious versions of what coppice computes fast, and small random worlds to compare them in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from coppice.sampling import Row, SamplingParams, decode_row
+from coppice.tree import DraftTree
+
+EFFORT = 10 if os.environ.get("COPPICE_PROOF") == "1" else 1
+"""Factor on the number of random cases; `COPPICE_PROOF=1` is the full count."""
+
+Text = tuple[int, ...]
+Logits = NDArray[np.float32]
+
+
+# Trees.
+
+
+def make_tree(nodes: Iterable[tuple[int, int, float]]) -> DraftTree:
+    """A tree from (token, parent, log_prob) of each node."""
+    tokens, parents, log_probs = zip(*nodes, strict=True) if (nodes := list(nodes)) else ((), (), ())
+    return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(log_probs, np.float32))
+
+
+def random_tree(rng: np.random.Generator, max_nodes: int = 16, vocab_size: int = 4) -> DraftTree:
+    """A valid tree with few tokens and coarse scores, so that duplicates and ties are common."""
+    size = int(rng.integers(0, max_nodes + 1))
+    reach = int(rng.integers(1, max_nodes + 1))  # 1 makes a chain
+    log_probs = [0.0]
+    nodes = []
+    for node in range(1, size + 1):
+        parent = int(rng.integers(max(0, node - reach), node))
+        log_probs.append(log_probs[parent] - 0.25 * int(rng.integers(0, 5)))
+        nodes.append((int(rng.integers(0, vocab_size)), parent, log_probs[-1]))
+    return make_tree(nodes)
+
+
+def ancestors(tree: DraftTree, node: int) -> list[int]:
+    """Anc(i) = {i, parent(i), ..., 0}."""
+    return [0] if node == 0 else [node, *ancestors(tree, int(tree.parents[node - 1]))]
+
+
+def text_at(tree: DraftTree, node: int) -> Text:
+    """The tokens from the root, excluded, to a node."""
+    return tuple(int(tree.tokens[i - 1]) for i in reversed(ancestors(tree, node)) if i)
+
+
+def mask(tree: DraftTree) -> NDArray[np.bool_]:
+    """M[i, j] = 1[j in Anc(i)], entry by entry."""
+    size = len(tree) + 1
+    return np.array([[j in ancestors(tree, i) for j in range(size)] for i in range(size)])
+
+
+def paths(tree: DraftTree) -> list[list[int]]:
+    """All root-to-leaf paths."""
+    inner = set(tree.parents.tolist())
+    leaves = [node for node in range(len(tree) + 1) if node not in inner]
+    return [ancestors(tree, leaf)[::-1] for leaf in leaves]
+
+
+def best_first(tree: DraftTree, budget: int) -> list[int]:
+    """The nodes kept by growing from the root, always with the best-scored node whose parent is in."""
+    kept = {0}
+    for _ in range(min(budget, len(tree))):
+        open_nodes = [n for n in range(1, len(tree) + 1) if n not in kept and int(tree.parents[n - 1]) in kept]
+        kept.add(max(open_nodes, key=lambda n: (tree.log_probs[n - 1], -n)))
+    return sorted(kept - {0})
+
+
+# Targets and drafters.
+
+
+def random_target(seed: int, vocab_size: int, sharpness: float = 1.5) -> Callable[[Text], Logits]:
+    """A model: logits are a fixed random function of the text."""
+
+    @cache
+    def logits(text: Text) -> Logits:
+        rng = np.random.default_rng([seed, *text])
+        return (sharpness * rng.standard_normal(vocab_size)).astype(np.float32)
+
+    return logits
+
+
+def rows_of(
+    target: Callable[[Text], Logits], tree: DraftTree, params: SamplingParams, prefix: Text = ()
+) -> Callable[[int], Row]:
+    """`row_at` of a target over a tree that stands after `prefix` (root included)."""
+    return lambda node: decode_row(target(prefix + text_at(tree, node)), params)
+
+
+def dense(row: Row, vocab_size: int) -> NDArray[np.float64]:
+    """A row after G as (V,) probabilities."""
+    probs = np.zeros(vocab_size)
+    probs[row[0]] = np.exp(row[1])
+    return probs
+
+
+# Acceptance.
+
+
+def longest_matching_prefix(tree: DraftTree, argmax_after: Callable[[Text], int]) -> Text:
+    """a(c) over the rows of R and the text of the best row (seeds/merged-tree-dual-drafting section 6.1)."""
+    best: Text = ()
+    for row in tree.path_matrix().tolist():
+        matched: Text = ()
+        for node in row[1:]:
+            if node < 0 or tree.tokens[node - 1] != argmax_after(matched):
+                break
+            matched = (*matched, int(tree.tokens[node - 1]))
+        best = max(best, matched, key=len)
+    return best
+
+
+def sequential_walk(tree: DraftTree, row_at: Callable[[int], NDArray[np.float64]], rng: np.random.Generator) -> Text:
+    """The seeds' rule: try the children one by one with the target's probability; remove and renormalise on rejection.
+
+    `row_at` gives (V,) probabilities. Returns the accepted tokens and the next root.
+    """
+    node, text = 0, []
+    while True:
+        probs = row_at(node).copy()
+        for child in tree.children()[node]:
+            token = int(tree.tokens[child - 1])
+            if rng.random() < probs[token]:
+                text.append(token)
+                node = child
+                break
+            probs[token] = 0
+            probs /= probs.sum()
+        else:
+            return (*text, int(rng.choice(probs.size, p=probs)))
+
+
+def independent_node_rule(p: NDArray[np.float64], q: NDArray[np.float64], width: int, rng: np.random.Generator) -> int:
+    """First token of the rule printed in seeds/tree-speculative-decoding-nanogpt, for a tree of depth 1.
+
+    The top `width` children are each tested alone with min(1, p / q); the first accepted one is the longest path. If
+    none is, the token resampled from the residual of the first is taken.
+    """
+    for token in np.argsort(-q, kind="stable")[:width]:
+        if rng.random() < min(1.0, p[token] / q[token]):
+            return int(token)
+    residual = np.maximum(p - q, 0)
+    return int(rng.choice(p.size, p=residual / residual.sum()))
+
+
+def outcome_law(tree: DraftTree, row_at: Callable[[int], NDArray[np.float64]], node: int = 0) -> dict[Text, float]:
+    """The exact law of (accepted tokens, next root) when every token is a sample of the target."""
+    children = {int(tree.tokens[child - 1]): child for child in tree.children()[node]}
+    law: dict[Text, float] = {}
+    for token, prob in enumerate(row_at(node).tolist()):
+        if token in children:
+            law |= {(token, *rest): prob * p for rest, p in outcome_law(tree, row_at, children[token]).items()}
+        else:
+            law[(token,)] = prob
+    return law
+
+
+# Statistics.
+
+
+def p_value(counts: Mapping[Hashable, int], law: Mapping[Hashable, float]) -> float:
+    """Chi-square p-value that the counted outcomes follow `law`; cells expected fewer than 5 times are pooled."""
+    total = sum(counts.values())
+    assert all(law.get(outcome, 0) > 0 for outcome in counts), "an outcome that the law does not have"
+    observed, expected, rare = [], [], [0.0, 0.0]
+    for outcome, prob in law.items():
+        if total * prob >= 5:
+            observed.append(float(counts.get(outcome, 0)))
+            expected.append(total * prob)
+        else:
+            rare[0] += counts.get(outcome, 0)
+            rare[1] += total * prob
+    if rare[1] > 0:
+        observed.append(rare[0])
+        expected.append(rare[1])
+    assert len(observed) > 1, "a certain outcome tests nothing"
+    return float(stats.chisquare(observed, expected, sum_check=False).pvalue)

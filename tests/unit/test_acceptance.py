@@ -1,0 +1,307 @@
+"""The accept walks: the seeds' greedy rule, the target's law, and a text that does not depend on the tree."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from coppice.acceptance import Walk, pq_chain, walk
+from coppice.sampling import TOKEN_STREAM, Row, SamplingParams, decode_row, draw
+from coppice.tree import DraftTree, TreeError, dedup, prune, union
+from tests.reference import (
+    EFFORT,
+    Text,
+    dense,
+    independent_node_rule,
+    longest_matching_prefix,
+    make_tree,
+    outcome_law,
+    p_value,
+    random_target,
+    random_tree,
+    rows_of,
+    sequential_walk,
+    text_at,
+)
+
+VOCAB = 4
+GREEDY = SamplingParams()
+SAMPLED = [
+    SamplingParams(temperature=1.0, seed=1),
+    SamplingParams(temperature=0.7, top_p=0.9, seed=2**64 - 1),
+    SamplingParams(temperature=1.5, top_k=3, seed=2),
+]
+
+
+def committed(tree: DraftTree, outcome: Walk) -> Text:
+    """The tokens after the root: the path's, and the next root."""
+    path = tuple(int(tree.tokens[node - 1]) for node in outcome.path)
+    return path if outcome.drawn is None else (*path, outcome.drawn)
+
+
+def merged(*trees: DraftTree) -> DraftTree:
+    return union(trees)[0]
+
+
+# Greedy.
+
+
+def test_the_greedy_walk_is_the_longest_all_ones_prefix_over_the_rows_of_r() -> None:
+    rng = np.random.default_rng(1)
+    lengths = Counter[int]()
+    for case in range(2_000 * EFFORT):
+        tree = merged(*(random_tree(rng, max_nodes=24, vocab_size=2) for _ in range(1 + case % 3)))
+        target = random_target(case, 2)
+        outcome = walk(tree, 5, rows_of(target, tree, GREEDY), GREEDY)
+        expected = longest_matching_prefix(tree, lambda text, target=target: int(np.argmax(target(text))))
+        assert committed(tree, outcome)[:-1] == expected
+        assert outcome.drawn == int(np.argmax(target(expected)))
+        lengths[len(expected)] += 1
+    assert all(lengths[length] > 50 for length in range(5)), "too few long paths to mean anything"
+
+
+def test_on_a_union_the_longest_of_the_paths_that_spell_the_text_is_kept() -> None:
+    short, long = DraftTree.chain([1], [-0.1]), DraftTree.chain([1, 2, 3], [-0.5, -0.6, -0.7])
+    text = {(): 1, (1,): 2, (1, 2): 3, (1, 2, 3): 0}
+    for tree, path in ((merged(short, long), (2, 3, 4)), (merged(long, short), (1, 2, 3))):
+        outcome = walk(tree, 0, lambda node, tree=tree: (np.array([text[text_at(tree, node)]]), np.zeros(1)), GREEDY)
+        assert (outcome.path, outcome.drawn, outcome.finished) == (path, 0, False)
+
+
+# Sampling.
+
+
+@pytest.mark.parametrize("params", SAMPLED, ids=["T1", "nucleus", "top-k"])
+def test_the_walk_and_the_seeds_sequential_rule_both_have_the_targets_law(params: SamplingParams) -> None:
+    tree = make_tree([(0, 0, -0.1), (2, 0, -0.2), (1, 1, -0.3), (3, 1, -0.4), (2, 2, -0.5), (0, 3, -0.6)])
+    row_at = rows_of(random_target(3, VOCAB, sharpness=0.5), tree, params)
+    rows = [row_at(node) for node in range(len(tree) + 1)]
+    probs = [dense(row, VOCAB) for row in rows]
+    law = {text: prob for text, prob in outcome_law(tree, probs.__getitem__).items() if prob > 0}
+    rng = np.random.default_rng(4)
+    walked, sequential = Counter[Text](), Counter[Text]()
+    for seed in range(8_000 * EFFORT):
+        step = params.model_copy(update={"seed": seed})
+        walked[committed(tree, walk(tree, 9, rows.__getitem__, step))] += 1
+        sequential[sequential_walk(tree, probs.__getitem__, rng)] += 1
+    assert p_value(walked, law) > 1e-3
+    assert p_value(sequential, law) > 1e-3
+
+
+def test_the_independent_node_rule_of_the_nanogpt_seed_fails_that_check() -> None:
+    p, q = np.array([0.40, 0.25, 0.15, 0.12, 0.08]), np.array([0.30, 0.30, 0.20, 0.10, 0.10])
+    rng = np.random.default_rng(5)
+    law = dict(enumerate(p.tolist()))
+    tree = make_tree([(0, 0, -1.2), (1, 0, -1.2)])
+    row = (np.arange(5), np.log(p))
+    printed, keyed = Counter[int](), Counter[int]()
+    for seed in range(8_000):
+        printed[independent_node_rule(p, q, 2, rng)] += 1
+        outcome = walk(tree, 0, lambda _: row, SamplingParams(temperature=1.0, seed=seed))
+        keyed[committed(tree, outcome)[0]] += 1
+    assert p_value(keyed, law) > 1e-3
+    assert p_value(printed, law) < 1e-12
+    # Top-k children are no samples of q: the first is always on offer, and here always accepted.
+    assert printed[0] / 8_000 > 0.9
+
+
+def plain_text(target: Callable[[Text], NDArray[np.float32]], params: SamplingParams, length: int) -> Text:
+    """Decoding one token at a time; the token at position i is drawn there."""
+    text: Text = ()
+    for position in range(length):
+        text += (draw(*decode_row(target(text), params), params.seed, position),)
+    return text
+
+
+@pytest.mark.parametrize("params", [GREEDY, *SAMPLED], ids=["greedy", "T1", "nucleus", "top-k"])
+@pytest.mark.parametrize("policy", ["chain", "tree", "merge", "merge-dedup", "pruned", "late"])
+def test_the_text_does_not_depend_on_the_tree(params: SamplingParams, policy: str) -> None:
+    rng = np.random.default_rng(6)
+    accepted = 0
+    for case in range(6 * EFFORT):
+        target = random_target(case, VOCAB)
+        text: Text = plain_text(target, params, 1)
+        while len(text) < 60:
+            first, second = random_tree(rng, 24, VOCAB), random_tree(rng, 24, VOCAB)
+            tree = {
+                "chain": lambda: DraftTree.chain(rng.integers(0, VOCAB, 5), -np.arange(5.0)),
+                "tree": lambda first=first: first,
+                "merge": lambda first=first, second=second: merged(first, second),
+                "merge-dedup": lambda first=first, second=second: dedup(*union([first, second]))[0],
+                "pruned": lambda first=first, second=second: prune(merged(first, second), 8)[0],
+                "late": lambda first=first: first if rng.random() < 0.5 else DraftTree.empty(),
+            }[policy]()
+            outcome = walk(tree, len(text) - 1, rows_of(target, tree, params, text), params)
+            text += committed(tree, outcome)
+            accepted += len(outcome.path)
+        assert text == plain_text(target, params, len(text))
+    assert accepted > 30
+
+
+# How a walk ends, and what it asks for.
+
+
+def counted(token_at: dict[int, int]) -> tuple[Callable[[int], Row], list[int]]:
+    """Greedy rows by node, and the list of nodes that were asked for."""
+    visited: list[int] = []
+
+    def row_at(node: int) -> Row:
+        visited.append(node)
+        return np.array([token_at[node]]), np.zeros(1)
+
+    return row_at, visited
+
+
+TREE = make_tree([(1, 0, -0.1), (2, 0, -0.2), (3, 1, -0.3), (4, 1, -0.4), (5, 3, -0.5)])
+
+
+def test_only_visited_rows_are_asked_for() -> None:
+    row_at, visited = counted({0: 1, 1: 3, 3: 9})
+    outcome = walk(TREE, 0, row_at, GREEDY)
+    assert (outcome.path, outcome.drawn, outcome.finished) == ((1, 3), 9, False)
+    assert outcome.end_row is not None
+    assert outcome.end_row[0].tolist() == [9]
+    assert visited == [0, 1, 3]
+
+
+def test_a_plain_step_draws_the_next_root_from_the_roots_row() -> None:
+    row = decode_row(np.array([1, 2, 3, 4], np.float32), SAMPLED[0])
+    outcome = walk(DraftTree.empty(), 41, lambda _: row, SAMPLED[0])
+    assert (outcome.path, outcome.drawn, outcome.finished) == ((), draw(*row, SAMPLED[0].seed, 42), False)
+
+
+def test_the_end_row_draws_the_drawn_token_again() -> None:
+    rng = np.random.default_rng(7)
+    for case in range(100):
+        tree = random_tree(rng, 16, VOCAB)
+        outcome = walk(tree, 3, rows_of(random_target(case, VOCAB), tree, SAMPLED[0]), SAMPLED[0])
+        assert outcome.end_row is not None
+        assert draw(*outcome.end_row, SAMPLED[0].seed, 3 + len(outcome.path) + 1) == outcome.drawn
+
+
+def test_a_stop_token_ends_the_path_after_itself() -> None:
+    row_at, visited = counted({0: 1, 1: 3, 3: 5})
+    outcome = walk(TREE, 0, row_at, GREEDY, stop_ids={3, 9})
+    assert outcome == Walk((1, 3), None, None, finished=True)
+    assert visited == [0, 1]
+
+
+def test_a_stop_token_that_was_not_drafted_is_the_next_root() -> None:
+    row_at, _ = counted({0: 1, 1: 9})
+    outcome = walk(TREE, 0, row_at, GREEDY, stop_ids={9})
+    assert (outcome.path, outcome.drawn, outcome.finished) == ((1,), 9, False)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3])
+def test_no_more_drafts_than_the_limit_are_accepted(limit: int) -> None:
+    row_at, visited = counted({0: 1, 1: 3, 3: 5, 5: 0})
+    assert walk(TREE, 0, row_at, GREEDY, max_accept=limit) == Walk((1, 3, 5)[:limit], None, None, finished=True)
+    assert visited == [0, 1, 3][:limit]
+
+
+def test_a_limit_above_the_path_changes_nothing() -> None:
+    row_at, _ = counted({0: 1, 1: 3, 3: 5, 5: 0})
+    outcome = walk(TREE, 0, row_at, GREEDY, max_accept=4)
+    assert (outcome.path, outcome.drawn, outcome.finished) == ((1, 3, 5), 0, False)
+
+
+# The p/q rule.
+
+
+def drafted_chain(row_after: Callable[[Text], Row], length: int, seed: int) -> tuple[DraftTree, NDArray[np.float64]]:
+    """A chain sampled from a drafter's rows after the root, with its (n, V) probabilities."""
+    text: Text = ()
+    q_rows = np.zeros((length, VOCAB))
+    for depth in range(length):
+        row = row_after(text)
+        q_rows[depth] = dense(row, VOCAB)
+        text += (draw(*row, seed, depth + 1, TOKEN_STREAM),)
+    scores = np.cumsum([np.log(q_rows[depth, token]) for depth, token in enumerate(text)])
+    return DraftTree.chain(text, scores), q_rows
+
+
+def decoded(model: Callable[[Text], NDArray[np.float32]], params: SamplingParams) -> Callable[[Text], Row]:
+    """A model's rows after G."""
+    return cache(lambda text: decode_row(model(text), params))
+
+
+@pytest.mark.parametrize("params", [SAMPLED[0], SAMPLED[2]], ids=["T1", "top-k"])
+def test_the_pq_chain_has_the_targets_law(params: SamplingParams) -> None:
+    p_after = decoded(random_target(8, VOCAB, sharpness=1.0), params)
+    q_after = decoded(random_target(9, VOCAB, sharpness=1.0), SAMPLED[0])
+    counts, lengths = Counter[Text](), Counter[int]()
+    for seed in range(6_000 * EFFORT):
+        tree, q_rows = drafted_chain(q_after, 2, seed)
+        drafted = tuple(tree.tokens.tolist())
+        outcome = pq_chain(tree, lambda node, drafted=drafted: p_after(drafted[:node]), q_rows, seed, 0)
+        text = committed(tree, outcome)
+        lengths[len(outcome.path)] += 1
+        while len(text) < 3:  # later steps, with noise of their own
+            text += (draw(*p_after(text), seed, 1_000 + len(text)),)
+        counts[text] += 1
+    law: dict[Text, float] = {(): 1.0}
+    for _ in range(3):
+        law = {(*t, x): law[t] * p for t in law for x, p in enumerate(dense(p_after(t), VOCAB).tolist()) if p > 0}
+    assert p_value(counts, law) > 1e-3
+    assert min(lengths[length] for length in range(3)) > 200
+
+
+def test_a_greedy_pq_chain_is_the_greedy_text() -> None:
+    for seed in range(200):
+        target, drafter = random_target(seed, VOCAB), random_target(seed, VOCAB, sharpness=1.0)
+        tree, q_rows = drafted_chain(decoded(drafter, SAMPLED[0]), 3, seed)
+        text = committed(tree, pq_chain(tree, rows_of(target, tree, GREEDY), q_rows, seed, 0))
+        assert text == plain_text(target, GREEDY, len(text))
+
+
+def test_a_drafter_that_is_the_target_is_always_accepted() -> None:
+    target, params = random_target(11, VOCAB), SAMPLED[0]
+    for seed in range(200):
+        tree, q_rows = drafted_chain(decoded(target, params), 3, seed)
+        outcome = pq_chain(tree, rows_of(target, tree, params), q_rows, seed, 0)
+        assert outcome.path == (1, 2, 3)
+        assert outcome.drawn is not None
+
+
+def test_the_end_row_after_a_rejection_is_the_residual() -> None:
+    row = (np.arange(3), np.log([0.5, 0.3, 0.2]))
+    q_rows = np.array([[0.2, 0.7, 0.1]])
+    outcomes = [pq_chain(DraftTree.chain([1], [-0.4]), lambda _: row, q_rows, seed, 0) for seed in range(50)]
+    rejected = [outcome for outcome in outcomes if not outcome.path]
+    assert rejected
+    for outcome in rejected:
+        assert outcome.end_row is not None
+        np.testing.assert_allclose(dense(outcome.end_row, 3), [0.75, 0, 0.25])
+        assert outcome.drawn in (0, 2)
+
+
+def test_stop_tokens_and_limits_end_a_pq_chain() -> None:
+    chain, q_rows = DraftTree.chain([1, 2, 3], [0.0, 0.0, 0.0]), np.eye(4)[1:]
+    row_at, visited = counted({0: 1, 1: 2, 2: 3, 3: 0})
+    assert pq_chain(chain, row_at, q_rows, 0, 0, stop_ids={2}) == Walk((1, 2), None, None, finished=True)
+    assert visited == [0, 1]
+    for limit in range(4):
+        accepted = Walk((1, 2, 3)[:limit], None, None, finished=True)
+        assert pq_chain(chain, row_at, q_rows, 0, 0, max_accept=limit) == accepted
+    outcome = pq_chain(chain, row_at, q_rows, 0, 0, max_accept=4)
+    assert (outcome.path, outcome.drawn, outcome.finished) == ((1, 2, 3), 0, False)
+
+
+def test_the_pq_rule_refuses_a_tree_that_is_no_chain() -> None:
+    with pytest.raises(TreeError, match="chain") as caught:
+        pq_chain(TREE, counted({})[0], np.ones((5, 9)), 0, 0)
+    assert (caught.value.reason, caught.value.field) == ("no-chain", "parents")
+
+
+@pytest.mark.parametrize(
+    "q_rows", [np.ones((2, 4)), np.ones(4), np.zeros((1, 4)), np.full((1, 4), np.nan), np.ones((1, 2))]
+)
+def test_the_pq_rule_refuses_rows_its_chain_cannot_have_come_from(q_rows: NDArray[np.float64]) -> None:
+    with pytest.raises(TreeError) as caught:
+        pq_chain(DraftTree.chain([3], [-1.0]), counted({0: 1})[0], q_rows, 0, 0)
+    assert (caught.value.reason, caught.value.field) == ("q-rows", "q_rows")

@@ -1,0 +1,192 @@
+"""Routing: head scores, what the text says about a tree, and calibration of synthetic heads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from coppice.routing import Calibration, mean_confidence, outcomes, route, step_log_probs, sum_confidence
+from coppice.tree import DraftTree
+from tests.reference import EFFORT, ancestors, make_tree, random_tree, text_at
+
+STEPS = 2_000
+
+
+def sigmoid(logits: np.ndarray | float) -> np.ndarray:
+    return 1 / (1 + np.exp(-np.asarray(logits)))
+
+
+def logit(probs: np.ndarray) -> np.ndarray:
+    return np.log(probs / (1 - probs))
+
+
+def claimed_chain(rng: np.random.Generator) -> tuple[DraftTree, np.ndarray]:
+    """A chain of four nodes with the conditional probabilities its head claims."""
+    claimed = rng.uniform(0.05, 0.95, 4)
+    return DraftTree.chain(np.arange(4), np.cumsum(np.log(claimed))), claimed
+
+
+def live(calibration: Calibration, scale: float, shift: float, seed: int, steps: int = STEPS) -> None:
+    """Show `steps` steps of a head whose nodes are accepted with sigmoid(scale * logit(claimed) + shift)."""
+    rng = np.random.default_rng(seed)
+    for _ in range(steps):
+        tree, claimed = claimed_chain(rng)
+        hits = rng.random(4) < sigmoid(scale * logit(claimed) + shift)
+        depth = 4 if hits.all() else int(np.argmin(hits))
+        continuation = [*range(depth), 99]
+        calibration.observe(step_log_probs(tree), *outcomes(tree, continuation))
+
+
+def calibrated(calibration: Calibration, claimed: np.ndarray) -> np.ndarray:
+    """What a calibration makes of single nodes."""
+    return np.array([np.exp(calibration.apply(DraftTree.chain([1], [np.log(q)]))[0]) for q in claimed])
+
+
+CLAIMED = np.linspace(0.1, 0.9, 9)
+
+
+@pytest.mark.parametrize("seed", range(3 * EFFORT))
+@pytest.mark.parametrize(
+    ("scale", "shift"),
+    [(1.0, -1.5), (0.4, -0.5), (1.0, 1.5), (2.0, 1.0)],
+    ids=["over", "over-flat", "under", "under-steep"],
+)
+def test_a_miscalibrated_head_is_corrected(scale: float, shift: float, seed: int) -> None:
+    calibration = Calibration()
+    live(calibration, scale, shift, seed)
+    true = sigmoid(scale * logit(CLAIMED) + shift)
+    before, after = np.abs(CLAIMED - true), np.abs(calibrated(calibration, CLAIMED) - true)
+    assert before.max() > 0.2
+    assert after.max() < 0.06
+
+
+@pytest.mark.parametrize("seed", range(3 * EFFORT))
+def test_a_calibrated_head_is_left_alone(seed: int) -> None:
+    calibration = Calibration()
+    live(calibration, 1.0, 0.0, seed)
+    assert np.abs(calibrated(calibration, CLAIMED) - CLAIMED).max() < 0.05
+
+
+def test_a_new_calibration_changes_nothing() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(200):
+        tree = random_tree(rng)
+        applied = Calibration().apply(tree)
+        assert applied.dtype == np.float32
+        # A claim of certainty is read as 1 - 3e-4.
+        np.testing.assert_allclose(applied, tree.log_probs, rtol=1e-5, atol=4e-4 * max(1, len(tree)))
+
+
+def test_a_few_surprises_move_a_new_calibration_little() -> None:
+    calibration = Calibration()
+    live(calibration, 1.0, -1.5, seed=0, steps=3)
+    assert np.abs(calibrated(calibration, CLAIMED) - CLAIMED).max() < 0.15
+
+
+def test_a_head_that_improves_while_it_serves_is_followed() -> None:
+    calibration = Calibration()
+    live(calibration, 1.0, -1.5, seed=1, steps=4_000)
+    live(calibration, 1.0, 0.0, seed=2, steps=2_000)
+    assert np.abs(calibrated(calibration, CLAIMED) - CLAIMED).max() < 0.06
+
+
+def test_calibration_is_deterministic_and_finite_on_impossible_heads() -> None:
+    pairs = []
+    for _ in range(2):
+        calibration = Calibration()
+        for step in range(3_000):
+            calibration.observe(np.array([0.0, -200.0]), np.ones(2, np.bool_), np.array([False, step % 2 == 0]))
+        pairs.append((calibration.scale, calibration.shift))
+        assert np.isfinite(calibration.apply(DraftTree.chain([1, 2, 3], [0.0, -1e-30, -300.0]))).all()
+    assert pairs[0] == pairs[1]
+
+
+def test_a_step_that_offered_nothing_teaches_nothing() -> None:
+    calibration = Calibration()
+    calibration.observe(np.array([-1.0]), np.zeros(1, np.bool_), np.zeros(1, np.bool_))
+    assert (calibration.scale, calibration.shift) == (1.0, 0.0)
+
+
+def test_calibrated_scores_fall_along_every_path() -> None:
+    rng = np.random.default_rng(6)
+    calibration = Calibration()
+    live(calibration, 0.4, 1.0, seed=3, steps=300)
+    for _ in range(200):
+        tree = random_tree(rng)
+        scores = np.concatenate(([0.0], calibration.apply(tree)))
+        assert (scores[1:] <= scores[tree.parents]).all()
+
+
+def test_calibration_lets_an_honest_head_beat_a_boastful_one() -> None:
+    honest, boastful = Calibration(), Calibration()
+    live(honest, 1.0, 0.0, seed=4)
+    live(boastful, 1.0, -2.5, seed=5)
+    trees = [DraftTree.chain([1, 2], np.log([0.6, 0.36])), DraftTree.chain([3, 4], np.log([0.8, 0.64]))]
+    for rule in ("mean", "sum"):
+        assert route(trees, rule) == 1
+        assert route(trees, rule, [honest, boastful]) == 0
+
+
+def test_scores_are_the_mean_and_the_sum_of_confidences() -> None:
+    tree = DraftTree.chain([1, 2, 3], np.log([0.5, 0.25, 0.125]))
+    assert mean_confidence(tree) == pytest.approx((0.5 + 0.25 + 0.125) / 3)
+    assert sum_confidence(tree) == pytest.approx(0.875)
+
+
+def test_an_empty_tree_scores_0_and_loses_to_any_other() -> None:
+    empty, tree = DraftTree.empty(), DraftTree.chain([1], [-20.0])
+    assert mean_confidence(empty) == sum_confidence(empty) == 0
+    assert route([empty, tree]) == route([empty, tree], "sum") == 1
+
+
+def test_ties_go_to_the_first_head() -> None:
+    tree = DraftTree.chain([1], [-1.0])
+    assert route([DraftTree.empty(), tree, tree]) == 1
+    assert route([DraftTree.empty(), DraftTree.empty()]) == 0
+
+
+def test_the_mean_prefers_a_small_confident_tree_and_the_sum_the_larger_one_that_holds_it() -> None:
+    small = make_tree([(1, 0, np.log(0.9))])
+    large = make_tree([(1, 0, np.log(0.9)), (2, 1, np.log(0.5)), (3, 1, np.log(0.3))])
+    assert route([small, large], "mean") == 0
+    assert route([small, large], "sum") == 1
+
+
+def test_routing_nothing_or_with_a_calibration_missing_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        route([])
+    with pytest.raises(ValueError, match="shorter"):
+        route([DraftTree.empty(), DraftTree.empty()], "mean", [Calibration()])
+
+
+def test_sum_confidence_is_the_expected_accepted_length_of_a_calibrated_head() -> None:
+    rng = np.random.default_rng(7)
+    expected, accepted = 0.0, 0
+    for _ in range(5_000):
+        tree, claimed = claimed_chain(rng)
+        hits = rng.random(4) < claimed
+        expected += sum_confidence(tree)
+        accepted += 4 if hits.all() else int(np.argmin(hits))
+    assert accepted == pytest.approx(expected, rel=0.05)
+
+
+def test_outcomes_are_those_of_the_nodes_whose_parents_spell_the_text() -> None:
+    rng = np.random.default_rng(8)
+    for _ in range(2_000 * EFFORT):
+        tree = random_tree(rng, vocab_size=3)
+        text = tuple(rng.integers(0, 3, int(rng.integers(0, 5))).tolist())
+        offered, accepted = outcomes(tree, text)
+        for node in range(1, len(tree) + 1):
+            spelled = text_at(tree, node)
+            parent = ancestors(tree, node)[1]
+            assert offered[node - 1] == (
+                text_at(tree, parent) == text[: len(spelled) - 1] and len(spelled) <= len(text)
+            )
+            assert accepted[node - 1] == (spelled == text[: len(spelled)])
+
+
+def test_the_next_root_refutes_the_children_where_the_walk_ended() -> None:
+    tree = make_tree([(1, 0, -0.1), (2, 1, -0.2), (3, 1, -0.3), (4, 2, -0.4), (5, 0, -0.5)])
+    offered, accepted = outcomes(tree, [1, 9])
+    assert offered.tolist() == [True, True, True, False, True]
+    assert accepted.tolist() == [True, False, False, False, False]

@@ -1,0 +1,267 @@
+"""G and keyed noise: exact in law, the same in numpy and torch, the same as transformers' warpers."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from pydantic import ValidationError
+from scipy import stats
+
+from coppice import sampling, sampling_torch
+from coppice.sampling import ACCEPT_STREAM, GAMMA, SamplingParams, decode_row, draw, hash_u64, mix, noise, uniform
+from tests.reference import EFFORT, dense, p_value
+
+SEEDS = [0, 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1]
+PARAMS = [
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.6),
+    SamplingParams(temperature=1.7, top_k=7),
+    SamplingParams(temperature=1.0, top_p=0.9),
+    SamplingParams(temperature=0.8, top_p=0.5, top_k=20),
+    SamplingParams(temperature=1.0, top_p=0.01),
+    SamplingParams(temperature=1.0, top_k=1),
+    SamplingParams(temperature=2.0, top_k=10_000, top_p=0.99),
+]
+IDS = [f"T{p.temperature}-k{p.top_k}-p{p.top_p}" for p in PARAMS]
+
+
+def random_logits(rng: np.random.Generator, size: int) -> NDArray[np.float32]:
+    return (3 * rng.standard_normal(size)).astype(np.float32)
+
+
+# The hash.
+
+
+def test_the_finaliser_is_splitmix64() -> None:
+    # The first outputs of the published generator with state 0.
+    assert [mix(GAMMA), mix(2 * GAMMA % 2**64)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+
+
+@settings(max_examples=200 * EFFORT, deadline=None)
+@given(
+    st.integers(0, 2**64 - 1), st.integers(0, 2**31), st.lists(st.integers(0, 2**31 - 1), max_size=8), st.integers(0, 3)
+)
+def test_the_hash_is_four_chained_finalisers(seed: int, position: int, ids: list[int], stream: int) -> None:
+    key = mix((mix((mix((seed + GAMMA) % 2**64) + stream * GAMMA) % 2**64) + position * GAMMA) % 2**64)
+    expected = [mix((key + token * GAMMA) % 2**64) for token in ids]
+    assert hash_u64(seed, position, np.array(ids, np.int64), stream).tolist() == expected
+
+
+def test_numpy_and_torch_hashes_agree_bit_for_bit_on_100k_triples() -> None:
+    rng = np.random.default_rng(1)
+    positions = rng.integers(0, 2**20, 20)
+    ids = np.sort(rng.integers(0, 2**18, 1_000 * EFFORT))
+    seeds = [*SEEDS[1:], int(rng.integers(0, 2**63))]
+    bits = torch.tensor(np.array(seeds, np.uint64).view(np.int64))
+    for row, seed in enumerate(seeds):
+        twin = sampling_torch.hash_u64(seed, torch.from_numpy(positions), torch.from_numpy(ids), stream=2)
+        many = sampling_torch.hash_u64(bits, torch.full((len(seeds),), 77), torch.from_numpy(ids))
+        for column, position in enumerate(positions.tolist()):
+            assert np.array_equal(twin[column].numpy().view(np.uint64), hash_u64(seed, position, ids, stream=2))
+        assert np.array_equal(many[row].numpy().view(np.uint64), hash_u64(seed, 77, ids))
+
+
+def test_noise_and_draws_agree_between_numpy_and_torch() -> None:
+    rng = np.random.default_rng(2)
+    positions = rng.integers(0, 2**16, 50 * EFFORT)
+    log_probs = np.log(rng.dirichlet(np.full(500, 0.3), positions.size) + 1e-30)
+    log_probs[:, ::7] = -np.inf
+    for seed in SEEDS:
+        twin = sampling_torch.noise(seed, torch.from_numpy(positions), 500).numpy()
+        drawn = sampling_torch.draw(torch.arange(500), torch.from_numpy(log_probs), seed, torch.from_numpy(positions))
+        for row, position in enumerate(positions.tolist()):
+            np.testing.assert_allclose(twin[row], noise(seed, position, np.arange(500)), rtol=1e-12, atol=1e-14)
+            assert int(drawn[row]) == draw(np.arange(500), log_probs[row], seed, position)
+
+
+def test_noise_of_chosen_ids_is_that_of_the_whole_vocabulary() -> None:
+    ids = np.array([3, 17, 400])
+    assert np.array_equal(noise(5, 9, ids), noise(5, 9, np.arange(500))[ids])
+    chosen = sampling_torch.noise(5, torch.tensor([9]), torch.from_numpy(ids))
+    assert torch.equal(chosen, sampling_torch.noise(5, torch.tensor([9]), 500)[:, ids])
+
+
+def test_the_extreme_hashes_give_finite_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    extremes = np.array([0, 2**64 - 1], np.uint64)
+    monkeypatch.setattr(sampling, "hash_u64", lambda *_: extremes)
+    monkeypatch.setattr(sampling_torch, "hash_u64", lambda *_: torch.from_numpy(extremes.view(np.int64))[None])
+    assert np.isfinite(noise(0, 0, np.arange(2))).all()
+    assert sampling_torch.noise(0, torch.tensor([0]), 2).isfinite().all()
+    for value in extremes.tolist():
+        monkeypatch.setattr(sampling, "mix", lambda _, value=value: value)
+        assert 0 < uniform(0, 0, ACCEPT_STREAM) < 1
+
+
+@pytest.mark.parametrize("axis", ["seed", "position", "token", "stream"])
+def test_noise_is_gumbel_and_independent_along_every_axis(axis: str) -> None:
+    count = 40_000 * EFFORT
+    if axis == "token":
+        values = noise(3, 11, np.arange(count))
+    else:
+        places = {
+            "seed": [(i, 11, 5, 0) for i in range(count)],
+            "position": [(3, i, 5, 0) for i in range(count)],
+            "stream": [(3, 11, 5, i) for i in range(count)],
+        }[axis]
+        values = np.concatenate([noise(seed, pos, np.array([token]), stream) for seed, pos, token, stream in places])
+    uniforms = np.exp(-np.exp(-values))
+    assert stats.kstest(uniforms, "uniform").pvalue > 1e-3
+    for lag in (1, 2, 7, 64):
+        cells = np.histogram2d(uniforms[:-lag], uniforms[lag:], bins=16, range=[[0, 1], [0, 1]])[0]
+        assert stats.chisquare(cells.ravel()).pvalue > 1e-3
+
+
+def test_accept_tests_are_uniform_and_independent_of_the_noise_at_their_position() -> None:
+    count = 20_000 * EFFORT
+    tests = np.array([uniform(3, position, ACCEPT_STREAM) for position in range(count)])
+    values = np.concatenate([noise(3, position, np.array([0])) for position in range(count)])
+    cells = np.histogram2d(tests, np.exp(-np.exp(-values)), bins=16, range=[[0, 1], [0, 1]])[0]
+    assert stats.chisquare(cells.ravel()).pvalue > 1e-3
+
+
+# Drawing.
+
+
+@pytest.mark.parametrize("params", PARAMS[:5], ids=IDS[:5])
+@pytest.mark.parametrize("axis", ["seed", "position"])
+def test_draw_samples_the_decoded_row_exactly(params: SamplingParams, axis: str) -> None:
+    row = decode_row(random_logits(np.random.default_rng(4), 30) / 3, params)
+    places = [(i, 7) if axis == "seed" else (7, i) for i in range(8_000 * EFFORT)]
+    counts = Counter(draw(*row, seed, position) for seed, position in places)
+    assert p_value(counts, dict(zip(row[0].tolist(), np.exp(row[1]).tolist(), strict=True))) > 1e-3
+
+
+def test_draw_gives_ties_to_the_lower_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "noise", lambda seed, position, ids, stream: np.zeros(ids.size))
+    assert draw(np.array([2, 5, 9]), np.array([-1.0, -0.5, -0.5]), 0, 0) == 5
+
+
+def test_coupled_candidates_hold_the_targets_draw_more_often_than_the_drafters_best() -> None:
+    rng = np.random.default_rng(5)
+    steps, ids = 1_500 * EFFORT, np.arange(200)
+    best, coupled = Counter[int](), Counter[int]()
+    for position in range(steps):
+        target = random_logits(rng, ids.size)
+        p = decode_row(target, SamplingParams(temperature=1.0))
+        log_q = decode_row(target + rng.standard_normal(ids.size).astype(np.float32), SamplingParams(temperature=1.0))[
+            1
+        ]
+        token = draw(*p, 1, position)
+        noisy = log_q + noise(1, position, ids)
+        for width in (1, 2, 4):
+            best[width] += token in np.argsort(-log_q)[:width]
+            coupled[width] += token in np.argsort(-noisy)[:width]
+    for width in (1, 2, 4):
+        assert coupled[width] > best[width] + 0.05 * steps
+
+
+# The decoding operator.
+
+
+def warped(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.float32]:
+    """(V,) probabilities by transformers' own chain."""
+    from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    scores = TemperatureLogitsWarper(params.temperature)(None, torch.from_numpy(logits)[None])
+    if params.top_k:
+        scores = TopKLogitsWarper(params.top_k)(None, scores)
+    if params.top_p < 1:
+        scores = TopPLogitsWarper(params.top_p)(None, scores)
+    return scores.softmax(-1)[0].numpy()
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=IDS)
+def test_decode_row_keeps_what_transformers_keeps_with_the_same_probabilities(params: SamplingParams) -> None:
+    rng = np.random.default_rng(6)
+    for _ in range(100 * EFFORT):
+        logits = random_logits(rng, int(rng.integers(1, 400)))
+        theirs, (ids, log_probs) = warped(logits, params), decode_row(logits, params)
+        assert ids.tolist() == np.flatnonzero(theirs).tolist()
+        np.testing.assert_allclose(np.exp(log_probs), theirs[ids], rtol=2e-5)
+
+
+def test_ids_that_tie_with_the_kth_are_kept_as_in_transformers() -> None:
+    logits, params = np.array([1, 3, 2, 2, 2, 0], np.float32), SamplingParams(temperature=1.0, top_k=2)
+    assert decode_row(logits, params)[0].tolist() == np.flatnonzero(warped(logits, params)).tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), *PARAMS], ids=["greedy", *IDS])
+def test_the_decoding_operator_agrees_between_numpy_and_torch(params: SamplingParams) -> None:
+    rng = np.random.default_rng(7)
+    for case in range(60 * EFFORT):
+        logits = random_logits(rng, int(rng.integers(1, 400)))
+        if case % 3 == 0:
+            logits = np.round(logits)  # ties
+        if case % 4 == 0:
+            logits[1:][rng.random(logits.size - 1) < 0.3] = -np.inf
+        ids, log_probs = decode_row(logits, params)
+        twin_ids, twin_log_probs = sampling_torch.decode_row(torch.from_numpy(logits), params)
+        assert ids.tolist() == twin_ids.tolist()
+        assert (np.diff(ids) > 0).all()
+        np.testing.assert_allclose(log_probs, twin_log_probs.numpy(), rtol=1e-12, atol=1e-12)
+        assert dense((ids, log_probs), logits.size).sum() == pytest.approx(1)
+
+
+def test_a_uniform_row_keeps_the_lowest_ids_up_to_the_nucleus_mass() -> None:
+    logits = np.zeros(10, np.float32)
+    for top_p, kept in ((0.9, 9), (0.5, 5), (0.55, 6), (1e-12, 1), (1.0, 10)):
+        params = SamplingParams(temperature=1.0, top_p=top_p)
+        assert decode_row(logits, params)[0].tolist() == list(range(kept))
+        assert sampling_torch.decode_row(torch.from_numpy(logits), params)[0].tolist() == list(range(kept))
+
+
+def test_greedy_keeps_the_lowest_of_the_best_ids_with_certainty() -> None:
+    ids, log_probs = decode_row(np.array([0, 2, 1, 2], np.float32), SamplingParams())
+    assert (ids.tolist(), log_probs.tolist()) == ([1], [0.0])
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e300])
+def test_an_extreme_temperature_stays_a_distribution(temperature: float) -> None:
+    logits, params = np.array([1, 5, 5, 2], np.float32), SamplingParams(temperature=temperature)
+    expected = [0, 0.5, 0.5, 0] if temperature < 1 else [0.25] * 4
+    np.testing.assert_allclose(dense(decode_row(logits, params), 4), expected)
+    ids, log_probs = sampling_torch.decode_row(torch.from_numpy(logits), params)
+    np.testing.assert_allclose(dense((ids.numpy(), log_probs.numpy()), 4), expected)
+
+
+@pytest.mark.parametrize("bad", [[1.0, np.nan], [np.inf, 0.0], [-np.inf, -np.inf]])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_a_highest_finite_logit_is_refused(bad: list[float], temperature: float) -> None:
+    logits, params = np.array(bad, np.float32), SamplingParams(temperature=temperature)
+    with pytest.raises(ValueError, match="logit"):
+        decode_row(logits, params)
+    with pytest.raises(ValueError, match="logit"):
+        sampling_torch.decode_row(torch.from_numpy(logits), params)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", float("nan")),
+        ("top_k", -1),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("top_q", 1),
+    ],
+)
+def test_unusable_params_are_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(ValidationError) as caught:
+        SamplingParams(**{field: value})
+    assert [error["loc"] for error in caught.value.errors()] == [(field,)]
+
+
+def test_params_are_frozen_and_hold_the_largest_seed() -> None:
+    params = SamplingParams(seed=2**64 - 1)
+    with pytest.raises(ValidationError, match="frozen"):
+        params.seed = 1  # type: ignore[misc]

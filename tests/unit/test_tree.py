@@ -1,0 +1,254 @@
+"""Draft trees: the seeds' worked examples, agreement with slow references, and what an outside tree may not be."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from coppice.tree import DraftTree, TreeError, dedup, extend, prune, union, validate
+from tests import reference
+from tests.reference import EFFORT, make_tree, random_tree, text_at
+
+VOCAB = 4
+
+
+def same_masks_and_paths(tree: DraftTree) -> None:
+    assert np.array_equal(tree.ancestor_mask(), reference.mask(tree))
+    assert tree.depths().tolist() == [len(reference.ancestors(tree, node)) - 1 for node in range(len(tree) + 1)]
+    paths = reference.paths(tree)
+    matrix = tree.path_matrix()
+    assert matrix.shape == (len(paths), max(map(len, paths)))
+    assert [[node for node in row if node >= 0] for row in matrix.tolist()] == paths
+    for node, children in enumerate(tree.children()):
+        assert children == [i for i in range(1, len(tree) + 1) if tree.parents[i - 1] == node]
+
+
+def same_union(trees: list[DraftTree]) -> None:
+    merged, owners = union(trees)
+    before = 0
+    for head, tree in enumerate(trees):
+        for node in range(1, len(tree) + 1):  # phi(i) = n_1 + ... + i
+            assert text_at(merged, before + node) == text_at(tree, node)
+            assert merged.log_probs[before + node - 1] == tree.log_probs[node - 1]
+            assert int(owners[before + node - 1]) == 1 << head
+        before += len(tree)
+    assert len(merged) == before
+
+
+def same_dedup(trees: list[DraftTree]) -> None:
+    merged, owners = union(trees)
+    unique, unique_owners, numbers = dedup(merged, owners)
+    validate(unique, VOCAB, max_nodes=256, max_depth=256)
+    texts = [text_at(unique, node) for node in range(1, len(unique) + 1)]
+    assert len(set(texts)) == len(texts)
+    assert set(texts) == {text_at(merged, node) for node in range(1, len(merged) + 1)}
+    for node in range(1, len(merged) + 1):
+        assert text_at(unique, int(numbers[node])) == text_at(merged, node)
+    for number, text in enumerate(texts, start=1):
+        twins = [node for node in range(1, len(merged) + 1) if text_at(merged, node) == text]
+        assert unique.log_probs[number - 1] == max(merged.log_probs[node - 1] for node in twins)
+        heads = {head for head, tree in enumerate(trees) for i in range(len(tree)) if text_at(tree, i + 1) == text}
+        assert int(unique_owners[number - 1]) == sum(1 << head for head in heads)
+
+
+def same_prune(tree: DraftTree, budget: int) -> None:
+    pruned, kept = prune(tree, budget)
+    assert kept.tolist() == reference.best_first(tree, budget)
+    assert [text_at(pruned, i + 1) for i in range(len(pruned))] == [text_at(tree, int(node)) for node in kept]
+    assert np.array_equal(pruned.log_probs, tree.log_probs[kept - 1])
+    validate(pruned, VOCAB, max_nodes=budget, max_depth=256)
+
+
+def test_the_seeds_example_node_2_of_head_2_becomes_5() -> None:
+    head_1 = make_tree([(10, 0, -0.1), (11, 0, -0.2), (12, 1, -0.3)])
+    head_2 = make_tree([(20, 0, -0.1), (21, 1, -0.2), (22, 2, -0.3)])
+    merged, owners = union([head_1, head_2])
+    assert merged.tokens[5 - 1] == 21
+    assert merged.parents.tolist() == [0, 0, 1, 0, 4, 5]
+    assert owners.tolist() == [1, 1, 1, 2, 2, 2]
+
+
+def test_the_union_mask_has_the_seeds_blocks() -> None:
+    rng = np.random.default_rng(1)
+    head_1, head_2 = random_tree(rng), random_tree(rng)
+    first, second = slice(1, len(head_1) + 1), slice(len(head_1) + 1, len(head_1) + len(head_2) + 1)
+    mask = union([head_1, head_2])[0].ancestor_mask()
+    assert mask[:, 0].all()
+    assert not mask[0, 1:].any()
+    assert np.array_equal(mask[first, first], head_1.ancestor_mask()[1:, 1:])
+    assert np.array_equal(mask[second, second], head_2.ancestor_mask()[1:, 1:])
+    assert not mask[first, second].any()
+    assert not mask[second, first].any()
+
+
+def test_the_nanogpt_six_node_mask_is_as_printed() -> None:
+    c0_c2_c3_c1_c4_c5 = make_tree([(0, 0, 0.0), (2, 1, 0.0), (3, 1, 0.0), (1, 0, 0.0), (4, 4, 0.0), (5, 4, 0.0)])
+    assert c0_c2_c3_c1_c4_c5.ancestor_mask()[1:, 1:].astype(int).tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 0, 1, 0, 0, 0],
+        [0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 1, 0, 1],
+    ]
+    assert c0_c2_c3_c1_c4_c5.depths().tolist() == [0, 1, 2, 2, 1, 2, 2]
+
+
+def test_ten_thousand_random_trees_agree_with_the_references() -> None:
+    rng = np.random.default_rng(2)
+    for case in range(10_000 * EFFORT):
+        tree = random_tree(rng, max_nodes=40 if case % 50 == 0 else 9, vocab_size=VOCAB)
+        validate(tree, VOCAB, max_depth=64)
+        same_masks_and_paths(tree)
+        same_prune(tree, budget=int(rng.integers(0, 10)))
+        if case % 4 == 0:
+            trees = [tree] + [random_tree(rng, max_nodes=6, vocab_size=VOCAB) for _ in range(int(rng.integers(0, 4)))]
+            same_union(trees)
+            same_dedup(trees)
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> DraftTree:
+    size = draw(st.integers(0, 24))
+    nodes: list[tuple[int, int, float]] = []
+    for node in range(1, size + 1):
+        parent = draw(st.integers(0, node - 1))
+        above = nodes[parent - 1][2] if parent else 0.0
+        nodes.append((draw(st.integers(0, VOCAB - 1)), parent, above - draw(st.sampled_from([0.0, 0.125, 1.0, 30.0]))))
+    return make_tree(nodes)
+
+
+@settings(max_examples=100 * EFFORT, deadline=None)
+@given(st.lists(trees(), max_size=4), st.integers(0, 30))
+def test_any_heads_merge_dedup_and_prune_as_the_references_do(heads: list[DraftTree], budget: int) -> None:
+    same_union(heads)
+    same_dedup(heads)
+    same_prune(union(heads)[0], budget)
+    same_masks_and_paths(union(heads)[0])
+
+
+@settings(max_examples=100 * EFFORT, deadline=None)
+@given(trees(), st.integers(0, 24))
+def test_a_tree_streamed_in_two_deltas_is_the_tree(tree: DraftTree, cut: int) -> None:
+    fields = (tree.tokens, tree.parents, tree.log_probs)
+    head = DraftTree(*(field[:cut] for field in fields))
+    assert extend(head, *(field[cut:] for field in fields)) == tree
+
+
+def test_pruning_scores_that_rise_along_a_path_still_keeps_ancestors_within_the_budget() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(500 * EFFORT):
+        tree = random_tree(rng)
+        tree = DraftTree(tree.tokens, tree.parents, -rng.exponential(size=len(tree)))
+        pruned, kept = prune(tree, 5)
+        assert len(pruned) == min(5, len(tree))
+        assert {int(tree.parents[node - 1]) for node in kept} <= {0, *kept.tolist()}
+        assert [text_at(pruned, i + 1) for i in range(len(pruned))] == [text_at(tree, int(node)) for node in kept]
+
+
+def test_dedup_of_one_heads_own_duplicates_keeps_the_largest_score() -> None:
+    tree = make_tree([(7, 0, -2.0), (7, 0, -1.0), (8, 1, -2.5), (8, 2, -1.5), (9, 2, -3.0)])
+    unique, owners, numbers = dedup(tree, np.ones(5, np.uint64))
+    assert unique == make_tree([(7, 0, -1.0), (8, 1, -1.5), (9, 1, -3.0)])
+    assert owners.tolist() == [1, 1, 1]
+    assert numbers.tolist() == [0, 1, 1, 2, 2, 3]
+
+
+def test_the_empty_tree_and_the_chain_are_trees() -> None:
+    empty, chain = DraftTree.empty(), DraftTree.chain([3, 2, 1], [-1.0, -2.0, -3.0])
+    for tree in (empty, chain):
+        validate(tree, VOCAB)
+        same_masks_and_paths(tree)
+    assert empty.path_matrix().tolist() == [[0]]
+    assert chain.path_matrix().tolist() == [[0, 1, 2, 3]]
+    assert union([])[0] == empty
+    assert union([empty, chain])[0] == chain
+    assert prune(chain, 2)[0] == DraftTree.chain([3, 2], [-1.0, -2.0])
+    assert chain != empty
+
+
+def test_merging_more_heads_than_an_owner_set_holds_is_refused() -> None:
+    assert int(union([DraftTree.chain([1], [-1.0])] * 64)[1][-1]) == 1 << 63
+    with pytest.raises(ValueError, match="64 heads"):
+        union([DraftTree.empty()] * 65)
+
+
+def test_a_negative_budget_is_refused() -> None:
+    with pytest.raises(ValueError, match="budget"):
+        prune(DraftTree.empty(), -1)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "log_probs", "reason", "field"),
+    [
+        ([1, 2], [0], [-1.0, -2.0], "length-mismatch", "parents"),
+        ([1, 2], [0, 1], [-1.0], "length-mismatch", "log_probs"),
+        ([], [0], [], "length-mismatch", "parents"),
+        ([[1]], [0], [-1.0], "shape", "tokens"),
+        (3, [0], [-1.0], "shape", "tokens"),
+        ([1.5], [0], [-1.0], "dtype", "tokens"),
+        ([1], [NAN], [-1.0], "dtype", "parents"),
+        ([1], [0], ["x"], "dtype", "log_probs"),
+        ([1] * 65, [0] * 65, [-1.0] * 65, "too-large", "tokens"),
+        ([100], [0], [-1.0], "token-range", "tokens"),
+        ([-1], [0], [-1.0], "token-range", "tokens"),
+        ([2**63], [0], [-1.0], "token-range", "tokens"),
+        ([1], [1], [-1.0], "parent-order", "parents"),
+        ([1, 2], [2, 1], [-1.0, -1.0], "parent-order", "parents"),
+        ([1, 2], [0, 3], [-1.0, -1.0], "parent-order", "parents"),
+        ([1], [-1], [-1.0], "parent-order", "parents"),
+        ([1], [2**64 - 1], [-1.0], "parent-order", "parents"),
+        ([1], [0], [NAN], "log-prob", "log_probs"),
+        ([1], [0], [-INF], "log-prob", "log_probs"),
+        ([1], [0], [INF], "log-prob", "log_probs"),
+        ([1], [0], [0.5], "log-prob", "log_probs"),
+        ([1, 2], [0, 1], [-1.0, -0.5], "child-above-parent", "log_probs"),
+        ([1] * 17, list(range(17)), [-1.0] * 17, "too-deep", "parents"),
+    ],
+)
+def test_nonsense_is_refused_with_its_reason_and_field(
+    tokens: object, parents: object, log_probs: object, reason: str, field: str
+) -> None:
+    tree = DraftTree(np.array(tokens), np.array(parents), np.array(log_probs))
+    with pytest.raises(TreeError) as caught:
+        validate(tree, vocab_size=100)
+    assert (caught.value.reason, caught.value.field) == (reason, field)
+    assert str(caught.value).startswith(field)
+
+
+def test_rounding_above_zero_or_above_the_parent_is_accepted() -> None:
+    validate(DraftTree.chain([1, 2], [1e-6, 2e-6]), VOCAB)
+
+
+def anything(rng: np.random.Generator, size: int) -> NDArray[np.int64]:
+    """Small numbers, mostly possible, and sometimes extreme ones."""
+    values = rng.integers(-1, 6, size)
+    return np.where(rng.random(size) < 0.02, rng.choice([-(2**63), 2**31, 2**63 - 1]), values)
+
+
+def test_random_nonsense_is_a_tree_error_or_a_tree() -> None:
+    rng = np.random.default_rng(4)
+    reasons = set()
+    for _ in range(4_000 * EFFORT):
+        sizes = [int(rng.integers(0, 5))] * 3
+        sizes[int(rng.integers(0, 3))] += int(rng.random() < 0.1)
+        log_probs = np.where(
+            rng.random(sizes[2]) < 0.1, rng.choice([NAN, INF, -INF, 1.0]), -rng.exponential(size=sizes[2])
+        )
+        tree = DraftTree(anything(rng, sizes[0]), anything(rng, sizes[1]), np.sort(log_probs)[::-1])
+        try:
+            validate(tree, vocab_size=5)
+        except TreeError as error:
+            reasons.add(error.reason)
+        else:
+            same_masks_and_paths(tree)
+            assert (tree.log_probs <= 0).all()
+            assert ((tree.tokens >= 0) & (tree.tokens < 5)).all()
+            reasons.add("valid")
+    assert reasons >= {"valid", "length-mismatch", "token-range", "parent-order", "log-prob"}
