@@ -71,7 +71,8 @@ class DrafterSettings(TorchSettings):
 
     name: str = Field("", description="the pool's name; empty: the kind")
     kind: HeadKind = Field("lookup", description="kind of head")
-    path: str = Field("", description="folder of the head's weights, or a text-count file for bigram")
+    path: str = Field("", description="folder of the head's weights; for bigram a JSON list of texts as ids")
+    vocab_size: int = Field(0, ge=0, description="vocabulary width for bigram and lookup; 0: any id will do")
     coupled_top_k: int = Field(8, gt=0, le=MAX_HEAD_NODES, description="candidates kept per node of a tree")
     depth: int = Field(6, gt=0, le=32, description="deepest draft")
     chain: bool = Field(False, description="draft a single chain instead of a tree")
@@ -177,7 +178,7 @@ def load_settings(
         raise InvalidField("config", f"no such file: {file}")
     _check_variables()
     try:
-        return _with_defaults(defaults or {})(_cli_parse_args=arguments)
+        return (_with_defaults(defaults) if defaults else Settings)(_cli_parse_args=arguments)
     except ValidationError as error:
         first = error.errors()[0]
         raise InvalidField(".".join(map(str, first["loc"])), first["msg"]) from None

@@ -21,6 +21,7 @@ Row = tuple[IntArray, FloatArray]
 TOKEN_STREAM = 0  # the draw from the target's row, and coupled drafting
 ACCEPT_STREAM = 1  # the accept tests of the p/q rule
 RESIDUAL_STREAM = 2  # the next root under the p/q rule
+DRAFT_STREAM = 3  # drafts that are sampled for the p/q rule
 
 # splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014)
 GAMMA = 0x9E3779B97F4A7C15

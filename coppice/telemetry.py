@@ -63,6 +63,15 @@ class OrchestratorMetrics:
         self.routed = counter("routed", "steps that verified a head's tree", ["head"])
         self.reopened = counter("verifier_sessions_reopened", "sessions re-opened on a verifier")
 
+    def step(self, policy: str, verified: int, accepted: int, seconds: float) -> None:
+        """Count one verified tree and the drafts accepted from it."""
+        self.drafts.labels(policy).inc()
+        self.draft_tokens.labels(policy).inc(verified)
+        self.accepted_tokens.labels(policy).inc(accepted)
+        for position in range(accepted):
+            self.accepted_per_pos.labels(str(position)).inc()
+        self.step_seconds.observe(seconds)
+
 
 class SessionMetrics:
     """What a verifier or a drafter counts about its sessions."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import cache
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ EFFORT = 10 if os.environ.get("COPPICE_PROOF") == "1" else 1
 
 Text = tuple[int, ...]
 Logits = NDArray[np.float32]
+Outcome = TypeVar("Outcome", bound=Hashable)
 
 
 # Trees.
@@ -105,13 +107,13 @@ def dense(row: Row, vocab_size: int) -> NDArray[np.float64]:
 # Acceptance.
 
 
-def longest_matching_prefix(tree: DraftTree, argmax_after: Callable[[Text], int]) -> Text:
+def longest_matching_prefix(tree: DraftTree, target: Callable[[Text], Logits]) -> Text:
     """a(c) over the rows of R and the text of the best row (seeds/merged-tree-dual-drafting section 6.1)."""
     best: Text = ()
     for row in tree.path_matrix().tolist():
         matched: Text = ()
         for node in row[1:]:
-            if node < 0 or tree.tokens[node - 1] != argmax_after(matched):
+            if node < 0 or tree.tokens[node - 1] != np.argmax(target(matched)):
                 break
             matched = (*matched, int(tree.tokens[node - 1]))
         best = max(best, matched, key=len)
@@ -166,7 +168,7 @@ def outcome_law(tree: DraftTree, row_at: Callable[[int], NDArray[np.float64]], n
 # Statistics.
 
 
-def p_value(counts: Mapping[Hashable, int], law: Mapping[Hashable, float]) -> float:
+def p_value(counts: Mapping[Outcome, int], law: Mapping[Outcome, float]) -> float:
     """Chi-square p-value that the counted outcomes follow `law`; cells expected fewer than 5 times are pooled."""
     total = sum(counts.values())
     assert all(law.get(outcome, 0) > 0 for outcome in counts), "an outcome that the law does not have"

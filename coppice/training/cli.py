@@ -1,5 +1,6 @@
-"""`coppice train target|head`. Heavy imports wait until a command runs."""
+"""`coppice train target|head|export`. Heavy imports wait until a command runs."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -7,14 +8,21 @@ import typer
 
 app = typer.Typer(help="Train a target of your own, or a draft head for a target.", no_args_is_help=True)
 
+HEAD_KINDS = ("lm",)
+TARGET_TOKENS, HEAD_TOKENS = 4_000_000, 400_000
+
 Data = Annotated[
-    list[str], typer.Option("--data", help="NAME=GLOB[:WEIGHT], repeatable; GLOB python:stdlib is installed Python source.")
+    list[str],
+    typer.Option("--data", help="NAME=GLOB[:WEIGHT], repeatable; the GLOB python:stdlib is installed Python source."),
 ]
 Out = Annotated[Path, typer.Option("--out", help="Model folder to write; OUT.work holds packed data and checkpoints.")]
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens of the whole run; may be changed on --resume.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in OUT.work.")]
-Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="Use torch.compile.")]
+Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="Use torch.compile (no gain seen on CPUs).")]
 Device = Annotated[str, typer.Option("--device", help="A torch device.")]
+Workers = Annotated[
+    int | None, typer.Option("--workers", min=1, help="Training threads, one core each; default: all cores of a CPU.")
+]
 Seed = Annotated[int, typer.Option("--seed", min=0)]
 
 
@@ -27,24 +35,83 @@ def work_folder(out: Path) -> Path:
 def train_target(
     data: Data,
     out: Out,
-    tokens: Tokens = 4_000_000,
+    tokens: Tokens = TARGET_TOKENS,
     resume: Resume = False,
     compile_model: Compile = False,
     device: Device = "cpu",
+    workers: Workers = None,
     seed: Seed = 0,
 ) -> None:
-    """Train a small Llama target and its tokenizer from text."""
+    """Train a small Llama target and its tokenizer from text, then write its model folder."""
     from coppice.training import target
+    from coppice.training.export import export, write_run
     from coppice.training.schedule import Schedule
 
-    target.train_target(
-        data, work_folder(out), Schedule(tokens=tokens), resume=resume, compiled=compile_model, device=device, seed=seed
+    work = work_folder(out)
+    write_run(work, "target", data, {"out": out.name, "tokens": str(tokens)})
+    done = target.train_target(
+        data,
+        work,
+        Schedule(tokens=tokens),
+        resume=resume,
+        compiled=compile_model,
+        device=device,
+        num_workers=workers or _cores(device),
+        seed=seed,
     )
+    if done:
+        export(work, out)
 
 
 @app.command("head")
-def train_head() -> None:
-    """Placeholder."""
+def train_head(
+    data: Data,
+    out: Out,
+    target: Annotated[Path, typer.Option("--target", help="Model folder of the target that teaches.")],
+    tokens: Tokens = HEAD_TOKENS,
+    kind: Annotated[str, typer.Option("--kind", help=f"Kind of head: {', '.join(HEAD_KINDS)}.")] = "lm",
+    resume: Resume = False,
+    device: Device = "cpu",
+    workers: Workers = None,
+    seed: Seed = 0,
+) -> None:
+    """Train a draft head on a target's answers and distributions, then write its model folder."""
+    if kind not in HEAD_KINDS:
+        raise typer.BadParameter(f"unknown kind {kind!r}; known: {', '.join(HEAD_KINDS)}", param_hint="--kind")
+    if not (target / "config.json").is_file():
+        raise typer.BadParameter(f"{target} is not a model folder: it has no config.json", param_hint="--target")
+    from coppice.training import lm_head
+    from coppice.training.export import export, write_run
+
+    work = work_folder(out)
+    flags = {"kind": kind, "target": target.name, "out": out.name, "tokens": str(tokens)}
+    write_run(work, "head", data, flags)
+    done = lm_head.train_lm(
+        data,
+        target,
+        work,
+        lm_head.lm_schedule(tokens),
+        resume=resume,
+        device=device,
+        num_workers=workers or _cores(device),
+        seed=seed,
+    )
+    if done:
+        export(work, out)
+
+
+@app.command("export")
+def export_run(out: Out) -> None:
+    """Write the model folder OUT from the best weights in OUT.work so far (a finished run has done so itself)."""
+    if not (work_folder(out) / "run.json").is_file():
+        raise typer.BadParameter(f"{work_folder(out)} holds no run", param_hint="--out")
+    from coppice.training.export import export
+
+    export(work_folder(out), out)
+
+
+def _cores(device: str) -> int:
+    return len(os.sched_getaffinity(0)) if device == "cpu" and hasattr(os, "sched_getaffinity") else 1
 
 
 if __name__ == "__main__":

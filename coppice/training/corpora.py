@@ -10,22 +10,26 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from coppice.errors import InvalidField
+
 END_OF_TEXT = "<|endoftext|>"
 STDLIB_GLOB = "python:stdlib"
 HELD_OUT_MODULUS = 20
 TEXT_FIELDS = ("text", "content", "story", "prompt")
 ANSWER_FIELDS = (("question", "answer"), ("problem", "solution"))
 PURE_PACKAGES = ("typer", "click", "rich", "packaging", "h11", "anyio", "markdown-it-py", "Jinja2")
-SKIPPED_FOLDERS = frozenset(
-    {"test", "tests", "idlelib", "idle_test", "site-packages", "__pycache__", "lib2to3", "pydoc_data", "turtledemo", "encodings"}
-)
+SKIPPED_FOLDERS = {"test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo"}
+SKIPPED_FOLDERS |= {"site-packages", "__pycache__", "pydoc_data", "encodings"}
 # Tables written by programs: megabytes of code points teach a language model nothing.
-GENERATED = re.compile(r"^(.*_data|.*_tables?|entities|stringprep|sre_constants|_unicode_.*|_emoji_.*|_cell_widths)\.py$")
+GENERATED = re.compile(r"^(.*_data|.*_tables?|entities|stringprep|_unicode_.*|_emoji_.*|_cell_widths)\.py$")
 CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
 
 
-class DataError(ValueError):
+class DataError(InvalidField):
     """A `--data` line, a file or a row that cannot be used; the message names it."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__("--data", why)
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,11 @@ class DataSpec:
     name: str
     pattern: str
     weight: float
+
+    @property
+    def public(self) -> str:
+        """The line without directories, for model cards."""
+        return f"{self.name}={Path(self.pattern).name}:{self.weight:g}"
 
 
 @dataclass
@@ -57,28 +66,28 @@ def parse_spec(line: str) -> DataSpec:
     """Parse `NAME=GLOB[:WEIGHT]`; the weight defaults to 1. Raises DataError that names the line."""
     name, equals, rest = line.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z0-9_-]+", name) or not rest:
-        raise DataError(f"--data {line!r}: expected NAME=GLOB[:WEIGHT], such as stories=texts/*.txt:0.4")
+        raise DataError(f"{line!r}: expected NAME=GLOB[:WEIGHT], such as stories=texts/*.txt:0.4")
     pattern, colon, last = rest.rpartition(":")
     if not colon or rest == STDLIB_GLOB:
         return DataSpec(name, rest, 1.0)
     try:
         weight = float(last)
     except ValueError:
-        raise DataError(f"--data {line!r}: WEIGHT must be a number, not {last!r}") from None
+        raise DataError(f"{line!r}: WEIGHT must be a number, not {last!r}") from None
     if not 0 < weight < float("inf"):
-        raise DataError(f"--data {line!r}: WEIGHT must be positive, not {last}")
+        raise DataError(f"{line!r}: WEIGHT must be positive, not {last}")
     return DataSpec(name, pattern, weight)
 
 
 def parse_specs(lines: list[str]) -> list[DataSpec]:
     """Parse all `--data` lines; names must be distinct and there must be at least one."""
     if not lines:
-        raise DataError("--data: at least one NAME=GLOB[:WEIGHT] is needed")
+        raise DataError("at least one NAME=GLOB[:WEIGHT] is needed")
     specs = [parse_spec(line) for line in lines]
     names = [spec.name for spec in specs]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
-        raise DataError(f"--data: the name {repeated[0]!r} is given twice")
+        raise DataError(f"the name {repeated[0]!r} is given twice")
     return specs
 
 
@@ -96,7 +105,7 @@ def load_corpus(spec: DataSpec) -> Corpus:
     else:
         paths = [Path(found) for found in sorted(glob.glob(spec.pattern, recursive=True)) if Path(found).is_file()]
         if not paths:
-            raise DataError(f"--data {spec.name}={spec.pattern}: no file matches")
+            raise DataError(f"{spec.name}={spec.pattern}: no file matches")
         corpus.sources.extend(path.name for path in paths[:20])
         if len(paths) > 20:
             corpus.sources.append(f"and {len(paths) - 20} more files")
@@ -108,7 +117,7 @@ def load_corpus(spec: DataSpec) -> Corpus:
         seen.add(text)
         (corpus.held_out if is_held_out(text) else corpus.train).append(text)
     if not corpus.train:
-        raise DataError(f"--data {spec.name}={spec.pattern}: no training document in it")
+        raise DataError(f"{spec.name}={spec.pattern}: no training document in it")
     return corpus
 
 
@@ -135,9 +144,8 @@ def _row_text(line: str, where: str) -> str:
         raise DataError(f"{where}: not JSON ({error})") from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object")
-    names = next(((q, a) for q, a in ANSWER_FIELDS if q in row), None)
-    if names is None:
-        names = next(((name,) for name in TEXT_FIELDS if name in row), None)
+    known: tuple[tuple[str, ...], ...] = (*ANSWER_FIELDS, *((name,) for name in TEXT_FIELDS))
+    names = next((names for names in known if names[0] in row), None)
     if names is None:
         raise DataError(f"{where}: none of the fields {', '.join(TEXT_FIELDS)} or question and answer is there")
     for name in names:

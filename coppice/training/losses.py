@@ -10,7 +10,7 @@ CHUNK = 512
 def next_token_loss(hidden: Tensor, embedding: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy in nats. hidden (T, H), embedding (V, H) tied to the output, labels (T,)."""
     total = hidden.new_zeros(())
-    for h, y in zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True):
+    for h, y in zip(torch.split(hidden, CHUNK), torch.split(labels, CHUNK), strict=True):
         total = total + F.cross_entropy((h @ embedding.T).float(), y, reduction="sum")
     return total / labels.numel()
 
@@ -22,7 +22,7 @@ def soft_target_loss(hidden: Tensor, embedding: Tensor, teacher_hidden: Tensor, 
     teacher's, both tied models over one vocabulary.
     """
     total = hidden.new_zeros(())
-    for h, t in zip(hidden.split(CHUNK), teacher_hidden.split(CHUNK), strict=True):
+    for h, t in zip(torch.split(hidden, CHUNK), torch.split(teacher_hidden, CHUNK), strict=True):
         with torch.no_grad():
             wanted = (t @ teacher_embedding.T).float().softmax(-1)
         total = total + F.cross_entropy((h @ embedding.T).float(), wanted, reduction="sum")

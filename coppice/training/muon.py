@@ -1,12 +1,16 @@
 """Muon: momentum whose step is made orthogonal, for the hidden matrices of a transformer (Jordan et al., 2024)."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 # The quintic of the original write-up: fast at small singular values, lands in about [0.7, 1.2], which is enough.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STACK = 10
+"""Matrices multiplied at once: enough for batched kernels, few enough to share between threads."""
 
 
 def orthogonalise(stack: Tensor, steps: int = 5) -> Tensor:
@@ -39,12 +43,20 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Tensor], lr: float = 0.02, momentum: float = 0.95, weight_decay: float = 0.0, steps: int = 4
+        self,
+        params: Iterable[Tensor],
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        steps: int = 4,
+        run: Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]] = map,
     ) -> None:
+        """`run(function, stacks)` may update the stacks in parallel."""
         params = list(params)
         if any(p.ndim != 2 for p in params):
             raise ValueError("Muon takes matrices only")
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "steps": steps})
+        self.run = run
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -54,19 +66,20 @@ class Muon(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     by_shape.setdefault(p.shape, []).append(p)
-            for shape, params in by_shape.items():
-                self._step_shape(group, shape, params)
+            stacks = [params[i : i + STACK] for params in by_shape.values() for i in range(0, len(params), STACK)]
+            list(self.run(partial(self._step_stack, group), stacks))
 
-    def _step_shape(self, group: dict[str, float], shape: torch.Size, params: list[Tensor]) -> None:
+    @torch.no_grad()
+    def _step_stack(self, group: dict[str, Any], params: list[Tensor]) -> None:
         for p in params:
             if not self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
-        grads = [p.grad for p in params]
+        grads = [p.grad for p in params if p.grad is not None]
         momenta = [self.state[p]["momentum"] for p in params]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         nesterov = torch._foreach_lerp(grads, momenta, group["momentum"])
-        update = orthogonalise(torch.stack(nesterov).float(), int(group["steps"]))
+        update = orthogonalise(torch.stack(nesterov).float(), group["steps"]).to(params[0].dtype)
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        scale = max(1.0, shape[0] / shape[1]) ** 0.5
-        torch._foreach_add_(params, list(update.to(params[0].dtype).unbind()), alpha=-group["lr"] * scale)
+        scale = max(1.0, params[0].shape[0] / params[0].shape[1]) ** 0.5
+        torch._foreach_add_(params, list(update.unbind()), alpha=-group["lr"] * scale)

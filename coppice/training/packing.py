@@ -42,8 +42,9 @@ def save_packed(corpus: Corpus, tokenizer: Tokenizer, folder: Path) -> None:
 
 def load_packed(name: str, weight: float, folder: Path) -> Packed:
     """Map one domain's arrays from disk (they are never unpickled)."""
-    arrays = [np.load(folder / f"{name}.{part}.npy", mmap_mode="r", allow_pickle=False) for part in ("train", "held_out")]
-    return Packed(name, weight, arrays[0], arrays[1])
+    parts = (folder / f"{name}.train.npy", folder / f"{name}.held_out.npy")
+    train, held_out = (np.load(part, mmap_mode="r", allow_pickle=False) for part in parts)
+    return Packed(name, weight, train, held_out)
 
 
 class Reader:
@@ -61,7 +62,7 @@ class Reader:
         self.usable = {d.name: (len(d.train) - 1) // block * block - block for d in domains}
         for d in domains:
             if self.usable[d.name] < block:
-                raise DataError(f"--data {d.name}: {len(d.train)} tokens are too few for rows of {block}")
+                raise DataError(f"{d.name}: {len(d.train)} tokens are too few for rows of {block}")
         self._orders: dict[str, tuple[tuple[int, int], NDArray[np.int64], int]] = {}
 
     def epochs(self, name: str) -> float:
@@ -98,7 +99,7 @@ class Reader:
 
 
 def held_out_rows(domain: Packed, rows: int, length: int) -> NDArray[np.int64] | None:
-    """Up to `rows` windows of (length + 1) ids, evenly spread over the held-out text; None if it is shorter than one."""
+    """Up to `rows` windows of (length + 1) ids, spread over the held-out text; None if it is shorter than one."""
     windows = (len(domain.held_out) - 1) // length
     if windows < 1:
         return None

@@ -7,6 +7,11 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
 
+def say(title: str, text: str) -> None:
+    """One plain, timestamped line."""
+    print(f"{time.strftime('%H:%M:%S')} {title}: {text}", flush=True)
+
+
 class Progress:
     """Reports steps (smoothed loss and tokens/s) and evaluations."""
 
@@ -21,7 +26,8 @@ class Progress:
         """Begin a run of `tokens` tokens."""
         self._total = tokens
         if self.console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[facts]}"), TimeRemainingColumn())
+            facts = TextColumn("{task.fields[facts]}")
+            columns = (TextColumn("{task.description}"), BarColumn(), facts, TimeRemainingColumn())
             self._bar = RichProgress(*columns, console=self.console)
             self._bar.add_task(self.title, total=tokens, facts="")
             self._bar.start()
@@ -53,4 +59,4 @@ class Progress:
         if self.console.is_terminal:
             self.console.print(text)
         else:
-            print(f"{time.strftime('%H:%M:%S')} {self.title}: {text}", flush=True)
+            say(self.title, text)

@@ -20,7 +20,7 @@ class Schedule(BaseModel):
     batch: PositiveInt = 4096
     small_batch: PositiveInt = 2048
     """Tokens a step before `small_until`: early gradients agree, so more steps are worth more than better ones."""
-    small_until: int = 600_000
+    small_until: int = 1_500_000
 
     def rate(self, seen: int) -> float:
         """The factor on every learning rate after `seen` tokens."""

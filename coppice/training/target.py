@@ -1,9 +1,9 @@
 """Training a small target model of our own from text: tokenizer, packed data, model, run."""
 
 import json
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt
@@ -11,19 +11,20 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coppice.training.corpora import Corpus, load_corpus, parse_specs
+from coppice.training.dtype import autocast
 from coppice.training.losses import next_token_loss
 from coppice.training.packing import Packed, open_prepared, prepare
 from coppice.training.progress import Progress
 from coppice.training.schedule import Schedule
 from coppice.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
-from coppice.training.trainer import LossFunction, Rates, Trainer
+from coppice.training.trainer import Rates, Trainer
 
 TOKENIZER_CHARACTERS = 6_000_000
 """Text a domain gives to the tokenizer's training; more does not change an 8k vocabulary."""
 
 
-class TargetShape(BaseModel):
-    """The demo target: deep and narrow, so that a forward is expensive next to a draft while weights stay small."""
+class Shape(BaseModel):
+    """A Llama's sizes. The defaults are the demo target: deep and narrow, a dear forward of few weights."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,7 +38,7 @@ class TargetShape(BaseModel):
     positions: PositiveInt = 1024
 
 
-def build_model(shape: TargetShape, seed: int = 0) -> LlamaForCausalLM:
+def build_model(shape: Shape, seed: int = 0) -> LlamaForCausalLM:
     """A fresh Llama model in float32 whose blocks start as the identity (zero output projections)."""
     config = LlamaConfig(
         vocab_size=shape.vocab,
@@ -48,12 +49,11 @@ def build_model(shape: TargetShape, seed: int = 0) -> LlamaForCausalLM:
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         max_position_embeddings=shape.positions,
-        rope_theta=10000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=0,
         pad_token_id=0,
-        attn_implementation="sdpa",
     )
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config)
@@ -63,28 +63,19 @@ def build_model(shape: TargetShape, seed: int = 0) -> LlamaForCausalLM:
                 p.zero_()
             elif p.ndim == 2 and ".layers." in name:
                 nn.init.normal_(p, std=p.shape[1] ** -0.5)
-    return model.train()
+    model.train()
+    return model
 
 
-def autocast(device: torch.device) -> torch.autocast:
-    """bfloat16 where it is fast (CUDA), float32 elsewhere."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
+def language_model_loss(model: Any, inputs: Tensor, labels: Tensor) -> Tensor:
+    """The next-token loss of a tied causal LM; inputs and labels (B, T)."""
+    with autocast(inputs.device):
+        hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
+        return next_token_loss(hidden.flatten(0, 1), model.lm_head.weight, labels.flatten())
 
 
-def language_model_loss(model: LlamaForCausalLM, compiled: bool = False) -> LossFunction:
-    """The next-token loss of a tied causal LM as a function of (inputs, labels), both (B, T)."""
-
-    def loss(inputs: Tensor, labels: Tensor) -> Tensor:
-        with autocast(inputs.device):
-            hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
-            return next_token_loss(hidden.flatten(0, 1), model.lm_head.weight, labels.flatten())
-
-    function: Callable[..., Tensor] = torch.compile(loss, dynamic=False) if compiled else loss
-    return function
-
-
-def prepare_data(lines: list[str], folder: Path, shape: TargetShape) -> list[Packed]:
-    """Read `--data`, train the tokenizer and pack everything into `folder`, unless that was done with the same lines."""
+def prepare_data(lines: list[str], folder: Path, shape: Shape) -> list[Packed]:
+    """Read `--data`, train the tokenizer and pack all into `folder`, unless that was done with the same lines."""
     record = folder / "lines.json"
     if record.exists() and json.loads(record.read_text(encoding="utf-8")) == lines:
         return open_prepared(folder)
@@ -108,19 +99,22 @@ def train_target(
     work: Path,
     schedule: Schedule,
     *,
-    shape: TargetShape | None = None,
+    shape: Shape | None = None,
     rates: Rates | None = None,
     resume: bool = False,
     compiled: bool = False,
     device: str = "cpu",
+    num_workers: int = 1,
     seed: int = 0,
-) -> Trainer:
-    """Train into `work`; the returned trainer's counters say how far it came."""
-    shape = shape or TargetShape()
+) -> bool:
+    """Train into `work`; False when a signal stopped the run before its end."""
+    shape = shape or Shape()
     domains = prepare_data(lines, work / "data", shape)
-    model = build_model(shape, seed).to(device)
-    trainer = Trainer(model, language_model_loss(model, compiled), domains, schedule, work, rates, seed)
+    model: Any = build_model(shape, seed)
+    model.to(device)
+    model.config.save_pretrained(work)
+    loss = torch.compile(language_model_loss, dynamic=False) if compiled else language_model_loss
+    trainer = Trainer(model, loss, domains, schedule, work, rates, seed, num_workers)
     if resume:
         trainer.resume()
-    trainer.train(Progress("target"))
-    return trainer
+    return trainer.train(Progress("target"))

@@ -1,7 +1,9 @@
 """A byte-level BPE tokenizer trained on the same text as the model, saved the way transformers expects it."""
 
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -36,7 +38,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     """Write tokenizer.json and tokenizer_config.json into `folder`."""
-    PreTrainedTokenizerFast(
+    wrapped: Any = PreTrainedTokenizerFast
+    wrapped(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
@@ -49,3 +52,10 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a model folder, without transformers' wrapper."""
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy a tokenizer's files, so that a draft model's folder is complete by itself."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (source / name).exists():
+            shutil.copyfile(source / name, folder / name)

@@ -3,23 +3,18 @@
 import json
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from coppice.training.checkpoint import checkpoints, load_checkpoint, save_checkpoint, save_weights
+from coppice.training.checkpoint import Named, checkpoints, load_checkpoint, save_checkpoint, save_weights
 from coppice.training.muon import Muon
 from coppice.training.packing import Packed, Reader, held_out_rows
 from coppice.training.progress import Progress
 from coppice.training.schedule import Schedule
-
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""(inputs (B, T), labels (B, T)) -> the mean loss in nats."""
+from coppice.training.workers import LossFunction, Workers
 
 
 @dataclass
@@ -45,17 +40,18 @@ class Rates:
     clip: float = 1.0
     eval_tokens: int = 200_000
     eval_rows: int = 12
+    patience_tokens: int = 1_000_000
     checkpoint_seconds: float = 180.0
-    micro_tokens: int = 1024
+    micro_tokens: int = 512
 
 
-def make_optimisers(model: torch.nn.Module, rates: Rates) -> list[torch.optim.Optimizer]:
+def make_optimisers(model: torch.nn.Module, rates: Rates, workers: Workers) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for embeddings and norms."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in f".{name}"]
     chosen = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in chosen]
     return [
-        Muon(matrices, lr=rates.muon, weight_decay=rates.weight_decay),
+        Muon(matrices, lr=rates.muon, weight_decay=rates.weight_decay, run=workers.map),
         torch.optim.AdamW(others, lr=rates.adam, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
 
@@ -72,12 +68,14 @@ class Trainer:
         folder: Path,
         rates: Rates | None = None,
         seed: int = 0,
+        num_workers: int = 1,
     ) -> None:
-        self.model, self.loss, self.domains, self.schedule = model, loss, domains, schedule
+        self.model, self.domains, self.schedule = model, domains, schedule
         self.folder, self.rates = folder, rates or Rates()
-        self.named = dict(model.named_parameters())
+        self.named: Named = dict(model.named_parameters())
         self.device = next(model.parameters()).device
-        self.optimisers = make_optimisers(model, self.rates)
+        self.workers = Workers(model, loss, num_workers, self.rates.micro_tokens)
+        self.optimisers = make_optimisers(model, self.rates, self.workers)
         self.peaks = [group["lr"] for opt in self.optimisers for group in opt.param_groups]
         self.counters = Counters()
         self.reader = Reader(domains, seed, max(schedule.length, schedule.long_length))
@@ -88,6 +86,12 @@ class Trainer:
     def best_path(self) -> Path:
         """The weights with the lowest held-out loss so far."""
         return self.folder / "best.safetensors"
+
+    @property
+    def _stale(self) -> bool:
+        """The held-out loss has not fallen for `patience_tokens`."""
+        best = self.counters.best_tokens
+        return best > 0 and self.counters.tokens - best > self.rates.patience_tokens
 
     def resume(self) -> bool:
         """Load the newest checkpoint, if any; the data goes on at the next unread row."""
@@ -111,7 +115,7 @@ class Trainer:
         last_checkpoint = time.monotonic()
         progress.start(self.schedule.tokens)
         try:
-            while self.counters.tokens < self.schedule.tokens and not self.stopping:
+            while self.counters.tokens < self.schedule.tokens and not self.stopping and not self._stale:
                 started = time.monotonic()
                 before = self.counters.tokens
                 loss = self._step()
@@ -130,21 +134,17 @@ class Trainer:
             self.checkpoint()
         finally:
             progress.stop()
+            self.workers.close()
             signal.signal(signal.SIGTERM, previous)
         return not self.stopping
 
     def held_out_loss(self, rows: int) -> dict[str, float]:
         """Mean held-out loss in nats a token, per domain that has held-out text."""
         losses = {}
-        self.model.eval()
-        with torch.no_grad():
-            for domain in self.domains:
-                batch = held_out_rows(domain, rows, self.schedule.length)
-                if batch is not None:
-                    parts = torch.from_numpy(batch).to(self.device).split(16)
-                    total = sum(float(self.loss(p[:, :-1], p[:, 1:])) * len(p) for p in parts)
-                    losses[domain.name] = total / len(batch)
-        self.model.train()
+        for domain in self.domains:
+            batch = held_out_rows(domain, rows, self.schedule.length)
+            if batch is not None:
+                losses[domain.name] = self.workers.mean_loss(torch.from_numpy(batch).to(self.device))
         return losses
 
     def _step(self) -> float | None:
@@ -156,21 +156,16 @@ class Trainer:
         groups = [group for opt in self.optimisers for group in opt.param_groups]
         for group, peak in zip(groups, self.peaks, strict=True):
             group["lr"] = peak * rate
-        total = 0.0
-        ids = torch.from_numpy(batch).to(self.device)
-        for part in ids.split(max(1, self.rates.micro_tokens // length)):
-            loss = self.loss(part[:, :-1], part[:, 1:]) * (len(part) / rows)
-            loss.backward()
-            total += float(loss.detach())
+        loss = self.workers.backward(torch.from_numpy(batch).to(self.device))
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.rates.clip, foreach=True)
         for optimiser in self.optimisers:
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
-        if total != total:
+        if loss != loss:
             raise FloatingPointError(f"the loss is not a number after {self.counters.tokens} tokens")
         self.counters.step += 1
         self.counters.tokens += rows * length
-        return total
+        return loss
 
     def _evaluate(self, loss: float | None, progress: Progress) -> None:
         held_out = self.held_out_loss(self.rates.eval_rows)
@@ -183,9 +178,9 @@ class Trainer:
             self.counters.best_loss, self.counters.best_tokens = mean, self.counters.tokens
             save_weights(self.best_path, self.named)
         progress.evaluation(self.counters.tokens, mean, held_out)
-        row: dict[str, Any] = {"step": self.counters.step, "tokens": self.counters.tokens, "loss": loss, "held_out": held_out}
+        row = {"tokens": self.counters.tokens, "seconds": round(self.counters.seconds, 1), "loss": loss}
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as log:
-            log.write(json.dumps(row | {"seconds": round(self.counters.seconds, 1)}) + "\n")
+            log.write(json.dumps(row | {"held_out": held_out}) + "\n")
 
     def _stop(self, _signal: int, _frame: FrameType | None) -> None:
         self.stopping = True

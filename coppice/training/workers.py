@@ -1,22 +1,25 @@
 """Gradients of one batch by several threads, each with one core and a replica of the model that shares its weights.
 
-On a CPU this beats intra-op parallelism: layers of a small model are too short to split, and on a busy machine every
-split waits for the core that is taken away. Rows are dealt out in a fixed order, so that results repeat.
+On a CPU this beats intra-op parallelism: the layers of a small model are too short to split, and on a busy machine
+every split waits for the core that was taken away. Parts go to whichever thread is free, so with more than one
+worker two runs agree to rounding, not to the bit.
 """
 
 import copy
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-LossFunction = Callable[[nn.Module, Tensor, Tensor], Tensor]
+LossFunction = Callable[[Any, Tensor, Tensor], Tensor]
 """(model, inputs (B, T), labels (B, T)) -> the mean loss in nats."""
 
 
 def share_weights(model: nn.Module) -> nn.Module:
-    """A replica with its own gradients over the same weight storage."""
+    """A replica with gradients of its own over the same weight storage."""
     replica = copy.deepcopy(model)
     for mine, theirs in zip(replica.parameters(), model.parameters(), strict=True):
         mine.data = theirs.data
@@ -24,27 +27,37 @@ def share_weights(model: nn.Module) -> nn.Module:
 
 
 class Workers:
-    """`num_workers` threads that split batches and matrix stacks between them."""
+    """`num_workers` threads that share out the rows of a batch and other independent jobs."""
 
     def __init__(self, model: nn.Module, loss: LossFunction, num_workers: int, micro_tokens: int) -> None:
+        """`micro_tokens`: tokens of one part; about 512 keeps a part's activations in the caches."""
         self.loss, self.micro_tokens = loss, micro_tokens
         self.replicas = [model] + [share_weights(model) for _ in range(num_workers - 1)]
         self.pool = ThreadPoolExecutor(num_workers, thread_name_prefix="training")
+        self._threads_before = torch.get_num_threads()
         if num_workers > 1:
             torch.set_num_threads(1)
 
+    def close(self) -> None:
+        """End the threads and give torch its own back."""
+        self.pool.shutdown()
+        torch.set_num_threads(self._threads_before)
+
+    def map(self, function: Callable[[Any], Any], jobs: Iterable[Any]) -> list[Any]:
+        """Run independent jobs, in any order; results in the jobs' order."""
+        return list(self.pool.map(function, jobs))
+
     def backward(self, ids: Tensor) -> float:
-        """Leave the mean loss's gradients of `ids` (B, T + 1) in the model; returns that loss in nats."""
-        rows, length = len(ids), ids.shape[1] - 1
-        parts = ids.split(max(1, self.micro_tokens // length))
-        futures = [
-            self.pool.submit(self._backward_parts, replica, parts[i :: len(self.replicas)], rows)
-            for i, replica in enumerate(self.replicas)
-        ]
-        total = sum(future.result() for future in futures)
-        first, *others = [list(replica.parameters()) for replica in self.replicas]
-        for other in others:
-            for p, q in zip(first, other, strict=True):
+        """Add the gradients of the mean loss of `ids` (B, T + 1) to the model's; returns that loss in nats."""
+
+        def job(model: nn.Module, part: Tensor) -> float:
+            loss = self.loss(model, part[:, :-1], part[:, 1:]) * (len(part) / len(ids))
+            loss.backward()  # type: ignore[no-untyped-call]
+            return float(loss.detach())
+
+        total = self._share_out(job, ids)
+        for replica in self.replicas[1:]:
+            for p, q in zip(self.replicas[0].parameters(), replica.parameters(), strict=True):
                 if q.grad is not None:
                     p.grad = q.grad if p.grad is None else p.grad.add_(q.grad)
                     q.grad = None
@@ -52,25 +65,27 @@ class Workers:
 
     def mean_loss(self, ids: Tensor) -> float:
         """The mean loss of `ids` (B, T + 1) in nats, without gradients."""
-        parts = ids.split(max(1, self.micro_tokens // (ids.shape[1] - 1)))
-        futures = [
-            self.pool.submit(self._evaluate_parts, replica, parts[i :: len(self.replicas)])
-            for i, replica in enumerate(self.replicas)
-        ]
-        return sum(future.result() for future in futures) / len(ids)
 
-    def close(self) -> None:
-        """End the threads."""
-        self.pool.shutdown()
+        def job(model: nn.Module, part: Tensor) -> float:
+            with torch.no_grad():
+                return float(self.loss(model, part[:, :-1], part[:, 1:])) * len(part) / len(ids)
 
-    def _backward_parts(self, model: nn.Module, parts: Iterable[Tensor], rows: int) -> float:
-        total = 0.0
-        for part in parts:
-            loss = self.loss(model, part[:, :-1], part[:, 1:]) * (len(part) / rows)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-        return total
+        return self._share_out(job, ids)
 
-    @torch.no_grad()
-    def _evaluate_parts(self, model: nn.Module, parts: Iterable[Tensor]) -> float:
-        return sum(float(self.loss(model, part[:, :-1], part[:, 1:])) * len(part) for part in parts)
+    def _share_out(self, job: Callable[[nn.Module, Tensor], float], ids: Tensor) -> float:
+        """The sum of `job` over parts of `ids`, each replica taking the next part when it is free."""
+        parts: SimpleQueue[Tensor] = SimpleQueue()
+        rows = max(1, self.micro_tokens // (ids.shape[1] - 1))
+        for part in torch.split(ids, rows):
+            parts.put(part)
+
+        def work(replica: nn.Module) -> float:
+            total = 0.0
+            while True:
+                try:
+                    part = parts.get_nowait()
+                except Empty:
+                    return total
+                total += job(replica, part)
+
+        return float(sum(self.map(work, self.replicas)))

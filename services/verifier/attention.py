@@ -32,7 +32,9 @@ class UnsupportedModel(ValueError):
 class LayerPlan(Protocol):
     """How the rows of this forward attend in the layers of one kind."""
 
-    window: int | None
+    @property
+    def window(self) -> int | None:
+        """Positions these layers see back, their own included; None is all."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float | None

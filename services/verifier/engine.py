@@ -70,7 +70,7 @@ class Engine:
         kv_tokens: capacity of the pool. feature_layers: the default ones (2, L//2, L-3) when None. Raises
         UnsupportedModel, and ValueError for feature layers that the model does not have.
         """
-        self.model = model.eval().requires_grad_(False)
+        self.model = model.train(False).requires_grad_(False)
         model.set_attn_implementation(NAME)
         layout = read_layout(model)
         self.layout = layout
@@ -111,10 +111,12 @@ class Engine:
     ) -> Engine:
         """The model of a local folder (config.json and safetensors; no code of its own), checked against itself.
 
-        dtype: float32, bfloat16 or float16. Raises OSError when the folder has no such model, UnsupportedModel, and
-        SelfCheckError.
+        dtype: float32, bfloat16 or float16. Raises ValueError for another, OSError when the folder has no such model,
+        UnsupportedModel, and SelfCheckError.
         """
-        model = AutoModelForCausalLM.from_pretrained(
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        model: Any = AutoModelForCausalLM.from_pretrained(
             Path(path), dtype=DTYPES[dtype], local_files_only=True, use_safetensors=True, trust_remote_code=False
         )
         engine = cls(model.to(device), kv_tokens=kv_tokens, block_size=block_size, feature_layers=feature_layers)
@@ -134,10 +136,16 @@ class Engine:
         with torch.inference_mode():
             plans = plan_forward(batch, self.pool, self.layout.group, self.layout.windows)
             tokens, positions = batch.tokens.to(device)[None], batch.positions.to(device)[None]
+            # Says that nothing is padding; without it transformers searches the positions for packed texts of its own.
+            present = torch.ones(tokens.shape, dtype=torch.bool, device=device)
             start = time.perf_counter_ns()
             with using(plans.__getitem__), self._tapped(batch.feature_layers) as hidden:
                 logits = self.model(
-                    input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep
+                    input_ids=tokens,
+                    attention_mask=present,
+                    position_ids=positions,
+                    use_cache=False,
+                    logits_to_keep=keep,
                 ).logits
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""The keys and values of all sessions: one tensor cut into blocks, and who owns which block. Knows nothing of models."""
+"""The keys and values of all sessions: one tensor cut into blocks, and who owns which block."""
 
 from __future__ import annotations
 

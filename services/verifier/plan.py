@@ -169,6 +169,7 @@ def _visible(batch: PackedBatch, span: Span, ancestors: NDArray[np.bool_], windo
 
 def _additive(visible: NDArray[np.bool_], group: int, pool: KVPool) -> Tensor:
     """(S, 1, N, L) visible -> (S, 1, group * N, L) of 0 and -inf: SDPA would convert a boolean mask in every layer."""
-    mask = torch.zeros(visible.shape, dtype=pool.data.dtype)
-    mask.masked_fill_(torch.from_numpy(~visible), float("-inf"))
-    return mask.repeat(1, 1, group, 1).to(pool.data.device)
+    sessions, _, rows, keys = visible.shape
+    hidden = torch.from_numpy(~visible)[:, :, None].expand(sessions, 1, group, rows, keys).flatten(2, 3)
+    mask = torch.zeros(hidden.shape, dtype=pool.data.dtype).masked_fill_(hidden, float("-inf"))
+    return mask.to(pool.data.device)

@@ -48,6 +48,17 @@ def merged(*trees: DraftTree) -> DraftTree:
     return union(trees)[0]
 
 
+def counted(token_at: dict[int, int]) -> tuple[Callable[[int], Row], list[int]]:
+    """Greedy rows by node, and the list of nodes that were asked for."""
+    visited: list[int] = []
+
+    def row_at(node: int) -> Row:
+        visited.append(node)
+        return np.array([token_at[node]]), np.zeros(1)
+
+    return row_at, visited
+
+
 # Greedy.
 
 
@@ -58,7 +69,7 @@ def test_the_greedy_walk_is_the_longest_all_ones_prefix_over_the_rows_of_r() -> 
         tree = merged(*(random_tree(rng, max_nodes=24, vocab_size=2) for _ in range(1 + case % 3)))
         target = random_target(case, 2)
         outcome = walk(tree, 5, rows_of(target, tree, GREEDY), GREEDY)
-        expected = longest_matching_prefix(tree, lambda text, target=target: int(np.argmax(target(text))))
+        expected = longest_matching_prefix(tree, target)
         assert committed(tree, outcome)[:-1] == expected
         assert outcome.drawn == int(np.argmax(target(expected)))
         lengths[len(expected)] += 1
@@ -69,7 +80,8 @@ def test_on_a_union_the_longest_of_the_paths_that_spell_the_text_is_kept() -> No
     short, long = DraftTree.chain([1], [-0.1]), DraftTree.chain([1, 2, 3], [-0.5, -0.6, -0.7])
     text = {(): 1, (1,): 2, (1, 2): 3, (1, 2, 3): 0}
     for tree, path in ((merged(short, long), (2, 3, 4)), (merged(long, short), (1, 2, 3))):
-        outcome = walk(tree, 0, lambda node, tree=tree: (np.array([text[text_at(tree, node)]]), np.zeros(1)), GREEDY)
+        row_at, _ = counted({node: text[text_at(tree, node)] for node in range(len(tree) + 1)})
+        outcome = walk(tree, 0, row_at, GREEDY)
         assert (outcome.path, outcome.drawn, outcome.finished) == (path, 0, False)
 
 
@@ -118,6 +130,23 @@ def plain_text(target: Callable[[Text], NDArray[np.float32]], params: SamplingPa
     return text
 
 
+def drafted_by(policy: str, rng: np.random.Generator) -> DraftTree:
+    """What a step of a policy verifies."""
+    first, second = random_tree(rng, 24, VOCAB), random_tree(rng, 24, VOCAB)
+    match policy:
+        case "chain":
+            return DraftTree.chain(rng.integers(0, VOCAB, 5), -np.arange(5.0))
+        case "merge":
+            return merged(first, second)
+        case "merge-dedup":
+            return dedup(*union([first, second]))[0]
+        case "pruned":
+            return prune(merged(first, second), 8)[0]
+        case "late" if rng.random() < 0.5:
+            return DraftTree.empty()
+    return first
+
+
 @pytest.mark.parametrize("params", [GREEDY, *SAMPLED], ids=["greedy", "T1", "nucleus", "top-k"])
 @pytest.mark.parametrize("policy", ["chain", "tree", "merge", "merge-dedup", "pruned", "late"])
 def test_the_text_does_not_depend_on_the_tree(params: SamplingParams, policy: str) -> None:
@@ -127,15 +156,7 @@ def test_the_text_does_not_depend_on_the_tree(params: SamplingParams, policy: st
         target = random_target(case, VOCAB)
         text: Text = plain_text(target, params, 1)
         while len(text) < 60:
-            first, second = random_tree(rng, 24, VOCAB), random_tree(rng, 24, VOCAB)
-            tree = {
-                "chain": lambda: DraftTree.chain(rng.integers(0, VOCAB, 5), -np.arange(5.0)),
-                "tree": lambda first=first: first,
-                "merge": lambda first=first, second=second: merged(first, second),
-                "merge-dedup": lambda first=first, second=second: dedup(*union([first, second]))[0],
-                "pruned": lambda first=first, second=second: prune(merged(first, second), 8)[0],
-                "late": lambda first=first: first if rng.random() < 0.5 else DraftTree.empty(),
-            }[policy]()
+            tree = drafted_by(policy, rng)
             outcome = walk(tree, len(text) - 1, rows_of(target, tree, params, text), params)
             text += committed(tree, outcome)
             accepted += len(outcome.path)
@@ -144,17 +165,6 @@ def test_the_text_does_not_depend_on_the_tree(params: SamplingParams, policy: st
 
 
 # How a walk ends, and what it asks for.
-
-
-def counted(token_at: dict[int, int]) -> tuple[Callable[[int], Row], list[int]]:
-    """Greedy rows by node, and the list of nodes that were asked for."""
-    visited: list[int] = []
-
-    def row_at(node: int) -> Row:
-        visited.append(node)
-        return np.array([token_at[node]]), np.zeros(1)
-
-    return row_at, visited
 
 
 TREE = make_tree([(1, 0, -0.1), (2, 0, -0.2), (3, 1, -0.3), (4, 1, -0.4), (5, 3, -0.5)])
@@ -237,8 +247,8 @@ def test_the_pq_chain_has_the_targets_law(params: SamplingParams) -> None:
     counts, lengths = Counter[Text](), Counter[int]()
     for seed in range(6_000 * EFFORT):
         tree, q_rows = drafted_chain(q_after, 2, seed)
-        drafted = tuple(tree.tokens.tolist())
-        outcome = pq_chain(tree, lambda node, drafted=drafted: p_after(drafted[:node]), q_rows, seed, 0)
+        rows = [p_after(tuple(tree.tokens[:depth].tolist())) for depth in range(3)]
+        outcome = pq_chain(tree, rows.__getitem__, q_rows, seed, 0)
         text = committed(tree, outcome)
         lengths[len(outcome.path)] += 1
         while len(text) < 3:  # later steps, with noise of their own

@@ -133,16 +133,15 @@ def test_any_heads_merge_dedup_and_prune_as_the_references_do(heads: list[DraftT
 @settings(max_examples=100 * EFFORT, deadline=None)
 @given(trees(), st.integers(0, 24))
 def test_a_tree_streamed_in_two_deltas_is_the_tree(tree: DraftTree, cut: int) -> None:
-    fields = (tree.tokens, tree.parents, tree.log_probs)
-    head = DraftTree(*(field[:cut] for field in fields))
-    assert extend(head, *(field[cut:] for field in fields)) == tree
+    start = DraftTree(tree.tokens[:cut], tree.parents[:cut], tree.log_probs[:cut])
+    assert extend(start, tree.tokens[cut:], tree.parents[cut:], tree.log_probs[cut:]) == tree
 
 
 def test_pruning_scores_that_rise_along_a_path_still_keeps_ancestors_within_the_budget() -> None:
     rng = np.random.default_rng(3)
     for _ in range(500 * EFFORT):
         tree = random_tree(rng)
-        tree = DraftTree(tree.tokens, tree.parents, -rng.exponential(size=len(tree)))
+        tree = DraftTree(tree.tokens, tree.parents, -rng.exponential(size=len(tree)).astype(np.float32))
         pruned, kept = prune(tree, 5)
         assert len(pruned) == min(5, len(tree))
         assert {int(tree.parents[node - 1]) for node in kept} <= {0, *kept.tolist()}

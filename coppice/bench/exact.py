@@ -1,0 +1,102 @@
+"""`coppice bench exact`: every policy, head, budget and batch mix gives the target's own text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from coppice.bench.reference import Reference
+from coppice.bench.report import Report, Verdict, make_row, with_speedups
+from coppice.client import AsyncClient
+from coppice.completion import Completion
+from coppice.generation import ModelDescription
+from coppice.sampling import SamplingParams
+
+Prompt = str | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run: every method at every budget, temperature and number of concurrent sessions."""
+
+    methods: tuple[str, ...]
+    budgets: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    sessions: tuple[int, ...]
+    new_tokens: int
+    seed: int
+
+
+def methods_of(model: ModelDescription, wanted: Sequence[str]) -> tuple[str, ...]:
+    """The policies to run, plain first; head names are short for single:HEAD; all of them when none is wanted."""
+    named = [f"single:{name}" if name in model.heads else name for name in wanted] or list(model.policies)
+    return ("plain", *(name for name in dict.fromkeys(named) if name != "plain"))
+
+
+def run_exact(
+    address: str,
+    prompts: Sequence[tuple[int, ...]],
+    plan: Plan,
+    reference: Reference,
+    report: Report,
+    say: Callable[[str], None],
+) -> None:
+    """Fill the report's rows: one for each method, temperature, budget and batch mix."""
+    greedy = [reference.greedy(ids, plan.new_tokens).ids for ids in prompts]
+    rows = []
+    for temperature in plan.temperatures:
+        sampling = SamplingParams(temperature=temperature, seed=plan.seed)
+        expected: list[tuple[int, ...]] | None = greedy if temperature == 0 else None
+        for method in plan.methods:
+            for budget in plan.budgets if method != "plain" else (0,):
+                for sessions in plan.sessions:
+                    answers = asyncio.run(_answers(address, prompts, method, budget, sampling, plan, sessions))
+                    if expected is None:  # what plain decoding says with this seed, itself re-scored
+                        expected = [answer.ids for answer in answers]
+                        verdicts = _judge(reference, prompts, answers, sampling, None)
+                    else:
+                        verdicts = _judge(reference, prompts, answers, sampling, expected)
+                    row = make_row(f"{method} T={temperature:g}", answers, verdicts, budget, sessions)
+                    rows.append(row)
+                    say(f"{row.method} B={budget} sessions={sessions}: {row.identical}/{row.ties}/{row.wrong}")
+    report.rows += with_speedups(rows)
+
+
+def _judge(
+    reference: Reference,
+    prompts: Sequence[tuple[int, ...]],
+    answers: Sequence[Completion],
+    sampling: SamplingParams,
+    expected: Sequence[tuple[int, ...]] | None,
+) -> list[Verdict]:
+    return [
+        reference.judge(prompt, answer.ids, sampling, expected[number] if expected else None)
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+
+
+async def _answers(
+    address: str,
+    prompts: Sequence[tuple[int, ...]],
+    method: str,
+    budget: int,
+    sampling: SamplingParams,
+    plan: Plan,
+    sessions: int,
+) -> list[Completion]:
+    gate = asyncio.Semaphore(sessions)
+    async with AsyncClient(address) as client:
+
+        async def one(prompt: tuple[int, ...]) -> Completion:
+            async with gate:
+                return await client.generate(
+                    prompt,
+                    policy=method,
+                    budget=budget,
+                    sampling=sampling,
+                    max_new_tokens=plan.new_tokens,
+                    ignore_eos=True,
+                )
+
+        return list(await asyncio.gather(*map(one, prompts)))

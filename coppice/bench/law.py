@@ -1,0 +1,196 @@
+"""Does decoding sample the target's law? A tabular target small enough to know every probability of three tokens.
+
+The pipeline's own parts run on it in process: coupled and plain draft trees, routing and merging, the accept walk, the
+keyed draw of roots. The rule of seeds/tree-speculative-decoding-nanogpt is here as the control that must fail.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coppice.acceptance import pq_chain, walk
+from coppice.policy import Policy
+from coppice.routing import Calibration, outcomes, step_log_probs
+from coppice.sampling import SamplingParams, decode_row, draw, noise, uniform
+from coppice.tree import DraftTree
+
+VOCAB = 4
+LENGTH = 3  # tokens whose joint law is checked: 64 cells
+HEADS = ("a", "b")
+_SAMPLE_STREAM = 7  # of the drafter's own chain samples
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A target and two drafters: logits of the next token after the last two, (V, V, V) each."""
+
+    target: FloatArray
+    drafters: tuple[FloatArray, ...]
+
+    @classmethod
+    def random(cls, seed: int) -> Tables:
+        """A target of moderate entropy and drafters that are wrong in different ways."""
+        rng = np.random.default_rng(seed)
+        target = rng.normal(0, 1.2, (VOCAB,) * 3)
+        return cls(target, tuple(target + rng.normal(0, 1.0, (VOCAB,) * 3) for _ in HEADS))
+
+    def exact(self, params: SamplingParams, prompt: tuple[int, int]) -> FloatArray:
+        """(V ** 3,) probability of every continuation of three tokens."""
+        return np.array([self._path(params, prompt, path) for path in itertools.product(range(VOCAB), repeat=LENGTH)])
+
+    def _path(self, params: SamplingParams, prompt: tuple[int, int], path: tuple[int, ...]) -> float:
+        text, probability = list(prompt), 1.0
+        for token in path:
+            ids, log_probs = decode_row(self.target[text[-2], text[-1]], params)
+            probability *= float(np.exp(log_probs[ids == token].sum())) if token in ids else 0.0
+            text.append(token)
+        return probability
+
+
+def draft_tree(table: FloatArray, text: list[int], params: SamplingParams, coupled: bool, width: int = 2) -> DraftTree:
+    """The top `width` children of every node to depth 2, scored as every head scores (coppice.nn.head)."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    scores: list[float] = []
+    level = [(0, text, 0.0)]
+    for depth in (1, 2):
+        grown = []
+        for node, so_far, score in level:
+            row = _draft_row(table, so_far, params, coupled, len(text) - 1 + depth)
+            for token in np.argsort(-row, kind="stable")[:width].tolist():
+                tokens.append(token)
+                parents.append(node)
+                scores.append(score + float(row[token]))
+                grown.append((len(tokens), [*so_far, token], scores[-1]))
+        level = grown
+    return DraftTree(np.array(tokens), np.array(parents), np.array(scores, np.float32))
+
+
+def _draft_row(table: FloatArray, text: list[int], params: SamplingParams, coupled: bool, position: int) -> FloatArray:
+    row = _log_softmax(table[text[-2], text[-1]] / (params.temperature or 1.0))
+    if coupled and params.temperature:
+        row = _log_softmax(row + noise(params.seed, position, np.arange(VOCAB)))
+    return row
+
+
+def _log_softmax(scores: FloatArray) -> FloatArray:
+    shifted: FloatArray = scores - scores.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+def decode(tables: Tables, policy: Policy, params: SamplingParams, prompt: tuple[int, int], coupled: bool) -> list[int]:
+    """Three tokens by speculative decoding under a policy."""
+    text = list(prompt)
+    text.append(_root(tables, text, params))
+    calibrations = [Calibration() for _ in policy.heads]
+    while len(text) < len(prompt) + LENGTH:
+        trees = [draft_tree(tables.drafters[HEADS.index(head)], text, params, coupled) for head in policy.heads]
+        tree = policy.choose(trees, calibrations, budget=4).tree
+        outcome = walk(tree, len(text) - 1, _rows(tables, tree, text, params), params)
+        accepted = [int(tree.tokens[node - 1]) for node in outcome.path]
+        text += accepted
+        text.append(_root(tables, text, params))
+        for calibration, own in zip(calibrations, trees, strict=True):
+            calibration.observe(step_log_probs(own), *outcomes(own, [*accepted, text[-1]]))
+    return text[len(prompt) : len(prompt) + LENGTH]
+
+
+def decode_pq(tables: Tables, params: SamplingParams, prompt: tuple[int, int]) -> list[int]:
+    """Three tokens by p/q rejection of a sampled chain of two."""
+    text = list(prompt)
+    text.append(_root(tables, text, params))
+    while len(text) < len(prompt) + LENGTH:
+        so_far, q_rows = list(text), []
+        for _ in range(2):
+            row = np.exp(_draft_row(tables.drafters[0], so_far, params, False, 0))
+            q_rows.append(row)
+            so_far.append(int(np.searchsorted(row.cumsum(), uniform(params.seed, len(so_far), _SAMPLE_STREAM))))
+        chain = DraftTree.chain(so_far[len(text) :], np.zeros(2, np.float32))
+        rows = _rows(tables, chain, text, params)
+        outcome = pq_chain(chain, rows, np.array(q_rows), params.seed, len(text) - 1)
+        assert outcome.drawn is not None
+        text += [*(int(chain.tokens[node - 1]) for node in outcome.path), outcome.drawn]
+    return text[len(prompt) : len(prompt) + LENGTH]
+
+
+def decode_independent(tables: Tables, params: SamplingParams, prompt: tuple[int, int]) -> list[int]:
+    """The control, as printed in seeds/tree-speculative-decoding-nanogpt: every node of a top-k tree is accepted on
+    its own with probability min(1, p / q), then the longest accepted path is kept."""
+    rng = np.random.default_rng(params.seed)
+    text = list(prompt)
+    text.append(_root(tables, text, params))
+    while len(text) < len(prompt) + LENGTH:
+        tree = draft_tree(tables.drafters[0], text, params, coupled=False)
+        q = np.exp(step_log_probs(tree))
+        rows = _rows(tables, tree, text, params)
+        p_rows = [_dense(rows(node)) for node in range(len(tree) + 1)]
+        pairs = zip(tree.tokens.tolist(), tree.parents.tolist(), q.tolist(), strict=True)
+        accepted = [True, *(rng.random() < p_rows[parent][token] / q_x for token, parent, q_x in pairs)]
+        best = max((_accepted_prefix(path.tolist(), accepted) for path in tree.path_matrix()), key=len)
+        text += [int(tree.tokens[node - 1]) for node in best]
+        row = p_rows[best[-1] if best else 0]
+        if not best:  # all children of the root were refused: the residual of the root's row, as printed
+            q_row = np.exp(_draft_row(tables.drafters[0], text, params, False, 0))
+            residual = np.maximum(row - q_row, 0)
+            row = residual / residual.sum() if residual.sum() else row
+        text.append(int(rng.choice(VOCAB, p=row)))
+    return text[len(prompt) : len(prompt) + LENGTH]
+
+
+def _accepted_prefix(path: list[int], accepted: list[bool]) -> list[int]:
+    return list(itertools.takewhile(lambda node: node > 0 and accepted[node], path[1:]))
+
+
+def _root(tables: Tables, text: list[int], params: SamplingParams) -> int:
+    return draw(*decode_row(tables.target[text[-2], text[-1]], params), params.seed, len(text))
+
+
+def _rows(
+    tables: Tables, tree: DraftTree, text: list[int], params: SamplingParams
+) -> Callable[[int], tuple[NDArray[np.int64], FloatArray]]:
+    def row_at(node: int) -> tuple[NDArray[np.int64], FloatArray]:
+        path: list[int] = []
+        while node:
+            path.append(int(tree.tokens[node - 1]))
+            node = int(tree.parents[node - 1])
+        so_far = text + path[::-1]
+        return decode_row(tables.target[so_far[-2], so_far[-1]], params)
+
+    return row_at
+
+
+def _dense(row: tuple[NDArray[np.int64], FloatArray]) -> FloatArray:
+    dense = np.zeros(VOCAB)
+    dense[row[0]] = np.exp(row[1])
+    return dense
+
+
+def counts(answers: list[list[int]]) -> FloatArray:
+    """(V ** 3,) how often each continuation came."""
+    seen = Counter(map(tuple, answers))
+    return np.array([float(seen[path]) for path in itertools.product(range(VOCAB), repeat=LENGTH)])
+
+
+def chi_square(observed: FloatArray, probabilities: FloatArray) -> float:
+    """p-value of the counts under the probabilities; cells that expect fewer than 5 are pooled."""
+    from scipy.stats import chisquare
+
+    expected = probabilities * observed.sum()
+    if observed[expected == 0].any():
+        return 0.0  # something impossible happened
+    rare = (expected < 5) & (expected > 0)
+    common = expected >= 5
+    if rare.any():
+        observed = np.append(observed[common], observed[rare].sum())
+        expected = np.append(expected[common], expected[rare].sum())
+    else:
+        observed, expected = observed[common], expected[common]
+    return float(chisquare(observed, expected * observed.sum() / expected.sum()).pvalue)

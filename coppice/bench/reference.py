@@ -1,0 +1,163 @@
+"""What the target says without Coppice: transformers' `generate`, and the verdict on an answer that differs from it.
+
+Needs the `serve` extra; torch and transformers are imported when a Reference is made, on the thread that will use it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coppice.bench.report import Verdict
+from coppice.generation import Origin
+from coppice.sampling import SamplingParams, decode_row, draw, noise
+
+if TYPE_CHECKING:
+    from coppice.completion import Completion
+
+# How far an emitted token may lie below the best one and still be a tie, in logits at temperature 1. In bfloat16 a
+# row's logits depend on how many rows are computed together and on where their keys lie: a logit moves by up to 0.06,
+# so the gap between two by twice that. In float32 nothing may differ; a tie there is reported as one and fails.
+EPS = 0.125
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceAnswer:
+    """A greedy answer of plain transformers and its times."""
+
+    ids: tuple[int, ...]
+    ttft_s: float
+    decode_s: float
+    """from the first token to the last"""
+
+    def as_completion(self, prompt_tokens: int) -> Completion:
+        """The same as a Completion, so that it is counted like the others: plain decoding takes a step a token."""
+        from coppice.completion import Completion
+
+        return Completion(
+            text="",
+            ids=self.ids,
+            log_probs=(),
+            origins=(Origin.ROOT,) * len(self.ids),
+            finish_reason="length",
+            prompt_tokens=prompt_tokens,
+            new_tokens=len(self.ids),
+            accept_lengths=(1,) * (len(self.ids) - 1),
+            routed=(-1,) * (len(self.ids) - 1),
+            verified_nodes=(0,) * (len(self.ids) - 1),
+            policy="",
+            heads=(),
+            seed=0,
+            ttft_s=self.ttft_s,
+            decode_s=self.decode_s,
+        )
+
+
+class _TokenClock:
+    """A streamer of `generate` that notes when the prompt and each token came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, _: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+class Reference:
+    """The target in plain transformers, stock attention."""
+
+    def __init__(self, target: Path, dtype: str, device: str = "cpu", threads: int = 0) -> None:
+        """Load it; `threads` 0 lets torch choose."""
+        import torch
+        from transformers import AutoModelForCausalLM, GenerationConfig
+
+        if threads:
+            torch.set_num_threads(threads)
+        load: Any = AutoModelForCausalLM.from_pretrained
+        self._model = load(target, dtype=getattr(torch, dtype), local_files_only=True).to(device).eval()
+        # A model's own defaults may draw, penalise or stop; None for an id means that nothing ends the text.
+        plain: Any = GenerationConfig
+        self._model.generation_config = plain(do_sample=False, eos_token_id=None, pad_token_id=0)
+        self._torch, self._target = torch, target
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text, as the tokenizer alone gives them."""
+        from tokenizers import Tokenizer
+
+        return tuple(Tokenizer.from_file(str(self._target / "tokenizer.json")).encode(text).ids)
+
+    def greedy(self, ids: Sequence[int], max_new_tokens: int) -> ReferenceAnswer:
+        """`generate(do_sample=False)` of exactly `max_new_tokens`, end-of-text ids included like any other."""
+        torch, clock = self._torch, _TokenClock()
+        prompt = torch.tensor([list(ids)], device=self._model.device)
+        called = time.perf_counter()
+        output = self._model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, streamer=clock
+        )
+        _, first, *_, last = (*clock.times, clock.times[-1])
+        return ReferenceAnswer(tuple(output[0, len(ids) :].tolist()), first - called, last - first)
+
+    def judge(
+        self, prompt: Sequence[int], ids: Sequence[int], sampling: SamplingParams, expected: Sequence[int] | None = None
+    ) -> Verdict:
+        """Whether an answer is what the target says.
+
+        It is if it equals `expected`. Otherwise one plain forward over prompt + answer re-scores it: "identical" only
+        without `expected` when every token is the row's own (greedy: the argmax, else the argmax with the same noise),
+        "tie" when every token is within EPS of it.
+        """
+        if expected is not None and tuple(ids) == tuple(expected):
+            return "identical"
+        torch = self._torch
+        with torch.inference_mode():
+            text = torch.tensor([[*prompt, *ids]], device=self._model.device)
+            logits = self._model(text, logits_to_keep=len(ids) + 1).logits[0, :-1]
+        rows: NDArray[np.float32] = logits.float().cpu().numpy()
+        verdicts = {
+            judge_token(row, token, sampling, position)
+            for position, (row, token) in enumerate(zip(rows, ids, strict=True), start=len(prompt))
+        }
+        if "wrong" in verdicts:
+            return "wrong"
+        return "tie" if "tie" in verdicts or expected is not None else "identical"
+
+
+def judge_token(row: NDArray[np.float32], token: int, sampling: SamplingParams, position: int) -> Verdict:
+    """Whether `token` is what `sampling` draws from a (V,) row of logits at an absolute position, up to EPS.
+
+    Rounding also moves ids across the edges of top-k and top-p. A tie must lie in the widest support that EPS allows,
+    and within EPS of the best of the narrowest.
+    """
+    if sampling.temperature == 0:
+        gap = float(row.max() - row[token])
+        return "identical" if int(row.argmax()) == token else "tie" if gap <= EPS else "wrong"
+    if draw(*decode_row(row, sampling), sampling.seed, position) == token:
+        return "identical"
+    slack = EPS / sampling.temperature
+    widest, _ = decode_row(row, _with_odds(sampling, slack))
+    if row[token] < row[widest].min() - EPS:
+        return "wrong"
+    kept, _ = decode_row(row, _with_odds(sampling, -slack))
+    if kept.size < row.size:
+        kept = kept[row[kept] > row[kept].min() + EPS]
+
+    def scores(ids: NDArray[np.int64]) -> NDArray[np.float64]:
+        return row[ids] / sampling.temperature + noise(sampling.seed, position, ids)
+
+    return "tie" if scores(np.array([token]))[0] >= scores(kept).max(initial=-np.inf) - slack else "wrong"
+
+
+def _with_odds(sampling: SamplingParams, slack: float) -> SamplingParams:
+    """The same with top_p where it would be if the odds of every id were e^slack times what they are."""
+    odds = sampling.top_p * math.exp(slack)
+    return sampling.model_copy(update={"top_p": odds / (odds + 1 - sampling.top_p)})

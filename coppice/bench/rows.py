@@ -1,0 +1,85 @@
+"""`coppice bench rows`: what more rows cost a forward, and what is lost between bare forwards and plain decoding."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from coppice.bench.reference import Reference
+from coppice.bench.report import Check
+from coppice.client import AsyncClient
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+CONTEXT = 160  # tokens before the timed rows: about the middle of the answers that are compared
+MANY = 8
+
+
+def forward_ms(target: Path, device: str, dtype: str, threads: int) -> tuple[dict[int, float], float]:
+    """Milliseconds of a bare forward by rows at one session, and of one row for each of eight sessions."""
+    import torch
+
+    from coppice.packed.engine import Engine
+
+    torch.set_num_threads(threads)
+    engine = Engine.load(target, device=device, dtype=dtype, kv_tokens=MANY * (CONTEXT + max(ROWS)) * 2)
+    engine.timings((1, 32), context=CONTEXT, repeats=3)
+    alone = engine.timings(ROWS, context=CONTEXT)
+    many = engine.timings((1,), sessions=MANY, context=CONTEXT)
+    return {rows: took / 1e6 for rows, took in alone.items()}, many[1] / 1e6
+
+
+def rows_check(by_rows: dict[int, float], dtype: str, fast_bfloat16: bool) -> Check:
+    """32 rows cost at most 1.5 times one: a promise for bfloat16 on hardware that multiplies it."""
+    ratio = round(by_rows[32] / by_rows[1], 3)
+    if dtype != "bfloat16" or not fast_bfloat16:
+        return Check("32 rows over 1 row", ratio, "not applicable", True, "no AMX or GPU: bfloat16 is not fast here")
+    return Check("32 rows over 1 row", ratio, "<= 1.5", ratio <= 1.5)
+
+
+def plain_over_generate(
+    address: str, reference: Reference, prompts: Sequence[tuple[int, ...]], new_tokens: int, rounds: int
+) -> Check:
+    """Plain decoding at one session over transformers' `generate`, alternating; the median of the rounds' ratios."""
+    ratios = []
+    for _ in range(rounds):
+        ours = _tokens_per_s(address, prompts, new_tokens, sessions=1)
+        theirs = [reference.greedy(ids, new_tokens) for ids in prompts]
+        tokens, seconds = sum(len(answer.ids) - 1 for answer in theirs), sum(answer.decode_s for answer in theirs)
+        ratios.append(ours * seconds / tokens)
+    ratio = round(statistics.median(ratios), 3)
+    return Check("plain over generate, one session", ratio, ">= 0.95", ratio >= 0.95)
+
+
+def plain_over_bare(
+    address: str,
+    bare_ms: Callable[[], float],
+    prompts: Sequence[tuple[int, ...]],
+    new_tokens: int,
+    rounds: int,
+) -> Check:
+    """Plain decoding of eight sessions over the tokens that the same packed forwards give in a bare loop."""
+    eight = [prompts[number % len(prompts)] for number in range(MANY)]
+    ratios = [_tokens_per_s(address, eight, new_tokens, MANY) * bare_ms() / 1e3 / MANY for _ in range(rounds)]
+    ratio = round(statistics.median(ratios), 3)
+    return Check("plain over bare forwards, eight sessions", ratio, ">= 0.7", ratio >= 0.7)
+
+
+def _tokens_per_s(address: str, prompts: Sequence[tuple[int, ...]], new_tokens: int, sessions: int) -> float:
+    """Tokens a second of plain decoding, prefill left out: of one session after the other, or of all at once."""
+
+    async def run() -> float:
+        gate = asyncio.Semaphore(sessions)
+        async with AsyncClient(address) as client:
+
+            async def one(ids: tuple[int, ...]) -> tuple[int, float]:
+                async with gate:
+                    answer = await client.generate(ids, policy="plain", max_new_tokens=new_tokens, ignore_eos=True)
+                    return answer.new_tokens - 1, answer.decode_s
+
+            answers = await asyncio.gather(*map(one, prompts))
+        tokens, seconds = sum(tokens for tokens, _ in answers), sum(seconds for _, seconds in answers)
+        return tokens / seconds * sessions
+
+    return asyncio.run(run())

@@ -1,0 +1,284 @@
+"""The `coppice` command. Everything heavy is imported by the command that needs it, so that --help is quick."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from coppice import __version__
+
+if TYPE_CHECKING:
+    from coppice.client import Client
+    from coppice.launch import Stack
+    from coppice.stack_spec import StackSpec
+
+GOOD, CHECK_FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
+ROLES = {"verifier": "services.verifier", "drafter": "services.drafter", "orchestrator": "orchestrator"}
+# What a missing one of these means to people: the extra that brings it.
+SERVE_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "jinja2")
+WATCH_S = 0.5
+
+app = typer.Typer(
+    help="Exact speculative decoding as a pipeline of services.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Address = Annotated[str | None, typer.Option(help="HOST:PORT; default COPPICE_ADDRESS, else 127.0.0.1:50051.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures as JSON.")]
+
+
+def main() -> None:
+    """The console script: a deliberate error becomes one line on stderr and its exit code."""
+    try:
+        app()
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in SERVE_PACKAGES:
+            raise
+        _fail(f"{error.name} is not installed: pip install 'coppice[serve]' (or [train])", USAGE)
+    except Exception as error:
+        from coppice.errors import CoppiceError
+
+        if not isinstance(error, CoppiceError):
+            raise
+        _fail(str(error), exit_code(error))
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"coppice: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def exit_code(error: Exception) -> int:
+    """2 for what the caller must change, 3 for a server that is away or refuses work, else 1."""
+    from coppice import errors
+
+    if getattr(error, "status", None) in (errors.InvalidField.status, errors.NotFound.status):
+        return USAGE
+    away = (errors.Unavailable, errors.DeadlineExceeded, errors.Overloaded)
+    return UNREACHABLE if isinstance(error, away) else CHECK_FAILED
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"coppice {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def up(
+    target: Annotated[Path | None, typer.Option(help="Model folder; default: the demo's target and heads.")] = None,
+    head: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=KIND[:DIR]", help="A draft head (repeatable): bigram, lookup or lm."),
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="Default policy.")] = None,
+    device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: what is fast here.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Default 50051; 0 takes a free one.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML settings of every service.")] = None,
+    ready_file: Annotated[Path | None, typer.Option(help="File to write addresses to once healthy.")] = None,
+) -> None:
+    """Start a verifier, drafters and an orchestrator here, until Ctrl-C."""
+    from coppice.launch import Stack
+
+    if config:
+        os.environ["COPPICE_CONFIG"] = str(config)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
+    spec = stack_spec(target, head, policy=policy, device=device, dtype=dtype, port=port)
+    stack = Stack(spec)
+    try:
+        with stack:
+            _announce(stack, ready_file)
+            while True:
+                time.sleep(WATCH_S)
+                stack.check()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        if ready_file:
+            ready_file.unlink(missing_ok=True)
+    if stack.unclean:
+        _fail(f"did not stop cleanly: {', '.join(stack.unclean)}", CHECK_FAILED)
+
+
+def stack_spec(target: Path | None, heads: list[str] | None, **told: Any) -> "StackSpec":
+    """The spec of the options; an unusable one is a usage error that names it."""
+    from coppice.errors import InvalidField
+    from coppice.stack_spec import HeadSpec, StackSpec
+
+    try:
+        if heads:
+            told["heads"] = tuple(HeadSpec.parse(head) for head in heads)
+        if target is None:
+            return StackSpec.demo(**told)
+        return StackSpec(target=target, **told)
+    except InvalidField as error:
+        why = str(error).partition(": ")[2]
+        raise typer.BadParameter(why, param_hint=f"--{error.field}") from None
+
+
+def _announce(stack: "Stack", ready_file: Path | None) -> None:
+    """Say that the stack is ready, on the terminal and in the file."""
+    import json
+
+    from rich.console import Console
+
+    from coppice.demo import services_table
+
+    console = Console()
+    console.print(services_table(stack))
+    console.print(f"ready at {stack.address}; Ctrl-C stops it", highlight=False)
+    if ready_file:
+        partial = ready_file.with_name(ready_file.name + ".partial")
+        partial.write_text(json.dumps(stack.to_json()), encoding="utf-8")
+        partial.replace(ready_file)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="What to continue.")] = None,
+    ids: Annotated[str | None, typer.Option(help="Token ids instead, such as 1,2,3.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="A file instead: .jsonl and .txt hold a prompt a line, others are one prompt.")
+    ] = None,
+    address: Address = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message.")] = False,
+    policy: Annotated[str, typer.Option(help="plain, single:HEAD, route, merge, ...; default: the server's.")] = "",
+    budget: Annotated[int | None, typer.Option(help="Draft nodes verified a step.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus mass.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Most probable ids kept; 0 keeps all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(help="0: the server's default.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer (repeatable).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+) -> None:
+    """Answer a prompt, streaming the text."""
+    from coppice.client import Client, Options
+
+    prompts = _read_prompts(prompt, ids, prompt_file)
+    options: Options = {
+        "policy": policy,
+        "budget": budget,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+        "max_new_tokens": max_new_tokens,
+        "stop": stop or (),
+    }
+    with Client(address) as client:
+        for one in prompts:
+            _answer(client, [{"role": "user", "content": one}] if chat else one, options, as_json)
+
+
+def _read_prompts(prompt: str | None, ids: str | None, file: Path | None) -> list[Any]:
+    """The prompts of the options, of which exactly one is given."""
+    if sum(source is not None for source in (prompt, ids, file)) != 1:
+        raise typer.BadParameter("give exactly one of PROMPT, --ids and --prompt-file", param_hint="PROMPT")
+    if prompt is not None:
+        return [prompt]
+    if ids is not None:
+        try:
+            return [[int(token) for token in ids.split(",")]]
+        except ValueError:
+            raise typer.BadParameter(f"{ids!r} is not ids with commas between", param_hint="--ids") from None
+    assert file
+    if file.suffix in (".jsonl", ".txt"):
+        from coppice.prompt_file import read_prompts
+
+        return [line.prompt for line in read_prompts(file)]
+    try:
+        return [file.read_text(encoding="utf-8")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(str(error), param_hint="--prompt-file") from None
+
+
+def _answer(client: "Client", prompt: Any, options: Any, as_json: bool) -> None:
+    """Print one answer: its text as it comes, or its JSON object at the end; Ctrl-C leaves what there is."""
+    import json
+
+    from coppice.completion import Accumulator
+    from coppice.generation import Chunk
+
+    answer = Accumulator(options["seed"])
+    try:
+        for event in client.stream(prompt, **options):
+            answer.add(event)
+            if isinstance(event, Chunk) and not as_json:
+                print(event.text, end="", flush=True)
+    finally:
+        told = answer.completion()
+        if as_json and told.policy:  # else the call failed before it began
+            print(json.dumps(told.to_json()))
+        elif not as_json and told.ids:
+            # A target without a tokenizer answers in ids only.
+            print("" if told.text else ",".join(map(str, told.ids)))
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def serve(
+    role: Annotated[str, typer.Argument(help="verifier, drafter or orchestrator.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its settings, such as --verifier.target DIR.")] = None,
+) -> None:
+    """Become one service."""
+    from coppice.stack_spec import checkout
+
+    if role not in ROLES:
+        raise typer.BadParameter(f"{role!r} is not one of {', '.join(ROLES)}", param_hint="ROLE")
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(checkout()), *([inherited] if inherited else [])])
+    os.execv(sys.executable, [sys.executable, "-m", ROLES[role], *(arguments or [])])  # noqa: S606
+
+
+@app.command()
+def demo(json_file: JsonFile = None) -> None:
+    """Start everything with the shipped models, stream three answers, compare the policies."""
+    from rich.console import Console
+
+    from coppice.demo import demo as run
+
+    raise typer.Exit(GOOD if run(Console(), json_file) else CHECK_FAILED)
+
+
+@app.command()
+def doctor(address: Address = None) -> None:
+    """Look for what is needed here, and for a server."""
+    from rich.console import Console
+
+    from coppice.doctor import doctor as run
+
+    raise typer.Exit(GOOD if run(Console(), address) else CHECK_FAILED)
+
+
+def _mount(name: str, module: str, help: str) -> None:
+    """A command whose own Typer app is imported when it is called: its imports may need an extra."""
+
+    def call(context: typer.Context) -> None:
+        group: Callable[..., Any] = import_module(module).app
+        code = group(context.args, prog_name=f"coppice {name}", standalone_mode=False)
+        raise typer.Exit(code or GOOD)
+
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+    app.command(name, help=help, context_settings=settings)(call)
+
+
+_mount("train", "coppice.training.cli", "Train a target or a head.")
+_mount("bench", "coppice.bench.cli", "Measure speed and exactness.")

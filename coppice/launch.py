@@ -1,0 +1,160 @@
+"""A whole stack on one machine: a verifier, drafter pools and an orchestrator as processes of their own."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from coppice.process import ProcessFailed, Ready, ServiceProcess
+from coppice.stack_spec import HeadSpec, StackSpec, as_flags, checkout
+
+MODULES = {"verifier": "services.verifier", "drafter": "services.drafter", "orchestrator": "orchestrator"}
+SERVICES = {
+    "verifier": "coppice.v1.VerifierService",
+    "drafter": "coppice.v1.DrafterService",
+    "orchestrator": "coppice.v1.GenerationService",
+}
+STOP_GRACE_S = 15.0
+# Only the orchestrator is for others; what settings say of listening is meant for it.
+_LOOPBACK = {
+    "server.host": "127.0.0.1",
+    "server.advertise": "127.0.0.1",
+    "server.port": 0,
+    "server.health_port": 0,
+    "server.metrics_port": 0,
+}
+
+
+class Stack:
+    """Starts the processes of a spec and stops them: a context manager.
+
+    A process that dies is not restarted: `check` raises with the tail of its log. After the end `unclean` names the
+    processes that did not stop by themselves with exit code 0.
+    """
+
+    def __init__(self, spec: StackSpec, modules: Mapping[str, str] = MODULES) -> None:
+        """`modules` are what is run for each role. Raises NoCheckout, or InvalidField for an unusable setting."""
+        self.spec = spec
+        self.settings = spec.settings()
+        self.unclean: list[str] = []
+        self._modules, self._root = modules, checkout()
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._folder = spec.log_dir
+        self._processes: list[ServiceProcess] = []  # in the order of their start
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start everything and wait until it is healthy. Raises ProcessFailed; call `stop` then too."""
+        if self._folder is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="coppice-")
+            self._folder = Path(self._temporary.name)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + self.spec.ready_s
+        verifier = self._launch("verifier", "verifier", self._verifier_flags())
+        drafters = [
+            (head, self._launch(_drafter_name(head, replica, self.spec.replicas), "drafter", self._drafter_flags(head)))
+            for head in self.spec.heads
+            for replica in range(self.spec.replicas)
+        ]
+        verifiers = [verifier.wait_ready(deadline).address]
+        heads = [f"{head.name}={drafter.wait_ready(deadline).address}" for head, drafter in drafters]
+        flags = {**self._orchestrator_flags(), "orchestrator.verifiers": verifiers, "orchestrator.heads": heads}
+        self._launch("orchestrator", "orchestrator", flags).wait_ready(deadline)
+
+    def stop(self) -> None:
+        """Stop everything, the last started first."""
+        while self._processes:
+            process = self._processes[-1]
+            if not process.stop(STOP_GRACE_S):
+                self.unclean.append(process.name)
+            self._processes.pop()
+        if self._temporary:
+            self._temporary.cleanup()
+
+    def check(self) -> None:
+        """Raise ProcessFailed if a process died."""
+        for process in self._processes:
+            process.check()
+
+    @property
+    def services(self) -> dict[str, Ready]:
+        """What runs, by name."""
+        return {process.name: process.ready for process in self._processes if process.ready}
+
+    @property
+    def orchestrator(self) -> Ready:
+        """Where clients go."""
+        ready = self._processes[-1].ready if self._processes else None
+        if ready is None:
+            raise ProcessFailed("the stack is not running")
+        return ready
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT for clients."""
+        return self.orchestrator.address
+
+    def to_json(self) -> dict[str, Any]:
+        """What `coppice up --ready-file` writes."""
+        services = [
+            {"name": name, "role": ready.role, "address": ready.address, "pid": ready.pid}
+            for name, ready in self.services.items()
+        ]
+        return {"address": self.address, "metrics": self.orchestrator.metrics, "services": services}
+
+    def _launch(self, name: str, role: str, flags: Mapping[str, Any]) -> ServiceProcess:
+        assert self._folder
+        arguments = as_flags({**flags, **self.spec.extra.get(role, {})})
+        process = ServiceProcess(name, self._modules[role], SERVICES[role], arguments, self._folder, self._root)
+        self._processes.append(process)
+        process.start()
+        return process
+
+    def _verifier_flags(self) -> dict[str, Any]:
+        told = self.settings.verifier
+        return {
+            **_LOOPBACK,
+            "verifier.target": self.spec.target,
+            "verifier.device": told.device,
+            "verifier.dtype": told.dtype,
+            "verifier.threads": told.threads,
+        }
+
+    def _drafter_flags(self, head: HeadSpec) -> dict[str, Any]:
+        told = self.settings.drafter
+        flags = {
+            **_LOOPBACK,
+            "drafter.name": head.name,
+            "drafter.kind": head.kind,
+            "drafter.device": told.device,
+            "drafter.dtype": told.dtype,
+            "drafter.threads": told.threads,
+        }
+        return {**flags, "drafter.path": head.path} if head.path else flags
+
+    def _orchestrator_flags(self) -> dict[str, Any]:
+        flags = {
+            "orchestrator.target": self.spec.target,
+            "orchestrator.budget": self.settings.orchestrator.budget,
+            "server.port": self.settings.server.port,
+        }
+        policy = self.settings.orchestrator.policy
+        return {**flags, "orchestrator.policy": policy} if policy else flags
+
+
+def _drafter_name(head: HeadSpec, replica: int, replicas: int) -> str:
+    return f"drafter-{head.name}" if replicas == 1 else f"drafter-{head.name}-{replica}"

@@ -1,0 +1,28 @@
+"""Which builder makes which kind of head. A kind's module, and torch with it, is imported only when it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from types import MappingProxyType
+
+from coppice.config import DrafterSettings
+from coppice.errors import InvalidField
+from coppice.nn.head import Head
+
+# kind: (module, function that takes DrafterSettings and returns a Head)
+_BUILDERS = MappingProxyType(
+    {
+        "bigram": ("coppice.nn.ngram", "bigram_head"),
+        "lookup": ("coppice.nn.ngram", "lookup_head"),
+    }
+)
+
+
+def build_head(settings: DrafterSettings) -> Head:
+    """The head of `settings.kind`. Raises InvalidField on a kind that has no builder, and what the builder raises."""
+    if settings.kind not in _BUILDERS:
+        raise InvalidField("drafter.kind", f"no head of kind {settings.kind!r}; there are {', '.join(_BUILDERS)}")
+    module, function = _BUILDERS[settings.kind]
+    builder: Callable[[DrafterSettings], Head] = getattr(import_module(module), function)
+    return builder(settings)

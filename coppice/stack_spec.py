@@ -1,0 +1,150 @@
+"""What a stack on one machine consists of, checked before anything is started."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Self, get_args
+
+import grpc
+
+from coppice.config import HeadKind, Settings, load_settings
+from coppice.errors import CoppiceError, InvalidField
+from coppice.generation import POLICIES
+from coppice.machine import Dtype, default_dtype, usable_cores
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+CPU_BUDGET, CUDA_BUDGET = 31, 60
+DEFAULT_PORT = 50051
+
+
+class NoCheckout(CoppiceError):
+    """The services' code is not here."""
+
+    status = grpc.StatusCode.INVALID_ARGUMENT
+
+    def __init__(self) -> None:
+        super().__init__("servers run from a checkout or the image; the installed package holds the client only")
+
+
+def checkout() -> Path:
+    """The folder that services/ and orchestrator/ are imported from. Raises NoCheckout."""
+    beside = Path(__file__).resolve().parent.parent
+    found = find_spec("services")
+    candidates = [beside, *(Path(path).parent for path in (found and found.submodule_search_locations) or ())]
+    for folder in candidates:
+        # Other people's packages are called services too.
+        if (folder / "services" / "verifier").is_dir() and (folder / "orchestrator").is_dir():
+            return folder
+    raise NoCheckout
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """One draft head: its pool's name, its kind, and its folder (or file) if it has one."""
+
+    name: str
+    kind: HeadKind
+    path: Path | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read NAME=KIND[:DIR]. Raises InvalidField."""
+        name, equals, rest = text.partition("=")
+        kind, _, path = rest.partition(":")
+        if not equals:
+            raise InvalidField("head", f"{text!r} is not NAME=KIND[:DIR]")
+        if kind not in get_args(HeadKind):
+            raise InvalidField("head", f"{kind!r} is no kind; there are {', '.join(get_args(HeadKind))}")
+        return cls(name, kind, Path(path) if path else None)  # type: ignore[arg-type]
+
+
+COUNTED_HEADS = (HeadSpec("bigram", "bigram"), HeadSpec("lookup", "lookup"))
+"""The heads of a target that comes without any: they count the session's own text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackSpec:
+    """A verifier, drafter pools and an orchestrator on loopback ports. None leaves a value to the settings, and where
+    those are silent to the machine: bfloat16 where it is fast, the verifier on all cores, a drafter on half of them.
+    """
+
+    target: Path
+    heads: tuple[HeadSpec, ...] = COUNTED_HEADS
+    policy: str | None = None
+    device: str | None = None
+    dtype: Dtype | None = None
+    port: int | None = 0
+    """the orchestrator's; 0 takes a free one"""
+    verifier_threads: int | None = None
+    drafter_threads: int | None = None
+    budget: int | None = None
+    replicas: int = 1
+    """drafters of each head"""
+    extra: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """more settings by role: {"verifier": {"verifier.kv_tokens": 4096}}"""
+    log_dir: Path | None = None
+    """where logs stay; None: a temporary folder"""
+    ready_s: float = 300.0
+    """how long the services may take to load"""
+
+    def __post_init__(self) -> None:
+        if not (self.target / "config.json").is_file():
+            raise InvalidField("target", f"{self.target} holds no model (no config.json)")
+        if self.dtype not in (None, *get_args(Dtype)):
+            raise InvalidField("dtype", f"{self.dtype!r} is not one of {', '.join(get_args(Dtype))}")
+        names = [head.name for head in self.heads]
+        for head in self.heads:
+            if not _NAME.fullmatch(head.name) or names.count(head.name) > 1:
+                raise InvalidField("head", f"{head.name!r} must be 1 to 64 of [A-Za-z0-9_-] and occur once")
+            if head.kind == "lm" and not (head.path and (head.path / "config.json").is_file()):
+                raise InvalidField("head", f"{head.name}: {head.path or 'no folder'} holds no model")
+            if head.path and not head.path.exists():
+                raise InvalidField("head", f"{head.name}: {head.path} does not exist")
+        if self.policy and self.policy not in POLICIES and self.policy not in [f"single:{name}" for name in names]:
+            raise InvalidField("policy", f"{self.policy!r} is not {', '.join(POLICIES)} or single:HEAD")
+
+    @classmethod
+    def demo(cls, **changes: Any) -> Self:
+        """The demo's target with its two heads. Raises NoCheckout, or InvalidField while the models are not there."""
+        models = checkout() / "models" / "demo"
+        heads = (HeadSpec("lm", "lm", models / "lm"), HeadSpec("lookup", "lookup"))
+        return cls(**{"target": models / "target", "heads": heads, **changes})
+
+    def settings(self) -> Settings:
+        """What the services will be told: this spec, then variables and YAML, then the machine's defaults."""
+        told = {
+            "server.port": self.port,
+            "verifier.device": self.device,
+            "drafter.device": self.device,
+            "verifier.dtype": self.dtype,
+            "drafter.dtype": self.dtype,
+            "verifier.threads": self.verifier_threads,
+            "drafter.threads": self.drafter_threads,
+            "orchestrator.policy": self.policy,
+            "orchestrator.budget": self.budget,
+        }
+        flags = as_flags({name: value for name, value in told.items() if value is not None})
+        device = load_settings(flags).verifier.device
+        return load_settings(
+            flags,
+            {
+                "server": {"port": DEFAULT_PORT},
+                "verifier": {"dtype": default_dtype(device), "threads": usable_cores()},
+                "drafter": {"device": device, "dtype": default_dtype(device), "threads": max(1, usable_cores() // 2)},
+                "orchestrator": {"budget": CUDA_BUDGET if device.startswith("cuda") else CPU_BUDGET},
+            },
+        )
+
+
+def as_flags(values: Mapping[str, Any]) -> list[str]:
+    """Settings by dotted name as arguments; a list becomes one flag an entry."""
+    return [
+        argument
+        for name, value in values.items()
+        for entry in (value if isinstance(value, list) else [value])
+        for argument in (f"--{name}", str(entry))
+    ]

@@ -1,0 +1,97 @@
+"""The model card: what a shipped model was trained on, by which command, how good it is and what it writes."""
+
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel
+
+from coppice.training.answers import generate
+from coppice.training.tokenizer import load_tokenizer
+
+SAMPLE_TOKENS = 96
+SAMPLE_TEMPERATURE = 0.7
+SAMPLE_PROMPTS = {
+    "code": 'def read_lines(path, encoding="utf-8"):\n    """Return the lines of a text file as a list."""',
+    "maths": "Question: Rosa has 4 boxes with 6 pencils in each box. She gives 5 pencils to her brother. "
+    "How many pencils does she have left?\nAnswer:",
+    "story": "Once upon a time, there was a small owl who was afraid of the dark.",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a card tells of a run: `data` as in data.json, `state` as in a checkpoint, `held_out` in nats a token."""
+
+    title: str
+    command: str
+    data: dict[str, dict[str, Any]]
+    state: dict[str, Any]
+    held_out: dict[str, float]
+
+
+def write_card(folder: Path, model: PreTrainedModel, run: Run) -> None:
+    """Write README.md into the model folder."""
+    title = f"# A small {'target' if run.title == 'target' else 'draft'} model of Coppice's demo"
+    parts = [title, _what(model), _training(run), _data(run), _samples(folder, model)]
+    (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def _what(model: PreTrainedModel) -> str:
+    config: Any = model.config
+    parameters = sum(p.numel() for p in model.parameters())
+    return (
+        f"A {config.model_type} causal language model with {parameters / 1e6:.1f}M parameters: width "
+        f"{config.hidden_size}, {config.num_hidden_layers} layers, {config.vocab_size} tokens, tied "
+        "embeddings, bfloat16 safetensors.\n"
+        "It is small enough to be trained on two CPU cores. It is there to show that a decoder changes nothing of "
+        "what a model says; what it says is not to be relied on."
+    )
+
+
+def _training(run: Run) -> str:
+    how = "Trained from nothing on the text below: next-token cross-entropy, Muon and AdamW."
+    if run.title != "target":
+        how = (
+            "Trained to predict the target's full distribution at every position of the text below and of the target's "
+            "own answers to prefixes of it, at temperatures 0, 0.7 and 1 (60% of the tokens)."
+        )
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "tokenizers"))
+    state = run.state
+    return (
+        f"## Training\n{how}\n```\n{run.command}\n```\n"
+        f"{state['tokens']:,} tokens in {state['step']:,} steps and {state['seconds'] / 60:.0f} minutes ({versions}). "
+        f"These are the weights with the lowest held-out loss, after {state['best_tokens']:,} tokens."
+    )
+
+
+def _data(run: Run) -> str:
+    """Size, sources, epochs and held-out loss of every domain."""
+    rows = [
+        "| domain | bytes | documents | held out | tokens | epochs | held-out loss (nats a token) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, fact in run.data.items():
+        counts = " | ".join(f"{fact[key]:,}" for key in ("bytes", "documents", "held_out_documents", "tokens"))
+        epochs = run.state["drawn"].get(name, 0) / max(1, fact["tokens"])
+        loss = f"{run.held_out[name]:.3f}" if name in run.held_out else "none held out"
+        rows.append(f"| {name} | {counts} | {epochs:.2f} | {loss} |")
+    sources = [f"- {name}: {', '.join(fact['sources'])}" for name, fact in run.data.items()]
+    rule = "A document is held out when the SHA-256 of its text, taken modulo 20, is 0."
+    return "\n".join(["## Data", *rows, "", *sources, "", rule])
+
+
+def _samples(folder: Path, model: PreTrainedModel) -> str:
+    """One greedy and one sampled continuation of each sample prompt."""
+    tokenizer: Tokenizer = load_tokenizer(folder)
+    parts = ["## Samples", f"The prompt, then {SAMPLE_TOKENS} tokens at most."]
+    for name, prompt in SAMPLE_PROMPTS.items():
+        ids = torch.tensor([tokenizer.encode(prompt).ids])
+        for temperature in (0.0, SAMPLE_TEMPERATURE):
+            answer = generate(model, ids, temperature, SAMPLE_TOKENS, seed=0)[0]
+            label = f"T={temperature:g}" if temperature else "greedy"
+            parts.append(f"**{name}, {label}**\n~~~~text\n{tokenizer.decode(answer)}\n~~~~")
+    return "\n\n".join(parts)

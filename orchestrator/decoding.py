@@ -1,0 +1,199 @@
+"""The step loop of one request: draft, verify, commit. Reads top to bottom; the parts are in the modules it names."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from coppice.errors import InternalError
+from coppice.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin
+from coppice.messages import Fence, NextRoot, OpenSession, Verdict, VerifyStep, committed_hash
+from coppice.policy import Choice, Policy
+from coppice.routing import outcomes, step_log_probs
+from coppice.sampling import draw
+from coppice.telemetry import OrchestratorMetrics
+from orchestrator.head import Draft, HeadSession
+from orchestrator.target import VerifierSession
+from orchestrator.text import TextStream
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was decided about a request before its first forward."""
+
+    policy: Policy
+    budget: int
+    stop_ids: frozenset[int]
+    max_new_tokens: int
+    draft_deadline_s: float  # 0: each head's own
+
+
+class Decoding:
+    """One request from its prompt to its end. `emit` takes every chunk as soon as it is certain."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        ids: list[int],
+        plan: Plan,
+        verifier: VerifierSession,
+        heads: list[HeadSession],
+        text: TextStream,
+        metrics: OrchestratorMetrics,
+        emit: Callable[[Chunk], None],
+    ) -> None:
+        self.request, self.plan, self.verifier, self.heads = request, plan, verifier, heads
+        self.text, self.metrics, self.emit = text, metrics, emit
+        self.ids = ids  # committed: prompt, what was resumed, and new tokens but for the root
+        self.hash = committed_hash(ids)
+        self.prompt_tokens = len(ids) - len(request.resume_ids)
+        self.left = plan.max_new_tokens - len(request.resume_ids)
+        self.step = 0
+        self.finish: FinishReason | None = None
+        self.result = Finished("length", self.prompt_tokens, 0, [], [], [])
+        self.timings = self.result.timings
+
+    async def run(self, opening: OpenSession, prefill_timeout_s: float) -> Finished:
+        """Decode to the end; returns the summary. Raises what the verifier raised."""
+        began = time.perf_counter_ns()
+        for head in self.heads:
+            head.open(self.ids)
+        opened = await self.verifier.open(opening, prefill_timeout_s)
+        root = self._commit([], self._next_root(opened.next))
+        first = last = time.perf_counter_ns()
+        self.timings.prefill_ns = first - began
+        while self.finish is None:
+            self.step += 1
+            fence = Fence(self.step, len(self.ids), self.hash)
+            drafts = await self._draft(fence, root)
+            choice = self.plan.policy.choose(
+                [draft.tree for draft in drafts], [head.pool.calibration for head in self.heads], self.plan.budget
+            )
+            verdict = await self._verify(fence, root, choice, drafts)
+            root = self._settle(root, drafts, choice, verdict)
+            now = time.perf_counter_ns()
+            self._account(now - last, drafts, choice, verdict)
+            last = now
+        timings = self.timings
+        timings.decode_ns = last - first
+        elsewhere = timings.draft_ns + timings.transport_ns + timings.verify_ns + timings.accept_ns
+        timings.commit_ns = max(0, timings.decode_ns - elsewhere)
+        self.result.finish_reason = self.finish
+        return self.result
+
+    # --- draft ---
+
+    async def _draft(self, fence: Fence, root: int) -> list[Draft]:
+        """Every head's tree, as far as it came within the deadline."""
+        if not self.heads or not self.plan.budget:
+            return [Draft() for _ in self.heads]
+        began = time.perf_counter_ns()
+        asked = [(head, head.ask(fence, root, self.ids, self.plan.budget)) for head in self.heads]
+        answers = [answer for _, answer in asked if answer is not None]
+        if answers:
+            deadline_s = self.plan.draft_deadline_s or max(head.pool.deadline_s for head, _ in asked)
+            await asyncio.wait(answers, timeout=deadline_s)
+        drafts = [head.collect() if answer is not None else Draft() for head, answer in asked]
+        self.timings.draft_ns += time.perf_counter_ns() - began
+        return drafts
+
+    # --- verify ---
+
+    async def _verify(self, fence: Fence, root: int, choice: Choice, drafts: list[Draft]) -> Verdict:
+        began = time.perf_counter_ns()
+        q_rows = None
+        if self.request.pq and choice.routed >= 0 and drafts[choice.routed].q_rows:
+            q_rows = np.concatenate(drafts[choice.routed].q_rows)[: len(choice.tree)]
+        verdict = await self.verifier.verify(VerifyStep(fence, root, choice.tree, q_rows))
+        times = verdict.timings
+        self.timings.transport_ns += time.perf_counter_ns() - began - times.total_ns
+        self.timings.verify_ns += times.total_ns - times.accept_ns
+        self.timings.accept_ns += times.accept_ns
+        self.timings.target_forward_ns += times.forward_ns
+        return verdict
+
+    # --- commit ---
+
+    def _settle(self, root: int, drafts: list[Draft], choice: Choice, verdict: Verdict) -> int:
+        """Commit the root and the accepted path, draw the next root and learn from what was offered."""
+        accepted = [int(token) for token in choice.tree.tokens[np.array(verdict.accepted, np.int64) - 1]]
+        self.ids += (root, *accepted)
+        self.hash = committed_hash((root, *accepted), self.hash)
+        if (verdict.fence.committed_len, verdict.fence.committed_hash) != (len(self.ids), self.hash):
+            raise InternalError("the verifier committed other tokens than it accepted")
+        following = None if verdict.next is None else self._next_root(verdict.next)
+        offered = accepted if following is None else [*accepted, following[0]]
+        for head, draft in zip(self.heads, drafts, strict=True):
+            if len(draft.tree):
+                head.pool.calibration.observe(step_log_probs(draft.tree), *outcomes(draft.tree, offered))
+        log_probs = verdict.log_probs or (0.0,) * len(accepted)
+        return self._commit(list(zip(accepted, log_probs, strict=True)), following)
+
+    def _next_root(self, source: NextRoot) -> tuple[int, float]:
+        """The next root and its raw log-probability: drawn here from the row, or by the verifier."""
+        row = source.row
+        if row is None:
+            return source.drawn_id, source.drawn_log_prob
+        token = draw(row.ids, row.log_probs, self.request.sampling.seed, len(self.ids))
+        at = int(np.searchsorted(row.ids, token))
+        return token, 0.0 if row.raw_log_probs is None else float(row.raw_log_probs[at])
+
+    def _commit(self, accepted: list[tuple[int, float]], root: tuple[int, float] | None) -> int:
+        """Send new tokens to the client up to where the text ends; returns the next root."""
+        new = [(*token, Origin.DRAFT) for token in accepted]
+        if root is not None:
+            new.append((*root, Origin.ROOT))
+        ids: list[int] = []
+        pieces: list[str] = []
+        for token, _, _ in new:
+            piece, stopped = self.text.push(token)
+            ids.append(token)
+            pieces.append(piece)
+            self.left -= 1
+            self.finish = self._finish_reason(token, stopped)
+            if self.finish is not None:
+                break
+        if self.finish in ("eos", "length"):
+            pieces[-1] += self.text.flush()
+        sent = new[: len(ids)]
+        self.emit(
+            Chunk(
+                text="".join(pieces),
+                ids=tuple(ids),
+                origins=tuple(origin for _, _, origin in sent),
+                pieces=tuple(pieces),
+                log_probs=tuple(log_prob for _, log_prob, _ in sent) if self.request.want_log_probs else (),
+            )
+        )
+        self.result.new_tokens += len(ids)
+        if self.step:
+            self.result.accept_lengths.append(len(ids))
+        self.metrics.tokens.inc(len(ids))
+        return root[0] if root is not None else -1
+
+    def _finish_reason(self, token: int, stopped: bool) -> FinishReason | None:
+        if token in self.plan.stop_ids:
+            return "eos"
+        if stopped:
+            return "stop"
+        return "length" if self.left <= 0 else None
+
+    def _account(self, step_ns: int, drafts: list[Draft], choice: Choice, verdict: Verdict) -> None:
+        """Where the step's time went, and what dashboards read."""
+        head_ns = max((draft.forward_ns for draft in drafts), default=0)
+        self.timings.head_forward_ns += head_ns
+        self.timings.step_ns.append(step_ns)
+        self.timings.split_ns.append(step_ns - verdict.timings.forward_ns - head_ns)
+        result, policy = self.result, self.plan.policy
+        verified = len(verdict.verified) or len(choice.tree)
+        result.routed.append(choice.routed)
+        result.verified_nodes.append(verified)
+        result.late_drafts += sum(draft.late for draft in drafts)
+        result.bad_drafts += sum(draft.bad for draft in drafts)
+        self.metrics.step(policy.name, verified, len(verdict.accepted), step_ns / 1e9)
+        if choice.routed >= 0:
+            self.metrics.routed.labels(policy.heads[choice.routed]).inc()

@@ -1,0 +1,223 @@
+"""A head as the orchestrator sees it: its pool of drafters, and one session's stream to one of them.
+
+Drafts are advice. Whatever goes wrong here ends in an empty tree, never in an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from coppice.errors import CoppiceError
+from coppice.limits import MAX_HEAD_NODES, Limits
+from coppice.messages import Advance, DraftStep, Fence, OpenDraft, TreeDelta
+from coppice.routing import Calibration
+from coppice.rpc.channels import open_channel
+from coppice.telemetry import OrchestratorMetrics
+from coppice.tree import DraftTree, TreeError, extend, validate
+from coppice.v1.drafter_pb2_grpc import DrafterServiceStub
+from coppice.wire import drafter
+
+log = structlog.get_logger()
+
+_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 10.0
+_MISSES_TO_BENCH = 2
+_LEAST_DEADLINE_S = 0.020
+
+
+class Replica:
+    """One drafter process."""
+
+    def __init__(self, address: str, bounds: Limits) -> None:
+        self.address = address
+        self.stub = DrafterServiceStub(open_channel(address, bounds))
+        self.sessions = 0
+        self.backoff_s = _FIRST_BACKOFF_S
+        self.benched_until = 0.0
+
+    def bench(self) -> None:
+        """Leave the replica alone for a while, longer each time."""
+        self.benched_until = time.monotonic() + self.backoff_s
+        self.backoff_s = min(2 * self.backoff_s, _LONGEST_BACKOFF_S)
+
+
+class HeadPool:
+    """The replicas of one head, what its confidences are worth, and how long it takes to draft."""
+
+    def __init__(self, name: str, addresses: Sequence[str], bounds: Limits, metrics: OrchestratorMetrics) -> None:
+        self.name, self.metrics = name, metrics
+        self.replicas = [Replica(address, bounds) for address in addresses]
+        self.calibration = Calibration()
+        self._draft_s: deque[float] = deque(maxlen=64)
+
+    def pick(self) -> Replica | None:
+        """The least loaded replica that is not benched."""
+        now = time.monotonic()
+        fit = [replica for replica in self.replicas if replica.benched_until <= now]
+        return min(fit, key=lambda replica: replica.sessions, default=None)
+
+    def drafted(self, seconds: float) -> None:
+        """Remember how long a draft took, so that the deadline fits."""
+        self._draft_s.append(seconds)
+
+    @property
+    def deadline_s(self) -> float:
+        """How long to wait for a draft: max(20 ms, 4 x the median draft time)."""
+        return max(_LEAST_DEADLINE_S, 4 * statistics.median(self._draft_s) if self._draft_s else 0.0)
+
+
+@dataclass(slots=True)
+class Draft:
+    """What one head said in one step."""
+
+    tree: DraftTree = field(default_factory=DraftTree.empty)
+    q_rows: list[NDArray[np.float32]] = field(default_factory=list)
+    forward_ns: int = 0
+    late: bool = False
+    bad: bool = False
+
+
+class HeadSession:
+    """One request's stream to one replica of a head; re-opened after trouble, benched after two misses."""
+
+    def __init__(self, pool: HeadPool, opening: OpenDraft, vocab_size: int) -> None:
+        self.pool, self.opening, self.vocab_size = pool, opening, vocab_size
+        self._replica: Replica | None = None
+        self._call: grpc.aio.StreamStreamCall | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writing: asyncio.Task[None] | None = None
+        self._opened = False
+        self._told = 0  # committed ids the drafter knows of
+        self._misses = 0
+        self._step = 0
+        self._asked_at = 0.0
+        self._draft = Draft()
+        self._answer: asyncio.Future[None] | None = None
+
+    def open(self, ids: list[int]) -> None:
+        """Start a stream on the committed ids, unless every replica is benched."""
+        self._replica = self.pool.pick()
+        if self._replica is None:
+            return
+        self._replica.sessions += 1
+        self._opened, self._misses, self._told = False, 0, len(ids)
+        self._call = self._replica.stub.Draft()
+        opening = OpenDraft(
+            self.opening.session, ids, self.opening.sampling, self.opening.coupled, None, self.opening.want_q_rows
+        )
+        self._write(self._call, drafter.open_draft_to_wire(opening))
+        self._spawn(self._listen(self._call))
+
+    def ask(self, fence: Fence, root: int, ids: list[int], budget: int) -> asyncio.Future[None] | None:
+        """Ask for a tree below `root`; the future is done when it is complete. None when the head sits this out."""
+        if self._call is None:
+            self.open(ids)
+        if self._call is None or (self._writing and not self._writing.done() and self._opened):
+            return None
+        advance = Advance(ids[self._told :])
+        self._told = len(ids)
+        self._step, self._draft = fence.step, Draft()
+        self._answer = asyncio.get_running_loop().create_future()
+        self._asked_at = time.perf_counter()
+        step = DraftStep(fence, root, min(budget, MAX_HEAD_NODES), advance)
+        self._write(self._call, drafter.draft_step_to_wire(step))
+        return self._answer
+
+    def collect(self) -> Draft:
+        """What arrived of the tree asked for last; an unusable tree is dropped and counted."""
+        draft, answer, self._answer = self._draft, self._answer, None
+        draft.late = answer is None or not answer.done()
+        try:
+            validate(draft.tree, self.vocab_size, MAX_HEAD_NODES)
+        except TreeError as error:
+            self.pool.metrics.bad_drafts.labels(self.pool.name, error.reason).inc()
+            draft.tree, draft.bad = DraftTree.empty(), True
+        if draft.late:
+            self.pool.metrics.late_drafts.labels(self.pool.name).inc()
+        self._judge(missed=draft.bad or (draft.late and self._opened))
+        return draft
+
+    def close(self) -> None:
+        """End the stream; the drafter frees the session."""
+        if self._call is not None:
+            self._call.cancel()
+            self._call = None
+        if self._replica is not None:
+            self._replica.sessions -= 1
+            self._replica = None
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(None)
+
+    def _judge(self, missed: bool) -> None:
+        if not missed:
+            self._misses = 0
+            return
+        self._misses += 1
+        if self._misses >= _MISSES_TO_BENCH and self._replica is not None:
+            self._bench()
+
+    def _bench(self) -> None:
+        assert self._replica is not None
+        self._replica.bench()
+        self.pool.metrics.benched.labels(self.pool.name).inc()
+        self.close()
+
+    def _write(self, call: grpc.aio.StreamStreamCall, message: object) -> None:
+        self._writing = self._spawn(self._send(self._writing, call, message))
+
+    async def _send(self, earlier: asyncio.Task[None] | None, call: grpc.aio.StreamStreamCall, message: object) -> None:
+        if earlier is not None and not earlier.done():
+            await asyncio.wait([earlier])
+        current = self._call
+        if current is not None and current is call:
+            try:
+                await current.write(message)
+            except (grpc.RpcError, asyncio.InvalidStateError):
+                return  # the listener hears of it too and deals with it
+
+    async def _listen(self, call: grpc.aio.StreamStreamCall) -> None:
+        try:
+            async for message in call:
+                self._heard(drafter.read_draft_response(message))
+        except (grpc.RpcError, CoppiceError, asyncio.CancelledError) as error:
+            if call is self._call:
+                log.warning("head lost", head=self.pool.name, why=str(error)[:200])
+        if call is self._call and self._replica is not None:
+            self._bench()
+
+    def _heard(self, said: TreeDelta | int) -> None:
+        if isinstance(said, int):
+            self._opened = True
+            return
+        if said.fence.step != self._step or self._answer is None or self._answer.done():
+            return  # late: an answer to a step that went on without it
+        draft = self._draft
+        draft.forward_ns = said.forward_ns
+        draft.tree = said.nodes if not len(draft.tree) else _append(draft.tree, said.nodes)
+        if said.q_rows is not None:
+            draft.q_rows.append(said.q_rows)
+        if said.last:
+            self.pool.drafted(time.perf_counter() - self._asked_at)
+            if self._replica is not None:
+                self._replica.backoff_s = _FIRST_BACKOFF_S
+            self._answer.set_result(None)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _append(tree: DraftTree, nodes: DraftTree) -> DraftTree:
+    return extend(tree, nodes.tokens, nodes.parents, nodes.log_probs)

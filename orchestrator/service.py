@@ -1,0 +1,167 @@
+"""GenerationService: checks a request, admits it, runs its step loop and streams what it emits."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+
+import coppice
+from coppice.config import Settings
+from coppice.errors import CoppiceError, InvalidField
+from coppice.generation import POLICIES, Chunk, Finished, GenerationRequest, ModelDescription, Started
+from coppice.messages import OpenDraft, OpenSession, TargetDescription
+from coppice.policy import Policy
+from coppice.rpc.admission import Admission
+from coppice.telemetry import OrchestratorMetrics
+from coppice.v1 import generation_pb2
+from coppice.wire import generation
+from orchestrator.decoding import Decoding, Plan
+from orchestrator.head import HeadPool, HeadSession
+from orchestrator.target import TargetPool
+from orchestrator.text import TextCodec, TextStream
+
+_PREFILL_TIMEOUT_S = 60.0
+
+
+class GenerationServicer:
+    """One deployment: a target, its heads, its tokenizer."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        target: TargetDescription,
+        verifiers: TargetPool,
+        heads: dict[str, HeadPool],
+        codec: TextCodec | None,
+        metrics: OrchestratorMetrics,
+    ) -> None:
+        self.settings, self.target, self.verifiers = settings, target, verifiers
+        self.heads, self.codec, self.metrics = heads, codec, metrics
+        wanted = settings.orchestrator.policy
+        self.default_policy = Policy.parse(wanted, list(heads)) if wanted else Policy.default(list(heads))
+        bounds = settings.limits
+        self._seats = Admission("sessions", bounds.sessions, bounds.queued, bounds.queue_s)
+
+    async def Generate(
+        self, message: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        """One answer."""
+        arrived = time.perf_counter_ns()
+        outcome = "failed"
+        try:
+            request = generation.read_request(message, self.target.vocab_size, self.settings.limits)
+            ids = self._prompt_ids(request)
+            plan = self._plan(request, len(ids))
+            async with self._seats.admit():
+                admitted = time.perf_counter_ns()
+                yield generation.started_to_wire(
+                    Started(len(ids) - len(request.resume_ids), plan.policy.name, plan.policy.heads, plan.budget)
+                )
+                async for event in self._decode(request, ids, plan):
+                    if isinstance(event, Chunk):
+                        yield generation.chunk_to_wire(event)
+                        continue
+                    event.timings.queue_ns = admitted - arrived
+                    self.metrics.first_token_seconds.observe((admitted - arrived + event.timings.prefill_ns) / 1e9)
+                    yield generation.finished_to_wire(event)
+            outcome = event.finish_reason if isinstance(event, Finished) else outcome
+        except (asyncio.CancelledError, GeneratorExit):
+            outcome = "cancelled"
+            raise
+        except CoppiceError as error:
+            outcome = error.status.name.lower()
+            raise
+        finally:
+            self.metrics.requests.labels(outcome).inc()
+
+    async def _decode(self, request: GenerationRequest, ids: list[int], plan: Plan) -> AsyncIterator[Chunk | Finished]:
+        """Run the step loop beside the sending, so that a step never waits for the client's stream."""
+        events: asyncio.Queue[Chunk | Finished | None] = asyncio.Queue()
+        session = secrets.token_hex(12)
+        verifier = self.verifiers.session()
+        opening_draft = OpenDraft(session, [], request.sampling, request.coupled, None, request.pq)
+        heads = [HeadSession(self.heads[name], opening_draft, self.target.vocab_size) for name in plan.policy.heads]
+        text = TextStream(self.codec, ids, request.stop)
+        decoding = Decoding(request, ids, plan, verifier, heads, text, self.metrics, events.put_nowait)
+        opening = OpenSession(
+            session=session,
+            ids=list(ids),
+            sampling=request.sampling,
+            stop_ids=plan.stop_ids,
+            max_len=decoding.prompt_tokens + plan.max_new_tokens,
+            want_log_probs=request.want_log_probs,
+        )
+        running = asyncio.create_task(decoding.run(opening, _PREFILL_TIMEOUT_S))
+        running.add_done_callback(lambda _: events.put_nowait(None))
+        self.metrics.running.inc()
+        try:
+            while (event := await events.get()) is not None:
+                yield event
+            yield running.result()
+        finally:
+            running.cancel()
+            self.metrics.running.dec()
+            for head in heads:
+                head.close()
+            verifier.close()
+
+    def _prompt_ids(self, request: GenerationRequest) -> list[int]:
+        """The prompt's ids and what was resumed. Raises InvalidField."""
+        if request.ids is not None:
+            ids = list(request.ids)
+        elif self.codec is None:
+            raise InvalidField("prompt", "this target has no tokenizer.json: send ids")
+        elif request.text is not None:
+            ids = self.codec.encode(request.text)
+        else:
+            ids = self.codec.encode_chat(request.chat or ())
+        if not ids:
+            raise InvalidField("prompt", "holds no tokens")
+        if request.stop and self.codec is None:
+            raise InvalidField("stop", "this target has no tokenizer.json to find strings with")
+        return [*ids, *request.resume_ids]
+
+    def _plan(self, request: GenerationRequest, length: int) -> Plan:
+        settings = self.settings.orchestrator
+        policy = Policy.parse(request.policy, list(self.heads)) if request.policy else self.default_policy
+        if request.pq and not policy.name.startswith("single:"):
+            raise InvalidField("accept_rule", "p/q rejection is exact under single:HEAD only")
+        prompt_tokens = length - len(request.resume_ids)
+        room = self.target.max_len - prompt_tokens
+        new = min(request.max_new_tokens or settings.max_new_tokens, room)
+        if room <= 0:
+            raise InvalidField("prompt", f"{prompt_tokens} tokens leave no room in a context of {self.target.max_len}")
+        if len(request.resume_ids) >= new:
+            raise InvalidField("resume_ids", f"{len(request.resume_ids)} tokens are no fewer than the limit of {new}")
+        return Plan(
+            policy=policy,
+            budget=settings.budget if request.budget is None else request.budget,
+            stop_ids=frozenset() if request.ignore_eos else frozenset(self.target.eos_ids),
+            max_new_tokens=new,
+            draft_deadline_s=settings.draft_deadline_ms / 1e3,
+        )
+
+    async def DescribeModel(
+        self, message: generation_pb2.DescribeModelRequest, context: grpc.aio.ServicerContext
+    ) -> generation_pb2.DescribeModelResponse:
+        """What is served and how."""
+        heads = tuple(self.heads)
+        return generation.model_to_wire(
+            ModelDescription(
+                name=self.target.name,
+                vocab_size=self.target.vocab_size,
+                max_len=self.target.max_len,
+                heads=heads,
+                policies=("plain", *(f"single:{name}" for name in heads), *(POLICIES[1:] if heads else ())),
+                default_policy=self.default_policy.name,
+                default_budget=self.settings.orchestrator.budget,
+                has_tokenizer=self.codec is not None,
+                has_chat_template=self.codec is not None and self.codec.has_chat_template,
+                running=self._seats.used,
+                version=coppice.__version__,
+            )
+        )

@@ -1,0 +1,85 @@
+"""DrafterService on the wire: one session is one stream."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from coppice.errors import InvalidField, Overloaded, Unavailable
+from coppice.limits import Limits
+from coppice.messages import DraftStep, OpenDraft
+from coppice.rpc.sessions import StreamWaits
+from coppice.v1 import drafter_pb2
+from coppice.wire.drafter import delta_to_wire, draft_opened_to_wire, head_to_wire, read_draft_request
+from services.drafter.session import Opened, Session
+from services.drafter.worker import Worker
+
+
+class DrafterServicer:
+    """Checks what comes in, hands it to the worker, sends what comes back."""
+
+    def __init__(self, worker: Worker, limits: Limits, waits: StreamWaits) -> None:
+        self._worker, self._limits, self._waits = worker, limits, waits
+        self._vocab_size = worker.description.vocab_size
+        self._keys = itertools.count()
+
+    async def Draft(self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        """One session: `open`, then steps. A newer step supersedes an older one that is not drafted yet."""
+        message = await self._waits.next(requests)
+        if message is None:
+            return
+        opening = read_draft_request(message, self._vocab_size)
+        if not isinstance(opening, OpenDraft):
+            raise InvalidField("kind", "the first message of a session is open")
+        if self._worker.sessions >= self._limits.sessions:
+            raise Overloaded(f"all {self._limits.sessions} sessions are taken")
+        session = Session(next(self._keys))
+        reader: asyncio.Task[None] | None = None
+        self._worker.open(session, opening)
+        try:
+            while not session.finished:
+                answer = await session.answers.get()
+                if isinstance(answer, Exception):
+                    raise answer
+                if isinstance(answer, Opened):
+                    # Steps are read only now: until then they wait in the transport, which bounds them.
+                    reader = asyncio.create_task(self._read_steps(requests, session))
+                    yield draft_opened_to_wire(answer.weights_version)
+                elif answer is not None:
+                    if answer.last and answer.fence.step == session.newest:
+                        session.newest = None
+                    yield delta_to_wire(answer)
+            if session.end is not None:
+                raise session.end
+        finally:
+            if reader is not None:
+                reader.cancel()
+            self._worker.close(session)
+
+    async def _read_steps(self, requests: AsyncIterator[Any], session: Session) -> None:
+        """Hand steps to the worker until none comes any more; errors travel to the sender as answers."""
+        try:
+            while (message := await self._waits.next(requests)) is not None:
+                step = read_draft_request(message, self._vocab_size)
+                if not isinstance(step, DraftStep):
+                    raise InvalidField("kind", "the session is open already")
+                session.check_backlog()
+                session.sent += 1
+                session.newest = step.fence.step
+                self._worker.step(session, step)
+        except Unavailable as end:
+            session.finish(end)
+        except Exception as error:
+            session.answers.put_nowait(error)
+        else:
+            session.finish(None)
+
+    async def DescribeHead(
+        self, request: drafter_pb2.DescribeHeadRequest, context: grpc.aio.ServicerContext
+    ) -> drafter_pb2.DescribeHeadResponse:
+        """What is served, and how many sessions."""
+        return head_to_wire(self._worker.description)

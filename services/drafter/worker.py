@@ -1,0 +1,258 @@
+"""The thread that owns the head: it applies what sessions send, in order, and drafts all that wait in one call."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from coppice import limits
+from coppice.errors import InvalidField, StaleFence
+from coppice.messages import DraftStep, Fence, HeadDescription, OpenDraft, TreeDelta, committed_hash
+from coppice.nn.head import DraftJob, Growth, Head
+from coppice.sampling import SamplingParams
+from coppice.telemetry import SessionMetrics
+from services.drafter.session import Answer, Opened, Session
+
+log = structlog.get_logger()
+
+HASH_CHUNK = 4096  # prompt ids hashed before other sessions get their turn
+
+
+@dataclass(slots=True)
+class _Live:
+    """What a session drafts with, and the ids it has committed."""
+
+    sampling: SamplingParams
+    coupled: bool
+    want_q_rows: bool
+    length: int = 0
+    hash: int = committed_hash(())
+
+    def append(self, ids: Sequence[int]) -> None:
+        self.hash = committed_hash(ids, self.hash)
+        self.length += len(ids)
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A step that is not drafted yet."""
+
+    session: Session
+    fence: Fence
+    arrived_ns: int
+    job: DraftJob
+    sent: bool = False  # some of its deltas are out
+    done: bool = False
+
+
+class Worker:
+    """One head on one thread. `start` and the verbs below it are for the event loop; the rest is the thread's."""
+
+    def __init__(self, build: Callable[[], Head], metrics: SessionMetrics, max_context: int = 0) -> None:
+        """`build` runs on the thread; `max_context` 0 leaves the bound on a session's length to limits and head."""
+        self._build, self._metrics = build, metrics
+        self._max_context = max_context or limits.MAX_CONTEXT
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="head", daemon=True)
+        self._running = True
+        self.failed = asyncio.Event()
+        """the thread ended by an error; the process is of no more use"""
+        # Each has one writer, the loop and the thread; a session counts as closed when the head has let go of it.
+        self._opened = self._closed = 0
+        self._live: dict[Session, _Live] = {}
+        self._openings: deque[tuple[Session, Iterator[None]]] = deque()
+        self._waiting: dict[Session, _Waiting] = {}
+
+    async def start(self) -> None:
+        """Start the thread and wait for the head. Raises what `build` raises."""
+        self._loop = asyncio.get_running_loop()
+        self._built: asyncio.Future[None] = self._loop.create_future()
+        self._thread.start()
+        await self._built
+
+    @property
+    def description(self) -> HeadDescription:
+        """What the head is and how many sessions it has."""
+        head = self._head.description
+        counts = self._opened - self._closed, self._opened, self._closed
+        return HeadDescription(
+            head.name, head.kind, head.vocab_size, head.weights_version, head.feature_layers, *counts
+        )
+
+    @property
+    def sessions(self) -> int:
+        """Sessions that the head holds or is about to."""
+        return self._opened - self._closed
+
+    def open(self, session: Session, opening: OpenDraft) -> None:
+        """Open a session; Opened or an error is posted to it. `close` must follow."""
+        self._opened += 1
+        self._metrics.opened.inc()
+        self._inbox.put(lambda: self._take_open(session, opening))
+
+    def step(self, session: Session, step: DraftStep) -> None:
+        """Advance an opened session and draft; deltas or an error are posted to it."""
+        arrived_ns = time.perf_counter_ns()
+        self._inbox.put(lambda: self._take_step(session, step, arrived_ns))
+
+    def close(self, session: Session) -> None:
+        """Free a session that was given to `open`."""
+        self._inbox.put(lambda: self._take_close(session))
+
+    async def stop(self) -> None:
+        """End the thread after what it is doing."""
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join, 10)
+
+    def _run(self) -> None:
+        try:
+            self._head = self._build()
+        except BaseException as error:
+            self._loop.call_soon_threadsafe(self._built.set_exception, error)
+            return
+        self._loop.call_soon_threadsafe(self._built.set_result, None)
+        try:
+            while self._running:
+                self._collect()
+                if self._waiting:
+                    waiting, self._waiting = list(self._waiting.values()), {}
+                    self._draft(waiting)
+                if self._openings:
+                    self._open_some()
+        except BaseException:
+            log.exception("the head's thread died")
+            self._loop.call_soon_threadsafe(self.failed.set)
+
+    def _collect(self) -> None:
+        """Take all that came in; wait for something only when there is nothing to do."""
+        idle = not (self._waiting or self._openings)
+        while self._running:
+            try:
+                message = self._inbox.get(block=idle)
+            except queue.Empty:
+                return
+            idle = False
+            if message is None:
+                self._running = False
+            else:
+                message()
+
+    def _take_open(self, session: Session, opening: OpenDraft) -> None:
+        self._live[session] = _Live(opening.sampling, opening.coupled, opening.want_q_rows)
+        self._openings.append((session, self._opening(session, opening)))
+
+    def _opening(self, session: Session, opening: OpenDraft) -> Iterator[None]:
+        """Hash the prompt and let the head take it, a chunk at a time."""
+        self._check_length("open.ids", len(opening.ids))
+        live = self._live[session]
+        for start in range(0, len(opening.ids), HASH_CHUNK):
+            live.append(opening.ids[start : start + HASH_CHUNK])
+            yield
+        yield from self._head.open(session.key, opening)
+
+    def _open_some(self) -> None:
+        """One chunk of one opening, the openings in turn."""
+        session, opening = self._openings.popleft()
+        try:
+            next(opening)
+        except StopIteration:
+            self._post([(session, Opened(self._head.description.weights_version))])
+        except Exception as error:
+            self._fail(session, error)
+        else:
+            self._openings.append((session, opening))
+
+    def _take_step(self, session: Session, step: DraftStep, arrived_ns: int) -> None:
+        """Apply the step's advance; the step then waits, in place of an older one of its session."""
+        session.taken += 1
+        live = self._live.get(session)
+        if live is None:  # the session failed meanwhile
+            return
+        try:
+            self._advance(session, live, step)
+        except Exception as error:
+            self._fail(session, error)
+            return
+        job = DraftJob(session.key, step.root, live.length, step.budget, live.sampling, live.coupled, live.want_q_rows)
+        self._waiting[session] = _Waiting(session, step.fence, arrived_ns, job)
+
+    def _advance(self, session: Session, live: _Live, step: DraftStep) -> None:
+        fence, ids = step.fence, step.advance.ids
+        self._check_length("step.advance.ids", live.length + len(ids))
+        live.append(ids)
+        if (fence.committed_len, fence.committed_hash) != (live.length, live.hash):
+            raise StaleFence(
+                f"step {fence.step} is about {fence.committed_len} tokens with hash {fence.committed_hash:016x}; "
+                f"expected {live.length} tokens with hash {live.hash:016x}"
+            )
+        self._head.advance(session.key, step.advance)
+
+    def _check_length(self, field: str, length: int) -> None:
+        if length > self._max_context:
+            raise InvalidField(field, f"make {length} positions, this drafter holds {self._max_context}")
+
+    def _take_close(self, session: Session) -> None:
+        self._forget(session)
+        try:
+            self._head.close(session.key)
+        except Exception:
+            log.exception("closing failed", session=session.key)
+        self._closed += 1
+        self._metrics.closed.inc()
+
+    def _fail(self, session: Session, error: Exception) -> None:
+        """End one session by an error; its stream's end closes it."""
+        self._forget(session)
+        self._post([(session, error)])
+
+    def _forget(self, session: Session) -> None:
+        self._live.pop(session, None)
+        self._waiting.pop(session, None)
+        self._openings = deque(opening for opening in self._openings if opening[0] is not session)
+
+    def _draft(self, waiting: list[_Waiting]) -> None:
+        """One call of the head. When it fails, the sessions that have nothing yet are drafted one by one."""
+        began, forward_before = time.perf_counter_ns(), self._head.forward_ns
+        self._metrics.forwards.inc()
+        self._metrics.rows.inc(len(waiting))
+        try:
+            for grown in self._head.draft([one.job for one in waiting]):
+                forward_ns = self._head.forward_ns - forward_before
+                self._post(
+                    [(waiting[part.job].session, self._delta(waiting[part.job], part, forward_ns)) for part in grown]
+                )
+            if not all(one.done for one in waiting):
+                raise RuntimeError("the head left a draft without an end")
+        except Exception as error:
+            unfinished = [one for one in waiting if not one.done]
+            log.warning("drafting failed", sessions=len(waiting), unfinished=len(unfinished), error=repr(error))
+            for one in unfinished:
+                if one.sent or len(waiting) == 1:
+                    self._fail(one.session, error)
+                else:
+                    self._draft([one])
+        self._metrics.forward_seconds.observe((time.perf_counter_ns() - began) / 1e9)
+
+    def _delta(self, one: _Waiting, part: Growth, forward_ns: int) -> TreeDelta:
+        one.sent, one.done = True, part.last
+        asked = one.fence
+        version = self._head.description.weights_version
+        fence = Fence(asked.step, asked.committed_len, asked.committed_hash, version, asked.deadline_ns)
+        total_ns = time.perf_counter_ns() - one.arrived_ns
+        return TreeDelta(fence, part.nodes, part.last, forward_ns, total_ns, part.q_rows)
+
+    def _post(self, answers: list[tuple[Session, Answer]]) -> None:
+        """Hand answers to the event loop in one wake-up."""
+        self._loop.call_soon_threadsafe(_deliver, answers)
+
+
+def _deliver(answers: list[tuple[Session, Answer]]) -> None:
+    for session, answer in answers:
+        session.answers.put_nowait(answer)

@@ -1,0 +1,29 @@
+"""Fixtures of all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.processes import Service
+
+
+@pytest.fixture(scope="module")
+def start_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Service]]:
+    """`start_service(module, *flags)` starts a service process on free ports and waits until it is ready.
+
+    What a test does not stop ends with the module. A process that does not end by itself on SIGTERM, or not with exit
+    code 0, is an error that shows its log.
+    """
+    services: list[Service] = []
+
+    def start(module: str, *flags: str, ready_s: float = 60.0) -> Service:
+        folder = tmp_path_factory.mktemp("service") / module
+        services.append(Service(module, *flags, folder=folder, ready_s=ready_s))
+        return services[-1]
+
+    yield start
+    logs = [f"exit code {service.exit_code}:\n{service.log}" for service in reversed(services) if service.stop()]
+    if logs:
+        pytest.fail("a service did not end well, " + "\n".join(logs))

@@ -1,0 +1,146 @@
+"""A service without a model, run as a process (`-m tests.fake_service`) or inside a test: for launcher and client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from coppice.config import Settings, load_settings
+from coppice.errors import CoppiceError, InvalidField, NotFound, Overloaded, Unavailable
+from coppice.generation import Chunk, Finished, GenerationRequest, ModelDescription, Origin, Started, Timings
+from coppice.limits import Limits
+from coppice.rpc.server import Serving
+from coppice.v1 import drafter_pb2, generation_pb2, verifier_pb2
+from coppice.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
+from coppice.wire import generation
+
+SERVICES = {
+    "verifier": verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"],
+    "drafter": drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"],
+    "orchestrator": generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
+}
+ERRORS = {"busy": Overloaded, "lost": NotFound, "gone": Unavailable}
+
+
+class Echo:
+    """A GenerationService that answers a prompt with itself, two ids a step, an accepted draft before a root.
+
+    Prompts with a meaning: "busy", "lost" and "gone" fail at once; "break" fails after the first chunk; "wait" goes on
+    until the call is cancelled. `refusals` is how many calls are UNAVAILABLE before one is answered.
+    """
+
+    def __init__(self, refusals: int = 0) -> None:
+        self.refusals = refusals
+        self.calls = 0
+        self.arrived, self.cancelled = threading.Event(), threading.Event()
+        self.requests: list[GenerationRequest] = []
+
+    def Generate(self, message: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        """One answer."""
+        self.calls += 1
+        try:
+            if self.calls <= self.refusals:
+                raise Unavailable("try again")
+            request = generation.read_request(message, 1000, Limits())
+            self.requests.append(request)
+            yield from self._answer(request, context)
+        except CoppiceError as error:
+            context.abort(error.status, str(error))
+
+    def _answer(self, request: GenerationRequest, context: grpc.ServicerContext) -> Iterator[Any]:
+        text = request.text or "".join(part.content for part in request.chat or ())
+        if text in ERRORS:
+            raise ERRORS[text](text)
+        ids = request.ids or tuple(text.encode())
+        yield generation.started_to_wire(Started(len(ids), request.policy or "route", ("a", "b"), 31))
+        yield _chunk(ids[:1], request.want_log_probs)
+        if text == "break":
+            raise Unavailable("broke")
+        if text == "wait":
+            context.add_callback(self.cancelled.set)
+            self.arrived.set()
+            self.cancelled.wait(60)
+        steps = [slice(at, at + 2) for at in range(1, len(ids), 2)]
+        for step in steps:
+            yield _chunk(ids[step], request.want_log_probs)
+        lengths, count = [len(ids[step]) for step in steps], len(steps)
+        timings = Timings(decode_ns=10**9, draft_ns=2 * 10**8, verify_ns=7, step_ns=[10**9 // max(1, count)] * count)
+        finished = Finished("eos", len(ids), len(ids), lengths, [0] * count, [5] * count, 1, 2, timings)
+        yield generation.finished_to_wire(finished)
+
+    def DescribeModel(self, message: Any, context: grpc.ServicerContext) -> Any:
+        """What is served."""
+        return generation.model_to_wire(
+            ModelDescription("echo", 1000, 512, ("a", "b"), ("plain", "route"), "route", 31, True, True)
+        )
+
+
+def _chunk(ids: tuple[int, ...], log_probs: bool) -> Any:
+    pieces = tuple(chr(token) for token in ids)
+    origins = (*(Origin.DRAFT for _ in ids[1:]), Origin.ROOT)
+    return generation.chunk_to_wire(
+        Chunk("".join(pieces), ids, origins, pieces, (-0.5,) * len(ids) if log_probs else ())
+    )
+
+
+@contextlib.contextmanager
+def echo_server(refusals: int = 0) -> Iterator[tuple[str, Echo]]:
+    """Serve an Echo in this process; gives its address and itself."""
+    echo = Echo(refusals)
+    server = grpc.server(ThreadPoolExecutor(4))
+    add_GenerationServiceServicer_to_server(echo, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}", echo
+    finally:
+        server.stop(0).wait()
+
+
+class _Anything:
+    """A servicer of any service that is never called."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+def _role(settings: Settings) -> str:
+    if settings.orchestrator.verifiers:
+        return "orchestrator"
+    return "drafter" if settings.drafter.name else "verifier"
+
+
+async def _serve(settings: Settings, role: str) -> None:
+    serving = Serving(settings.server, settings.limits, role)
+    await serving.start(SERVICES[role], _Anything(), metrics_port=9 if role == "orchestrator" else 0)
+    mode = settings.verifier.name
+    if mode == "dies-later":
+        await asyncio.sleep(0.2)
+        sys.exit("died of old age")
+    if mode == "stubborn":
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
+        await asyncio.sleep(600)
+    await serving.until_stopped()
+
+
+def main() -> None:
+    """Be the service that the settings describe; `verifier.name` may be dies, hangs, dies-later or stubborn."""
+    settings = load_settings()
+    print(f"arguments: {' '.join(sys.argv[1:])}", flush=True)
+    if settings.verifier.name == "dies":
+        raise InvalidField("verifier.target", "no such model")
+    if settings.verifier.name == "hangs":
+        asyncio.run(asyncio.sleep(600))
+    asyncio.run(_serve(settings, _role(settings)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""The launcher against real processes: it starts, watches and stops them, and leaves none behind."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from coppice import launch
+from coppice.errors import InvalidField
+from coppice.launch import Stack
+from coppice.machine import default_dtype, usable_cores
+from coppice.process import ProcessFailed
+from coppice.stack_spec import HeadSpec, StackSpec, checkout
+
+FAKES = dict.fromkeys(launch.MODULES, "tests.fake_service")
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """A folder that looks like a model."""
+    folder = tmp_path / "target"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def _arguments(log: Path) -> list[str]:
+    """The arguments a fake was started with."""
+    return log.read_text().splitlines()[0].removeprefix("arguments: ").split()
+
+
+def _value(arguments: list[str], flag: str) -> str:
+    return arguments[arguments.index(flag) + 1]
+
+
+def _ends(pid: int, within_s: float = 10.0) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(within_s)
+    return not psutil.pid_exists(pid)
+
+
+def test_a_stack_starts_is_healthy_and_stops_cleanly(target: Path, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    spec = StackSpec(target=target, policy="merge", budget=7, dtype="bfloat16", verifier_threads=3, log_dir=logs)
+    with Stack(spec, FAKES) as stack:
+        names = ["verifier", "drafter-bigram", "drafter-lookup", "orchestrator"]
+        assert list(stack.services) == names
+        assert [ready.role for ready in stack.services.values()] == ["verifier", "drafter", "drafter", "orchestrator"]
+        assert stack.address == stack.services["orchestrator"].address
+        stack.check()
+        told = stack.to_json()
+        pids = [service["pid"] for service in told["services"]]
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        assert (told["address"], told["metrics"]) == (stack.address, "127.0.0.1:9")
+        assert list(told["services"][0]) == ["name", "role", "address", "pid"]
+        addresses = {name: ready.address for name, ready in stack.services.items()}
+    assert stack.unclean == []
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    verifier, drafter, orchestrator = (_arguments(logs / f"{name}.log") for name in (names[0], names[2], names[3]))
+    assert _value(verifier, "--verifier.target") == str(target)
+    assert _value(verifier, "--verifier.dtype") == "bfloat16"
+    assert _value(verifier, "--verifier.threads") == "3"
+    assert (_value(drafter, "--drafter.name"), _value(drafter, "--drafter.kind")) == ("lookup", "lookup")
+    assert _value(orchestrator, "--orchestrator.verifiers") == addresses["verifier"]
+    heads = [after for flag, after in itertools.pairwise(orchestrator) if flag == "--orchestrator.heads"]
+    assert heads == [f"bigram={addresses['drafter-bigram']}", f"lookup={addresses['drafter-lookup']}"]
+    assert (_value(orchestrator, "--orchestrator.policy"), _value(orchestrator, "--orchestrator.budget")) == (
+        "merge",
+        "7",
+    )
+
+
+def test_every_head_has_its_replicas(target: Path) -> None:
+    spec = StackSpec(target=target, heads=(HeadSpec("look", "lookup"),), replicas=2)
+    with Stack(spec, FAKES) as stack:
+        assert list(stack.services) == ["verifier", "drafter-look-0", "drafter-look-1", "orchestrator"]
+
+
+def test_settings_come_from_the_spec_then_variables_then_the_machine(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = StackSpec(target=target).settings()
+    assert (silent.verifier.dtype, silent.verifier.threads) == (default_dtype("cpu"), usable_cores())
+    assert (silent.orchestrator.budget, silent.server.port) == (31, 0)
+    cuda = StackSpec(target=target, device="cuda:0", port=None).settings()
+    assert (cuda.verifier.dtype, cuda.drafter.dtype, cuda.drafter.device) == ("bfloat16", "bfloat16", "cuda:0")
+    assert (cuda.orchestrator.budget, cuda.server.port) == (60, 50051)
+    monkeypatch.setenv("COPPICE_VERIFIER__THREADS", "5")
+    monkeypatch.setenv("COPPICE_VERIFIER__DTYPE", "bfloat16")
+    assert StackSpec(target=target).settings().verifier.threads == 5
+    assert StackSpec(target=target, verifier_threads=2).settings().verifier.threads == 2
+    assert StackSpec(target=target).settings().verifier.dtype == "bfloat16"
+    assert StackSpec(target=target, dtype="float32").settings().verifier.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("text", "head"),
+    [
+        ("a=bigram", HeadSpec("a", "bigram")),
+        ("b=lm:/x:y", HeadSpec("b", "lm", Path("/x:y"))),
+        ("bigram", None),
+        ("a=magic", None),
+        ("a=", None),
+    ],
+)
+def test_a_head_is_name_kind_and_folder(text: str, head: HeadSpec | None) -> None:
+    if head:
+        assert HeadSpec.parse(text) == head
+    else:
+        with pytest.raises(InvalidField):
+            HeadSpec.parse(text)
+
+
+def test_a_process_that_dies_at_start_shows_its_log_and_stops_the_others(target: Path, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    spec = StackSpec(target=target, log_dir=logs, extra={"verifier": {"verifier.name": "dies"}})
+    stack = Stack(spec, FAKES)
+    with pytest.raises(ProcessFailed, match=r"verifier ended with exit code 1(.|\n)*no such model"), stack:
+        pass
+    children = psutil.Process().children(recursive=True)
+    assert [child for child in children if "tests.fake_service" in child.cmdline()] == []
+
+
+def test_a_process_that_never_gets_ready_is_an_error(target: Path) -> None:
+    spec = StackSpec(target=target, heads=(), ready_s=2.0, extra={"verifier": {"verifier.name": "hangs"}})
+    stack = Stack(spec, FAKES)
+    with pytest.raises(ProcessFailed, match="verifier was not ready in time"), stack:
+        pass
+    assert stack.unclean == []  # what never served may be ended by the signal
+
+
+def test_a_death_is_noticed_and_counts_as_unclean(target: Path) -> None:
+    with Stack(StackSpec(target=target, heads=()), FAKES) as stack:
+        os.kill(stack.services["verifier"].pid, signal.SIGKILL)
+        assert _ends(stack.services["verifier"].pid)
+        with pytest.raises(ProcessFailed, match="verifier ended with SIGKILL"):
+            stack.check()
+    assert stack.unclean == ["verifier"]
+
+
+def test_a_process_that_ignores_sigterm_is_killed_and_named(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "STOP_GRACE_S", 1.0)
+    spec = StackSpec(target=target, heads=(), extra={"verifier": {"verifier.name": "stubborn"}})
+    with Stack(spec, FAKES) as stack:
+        pid = stack.services["verifier"].pid
+        time.sleep(0.5)  # until it has installed its handler
+    assert stack.unclean == ["verifier"]
+    assert not psutil.pid_exists(pid)
+
+
+UP = """
+import sys
+from coppice import launch
+launch.MODULES.update({role: "tests.fake_service" for role in launch.MODULES})
+from coppice.cli import main
+main()
+"""
+
+
+@contextlib.contextmanager
+def _up(target: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """`coppice up` over fakes, once it is ready; gives the process and its ready file."""
+    ready = target.parent / "ready.json"
+    command = [sys.executable, "-c", UP, "up", "--target", str(target), "--port", "0", "--ready-file", str(ready)]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*command, *arguments], cwd=checkout(), text=True, **output) as process:  # type: ignore[call-overload]
+        try:
+            deadline = time.monotonic() + 60
+            while not ready.exists():
+                assert process.poll() is None, process.stderr.read()
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            yield process, ready
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_up_writes_its_ready_file_and_stops_on_a_signal(target: Path, number: signal.Signals) -> None:
+    with _up(target) as (process, ready):
+        told = json.loads(ready.read_text())
+        grpc.channel_ready_future(grpc.insecure_channel(told["address"])).result(5)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, err) == (0, "")
+        assert f"ready at {told['address']}" in out
+        assert not any(psutil.pid_exists(service["pid"]) for service in told["services"])
+        assert not ready.exists()
+
+
+def test_up_ends_with_exit_code_1_and_a_log_when_a_child_dies(target: Path) -> None:
+    with _up(target) as (process, ready):
+        told = json.loads(ready.read_text())
+        os.kill(told["services"][1]["pid"], signal.SIGKILL)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert err.startswith("coppice: drafter-bigram ended with SIGKILL; its log ends with:\narguments:")
+
+
+def test_children_end_when_their_parent_is_killed(target: Path) -> None:
+    with _up(target) as (process, ready):
+        pids = [service["pid"] for service in json.loads(ready.read_text())["services"]]
+        process.kill()
+        process.wait()
+        assert all(_ends(pid) for pid in pids)

@@ -1,0 +1,69 @@
+"""Service processes for tests: started as in production, stopped by SIGTERM, never left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+ROOT = Path(__file__).parent.parent
+
+
+class Service:
+    """One `python -m MODULE` on free ports, ready to be called; a context manager that stops it."""
+
+    def __init__(self, module: str, *flags: str, folder: Path, ready_s: float = 60.0) -> None:
+        """Start and wait for the ready file. Raises RuntimeError with the log when there is none in `ready_s`."""
+        folder.mkdir(parents=True)
+        ready = folder / "ready.json"
+        self.log_path = folder / "log"
+        self.exit_code: int | None = None
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("COPPICE_")}
+        command = [sys.executable, "-m", module, "--server.ready_file", str(ready), *flags]
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        until = time.monotonic() + ready_s
+        while not ready.exists():
+            if self.process.poll() is not None or time.monotonic() > until:
+                self.kill()
+                raise RuntimeError(f"{module} is not ready (exit code {self.process.returncode}):\n{self.log}")
+            time.sleep(0.01)
+        addresses = json.loads(ready.read_text())
+        self.address: str = addresses["address"]
+        self.health: str = addresses["health"]
+        self.metrics: str = addresses["metrics"]
+
+    @property
+    def log(self) -> str:
+        """What it wrote so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def stop(self, within_s: float = 20.0) -> int:
+        """Ask it to end (SIGTERM) and return its exit code; -9 when it had to be killed. Does nothing twice."""
+        if self.exit_code is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.exit_code = self.process.wait(within_s)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.exit_code = self.process.wait()
+        return self.exit_code
+
+    def kill(self) -> None:
+        """End it at once (SIGKILL), as a fault: its exit code is not held against it."""
+        self.process.kill()
+        self.process.wait()
+        self.exit_code = 0
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()

@@ -1,0 +1,513 @@
+"""The drafter as a process, and its worker with heads that misbehave on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.request import urlopen
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from coppice.errors import InvalidField, Overloaded, StaleFence, Unavailable, from_rpc_error
+from coppice.limits import MAX_HEAD_NODES, Limits
+from coppice.messages import (
+    Advance,
+    DraftStep,
+    Features,
+    Fence,
+    HeadDescription,
+    OpenDraft,
+    Rejection,
+    TreeDelta,
+    committed_hash,
+)
+from coppice.nn.head import DraftJob, Growth, Head
+from coppice.nn.lookup import Lookup
+from coppice.nn.ngram import grow
+from coppice.rpc.channels import open_channel
+from coppice.sampling import SamplingParams
+from coppice.telemetry import SessionMetrics
+from coppice.tree import DraftTree, extend, validate
+from coppice.v1 import drafter_pb2, drafter_pb2_grpc
+from coppice.wire.drafter import draft_step_to_wire, open_draft_to_wire, read_draft_response, read_head
+from services.drafter.session import Session
+from services.drafter.worker import Worker
+from tests.processes import Service
+
+VOCAB = 50
+IDS = [1, 2, 3, 4, 5, 1, 2, 3, 9, 5, 1, 2]
+SERVICE = "coppice.v1.DrafterService"
+StartService = Callable[..., Service]
+
+
+@pytest.fixture(scope="module")
+def lookup(start_service: StartService) -> Service:
+    return start_service("services.drafter", "--drafter.kind", "lookup", "--drafter.vocab_size", str(VOCAB))
+
+
+@asynccontextmanager
+async def connected(service: Service) -> AsyncIterator[Any]:
+    async with open_channel(service.address, Limits()) as channel:
+        yield drafter_pb2_grpc.DrafterServiceStub(channel)
+
+
+class Client:
+    """One drafting session, as the orchestrator holds it."""
+
+    def __init__(self, stub: Any, ids: Sequence[int] = IDS, **options: Any) -> None:
+        self.committed = list(ids)
+        self.step_number = 0
+        self.opening = OpenDraft("s", list(ids), options.pop("sampling", SamplingParams()), **options)
+        self.call = stub.Draft()
+
+    async def open(self) -> Client:
+        await self.call.write(open_draft_to_wire(self.opening))
+        assert await self.read() == 0
+        return self
+
+    async def send(self, root: int, commit: Sequence[int] = (), budget: int = 16, **changes: Any) -> None:
+        self.committed += commit
+        self.step_number += 1
+        fence = {
+            "step": self.step_number,
+            "committed_len": len(self.committed),
+            "committed_hash": committed_hash(self.committed),
+        }
+        advance = Advance(list(commit), changes.pop("features", None), changes.pop("rejection", None))
+        step = DraftStep(Fence(**(fence | changes)), root, budget, advance)
+        await self.call.write(draft_step_to_wire(step))
+
+    async def read(self) -> TreeDelta | int:
+        try:
+            message = await self.call.read()
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        if message is grpc.aio.EOF:
+            raise EOFError(await self.call.code())
+        return read_draft_response(message)
+
+    async def tree(self) -> TreeDelta:
+        """Deltas up to the last, as one."""
+        nodes, q_rows = DraftTree.empty(), None
+        while True:
+            delta = await self.read()
+            assert isinstance(delta, TreeDelta)
+            nodes = extend(nodes, delta.nodes.tokens, delta.nodes.parents, delta.nodes.log_probs)
+            q_rows = delta.q_rows
+            if delta.last:
+                return TreeDelta(delta.fence, nodes, True, delta.forward_ns, delta.total_ns, q_rows)
+
+    async def draft(self, root: int, commit: Sequence[int] = (), budget: int = 16) -> TreeDelta:
+        await self.send(root, commit, budget)
+        return await self.tree()
+
+
+async def described(stub: Any) -> HeadDescription:
+    return read_head(await stub.DescribeHead(drafter_pb2.DescribeHeadRequest()))
+
+
+async def until_idle(stub: Any) -> HeadDescription:
+    """What the drafter says when all sessions are closed."""
+    until = time.monotonic() + 5
+    while (head := await described(stub)).sessions and time.monotonic() < until:
+        await asyncio.sleep(0.01)
+    return head
+
+
+def own_tree(ids: list[int], root: int, budget: int, params: SamplingParams | None = None) -> DraftTree:
+    """What the head drafts in this process."""
+    model = Lookup()
+    model.extend(ids)
+    return grow(model, DraftJob(0, root, len(ids), budget, params or SamplingParams()), depth=6, width=8)
+
+
+async def test_a_session_drafts_what_the_head_drafts_and_echoes_its_fences(lookup: Service) -> None:
+    params = SamplingParams(temperature=1.0, seed=11)
+    async with connected(lookup) as stub:
+        session = await Client(stub, sampling=params).open()
+        for root, commit in [(3, []), (9, [3]), (1, [9, 5]), (2, [1])]:
+            delta = await session.draft(root, commit)
+            assert delta.nodes == own_tree(session.committed, root, 16, params)
+            assert delta.fence == Fence(
+                session.step_number, len(session.committed), committed_hash(session.committed), 0, 0
+            )
+            assert delta.total_ns > 0
+            assert delta.forward_ns == 0
+            validate(delta.nodes, VOCAB)
+        assert len(delta.nodes)
+
+
+async def test_features_and_rejections_may_come_along(lookup: Service) -> None:
+    features = Features(0, 1, "float32", inline=b"\0" * 12)
+    rejection = Rejection(3, 0, 7, np.array([7, 8]), np.array([-0.1, -3.0], np.float32), 0.05)
+    async with connected(lookup) as stub:
+        session = await Client(stub, features=features, coupled=False).open()
+        await session.send(3, [1], features=features, rejection=rejection)
+        assert (await session.tree()).last
+
+
+async def test_a_stale_fence_is_a_failed_precondition_that_says_what_was_expected(lookup: Service) -> None:
+    async with connected(lookup) as stub:
+        for changes in ({"committed_len": 99}, {"committed_hash": 7}):
+            session = await Client(stub).open()
+            await session.send(3, [4], **changes)
+            with pytest.raises(StaleFence, match=f"expected 13 tokens with hash {committed_hash([*IDS, 4]):016x}"):
+                await session.tree()
+            assert await session.call.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_flood_of_steps_is_answered_in_order_and_the_newest_always(lookup: Service) -> None:
+    async with connected(lookup) as stub:
+        session = await Client(stub).open()
+        for token in range(1, 41):
+            await session.send(token + 1, [token])
+        steps = []
+        while not steps or steps[-1] < 40:
+            delta = await session.tree()
+            steps.append(delta.fence.step)
+        assert steps == sorted(set(steps))
+        assert delta.nodes == own_tree(session.committed, 41, 16)
+        assert (await session.draft(2, [1])).nodes == own_tree(session.committed, 2, 16)
+
+
+def bad_requests() -> dict[str, list[drafter_pb2.DraftRequest]]:
+    """By field: messages of which the last is unusable."""
+    opening = open_draft_to_wire(OpenDraft("s", IDS, SamplingParams()))
+
+    def changed_open(**fields: Any) -> list[drafter_pb2.DraftRequest]:
+        message = open_draft_to_wire(OpenDraft("s", IDS, SamplingParams()))
+        message.open.MergeFrom(drafter_pb2.OpenDraft(**fields))
+        return [message]
+
+    def step(**fields: Any) -> list[drafter_pb2.DraftRequest]:
+        return [opening, drafter_pb2.DraftRequest(step=drafter_pb2.DraftStep(**fields))]
+
+    empty = drafter_pb2.DraftRequest(open=drafter_pb2.OpenDraft(session="s"))
+    return {
+        "open.session": changed_open(session="no spaces"),
+        "open.ids": [empty],
+        "sampling.temperature": changed_open(sampling={"temperature": float("nan")}),
+        "sampling.top_p": changed_open(sampling={"top_p": 1.5}),
+        "open.features.dtype": changed_open(features={"dtype": "int4"}),
+        "open.want_q_rows": changed_open(want_q_rows=True),
+        "kind": [opening, opening],
+        "step.budget": step(budget=MAX_HEAD_NODES + 1),
+        "step.root": step(root=VOCAB),
+        "step.advance.ids": step(advance={"ids": [1, VOCAB]}),
+        "fence.committed_len": step(fence={"committed_len": 1 << 31}),
+        "fence.deadline_ns": step(fence={"deadline_ns": -1}),
+    }
+
+
+@pytest.mark.parametrize("field", bad_requests())
+async def test_bad_input_is_refused_by_field_and_other_sessions_go_on(lookup: Service, field: str) -> None:
+    async with connected(lookup) as stub:
+        other = await Client(stub).open()
+        call = stub.Draft()
+        for message in bad_requests()[field]:
+            await call.write(message)
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (await call.details()).startswith(f"{field}: ")
+        assert (await other.draft(3)).nodes == own_tree(IDS, 3, 16)
+
+
+async def test_a_stream_begins_with_open(lookup: Service) -> None:
+    async with connected(lookup) as stub:
+        for message, why in [
+            (draft_step_to_wire(DraftStep(Fence(1, 0, 0), 1, 1, Advance())), "kind: the first message"),
+            (drafter_pb2.DraftRequest(), "kind: neither open nor step"),
+        ]:
+            call = stub.Draft()
+            await call.write(message)
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert (await call.details()).startswith(why)
+
+
+async def test_undecodable_bytes_are_an_invalid_argument_without_the_parsers_words(lookup: Service) -> None:
+    async with open_channel(lookup.address, Limits()) as channel:
+        raw = channel.stream_stream(f"/{SERVICE}/Draft")
+        for first in ([], [open_draft_to_wire(OpenDraft("s", IDS, SamplingParams())).SerializeToString()]):
+            call = raw()
+            for message in [*first, b"\xff\xff\xff"]:
+                await call.write(message)
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert await call.details() == "request: the bytes are not a message of this method"
+
+
+async def test_a_session_ends_with_its_stream_however_that_ends(lookup: Service) -> None:
+    async with connected(lookup) as stub:
+        before = await until_idle(stub)
+
+        async def live(index: int) -> None:
+            async with connected(lookup) as own:
+                session = await Client(own).open()
+                await session.send(3)
+                if index % 4 == 0:  # the client is done
+                    await session.tree()
+                    await session.call.done_writing()
+                    with pytest.raises(EOFError, match="OK"):
+                        await session.tree()
+                elif index % 4 == 1:
+                    session.call.cancel()
+                elif index % 4 == 2:  # an error of its own
+                    await session.send(3, committed_hash=0)
+                    with pytest.raises(StaleFence):
+                        while True:
+                            await session.tree()
+                # else the connection goes away
+
+        await asyncio.gather(*map(live, range(100)))
+        after = await until_idle(stub)
+        assert after.sessions == 0
+        assert after.sessions_opened - before.sessions_opened == 100
+        assert after.sessions_closed == after.sessions_opened
+        metrics = await asyncio.to_thread(lambda: urlopen(f"http://{lookup.metrics}/metrics").read().decode())
+        for name in ("opened", "closed"):
+            assert f"coppice_drafter_sessions_{name}_total {float(after.sessions_opened)}" in metrics
+
+
+async def test_a_step_sent_before_the_client_closes_its_side_is_answered(lookup: Service) -> None:
+    async with connected(lookup) as stub:
+        session = Client(stub)
+        await session.call.write(open_draft_to_wire(session.opening))
+        await session.send(3)
+        await session.call.done_writing()
+        assert await session.read() == 0
+        assert (await session.tree()).nodes == own_tree(IDS, 3, 16)
+        with pytest.raises(EOFError, match="OK"):
+            await session.read()
+
+
+async def test_describe_and_health_say_what_is_served(lookup: Service) -> None:
+    async with connected(lookup) as stub, open_channel(lookup.health, Limits()) as channel:
+        head = await described(stub)
+        assert (head.name, head.kind, head.vocab_size, head.feature_layers) == ("lookup", "lookup", VOCAB, ())
+        for name in ("", SERVICE):
+            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_q_rows_travel_with_a_bigrams_chain_and_limits_hold(start_service: StartService) -> None:
+    flags = ["--drafter.kind", "bigram", "--drafter.name", "pairs", "--drafter.vocab_size", str(VOCAB)]
+    bounds = ["--limits.sessions", "2", "--limits.idle_s", "0.3", "--drafter.max_context", "20"]
+    with start_service("services.drafter", *flags, *bounds) as service:
+        async with connected(service) as stub:
+            session = await Client(stub, sampling=SamplingParams(temperature=1.0, seed=2), want_q_rows=True).open()
+            delta = await session.draft(3, budget=4)
+            assert delta.q_rows is not None
+            assert delta.q_rows.shape == (4, VOCAB)
+            np.testing.assert_allclose(delta.q_rows.sum(1), 1, rtol=1e-5)
+            assert delta.nodes.parents.tolist() == [0, 1, 2, 3]
+
+            other = await Client(stub).open()
+            with pytest.raises(Overloaded, match="all 2 sessions"):
+                await Client(stub).open()
+            with pytest.raises(InvalidField, match=r"step\.advance\.ids: make 24 positions, this drafter holds 20"):
+                await other.draft(1, [1] * 12)
+
+            with pytest.raises(Unavailable, match=r"0\.3 s"):  # the idle one ends by itself
+                await session.read()
+            assert (await until_idle(stub)).sessions == 0
+            await Client(stub).open()
+        assert service.stop() == 0
+        assert "Traceback" not in service.log
+
+
+async def test_sigterm_ends_sessions_with_unavailable_and_the_process_with_0(start_service: StartService) -> None:
+    service = start_service("services.drafter")
+    async with connected(service) as stub:
+        sessions = [await Client(stub).open() for _ in range(3)]
+        await sessions[0].draft(3)
+        began = time.monotonic()
+        stopped = asyncio.create_task(asyncio.to_thread(service.stop))
+        for session in sessions:
+            with pytest.raises(Unavailable, match="draining"):
+                await session.read()
+        assert await stopped == 0
+        assert time.monotonic() - began < 3  # open streams do not hold it for the whole grace
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [(["--drafter.kind", "oracle"], "drafter.kind"), (["--drafter.kind", "bigram", "--drafter.path", "/no"], "/no")],
+)
+def test_unusable_settings_are_named_before_anything_is_served(
+    start_service: StartService, flags: list[str], named: str
+) -> None:
+    with pytest.raises(RuntimeError, match=rf"exit code 2\):[^T]*{named}"):
+        start_service("services.drafter", *flags)
+
+
+class ScriptedHead(Head):
+    """Drafts node by node, and goes wrong where a root says so."""
+
+    BAD_BATCH, BAD_LATE, BAD_END = 100, 101, 102
+
+    def __init__(self) -> None:
+        self.description = HeadDescription("scripted", "scripted", 0, weights_version=4)
+        self.texts: dict[int, list[int]] = {}
+        self.batches: list[int] = []
+        self.entered, self.proceed = threading.Semaphore(0), threading.Event()
+        self.proceed.set()
+
+    def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
+        self.texts[key] = list(opening.ids)
+        yield
+
+    def close(self, key: int) -> None:
+        self.texts.pop(key, None)
+
+    def advance(self, key: int, advance: Advance) -> None:
+        if 13 in advance.ids:
+            raise RuntimeError("cannot advance")
+        self.texts[key] += advance.ids
+
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        self.batches.append(len(jobs))
+        self.entered.release()
+        assert self.proceed.wait(10)
+        roots = [job.root for job in jobs]
+        if self.BAD_BATCH in roots:
+            raise RuntimeError("a job is bad")
+        self.forward_ns += 5
+        yield [Growth(at, DraftTree.chain([len(self.texts[job.key])], [-1.0]), False) for at, job in enumerate(jobs)]
+        if self.BAD_LATE in roots:
+            raise RuntimeError("half way")
+        self.forward_ns += 5
+        second = DraftTree(np.array([1]), np.array([1]), np.array([-2.0], np.float32))
+        yield [Growth(at, second, True) for at, root in enumerate(roots) if root != self.BAD_END]
+
+
+@asynccontextmanager
+async def worker_of(head: Head) -> AsyncIterator[Worker]:
+    worker = Worker(lambda: head, SessionMetrics("drafter"))
+    await worker.start()
+    yield worker
+    await worker.stop()
+    assert not worker.failed.is_set()
+
+
+async def open_on(worker: Worker, count: int) -> list[Session]:
+    sessions = [Session(key) for key in range(count)]
+    for session in sessions:
+        worker.open(session, OpenDraft("s", [1, 2], SamplingParams()))
+        await asyncio.wait_for(session.answers.get(), 5)
+    return sessions
+
+
+def step_of(number: int, root: int, commit: Sequence[int] = (), before: Sequence[int] = (1, 2)) -> DraftStep:
+    text = [*before, *commit]
+    return DraftStep(Fence(number, len(text), committed_hash(text)), root, 8, Advance(list(commit)))
+
+
+async def answer_of(session: Session) -> Any:
+    answer = await asyncio.wait_for(session.answers.get(), 5)
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+async def test_waiting_sessions_are_drafted_together_and_deltas_say_how_long_they_took() -> None:
+    head = ScriptedHead()
+    async with worker_of(head) as worker:
+        sessions = await open_on(worker, 6)
+        head.proceed.clear()
+        worker.step(sessions[0], step_of(1, 7))
+        await asyncio.to_thread(head.entered.acquire)
+        for session in sessions[1:]:
+            worker.step(session, step_of(1, 7))
+        head.proceed.set()
+        for session in sessions:
+            first, last = await answer_of(session), await answer_of(session)
+            assert (first.last, last.last) == (False, True)
+            assert (first.forward_ns, last.forward_ns) == (5, 10)
+            assert 0 < first.total_ns <= last.total_ns
+            assert last.fence.weights_version == 4
+        assert head.batches == [1, 5]
+
+
+async def test_a_superseded_step_is_not_drafted_and_its_advance_still_counts() -> None:
+    head = ScriptedHead()
+    async with worker_of(head) as worker:
+        busy, session = await open_on(worker, 2)
+        head.proceed.clear()
+        worker.step(busy, step_of(1, 7))
+        await asyncio.to_thread(head.entered.acquire)
+        worker.step(session, step_of(1, 7))
+        worker.step(session, step_of(2, 8, [7]))
+        worker.step(session, step_of(3, 9, [8, 8], before=[1, 2, 7]))
+        head.proceed.set()
+        first, last = await answer_of(session), await answer_of(session)
+        assert (first.fence.step, last.fence.step, last.last) == (3, 3, True)
+        assert first.nodes.tokens.tolist() == [5]  # the head's text has five ids
+        assert head.texts[session.key] == [1, 2, 7, 8, 8]
+        assert session.answers.empty()
+        assert head.batches == [1, 1]
+
+
+@pytest.mark.parametrize("bad_root", [ScriptedHead.BAD_BATCH, ScriptedHead.BAD_LATE, ScriptedHead.BAD_END])
+async def test_a_draft_that_fails_ends_its_own_session_only(bad_root: int) -> None:
+    head = ScriptedHead()
+    async with worker_of(head) as worker:
+        busy, bad, good = await open_on(worker, 3)
+        head.proceed.clear()
+        worker.step(busy, step_of(1, 7))
+        await asyncio.to_thread(head.entered.acquire)
+        worker.step(bad, step_of(1, bad_root))
+        if bad_root == ScriptedHead.BAD_BATCH:
+            worker.step(good, step_of(1, 7))
+        head.proceed.set()
+        if bad_root != ScriptedHead.BAD_BATCH:
+            assert not (await answer_of(bad)).last
+            worker.step(good, step_of(1, 7))
+        with pytest.raises(RuntimeError):
+            await answer_of(bad)
+        assert [(await answer_of(good)).last for _ in range(2)] == [False, True]
+        worker.step(bad, step_of(2, 7))  # on its way when the session failed
+        worker.step(good, step_of(2, 7))
+        assert [(await answer_of(good)).last for _ in range(2)] == [False, True]
+        assert bad.answers.empty()
+
+
+async def test_an_advance_that_fails_ends_its_own_session_only() -> None:
+    head = ScriptedHead()
+    async with worker_of(head) as worker:
+        bad, good = await open_on(worker, 2)
+        worker.step(bad, step_of(1, 7, [13]))
+        worker.step(good, step_of(1, 7, [12]))
+        with pytest.raises(RuntimeError, match="cannot advance"):
+            await answer_of(bad)
+        assert [(await answer_of(good)).last for _ in range(2)] == [False, True]
+
+
+async def test_closing_drops_what_waits_and_leaves_nothing_in_the_head() -> None:
+    head = ScriptedHead()
+    async with worker_of(head) as worker:
+        busy, session = await open_on(worker, 2)
+        head.proceed.clear()
+        worker.step(busy, step_of(1, 7))
+        await asyncio.to_thread(head.entered.acquire)
+        unborn = Session(9)
+        worker.open(unborn, OpenDraft("s", [1], SamplingParams()))
+        worker.step(session, step_of(1, 7))
+        for closing in (session, busy, unborn):
+            worker.close(closing)
+        assert worker.sessions == 3
+        head.proceed.set()
+    assert (worker.sessions, head.texts, head.batches) == (0, {}, [1])
+
+
+async def test_what_a_builder_raises_reaches_the_start() -> None:
+    def build() -> Head:
+        raise InvalidField("drafter.path", "nothing there")
+
+    with pytest.raises(InvalidField, match="nothing there"):
+        await Worker(build, SessionMetrics("drafter")).start()

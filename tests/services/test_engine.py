@@ -1,0 +1,518 @@
+"""The engine says what the model says: packed rows against plain forwards of the same weights."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GemmaConfig,
+    GPT2Config,
+    GptOssConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PhimoeConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    StableLmConfig,
+)
+
+from services.verifier import engine as engine_module
+from services.verifier import plan
+from services.verifier.attention import UnsupportedModel, using
+from services.verifier.batch import PackedBatch, Piece, pack
+from services.verifier.engine import Engine
+from services.verifier.kv import BlockTable, KVPool, OutOfBlocks
+from services.verifier.plan import GatherPlan, ViewPlan, plan_forward
+from services.verifier.selfcheck import SelfCheckError
+
+VOCAB = 150
+# Larger weights than a fresh model's, so that attention matters to the logits.
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 64,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.25,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_SMALL),
+    "qwen3": lambda: Qwen3Config(**_SMALL),
+    "mistral": lambda: MistralConfig(**_SMALL, sliding_window=None),
+    "mistral-window": lambda: MistralConfig(**_SMALL, sliding_window=7),
+    "gemma": lambda: GemmaConfig(**_SMALL),
+    "gemma2": lambda: Gemma2Config(
+        **_SMALL, sliding_window=9, query_pre_attn_scalar=12, attn_logit_softcapping=4.0, final_logit_softcapping=9.0
+    ),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=256, initializer_range=0.25, bos_token_id=1,
+        eos_token_id=2,
+    ),
+}  # fmt: skip
+# Classes that do not hand keyword arguments, or their window, to their attention.
+TACITURN: dict[str, Callable[[], PreTrainedConfig]] = {
+    "stablelm": lambda: StableLmConfig(**_SMALL),
+    "phimoe": lambda: PhimoeConfig(**_SMALL, num_local_experts=4, sliding_window=7),
+}
+WINDOWED = ("mistral-window", "gemma2", "phimoe")
+
+
+@cache
+def model_of(name: str) -> PreTrainedModel:
+    """The reference: stock attention, never given to an engine."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config((CONFIGS | TACITURN)[name]())
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def engine_of(name: str, kv_tokens: int = 2048, **settings: Any) -> Engine:
+    return Engine(copy.deepcopy(model_of(name)), kv_tokens=kv_tokens, block_size=8, **settings)
+
+
+@pytest.fixture(params=[*CONFIGS, *TACITURN])
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def some_ids(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCAB), k=count)
+
+
+def plain_logits(name: str, ids: list[int]) -> Tensor:
+    """(len(ids), V): one causal forward of the stock model."""
+    with torch.inference_mode():
+        return model_of(name)(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+
+
+def prefill(engine: Engine, session: str, ids: list[int], chunk: int = 1000) -> tuple[BlockTable, Tensor]:
+    """A session that holds ids, and the logits (V,) after the last of them."""
+    table = engine.pool.allocate(session, len(ids))
+    for start in range(0, len(ids), chunk):
+        part = ids[start : start + chunk]
+        logits = engine.forward(pack([Piece.chain(table, start, part, [len(part) - 1])])).logits
+    return table, logits[0]
+
+
+class Tree:
+    """A random tree of n rows; every row hangs below any earlier one."""
+
+    def __init__(self, rows: int, seed: int) -> None:
+        choose = random.Random(seed)
+        self.tokens = some_ids(rows, seed)
+        self.parents = [-1] + [choose.randrange(max(0, row - 4), row) for row in range(1, rows)]
+        self.depths = [len(self.path(row)) - 1 for row in range(rows)]
+
+    def path(self, row: int) -> list[int]:
+        return ([] if self.parents[row] < 0 else self.path(self.parents[row])) + [row]
+
+    def text(self, row: int) -> list[int]:
+        return [self.tokens[step] for step in self.path(row)]
+
+    def piece(self, engine: Engine, table: BlockTable, prefix_len: int) -> Piece:
+        engine.pool.extend(table, prefix_len + len(self.tokens))
+        return Piece(table, prefix_len, self.tokens, self.parents, self.depths, range(len(self.tokens)))
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    assert actual.argmax(-1).tolist() == expected.argmax(-1).tolist()
+
+
+def test_chunked_prefill_and_steps_spell_what_generate_spells(name: str) -> None:
+    prompt, count = some_ids(37), 30
+    expected = model_of(name).generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=count)[0].tolist()
+
+    engine = engine_of(name)
+    table, logits = prefill(engine, "a", prompt, chunk=10)
+    ids = [*prompt, int(logits.argmax())]
+    while len(ids) < len(expected):
+        engine.pool.extend(table, len(ids))
+        logits = engine.forward(pack([Piece.chain(table, len(ids) - 1, ids[-1:], [0])])).logits
+        ids.append(int(logits[0].argmax()))
+    assert ids == expected
+
+
+@pytest.mark.parametrize("prefix_len", [1, 6, 40])
+def test_every_row_of_a_tree_equals_a_plain_forward_of_its_path(name: str, prefix_len: int) -> None:
+    prefix, tree = some_ids(prefix_len), Tree(14, seed=prefix_len)
+    engine = engine_of(name)
+    table, _ = prefill(engine, "a", prefix)
+    logits = engine.forward(pack([tree.piece(engine, table, prefix_len)])).logits
+    for row in range(14):
+        assert_same(logits[row], plain_logits(name, prefix + tree.text(row))[-1])
+
+
+@pytest.mark.parametrize("sessions", [2, 3, 8])
+def test_sessions_of_different_lengths_packed_say_what_they_say_alone(name: str, sessions: int) -> None:
+    lengths = [5, 61, 17, 1, 33, 8, 24, 40][:sessions]
+    trees = [Tree(1 + 3 * s, seed=s) for s in range(sessions)]
+    engine = engine_of(name)
+    tables = [prefill(engine, f"s{s}", some_ids(length, s))[0] for s, length in enumerate(lengths)]
+    pieces = [tree.piece(engine, table, n) for tree, table, n in zip(trees, tables, lengths, strict=True)]
+    alone = [engine.forward(pack([piece])).logits for piece in pieces]
+    assert_same(engine.forward(pack(pieces)).logits, torch.cat(alone))
+    assert_same(engine.forward(pack(pieces[::-1])).logits, torch.cat(alone[::-1]))
+
+
+def test_a_prefill_packed_beside_a_tree_changes_neither() -> None:
+    engine, tree, text = engine_of("gemma2"), Tree(9, seed=3), some_ids(50, 7)
+    table, _ = prefill(engine, "a", some_ids(20))
+    other = engine.pool.allocate("b", 50)
+    batch = pack([Piece.chain(other, 0, text, [49]), tree.piece(engine, table, 20)])
+    logits = engine.forward(batch).logits
+    assert_same(logits[0], plain_logits("gemma2", text)[-1])
+    for row in range(9):
+        assert_same(logits[1 + row], plain_logits("gemma2", some_ids(20) + tree.text(row))[-1])
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_after_compaction_a_session_goes_on_as_if_it_were_fresh(name: str, scattered: bool) -> None:
+    engine = engine_of(name)
+    committed, seed = some_ids(11), 0
+    table, _ = prefill(engine, "a", committed)
+    if scattered:
+        force_scattered(engine, table)
+    for seed in range(6):
+        tree = Tree(12, seed)
+        engine.forward(pack([tree.piece(engine, table, len(committed))]))
+        path = tree.path(11 if seed % 2 else 3)
+        engine.pool.compact(table, len(committed), path)
+        committed += [tree.tokens[row] for row in path]
+        assert table.num_tokens == len(committed)
+    step = Tree(1, seed=99)
+    logits = engine.forward(pack([step.piece(engine, table, len(committed))])).logits
+    assert table.consecutive is not scattered
+    assert_same(logits[0], plain_logits(name, committed + step.tokens)[-1])
+
+
+def force_scattered(engine: Engine, table: BlockTable) -> None:
+    """Take the block right after the session's, so that it must grow elsewhere."""
+    pool = engine.pool
+    neighbour = pool._own(np.array([table.blocks[-1] + 1]))
+    pool.extend(table, table.capacity + 1)
+    pool._free[neighbour] = True
+    pool._num_free += 1
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_window_bounds_what_a_row_sees(name: str) -> None:
+    engine = engine_of(name)
+    window = min(w for w in engine.layout.windows if w is not None)
+    prefix, tree = some_ids(4 * window), Tree(3 * window, seed=5)
+    table, _ = prefill(engine, "a", prefix, chunk=window + 2)
+    piece = tree.piece(engine, table, len(prefix))
+    logits = engine.forward(pack([piece])).logits
+    deepest = tree.depths.index(max(tree.depths))
+    assert tree.depths[deepest] >= window
+    assert_same(logits[deepest], plain_logits(name, prefix + tree.text(deepest))[-1])
+    assert (logits[deepest] - plain_without_window(name, prefix + tree.text(deepest))[-1]).abs().max() > 1e-2
+
+
+def plain_without_window(name: str, ids: list[int]) -> Tensor:
+    model = copy.deepcopy(model_of(name))
+    model.config.sliding_window = 10_000
+    for module in model.modules():
+        if getattr(module, "sliding_window", None):
+            module.sliding_window = 10_000
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+
+
+def test_one_session_in_consecutive_blocks_is_read_without_a_gather() -> None:
+    engine = engine_of("llama")
+    table, _ = prefill(engine, "a", some_ids(20))
+    piece = Tree(5, seed=1).piece(engine, table, 20)
+
+    def kinds(pieces: list[Piece]) -> set[type]:
+        return {type(made) for made in plan_forward(pack(pieces), engine.pool, 2, frozenset({None})).values()}
+
+    assert kinds([piece]) == {ViewPlan}
+    viewed = engine.forward(pack([piece])).logits
+    force_scattered(engine, table)
+    assert kinds([piece]) == {GatherPlan}
+    assert_same(engine.forward(pack([piece])).logits, viewed)
+
+
+def test_only_the_rows_asked_for_have_logits() -> None:
+    engine, tree = engine_of("qwen3"), Tree(9, seed=2)
+    table, _ = prefill(engine, "a", some_ids(12))
+    piece = tree.piece(engine, table, 12)
+    every = engine.forward(pack([piece])).logits
+    some = Piece(table, 12, piece.tokens, piece.parents, piece.depths, [0, 3, 8])
+    torch.testing.assert_close(engine.forward(pack([some])).logits, every[[0, 3, 8]])
+    none = Piece(table, 12, piece.tokens, piece.parents, piece.depths, [])
+    assert engine.forward(pack([none])).logits.shape == (0, engine.info.vocab_size)
+
+
+def test_ancestors_are_those_a_walk_finds() -> None:
+    pool = KVPool(layers=1, kv_heads=1, head_dim=1, tokens=512)
+    trees = [Tree(rows, seed=rows) for rows in (1, 30, 7, 64)]
+    batch = pack([Piece(pool.allocate(str(t), 1), 0, x.tokens, x.parents, x.depths, []) for t, x in enumerate(trees)])
+    ancestors = batch.ancestors()
+    for span, tree in zip(batch.spans, trees, strict=True):
+        for row in range(span.num_rows):
+            assert np.flatnonzero(ancestors[span.first_row + row]).tolist() == tree.path(row)
+
+
+@pytest.mark.parametrize("layers", [(0,), (2, 3, 3), (1, 5)])
+@pytest.mark.parametrize("name", ["llama", "gemma", "gpt2"])
+def test_features_are_the_hidden_states_of_a_plain_forward(name: str, layers: tuple[int, ...]) -> None:
+    config = CONFIGS[name]()
+    config.num_hidden_layers = 6
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        model = AutoModelForCausalLM.from_config(config).eval()
+    engine = Engine(copy.deepcopy(model), kv_tokens=256)
+    assert engine.info.feature_layers == (2, 3, 3)
+    ids = some_ids(25)
+    with torch.inference_mode():
+        hidden = model(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states
+    expected = torch.cat([hidden[layer][0] for layer in layers], dim=-1)
+
+    table = engine.pool.allocate("a", 25)
+    first = engine.forward(pack([Piece.chain(table, 0, ids[:20])], layers))
+    second = engine.forward(pack([Piece.chain(table, 20, ids[20:])], layers))
+    assert first.features is not None
+    assert second.features is not None
+    torch.testing.assert_close(torch.cat([first.features, second.features]), expected, atol=1e-4, rtol=1e-4)
+    assert engine.forward(pack([Piece.chain(table, 20, ids[20:])])).features is None
+
+
+def test_features_of_too_few_layers_are_refused() -> None:
+    engine = engine_of("llama")
+    assert engine.info.feature_layers == ()
+    table = engine.pool.allocate("a", 1)
+    for layer in (-1, 3):
+        with pytest.raises(ValueError, match="feature layer"):
+            engine.forward(pack([Piece.chain(table, 0, [5])], (layer,)))
+        with pytest.raises(ValueError, match="feature layer"):
+            engine_of("llama", feature_layers=(layer,))
+
+
+def test_an_unknown_attention_argument_is_refused() -> None:
+    engine = engine_of("llama")
+    table = engine.pool.allocate("a", 1)
+    plans = plan_forward(pack([Piece.chain(table, 0, [5])]), engine.pool, 2, engine.layout.windows)
+    row = torch.tensor([[5]])
+    with torch.inference_mode(), using(plans.__getitem__):
+        engine.model(input_ids=row, position_ids=row, use_cache=False)
+        with pytest.raises(UnsupportedModel, match="s_aux"):
+            engine.model(input_ids=row, position_ids=row, use_cache=False, s_aux=torch.zeros(4))
+        with pytest.raises(UnsupportedModel, match="causal"):
+            engine.model(input_ids=row, position_ids=row, use_cache=False, is_causal=False)
+
+
+def test_models_that_would_be_served_wrong_are_refused_at_load() -> None:
+    sinks = GptOssConfig(**_SMALL, num_local_experts=4, num_experts_per_tok=2)
+    chunks = Llama4TextConfig(**_SMALL, num_local_experts=4, attention_chunk_size=16)
+    for config in (sinks, chunks):
+        with pytest.raises(UnsupportedModel):
+            Engine(AutoModelForCausalLM.from_config(config), kv_tokens=256)
+
+
+def test_packed_attention_outside_the_engine_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="inside"):
+        engine_of("llama").model(input_ids=torch.tensor([[5]]), use_cache=False)
+
+
+def test_the_self_check_passes_and_leaves_nothing_behind(name: str) -> None:
+    engine = engine_of(name)
+    check = engine.self_check()
+    assert check.rows_off == check.argmax_differs == 0
+    assert check.window_crossed
+    assert engine.pool.used_blocks == engine.pool.used_tokens == 0
+    table, _ = prefill(engine, "a", some_ids(5))  # and the model attends through the pool again
+    assert table.num_tokens == 5
+
+
+def without_scaling(dense: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda q, k, v, mask, scaling, softcap: dense(q, k, v, mask, 1.0, softcap)
+
+
+def without_softcap(dense: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda q, k, v, mask, scaling, softcap: dense(q, k, v, mask, scaling, None)
+
+
+def without_mask(dense: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda q, k, v, mask, scaling, softcap: dense(q, k, v, None, scaling, softcap)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [("llama", without_scaling), ("gemma2", without_softcap), ("gpt2", without_mask), ("gemma2", without_mask)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_self_check_fails_on_broken_attention(
+    name: str,
+    broken: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(copy.deepcopy(model_of(name)).to(dtype), kv_tokens=512)
+    engine.self_check()
+    monkeypatch.setattr(plan, "attend_masked", broken(plan.attend_masked))
+    with pytest.raises(SelfCheckError, match="max_difference"):
+        engine.self_check()
+    assert engine.pool.used_blocks == 0
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_the_self_check_fails_on_a_window_ignored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(name)
+
+    def plan_without_windows(
+        batch: PackedBatch, pool: KVPool, group: int, windows: frozenset[int | None]
+    ) -> dict[int | None, Any]:
+        everything: Any = plan_forward(batch, pool, group, frozenset({None}))[None]
+        return {window: dataclasses.replace(everything, window=window) for window in windows}
+
+    monkeypatch.setattr(engine_module, "plan_forward", plan_without_windows)
+    with pytest.raises(SelfCheckError):
+        engine.self_check()
+
+
+def test_a_folder_is_loaded_checked_and_described(tmp_path: Path) -> None:
+    model = copy.deepcopy(model_of("gemma2"))
+    model.generation_config.eos_token_id = [2, 5]
+    model.save_pretrained(tmp_path)
+    engine = Engine.load(tmp_path, kv_tokens=100, block_size=16)
+    assert engine.info.vocab_size == VOCAB
+    assert engine.info.max_context == 256
+    assert (engine.info.layers, engine.info.hidden_size) == (3, 32)
+    assert engine.info.eos_ids == (2, 5)
+    assert engine.info.dtype == "float32"
+    assert engine.pool.num_blocks == 7
+    assert set(engine.timings([1, 4], sessions=2, context=10, repeats=2)) == {1, 4}
+    assert engine.pool.used_blocks == 0
+    assert Engine.load(tmp_path, kv_tokens=256, dtype="bfloat16").info.dtype == "bfloat16"
+    with pytest.raises(ValueError, match="int8"):
+        Engine.load(tmp_path, kv_tokens=100, dtype="int8")
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        Engine.load(tmp_path, kv_tokens=100)
+
+
+def test_texts_stop_where_rotary_scaling_would_depend_on_the_batch() -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 64}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**_SMALL, rope_parameters=rope))
+    assert Engine(model, kv_tokens=256).info.max_context == 64
+
+
+# The pool.
+
+
+@pytest.fixture
+def pool() -> Iterator[KVPool]:
+    pool = KVPool(layers=2, kv_heads=1, head_dim=4, tokens=64 * 8, block_size=8)
+    yield pool
+    pool.check_integrity()
+
+
+def test_accounting_is_exact_and_returns_to_zero(pool: KVPool) -> None:
+    choose, tables = random.Random(0), {}
+    for step in range(600):
+        session = f"s{choose.randrange(12)}"
+        table = tables.get(session)
+        try:
+            if table is None:
+                tables[session] = pool.allocate(session, choose.randrange(1, 80))
+            elif choose.random() < 0.3:
+                pool.free(tables.pop(session))
+            else:
+                pool.extend(table, table.num_tokens + choose.randrange(20))
+        except OutOfBlocks:
+            pass
+        pool.check_integrity()
+        assert pool.used_tokens == sum(table.num_tokens for table in tables.values())
+        assert pool.used_blocks == sum(len(table.blocks) for table in tables.values()), step
+    for table in tables.values():
+        pool.free(table)
+    assert (pool.used_tokens, pool.used_blocks, pool.free_tokens) == (0, 0, 512)
+
+
+def test_out_of_blocks_changes_nothing(pool: KVPool) -> None:
+    table = pool.allocate("a", 500)
+    blocks = table.blocks.tolist()
+    with pytest.raises(OutOfBlocks, match="65 blocks of 8 tokens needed, 1 free"):
+        pool.allocate("b", 65 * 8)
+    with pytest.raises(OutOfBlocks):
+        pool.extend(table, 513)
+    assert (table.blocks.tolist(), table.num_tokens, pool.used_blocks) == (blocks, 500, 63)
+    pool.allocate("b", 8)
+    pool.check_integrity()
+
+
+def test_a_table_is_freed_once_and_a_session_has_one(pool: KVPool) -> None:
+    table = pool.allocate("a", 10)
+    with pytest.raises(ValueError, match="already"):
+        pool.allocate("a", 10)
+    pool.free(table)
+    with pytest.raises(ValueError, match="no such"):
+        pool.free(table)
+    assert pool.used_blocks == 0
+
+
+def test_a_few_growing_sessions_stay_consecutive(pool: KVPool) -> None:
+    tables = [pool.allocate(f"s{s}", 8) for s in range(4)]
+    for length in range(9, 60):
+        for table in tables:
+            pool.extend(table, length)
+    assert all(table.consecutive for table in tables)
+
+
+def test_integrity_notices_a_leak_and_a_double_owner() -> None:
+    pool = KVPool(layers=1, kv_heads=1, head_dim=1, tokens=64, block_size=8)
+    table, other = pool.allocate("a", 8), pool.allocate("b", 8)
+    blocks = other.blocks
+    for wrong in (table.blocks, other.blocks[:0]):
+        other.blocks = wrong
+        with pytest.raises(RuntimeError):
+            pool.check_integrity()
+    other.blocks = blocks
+    pool.check_integrity()
+
+
+def test_compaction_moves_every_layer_and_skips_what_lies_right(pool: KVPool) -> None:
+    table = pool.allocate("a", 30)
+    slots = torch.from_numpy(table.slots(np.arange(30)))
+    pool.data[:, :, slots] = torch.arange(30.0)[None, None, :, None, None].expand(2, 2, 30, 1, 4)
+    pool.compact(table, 10, [0, 1, 3, 6, 7])
+    held = pool.data[1, 1, slots[:15], 0, 0].tolist()
+    assert held == [*range(12), 13, 16, 17]
+    before = pool.data.clone()
+    pool.compact(table, 10, [0, 1, 2])
+    assert torch.equal(pool.data, before)
+    assert table.num_tokens == 13
+
+
+def test_a_batch_keeps_the_order_of_its_pieces(pool: KVPool) -> None:
+    first, second = pool.allocate("a", 20), pool.allocate("b", 20)
+    batch = pack([Piece.chain(first, 4, [7, 8], [1]), Piece(second, 9, [5, 6, 7], [-1, 0, 0], [0, 1, 1], [0, 2])])
+    assert isinstance(batch, PackedBatch)
+    assert batch.tokens.tolist() == [7, 8, 5, 6, 7]
+    assert batch.positions.tolist() == [4, 5, 9, 10, 10]
+    assert batch.parents.tolist() == [-1, 0, -1, 0, 0]
+    assert batch.logits_to_keep.tolist() == [1, 2, 4]
+    assert [(span.first_row, span.num_rows, span.prefix_len) for span in batch.spans] == [(0, 2, 4), (2, 3, 9)]

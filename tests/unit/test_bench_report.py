@@ -1,0 +1,173 @@
+"""Reports, prompt files and the verdict on an answer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coppice.bench.reference import EPS, Reference, judge_token
+from coppice.bench.report import Report, exactness_checks, make_row, repeat_share, with_speedups
+from coppice.completion import Accumulator, Completion
+from coppice.errors import InvalidField
+from coppice.generation import Chunk, Finished, Origin, Started, Timings
+from coppice.prompt_file import read_prompts
+from coppice.sampling import SamplingParams, decode_row, draw
+from tests.tiny import make_target
+
+ROW_KEYS = [
+    "method",
+    "policy",
+    "heads",
+    "budget",
+    "sessions",
+    "prompts",
+    "tokens",
+    "tau",
+    "tokens_per_s",
+    "speedup",
+    "draft_share",
+    "verified_nodes",
+    "late_drafts",
+    "identical",
+    "ties",
+    "wrong",
+    "repeat_share",
+]
+
+
+def _answer(heads: tuple[str, ...], lengths: list[int], seconds: float) -> Completion:
+    new = 1 + sum(lengths)
+    answer = Accumulator()
+    answer.add(Started(3, "route" if heads else "plain", heads, 31))
+    answer.add(Chunk("", tuple(range(new)), (Origin.ROOT,) * new, ("",) * new))
+    steps = len(lengths)
+    timings = Timings(decode_ns=int(seconds * 1e9), draft_ns=250 * steps, step_ns=[1000] * steps)
+    answer.add(Finished("length", 3, new, lengths, [0] * steps, [4] * steps, 1, 0, timings))
+    return answer.completion()
+
+
+# --- rows and checks ---
+
+
+def test_a_row_sums_its_answers_and_its_speedup_is_over_plain() -> None:
+    plain = make_row("plain", [_answer((), [1] * 6, 3.0)], ["identical"], 0)
+    fast = make_row("route", [_answer(("a",), [3, 3], 1.0), _answer(("a",), [2], 1.0)], ["identical", "tie"], 31)
+    assert (plain.tau, plain.tokens_per_s, fast.tau, fast.tokens_per_s) == (1.0, 2.0, 8 / 3, 4.0)
+    assert (fast.prompts, fast.tokens, fast.late_drafts) == (2, 10, 2)
+    assert (fast.identical, fast.ties, fast.wrong) == (1, 1, 0)
+    assert (fast.draft_share, fast.verified_nodes, fast.repeat_share) == (0.25, 4.0, 0.0)
+    assert [row.speedup for row in with_speedups([plain, fast])] == [1.0, 2.0]
+
+
+def test_checks_fail_on_wrong_answers_on_ties_in_float32_and_on_weak_evidence() -> None:
+    row = make_row("route", [_answer(("a",), [2, 2], 1.0)], ["identical"], 31)
+
+    def passed(row_: object, dtype: str, trained: bool, tokens: int) -> list[bool]:
+        return [check.ok for check in exactness_checks([row_], dtype, trained, tokens)]  # type: ignore[list-item]
+
+    assert passed(row, "float32", True, 64) == [True, True, True]
+    assert passed(replace(row, wrong=1), "float32", True, 64) == [False, True, True]
+    assert passed(replace(row, ties=1), "float32", True, 64) == [True, False, True]
+    assert passed(replace(row, ties=1), "bfloat16", True, 64) == [True, True]
+    assert passed(row, "float32", True, 63) == [True, True, False]
+    assert passed(replace(row, tau=1.3), "float32", True, 64) == [True, True, False]
+    assert passed(replace(row, tau=1.3), "float32", False, 64) == [True, True, True]
+    assert "weak" in exactness_checks([replace(row, tau=1.3)], "float32", False, 64)[-1].note
+
+
+def test_the_json_of_a_report_has_the_agreed_keys(tmp_path: Path) -> None:
+    row = make_row("route", [_answer(("a",), [2, 2], 1.0)], ["identical"], 31)
+    report = Report("demo", "float32", 2, rows=[row], checks=exactness_checks([row], "float32", True, 64))
+    report.write(tmp_path / "report.json")
+    told = json.loads((tmp_path / "report.json").read_text())
+    assert list(told) == ["command", "version", "commit", "machine", "dtype", "threads", "rows", "checks", "ok"]
+    assert list(told["rows"][0]) == ROW_KEYS
+    assert list(told["checks"][0]) == ["name", "value", "bound", "ok"]
+    assert told["ok"] is True
+
+
+def test_repeat_share_counts_four_grams_seen_before() -> None:
+    assert repeat_share([1, 2, 3]) == 0.0
+    assert repeat_share(range(10)) == 0.0
+    assert repeat_share([1] * 8) == 0.8
+
+
+# --- prompt files ---
+
+
+def test_prompt_files_are_json_lines_or_plain_lines(tmp_path: Path) -> None:
+    lines = [
+        {"question_id": 81, "category": "code", "turns": ["first", "second"], "text": "no"},
+        {"ids": [1, 2], "prompt": "no"},
+        *({key: key} for key in ("prompt", "question", "problem", "text")),
+    ]
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n\n".join(json.dumps(line) for line in lines))
+    prompts = read_prompts(file)
+    assert [line.prompt for line in prompts] == ["first", (1, 2), "prompt", "question", "problem", "text"]
+    assert (prompts[0].category, prompts[0].question_id) == ("code", "81")
+    plain = tmp_path / "a.txt"
+    plain.write_text("one\n\ntwo {\n")
+    assert [line.prompt for line in read_prompts(plain)] == ["one", "two {"]
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"ids": []}', '{"ids": [1.5]}', '{"turns": "x"}', '{"text": 3}'])
+def test_a_bad_line_is_named(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "good"}\n' + line)
+    with pytest.raises(InvalidField, match=r"a\.jsonl line 2"):
+        read_prompts(file)
+
+
+# --- verdicts ---
+
+
+def test_a_greedy_token_may_lie_eps_below_the_best() -> None:
+    row, greedy = np.array([0.0, 1.0, 1.0 - EPS, 0.5], np.float32), SamplingParams()
+    assert [judge_token(row, token, greedy, 0) for token in range(4)] == ["wrong", "identical", "tie", "wrong"]
+
+
+def test_a_sampled_token_is_judged_with_its_noise() -> None:
+    random = np.random.default_rng(0)
+    for position in range(200):
+        row = (3 * random.standard_normal(50)).astype(np.float32)
+        for params in (
+            SamplingParams(temperature=0.8, seed=position),
+            SamplingParams(temperature=1, top_k=5, top_p=0.9),
+        ):
+            token = draw(*decode_row(row, params), params.seed, position)
+            assert judge_token(row, token, params, position) == "identical"
+            assert judge_token(row, int(row.argmin()), params, position) == "wrong"
+
+
+def test_what_rounding_makes_of_a_sampled_token_is_never_wrong() -> None:
+    random, ties = np.random.default_rng(0), 0
+    for position in range(2000):
+        row = (3 * random.standard_normal(50)).astype(np.float32)
+        other = row + random.uniform(-EPS / 2, EPS / 2, 50).astype(np.float32)
+        params = SamplingParams(temperature=0.7, top_k=8, top_p=0.95, seed=1)
+        verdict = judge_token(row, draw(*decode_row(other, params), 1, position), params, position)
+        assert verdict != "wrong"
+        ties += verdict == "tie"
+    assert 0 < ties < 200
+
+
+def test_the_reference_answers_as_generate_does_and_judges_others(tmp_path: Path) -> None:
+    reference = Reference(make_target(tmp_path), "float32", threads=1)
+    prompt, greedy = reference.encode("def f(x):"), SamplingParams()
+    answer = reference.greedy(prompt, 24)
+    assert len(answer.ids) == 24
+    assert answer.ttft_s > 0
+    assert answer.decode_s > 0
+    told = answer.as_completion(len(prompt))
+    assert (told.tau, told.steps, told.new_tokens) == (1.0, 23, 24)
+    assert reference.greedy(prompt, 1).ids == answer.ids[:1]
+    assert reference.judge(prompt, answer.ids, greedy, answer.ids) == "identical"
+    assert reference.judge(prompt, answer.ids, greedy) == "identical"
+    wrong = (*answer.ids[:-1], (answer.ids[-1] + 1) % 256)
+    assert reference.judge(prompt, wrong, greedy, answer.ids) == "wrong"
+    assert reference.judge(prompt, wrong, greedy) == "wrong"

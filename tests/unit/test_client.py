@@ -1,0 +1,246 @@
+"""The SDK: requests as built, events as folded, errors as typed, and what importing it costs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from coppice.client import AsyncClient, Client, build_request, default_address
+from coppice.completion import Accumulator
+from coppice.errors import CoppiceError, DeadlineExceeded, InvalidField, NotFound, Overloaded, Unavailable
+from coppice.generation import ChatMessage, Chunk, Finished, Origin, Started, Timings
+from coppice.sampling import SamplingParams
+from tests.fake_service import echo_server
+
+JSON_KEYS = [
+    "text",
+    "ids",
+    "finish_reason",
+    "prompt_tokens",
+    "new_tokens",
+    "steps",
+    "tau",
+    "accept_lengths",
+    "policy",
+    "heads",
+    "seed",
+    "timings_ns",
+]
+
+
+def test_importing_coppice_and_the_client_loads_no_torch_transformers_or_ray() -> None:
+    code = (
+        "import sys, coppice; coppice.Client; coppice.SamplingParams; import coppice.cli;"
+        "print([name for name in ('torch', 'transformers', 'ray', 'tokenizers') if name in sys.modules])"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "[]"
+
+
+def test_the_address_is_the_variable_or_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COPPICE_ADDRESS", raising=False)
+    assert default_address() == "127.0.0.1:50051"
+    monkeypatch.setenv("COPPICE_ADDRESS", "there:1")
+    assert default_address() == "there:1"
+
+
+# --- requests ---
+
+
+def test_a_prompt_is_text_ids_or_messages() -> None:
+    assert build_request("hi").text == "hi"
+    assert build_request([1, 2]).ids == (1, 2)
+    assert build_request(np.array([1, 2])).ids == (1, 2)
+    message = ChatMessage("user", "hi")
+    assert build_request([message]).chat == (message,)
+    assert build_request([{"role": "user", "content": "hi"}]).chat == (message,)
+
+
+def test_every_option_reaches_the_request() -> None:
+    request = build_request(
+        "hi",
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        seed=7,
+        max_new_tokens=5,
+        stop="end",
+        policy="plain",
+        budget=0,
+        ignore_eos=True,
+        log_probs=True,
+        resume_ids=[4],
+        pq=True,
+        coupled=False,
+    )
+    assert request.sampling == SamplingParams(temperature=0.5, top_p=0.9, top_k=3, seed=7)
+    assert (request.max_new_tokens, request.stop, request.policy, request.budget) == (5, ("end",), "plain", 0)
+    assert (request.ignore_eos, request.want_log_probs, request.resume_ids) == (True, True, (4,))
+    assert (request.pq, request.coupled) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        ("", {}, "prompt"),
+        ([], {}, "prompt"),
+        ([1.5], {}, "prompt"),
+        ([-1], {}, "prompt"),
+        ([{"role": "user"}], {}, "prompt"),
+        ("hi", {"temperature": -1}, "temperature"),
+        ("hi", {"top_p": 0}, "top_p"),
+        ("hi", {"sampling": SamplingParams(), "seed": 3}, "sampling"),
+        ("hi", {"max_new_tokens": -1}, "max_new_tokens"),
+        ("hi", {"budget": 1000}, "budget"),
+        ("hi", {"resume_ids": [-1]}, "resume_ids"),
+    ],
+)
+def test_an_unusable_value_is_named(prompt: object, options: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidField) as error:
+        build_request(prompt, **options)  # type: ignore[arg-type]
+    assert error.value.field == field
+
+
+def test_an_unknown_option_is_a_type_error() -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match="temprature"):
+        client.stream("hi", temprature=1)  # type: ignore[call-arg]
+
+
+# --- folding ---
+
+
+def _events() -> list[Started | Chunk | Finished]:
+    draft, root = Origin.DRAFT, Origin.ROOT
+    return [
+        Started(3, "route", ("a", "b"), 31),
+        Chunk("x", (1,), (root,), ("x",), (-1.0,)),
+        Chunk("yz", (2, 3, 4), (draft, draft, root), ("y", "", "z"), (-2.0, -3.0, -4.0)),
+        Chunk("!", (5,), (root,), ("!",), (-5.0,)),
+        Finished("eos", 3, 5, [3, 1], [1, -1], [9, 0], 1, 2, Timings(queue_ns=1, decode_ns=2 * 10**9)),
+    ]
+
+
+def test_events_fold_into_a_completion() -> None:
+    ticks = iter([10.0, 10.5, 11.0, 12.0])
+    answer = Accumulator(seed=7, clock=lambda: next(ticks))
+    for event in _events():
+        answer.add(event)
+    told = answer.completion()
+    assert (told.text, told.ids, told.log_probs) == ("xyz!", (1, 2, 3, 4, 5), (-1.0, -2.0, -3.0, -4.0, -5.0))
+    assert [origin.name for origin in told.origins] == ["ROOT", "DRAFT", "DRAFT", "ROOT", "ROOT"]
+    assert (told.steps, told.tau, told.accept_lengths) == (2, 2.0, (3, 1))
+    assert (told.ttft_s, told.decode_s, told.tokens_per_s) == (0.5, 2.0, 2.0)
+    assert (told.routed, told.verified_nodes, told.late_drafts, told.bad_drafts) == ((1, -1), (9, 0), 1, 2)
+    assert list(told.to_json()) == JSON_KEYS
+    assert told.to_json()["timings_ns"] == {
+        "queue": 1,
+        "prefill": 0,
+        "draft": 0,
+        "transport": 0,
+        "verify": 0,
+        "accept": 0,
+        "commit": 0,
+    }
+
+
+def test_a_stream_cut_short_folds_into_a_cancelled_completion() -> None:
+    answer = Accumulator()
+    for event in _events()[:3]:
+        answer.add(event)
+    told = answer.completion()
+    assert (told.finish_reason, told.ids, told.new_tokens) == ("cancelled", (1, 2, 3, 4), 4)
+    assert (told.steps, told.tau) == (0, 1.0)
+
+
+def test_an_answer_of_one_token_has_tau_one_and_no_speed() -> None:
+    answer = Accumulator()
+    for event in (_events()[0], _events()[1], Finished("length", 3, 1, [], [], [])):
+        answer.add(event)
+    assert (answer.completion().tau, answer.completion().tokens_per_s) == (1.0, 0.0)
+
+
+# --- calls ---
+
+
+def test_generate_and_describe_over_a_connection() -> None:
+    with echo_server() as (address, echo), Client(address) as client:
+        assert client.describe().name == "echo"
+        told = client.generate("hello", temperature=0.7, seed=9, log_probs=True)
+    assert (told.text, told.ids, told.accept_lengths) == ("hello", tuple(b"hello"), (2, 2))
+    assert (told.tau, told.seed, told.heads) == (2.0, 9, ("a", "b"))
+    assert len(told.log_probs) == len(told.origins) == 5
+    assert echo.requests[0].sampling == SamplingParams(temperature=0.7, seed=9)
+
+
+def test_leaving_a_stream_cancels_the_call() -> None:
+    with echo_server() as (address, echo), Client(address) as client:
+        for event in client.stream("wait"):
+            if isinstance(event, Chunk):
+                break
+        assert echo.cancelled.wait(5)
+
+
+def test_a_deadline_is_an_error_of_its_own() -> None:
+    with echo_server() as (address, _), Client(address) as client, pytest.raises(DeadlineExceeded):
+        client.generate("wait", timeout=0.3)
+
+
+@pytest.mark.parametrize(("prompt", "kind"), [("busy", Overloaded), ("lost", NotFound), ("break", Unavailable)])
+def test_failures_are_typed_and_not_tried_again(prompt: str, kind: type[CoppiceError]) -> None:
+    with echo_server() as (address, echo), Client(address) as client, pytest.raises(kind):
+        client.generate(prompt)
+    assert echo.calls == 1
+
+
+def test_a_field_the_server_refuses_is_named() -> None:
+    with echo_server() as (address, _), Client(address) as client, pytest.raises(InvalidField) as error:
+        client.generate([2000])
+    assert error.value.field == "ids"
+
+
+def test_unavailable_before_the_first_event_is_tried_again() -> None:
+    with echo_server(refusals=2) as (address, echo), Client(address) as client:
+        assert client.generate("hi").text == "hi"
+    assert echo.calls == 3
+
+
+def test_nobody_at_the_address_is_unavailable_soon() -> None:
+    began = time.monotonic()
+    with Client("127.0.0.1:1") as client, pytest.raises(Unavailable):
+        client.generate("hi")
+    assert time.monotonic() - began < 5
+
+
+async def test_the_async_client_answers_as_the_sync_one_does() -> None:
+    with echo_server(refusals=1) as (address, echo):
+        async with AsyncClient(address) as client:
+            assert (await client.describe()).name == "echo"
+            told = await client.generate("hello", seed=3, temperature=1.0)
+            assert (told.text, told.tau, told.seed) == ("hello", 2.0, 3)
+            with pytest.raises(Overloaded):
+                await client.generate("busy")
+            with pytest.raises(DeadlineExceeded):
+                await client.generate("wait", timeout=0.3)
+            echo.cancelled.clear()
+            async with contextlib.aclosing(client.stream("wait")) as events:
+                async for event in events:
+                    if isinstance(event, Chunk):
+                        break
+            assert await asyncio.to_thread(echo.cancelled.wait, 5)
+
+
+async def test_cancelling_the_task_cancels_the_call() -> None:
+    with echo_server() as (address, echo):
+        async with AsyncClient(address) as client:
+            task = asyncio.create_task(client.generate("wait"))
+            assert await asyncio.to_thread(echo.arrived.wait, 5)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await asyncio.to_thread(echo.cancelled.wait, 5)

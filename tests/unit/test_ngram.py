@@ -1,0 +1,324 @@
+"""The heads without weights: valid trees, states that depend on the text alone, smoothed and coupled scores."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coppice.config import DrafterSettings
+from coppice.errors import InvalidField
+from coppice.messages import Advance, OpenDraft
+from coppice.nn.bigram import FOLLOWERS, Bigram, Ranking
+from coppice.nn.head import DraftJob, Growth, Head
+from coppice.nn.lookup import OCCURRENCES, ORDERS, Lookup
+from coppice.nn.ngram import EXP_EULER_GAMMA, draft_scores
+from coppice.nn.registry import build_head
+from coppice.sampling import SamplingParams, draw, noise
+from coppice.tree import DraftTree, validate
+from tests.reference import EFFORT
+
+VOCAB = 12
+GREEDY = SamplingParams()
+SAMPLED = SamplingParams(temperature=0.8, seed=5)
+KINDS = ("bigram", "lookup")
+
+texts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=60)
+
+
+def make_head(kind: str, **settings: object) -> Head:
+    return build_head(DrafterSettings.model_validate({"kind": kind, **settings}))
+
+
+def open_session(head: Head, key: int, ids: list[int], **options: object) -> None:
+    for _ in head.open(key, OpenDraft("s", ids, GREEDY, **options)):  # type: ignore[arg-type]
+        pass
+
+
+def draft(head: Head, key: int, root: int, at: int, budget: int, params: SamplingParams = GREEDY) -> DraftTree:
+    (growths,) = head.draft([DraftJob(key, root, at, budget, params)])
+    (growth,) = growths
+    assert growth.last
+    return growth.nodes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60 * EFFORT, deadline=None)
+@given(
+    ids=texts,
+    root=st.integers(0, VOCAB - 1),
+    budget=st.integers(0, 64),
+    temperature=st.sampled_from([0.0, 1e-9, 0.3, 1.0, 10.0]),
+    coupled=st.booleans(),
+    chain=st.booleans(),
+)
+def test_every_tree_is_valid_and_its_scores_fall_along_each_path(
+    kind: str, ids: list[int], root: int, budget: int, temperature: float, coupled: bool, chain: bool
+) -> None:
+    head = make_head(kind, chain=chain, depth=5, coupled_top_k=4)
+    open_session(head, 1, ids)
+    params = SamplingParams(temperature=temperature, seed=3)
+    (growths,) = head.draft([DraftJob(1, root, len(ids), budget, params, coupled)])
+    tree = growths[0].nodes
+    validate(tree, VOCAB, max_nodes=budget, max_depth=5)
+    scores = np.append(np.float32(0), tree.log_probs)
+    assert (tree.log_probs < scores[tree.parents]).all()
+    edges = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
+    assert len(set(edges)) == len(edges)
+    assert max(Counter(tree.parents.tolist()).values(), default=0) <= (1 if chain else 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60 * EFFORT, deadline=None)
+@given(pieces=st.lists(texts, min_size=1, max_size=8), root=st.integers(0, VOCAB - 1), sampled=st.booleans())
+def test_a_session_that_advanced_drafts_like_a_fresh_one_on_the_same_text(
+    kind: str, pieces: list[list[int]], root: int, sampled: bool
+) -> None:
+    head, params = make_head(kind), SAMPLED if sampled else GREEDY
+    open_session(head, 1, pieces[0])
+    for count, piece in enumerate(pieces[1:], start=1):
+        so_far = sum(map(len, pieces[:count]))
+        draft(head, 1, piece[0], so_far, 16, params)  # drafting leaves no trace
+        head.advance(1, Advance(piece))
+    text = [token for piece in pieces for token in piece]
+    open_session(head, 2, text)
+    assert draft(head, 1, root, len(text), 24, params) == draft(head, 2, root, len(text), 24, params)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_session_drafts_from_its_own_text_only(kind: str) -> None:
+    head, alone = make_head(kind), make_head(kind)
+    open_session(head, 1, [7, 8, 9] * 20)
+    open_session(head, 2, [1, 2, 3, 1, 2])
+    open_session(alone, 2, [1, 2, 3, 1, 2])
+    head.advance(1, Advance([3, 9, 3, 9]))
+    tree = draft(head, 2, 3, 5, 32)
+    assert len(tree)
+    assert tree == draft(alone, 2, 3, 5, 32)
+    head.close(1)
+    assert tree == draft(head, 2, 3, 5, 32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_gives_each_job_the_tree_it_gets_alone(kind: str) -> None:
+    head, rng = make_head(kind), np.random.default_rng(0)
+    histories = [rng.integers(0, VOCAB, 30).tolist() for _ in range(5)]
+    for key, ids in enumerate(histories):
+        open_session(head, key, ids)
+    jobs = [DraftJob(key, 3, 30, 8 + key, SAMPLED) for key in range(5)]
+    together: Iterator[list[Growth]] = head.draft(jobs)
+    trees = {growth.job: growth.nodes for growths in together for growth in growths}
+    assert trees == {key: draft(head, key, 3, 30, 8 + key, SAMPLED) for key in range(5)}
+
+
+@settings(max_examples=100 * EFFORT, deadline=None)
+@given(tokens=st.lists(st.integers(0, 6), max_size=80))
+def test_a_ranking_is_the_sorted_counts(tokens: list[int]) -> None:
+    ranking, counts = Ranking(), Counter(tokens)
+    for token in tokens:
+        ranking.add(token)
+    assert ranking.counts().tolist() == sorted(counts.values(), reverse=True)
+    assert [counts[token] for token in ranking.ids] == ranking.counts().tolist()
+    assert all(ranking.count(token) == counts[token] for token in range(8))
+    assert ranking.total == len(tokens)
+
+
+def witten_bell(ids: list[int], previous: int, token: int) -> float:
+    """The formula, counted from scratch."""
+    pairs = Counter(pairwise(ids))
+    after = {b: n for (a, b), n in pairs.items() if a == previous}
+    kinds = len(set(ids))
+    unigram = (ids.count(token) + kinds / VOCAB) / (len(ids) + kinds)
+    if not after:
+        return unigram
+    return (after.get(token, 0) + len(after) * unigram) / (sum(after.values()) + len(after))
+
+
+@settings(max_examples=40 * EFFORT, deadline=None)
+@given(ids=texts)
+def test_bigram_probabilities_are_witten_bells_and_sum_to_one(ids: list[int]) -> None:
+    model = Bigram(VOCAB)
+    model.extend(ids)
+    for previous in range(VOCAB):
+        expected = [witten_bell(ids, previous, token) for token in range(VOCAB)]
+        np.testing.assert_allclose(model.row(previous), expected, rtol=1e-12)
+        np.testing.assert_allclose(model.row(previous).sum(), 1)
+        candidates = model.followers(previous)
+        np.testing.assert_allclose(list(candidates.values()), [expected[token] for token in candidates])
+        assert model.probability(previous, 0) == pytest.approx(expected[0])
+        seen = {b for a, b in pairwise(ids) if a == previous}
+        assert len(seen & candidates.keys()) == min(len(seen), FOLLOWERS) or len(seen) > FOLLOWERS
+
+
+def test_a_pair_seen_once_is_likely_and_not_certain() -> None:
+    bigram, lookup = Bigram(VOCAB), Lookup()
+    bigram.extend([4, 5])
+    lookup.extend([4, 5])
+    assert 0.5 < bigram.followers(4)[5] < 0.9
+    assert lookup.followers(lookup.start(4)) == {5: pytest.approx(1 / 3)}
+
+
+def test_a_base_fills_in_what_the_session_has_not_seen(tmp_path: Path) -> None:
+    path = tmp_path / "base.json"
+    path.write_text(json.dumps([[1, 2, 1, 2, 1, 2], [9, 1]]))
+    head = make_head("bigram", path=str(path), vocab_size=VOCAB)
+    open_session(head, 1, [5, 6])
+    open_session(head, 2, [1, 7, 1, 7, 1, 7])
+    assert draft(head, 1, 1, 2, 1).tokens.tolist() == [2]
+    assert draft(head, 2, 1, 6, 2).tokens.tolist()[0] == 7  # the session's own pairs weigh more
+    base = Bigram(VOCAB)
+    base.extend([1, 2])
+    layered = Bigram(VOCAB, base)
+    layered.extend([1, 3, 1])
+    np.testing.assert_allclose(layered.row(1), [layered.probability(1, token) for token in range(VOCAB)])
+    np.testing.assert_allclose(layered.row(1).sum(), 1)
+
+
+@pytest.mark.parametrize("content", ["{", "3", "[[1, -1]]", "[[1.5]]", f"[[{VOCAB}]]", '[["a"]]', "[[true]]"])
+def test_a_base_file_of_another_kind_is_refused_by_name(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "base.json"
+    path.write_text(content)
+    with pytest.raises(InvalidField, match=r"drafter\.path"):
+        make_head("bigram", path=str(path), vocab_size=VOCAB)
+
+
+def suffix_matches(text: list[int]) -> dict[int, int]:
+    """Every earlier place where the text's last token stands: how many tokens match there, at most 8."""
+    found = {}
+    for at in range(len(text) - 1):
+        length = 0
+        while length < min(ORDERS[-1], at + 1) and text[at - length] == text[-1 - length]:
+            length += 1
+        if length:
+            found[at] = length
+    return found
+
+
+def blended(votes: list[tuple[int, int]], token: int, order: int = 3) -> float:
+    """The formula of coppice/nn/lookup.py, from the longest of ORDERS down."""
+    if order < 0:
+        return 0.0
+    below = blended(votes, token, order - 1)
+    followers = [follower for length, follower in votes if length >= ORDERS[order]]
+    if not followers:
+        return below
+    escapes = len(set(followers)) + 1
+    return (followers.count(token) + escapes * below) / (len(followers) + escapes)
+
+
+@settings(max_examples=150 * EFFORT, deadline=None)
+@given(ids=st.lists(st.integers(0, 3), min_size=1, max_size=40), root=st.integers(0, 3))
+def test_lookup_finds_the_longest_and_latest_matches(ids: list[int], root: int) -> None:
+    model = Lookup()
+    model.extend(ids)
+    found, expected = dict(model.start(root)), suffix_matches([*ids, root])
+    assert found.items() <= expected.items()
+    assert len(found) == min(len(expected), OCCURRENCES)
+    for least in (4, 2, 1):  # of each indexed order the latest were taken before any shorter match
+        reach = [at for at, length in expected.items() if length >= least]
+        kept = [at for at in reach if at in found]
+        assert len(kept) == min(len(reach), OCCURRENCES)
+    state = model.start(root)
+    while followers := model.followers(state):  # along the most likely path
+        votes = [(length, ids[at + 1]) for at, length in state if at + 1 < len(ids)]
+        assert followers == pytest.approx({token: blended(votes, token) for _, token in votes})
+        assert sum(followers.values()) < 1
+        best = max(followers, key=lambda token: followers[token])
+        onward = [(place + 1, length + 1) for place, length in state if ids[place + 1 : place + 2] == [best]]
+        state = model.follow(state, best)
+        assert state == onward
+
+
+def test_earlier_continuations_become_branches_and_longer_matches_score_higher() -> None:
+    head = make_head("lookup")
+    open_session(head, 1, [1, 2, 3, 4, 8, 8, 3, 5, 9, 1, 2])
+    tree = draft(head, 1, 3, 11, 8)
+    scores = {(p, t): s for p, t, s in zip(tree.parents, tree.tokens, tree.log_probs, strict=True)}
+    assert scores[0, 4] > scores[0, 5] > -np.inf  # "1 2 3" went on with 4, "3" alone with 5
+    assert [t for p, t in scores if p == 0] == [4, 5]
+
+
+@settings(max_examples=60 * EFFORT, deadline=None)
+@given(ids=texts, root=st.integers(0, VOCAB - 1), seed=st.integers(0, 2**64 - 1), coupled=st.booleans())
+def test_sampled_scores_are_log_softmax_with_the_targets_own_noise(
+    ids: list[int], root: int, seed: int, coupled: bool
+) -> None:
+    model, temperature, position = Bigram(VOCAB), 0.7, 33
+    model.extend(ids)
+    candidates = model.followers(root)
+    job = DraftJob(1, root, position - 1, 8, SamplingParams(temperature=temperature, seed=seed), coupled)
+    got = {token: score for score, token in draft_scores(candidates, job, position, VOCAB)}
+    tokens = np.array(list(candidates))
+    rest = np.log(max(1 - sum(candidates.values()), 1e-6)) / temperature
+    scores = np.log(list(candidates.values())) / temperature
+    if coupled:
+        scores, rest = scores + noise(seed, position, tokens), rest + np.log(EXP_EULER_GAMMA)
+    scores -= np.logaddexp.reduce([*scores, rest])
+    np.testing.assert_allclose([got[token] for token in tokens.tolist()], np.minimum(scores, -1e-6), atol=1e-9)
+
+
+def test_coupled_drafts_hold_the_targets_draw_more_often() -> None:
+    rng = np.random.default_rng(1)
+    text = [0]
+    law = rng.dirichlet(np.full(VOCAB, 0.7), VOCAB)
+    for _ in range(400):
+        text.append(int(rng.choice(VOCAB, p=law[text[-1]])))
+    head = make_head("bigram", coupled_top_k=2, depth=1)
+    open_session(head, 1, text)
+    hits = {True: 0, False: 0}
+    for seed in range(400):
+        params = SamplingParams(temperature=1.0, seed=seed)
+        root = int(rng.integers(VOCAB))
+        drawn = draw(np.arange(VOCAB), np.log(law[root]), seed, len(text) + 1)
+        for coupled in hits:
+            (growths,) = head.draft([DraftJob(1, root, len(text), 2, params, coupled)])
+            hits[coupled] += drawn in growths[0].nodes.tokens
+    assert hits[True] > hits[False] + 20
+
+
+def test_q_rows_are_the_laws_of_a_chain_whose_length_is_fixed() -> None:
+    head = make_head("bigram", vocab_size=VOCAB, depth=5)
+    ids = np.random.default_rng(0).integers(0, VOCAB, 50).tolist()
+    open_session(head, 1, ids, want_q_rows=True)
+    model = Bigram(VOCAB)
+    model.extend(ids)
+    counts = np.zeros(VOCAB)
+    for seed in range(300):
+        params = SamplingParams(temperature=1.0, seed=seed)
+        (growths,) = head.draft([DraftJob(1, 3, 50, 64, params, want_q_rows=True)])
+        tree, rows = growths[0].nodes, growths[0].q_rows
+        assert rows is not None
+        assert rows.shape == (5, VOCAB)
+        assert tree.parents.tolist() == [0, 1, 2, 3, 4]
+        validate(tree, VOCAB)
+        for row, previous in zip(rows, [3, *tree.tokens[:-1].tolist()], strict=True):
+            np.testing.assert_allclose(row, model.row(previous), rtol=1e-6)
+        taken = rows[np.arange(5), tree.tokens].astype(np.float64)
+        np.testing.assert_allclose(np.cumsum(np.log(taken)), tree.log_probs, rtol=1e-5)
+        counts[tree.tokens[0]] += 1
+    assert np.abs(counts / 300 - model.row(3)).max() < 0.1
+    (growths,) = head.draft([DraftJob(1, 3, 50, 2, GREEDY, want_q_rows=True)])
+    assert len(growths[0].nodes) == 2
+    assert growths[0].q_rows is not None
+    assert growths[0].q_rows.max(1).tolist() == [1, 1]  # greedy: all on one token
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("lookup", {"vocab_size": 9}), ("bigram", {})])
+def test_q_rows_that_cannot_be_made_are_refused_by_name(kind: str, settings: dict[str, int]) -> None:
+    head = make_head(kind, **settings)
+    with pytest.raises(InvalidField, match=r"open\.want_q_rows"):
+        open_session(head, 1, [1, 2, 3], want_q_rows=True)
+    head.close(1)
+
+
+def test_a_kind_without_a_builder_is_a_clear_error() -> None:
+    settings = DrafterSettings().model_copy(update={"kind": "oracle"})
+    with pytest.raises(InvalidField, match=r"drafter\.kind: no head of kind 'oracle'; there are bigram, lookup"):
+        build_head(settings)
