@@ -59,9 +59,9 @@ def pick_prompts(prompts: Sequence[FilePrompt]) -> list[FilePrompt]:
 
 def services_table(stack: Stack) -> Table:
     """What runs where."""
-    table = Table("service", "role", "address", "health", "metrics", "pid")
+    table = Table("service", "address", "metrics", "pid")
     for name, ready in stack.services.items():
-        table.add_row(name, ready.role, ready.address, ready.health, ready.metrics or "-", str(ready.pid))
+        table.add_row(name, ready.address, ready.metrics or "-", str(ready.pid))
     return table
 
 

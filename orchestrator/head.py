@@ -33,6 +33,7 @@ log = structlog.get_logger()
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 10.0
 _MISSES_TO_BENCH = 2
 _LEAST_DEADLINE_S = 0.020
+_FIRST_DEADLINE_S = 0.250
 
 
 class Replica:
@@ -72,8 +73,10 @@ class HeadPool:
 
     @property
     def deadline_s(self) -> float:
-        """How long to wait for a draft: max(20 ms, 4 x the median draft time)."""
-        return max(_LEAST_DEADLINE_S, 4 * statistics.median(self._draft_s) if self._draft_s else 0.0)
+        """How long to wait for a draft: max(20 ms, 4 x the median draft time); longer while none is known."""
+        if not self._draft_s:
+            return _FIRST_DEADLINE_S
+        return max(_LEAST_DEADLINE_S, 4 * statistics.median(self._draft_s))
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,15 +80,16 @@ class Reference:
     def __init__(self, target: Path, dtype: str, device: str = "cpu", threads: int = 0) -> None:
         """Load it; `threads` 0 lets torch choose."""
         import torch
-        from transformers import AutoModelForCausalLM, GenerationConfig
 
+        transformers: Any = import_module("transformers")
+        transformers.logging.disable_progress_bar()
         if threads:
             torch.set_num_threads(threads)
-        load: Any = AutoModelForCausalLM.from_pretrained
+        load = transformers.AutoModelForCausalLM.from_pretrained
         self._model = load(target, dtype=getattr(torch, dtype), local_files_only=True).to(device).eval()
         # A model's own defaults may draw, penalise or stop; None for an id means that nothing ends the text.
-        plain: Any = GenerationConfig
-        self._model.generation_config = plain(do_sample=False, eos_token_id=None, pad_token_id=0)
+        plain = transformers.GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+        self._model.generation_config = plain
         self._torch, self._target = torch, target
 
     def encode(self, text: str) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -100,12 +101,11 @@ class Report:
 
     def print(self, console: Console) -> None:
         """The rows as a table and the checks below it."""
-        table = Table(
-            title=f"{self.command}: {self.dtype}, {self.threads} threads, prefill left out", title_justify="left"
-        )
-        for heading in ("method", "tau", "tokens/s", "x plain", "x transformers", "draft share", "nodes"):
-            table.add_column(heading, justify="left" if heading == "method" else "right")
-        table.add_column("identical/ties/wrong", justify="right")
+        title = f"{self.command}: {self.dtype}, {self.threads} threads, prefill left out; x hf is over transformers"
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        table.add_column("method", no_wrap=True)
+        for heading in ("tau", "tokens/s", "x plain", "x hf", "draft", "nodes", "same/tie/wrong"):
+            table.add_column(heading, justify="right", no_wrap=True)
         peer = next((row.tokens_per_s for row in self.rows if row.method == HF_GENERATE), 0.0)
         for row in self.rows:
             figures = (row.tau, row.tokens_per_s, row.speedup, row.tokens_per_s / peer if peer else 0.0)
@@ -114,7 +114,7 @@ class Report:
                 *(f"{figure:.2f}" if figure else "-" for figure in figures),
                 f"{row.draft_share:.0%}" if row.heads else "-",
                 f"{row.verified_nodes:.1f}" if row.heads else "-",
-                f"{row.identical}/{row.ties}/{row.wrong}",
+                "-" if row.method == HF_GENERATE else f"{row.identical}/{row.ties}/{row.wrong}",
             )
         console.print(table)
         for check in self.checks:

@@ -162,7 +162,9 @@ class LanguageModelHead(Head):
         else:
             scores = draft_scores(logits[:, : self.description.vocab_size], job, depth)
             top = scores.topk(min(wanted, scores.shape[1]))
-            children = [list(zip(*pair, strict=True)) for pair in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+            children = [
+                list(zip(*pair, strict=True)) for pair in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+            ]
         new: list[int] = []
         for node, candidates in zip(tree.frontier, children, strict=True):
             base = tree.scores[node - 1] if node else 0.0
@@ -179,7 +181,12 @@ class LanguageModelHead(Head):
     def _sample(self, tree: _Growing, logits: Tensor, depth: int) -> list[list[tuple[int, float]]]:
         """The next token of a chain sampled from q, whose row is kept for the p/q rule."""
         job = tree.job
-        q = (logits[0, : self.description.vocab_size].double() / (job.sampling.temperature or 1.0)).softmax(-1).cpu().numpy()
+        q = (
+            (logits[0, : self.description.vocab_size].double() / (job.sampling.temperature or 1.0))
+            .softmax(-1)
+            .cpu()
+            .numpy()
+        )
         drawn = uniform(job.sampling.seed, job.committed_len + depth, _CHAIN_STREAM)
         token = min(int(np.searchsorted(q.cumsum(), drawn, side="right")), len(q) - 1)
         tree.q_rows.append(q.astype(np.float32))

@@ -15,6 +15,7 @@ _BUILDERS = MappingProxyType(
     {
         "bigram": ("coppice.nn.ngram", "bigram_head"),
         "lookup": ("coppice.nn.ngram", "lookup_head"),
+        "lm": ("coppice.nn.lm", "LanguageModelHead"),
     }
 )
 

@@ -44,6 +44,8 @@ def export(work: Path, out: Path) -> None:
     run = json.loads((work / "run.json").read_text(encoding="utf-8"))
     facts = json.loads((work / "data" / "data.json").read_text(encoding="utf-8"))
     write_card(partial, shipped, Run(**run, data=facts, state=state, held_out=measure(shipped, work)))
+    for file in partial.iterdir():
+        file.chmod(0o644)  # safetensors writes for the owner alone, but images run as another user
     shutil.rmtree(out, ignore_errors=True)
     partial.rename(out)
 

@@ -11,12 +11,12 @@ from coppice.config import Settings
 from coppice.errors import InvalidField
 from coppice.limits import FEATURE_CHUNK_BYTES, MAX_CONTEXT, MAX_TREE_DEPTH, MAX_TREE_NODES, check_range
 from coppice.messages import Features, OpenSession, TargetDescription, VerifyStep
+from coppice.packed.engine import EngineInfo
 from coppice.rpc.admission import Admission
 from coppice.rpc.sessions import StreamWaits
 from coppice.tree import TreeError, validate
 from coppice.v1 import verifier_pb2
 from coppice.wire import common, verifier
-from services.verifier.engine import EngineInfo
 from services.verifier.session import feature_bytes
 from services.verifier.worker import Worker, reserved_tokens
 

@@ -24,10 +24,10 @@ from coppice.messages import (
     VerifyTimings,
     committed_hash,
 )
+from coppice.packed.kv import BlockTable
 from coppice.sampling import Row as SampledRow
 from coppice.sampling import decode_row, draw
 from coppice.tree import DraftTree, TreeError
-from services.verifier.kv import BlockTable
 
 
 @dataclass

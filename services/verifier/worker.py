@@ -22,11 +22,11 @@ from torch import Tensor
 from coppice.config import VerifierSettings
 from coppice.errors import CoppiceError, InvalidField, NotFound, Unavailable
 from coppice.messages import FeatureRef, Features, OpenSession, SessionOpened, VerifyStep, VerifyTimings
+from coppice.packed.batch import Piece, pack
+from coppice.packed.engine import Engine, EngineInfo, ForwardOutput
+from coppice.packed.kv import OutOfBlocks
 from coppice.telemetry import SessionMetrics
 from coppice.tree import DraftTree, prune
-from services.verifier.batch import Piece, pack
-from services.verifier.engine import Engine, EngineInfo, ForwardOutput
-from services.verifier.kv import OutOfBlocks
 from services.verifier.session import Session
 
 log = structlog.get_logger()

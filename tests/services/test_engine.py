@@ -30,14 +30,14 @@ from transformers import (
     StableLmConfig,
 )
 
-from services.verifier import engine as engine_module
-from services.verifier import plan
-from services.verifier.attention import UnsupportedModel, using
-from services.verifier.batch import PackedBatch, Piece, pack
-from services.verifier.engine import Engine
-from services.verifier.kv import BlockTable, KVPool, OutOfBlocks
-from services.verifier.plan import GatherPlan, ViewPlan, plan_forward
-from services.verifier.selfcheck import SelfCheckError
+from coppice.packed import engine as engine_module
+from coppice.packed import plan
+from coppice.packed.attention import UnsupportedModel, using
+from coppice.packed.batch import PackedBatch, Piece, pack
+from coppice.packed.engine import Engine
+from coppice.packed.kv import BlockTable, KVPool, OutOfBlocks
+from coppice.packed.plan import GatherPlan, ViewPlan, plan_forward
+from coppice.packed.selfcheck import SelfCheckError
 
 VOCAB = 150
 # Larger weights than a fresh model's, so that attention matters to the logits.

@@ -62,7 +62,7 @@ def draft(head: Head, key: int, root: int, at: int, budget: int, params: Samplin
 def test_every_tree_is_valid_and_its_scores_fall_along_each_path(
     kind: str, ids: list[int], root: int, budget: int, temperature: float, coupled: bool, chain: bool
 ) -> None:
-    head = make_head(kind, chain=chain, depth=5, coupled_top_k=4)
+    head = make_head(kind, chain=chain, depth=5, top_k=4)
     open_session(head, 1, ids)
     params = SamplingParams(temperature=temperature, seed=3)
     (growths,) = head.draft([DraftJob(1, root, len(ids), budget, params, coupled)])
@@ -270,7 +270,7 @@ def test_coupled_drafts_hold_the_targets_draw_more_often() -> None:
     law = rng.dirichlet(np.full(VOCAB, 0.7), VOCAB)
     for _ in range(400):
         text.append(int(rng.choice(VOCAB, p=law[text[-1]])))
-    head = make_head("bigram", coupled_top_k=2, depth=1)
+    head = make_head("bigram", top_k=2, depth=1)
     open_session(head, 1, text)
     hits = {True: 0, False: 0}
     for seed in range(400):

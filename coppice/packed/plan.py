@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.verifier.attention import LayerPlan, attend_masked
-from services.verifier.batch import PackedBatch, Span
-from services.verifier.kv import KVPool
+from coppice.packed.attention import LayerPlan, attend_masked
+from coppice.packed.batch import PackedBatch, Span
+from coppice.packed.kv import KVPool
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ def _view_plans(batch: PackedBatch, pool: KVPool, group: int, windows: set[int |
     span = batch.spans[0]
     rows = span.num_rows
     start = int(span.table.blocks[0]) * pool.block_size
-    ancestors = batch.ancestors() if rows > 1 else None
-    written = pool.heads_first.narrow(3, start + span.prefix_len, rows).unbind(0)
+    ancestors = batch.ancestors() if rows > 1 or span.earlier else None
+    written = pool.heads_first.narrow(3, start + span.start, rows).unbind(0)
     plans: dict[int | None, ViewPlan] = {}
     for window in windows:
         # Keys before every row's window are not even read; then a single row sees all that is left.
@@ -109,7 +109,7 @@ def _view_plans(batch: PackedBatch, pool: KVPool, group: int, windows: set[int |
         mask = None
         if ancestors is not None:
             mask = _additive(_visible(batch, span, ancestors, window)[None, None, :, low:], group, pool)
-        read = pool.heads_first.narrow(3, start + low, span.prefix_len + rows - low).unbind(0)
+        read = pool.heads_first.narrow(3, start + low, span.start + rows - low).unbind(0)
         plans[window] = ViewPlan(window, group, written, read, mask)
     return plans
 
@@ -118,7 +118,7 @@ def _gather_plans(
     batch: PackedBatch, pool: KVPool, group: int, windows: set[int | None]
 ) -> dict[int | None, GatherPlan]:
     counts = np.array([span.num_rows for span in batch.spans])
-    lengths = np.array([span.prefix_len for span in batch.spans]) + counts
+    lengths = np.array([span.start for span in batch.spans]) + counts
     most_rows, most_keys = int(counts.max()), int(lengths.max())
     # Shorter sessions repeat their own last row and their own last key: never another session's.
     local = np.minimum(np.arange(most_rows), counts[:, None] - 1)  # (S, N)
@@ -155,14 +155,17 @@ def _gather_plans(
 
 
 def _visible(batch: PackedBatch, span: Span, ancestors: NDArray[np.bool_], window: int | None) -> NDArray[np.bool_]:
-    """(n, prefix_len + n): which of the session's keys each row of the span sees."""
+    """(n, start + n): which of the session's keys each row of the span sees."""
     rows = slice(span.first_row, span.first_row + span.num_rows)
-    visible = np.ones((span.num_rows, span.prefix_len + span.num_rows), dtype=np.bool_)
-    visible[:, span.prefix_len :] = ancestors[rows, : span.num_rows]
+    visible = np.ones((span.num_rows, span.start + span.num_rows), dtype=np.bool_)
+    if span.earlier:
+        visible[:, span.prefix_len : span.start] = span.earlier.visible
+    visible[:, span.start :] = ancestors[rows, : span.num_rows]
     if window is not None:
         positions = batch.positions.numpy()[rows]
         # In the prefix a token's index is its position; in a tree it is not.
-        keys = np.concatenate([np.arange(span.prefix_len), positions])
+        tree = [span.earlier.positions] if span.earlier else []
+        keys = np.concatenate([np.arange(span.prefix_len), *tree, positions])
         visible &= keys > positions[:, None] - window
     return visible
 

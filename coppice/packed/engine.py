@@ -1,6 +1,6 @@
 """The target behind one boundary: forward(PackedBatch) -> logits and features. Knows nothing of requests or sampling.
 
-Everything here, loading included, runs on one thread of the caller's choice (DESIGN 6: two OpenMP pools fight).
+Everything here, loading included, runs on one thread of the caller's choice: two OpenMP pools fight.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from services.verifier.attention import NAME, UnsupportedModel, using
-from services.verifier.batch import PackedBatch, Piece, pack
-from services.verifier.kv import BlockTable, KVPool
-from services.verifier.layout import read_layout
-from services.verifier.plan import plan_forward
-from services.verifier.selfcheck import SelfCheck, self_check
+from coppice.packed.attention import NAME, UnsupportedModel, using
+from coppice.packed.batch import PackedBatch, Piece, pack
+from coppice.packed.kv import BlockTable, KVPool
+from coppice.packed.layout import read_layout
+from coppice.packed.plan import plan_forward
+from coppice.packed.selfcheck import SelfCheck, self_check
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MIN_FEATURE_LAYERS = 6  # below, 2, L//2 and L-3 are out of order or out of range

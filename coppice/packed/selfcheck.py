@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from services.verifier.attention import NAME
-from services.verifier.batch import Piece, pack
+from coppice.packed.attention import NAME
+from coppice.packed.batch import Piece, pack
 
 if TYPE_CHECKING:
-    from services.verifier.engine import Engine
+    from coppice.packed.engine import Engine
 
 # A tree of 12 rows with four leaves, the root at row 0; siblings and cousins that do not see each other.
 _PARENTS = (-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 8, 9)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from services.verifier.attention import UnsupportedModel, using
+from coppice.packed.attention import UnsupportedModel, using
 
 
 @dataclass(frozen=True)

@@ -14,21 +14,38 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.verifier.kv import BlockTable
+from coppice.packed.kv import BlockTable
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """Rows of a tree that earlier forwards wrote behind the prefix: a drafter grows its tree level by level.
+
+    visible: (num_rows, E) bool, which of them each row of the span descends from. positions: (E,) int64, absolute.
+    """
+
+    visible: NDArray[np.bool_]
+    positions: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Span:
     """One session's rows: first_row .. first_row + num_rows of the batch, after prefix_len tokens already in its KV.
 
-    Row r of the span writes its keys and values at the session's token index prefix_len + r, so `table` has room for
-    prefix_len + num_rows tokens.
+    Row r of the span writes its keys and values at the session's token index start + r, so `table` has room for
+    start + num_rows tokens.
     """
 
     first_row: int
     num_rows: int
     prefix_len: int
     table: BlockTable
+    earlier: Earlier | None = None
+
+    @property
+    def start(self) -> int:
+        """The session's token index of the first row: behind the prefix and the tree's earlier rows."""
+        return self.prefix_len + (len(self.earlier.positions) if self.earlier else 0)
 
 
 @dataclass(frozen=True)
@@ -36,7 +53,7 @@ class PackedBatch:
     """Rows of all sessions of one forward, as plain CPU tensors.
 
     tokens: (T,) int64 ids. positions: (T,) int64, absolute in the session's text. parents: (T,) int64, the row *inside
-    its span* that a row continues, always an earlier one; -1 for a span's first row, which continues the prefix. A
+    its span* that a row continues, always an earlier one; -1 for one that continues the prefix or an earlier row. A
     prefill chunk is a chain, a draft tree is a tree with its root in the first row. logits_to_keep: (R,) int64, the
     rows of the batch whose logits are wanted, ascending. feature_layers: hidden states wanted of every row (index 0 is
     the embeddings); empty for none.
@@ -84,6 +101,7 @@ class Piece:
     parents: Sequence[int]
     depths: Sequence[int]
     keep: Sequence[int]
+    earlier: Earlier | None = None
 
     @classmethod
     def chain(cls, table: BlockTable, prefix_len: int, tokens: Sequence[int], keep: Sequence[int] = ()) -> Piece:
@@ -97,7 +115,7 @@ def pack(pieces: Sequence[Piece], feature_layers: tuple[int, ...] = ()) -> Packe
     spans: list[Span] = []
     rows = 0
     for piece in pieces:
-        spans.append(Span(rows, len(piece.tokens), piece.prefix_len, piece.table))
+        spans.append(Span(rows, len(piece.tokens), piece.prefix_len, piece.table, piece.earlier))
         rows += len(piece.tokens)
 
     def join(parts: Sequence[NDArray[np.int64]]) -> Tensor:
