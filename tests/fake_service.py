@@ -59,13 +59,14 @@ class Echo:
         text = request.text or "".join(part.content for part in request.chat or ())
         if text in ERRORS:
             raise ERRORS[text](text)
+        if text == "wait":  # before the first event, or the call could end unheard
+            context.add_callback(self.cancelled.set)
         ids = request.ids or tuple(text.encode())
         yield generation.started_to_wire(Started(len(ids), request.policy or "route", ("a", "b"), 31))
         yield _chunk(ids[:1], request.want_log_probs)
         if text == "break":
             raise Unavailable("broke")
         if text == "wait":
-            context.add_callback(self.cancelled.set)
             self.arrived.set()
             self.cancelled.wait(60)
         steps = [slice(at, at + 2) for at in range(1, len(ids), 2)]

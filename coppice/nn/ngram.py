@@ -50,24 +50,24 @@ def draft_scores(candidates: dict[int, float], job: DraftJob, position: int, wid
     """(log-score, id) of the `width` best candidates of one row, best first, all below 0.
 
     Greedy scores are the log-probabilities. At T > 0 they are log_softmax(log q / T + noise at the position) when the
-    job is coupled, without the noise when it is not; all tokens that are no candidates stand in it as one, with the
-    mass they have together and the mean of the noise.
+    job is coupled, without the noise when it is not. All tokens that are no candidates stand in the softmax as one,
+    with the mean of the noise and the mass they have at T = 1: it is that of many tokens, so T says little about it.
     """
     if job.sampling.temperature == 0 or not candidates:
         weights = [(q, token) for token, q in candidates.items()]
         total = 1.0
     else:
         power = 1 / max(job.sampling.temperature, LEAST_TEMPERATURE)
-        rest = max(1 - sum(candidates.values()), LEAST_REST)
-        most = max(rest, *candidates.values())  # divided by it no power overflows
-        rest = (rest / most) ** power
+        mass, most = sum(candidates.values()), max(candidates.values())
+        rest = max(1 - mass, LEAST_REST)
         weights = [((q / most) ** power, token) for token, q in candidates.items()]
+        scale = mass / sum(weight for weight, _ in weights)
         if job.coupled:
             # exp(score + Gumbel noise) is the weight over an exponential variable: no logarithm for each candidate.
             key = position_key(job.sampling.seed, position, TOKEN_STREAM)
             weights = [(weight / _exponential(key, token), token) for weight, token in weights]
             rest *= EXP_EULER_GAMMA
-        total = rest + sum(weight for weight, _ in weights)
+        total = rest / scale + sum(weight for weight, _ in weights)
     best = sorted(weights, key=itemgetter(0), reverse=True)[:width]
     return [(min(math.log(weight / total), -LEAST_REST), token) for weight, token in best if weight > 0]
 
@@ -202,6 +202,8 @@ def _read_base(settings: DrafterSettings) -> Bigram:
                 raise ValueError("an entry is no token id below the vocabulary width")
             base.extend(ids)
             base.end_text()
+        if not base.followers(0):
+            raise ValueError("it holds no ids")
     except (OSError, ValueError, TypeError) as error:
         raise InvalidField("drafter.path", f"{settings.path} is no JSON list of texts as ids: {error}") from None
     return base

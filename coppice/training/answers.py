@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from coppice.training.packing import Ids, Packed
 from coppice.training.progress import say
+from coppice.training.workers import one_core_each
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 PREFIX_LENGTHS = (16, 32, 64, 96)
@@ -28,27 +29,34 @@ class AnswerPlan:
     seed: int = 0
 
 
-def answer_prefixes(target: PreTrainedModel, domains: list[Packed], plan: AnswerPlan, path: Path) -> None:
-    """Append JSON lines {"domain", "temperature", "ids"} to `path` until it holds `plan.tokens` new tokens.
+def answer_prefixes(
+    target: PreTrainedModel, domains: list[Packed], plan: AnswerPlan, path: Path, num_workers: int = 1
+) -> None:
+    """Append JSON lines {batch, domain, temperature, prefix, ids} to `path` until it has `plan.tokens` new ids.
 
-    Every finished batch is on disk, so an interrupted run goes on with the next one.
+    Finished batches are on disk, so an interrupted run goes on with the next one. Every worker answers a batch of its
+    own on one core, for the reason given in workers.py; with more than one, sampled answers differ between runs.
     """
-    done, batch_number = _progress_of(path)
+    done, first = _progress_of(path)
     ends = {d.name: np.flatnonzero(d.train == target.config.eos_token_id) for d in domains}
-    while done < plan.tokens:
-        domain = domains[batch_number % len(domains)]
-        temperature = TEMPERATURES[batch_number // len(domains) % len(TEMPERATURES)]
-        rng = np.random.default_rng([plan.seed, batch_number])
+
+    def answer(number: int) -> list[dict[str, Any]]:
+        domain = domains[number % len(domains)]
+        temperature = TEMPERATURES[number // len(domains) % len(TEMPERATURES)]
+        rng = np.random.default_rng([plan.seed, number])
         prefixes = draw_prefixes(domain, ends[domain.name], plan.batch, rng)
-        answers = generate(target, torch.from_numpy(prefixes), temperature, plan.new_tokens, plan.seed + batch_number)
-        with path.open("a", encoding="utf-8") as file:
-            for ids in answers:
-                done += len(ids) - prefixes.shape[1]
-                row = {"batch": batch_number, "domain": domain.name, "temperature": temperature, "ids": ids}
-                row["prefix"] = prefixes.shape[1]
-                file.write(json.dumps(row) + "\n")
-        batch_number += 1
-        say("answers", f"{done:,}/{plan.tokens:,} tokens")
+        answers = generate(target, torch.from_numpy(prefixes), temperature, plan.new_tokens, plan.seed + number)
+        facts = {"batch": number, "domain": domain.name, "temperature": temperature, "prefix": prefixes.shape[1]}
+        return [facts | {"ids": ids} for ids in answers]
+
+    with one_core_each(num_workers) as pool:
+        while done < plan.tokens:
+            for rows in pool.map(answer, range(first, first + num_workers)):
+                with path.open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in rows)
+                done += sum(len(row["ids"]) - row["prefix"] for row in rows)
+            first += num_workers
+            say("answers", f"{done:,}/{plan.tokens:,} tokens")
 
 
 def draw_prefixes(domain: Packed, ends: NDArray[np.int64], count: int, rng: np.random.Generator) -> NDArray[np.int64]:

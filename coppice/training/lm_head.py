@@ -72,7 +72,7 @@ def distillation_loss(target: Any) -> LossFunction:
 
 
 def prepare_lessons(
-    lines: list[str], target: PreTrainedModel, target_folder: Path, work: Path, plan: AnswerPlan
+    lines: list[str], target: PreTrainedModel, target_folder: Path, work: Path, plan: AnswerPlan, num_workers: int = 1
 ) -> list[Packed]:
     """The corpora in the target's tokens and, as one more domain, the target's answers to their prefixes."""
     folder, record = work / "data", work / "data" / "lines.json"
@@ -84,7 +84,7 @@ def prepare_lessons(
         record.write_text(json.dumps(lines) + "\n", encoding="utf-8")
     domains = open_prepared(folder)
     answers = folder / "answers.jsonl"
-    answer_prefixes(target, domains, plan, answers)
+    answer_prefixes(target, domains, plan, answers, num_workers)
     _pack_answers(answers, folder)
     total = sum(d.weight for d in domains)
     rest = (1 - ANSWERS_WEIGHT) / total
@@ -120,7 +120,7 @@ def train_lm(
     """Train into `work`; False when a signal stopped the run before its end."""
     target = load_target(target_folder, device)
     plan = plan or AnswerPlan(tokens=int(schedule.tokens * ANSWERS_SHARE), seed=seed)
-    domains = prepare_lessons(lines, target, target_folder, work, plan)
+    domains = prepare_lessons(lines, target, target_folder, work, plan, num_workers)
     student: Any = build_student(target, shape, seed)
     student.to(device)
     student.config.save_pretrained(work)

@@ -6,8 +6,9 @@ worker two runs agree to rounding, not to the bit.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -26,6 +27,19 @@ def share_weights(model: nn.Module) -> nn.Module:
     return replica
 
 
+@contextmanager
+def one_core_each(num_workers: int) -> Iterator[ThreadPoolExecutor]:
+    """A pool of threads in which torch uses one core a thread (a single worker keeps all of torch's)."""
+    before = torch.get_num_threads()
+    if num_workers > 1:
+        torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(num_workers, thread_name_prefix="training") as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(before)
+
+
 class Workers:
     """`num_workers` threads that share out the rows of a batch and other independent jobs."""
 
@@ -33,15 +47,12 @@ class Workers:
         """`micro_tokens`: tokens of one part; about 512 keeps a part's activations in the caches."""
         self.loss, self.micro_tokens = loss, micro_tokens
         self.replicas = [model] + [share_weights(model) for _ in range(num_workers - 1)]
-        self.pool = ThreadPoolExecutor(num_workers, thread_name_prefix="training")
-        self._threads_before = torch.get_num_threads()
-        if num_workers > 1:
-            torch.set_num_threads(1)
+        self._exit = ExitStack()
+        self.pool = self._exit.enter_context(one_core_each(num_workers))
 
     def close(self) -> None:
         """End the threads and give torch its own back."""
-        self.pool.shutdown()
-        torch.set_num_threads(self._threads_before)
+        self._exit.close()
 
     def map(self, function: Callable[[Any], Any], jobs: Iterable[Any]) -> list[Any]:
         """Run independent jobs, in any order; results in the jobs' order."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from coppice.errors import CoppiceError, Overloaded
 from coppice.messages import TreeDelta
 
-MAX_BACKLOG = 256  # steps not taken and answers not sent; a client that reads its answers has one or two
+MAX_BACKLOG = 32  # steps not taken and answers not sent; a client that reads its answers has a few
 
 
 @dataclass(frozen=True, slots=True)

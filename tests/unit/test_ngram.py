@@ -69,7 +69,8 @@ def test_every_tree_is_valid_and_its_scores_fall_along_each_path(
     tree = growths[0].nodes
     validate(tree, VOCAB, max_nodes=budget, max_depth=5)
     scores = np.append(np.float32(0), tree.log_probs)
-    assert (tree.log_probs < scores[tree.parents]).all()
+    assert (tree.log_probs <= scores[tree.parents]).all()
+    assert (tree.log_probs < 0).all()
     edges = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
     assert len(set(edges)) == len(edges)
     assert max(Counter(tree.parents.tolist()).values(), default=0) <= (1 if chain else 4)
@@ -181,7 +182,7 @@ def test_a_base_fills_in_what_the_session_has_not_seen(tmp_path: Path) -> None:
     np.testing.assert_allclose(layered.row(1).sum(), 1)
 
 
-@pytest.mark.parametrize("content", ["{", "3", "[[1, -1]]", "[[1.5]]", f"[[{VOCAB}]]", '[["a"]]', "[[true]]"])
+@pytest.mark.parametrize("content", ["{", "3", "[[]]", "[[1, -1]]", "[[1.5]]", f"[[{VOCAB}]]", '[["a"]]', "[[true]]"])
 def test_a_base_file_of_another_kind_is_refused_by_name(tmp_path: Path, content: str) -> None:
     path = tmp_path / "base.json"
     path.write_text(content)
@@ -256,8 +257,10 @@ def test_sampled_scores_are_log_softmax_with_the_targets_own_noise(
     job = DraftJob(1, root, position - 1, 8, SamplingParams(temperature=temperature, seed=seed), coupled)
     got = {token: score for score, token in draft_scores(candidates, job, position, VOCAB)}
     tokens = np.array(list(candidates))
-    rest = np.log(max(1 - sum(candidates.values()), 1e-6)) / temperature
+    mass = sum(candidates.values())
+    rest = np.log(max(1 - mass, 1e-6))
     scores = np.log(list(candidates.values())) / temperature
+    scores += np.log(mass) - np.logaddexp.reduce(scores)
     if coupled:
         scores, rest = scores + noise(seed, position, tokens), rest + np.log(EXP_EULER_GAMMA)
     scores -= np.logaddexp.reduce([*scores, rest])

@@ -1,0 +1,54 @@
+"""A whole pipeline of real processes on a tiny random target, shared by a module's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coppice.bench.reference import Reference
+from coppice.client import Client
+from coppice.launch import Stack
+from coppice.stack_spec import HeadSpec, StackSpec
+from tests.tiny import make_target
+
+VOCAB = 300
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random target of six layers, so that features exist."""
+    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=6)
+
+
+@pytest.fixture(scope="module")
+def stack(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Verifier, two drafters (the target itself as an `lm` head, and look-up) and orchestrator."""
+    heads = (HeadSpec("self", "lm", target), HeadSpec("lookup", "lookup"))
+    spec = StackSpec(
+        target=target,
+        heads=heads,
+        dtype="float32",
+        verifier_threads=1,
+        drafter_threads=1,
+        log_dir=tmp_path_factory.mktemp("logs"),
+        # The machine that runs tests may be busy: no head is to be benched for that.
+        extra={"orchestrator": {"orchestrator.draft_deadline_ms": 2000}},
+    )
+    with Stack(spec) as running:
+        yield running
+    assert not running.unclean
+
+
+@pytest.fixture(scope="module")
+def client(stack: Stack) -> Iterator[Client]:
+    """A client of the stack."""
+    with Client(stack.address) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def reference(target: Path) -> Reference:
+    """Plain transformers on the same target."""
+    return Reference(target, "float32", threads=1)

@@ -1,0 +1,278 @@
+"""The pipeline as clients see it: text, ids, chat, stops, limits, resumption, and the target's own words throughout."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from tokenizers import Tokenizer
+
+from coppice.bench.reference import Reference
+from coppice.client import AsyncClient, Client
+from coppice.errors import InvalidField, Overloaded
+from coppice.generation import Origin, Timings
+from coppice.launch import Stack
+from coppice.limits import Limits
+from coppice.rpc.channels import open_channel
+from coppice.sampling import SamplingParams
+from coppice.v1 import generation_pb2, verifier_pb2
+from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
+from tests.pipeline.conftest import VOCAB
+
+PROMPTS = [tuple(random.Random(n).randrange(VOCAB) for _ in range(3 + 9 * n)) for n in range(6)]
+NEW = 40
+POLICIES = ("plain", "single:self", "single:lookup", "route", "route-sum", "merge", "merge-dedup", "merge-full")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_greedy_text_is_generates_under_every_policy_and_budget(
+    client: Client, reference: Reference, policy: str
+) -> None:
+    for number, prompt in enumerate(PROMPTS[:3]):
+        expected = reference.greedy(prompt, NEW).ids
+        for budget in (0, 1, 8, 31, 60) if number == 0 else (31,):
+            answer = client.generate(prompt, policy=policy, budget=budget, max_new_tokens=NEW, ignore_eos=True)
+            assert answer.ids == expected, (policy, budget)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_sampled_text_is_plains_under_every_policy(client: Client, temperature: float) -> None:
+    told = {"max_new_tokens": NEW, "ignore_eos": True, "sampling": SamplingParams(temperature=temperature, seed=5)}
+    plain = client.generate(PROMPTS[1], policy="plain", **told)
+    for policy in POLICIES[1:]:
+        assert client.generate(PROMPTS[1], policy=policy, **told).ids == plain.ids, policy
+    assert client.generate(PROMPTS[1], policy="merge", coupled=False, **told).ids == plain.ids
+    other = told | {"sampling": SamplingParams(temperature=temperature, seed=6)}
+    assert client.generate(PROMPTS[1], policy="plain", **other).ids != plain.ids
+
+
+def test_truncated_rows_travel_and_are_drawn_by_the_orchestrator(client: Client) -> None:
+    sampling = SamplingParams(temperature=1.2, top_p=0.8, top_k=40, seed=9)
+    told = {"max_new_tokens": NEW, "ignore_eos": True, "sampling": sampling}
+    assert (
+        client.generate(PROMPTS[2], policy="merge", **told).ids
+        == client.generate(PROMPTS[2], policy="plain", **told).ids
+    )
+
+
+def test_a_perfect_head_is_accepted_to_its_depth_greedily_and_coupled(client: Client) -> None:
+    for temperature in (0.0, 1.0):
+        told = {"policy": "single:self", "max_new_tokens": NEW, "ignore_eos": True, "temperature": temperature}
+        coupled = client.generate(PROMPTS[1], **told)
+        assert coupled.tau > 5, temperature
+        if temperature:
+            assert client.generate(PROMPTS[1], coupled=False, **told).tau < coupled.tau
+
+
+async def test_sessions_of_all_lengths_packed_together_change_nothing(stack: Stack, client: Client) -> None:
+    alone = {
+        prompt: client.generate(prompt, max_new_tokens=NEW, ignore_eos=True, policy="plain").ids for prompt in PROMPTS
+    }
+    async with AsyncClient(stack.address) as many:
+        policies = [random.Random(n).choice(POLICIES) for n in range(24)]
+        answers = await asyncio.gather(
+            *(
+                many.generate(PROMPTS[n % len(PROMPTS)], max_new_tokens=NEW, ignore_eos=True, policy=policy)
+                for n, policy in enumerate(policies)
+            )
+        )
+    assert [answer.ids for answer in answers] == [alone[PROMPTS[n % len(PROMPTS)]] for n in range(24)]
+
+
+def test_counts_add_up(client: Client) -> None:
+    answer = client.generate(PROMPTS[0], max_new_tokens=NEW, ignore_eos=True, policy="route")
+    assert answer.new_tokens == NEW == 1 + sum(answer.accept_lengths)
+    assert answer.tau == (NEW - 1) / answer.steps
+    assert answer.origins.count(Origin.ROOT) + answer.origins.count(Origin.DRAFT) == NEW
+    assert answer.origins[0] is Origin.ROOT
+    assert len(answer.routed) == len(answer.verified_nodes) == answer.steps
+    assert max(answer.verified_nodes) <= 31
+    timings = answer.timings
+    assert isinstance(timings, Timings)
+    assert len(timings.step_ns) == len(timings.split_ns) == answer.steps
+    assert all(0 < split < step for split, step in zip(timings.split_ns, timings.step_ns, strict=True))
+    plain = client.generate(PROMPTS[0], max_new_tokens=NEW, ignore_eos=True, policy="plain")
+    assert plain.tau == 1.0
+
+
+def test_text_is_the_decoded_ids_and_pieces_are_its_parts(client: Client, target: Path) -> None:
+    answer = client.generate("def f(x):", max_new_tokens=64, ignore_eos=True)
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    assert answer.text == tokenizer.decode(list(answer.ids), skip_special_tokens=True)
+    chunks = [
+        event for event in client.stream("def f(x):", max_new_tokens=64, ignore_eos=True) if hasattr(event, "pieces")
+    ]
+    assert "".join(chunk.text for chunk in chunks) == answer.text
+    assert all("".join(chunk.pieces) == chunk.text for chunk in chunks)
+
+
+def test_chat_is_rendered_with_the_targets_own_template(client: Client) -> None:
+    chat = client.generate([{"role": "user", "content": "hello"}], max_new_tokens=8, ignore_eos=True)
+    text = client.generate("user: hello\nassistant:", max_new_tokens=8, ignore_eos=True)
+    assert chat.ids == text.ids
+
+
+def test_a_stop_string_ends_the_text_before_it(client: Client) -> None:
+    whole = client.generate("once", max_new_tokens=64, ignore_eos=True).text
+    stop = whole[20:23]
+    answer = client.generate("once", max_new_tokens=64, ignore_eos=True, stop=[stop, "never there"])
+    assert answer.finish_reason == "stop"
+    assert answer.text == whole[: whole.index(stop)]
+
+
+def test_an_end_of_text_id_ends_the_text_inside_an_accepted_path(client: Client) -> None:
+    ended = []
+    for seed in range(40):
+        told = {"temperature": 1.3, "seed": seed, "max_new_tokens": 96}
+        plain, draft = (client.generate(PROMPTS[0], policy=policy, **told) for policy in ("plain", "single:self"))
+        assert plain.ids == draft.ids
+        assert plain.finish_reason == draft.finish_reason
+        ended.append(draft)
+        if draft.finish_reason == "eos" and draft.origins[-1] is Origin.DRAFT:
+            break
+    assert ended[-1].finish_reason == "eos"
+    assert ended[-1].ids[-1] == 0
+    assert 0 not in ended[-1].ids[:-1]
+
+
+def test_limits_hold_to_the_token(client: Client) -> None:
+    for limit in (1, 2, 7):
+        assert client.generate(PROMPTS[1], max_new_tokens=limit, ignore_eos=True).new_tokens == limit
+    long = [1 + n % 200 for n in range(500)]
+    answer = client.generate(long, max_new_tokens=100, ignore_eos=True, policy="single:self")
+    assert (answer.new_tokens, answer.finish_reason) == (12, "length")  # a context of 512
+
+
+def test_a_resumed_stream_goes_on_with_the_same_tokens(client: Client) -> None:
+    told = {"max_new_tokens": NEW, "ignore_eos": True, "temperature": 1.0, "seed": 3}
+    whole = client.generate(PROMPTS[1], **told)
+    for held in (1, 17, NEW - 1):
+        rest = client.generate(PROMPTS[1], resume_ids=whole.ids[:held], **told)
+        assert rest.ids == whole.ids[held:]
+
+
+def test_log_probs_are_the_targets(client: Client, reference: Reference) -> None:
+    answer = client.generate(PROMPTS[1], max_new_tokens=16, ignore_eos=True, log_probs=True)
+    sampled = client.generate(
+        PROMPTS[1], max_new_tokens=16, ignore_eos=True, log_probs=True, temperature=1.0, policy="merge"
+    )
+    for told in (answer, sampled):
+        torch, model = reference._torch, reference._model
+        with torch.inference_mode():
+            rows = model(torch.tensor([[*PROMPTS[1], *told.ids]])).logits[0, len(PROMPTS[1]) - 1 : -1].log_softmax(-1)
+        expected = rows[torch.arange(16), torch.tensor(told.ids)].tolist()
+        assert told.log_probs == pytest.approx(expected, abs=1e-3)
+
+
+def test_p_q_rejection_runs_under_single_only(client: Client) -> None:
+    told = {"max_new_tokens": 24, "ignore_eos": True, "temperature": 1.0, "pq": True}
+    answer = client.generate(PROMPTS[1], policy="single:self", **told)
+    assert answer.new_tokens == 24
+    assert answer.tau > 5  # the head is the target: p = q accepts everything
+    with pytest.raises(InvalidField, match="accept_rule"):
+        client.generate(PROMPTS[1], policy="route", **told)
+
+
+BAD = {
+    "ids": {"prompt": [VOCAB]},
+    "prompt": {"prompt": ""},
+    "sampling.temperature": {"prompt": [1], "temperature": -1.0},
+    "sampling.top_p": {"prompt": [1], "top_p": 1.5},
+    "budget": {"prompt": [1], "budget": 257},
+    "policy": {"prompt": [1], "policy": "single:nobody"},
+    "stop": {"prompt": [1], "stop": [""]},
+    "max_new_tokens": {"prompt": [1], "max_new_tokens": 10**6},
+    "resume_ids": {"prompt": [1], "resume_ids": [1, 2], "max_new_tokens": 2},
+    "chat.messages.role": {"prompt": [{"role": "root", "content": "x"}]},
+}
+
+
+@pytest.mark.parametrize("field", BAD)
+def test_bad_input_is_refused_by_field_and_the_server_stays_up(client: Client, field: str) -> None:
+    told = dict(BAD[field])
+    with pytest.raises((InvalidField, ValueError), match=field.split(".")[-1]):
+        client.generate(told.pop("prompt"), **told)
+    assert client.generate([1, 2], max_new_tokens=2, ignore_eos=True).new_tokens == 2
+
+
+def test_undecodable_bytes_are_an_invalid_argument(stack: Stack) -> None:
+    with grpc.insecure_channel(stack.address) as channel:
+        call = channel.unary_stream("/coppice.v1.GenerationService/Generate")
+        with pytest.raises(grpc.RpcError) as refused:
+            list(call(b"\xff\xff\xff"))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.value.details().startswith("request:")
+
+
+def test_metrics_use_the_fields_stems(stack: Stack, client: Client) -> None:
+    client.generate(PROMPTS[0], max_new_tokens=8, ignore_eos=True)
+    with urllib.request.urlopen(f"http://{stack.orchestrator.metrics}/metrics") as page:
+        text = page.read().decode()
+    for stem in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"):
+        assert f"coppice_spec_decode_num_{stem}_total" in text
+
+
+def test_enums_have_an_unspecified_zero() -> None:
+    for enum in generation_pb2.DESCRIPTOR.enum_types_by_name.values():
+        assert enum.values_by_number[0].name.endswith("_UNSPECIFIED")
+
+
+@pytest.fixture
+def verifier(stack: Stack) -> Iterator[str]:
+    yield stack.services["verifier"].address
+
+
+async def _described(address: str) -> verifier_pb2.DescribeTargetResponse:
+    channel = open_channel(address, Limits())
+    try:
+        return await VerifierServiceStub(channel).DescribeTarget(verifier_pb2.DescribeTargetRequest())
+    finally:
+        await channel.close()
+
+
+async def test_after_mixed_sessions_everything_is_closed_and_no_kv_is_used(stack: Stack, verifier: str) -> None:
+    rng = random.Random(1)
+
+    async def one(client: AsyncClient, number: int) -> None:
+        told = {"policy": rng.choice(POLICIES), "max_new_tokens": rng.randrange(1, 24), "ignore_eos": True}
+        if number % 5 == 0:  # leaves in the middle
+            async for event in client.stream(PROMPTS[number % 6], **told | {"max_new_tokens": 300}):
+                if hasattr(event, "ids"):
+                    break
+        elif number % 7 == 0:
+            with pytest.raises(InvalidField):
+                await client.generate([VOCAB + 5], **told)
+        else:
+            await client.generate(PROMPTS[number % 6], **told)
+
+    async with AsyncClient(stack.address) as client:
+        for start in range(0, 200, 20):
+            await asyncio.gather(*(one(client, number) for number in range(start, start + 20)))
+    for _ in range(100):
+        now = await _described(verifier)
+        if now.sessions == 0 and now.kv_tokens_used == 0:
+            break
+        await asyncio.sleep(0.05)
+    assert (now.sessions, now.kv_tokens_used) == (0, 0)
+    assert now.sessions_opened == now.sessions_closed >= 160
+
+
+async def test_a_full_deployment_says_so() -> None:
+    from coppice.rpc.admission import Admission
+
+    admission = Admission("sessions", capacity=1, queued=1, wait_s=0.05)
+    async with admission.admit():
+        waiting = asyncio.create_task(admission.admit().__aenter__())
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="waiting"):
+            await admission.admit().__aenter__()
+        with pytest.raises(Overloaded, match="became free"):
+            await waiting
+    async with admission.admit():
+        assert admission.used == 1
+    assert admission.used == 0
