@@ -61,7 +61,9 @@ class LanguageModelHead(Head):
     """A Hugging Face causal LM as a drafter, on the packed engine the verifier uses."""
 
     def __init__(self, settings: DrafterSettings) -> None:
-        """Load the model of `settings.path`. Raises what Engine.load raises."""
+        """Load the model of `settings.path`, on the thread that will use it. Raises what Engine.load raises."""
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
         self.engine = Engine.load(
             settings.path, device=settings.device, dtype=settings.dtype, kv_tokens=settings.kv_tokens
         )

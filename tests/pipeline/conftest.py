@@ -10,7 +10,11 @@ import pytest
 from coppice.bench.reference import Reference
 from coppice.client import Client
 from coppice.launch import Stack
+from coppice.limits import Limits
+from coppice.rpc.channels import open_channel
 from coppice.stack_spec import HeadSpec, StackSpec
+from coppice.v1 import verifier_pb2
+from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from tests.tiny import make_target
 
 VOCAB = 300
@@ -52,3 +56,12 @@ def client(stack: Stack) -> Iterator[Client]:
 def reference(target: Path) -> Reference:
     """Plain transformers on the same target."""
     return Reference(target, "float32", threads=1)
+
+
+async def described(address: str) -> verifier_pb2.DescribeTargetResponse:
+    """What a verifier says of itself."""
+    channel = open_channel(address, Limits())
+    try:
+        return await VerifierServiceStub(channel).DescribeTarget(verifier_pb2.DescribeTargetRequest())
+    finally:
+        await channel.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -14,9 +15,11 @@ import pytest
 
 from coppice.bench.reference import Reference
 from coppice.client import Client
+from coppice.generation import Chunk
 from coppice.launch import Stack
 from coppice.sampling import SamplingParams
 from coppice.stack_spec import HeadSpec, StackSpec
+from tests.pipeline.conftest import described
 
 PROMPT = tuple(range(7, 40))
 NEW = 160
@@ -42,7 +45,7 @@ def _generate_through(
     gap, last = 0.0, 0.0
     with Client(stack.address) as client:
         for event in client.stream(PROMPT, policy="merge", sampling=sampling, max_new_tokens=NEW, ignore_eos=True):
-            if not hasattr(event, "ids"):
+            if not isinstance(event, Chunk):
                 continue
             now = time.monotonic()
             gap, last = max(gap, now - last if last else 0.0), now
@@ -85,14 +88,12 @@ def test_all_drafters_gone_is_plain_decoding(faulty: Stack, reference: Reference
 
 
 def test_a_client_that_vanishes_frees_the_session(faulty: Stack) -> None:
-    from tests.pipeline.test_pipeline import _described
-
     started = threading.Event()
 
     def vanish() -> None:
         client = Client(faulty.address)
         for event in client.stream(PROMPT, max_new_tokens=400, ignore_eos=True):
-            if hasattr(event, "ids"):
+            if isinstance(event, Chunk):
                 started.set()
                 break
 
@@ -100,10 +101,8 @@ def test_a_client_that_vanishes_frees_the_session(faulty: Stack) -> None:
     thread.start()
     assert started.wait(30)
     thread.join()
-    import asyncio
-
     for _ in range(100):
-        now = asyncio.run(_described(faulty.services["verifier"].address))
+        now = asyncio.run(described(faulty.services["verifier"].address))
         if now.sessions == 0:
             break
         time.sleep(0.05)
