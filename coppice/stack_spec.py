@@ -9,10 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self, get_args
 
-import grpc
-
 from coppice.config import HeadKind, Settings, load_settings
-from coppice.errors import CoppiceError, InvalidField
+from coppice.errors import CoppiceError, InvalidField, Status
 from coppice.generation import POLICIES
 from coppice.machine import Dtype, default_dtype, usable_cores
 
@@ -24,7 +22,7 @@ DEFAULT_PORT = 50051
 class NoCheckout(CoppiceError):
     """The services' code is not here."""
 
-    status = grpc.StatusCode.INVALID_ARGUMENT
+    status = Status.INVALID_ARGUMENT
 
     def __init__(self) -> None:
         super().__init__("servers run from a checkout or the image; the installed package holds the client only")

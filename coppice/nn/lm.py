@@ -106,6 +106,8 @@ class LanguageModelHead(Head):
         depth = 0
         while active:
             logits = self._forward([self._piece(tree, depth) for tree in active])
+            for tree in active:  # only now: a forward that failed wrote nothing
+                tree.session.in_kv = tree.job.committed_len
             depth += 1
             first = 0
             for tree in active:
@@ -132,9 +134,7 @@ class LanguageModelHead(Head):
         session, prefix = tree.session, tree.job.committed_len + 1
         if depth == 0:
             chunk = [*session.ids[session.in_kv : tree.job.committed_len], tree.job.root]
-            piece = Piece.chain(session.table, session.in_kv, chunk, [len(chunk) - 1])
-            session.in_kv = tree.job.committed_len
-            return piece
+            return Piece.chain(session.table, session.in_kv, chunk, [len(chunk) - 1])
         earlier = len(tree.rows)
         visible = np.zeros((len(tree.frontier), earlier), np.bool_)
         for row, node in enumerate(tree.frontier):

@@ -62,7 +62,7 @@ async def _guard(context: grpc.aio.ServicerContext, method: str) -> AsyncIterato
     try:
         yield
     except CoppiceError as error:
-        await context.abort(error.status, str(error))
+        await context.abort(grpc.StatusCode[error.status.name], str(error))
     except (asyncio.CancelledError, grpc.aio.AbortError):
         raise
     except Exception:

@@ -138,7 +138,7 @@ def read_rejection(field: str, owner: Any) -> Rejection | None:
     limits.check_range(f"{field}.position", message.position, 0, limits.MAX_CONTEXT)
     limits.check_range(f"{field}.parent", message.parent, 0, limits.MAX_TREE_NODES)
     limits.check_count(f"{field}.top_ids", len(message.top_ids), 0, limits.MAX_TOP_N)
-    limits.check_count(f"{field}.top_log_probs", len(message.top_log_probs), 0, limits.MAX_TOP_N)
+    limits.check_count(f"{field}.top_log_probs", len(message.top_log_probs), len(message.top_ids), len(message.top_ids))
     return Rejection(
         message.position,
         message.parent,

@@ -163,11 +163,18 @@ def read_response(message: generation.GenerateResponse) -> Started | Chunk | Fin
         return Started(started.prompt_tokens, started.policy, tuple(started.heads), started.budget)
     if kind == "chunk":
         chunk = message.chunk
+        for field in ("origins", "pieces", "log_probs"):
+            low = 0 if field == "log_probs" and not chunk.log_probs else len(chunk.ids)
+            limits.check_count(f"chunk.{field}", len(getattr(chunk, field)), low, len(chunk.ids))
+        for origin in chunk.origins:
+            limits.check_range("chunk.origins", origin, min(Origin), max(Origin))
         origins = tuple(Origin(origin) for origin in chunk.origins)
         return Chunk(chunk.text, tuple(chunk.ids), origins, tuple(chunk.pieces), tuple(chunk.log_probs))
     if kind != "finished":
         raise InvalidField("kind", "none of started, chunk and finished is set")
     finished = message.finished
+    if finished.finish_reason not in _REASON_NAMES:
+        raise InvalidField("finished.finish_reason", f"{finished.finish_reason} is no reason")
     read: dict[str, Any] = {part.name: getattr(finished.timings, part.name) for part in fields(Timings)}
     read |= {name: list(value) for name, value in read.items() if not isinstance(value, int)}
     return Finished(

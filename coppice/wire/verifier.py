@@ -9,6 +9,8 @@ import numpy as np
 from coppice import limits
 from coppice.errors import InvalidField
 from coppice.messages import (
+    FeatureRef,
+    Features,
     NextRoot,
     OpenSession,
     Row,
@@ -28,9 +30,11 @@ from coppice.wire.common import (
     read_fence,
     read_ids,
     read_q_rows,
+    read_ref,
     read_rejection,
     read_sampling,
     read_tree,
+    ref_to_wire,
     rejection_to_wire,
     sampling_to_wire,
     tree_to_wire,
@@ -61,7 +65,10 @@ def _read_next(owner: Any) -> NextRoot | None:
     row = message.row
     limits.check_count("next.row.ids", len(row.ids), 1, limits.MAX_ROW_SUPPORT)
     limits.check_count("next.row.log_probs", len(row.log_probs), len(row.ids), len(row.ids))
-    raw = np.array(row.raw_log_probs, dtype=np.float32) if row.raw_log_probs else None
+    raw = None
+    if row.raw_log_probs:
+        limits.check_count("next.row.raw_log_probs", len(row.raw_log_probs), len(row.ids), len(row.ids))
+        raw = np.array(row.raw_log_probs, dtype=np.float32)
     return NextRoot(Row(np.array(row.ids, dtype=np.int64), np.array(row.log_probs, dtype=np.float64), raw))
 
 
@@ -200,6 +207,30 @@ def read_verify_response(message: verifier.VerifyResponse) -> SessionOpened | Ve
         rejection=read_rejection("verdict.rejection", verdict),
         log_probs=tuple(verdict.log_probs),
     )
+
+
+def fetch_to_wire(ref: FeatureRef) -> verifier.FetchFeaturesRequest:
+    """A window to fetch to its message."""
+    return verifier.FetchFeaturesRequest(ref=ref_to_wire(ref))
+
+
+def read_fetch(message: verifier.FetchFeaturesRequest) -> FeatureRef:
+    """Message to the window to fetch."""
+    return read_ref("ref", message.ref)
+
+
+def feature_part_to_wire(part: Features) -> verifier.FetchFeaturesResponse:
+    """Inline rows of a window to their message."""
+    return verifier.FetchFeaturesResponse(features=features_to_wire(part))
+
+
+def read_feature_part(message: verifier.FetchFeaturesResponse) -> Features:
+    """Message to inline rows."""
+    part = read_features("features", message)
+    if part is None or part.inline is None:
+        raise InvalidField("features", "holds no inline rows")
+    limits.check_range("features.inline", len(part.inline), 1, limits.FEATURE_CHUNK_BYTES)
+    return part
 
 
 def target_to_wire(target: TargetDescription) -> verifier.DescribeTargetResponse:

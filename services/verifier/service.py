@@ -16,7 +16,7 @@ from coppice.rpc.admission import Admission
 from coppice.rpc.sessions import StreamWaits
 from coppice.tree import TreeError, validate
 from coppice.v1 import verifier_pb2
-from coppice.wire import common, verifier
+from coppice.wire import verifier
 from services.verifier.session import feature_bytes
 from services.verifier.worker import Worker, reserved_tokens
 
@@ -39,17 +39,18 @@ class VerifierServicer:
             return
         if not isinstance(first, OpenSession):
             raise InvalidField("kind", "the first message of a session is open")
-        async with self._seats.admit(), self._kv.admit(min(reserved_tokens(first), self.settings.verifier.kv_tokens)):
+        async with self._seats.admit(), self._kv.admit(reserved_tokens(first, self.settings.verifier)):
             self._opened += 1
+            key = self._opened
             try:
-                yield verifier.opened_to_wire(await self.worker.open(first))
+                yield verifier.opened_to_wire(await self.worker.open(key, first))
                 while (step := await self._read(requests)) is not None:
                     if not isinstance(step, VerifyStep):
                         raise InvalidField("kind", "the session is open already")
-                    yield verifier.verdict_to_wire(await self.worker.verify(first.session, step))
+                    yield verifier.verdict_to_wire(await self.worker.verify(key, step))
             finally:
                 self._closed += 1
-                self.worker.close(first.session)
+                self.worker.close(key)
 
     async def _read(self, requests: AsyncIterator[Any]) -> OpenSession | VerifyStep | None:
         message = await self.waits.next(requests)
@@ -67,14 +68,14 @@ class VerifierServicer:
         self, request: verifier_pb2.FetchFeaturesRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[verifier_pb2.FetchFeaturesResponse]:
         """Rows of a window in chunks of at most 1 MiB."""
-        ref = common.read_ref("ref", request.ref)
+        ref = verifier.read_fetch(request)
         check_range("ref.count", ref.count, 1, self.settings.verifier.feature_window)
         rows = await self.worker.features(ref)
         per_chunk = max(1, FEATURE_CHUNK_BYTES // (rows.shape[1] * rows.element_size()))
         for start in range(0, ref.count, per_chunk):
             part = rows[start : start + per_chunk]
             features = Features(ref.start + start, len(part), self.info.dtype, feature_bytes(part))
-            yield verifier_pb2.FetchFeaturesResponse(features=common.features_to_wire(features))
+            yield verifier.feature_part_to_wire(features)
 
     async def DescribeTarget(
         self, request: verifier_pb2.DescribeTargetRequest, context: grpc.aio.ServicerContext

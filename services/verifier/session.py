@@ -65,8 +65,8 @@ def feature_bytes(rows: Tensor) -> bytes:
 class Session:
     """State of one session. Every method runs on the worker thread."""
 
-    def __init__(self, request: OpenSession, table: BlockTable, feature_window: int) -> None:
-        self.request, self.table = request, table
+    def __init__(self, key: int, request: OpenSession, table: BlockTable, feature_window: int) -> None:
+        self.key, self.request, self.table = key, request, table
         self.step = 0
         self.committed_len = 0
         self.hash = committed_hash(())

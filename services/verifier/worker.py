@@ -31,12 +31,13 @@ from services.verifier.session import Session
 
 log = structlog.get_logger()
 
-TREE_ROOM = 64  # KV tokens reserved for a session's rows in flight; larger trees take more when there is more
+TREE_ROOM = 128  # KV tokens reserved behind a session's longest text for rows in flight
 
 
-def reserved_tokens(request: OpenSession) -> int:
-    """KV tokens a session is admitted with, so that nothing is ever evicted."""
-    return request.max_len + TREE_ROOM
+def reserved_tokens(request: OpenSession, settings: VerifierSettings) -> int:
+    """KV tokens a session is admitted with, whole blocks and at most all there are, so that nothing is ever evicted."""
+    wanted = -(-(request.max_len + TREE_ROOM) // settings.block_size)
+    return min(wanted, settings.kv_tokens // settings.block_size) * settings.block_size
 
 
 @dataclass
@@ -69,45 +70,42 @@ class Worker(threading.Thread):
         self.loop = asyncio.get_running_loop()
         self.loaded: asyncio.Future[EngineInfo] = self.loop.create_future()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[int, Session] = {}
+        self._by_name: dict[str, Session] = {}
         self._prefills: deque[_Job] = deque()
-        self._steps: dict[str, _Job] = {}
-        self._expected: set[str] = set()  # sessions answered by the last forward: likely back at once
+        self._steps: dict[int, _Job] = {}
+        self._expected: set[int] = set()  # sessions answered by the last forward: likely back at once
         self._answers: list[tuple[asyncio.Future[Any], Any]] = []
         self._forward_s = 0.0  # moving average
         self._open = True
+        self.kv_tokens_used = 0
         self.failed = asyncio.Event()  # the thread ended by an error; the process is of no more use
 
     # --- called from the event loop ---
 
-    async def open(self, request: OpenSession) -> SessionOpened:
-        """Prefill a new session. Raises InvalidField when its name is taken."""
+    async def open(self, key: int, request: OpenSession) -> SessionOpened:
+        """Prefill a new session; `key` is the caller's and new. Raises InvalidField when its name is taken."""
         answer: asyncio.Future[SessionOpened] = self.loop.create_future()
         arrived = time.perf_counter_ns()
-        self._inbox.put(lambda: self._take_open(request, answer, arrived))
+        self._inbox.put(lambda: self._take_open(key, request, answer, arrived))
         return await answer
 
-    async def verify(self, session: str, step: VerifyStep) -> Any:
+    async def verify(self, key: int, step: VerifyStep) -> Any:
         """One tree of a session. Raises StaleFence, InvalidField."""
         answer: asyncio.Future[Any] = self.loop.create_future()
         arrived = time.perf_counter_ns()
-        self._inbox.put(lambda: self._take_step(session, step, answer, arrived))
+        self._inbox.put(lambda: self._take_step(key, step, answer, arrived))
         return await answer
 
-    def close(self, session: str) -> None:
+    def close(self, key: int) -> None:
         """Free a session; nothing happens when it never opened."""
-        self._inbox.put(lambda: self._take_close(session))
+        self._inbox.put(lambda: self._take_close(key))
 
     async def features(self, ref: FeatureRef) -> Tensor:
         """(count, F) feature rows of a live session on the CPU. Raises NotFound, InvalidField."""
         answer: asyncio.Future[Tensor] = self.loop.create_future()
         self._inbox.put(lambda: self._take_features(ref, answer))
         return await answer
-
-    @property
-    def kv_tokens_used(self) -> int:
-        """KV held by sessions, tokens."""
-        return self.engine.pool.used_tokens
 
     def stop(self) -> None:
         """End the thread after what it is doing."""
@@ -173,8 +171,8 @@ class Worker(threading.Thread):
         else:
             message()
 
-    def _take_open(self, request: OpenSession, answer: asyncio.Future[Any], arrived: int) -> None:
-        if request.session in self._sessions:
+    def _take_open(self, key: int, request: OpenSession, answer: asyncio.Future[Any], arrived: int) -> None:
+        if request.session in self._by_name:
             self._answer(answer, InvalidField("open.session", "is already open"))
             return
         for layer in request.feature_layers:
@@ -183,53 +181,46 @@ class Worker(threading.Thread):
                 self._answer(answer, InvalidField("open.feature_layers", why))
                 return
         try:
-            table = self.engine.pool.allocate(request.session, reserved_tokens(request))
-        except OutOfBlocks as error:  # trees in flight took more than their room
+            table = self.engine.pool.allocate(request.session, reserved_tokens(request, self.settings))
+        except OutOfBlocks as error:  # the blocks of a closing session are on their way back
             self._answer(answer, Unavailable(str(error)))
             return
-        session = Session(request, table, self.settings.feature_window)
-        self._sessions[request.session] = session
+        session = Session(key, request, table, self.settings.feature_window)
+        self._sessions[key] = self._by_name[request.session] = session
         self.metrics.opened.inc()
         self._prefills.append(_Job(session, None, answer, arrived))
 
-    def _take_step(self, name: str, step: VerifyStep, answer: asyncio.Future[Any], arrived: int) -> None:
+    def _take_step(self, key: int, step: VerifyStep, answer: asyncio.Future[Any], arrived: int) -> None:
         try:
-            if name not in self._sessions:
-                raise NotFound(f"no session {name} here")
-            session = self._sessions[name]
+            if key not in self._sessions:
+                raise NotFound("the session is not open")
+            session = self._sessions[key]
             session.check_fence(step.fence)
         except CoppiceError as error:
             self._answer(answer, error)
             return
         job = _Job(session, step, answer, arrived)
-        job.tree, job.verified = self._fit(session, step)
-        self._steps[name] = job
+        room = session.table.capacity - session.committed_len - 1
+        job.tree = step.tree
+        if len(step.tree) > room:
+            job.tree, kept = prune(step.tree, room)
+            job.verified = tuple(int(node) for node in kept)
+        self._steps[key] = job
 
-    def _fit(self, session: Session, step: VerifyStep) -> tuple[DraftTree, tuple[int, ...]]:
-        """The step's tree, cut to the KV room there is; and the sender's numbers of its nodes if it was cut."""
-        wanted = session.committed_len + 1 + len(step.tree)
-        if wanted <= session.table.capacity:
-            return step.tree, ()
-        try:
-            self.engine.pool.extend(session.table, wanted)
-        except OutOfBlocks:
-            cut, kept = prune(step.tree, session.table.capacity - session.committed_len - 1)
-            return cut, tuple(int(node) for node in kept)
-        return step.tree, ()
-
-    def _take_close(self, name: str) -> None:
-        session = self._sessions.pop(name, None)
+    def _take_close(self, key: int) -> None:
+        session = self._sessions.pop(key, None)
         if session is None:
             return
-        self._steps.pop(name, None)
+        del self._by_name[session.request.session]
+        self._steps.pop(key, None)
         self._prefills = deque(job for job in self._prefills if job.session is not session)
-        self._expected.discard(name)
+        self._expected.discard(key)
         self.engine.pool.free(session.table)
         self.metrics.closed.inc()
-        self.metrics.kv_tokens.set(self.engine.pool.used_tokens)
+        self._note_kv()
 
     def _take_features(self, ref: FeatureRef, answer: asyncio.Future[Any]) -> None:
-        session = self._sessions.get(ref.session)
+        session = self._by_name.get(ref.session)
         try:
             if session is None:
                 raise NotFound(f"no session {ref.session} here")
@@ -268,7 +259,11 @@ class Worker(threading.Thread):
             except Exception as error:
                 self._finish(job, error)
         self._forget_answered()
-        self.metrics.kv_tokens.set(self.engine.pool.used_tokens)
+        self._note_kv()
+
+    def _note_kv(self) -> None:
+        self.kv_tokens_used = self.engine.pool.used_tokens
+        self.metrics.kv_tokens.set(self.kv_tokens_used)
 
     def _pieces(self) -> tuple[list[_Job], list[Piece]]:
         jobs = list(self._steps.values())
@@ -301,7 +296,7 @@ class Worker(threading.Thread):
             base = session.committed_len
             verdict, kept = session.judge(job.step, job.tree, job.verified, part.logits, features)
             self.engine.pool.compact(session.table, base, kept)
-            self._expected.add(session.request.session)
+            self._expected.add(session.key)
             answer = verdict
         ended = time.perf_counter_ns()
         timings = dataclasses.replace(
