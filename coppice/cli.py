@@ -249,13 +249,20 @@ def serve(
 
 
 @app.command()
-def demo(json_file: JsonFile = None) -> None:
+def demo(
+    json_file: JsonFile = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also save what is shown as a picture.")] = None,
+) -> None:
     """Start everything with the shipped models, stream three answers, compare the policies."""
     from rich.console import Console
 
     from coppice.demo import demo as run
 
-    raise typer.Exit(GOOD if run(Console(), json_file) else CHECK_FAILED)
+    console = Console(record=svg is not None)
+    good = run(console, json_file)
+    if svg:
+        console.save_svg(str(svg), title="coppice demo")
+    raise typer.Exit(GOOD if good else CHECK_FAILED)
 
 
 @app.command()

@@ -60,7 +60,7 @@ class Decoding:
     async def run(self, opening: OpenSession, prefill_timeout_s: float) -> Finished:
         """Decode to the end; returns the summary. Raises what the verifier raised."""
         began = time.perf_counter_ns()
-        for head in self.heads:
+        for head in self.heads if self.plan.budget else ():
             head.open(self.ids)
         opened = await self.verifier.open(opening, prefill_timeout_s)
         root = self._commit([], self._next_root(opened.next))
@@ -68,12 +68,11 @@ class Decoding:
         self.timings.prefill_ns = first - began
         while self.finish is None:
             self.step += 1
-            fence = Fence(self.step, len(self.ids), self.hash)
-            drafts = await self._draft(fence, root)
+            drafts = await self._draft(root)
             choice = self.plan.policy.choose(
                 [draft.tree for draft in drafts], [head.pool.calibration for head in self.heads], self.plan.budget
             )
-            verdict = await self._verify(fence, root, choice, drafts)
+            verdict = await self._verify(root, choice, drafts)
             root = self._settle(root, drafts, choice, verdict)
             now = time.perf_counter_ns()
             self._account(now - last, drafts, choice, verdict)
@@ -87,15 +86,16 @@ class Decoding:
 
     # --- draft ---
 
-    async def _draft(self, fence: Fence, root: int) -> list[Draft]:
+    async def _draft(self, root: int) -> list[Draft]:
         """Every head's tree, as far as it came within the deadline."""
         if not self.heads or not self.plan.budget:
             return [Draft() for _ in self.heads]
         began = time.perf_counter_ns()
+        deadline_s = self.plan.draft_deadline_s or max(head.pool.deadline_s for head in self.heads)
+        fence = self._fence(deadline_s)
         asked = [(head, head.ask(fence, root, self.ids, self.plan.budget)) for head in self.heads]
         answers = [answer for _, answer in asked if answer is not None]
         if answers:
-            deadline_s = self.plan.draft_deadline_s or max(head.pool.deadline_s for head, _ in asked)
             await asyncio.wait(answers, timeout=deadline_s)
         drafts = [head.collect() if answer is not None else Draft() for head, answer in asked]
         self.timings.draft_ns += time.perf_counter_ns() - began
@@ -103,11 +103,14 @@ class Decoding:
 
     # --- verify ---
 
-    async def _verify(self, fence: Fence, root: int, choice: Choice, drafts: list[Draft]) -> Verdict:
+    def _fence(self, deadline_s: float, weights_version: int = 0) -> Fence:
+        return Fence(self.step, len(self.ids), self.hash, weights_version, int(deadline_s * 1e9))
+
+    async def _verify(self, root: int, choice: Choice, drafts: list[Draft]) -> Verdict:
         began = time.perf_counter_ns()
-        q_rows = None
-        if self.request.pq and choice.routed >= 0 and drafts[choice.routed].q_rows:
-            q_rows = np.concatenate(drafts[choice.routed].q_rows)[: len(choice.tree)]
+        draft = drafts[choice.routed] if choice.routed >= 0 else Draft()
+        fence = self._fence(self.verifier.replica.deadline_s, draft.weights_version)
+        q_rows = np.concatenate(draft.q_rows)[: len(choice.tree)] if self.request.pq and draft.q_rows else None
         verdict = await self.verifier.verify(VerifyStep(fence, root, choice.tree, q_rows))
         times = verdict.timings
         self.timings.transport_ns += time.perf_counter_ns() - began - times.total_ns

@@ -86,6 +86,7 @@ class Draft:
     tree: DraftTree = field(default_factory=DraftTree.empty)
     q_rows: list[NDArray[np.float32]] = field(default_factory=list)
     forward_ns: int = 0
+    weights_version: int = 0
     late: bool = False
     bad: bool = False
 
@@ -100,6 +101,7 @@ class HeadSession:
         self._tasks: set[asyncio.Task[None]] = set()
         self._writing: asyncio.Task[None] | None = None
         self._opened = False
+        self._waited_to_open = False
         self._told = 0  # committed ids the drafter knows of
         self._misses = 0
         self._step = 0
@@ -125,7 +127,7 @@ class HeadSession:
         """Ask for a tree below `root`; the future is done when it is complete. None when the head sits this out."""
         if self._call is None:
             self.open(ids)
-        if self._call is None or (self._writing and not self._writing.done() and self._opened):
+        if self._call is None or not self._may_wait():
             return None
         advance = Advance(ids[self._told :])
         self._told = len(ids)
@@ -135,6 +137,13 @@ class HeadSession:
         step = DraftStep(fence, root, min(budget, MAX_HEAD_NODES), advance)
         self._write(self._call, drafter.draft_step_to_wire(step))
         return self._answer
+
+    def _may_wait(self) -> bool:
+        """Whether a draft can be expected: a stream that is still opening is waited for once in a session."""
+        if self._opened:
+            return self._writing is None or self._writing.done()
+        first, self._waited_to_open = not self._waited_to_open, True
+        return first
 
     def collect(self) -> Draft:
         """What arrived of the tree asked for last; an unusable tree is dropped and counted."""
@@ -205,7 +214,7 @@ class HeadSession:
         if said.fence.step != self._step or self._answer is None or self._answer.done():
             return  # late: an answer to a step that went on without it
         draft = self._draft
-        draft.forward_ns = said.forward_ns
+        draft.forward_ns, draft.weights_version = said.forward_ns, said.fence.weights_version
         draft.tree = said.nodes if not len(draft.tree) else _append(draft.tree, said.nodes)
         if said.q_rows is not None:
             draft.q_rows.append(said.q_rows)

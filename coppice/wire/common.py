@@ -95,7 +95,7 @@ def ref_to_wire(ref: FeatureRef) -> common.FeatureRef:
 def read_ref(field: str, message: common.FeatureRef) -> FeatureRef:
     """Message to FeatureRef."""
     limits.check_session(f"{field}.session", message.session)
-    limits.check_count(f"{field}.verifier", len(message.verifier), 0, 256)
+    limits.check_count(f"{field}.verifier", len(message.verifier), 0, limits.MAX_ADDRESS_CHARS)
     limits.check_range(f"{field}.start", message.start, 0, limits.MAX_CONTEXT)
     limits.check_range(f"{field}.count", message.count, 1, limits.MAX_CONTEXT)
     return FeatureRef(message.verifier, message.session, message.start, message.count)

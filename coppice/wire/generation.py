@@ -64,7 +64,7 @@ def read_request(message: generation.GenerateRequest, vocab_size: int, bounds: L
     limits.check_count("stop", len(message.stop), 0, limits.MAX_STOP_STRINGS)
     for stop in message.stop:
         limits.check_range("stop", len(stop), 1, limits.MAX_STOP_CHARS)
-    limits.check_count("policy", len(message.policy), 0, 80)
+    limits.check_count("policy", len(message.policy), 0, limits.MAX_POLICY_CHARS)
     if message.accept_rule not in generation.AcceptRule.values():
         raise InvalidField("accept_rule", f"{message.accept_rule} is no rule")
     text, ids, chat = _read_prompt(message, vocab_size, bounds)

@@ -1,0 +1,270 @@
+"""How the repository is laid out: who imports whom, what is never used, and that nothing on the wire is unbounded."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from coppice import limits
+from coppice.v1 import common_pb2, drafter_pb2, generation_pb2, verifier_pb2
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("coppice", "services", "orchestrator")
+SERVICES = sorted(folder.name for folder in (ROOT / "services").iterdir() if (folder / "__main__.py").exists())
+PURE = ("tree", "routing", "policy", "sampling", "acceptance")
+HEAVY = ("torch", "transformers", "tokenizers", "ray", "redis")
+MAX_LINES = 400
+
+# Who may import the generated stubs. Beside the wire package they only register or call a service, name its messages
+# in annotations, and make messages that hold nothing.
+STUB_USERS = {
+    "coppice/wire/common.py",
+    "coppice/wire/drafter.py",
+    "coppice/wire/generation.py",
+    "coppice/wire/verifier.py",
+    "coppice/client.py",
+    "orchestrator/__main__.py",
+    "orchestrator/head.py",
+    "orchestrator/service.py",
+    "orchestrator/target.py",
+    "services/drafter/__main__.py",
+    "services/drafter/service.py",
+    "services/verifier/__main__.py",
+    "services/verifier/service.py",
+}
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """Every file of the product, by its path in the repository; generated ones are left out."""
+    files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
+    found = {str(file.relative_to(ROOT)): file for file in files if "coppice/v1/" not in str(file)}
+    return {path: ast.parse(file.read_text(encoding="utf-8")) for path, file in found.items()}
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """Modules and names that a file imports, wherever in it, as dotted names."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            found |= {str(node.module), *(f"{node.module}.{name.name}" for name in node.names)}
+    return found
+
+
+def importing(folder: str, *roots: str) -> set[tuple[str, str]]:
+    """(file, name) of every import below `folder` that begins with one of the roots."""
+    return {
+        (path, name)
+        for path, tree in sources().items()
+        if path.startswith(f"{folder}/")
+        for name in imports(tree)
+        if any(f"{name}.".startswith(f"{root}.") for root in roots)
+    }
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_imports_neither_another_one_nor_the_orchestrator(service: str) -> None:
+    own = f"services.{service}"
+    foreign = importing(f"services/{service}", "services", "orchestrator", "tests")
+    assert {(path, name) for path, name in foreign if name != own and not name.startswith(f"{own}.")} == set()
+    assert importing(f"services/{service}", "coppice")
+
+
+def test_the_orchestrator_imports_no_service() -> None:
+    assert importing("orchestrator", "services", "tests") == set()
+
+
+def test_coppice_imports_neither_services_nor_the_orchestrator() -> None:
+    assert importing("coppice", "services", "orchestrator", "tests") == set()
+
+
+def test_only_these_files_import_the_stubs() -> None:
+    users = {path for package in PACKAGES for path, _ in importing(package, "coppice.v1")}
+    assert users == STUB_USERS
+
+
+def stub_uses(tree: ast.Module) -> Iterator[str]:
+    """Uses of the message modules other than annotations, descriptors and messages that hold nothing."""
+    modules = {
+        name.asname or name.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "coppice.v1"
+        for name in node.names
+    }
+    harmless: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        notes: list[ast.expr | None] = []
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            notes = [node.returns]
+        elif isinstance(node, ast.arg | ast.AnnAssign):
+            notes = [node.annotation]
+        elif isinstance(node, ast.Call) and not node.args and not node.keywords:
+            notes = [node.func]
+        harmless |= {part for note in notes if note is not None for part in ast.walk(note)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            if node not in harmless and node.attr != "DESCRIPTOR":
+                yield f"line {node.lineno}: {node.value.id}.{node.attr}"
+
+
+def test_wire_is_the_only_package_that_builds_or_reads_messages() -> None:
+    outside = sorted(path for path in STUB_USERS if not path.startswith("coppice/wire/"))
+    assert {path: uses for path in outside if (uses := list(stub_uses(sources()[path])))} == {}
+    assert list(stub_uses(ast.parse("from coppice.v1 import common_pb2 as c\nx = c.Fence(step=1)")))
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level modules that a fresh interpreter holds after `code`."""
+    command = [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return {name.partition(".")[0] for name in output.split()}
+
+
+def test_pure_modules_load_no_framework() -> None:
+    loaded = loaded_by("\n".join(f"import coppice.{module}" for module in PURE))
+    assert loaded.isdisjoint({"grpc", "google", *HEAVY})
+    assert {"coppice", "numpy"} <= loaded
+
+
+def test_the_sdk_and_the_command_line_load_no_framework() -> None:
+    loaded = loaded_by("import coppice\nfrom coppice import AsyncClient, Client, SamplingParams\nimport coppice.cli")
+    assert loaded.isdisjoint(HEAVY)
+    assert "grpc" in loaded
+
+
+def test_importing_coppice_alone_loads_nothing_else() -> None:
+    assert loaded_by("import coppice").isdisjoint({"grpc", "google", "numpy", "pydantic", *HEAVY})
+
+
+NEVER_IMPORTED = ("pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib")
+NEVER_CALLED = {
+    "eval",
+    "exec",
+    "compile",
+    "os.system",
+    "os.popen",
+    "torch.load",
+    "torch.save",
+    "yaml.load",
+    "yaml.unsafe_load",
+}
+NEVER_TRUE = {"shell", "allow_pickle", "trust_remote_code"}
+
+
+def unsafe(tree: ast.Module) -> Iterator[str]:
+    """What runs code out of data."""
+    for name in imports(tree):
+        if name.partition(".")[0] in NEVER_IMPORTED or name in NEVER_CALLED:
+            yield f"import {name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            if ast.unparse(node.func) in NEVER_CALLED:
+                yield f"line {node.lineno}: {ast.unparse(node.func)}"
+            for keyword in node.keywords:
+                is_false = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                if keyword.arg in NEVER_TRUE and not is_false:
+                    yield f"line {node.lineno}: {ast.unparse(keyword)}"
+
+
+def test_nothing_runs_code_out_of_data() -> None:
+    assert {path: found for path, tree in sources().items() if (found := list(unsafe(tree)))} == {}
+
+
+@pytest.mark.parametrize(
+    "line", ["import pickle", "from torch import load", "eval(x)", "torch.load(x)", "run(x, shell=True)", "import dill.a"]
+)
+def test_what_runs_code_out_of_data_is_found(line: str) -> None:
+    assert list(unsafe(ast.parse(line)))
+
+
+def test_no_file_is_longer_than_a_reader_can_hold() -> None:
+    lengths = {path: len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in sources()}
+    assert {path: lines for path, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_the_wheel_is_told_to_hold_coppice_alone() -> None:
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
+    assert build["targets"] == {"wheel": {"packages": ["coppice"]}}
+    assert "force-include" not in build
+
+
+def test_the_wheel_holds_coppice_alone(tmp_path: Path) -> None:
+    wheel = pytest.importorskip("hatchling.builders.wheel", reason="hatchling is not installed").WheelBuilder(str(ROOT))
+    built = next(iter(wheel.build(directory=str(tmp_path), versions=["standard"])))
+    with zipfile.ZipFile(built) as archive:
+        names = archive.namelist()
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"coppice"}
+    assert "coppice/py.typed" in names
+    assert not [name for name in names if name.endswith((".safetensors", ".pyc"))]
+
+
+# What bounds each repeated, string and bytes field: a constant of coppice.limits, a setting of Limits, or one of two
+# words: "choice" is one of a few literals, "session" the pattern of session names. The whole message, `message_bytes`,
+# is the bound of bytes whose size follows from other fields, and of what a client reads of the server it chose.
+BOUNDS = {
+    "MAX_TREE_NODES": """
+        Tree.tokens Tree.parents Tree.log_probs Verdict.accepted Verdict.verified Verdict.log_probs
+    """,
+    "MAX_ROW_SUPPORT": "Row.ids Row.log_probs Row.raw_log_probs",
+    "MAX_TOP_N": "Rejection.top_ids Rejection.top_log_probs",
+    "MAX_CONTEXT": "OpenDraft.ids Advance.ids OpenSession.ids TokenIds.ids GenerateRequest.resume_ids",
+    "MAX_STOP_IDS": "OpenSession.stop_ids DescribeTargetResponse.eos_ids",
+    "MAX_FEATURE_LAYERS": "OpenSession.feature_layers DescribeHeadResponse.feature_layers",
+    "MAX_STOP_STRINGS": "GenerateRequest.stop",
+    "MAX_CHAT_MESSAGES": "Chat.messages",
+    "MAX_POLICY_CHARS": "GenerateRequest.policy",
+    "MAX_ADDRESS_CHARS": "FeatureRef.verifier",
+    "prompt_chars": "GenerateRequest.text ChatMessage.content",
+    "session": "FeatureRef.session OpenDraft.session OpenSession.session",
+    "choice": "Features.dtype ChatMessage.role",
+    "message_bytes": """
+        Features.inline TreeDelta.q_rows VerifyStep.q_rows
+        Started.policy Started.heads
+        Chunk.text Chunk.ids Chunk.origins Chunk.log_probs Chunk.pieces
+        Finished.accept_lengths Finished.routed Finished.verified_nodes
+        GenerateTimings.step_ns GenerateTimings.split_ns
+        DescribeModelResponse.name DescribeModelResponse.heads DescribeModelResponse.policies
+        DescribeModelResponse.default_policy DescribeModelResponse.version
+        DescribeHeadResponse.name DescribeHeadResponse.kind
+        DescribeTargetResponse.name DescribeTargetResponse.dtype
+    """,
+}
+
+
+def sized_fields() -> list[str]:
+    """Every field of every message that has no size of its own."""
+    found: list[str] = []
+
+    def walk(message: Descriptor) -> None:
+        for field in message.fields:
+            if field.is_repeated or field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
+                found.append(f"{message.name}.{field.name}")
+        for inner in message.nested_types:
+            walk(inner)
+
+    for module in (common_pb2, drafter_pb2, generation_pb2, verifier_pb2):
+        for message in module.DESCRIPTOR.message_types_by_name.values():
+            walk(message)
+    return found
+
+
+def test_every_field_without_a_size_of_its_own_has_a_bound() -> None:
+    bounded = [field for fields in BOUNDS.values() for field in fields.split()]
+    assert sorted(bounded) == sorted(sized_fields())
+
+
+def test_bounds_are_those_of_the_limits_module() -> None:
+    known = {"choice", "session", *vars(limits), *limits.Limits.model_fields}
+    assert set(BOUNDS) <= known
