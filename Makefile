@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 BUF    := npx --yes --package=@bufbuild/buf@1.75.0 buf
 SHELL  := /bin/bash
 
-.PHONY: help setup demo test proof lint protos clean
+.PHONY: help setup demo test proof bench lint protos clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -26,6 +26,11 @@ test: setup ## everything that makes a change safe (at most 10 minutes)
 
 proof: setup ## the same checks at full counts, resumable; writes docs/proof.md
 	$(BIN)/python tests/proof.py
+
+bench: setup ## exactness, step costs and rows of a forward on the shipped models
+	$(BIN)/coppice bench exact --n 2
+	$(BIN)/coppice bench steps
+	$(BIN)/coppice bench rows
 
 lint: setup ## ruff, mypy, the wire contract
 	$(BIN)/ruff check .

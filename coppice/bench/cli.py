@@ -47,12 +47,12 @@ def exact(
     target: Target = None,
     heads: Heads = None,
     prompts: Prompts = None,
-    n: Count = 4,
+    n: Count = 8,
     max_new_tokens: NewTokens = 64,
     methods: Methods = None,
     budgets: Annotated[str, typer.Option(help="Comma-separated.")] = "0,1,8,31,60",
     temperatures: Annotated[str, typer.Option(help="Comma-separated.")] = "0,0.7,1",
-    sessions: Annotated[str, typer.Option(help="Concurrent sessions, comma-separated.")] = "1,8",
+    sessions: Annotated[str, typer.Option(help="Concurrent sessions, comma-separated.")] = "8",
     seed: Seed = 1,
     dtype: Dtype = "float32",
     json_file: JsonFile = None,
@@ -114,6 +114,7 @@ def steps(
     json_file: JsonFile = None,
 ) -> None:
     """The split's own cost a step at one session, and where a step's time goes."""
+    from rich import box
     from rich.table import Table
 
     from coppice.bench.steps import measure, split_check
@@ -125,7 +126,9 @@ def steps(
 
         texts = _prompts(prompts, n, client)
         parts = ("step", "draft", "transport", "verify", "accept", "commit", "target_forward", "head_forward")
-        table = Table(*("method", *parts, "median split"), title="milliseconds a step, mean", title_justify="left")
+        headings = ("method", *parts[:6], "T_M", "T_D", "split")
+        title = "milliseconds a step: means, and the median split cost"
+        table = Table(*headings, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for method in methods_of(client.describe(), methods or ()):
             measured = measure(client, texts, method, max_new_tokens)
             figures = [*(getattr(measured, part) for part in parts), measured.split_median]

@@ -82,8 +82,9 @@ def _draft_row(table: FloatArray, text: list[int], params: SamplingParams, coupl
 
 
 def _log_softmax(scores: FloatArray) -> FloatArray:
-    shifted: FloatArray = scores - scores.max()
-    return shifted - np.log(np.exp(shifted).sum())
+    shifted = scores - scores.max()
+    log_probs: FloatArray = shifted - np.log(np.exp(shifted).sum())
+    return log_probs
 
 
 def decode(tables: Tables, policy: Policy, params: SamplingParams, prompt: tuple[int, int], coupled: bool) -> list[int]:

@@ -116,7 +116,8 @@ class Report:
                 f"{row.verified_nodes:.1f}" if row.heads else "-",
                 "-" if row.method == HF_GENERATE else f"{row.identical}/{row.ties}/{row.wrong}",
             )
-        console.print(table)
+        if self.rows:
+            console.print(table)
         for check in self.checks:
             sign = "[green]ok[/]" if check.ok else "[red]FAILED[/]"
             note = f" ({check.note})" if check.note else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 from coppice import limits
 from coppice.errors import InvalidField
@@ -129,7 +129,11 @@ def chunk_to_wire(chunk: Chunk) -> generation.GenerateResponse:
     """Chunk to its message."""
     return generation.GenerateResponse(
         chunk=generation.Chunk(
-            text=chunk.text, ids=chunk.ids, origins=chunk.origins, pieces=chunk.pieces, log_probs=chunk.log_probs
+            text=chunk.text,
+            ids=chunk.ids,
+            origins=cast(list[generation.TokenOrigin], list(chunk.origins)),
+            pieces=chunk.pieces,
+            log_probs=chunk.log_probs,
         )
     )
 

@@ -37,7 +37,8 @@ def compiler(pytestconfig: pytest.Config) -> list[str]:
         if installed.returncode:
             pytest.skip(f"the pinned compiler cannot be installed: {installed.stderr.strip()[-200:]}")
         (kept / "complete").touch()
-    run = f"import sys; sys.path.insert(0, {str(kept)!r}); from grpc_tools import protoc; sys.exit(protoc.main(sys.argv))"
+    path = f"import sys; sys.path.insert(0, {str(kept)!r})"
+    run = f"{path}; from grpc_tools import protoc; sys.exit(protoc.main(sys.argv))"
     return [sys.executable, "-c", run, "-I", str(kept / "grpc_tools" / "_proto")]
 
 

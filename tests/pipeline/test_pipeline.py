@@ -17,7 +17,6 @@ from coppice.errors import InvalidField, Overloaded
 from coppice.generation import Chunk, Origin, Timings
 from coppice.launch import Stack
 from coppice.sampling import SamplingParams
-from coppice.v1 import generation_pb2
 from tests.pipeline.conftest import VOCAB, described
 
 PROMPTS = [tuple(random.Random(n).randrange(VOCAB) for _ in range(3 + 9 * n)) for n in range(6)]
