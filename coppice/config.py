@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
@@ -132,19 +133,61 @@ class Settings(BaseSettings):
         return init_settings, env_settings, yaml
 
 
+def _sections() -> dict[str, type[BaseModel]]:
+    return {name: field.annotation for name, field in Settings.model_fields.items() if field.annotation is not None}
+
+
+def _no_such(what: str, known: Iterable[str], near_to: str | None = None) -> InvalidField:
+    """The error for a name that is no setting, with the nearest one that is."""
+    near = difflib.get_close_matches(near_to or what, list(known), n=1)
+    return InvalidField(what, f"no such setting{f'; did you mean {near[0]}?' if near else ''}")
+
+
 def _check_variables() -> None:
     """pydantic-settings ignores variables it does not know; a typo must not pass silently."""
-    known = set(_OTHER_VARIABLES)
-    for section, field in Settings.model_fields.items():
-        model = field.annotation
-        assert isinstance(model, type)
-        assert issubclass(model, BaseModel)
-        known |= {f"COPPICE_{section}__{name}".upper() for name in model.model_fields}
+    known = _OTHER_VARIABLES | {
+        f"COPPICE_{section}__{name}".upper() for section, model in _sections().items() for name in model.model_fields
+    }
     for variable in os.environ:
         if variable.upper().startswith("COPPICE_") and variable.upper() not in known:
-            near = difflib.get_close_matches(variable.upper(), known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise InvalidField(variable, f"no such setting{hint}")
+            raise _no_such(variable, known, variable.upper())
+
+
+def _check_flags(arguments: Sequence[str]) -> None:
+    """argparse would print its usage, which is longer than a screen, and name no neighbour."""
+    known = {"-h", "--help", "--config"}
+    for section, model in _sections().items():
+        known |= {f"--{section}", *(f"--{section}.{name}" for name in model.model_fields)}
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if flag == "--config":
+            raise InvalidField("config", "write --config FILE, once")
+        if flag.startswith("--") and flag not in known:
+            raise _no_such(flag, known)
+
+
+def _check_file(file: str) -> None:
+    """What YAML itself, or a file that is no mapping, would raise is not for people to read."""
+    path = Path(file)
+    if not path.is_file():
+        raise InvalidField("config", f"no such file: {file}")
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidField("config", f"{file} is no YAML: {' '.join(str(error).split())}") from None
+    if found is not None and not isinstance(found, dict):
+        raise InvalidField("config", f"{file} is not a mapping of sections")
+
+
+def _explained(error: ValidationError) -> InvalidField:
+    """The first thing that is wrong, by its setting's name."""
+    first = error.errors()[0]
+    where = [str(part) for part in first["loc"]]
+    if first["type"] != "extra_forbidden":
+        return InvalidField(".".join(where), first["msg"])
+    sections = _sections()
+    known = [*sections, *(f"{section}.{name}" for section, model in sections.items() for name in model.model_fields)]
+    return _no_such(".".join(where), known)
 
 
 def _with_defaults(defaults: Mapping[str, Mapping[str, Any]]) -> type[Settings]:
@@ -174,14 +217,15 @@ def load_settings(
         at = arguments.index("--config")
         os.environ["COPPICE_CONFIG"] = arguments[at + 1]
         del arguments[at : at + 2]
-    file = os.environ.get("COPPICE_CONFIG")
-    if file and not Path(file).is_file():
-        raise InvalidField("config", f"no such file: {file}")
+    _check_flags(arguments)
+    if file := os.environ.get("COPPICE_CONFIG"):
+        _check_file(file)
     _check_variables()
     try:
         return (_with_defaults(defaults) if defaults else Settings)(_cli_parse_args=arguments)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise InvalidField(".".join(map(str, first["loc"])), first["msg"]) from None
+        raise _explained(error) from None
     except SettingsError as error:
-        raise InvalidField("settings", str(error)) from None
+        value = getattr(error.__cause__, "doc", None)  # of a variable that holds a list
+        named = [name for name in os.environ if name.upper().startswith("COPPICE_") and os.environ[name] == value]
+        raise InvalidField(named[0] if named else "settings", f"is no JSON: {error}") from None

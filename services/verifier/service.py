@@ -26,7 +26,8 @@ class VerifierServicer:
 
     def __init__(self, settings: Settings, worker: Worker, info: EngineInfo, waits: StreamWaits) -> None:
         self.settings, self.worker, self.info, self.waits = settings, worker, info, waits
-        self.max_len = min(info.max_context, settings.verifier.kv_tokens, MAX_CONTEXT)
+        told = settings.verifier
+        self.max_len = min(info.max_context, told.kv_tokens // told.block_size * told.block_size, MAX_CONTEXT)
         bounds = settings.limits
         self._seats = Admission("sessions", bounds.sessions, bounds.queued, bounds.queue_s)
         self._kv = Admission("KV tokens", settings.verifier.kv_tokens, bounds.queued, bounds.queue_s)

@@ -146,7 +146,8 @@ class Session:
         if step.q_rows is None or not len(tree):
             return walk(tree, self.committed_len, row_at, sampling, stop_ids, limit)
         try:
-            return pq_chain(tree, row_at, step.q_rows, sampling.seed, self.committed_len, stop_ids, limit)
+            q_rows = step.q_rows[: len(tree)]  # a chain that was cut to the room there is has lost its end
+            return pq_chain(tree, row_at, q_rows, sampling.seed, self.committed_len, stop_ids, limit)
         except TreeError as error:
             raise InvalidField(f"step.{error.field}", str(error)) from None
 

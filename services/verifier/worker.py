@@ -309,9 +309,11 @@ class Worker(threading.Thread):
         self._finish(job, dataclasses.replace(answer, timings=timings))
 
     def _prompt_features(self, session: Session) -> Features | None:
-        if not session.request.feature_layers:
+        end = session.features.end
+        count = min(end - session.features.start, self.settings.feature_window)  # it holds whole chunks, maybe more
+        if not session.request.feature_layers or not count:
             return None
-        start, count = session.features.start, session.features.end - session.features.start
+        start = end - count
         ref = FeatureRef(self.address, session.request.session, start, count)
         return Features(start, count, self.settings.dtype, None, ref)
 

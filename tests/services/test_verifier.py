@@ -1,0 +1,662 @@
+"""The verifier as a process: one session is one stream, and what it says is what the target says."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from coppice.errors import CoppiceError, InvalidField, NotFound, Overloaded, StaleFence, Unavailable, from_rpc_error
+from coppice.limits import FEATURE_CHUNK_BYTES, MAX_TREE_DEPTH, Limits
+from coppice.messages import (
+    FeatureRef,
+    Features,
+    Fence,
+    OpenSession,
+    SessionOpened,
+    TargetDescription,
+    Verdict,
+    VerifyStep,
+    committed_hash,
+)
+from coppice.rpc.channels import open_channel
+from coppice.sampling import SamplingParams, decode_row, draw
+from coppice.tree import DraftTree
+from coppice.v1 import verifier_pb2, verifier_pb2_grpc
+from coppice.wire.verifier import (
+    fetch_to_wire,
+    open_session_to_wire,
+    read_feature_part,
+    read_target,
+    read_verify_response,
+    verify_step_to_wire,
+)
+from tests.processes import Service
+from tests.tiny import make_target
+
+VOCAB, LAYERS, MAX_LEN = 1100, 6, 1024  # more ids than a row may hold
+IDS = [random.Random(0).randrange(VOCAB) for _ in range(21)]
+SERVICE = "coppice.v1.VerifierService"
+StartService = Callable[..., Service]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    return make_target(folder, VOCAB, layers=LAYERS, hidden=64, max_len=MAX_LEN, tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def model(target: Path) -> Any:
+    """The reference: plain transformers."""
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def verifier(start_service: StartService, target: Path) -> Service:
+    return start_service("services.verifier", "--verifier.target", str(target), "--verifier.threads", "1")
+
+
+SMALL = ("--verifier.kv_tokens", "520", "--verifier.feature_window", "16", "--limits.queue_s", "0.4")
+
+
+@pytest.fixture(scope="module")
+def small(start_service: StartService, target: Path) -> Service:
+    """520 KV tokens are 16 blocks of 32 and a rest: room for two sessions of up to 128 tokens and their trees."""
+    return start_service("services.verifier", "--verifier.target", str(target), "--verifier.threads", "1", *SMALL)
+
+
+@asynccontextmanager
+async def connected(service: Service) -> AsyncIterator[Any]:
+    async with open_channel(service.address, Limits()) as channel:
+        yield verifier_pb2_grpc.VerifierServiceStub(channel)
+
+
+class Client:
+    """One session, as the orchestrator holds it."""
+
+    def __init__(self, stub: Any, session: str = "s", ids: Sequence[int] = IDS, **options: Any) -> None:
+        self.committed, self.step_number = list(ids), 0
+        self.sampling = options.pop("sampling", SamplingParams())
+        stop_ids = frozenset(options.pop("stop_ids", ()))
+        max_len = options.pop("max_len", len(ids) + 64)
+        self.opening = OpenSession(session, list(ids), self.sampling, stop_ids, max_len, **options)
+        self.call = stub.Verify()
+        self.root = -1
+
+    async def open(self) -> SessionOpened:
+        opened = await self.ask(open_session_to_wire(self.opening))
+        assert isinstance(opened, SessionOpened)
+        assert opened.fence == self.fence(0)
+        self.root = self.draw(opened)
+        return opened
+
+    def fence(self, step: int) -> Fence:
+        return Fence(step, len(self.committed), committed_hash(self.committed))
+
+    def draw(self, said: SessionOpened | Verdict) -> int:
+        """The next root, drawn here unless the verifier drew it."""
+        assert said.next is not None
+        if said.next.row is None:
+            return said.next.drawn_id
+        return draw(said.next.row.ids, said.next.row.log_probs, self.sampling.seed, len(self.committed))
+
+    async def verify(self, tree: DraftTree | None = None, **changes: Any) -> Verdict:
+        """One step: commit the root and what is accepted, and draw the next root."""
+        tree = DraftTree.empty() if tree is None else tree
+        step = VerifyStep(self.fence(self.step_number + 1), self.root, tree)
+        verdict = await self.ask(verify_step_to_wire(replace(step, **changes)))
+        assert isinstance(verdict, Verdict)
+        self.step_number += 1
+        self.committed += [self.root, *(int(tree.tokens[node - 1]) for node in verdict.accepted)]
+        assert verdict.fence == self.fence(self.step_number)
+        self.root = -1 if verdict.next is None else self.draw(verdict)
+        return verdict
+
+    async def ask(self, message: Any) -> SessionOpened | Verdict:
+        try:
+            await self.call.write(message)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            raise await self.ending() from None
+        return await self.read()
+
+    async def read(self) -> SessionOpened | Verdict:
+        try:
+            answer = await self.call.read()
+        except grpc.aio.AioRpcError:
+            raise await self.ending() from None
+        if answer is grpc.aio.EOF:
+            raise await self.ending()
+        return read_verify_response(answer)
+
+    async def ending(self) -> CoppiceError:
+        code, details = await self.call.code(), await self.call.details()
+        return from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details))
+
+
+async def described(stub: Any) -> TargetDescription:
+    return read_target(await stub.DescribeTarget(verifier_pb2.DescribeTargetRequest()))
+
+
+async def until_idle(stub: Any) -> TargetDescription:
+    """What the verifier says when all sessions are closed and their KV is free."""
+    for _ in range(1000):
+        now = await described(stub)
+        if not now.sessions and not now.kv_tokens_used:
+            break
+        await asyncio.sleep(0.01)
+    return now
+
+
+async def fetch(stub: Any, ref: FeatureRef) -> list[Features]:
+    try:
+        return [read_feature_part(part) async for part in stub.FetchFeatures(fetch_to_wire(ref))]
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from None
+
+
+def values(parts: Sequence[Features]) -> Tensor:
+    """(n, F) float32 rows of inline features."""
+    rows = b"".join(part.inline or b"" for part in parts)
+    return torch.frombuffer(bytearray(rows), dtype=torch.float32).view(sum(part.count for part in parts), -1)
+
+
+def hidden_states(model: Any, ids: Sequence[int], layers: Sequence[int]) -> Tensor:
+    """(n, F) of a plain forward."""
+    with torch.inference_mode():
+        hidden = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    return torch.cat([hidden[layer][0] for layer in layers], dim=-1)
+
+
+def last_row(model: Any, ids: Sequence[int]) -> Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0, -1]
+
+
+def continuation(model: Any, ids: Sequence[int], count: int, sampling: SamplingParams | None = None) -> list[int]:
+    """What plain decoding says: `generate` when greedy, else one keyed draw for each position."""
+    if sampling is None:
+        out = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=count, eos_token_id=None)
+        return out[0, len(ids) :].tolist()
+    text = list(ids)
+    for _ in range(count):
+        text.append(draw(*decode_row(last_row(model, text).numpy(), sampling), sampling.seed, len(text)))
+    return text[len(ids) :]
+
+
+def junk_tree(random: random.Random, good: Sequence[int], nodes: int) -> DraftTree:
+    """A random tree into which the true continuation may be woven; scores fall along paths."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    scores = [0.0]
+    spine = 0  # the node that spells the longest true prefix so far, and its depth
+    depth = 0
+    for node in range(1, nodes + 1):
+        if depth < len(good) and random.random() < 0.2:
+            parent, token = spine, good[depth]
+            spine, depth = node, depth + 1
+        else:
+            parent, token = random.randrange(max(0, node - 6), node), random.randrange(VOCAB)
+        tokens.append(token)
+        parents.append(parent)
+        scores.append(scores[parent] - random.random())
+    return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(scores[1:], np.float32))
+
+
+SAMPLINGS = {
+    "greedy": None,
+    "full rows": SamplingParams(temperature=1.0, seed=3),  # wider than a row may be: the verifier draws
+    "top k": SamplingParams(temperature=1.3, top_k=20, seed=4),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+async def test_the_text_is_plain_decodings_whatever_trees_are_sent(verifier: Service, model: Any, name: str) -> None:
+    sampling = SAMPLINGS[name]
+    expected = continuation(model, IDS, 40, sampling)
+    rng = random.Random(5)
+    async with connected(verifier) as stub:
+        client = Client(stub, name.replace(" ", "-"), sampling=sampling or SamplingParams(), max_len=MAX_LEN)
+        opened = await client.open()
+        assert (opened.next.row is None) == (name == "full rows")
+        accepted = 0
+        while len(client.committed) < len(IDS) + 30:
+            made = len(client.committed) - len(IDS)
+            assert client.root == expected[made]
+            verdict = await client.verify(junk_tree(rng, expected[made + 1 :], rng.choice([0, 1, 7, 40])))
+            accepted += len(verdict.accepted)
+            assert verdict.verified == ()
+            assert verdict.timings.total_ns >= verdict.timings.forward_ns > 0
+        assert client.committed == [*IDS, *expected][: len(client.committed)]
+        assert accepted > 3
+
+
+async def test_sessions_packed_together_change_nothing(verifier: Service, model: Any) -> None:
+    texts = [IDS[: 3 + 2 * number] for number in range(6)]
+    expected = [continuation(model, text, 24) for text in texts]
+
+    async def decode(stub: Any, number: int) -> list[int]:
+        rng = random.Random(number)
+        client = Client(stub, f"packed-{number}", texts[number])
+        await client.open()
+        while len(client.committed) < len(texts[number]) + 16:
+            made = len(client.committed) - len(texts[number])
+            await client.verify(junk_tree(rng, expected[number][made + 1 :], rng.choice([0, 5, 20])))
+        await client.call.done_writing()
+        return client.committed[len(texts[number]) :]
+
+    async with connected(verifier) as stub:
+        made = await asyncio.gather(*(decode(stub, number) for number in range(6)))
+    assert made == [text[: len(ids)] for ids, text in zip(made, expected, strict=True)]
+
+
+async def test_a_stop_id_or_the_length_inside_the_path_ends_the_text(verifier: Service, model: Any) -> None:
+    good = continuation(model, IDS, 8)
+    chain = DraftTree.chain(good[1:], -np.arange(7.0))
+    async with connected(verifier) as stub:
+        stopping = Client(stub, "stop", stop_ids=[good[2]])
+        await stopping.open()
+        verdict = await stopping.verify(chain)
+        first = good.index(good[2], 1)
+        assert (len(verdict.accepted), verdict.next, verdict.rejection) == (first, None, None)
+        ending = Client(stub, "length", max_len=len(IDS) + 4)
+        await ending.open()
+        verdict = await ending.verify(chain)
+        assert (len(verdict.accepted), verdict.next) == (3, None)
+
+
+async def test_raw_log_probs_are_the_targets(verifier: Service, model: Any) -> None:
+    good = continuation(model, IDS, 4)
+    async with connected(verifier) as stub:
+        client = Client(stub, "logs", want_log_probs=True)
+        opened = await client.open()
+        log_softmax = [last_row(model, [*IDS, *good[:made]]).log_softmax(-1) for made in range(4)]
+        assert opened.next.row is not None
+        assert opened.next.row.raw_log_probs == pytest.approx([float(log_softmax[0][good[0]])], abs=1e-4)
+        verdict = await client.verify(DraftTree.chain([good[1], good[2]], [-1.0, -2.0]))
+        assert verdict.accepted == (1, 2)
+        expected = [float(log_softmax[made][good[made]]) for made in (1, 2)]
+        assert verdict.log_probs == pytest.approx(expected, abs=1e-4)
+
+
+# Fences and the order of messages.
+
+
+@pytest.mark.parametrize("changes", [{"step": 2}, {"step": 0}, {"committed_len": 20}, {"committed_hash": 7}])
+async def test_a_stale_fence_is_a_failed_precondition_that_says_what_was_expected(
+    verifier: Service, changes: dict[str, int]
+) -> None:
+    async with connected(verifier) as stub:
+        client = Client(stub)
+        await client.open()
+        expected = f"expected step 1 on {len(IDS)} tokens with hash {committed_hash(IDS):016x}"
+        with pytest.raises(StaleFence, match=expected):
+            await client.verify(fence=replace(client.fence(1), **changes))
+        assert await client.call.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_session_is_opened_first_and_once(verifier: Service) -> None:
+    async with connected(verifier) as stub:
+        unopened = Client(stub)
+        with pytest.raises(InvalidField, match="kind: the first message of a session is open"):
+            await unopened.verify(root=1)
+        twice = Client(stub)
+        await twice.open()
+        with pytest.raises(InvalidField, match="kind: the session is open already"):
+            await twice.ask(open_session_to_wire(twice.opening))
+        with pytest.raises(InvalidField, match="kind: neither open nor step"):
+            await Client(stub).ask(verifier_pb2.VerifyRequest())
+
+
+async def test_a_name_that_is_taken_is_refused_and_its_owner_goes_on(verifier: Service, model: Any) -> None:
+    async with connected(verifier) as stub:
+        owner = Client(stub, "taken", feature_layers=(2,))
+        opened = await owner.open()
+        with pytest.raises(InvalidField, match=r"open\.session: is already open"):
+            await Client(stub, "taken").open()
+        await owner.verify()
+        await owner.verify()
+        assert owner.committed[len(IDS) :] == continuation(model, IDS, 2)
+        assert opened.features is not None
+        assert opened.features.ref is not None
+        assert await fetch(stub, opened.features.ref)  # still the owner's
+        await owner.call.done_writing()
+        await until_idle(stub)
+        await Client(stub, "taken").open()
+
+
+# Features.
+
+COLUMNS = (0, 1, 2, 3, 4, 5, 3, 3)  # wide rows, so that a prompt takes more than a chunk
+
+
+async def test_features_of_a_prompt_are_fetched_in_chunks_and_are_the_hidden_states(
+    verifier: Service, model: Any
+) -> None:
+    prompt = random.Random(1).choices(range(VOCAB), k=700)
+    async with connected(verifier) as stub:
+        client = Client(stub, "long", prompt, feature_layers=COLUMNS)
+        opened = await client.open()
+        assert opened.features is not None
+        assert opened.features.ref == FeatureRef(verifier.address, "long", 0, 700)
+        parts = await fetch(stub, opened.features.ref)
+        assert len(parts) == 2
+        assert all(0 < len(part.inline or b"") <= FEATURE_CHUNK_BYTES for part in parts)
+        assert [part.start for part in parts] == [0, parts[0].count]
+        torch.testing.assert_close(values(parts), hidden_states(model, prompt, COLUMNS), atol=1e-4, rtol=1e-4)
+        window = await fetch(stub, replace(opened.features.ref, start=650, count=3))
+        torch.testing.assert_close(values(window), values(parts)[650:653])
+
+
+async def test_features_of_a_step_ride_inline_and_are_the_hidden_states_of_what_was_committed(
+    verifier: Service, model: Any
+) -> None:
+    good = continuation(model, IDS, 12)
+    tree = junk_tree(random.Random(4), good[1:4], 20)
+    async with connected(verifier) as stub:
+        client, other = Client(stub, "inline", feature_layers=(2, 3, 3)), Client(stub, "bare")
+        opened = await client.open()
+        assert (await other.open()).features is None
+        verdict, bare = await asyncio.gather(client.verify(tree), other.verify(tree))
+        assert bare.features is None
+        assert len(verdict.accepted) == 3
+        assert verdict.features is not None
+        assert (verdict.features.start, verdict.features.count, verdict.features.dtype) == (len(IDS), 4, "float32")
+        expected = hidden_states(model, [*IDS, *good[:4]], (2, 3, 3))
+        torch.testing.assert_close(values([verdict.features]), expected[len(IDS) :], atol=1e-4, rtol=1e-4)
+        assert opened.features is not None
+        assert opened.features.ref is not None
+        later = await fetch(stub, replace(opened.features.ref, start=len(IDS) - 1, count=5))
+        torch.testing.assert_close(values(later), expected[len(IDS) - 1 :], atol=1e-4, rtol=1e-4)
+
+
+async def test_windows_that_are_gone_unknown_or_too_long_are_refused(small: Service) -> None:
+    async with connected(small) as stub:
+        client = Client(stub, "window", feature_layers=(1,))
+        opened = await client.open()
+        assert opened.features is not None
+        ref = opened.features.ref
+        assert ref is not None
+        assert (ref.start, ref.count) == (len(IDS) - 16, 16)  # no more than the window holds
+        assert len(await fetch(stub, ref)) == 1
+        for _ in range(17):
+            await client.verify()
+        with pytest.raises(InvalidField, match="ref: positions 5"):
+            await fetch(stub, ref)
+        assert await fetch(stub, replace(ref, start=len(client.committed) - 16))
+        for changed, why in [
+            (replace(ref, start=len(client.committed) - 15), "ref: positions"),
+            (replace(ref, count=17), r"ref\.count: 17"),
+        ]:
+            with pytest.raises(InvalidField, match=why):
+                await fetch(stub, changed)
+        with pytest.raises(NotFound, match="nobody"):
+            await fetch(stub, replace(ref, session="nobody"))
+
+
+# Rejections.
+
+
+async def test_rejection_lists_are_the_targets_raw_distribution(verifier: Service, model: Any) -> None:
+    good = continuation(model, IDS, 4)
+    wrong = (good[3] + 1) % VOCAB
+    tokens, parents = [wrong, good[1], good[2], wrong], [0, 0, 2, 3]
+    tree = DraftTree(np.array(tokens), np.array(parents), np.array([-1.0, -1.0, -2.0, -3.0], np.float32))
+    async with connected(verifier) as stub:
+        client, silent = Client(stub, "top", rejection_top_n=8), Client(stub, "silent")
+        await client.open()
+        await silent.open()
+        verdict, bare = await client.verify(tree), await silent.verify(tree)
+    assert verdict.accepted == (2, 3)
+    told = verdict.rejection
+    assert told is not None
+    assert (told.position, told.parent, told.target_id) == (len(IDS) + 3, 3, good[3])
+    top = last_row(model, [*IDS, *good[:3]]).log_softmax(-1).topk(8)
+    assert told.top_ids.tolist() == top.indices.tolist()
+    assert told.top_log_probs == pytest.approx(top.values.numpy(), abs=1e-4)
+    assert told.tail == pytest.approx(1 - float(top.values.double().exp().sum()), abs=1e-4)
+    assert bare.rejection is not None
+    assert (bare.rejection.target_id, len(bare.rejection.top_ids), bare.rejection.tail) == (good[3], 0, 1.0)
+
+
+async def test_a_tree_accepted_to_a_leaf_has_no_rejection(verifier: Service, model: Any) -> None:
+    good = continuation(model, IDS, 3)
+    async with connected(verifier) as stub:
+        client = Client(stub, rejection_top_n=4)
+        await client.open()
+        assert (await client.verify(DraftTree.chain(good[1:], [-1.0, -2.0]))).rejection is None
+
+
+# Bad input.
+
+
+def tree(tokens: Sequence[int], parents: Sequence[int], log_probs: Sequence[float]) -> DraftTree:
+    return DraftTree(np.array(tokens), np.array(parents), np.array(log_probs, np.float32))
+
+
+BAD_OPENS = {
+    "open.ids": {"ids": [1] * MAX_LEN, "max_len": MAX_LEN},
+    "open.ids: token id": {"ids": [1, VOCAB]},
+    "open.max_len": {"max_len": MAX_LEN + 1},
+    "open.max_len: 21": {"max_len": len(IDS)},
+    "open.feature_layers": {"feature_layers": (LAYERS,)},
+    "open.session": {"session": "no spaces"},
+    "sampling.temperature": {"sampling": SamplingParams(temperature=11.0)},
+}
+BAD_TREES = {
+    "token-range": ("step.tree.tokens", tree([VOCAB], [0], [-1])),
+    "parent-order": ("step.tree.parents", tree([1, 1], [0, 2], [-1, -1])),
+    "cycle": ("step.tree.parents", tree([1, 1], [2, 1], [-1, -1])),
+    "log-prob": ("step.tree.log_probs", tree([1], [0], [0.5])),
+    "nan": ("step.tree.log_probs", tree([1], [0], [float("nan")])),
+    "inf": ("step.tree.log_probs", tree([1], [0], [float("-inf")])),
+    "child-above-parent": ("step.tree.log_probs", tree([1, 1], [0, 1], [-2, -1])),
+    "too-deep": ("step.tree.parents", DraftTree.chain([1] * (MAX_TREE_DEPTH + 1), [-1.0] * (MAX_TREE_DEPTH + 1))),
+    "too-large": ("step.tree.tokens", tree([1] * 257, [0] * 257, [-1] * 257)),
+    "length-mismatch": ("step.tree", tree([1, 2], [0], [-1, -1])),
+}
+
+
+@pytest.mark.parametrize("named", BAD_OPENS)
+async def test_a_bad_opening_is_refused_by_field(verifier: Service, named: str) -> None:
+    async with connected(verifier) as stub:
+        with pytest.raises(InvalidField, match=rf"^{named}"):
+            await Client(stub, **BAD_OPENS[named]).open()
+
+
+async def test_a_bad_step_is_refused_by_field_and_other_sessions_go_on(verifier: Service, model: Any) -> None:
+    async with connected(verifier) as stub:
+        other = Client(stub, "other")
+        await other.open()
+        for reason, (field, bad) in BAD_TREES.items():
+            client = Client(stub, reason)
+            await client.open()
+            with pytest.raises(InvalidField, match=rf"^{field}: "):
+                await client.verify(bad)
+            await other.verify()
+        for changes, why in [
+            ({"root": VOCAB}, r"^step\.root"),
+            ({"tree": DraftTree.chain([1], [-1.0]), "q_rows": np.zeros((1, VOCAB), np.float32)}, r"^step\.q_rows"),
+        ]:
+            client = Client(stub, "bad")
+            await client.open()
+            with pytest.raises(InvalidField, match=why):
+                await client.verify(**changes)
+        made = len(other.committed) - len(IDS)
+        assert other.committed[len(IDS) :] == continuation(model, IDS, made)
+
+
+async def test_undecodable_bytes_are_an_invalid_argument(verifier: Service) -> None:
+    async with open_channel(verifier.address, Limits()) as channel:
+        call = channel.stream_stream(f"/{SERVICE}/Verify")()
+        await call.write(b"\xff\xff\xff")
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (await call.details()).startswith("request: ")
+
+
+# KV.
+
+
+async def test_a_session_that_finds_no_kv_waits_its_turn_and_is_refused_after_a_while(small: Service) -> None:
+    async with connected(small) as stub:
+        holders = [Client(stub, f"holder-{number}", max_len=128) for number in range(2)]
+        for holder in holders:
+            await holder.open()
+        began = time.monotonic()
+        with pytest.raises(Overloaded, match=r"KV tokens became free within 0\.4 s"):
+            await Client(stub, "late").open()
+        assert time.monotonic() - began >= 0.4
+        waiting = asyncio.create_task(Client(stub, "patient").open())
+        await asyncio.sleep(0.05)
+        holders[0].call.cancel()
+        await waiting
+        await holders[1].verify()
+
+
+async def test_a_request_larger_than_the_pool_is_refused_at_once_and_one_as_large_is_served(small: Service) -> None:
+    async with connected(small) as stub:
+        assert (await until_idle(stub)).max_len == 512
+        with pytest.raises(InvalidField, match=r"open\.max_len: 513"):
+            await Client(stub, "larger", max_len=513).open()
+        client = Client(stub, "as-large", [5] * 510, max_len=512)
+        await client.open()
+        verdict = await client.verify(DraftTree.chain([5] * 4, [-1.0] * 4))
+        assert verdict.verified == (1,)  # there is room for the root and one node
+
+
+async def test_a_tree_that_does_not_fit_is_cut_to_its_best_nodes_and_the_verdict_says_which(
+    small: Service, model: Any
+) -> None:
+    good = continuation(model, IDS, 5)
+    async with connected(small) as stub:
+        await until_idle(stub)
+        client = Client(stub, "cut", max_len=len(IDS) + 6)
+        await client.open()
+        junk, spine = 240, [241, 242, 243]
+        tokens = [(good[1] + 1) % VOCAB] * junk + good[1:4]
+        log_probs = np.concatenate([-5 - np.arange(junk) / 100, [-1.0, -2.0, -3.0]])
+        verdict = await client.verify(tree(tokens, [0] * junk + [0, 241, 242], log_probs.tolist()))
+        kept = len(verdict.verified)
+        assert 64 < kept < 243
+        assert verdict.verified == (*range(1, kept - 2), *spine)
+        assert verdict.accepted == tuple(spine)
+        assert client.committed == [*IDS, *good[:4]]
+        assert client.root == good[4]
+
+
+async def test_kv_is_free_again_however_a_session_ends(verifier: Service) -> None:
+    async with connected(verifier) as stub:
+        before = await until_idle(stub)
+
+        async def live(number: int) -> None:
+            async with connected(verifier) as own:
+                client = Client(own, f"live-{number}")
+                if number % 5 == 4:  # leaves before the prefill is done
+                    await client.call.write(open_session_to_wire(client.opening))
+                    client.call.cancel()
+                    return
+                await client.open()
+                if number % 5 == 0:
+                    await client.call.done_writing()
+                    assert await client.call.read() is grpc.aio.EOF
+                elif number % 5 == 1:
+                    client.call.cancel()
+                elif number % 5 == 2:
+                    with pytest.raises(StaleFence):
+                        await client.verify(fence=Fence(9, 9, 9))
+                # else the connection goes away
+
+        await asyncio.gather(*map(live, range(40)))
+        after = await until_idle(stub)
+    assert (after.sessions, after.kv_tokens_used) == (0, 0)
+    assert after.sessions_closed == after.sessions_opened >= before.sessions_opened + 32
+
+
+# The process.
+
+
+async def test_describe_says_what_is_served(verifier: Service, target: Path) -> None:
+    async with connected(verifier) as stub:
+        told = await described(stub)
+    assert (told.name, told.vocab_size, told.max_len, told.layers) == (target.name, VOCAB, MAX_LEN, LAYERS)
+    assert (told.hidden_size, told.eos_ids, told.dtype, told.kv_tokens) == (64, (0,), "float32", 65_536)
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+async def health_of(address: str) -> list[int]:
+    """What a health port says of the service, from its first answer until it closes."""
+    said: list[int] = []
+    async with open_channel(address, Limits()) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE), wait_for_ready=True)
+        try:
+            async for answer in watch:
+                said.append(answer.status)
+        except grpc.aio.AioRpcError:
+            pass
+    return said
+
+
+async def test_health_names_the_service_only_while_it_is_ready_and_sigterm_ends_sessions(
+    start_service: StartService, target: Path
+) -> None:
+    """One process from its start to its end."""
+    port, health = free_port(), free_port()
+    flags = ["--server.port", str(port), "--server.health_port", str(health), "--verifier.threads", "1"]
+    watching = asyncio.create_task(health_of(f"127.0.0.1:{health}"))
+    starting = asyncio.create_task(
+        asyncio.to_thread(start_service, "services.verifier", "--verifier.target", str(target), *flags)
+    )
+    async with open_channel(f"127.0.0.1:{health}", Limits()) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        answer = await check(health_pb2.HealthCheckRequest(service=SERVICE), wait_for_ready=True)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        async with open_channel(f"127.0.0.1:{port}", Limits()) as called:  # it listens by then
+            assert await described(verifier_pb2_grpc.VerifierServiceStub(called))
+        alive = await check(health_pb2.HealthCheckRequest(service=""))
+        assert alive.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError):
+            await check(health_pb2.HealthCheckRequest(service="coppice.v1.Other"))
+    service = await starting
+    async with connected(service) as stub:
+        sessions = [Client(stub, f"drained-{number}") for number in range(3)]
+        for session in sessions:
+            await session.open()
+        await sessions[0].verify()
+        began = time.monotonic()
+        stopped = asyncio.create_task(asyncio.to_thread(service.stop))
+        for session in sessions:
+            with pytest.raises(Unavailable, match="draining"):
+                await session.read()
+        assert await stopped == 0
+        assert time.monotonic() - began < 10  # open streams do not hold it for the whole grace
+    said = await watching
+    assert said == [health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING]
+    assert "Traceback" not in service.log
+
+
+@pytest.mark.parametrize("flags", [[], ["--verifier.target", "/no/such/model"]])
+def test_a_target_that_is_not_there_ends_it_with_2_and_is_named(start_service: StartService, flags: list[str]) -> None:
+    with pytest.raises(RuntimeError, match=r"exit code 2\):\n[^T]*verifier\.target: "):
+        start_service("services.verifier", *flags)
