@@ -1,0 +1,122 @@
+"""`make proof`: the campaigns at full counts, one after the other; what this commit has passed is not run again.
+
+The state lies in .proof/COMMIT.json, outputs beside it; the table of the latest run is docs/proof.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from coppice.machine import this_machine
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = Path("docs") / "proof.md"
+COLUMNS = ("campaign", "runs", "result", "minutes", "last line")
+PYTEST = (sys.executable, "-m", "pytest", "--timeout", "7200")
+BENCH = (sys.executable, "-c", "from coppice.cli import main; main()", "bench")
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """A command that proves something when it ends with 0, `runs` times in a row."""
+
+    name: str
+    command: tuple[str, ...]
+    runs: int = 1
+
+
+CAMPAIGNS = (
+    *(
+        Campaign(each, (*PYTEST, f"tests/unit/test_{each}.py"))
+        for each in ("tree", "sampling", "acceptance", "routing")
+    ),
+    Campaign("bench exact", (*BENCH, "exact", "--dtype", "float32", "--n", "8")),
+    Campaign("bench sampling", (*BENCH, "sampling", "--n", "20000", "--sessions", "1000")),
+    Campaign("bench steps", (*BENCH, "steps")),
+    Campaign("bench rows", (*BENCH, "rows")),
+    Campaign("faults", (*PYTEST, "tests/pipeline/test_faults.py"), runs=20),
+)
+
+
+@dataclass
+class Outcome:
+    """How far a campaign came: runs that ended well, and whether the last one did not."""
+
+    done: int = 0
+    failed: bool = False
+    seconds: float = 0.0
+    last_line: str = ""
+
+    def cells(self, campaign: Campaign) -> tuple[str, ...]:
+        """A row of the table, in the order of COLUMNS."""
+        result = "FAILED" if self.failed else "ok"
+        return campaign.name, f"{self.done}/{campaign.runs}", result, f"{self.seconds / 60:.1f}", self.last_line
+
+    def run(self, command: Sequence[str], log: Path) -> None:
+        """One run at full counts; its output goes to `log`."""
+        began, told = time.monotonic(), os.environ | {"COPPICE_PROOF": "1"}
+        with log.open("wb") as output:
+            ended = subprocess.run(command, cwd=ROOT, env=told, stdout=output, stderr=output, check=False)
+        lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        self.seconds += time.monotonic() - began
+        self.failed = ended.returncode != 0
+        self.done += not self.failed
+        self.last_line = lines[-1].strip()[:120] if lines else ""
+
+
+def commit_now(root: Path) -> str:
+    """The commit that is tested, with "-dirty" behind it when a tracked file other than the result differs."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(("git", *arguments), cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{RESULT}")
+    return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
+
+
+def run_all(campaigns: Sequence[Campaign], folder: Path, commit: str, console: Console) -> dict[Campaign, Outcome]:
+    """Run what this commit has not passed yet, from where it was interrupted; every run is noted at once.
+
+    What a dirty tree passed is not remembered: it may differ the next time.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    state = folder / f"{commit}.json"
+    known = json.loads(state.read_text()) if state.exists() and not commit.endswith("-dirty") else {}
+    outcomes = {campaign: Outcome(**known.get(campaign.name, {})) for campaign in campaigns}
+    for campaign, outcome in outcomes.items():
+        outcome.failed = False  # it is tried again
+        while outcome.done < campaign.runs and not outcome.failed:
+            console.print(f"{campaign.name}: run {outcome.done + 1} of {campaign.runs}", highlight=False)
+            outcome.run(campaign.command, folder / f"{campaign.name}.log")
+            state.write_text(json.dumps({each.name: asdict(had) for each, had in outcomes.items()}, indent=1))
+    return outcomes
+
+
+def report(outcomes: Mapping[Campaign, Outcome], commit: str, file: Path, console: Console) -> None:
+    """Print the table and write it with commit, date and machine."""
+    table = Table(*COLUMNS, title=f"proof at {commit}", title_justify="left")
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *(outcome.cells(each) for each, outcome in outcomes.items())]
+    for cells in lines[2:]:
+        table.add_row(*cells)
+    console.print(table)
+    head = f"# Proof\n\n`make proof` at {commit}, {datetime.now(UTC):%Y-%m-%d}, on {this_machine().describe()}.\n\n"
+    text = "".join(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |\n" for cells in lines)
+    file.write_text(head + text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    now, terminal = commit_now(ROOT), Console()
+    made = run_all(CAMPAIGNS, ROOT / ".proof", now, terminal)
+    report(made, now, ROOT / RESULT, terminal)
+    sys.exit(any(outcome.failed for outcome in made.values()))

@@ -1,0 +1,346 @@
+"""The `lm` head on tiny random models: what it drafts is the model's own opinion, alone or together, early or late."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from coppice.config import DrafterSettings
+from coppice.errors import Overloaded
+from coppice.messages import Advance, OpenDraft
+from coppice.nn.head import DraftJob, Growth
+from coppice.nn.lm import PREFILL_ROWS, LanguageModelHead
+from coppice.nn.registry import build_head
+from coppice.sampling import SamplingParams, noise
+from coppice.tree import DraftTree, validate
+from tests.tiny import make_target
+
+VOCAB, MAX_LEN = 120, 640
+GREEDY = SamplingParams()
+SAMPLED = SamplingParams(temperature=1.0, seed=9)
+WARM = SamplingParams(temperature=0.7, top_k=10, seed=4)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny forwards are fastest on one thread, and two fight on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("model"), VOCAB, max_len=MAX_LEN, tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    """The reference: plain transformers."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def heads(folder: Path) -> Any:
+    """`heads(top_k=4, depth=5)` is the head with these settings, made once."""
+
+    @cache
+    def head_of(**settings: Any) -> LanguageModelHead:
+        settings = {"kv_tokens": 4096, "top_k": 4, "depth": 5, "threads": 1} | settings
+        head = build_head(DrafterSettings(kind="lm", path=str(folder), **settings))
+        assert isinstance(head, LanguageModelHead)
+        return head
+
+    return head_of
+
+
+@pytest.fixture
+def head(heads: Any) -> Iterator[LanguageModelHead]:
+    """The usual one; after each test it must be empty again once its sessions are closed."""
+    made = heads()
+    yield made
+    for key in list(made._sessions):
+        made.close(key)
+    assert made.engine.pool.used_tokens == made.engine.pool.used_blocks == 0
+    made.engine.pool.check_integrity()
+
+
+def some_ids(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=count)
+
+
+def opened(head: LanguageModelHead, key: int, ids: Sequence[int], want_q_rows: bool = False) -> int:
+    for _ in head.open(key, OpenDraft("s", list(ids), GREEDY, want_q_rows=want_q_rows)):
+        pass
+    return key
+
+
+def drafts(head: LanguageModelHead, jobs: Sequence[DraftJob]) -> list[Growth]:
+    """One complete growth for each job."""
+    grown = [growth for part in head.draft(jobs) for growth in part]
+    assert sorted(growth.job for growth in grown) == list(range(len(jobs)))
+    assert all(growth.last for growth in grown)
+    return sorted(grown, key=lambda growth: growth.job)
+
+
+def draft(head: LanguageModelHead, job: DraftJob) -> DraftTree:
+    return drafts(head, [job])[0].nodes
+
+
+def assert_same(actual: DraftTree, expected: DraftTree) -> None:
+    """The same nodes; scores differ by rounding."""
+    assert actual.tokens.tolist() == expected.tokens.tolist()
+    assert actual.parents.tolist() == expected.parents.tolist()
+    np.testing.assert_allclose(actual.log_probs, expected.log_probs, atol=1e-4)
+
+
+def logits_after(model: Any, ids: Sequence[int]) -> Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([list(ids)])).logits[0, -1]
+
+
+def scores_after(model: Any, ids: Sequence[int], sampling: SamplingParams, coupled: bool) -> Tensor:
+    """(V,) by definition: log q, at T > 0 reweighted by the noise of the position the token would stand at."""
+    scores = (logits_after(model, ids) / (sampling.temperature or 1.0)).log_softmax(-1)
+    if sampling.temperature and coupled:
+        scores = (scores.double() + torch.from_numpy(noise(sampling.seed, len(ids), np.arange(VOCAB)))).log_softmax(-1)
+    return scores
+
+
+def slow_tree(model: Any, ids: Sequence[int], job: DraftJob, top_k: int, depth: int) -> DraftTree:
+    """EAGLE-2's tree by a plain forward for each node: expand the best of a level, keep the best of all."""
+    texts: list[list[int]] = [[*ids, job.root]]
+    parents, scores = [-1], [0.0]
+    frontier = [0]
+    for _ in range(min(depth, job.budget)):
+        new: list[int] = []
+        for node in frontier:
+            best = scores_after(model, texts[node], job.sampling, job.coupled).topk(top_k)
+            for token, score in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+                texts.append([*texts[node], token])
+                parents.append(node)
+                scores.append(scores[node] + score)
+                new.append(len(texts) - 1)
+        frontier = sorted(new, key=lambda node: -scores[node])[:top_k]
+    kept = sorted(sorted(range(1, len(texts)), key=lambda node: -scores[node])[: job.budget])
+    numbers = {node: number for number, node in enumerate([0, *kept])}
+    return DraftTree(
+        np.array([texts[node][-1] for node in kept], np.int64),
+        np.array([numbers[parents[node]] for node in kept], np.int64),
+        np.array([scores[node] for node in kept], np.float32),
+    )
+
+
+@pytest.mark.parametrize("budget", [1, 3, 14, 64])
+@pytest.mark.parametrize(
+    ("sampling", "coupled"),
+    [(GREEDY, True), (SAMPLED, True), (SAMPLED, False), (WARM, True)],
+    ids=["greedy", "coupled", "uncoupled", "warm"],
+)
+def test_a_tree_is_the_one_plain_forwards_of_its_paths_grow(
+    head: LanguageModelHead, model: Any, sampling: SamplingParams, coupled: bool, budget: int
+) -> None:
+    ids = some_ids(17, budget)
+    job = DraftJob(opened(head, 1, ids), 5, len(ids), budget, sampling, coupled)
+    tree = draft(head, job)
+    assert len(tree) == min(budget, 4 + 4 * 4 * 4)
+    assert_same(tree, slow_tree(model, ids, job, top_k=4, depth=5))
+
+
+def test_trees_are_valid_for_every_budget_and_mix_of_sessions(head: LanguageModelHead) -> None:
+    rng = random.Random(3)
+    lengths = {key: rng.choice([1, 2, 9, 60]) for key in range(6)}
+    for key, length in lengths.items():
+        opened(head, key, some_ids(length, key))
+    budgets = [*range(65), 0, 64]
+    while budgets:
+        keys = rng.sample(sorted(lengths), rng.randint(1, 6))
+        jobs = [
+            DraftJob(
+                key,
+                rng.randrange(VOCAB),
+                lengths[key],
+                budgets.pop() if budgets else rng.randint(0, 64),
+                rng.choice([GREEDY, SAMPLED, WARM]),
+                rng.random() < 0.5,
+            )
+            for key in keys
+        ]
+        for job, growth in zip(jobs, drafts(head, jobs), strict=True):
+            validate(growth.nodes, VOCAB, max_nodes=job.budget, max_depth=5)
+            assert len(growth.nodes) == min(job.budget, 68)
+            assert growth.q_rows is None
+
+
+def test_drafting_together_equals_drafting_alone(head: LanguageModelHead) -> None:
+    jobs = []
+    for key, (length, budget, sampling) in enumerate(
+        [(1, 10, GREEDY), (33, 64, SAMPLED), (8, 0, GREEDY), (90, 1, WARM), (21, 31, GREEDY)]
+    ):
+        jobs.append(DraftJob(opened(head, key, some_ids(length, key)), 3 + key, length, budget, sampling))
+    together = drafts(head, jobs)
+    for job, growth in zip(jobs, together, strict=True):
+        assert_same(growth.nodes, draft(head, job))
+    backwards = drafts(head, jobs[::-1])[::-1]
+    for growth, other in zip(together, backwards, strict=True):
+        assert_same(growth.nodes, other.nodes)
+
+
+def test_a_session_that_advanced_equals_a_fresh_one_on_the_same_text(head: LanguageModelHead) -> None:
+    """Steps that were drafted, not drafted, repeated or accepted in any number leave the same state."""
+    rng = random.Random(8)
+    text = some_ids(12)
+    opened(head, 0, text)
+    for step in range(8):
+        root, accepted = rng.randrange(VOCAB), some_ids(rng.randint(0, 4), step)
+        job = DraftJob(0, root, len(text), rng.choice([1, 20, 64]), rng.choice([GREEDY, SAMPLED]))
+        for _ in range(rng.randint(0, 2)):
+            draft(head, job)
+        text += [root, *accepted]
+        head.advance(0, Advance([root, *accepted]))
+        again = DraftJob(0, 7, len(text), 31, SAMPLED)
+        fresh = DraftJob(opened(head, 1, text), 7, len(text), 31, SAMPLED)
+        assert_same(draft(head, again), draft(head, fresh))
+        head.close(1)
+
+
+def test_a_forward_that_failed_spoils_no_later_draft(head: LanguageModelHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = some_ids(12)
+    opened(head, 0, text)
+    head.advance(0, Advance([5, 6, 7]))
+    job = DraftJob(0, 7, 15, 20, GREEDY)
+    with monkeypatch.context() as broken:
+        broken.setattr(head.engine, "forward", lambda batch: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            draft(head, job)
+    fresh = DraftJob(opened(head, 1, [*text, 5, 6, 7]), 7, 15, 20, GREEDY)
+    assert_same(draft(head, job), draft(head, fresh))
+
+
+def test_a_prompt_longer_than_a_chunk_is_prefilled_chunk_by_chunk(head: LanguageModelHead, model: Any) -> None:
+    ids = some_ids(PREFILL_ROWS + 60)
+    chunks = list(head.open(0, OpenDraft("s", ids, GREEDY)))
+    assert len(chunks) == 2
+    job = DraftJob(0, 3, len(ids), 6, GREEDY)
+    assert_same(draft(head, job), slow_tree(model, ids, job, top_k=4, depth=5))
+
+
+def test_chain_mode_is_the_greedy_continuation(heads: Any, model: Any) -> None:
+    head, ids = heads(chain=True, depth=12), some_ids(20)
+    expected = model.generate(torch.tensor([[*ids, 5]]), do_sample=False, max_new_tokens=12, eos_token_id=None)
+    opened(head, 0, ids)
+    for budget in (12, 64, 5):
+        tree = draft(head, DraftJob(0, 5, 20, budget, GREEDY))
+        assert tree.tokens.tolist() == expected[0, 21 : 21 + min(budget, 12)].tolist()
+        assert tree.parents.tolist() == list(range(len(tree)))
+    head.close(0)
+
+
+@pytest.mark.parametrize("budget", [1, 3, 5, 40])
+def test_q_rows_are_what_the_chains_tokens_were_sampled_from(head: LanguageModelHead, model: Any, budget: int) -> None:
+    ids = some_ids(14)
+    opened(head, 0, ids, want_q_rows=True)
+    for seed in range(3):
+        sampling = SamplingParams(temperature=0.8, seed=seed)
+        job = DraftJob(0, 5, 14, budget, sampling, want_q_rows=True)
+        growth = drafts(head, [job])[0]
+        tree, rows = growth.nodes, growth.q_rows
+        assert rows is not None
+        assert rows.shape == (min(budget, 5), VOCAB)  # as long as asked for, whatever was drawn
+        assert tree.parents.tolist() == list(range(len(rows)))
+        np.testing.assert_allclose(rows.sum(1), 1, rtol=1e-5)
+        assert (rows >= 0).all()
+        for at, row in enumerate(rows):
+            text = [*ids, 5, *tree.tokens[:at].tolist()]
+            expected = (logits_after(model, text) / 0.8).softmax(-1)
+            np.testing.assert_allclose(row, expected, atol=1e-4)
+        drafted = rows[np.arange(len(rows)), tree.tokens]
+        np.testing.assert_allclose(tree.log_probs, np.log(drafted).cumsum(), rtol=1e-3)
+
+
+def test_sampled_chains_follow_q(head: LanguageModelHead, model: Any) -> None:
+    ids = some_ids(14)
+    opened(head, 0, ids, want_q_rows=True)
+    q = logits_after(model, [*ids, 5]).softmax(-1).numpy()
+    first = [
+        int(draft(head, DraftJob(0, 5, 14, 1, SamplingParams(temperature=1.0, seed=seed), want_q_rows=True)).tokens[0])
+        for seed in range(200)
+    ]
+    likeliest = int(q.argmax())
+    share = first.count(likeliest) / len(first)
+    assert abs(share - q[likeliest]) < 4 * (q[likeliest] * (1 - q[likeliest]) / len(first)) ** 0.5
+    assert len(set(first)) > 2
+
+
+def test_coupled_drafts_guess_the_draw(head: LanguageModelHead, model: Any) -> None:
+    """The head is its own target here: its best child is then the very token that is drawn."""
+    ids = some_ids(14)
+    opened(head, 0, ids)
+    for seed in range(20):
+        sampling = SamplingParams(temperature=1.0, seed=seed)
+        tree = draft(head, DraftJob(0, 5, 14, 4, sampling))
+        drawn = int(scores_after(model, [*ids, 5], sampling, coupled=True).argmax())
+        children = [node for node in range(len(tree)) if tree.parents[node] == 0]
+        assert tree.tokens[max(children, key=lambda node: tree.log_probs[node])] == drawn
+
+
+def test_a_session_that_outgrows_the_model_drafts_nothing(heads: Any) -> None:
+    head = heads(max_context=20)
+    opened(head, 0, some_ids(14))
+    opened(head, 1, some_ids(15))
+    opened(head, 2, some_ids(300))
+    jobs = [DraftJob(key, 3, length, 9, GREEDY) for key, length in ((0, 14), (1, 15), (2, 300))]
+    assert [len(growth.nodes) for growth in drafts(head, jobs)] == [9, 0, 0]
+    head.advance(0, Advance([3, 4]))
+    assert len(draft(head, DraftJob(0, 3, 16, 9, GREEDY))) == 0
+    for key in range(3):
+        head.close(key)
+    assert head.engine.pool.used_blocks == 0
+
+
+def test_a_head_narrower_than_the_target_drafts_its_own_ids_only(heads: Any) -> None:
+    head = heads(vocab_size=50)
+    assert head.description.vocab_size == 50
+    assert heads(vocab_size=9999).description.vocab_size == VOCAB
+    opened(head, 0, [1, 2, 3])
+    tree = draft(head, DraftJob(0, 4, 3, 64, GREEDY))
+    assert len(tree) > 0
+    assert tree.tokens.max() < 50
+    head.close(0)
+
+
+def test_without_kv_room_opening_is_refused_and_drafting_is_left_out(heads: Any) -> None:
+    head = heads(kv_tokens=320)  # ten blocks
+    opened(head, 0, some_ids(200))
+    with pytest.raises(Overloaded):
+        opened(head, 1, some_ids(120))
+    opened(head, 2, some_ids(90))
+    head.close(1)  # what never opened may be closed
+    jobs = [DraftJob(0, 3, 200, 9, GREEDY), DraftJob(2, 3, 90, 9, GREEDY)]
+    assert [len(growth.nodes) for growth in drafts(head, jobs)] == [9, 0]  # the last block is taken by the first
+    head.close(0)
+    assert len(draft(head, jobs[1])) == 9
+    head.close(2)
+    head.close(2)
+    assert head.engine.pool.used_tokens == head.engine.pool.used_blocks == 0
+    head.engine.pool.check_integrity()
+
+
+def test_time_inside_the_forward_only_grows(head: LanguageModelHead) -> None:
+    opened(head, 0, some_ids(9))
+    before = head.forward_ns
+    draft(head, DraftJob(0, 3, 9, 9, GREEDY))
+    assert head.forward_ns > before
+    after = head.forward_ns
+    draft(head, DraftJob(0, 3, 9, 0, GREEDY))  # nothing is wanted
+    assert head.forward_ns == after

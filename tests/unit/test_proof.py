@@ -1,0 +1,131 @@
+"""The proof runner resumes where it was interrupted, and only for the very commit."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.proof import CAMPAIGNS, ROOT, Campaign, Outcome, commit_now, report, run_all
+
+QUIET = Console(quiet=True)
+# Notes that it ran; fails while a file says so, and on the third run when it is told to.
+FAKE = """
+import os, sys
+from pathlib import Path
+folder, fail_at = Path(sys.argv[1]), int(sys.argv[2])
+count = len((folder / "ran").read_text()) if (folder / "ran").exists() else 0
+(folder / "ran").write_text("x" * (count + 1))
+print("proof", os.environ["COPPICE_PROOF"])
+print(f"run {count + 1} | done", end="\\n\\n")
+sys.exit(count + 1 == fail_at)
+"""
+
+
+def fake(folder: Path, runs: int = 1, fail_at: int = 0) -> Campaign:
+    folder.mkdir(exist_ok=True)
+    return Campaign(folder.name, (sys.executable, "-c", FAKE, str(folder), str(fail_at)), runs)
+
+
+def times_run(folder: Path) -> int:
+    return len((folder / "ran").read_text()) if (folder / "ran").exists() else 0
+
+
+def test_what_a_commit_passed_is_not_run_again(tmp_path: Path) -> None:
+    campaigns = [fake(tmp_path / "a"), fake(tmp_path / "b", runs=3)]
+    first = run_all(campaigns, tmp_path / ".proof", "c0ffee", QUIET)
+    again = run_all(campaigns, tmp_path / ".proof", "c0ffee", QUIET)
+    assert (times_run(tmp_path / "a"), times_run(tmp_path / "b")) == (1, 3)
+    assert again == first
+    assert (first[campaigns[1]].done, first[campaigns[1]].last_line) == (3, "run 3 | done")
+    assert (tmp_path / ".proof" / "a.log").read_text().startswith("proof 1\n")
+
+
+@pytest.mark.parametrize("commit", ["beef", "c0ffee-dirty"])
+def test_another_commit_and_a_dirty_tree_start_anew(tmp_path: Path, commit: str) -> None:
+    campaigns = [fake(tmp_path / "a")]
+    run_all(campaigns, tmp_path / ".proof", "c0ffee", QUIET)
+    run_all(campaigns, tmp_path / ".proof", commit, QUIET)
+    assert times_run(tmp_path / "a") == 2
+    run_all(campaigns, tmp_path / ".proof", commit, QUIET)
+    assert times_run(tmp_path / "a") == (3 if commit.endswith("dirty") else 2)
+
+
+def test_a_failed_run_ends_its_campaign_only_and_is_tried_again_from_there(tmp_path: Path) -> None:
+    campaigns = [fake(tmp_path / "a", runs=4, fail_at=3), fake(tmp_path / "b")]
+    made = run_all(campaigns, tmp_path / ".proof", "c0ffee", QUIET)
+    assert (made[campaigns[0]].failed, made[campaigns[0]].done) == (True, 2)
+    assert (made[campaigns[1]].failed, made[campaigns[1]].done) == (False, 1)
+    made = run_all(campaigns, tmp_path / ".proof", "c0ffee", QUIET)
+    assert (made[campaigns[0]].failed, made[campaigns[0]].done) == (False, 4)
+    assert (times_run(tmp_path / "a"), times_run(tmp_path / "b")) == (5, 1)
+
+
+def test_an_interruption_loses_the_run_that_was_interrupted_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    campaigns = [fake(tmp_path / "a", runs=5)]
+    whole = Outcome.run
+
+    def interrupted(self: Outcome, *arguments: object) -> None:
+        if self.done == 2:
+            raise KeyboardInterrupt
+        whole(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Outcome, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_all(campaigns, tmp_path / ".proof", "c0ffee", QUIET)
+    monkeypatch.setattr(Outcome, "run", whole)
+    made = run_all(campaigns, tmp_path / ".proof", "c0ffee", QUIET)
+    assert made[campaigns[0]].done == times_run(tmp_path / "a") == 5
+
+
+def test_the_result_names_commit_date_machine_and_every_campaign(tmp_path: Path) -> None:
+    campaigns = [fake(tmp_path / "good"), fake(tmp_path / "bad", fail_at=1)]
+    made = run_all(campaigns, tmp_path / ".proof", "c0ffee", QUIET)
+    report(made, "c0ffee", tmp_path / "proof.md", QUIET)
+    text = (tmp_path / "proof.md").read_text()
+    assert "at c0ffee, 20" in text
+    assert "cores" in text
+    assert "| good | 1/1 | ok | 0.0 | run 1 / done |" in text
+    assert "| bad | 0/1 | FAILED |" in text
+    assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
+
+
+def test_a_changed_file_makes_the_commit_dirty_and_the_result_itself_does_not(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    (tmp_path / "docs").mkdir()
+    for name in ("docs/proof.md", "code.py"):
+        (tmp_path / name).write_text("1")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "x")
+    clean = commit_now(tmp_path)
+    assert len(clean) == 40
+    (tmp_path / "docs" / "proof.md").write_text("2")
+    assert commit_now(tmp_path) == clean
+    (tmp_path / "code.py").write_text("2")
+    assert commit_now(tmp_path) == f"{clean}-dirty"
+
+
+def test_the_campaigns_are_told_apart_and_their_tests_exist() -> None:
+    assert len({campaign.name for campaign in CAMPAIGNS}) == len(CAMPAIGNS)
+    files = [part for campaign in CAMPAIGNS for part in campaign.command if part.startswith("tests/")]
+    assert files
+    assert all((ROOT / file).is_file() for file in files)
+
+
+@pytest.mark.parametrize(
+    "campaign", [each for each in CAMPAIGNS if each.name.startswith("bench")], ids=lambda c: c.name
+)
+def test_the_commands_of_the_campaigns_exist_with_their_options(campaign: Campaign) -> None:
+    asked = dataclasses.replace(campaign, command=(*campaign.command, "--help"))
+    told = subprocess.run(asked.command, capture_output=True, text=True, cwd=ROOT)
+    assert told.returncode == 0, told.stderr
