@@ -134,7 +134,8 @@ class Settings(BaseSettings):
 
 
 def _sections() -> dict[str, type[BaseModel]]:
-    return {name: field.annotation for name, field in Settings.model_fields.items() if field.annotation is not None}
+    models = {name: field.annotation for name, field in Settings.model_fields.items()}
+    return {name: model for name, model in models.items() if isinstance(model, type) and issubclass(model, BaseModel)}
 
 
 def _no_such(what: str, known: Iterable[str], near_to: str | None = None) -> InvalidField:

@@ -23,6 +23,7 @@ from coppice.machine import this_machine
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = Path("docs") / "proof.md"
 COLUMNS = ("campaign", "runs", "result", "minutes", "last line")
+UNIT = ("tree", "sampling", "acceptance", "routing")
 PYTEST = (sys.executable, "-m", "pytest", "--timeout", "7200")
 BENCH = (sys.executable, "-c", "from coppice.cli import main; main()", "bench")
 
@@ -37,14 +38,10 @@ class Campaign:
 
 
 CAMPAIGNS = (
-    *(
-        Campaign(each, (*PYTEST, f"tests/unit/test_{each}.py"))
-        for each in ("tree", "sampling", "acceptance", "routing")
-    ),
+    *(Campaign(each, (*PYTEST, f"tests/unit/test_{each}.py")) for each in UNIT),
     Campaign("bench exact", (*BENCH, "exact", "--dtype", "float32", "--n", "8")),
     Campaign("bench sampling", (*BENCH, "sampling", "--n", "20000", "--sessions", "1000")),
-    Campaign("bench steps", (*BENCH, "steps")),
-    Campaign("bench rows", (*BENCH, "rows")),
+    *(Campaign(f"bench {each}", (*BENCH, each)) for each in ("steps", "rows")),
     Campaign("faults", (*PYTEST, "tests/pipeline/test_faults.py"), runs=20),
 )
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MistralConfig
 
 from coppice.config import DrafterSettings
 from coppice.errors import Overloaded
@@ -20,6 +20,8 @@ from coppice.messages import Advance, OpenDraft
 from coppice.nn.head import DraftJob, Growth
 from coppice.nn.lm import PREFILL_ROWS, LanguageModelHead
 from coppice.nn.registry import build_head
+from coppice.packed.batch import PackedBatch
+from coppice.packed.engine import ForwardOutput
 from coppice.sampling import SamplingParams, noise
 from coppice.tree import DraftTree, validate
 from tests.tiny import make_target
@@ -157,6 +159,32 @@ def test_a_tree_is_the_one_plain_forwards_of_its_paths_grow(
     assert_same(tree, slow_tree(model, ids, job, top_k=4, depth=5))
 
 
+def test_a_window_reaches_over_the_trees_own_levels(tmp_path: Path) -> None:
+    config = MistralConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        sliding_window=3,
+        initializer_range=0.3,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    head = LanguageModelHead(
+        DrafterSettings(kind="lm", path=str(tmp_path), kv_tokens=512, top_k=3, depth=6, max_context=64)
+    )
+    ids = some_ids(11)
+    job = DraftJob(opened(head, 0, ids), 5, len(ids), 40, GREEDY)
+    tree = draft(head, job)
+    assert tree.depths().max() > 3
+    assert_same(tree, slow_tree(model, ids, job, top_k=3, depth=6))
+
+
 def test_trees_are_valid_for_every_budget_and_mix_of_sessions(head: LanguageModelHead) -> None:
     rng = random.Random(3)
     lengths = {key: rng.choice([1, 2, 9, 60]) for key in range(6)}
@@ -225,6 +253,31 @@ def test_a_forward_that_failed_spoils_no_later_draft(head: LanguageModelHead, mo
             draft(head, job)
     fresh = DraftJob(opened(head, 1, [*text, 5, 6, 7]), 7, 15, 20, GREEDY)
     assert_same(draft(head, job), draft(head, fresh))
+
+
+def test_a_step_computes_what_is_new_and_not_the_text_again(
+    head: LanguageModelHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    forward = head.engine.forward
+
+    def counted(batch: PackedBatch) -> ForwardOutput:
+        rows.append(len(batch.tokens))
+        return forward(batch)
+
+    monkeypatch.setattr(head.engine, "forward", counted)
+    opened(head, 0, some_ids(30))
+    assert rows == [30]
+    length = 30
+    for committed in ([], [5, 6, 7], [8]):
+        head.advance(0, Advance(committed))
+        length += len(committed)
+        rows.clear()
+        draft(head, DraftJob(0, 3, length, 64, GREEDY))
+        assert rows == [len(committed) + 1, 4, 4, 4, 4]  # what was committed and the root, then a level each
+        rows.clear()
+        draft(head, DraftJob(0, 3, length, 64, GREEDY))
+        assert rows[0] == 1
 
 
 def test_a_prompt_longer_than_a_chunk_is_prefilled_chunk_by_chunk(head: LanguageModelHead, model: Any) -> None:
