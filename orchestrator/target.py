@@ -16,28 +16,33 @@ from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from coppice.wire import verifier
 
 _LEAST_DEADLINE_S = 1.0
+_LAST_RESORT_S = 60.0
 
 
 class VerifierReplica:
     """One verifier process."""
 
-    def __init__(self, address: str, bounds: Limits) -> None:
-        self.address = address
+    def __init__(self, address: str, bounds: Limits, alone: bool) -> None:
+        """`alone`: no other replica serves the target."""
+        self.address, self.alone = address, alone
         self.stub = VerifierServiceStub(open_channel(address, bounds))
         self.sessions = 0
         self.verify_s = 0.0  # moving average of a verify round trip
 
     @property
     def deadline_s(self) -> float:
-        """How long a verify may take before the verifier counts as lost: max(1 s, 10 x the moving average)."""
-        return max(_LEAST_DEADLINE_S, 10 * self.verify_s)
+        """How long a verify may take before the verifier counts as lost: max(1 s, 10 x the moving average).
+
+        The only replica is waited for longer: giving it up would gain nothing.
+        """
+        return _LAST_RESORT_S if self.alone else max(_LEAST_DEADLINE_S, 10 * self.verify_s)
 
 
 class TargetPool:
     """The replicas that serve one target."""
 
     def __init__(self, addresses: Sequence[str], bounds: Limits) -> None:
-        self.replicas = [VerifierReplica(address, bounds) for address in addresses]
+        self.replicas = [VerifierReplica(address, bounds, len(addresses) == 1) for address in addresses]
 
     async def describe(self, timeout_s: float = 30.0) -> TargetDescription:
         """What the first replica that answers serves. Raises Unavailable."""
