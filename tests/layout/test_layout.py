@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from hatchling.builders.wheel import WheelBuilder
 
 from coppice import limits
 from coppice.v1 import common_pb2, drafter_pb2, generation_pb2, verifier_pb2
@@ -202,7 +203,7 @@ def test_the_wheel_is_told_to_hold_coppice_alone() -> None:
 
 
 def test_the_wheel_holds_coppice_alone(tmp_path: Path) -> None:
-    wheel = pytest.importorskip("hatchling.builders.wheel", reason="hatchling is not installed").WheelBuilder(str(ROOT))
+    wheel = WheelBuilder(str(ROOT))
     built = next(iter(wheel.build(directory=str(tmp_path), versions=["standard"])))
     with zipfile.ZipFile(built) as archive:
         names = archive.namelist()
