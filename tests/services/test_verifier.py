@@ -604,55 +604,41 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-async def health_of(address: str) -> list[int]:
-    """What a health port says of the service, from its first answer until it closes."""
-    said: list[int] = []
-    async with open_channel(address, Limits()) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE), wait_for_ready=True)
-        try:
-            async for answer in watch:
-                said.append(answer.status)
-        except grpc.aio.AioRpcError:
-            pass
-    return said
-
-
 async def test_health_names_the_service_only_while_it_is_ready_and_sigterm_ends_sessions(
     start_service: StartService, target: Path
 ) -> None:
     """One process from its start to its end."""
     port, health = free_port(), free_port()
     flags = ["--server.port", str(port), "--server.health_port", str(health), "--verifier.threads", "1"]
-    watching = asyncio.create_task(health_of(f"127.0.0.1:{health}"))
     starting = asyncio.create_task(
         asyncio.to_thread(start_service, "services.verifier", "--verifier.target", str(target), *flags)
     )
     async with open_channel(f"127.0.0.1:{health}", Limits()) as channel:
-        check = health_pb2_grpc.HealthStub(channel).Check
-        answer = await check(health_pb2.HealthCheckRequest(service=SERVICE), wait_for_ready=True)
+        stub, asked = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest(service=SERVICE)
+        answer = await stub.Check(asked, wait_for_ready=True)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        watch = stub.Watch(asked)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         async with open_channel(f"127.0.0.1:{port}", Limits()) as called:  # it listens by then
             assert await described(verifier_pb2_grpc.VerifierServiceStub(called))
-        alive = await check(health_pb2.HealthCheckRequest(service=""))
+        alive = await stub.Check(health_pb2.HealthCheckRequest(service=""))
         assert alive.status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.aio.AioRpcError):
-            await check(health_pb2.HealthCheckRequest(service="coppice.v1.Other"))
-    service = await starting
-    async with connected(service) as stub:
-        sessions = [Client(stub, f"drained-{number}") for number in range(3)]
-        for session in sessions:
-            await session.open()
-        await sessions[0].verify()
-        began = time.monotonic()
-        stopped = asyncio.create_task(asyncio.to_thread(service.stop))
-        for session in sessions:
-            with pytest.raises(Unavailable, match="draining"):
-                await session.read()
-        assert await stopped == 0
-        assert time.monotonic() - began < 10  # open streams do not hold it for the whole grace
-    said = await watching
-    assert said == [health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING]
+            await stub.Check(health_pb2.HealthCheckRequest(service="coppice.v1.Other"))
+        service = await starting
+        async with connected(service) as sessions:
+            clients = [Client(sessions, f"drained-{number}") for number in range(3)]
+            for client in clients:
+                await client.open()
+            await clients[0].verify()
+            began = time.monotonic()
+            stopped = asyncio.create_task(asyncio.to_thread(service.stop))
+            for client in clients:
+                with pytest.raises(Unavailable, match="draining"):
+                    await client.read()
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert await stopped == 0
+            assert time.monotonic() - began < 10  # open streams do not hold it for the whole grace
     assert "Traceback" not in service.log
 
 
