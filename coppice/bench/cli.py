@@ -126,9 +126,11 @@ def steps(
 
         texts = _prompts(prompts, n, client)
         parts = ("step", "draft", "transport", "verify", "accept", "commit", "target_forward", "head_forward")
-        headings = ("method", *parts[:6], "T_M", "T_D", "split")
         title = "milliseconds a step: means, and the median split cost"
-        table = Table(*headings, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        table.add_column("method", no_wrap=True)
+        for heading in (*parts[:6], "T_M", "T_D", "split"):
+            table.add_column(heading, justify="right", overflow="ellipsis")
         for method in methods_of(client.describe(), methods or ()):
             measured = measure(client, texts, method, max_new_tokens)
             figures = [*(getattr(measured, part) for part in parts), measured.split_median]
