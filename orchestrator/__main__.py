@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 
-from coppice.config import Settings, load_settings
-from coppice.errors import CoppiceError, InvalidField
-from coppice.rpc.server import Serving
-from coppice.telemetry import OrchestratorMetrics, configure_logging, serve_metrics
+from coppice.config import Settings
+from coppice.errors import InvalidField
+from coppice.rpc.server import Serving, run_service
+from coppice.telemetry import OrchestratorMetrics, serve_metrics
 from coppice.v1 import generation_pb2
 from orchestrator.head import HeadPool
 from orchestrator.service import GenerationServicer
@@ -37,20 +36,8 @@ async def serve(settings: Settings) -> int:
     serving = Serving(settings.server, settings.limits, "orchestrator")
     port = serve_metrics(metrics.registry, settings.server)
     await serving.start(generation_pb2.DESCRIPTOR.services_by_name["GenerationService"], servicer, port)
-    await serving.until_stopped()
-    return 0
-
-
-def main() -> int:
-    """Entry point; exit code 2 on unusable settings, 3 when no verifier answers."""
-    try:
-        settings = load_settings()
-        configure_logging(settings.server)
-        return asyncio.run(serve(settings))
-    except CoppiceError as error:
-        print(error, file=sys.stderr)
-        return 2 if isinstance(error, InvalidField) else 3
+    return await serving.until_stopped()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_service(serve))

@@ -8,7 +8,8 @@ import json
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Callable
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
-from coppice.config import ServerSettings
+from coppice.config import ServerSettings, Settings, load_settings
 from coppice.errors import CoppiceError, InvalidField
 from coppice.limits import Limits
+from coppice.rpc.sessions import StreamWaits
+from coppice.telemetry import configure_logging
 
 log = structlog.get_logger()
 
@@ -126,6 +129,7 @@ class Serving:
         self.settings, self.limits, self.role = settings, limits, role
         self.server = grpc.aio.server(options=server_options(limits))
         self.draining = asyncio.Event()
+        self.waits = StreamWaits(limits.idle_s, self.draining)
         self.address = ""
         self._health_server = grpc.aio.server()
         self._health = HealthServicer()
@@ -158,16 +162,41 @@ class Serving:
         partial.write_text(json.dumps(ready))
         partial.replace(path)
 
-    async def until_stopped(self) -> None:
-        """Serve until SIGTERM or SIGINT, then refuse new sessions, let running ones end and stop."""
+    async def until_stopped(self, failed: asyncio.Event | None = None) -> int:
+        """Serve until SIGTERM, SIGINT or `failed`, then refuse new sessions, let running ones end and stop.
+
+        Returns the process's exit code.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.draining.set)
+        failed = failed or asyncio.Event()
+        background = [loop.create_task(self.waits.end_on_drain()), loop.create_task(self._drain_on(failed))]
         await self.draining.wait()
         await self._health.set(self._service_name, health_pb2.HealthCheckResponse.NOT_SERVING)
         await self.server.stop(self.settings.grace_s)
         await self._health_server.stop(0)
+        for task in background:
+            task.cancel()
         log.info("stopped", role=self.role)
+        return 1 if failed.is_set() else 0
+
+    async def _drain_on(self, failed: asyncio.Event) -> None:
+        await failed.wait()
+        self.draining.set()
+
+
+def run_service(
+    serve: Callable[[Settings], Coroutine[Any, Any, int]], load: Callable[[], Settings] = load_settings
+) -> int:
+    """A service process's main: its exit code is serve's, 2 on unusable settings, 3 when another service is missing."""
+    try:
+        settings = load()
+        configure_logging(settings.server)
+        return asyncio.run(serve(settings))
+    except CoppiceError as error:
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, InvalidField) else 3
 
 
 def _bind(server: grpc.aio.Server, host: str, port: int) -> int:

@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 
 from coppice.config import Settings, load_settings
-from coppice.errors import CoppiceError, InvalidField
-from coppice.rpc.server import Serving
-from coppice.rpc.sessions import StreamWaits
-from coppice.telemetry import SessionMetrics, configure_logging, serve_metrics
+from coppice.errors import InvalidField
+from coppice.rpc.server import Serving, run_service
+from coppice.telemetry import SessionMetrics, serve_metrics
 from coppice.v1 import verifier_pb2
 from services.verifier.service import VerifierServicer
 from services.verifier.worker import Worker
@@ -32,35 +31,15 @@ async def serve(settings: Settings) -> int:
     worker = Worker(settings.verifier, metrics)
     worker.start()
     info = await worker.loaded
-    waits = StreamWaits(settings.limits.idle_s, serving.draining)
-    servicer = VerifierServicer(settings, worker, info, waits)
-    background = [asyncio.create_task(waits.end_on_drain()), asyncio.create_task(_drain_on(worker.failed, serving))]
+    servicer = VerifierServicer(settings, worker, info, serving.waits)
     port = serve_metrics(metrics.registry, settings.server)
     await serving.start(verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"], servicer, port)
     worker.address = serving.address
-    await serving.until_stopped()
+    code = await serving.until_stopped(worker.failed)
     worker.stop()
     await asyncio.to_thread(worker.join, 10)
-    for task in background:
-        task.cancel()
-    return 1 if worker.failed.is_set() else 0
-
-
-async def _drain_on(failed: asyncio.Event, serving: Serving) -> None:
-    await failed.wait()
-    serving.draining.set()
-
-
-def main() -> int:
-    """Entry point; exit code 2 on unusable settings."""
-    try:
-        settings = _named(load_settings())
-        configure_logging(settings.server)
-        return asyncio.run(serve(settings))
-    except CoppiceError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_service(serve, lambda: _named(load_settings())))
