@@ -26,7 +26,7 @@ from coppice.limits import MAX_HEAD_NODES, MAX_TREE_NODES, Limits
 # Variables that are no settings of a section: read by the SDK, the test suite and load_settings.
 _OTHER_VARIABLES = frozenset({"COPPICE_ADDRESS", "COPPICE_CONFIG", "COPPICE_PROOF"})
 
-HeadKind = Literal["bigram", "lookup", "lm"]
+HeadKind = Literal["bigram", "lookup", "lm", "eagle3", "specblock"]
 
 
 class _Section(BaseModel):
@@ -73,11 +73,16 @@ class DrafterSettings(TorchSettings):
     name: str = Field("", description="the pool's name; empty: the kind")
     kind: HeadKind = Field("lookup", description="kind of head")
     path: str = Field("", description="folder of the head's weights; for bigram a JSON list of texts as ids")
+    target: str = Field("", description="folder of the target, for heads that read its features")
     vocab_size: int = Field(0, ge=0, description="the target's vocabulary width; 0: any id will do, for lm its own")
     kv_tokens: int = Field(65_536, gt=0, description="KV capacity of lm, tokens over all sessions")
     top_k: int = Field(8, gt=0, le=MAX_HEAD_NODES, description="candidates kept per node of a tree")
     depth: int = Field(6, gt=0, le=32, description="deepest draft")
     chain: bool = Field(False, description="draft a single chain instead of a tree")
+    blocks: int = Field(2, gt=0, le=4, description="forwards of a specblock draft")
+    widths: tuple[int, int, int, int] = Field(
+        (2, 4, 6, 4), description="tokens a specblock slot branches into, by the rank head's bucket; 0 ends the block"
+    )
     max_context: int = Field(0, ge=0, description="positions a session may hold; 0: the model's own limit")
 
 

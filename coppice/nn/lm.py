@@ -11,19 +11,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.config import DrafterSettings
 from coppice.errors import Overloaded
 from coppice.messages import Advance, HeadDescription, OpenDraft
+from coppice.nn.growth import Growing
 from coppice.nn.head import DraftJob, Growth, Head
-from coppice.packed.batch import Earlier, Piece, pack
+from coppice.packed.batch import Piece, pack
 from coppice.packed.engine import Engine
 from coppice.packed.kv import BlockTable, OutOfBlocks
 from coppice.sampling import uniform
 from coppice.sampling_torch import noise
-from coppice.tree import DraftTree
 
 PREFILL_ROWS = 512
 _CHAIN_STREAM = 3  # randomness of the sampled chains of the p/q rule
@@ -37,24 +36,8 @@ class _Session:
 
 
 @dataclass
-class _Growing:
-    """One job's tree while it grows: all candidates so far, and the rows of those that were expanded."""
-
-    job: DraftJob
-    session: _Session
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-    rows: dict[int, int] = field(default_factory=dict)  # expanded node -> its row behind the prefix
-    frontier: list[int] = field(default_factory=lambda: [0])  # nodes whose children come next
-    q_rows: list[NDArray[np.float32]] = field(default_factory=list)
-
-    def path_rows(self, node: int) -> list[int]:
-        """Rows of a node's ancestors, the root excluded: they are in KV."""
-        rows = []
-        while node := self.parents[node - 1] if node else 0:
-            rows.append(self.rows[node])
-        return rows
+class _Growing(Growing):
+    session: _Session = field(kw_only=True)
 
 
 class LanguageModelHead(Head):
@@ -101,7 +84,7 @@ class LanguageModelHead(Head):
 
     def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
         """Grow all trees level by level; each is sent when it is complete, ranked as a whole."""
-        growing = [_Growing(job, self._sessions[job.key]) for job in jobs]
+        growing = [_Growing(job, session=self._sessions[job.key]) for job in jobs]
         active = [tree for tree in growing if self._start(tree)]
         depth = 0
         while active:
@@ -115,7 +98,7 @@ class LanguageModelHead(Head):
                 self._grow(tree, logits[first : first + count], depth)
                 first += count
             active = [tree for tree in active if tree.frontier]
-        yield [self._finish(number, tree) for number, tree in enumerate(growing)]
+        yield [tree.finish(number) for number, tree in enumerate(growing)]
 
     def _start(self, tree: _Growing) -> bool:
         """Whether there is anything to draft and room for it; takes the KV room."""
@@ -135,14 +118,7 @@ class LanguageModelHead(Head):
         if depth == 0:
             chunk = [*session.ids[session.in_kv : tree.job.committed_len], tree.job.root]
             return Piece.chain(session.table, session.in_kv, chunk, [len(chunk) - 1])
-        earlier = len(tree.rows)
-        visible = np.zeros((len(tree.frontier), earlier), np.bool_)
-        for row, node in enumerate(tree.frontier):
-            visible[row, tree.path_rows(node)] = True
-        depths = np.zeros(earlier, np.int64)
-        for node, row in tree.rows.items():
-            depths[row] = len(tree.path_rows(node))
-        tree.rows |= {node: earlier + row for row, node in enumerate(tree.frontier)}
+        earlier = tree.enter_frontier(prefix)
         count = len(tree.frontier)
         return Piece(
             table=session.table,
@@ -151,7 +127,7 @@ class LanguageModelHead(Head):
             parents=[-1] * count,
             depths=[depth - 1] * count,
             keep=range(count),
-            earlier=Earlier(visible, depths + prefix),
+            earlier=earlier,
         )
 
     def _grow(self, tree: _Growing, logits: Tensor, depth: int) -> None:
@@ -167,18 +143,7 @@ class LanguageModelHead(Head):
             children = [
                 list(zip(*pair, strict=True)) for pair in zip(top.indices.tolist(), top.values.tolist(), strict=True)
             ]
-        new: list[int] = []
-        for node, candidates in zip(tree.frontier, children, strict=True):
-            base = tree.scores[node - 1] if node else 0.0
-            for token, score in candidates:
-                tree.tokens.append(token)
-                tree.parents.append(node)
-                tree.scores.append(base + min(score, 0.0))
-                new.append(len(tree.tokens))
-        best = sorted(new, key=lambda node: -tree.scores[node - 1])[:wanted]
-        # A node whose score is not among the budget's best has no child that is.
-        edge = sorted(tree.scores, reverse=True)[job.budget - 1] if len(tree.scores) >= job.budget else -np.inf
-        tree.frontier = [node for node in best if tree.scores[node - 1] > edge] if depth < last else []
+        tree.extend(children, wanted, depth < last)
 
     def _sample(self, tree: _Growing, logits: Tensor, depth: int) -> list[list[tuple[int, float]]]:
         """The next token of a chain sampled from q, whose row is kept for the p/q rule."""
@@ -193,19 +158,6 @@ class LanguageModelHead(Head):
         token = min(int(np.searchsorted(q.cumsum(), drawn, side="right")), len(q) - 1)
         tree.q_rows.append(q.astype(np.float32))
         return [[(token, float(np.log(max(q[token], 1e-30))))]]
-
-    def _finish(self, number: int, tree: _Growing) -> Growth:
-        """The `budget` best candidates; cumulative scores never rise along a path, so they are closed under parents."""
-        order = np.argsort(-np.array(tree.scores), kind="stable")[: tree.job.budget]
-        kept = np.sort(order)
-        new_numbers = np.zeros(len(tree.tokens) + 1, np.int64)
-        new_numbers[kept + 1] = np.arange(1, len(kept) + 1)
-        nodes = DraftTree(
-            np.array(tree.tokens, np.int64)[kept],
-            new_numbers[np.array(tree.parents, np.int64)[kept]],
-            np.array(tree.scores, np.float32)[kept],
-        )
-        return Growth(number, nodes, True, np.stack(tree.q_rows) if tree.q_rows else None)
 
     def _forward(self, pieces: Sequence[Piece]) -> Tensor:
         output = self.engine.forward(pack(pieces))

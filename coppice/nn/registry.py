@@ -16,6 +16,8 @@ _BUILDERS = MappingProxyType(
         "bigram": ("coppice.nn.ngram", "bigram_head"),
         "lookup": ("coppice.nn.ngram", "lookup_head"),
         "lm": ("coppice.nn.lm", "LanguageModelHead"),
+        "eagle3": ("coppice.nn.eagle3", "Eagle3Head"),
+        "specblock": ("coppice.nn.specblock", "SpecBlockHead"),
     }
 )
 

@@ -1,0 +1,284 @@
+"""Checkpoints of draft heads in the layouts that others publish: SpecBlock's own, EAGLE-3's, and speculators' (vLLM).
+
+A folder holds config.json and model.safetensors. Every key and shape must be the layout's; nothing is unpickled. The
+token embedding comes from the target.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from coppice.errors import InvalidField
+from coppice.nn.decoder import HeadConfig
+from coppice.nn.eagle3_model import Eagle3Config, Eagle3Model
+from coppice.nn.specblock_model import SpecBlockConfig, SpecBlockModel
+
+M = TypeVar("M", bound=nn.Module)
+C = TypeVar("C", bound=HeadConfig)
+Layout = Literal["specblock", "eagle3", "speculators"]
+LAYOUTS: tuple[Layout, ...] = ("specblock", "eagle3", "speculators")
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+_PATH = "drafter.path"
+_OPTIONAL = {"embed_tokens.weight", "input_layer.embed_tokens.weight", "verifier_norm.weight", "t2d"}
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
+_TO_SAFETENSORS = (
+    "convert it where you trust it: python -c \"import torch, safetensors.torch as s; s.save_file(torch.load('{0}', "
+    "weights_only=True), '{1}')\""
+)
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[M, C]):
+    """A head in float32 on the CPU, and what it takes from its target."""
+
+    model: M
+    config: C
+    embedding: Tensor
+    """(vocabulary, hidden), the target's"""
+
+
+@dataclass(frozen=True)
+class TargetParts:
+    """What a head must know of its target."""
+
+    hidden_size: int
+    vocab_size: int
+    layers: int
+    embedding: Tensor
+
+    @property
+    def feature_layers(self) -> tuple[int, int, int]:
+        """The hidden states that EAGLE-3 and SpecBlock read (0: the embeddings)."""
+        return 2, self.layers // 2, self.layers - 3
+
+
+def read_target(folder: str | Path) -> TargetParts:
+    """Sizes and token embedding of a target's folder. Raises InvalidField."""
+    path = Path(folder)
+    if not folder or not (path / CONFIG).is_file():
+        raise InvalidField("drafter.target", f"no Hugging Face model folder: {str(folder)!r}")
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).get_text_config()
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118
+                if key.endswith(_EMBEDDINGS):
+                    embedding = tensors.get_tensor(key)
+                    return TargetParts(config.hidden_size, len(embedding), config.num_hidden_layers, embedding)
+    raise InvalidField("drafter.target", f"{folder} holds no token embedding in safetensors")
+
+
+def layout_of(folder: str | Path) -> Layout:
+    """Which layout a folder's config.json announces. Raises InvalidField."""
+    config = _read_config(Path(folder))
+    if "speculators_model_type" in config or "Eagle3Speculator" in config.get("architectures", ()):
+        return "speculators"
+    return "specblock" if "diffspec_draft_token_num" in config else "eagle3"
+
+
+def load_specblock(folder: str | Path, target: str | Path) -> Loaded[SpecBlockModel, SpecBlockConfig]:
+    """A SpecBlock head. Raises InvalidField naming the first thing that does not fit."""
+    if layout_of(folder) != "specblock":
+        raise InvalidField(_PATH, f"{folder} is no SpecBlock checkpoint: config.json has no diffspec_draft_token_num")
+    return _load(Path(folder), read_target(target), _read_config(Path(folder)), SpecBlockConfig, SpecBlockModel)
+
+
+def load_eagle3(folder: str | Path, target: str | Path) -> Loaded[Eagle3Model, Eagle3Config]:
+    """An EAGLE-3 head, from its own layout or speculators'. Raises InvalidField naming the first thing that is off."""
+    layout, told = layout_of(folder), _read_config(Path(folder))
+    if layout == "specblock":
+        raise InvalidField(_PATH, f"{folder} is a SpecBlock checkpoint, not one of EAGLE-3")
+    if layout == "speculators":
+        nested = told.get("transformer_layer_config")
+        if not isinstance(nested, dict):
+            raise InvalidField(_PATH, "config.json has no transformer_layer_config")
+        own = {name: told[name] for name in _SPECULATORS if told.get(name) is not None}
+        told = nested | own | {"num_hidden_layers": 1, "feature_layers": told.get("eagle_aux_hidden_state_layer_ids")}
+    layer = _SPECULATORS_LAYER if layout == "speculators" else ""
+    return _load(Path(folder), read_target(target), told, Eagle3Config, Eagle3Model, layer)
+
+
+_MIDLAYER, _SPECULATORS_LAYER = "midlayer.", "layers.0."
+_SPECULATORS = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc")
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidField(_PATH, f"{folder / CONFIG}: {error}") from None
+    if not isinstance(config, dict):
+        raise InvalidField(_PATH, f"{folder / CONFIG} is no JSON object")
+    return config
+
+
+def _load(
+    folder: Path,
+    target: TargetParts,
+    told: Mapping[str, Any],
+    shape: type[C],
+    build: Callable[[C], M],
+    layer: str = "",
+) -> Loaded[M, C]:
+    given = {name: value for name, value in told.items() if value is not None}
+    given = {"feature_layers": target.feature_layers, "target_hidden_size": target.hidden_size} | given
+    try:
+        config = shape.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "sizes"
+        raise InvalidField(_PATH, f"{folder / CONFIG}: {where}: {first['msg']}") from None
+    for name, has, wants in (
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("target_hidden_size", config.target_hidden_size, target.hidden_size),
+        ("hidden_size", config.hidden_size, target.embedding.shape[1]),
+    ):
+        if has != wants:
+            raise InvalidField(_PATH, f"{folder / CONFIG}: {name} is {has}, the target's is {wants}")
+    if len(config.feature_layers) != 3 or not all(2 <= at < target.layers for at in config.feature_layers):
+        raise InvalidField(_PATH, f"features of layers {config.feature_layers} need a deeper target: {target.layers}")
+    model = build(config)
+    tensors = _public_tensors(folder, config, layer)
+    _check(tensors, public_state(model, config), folder / WEIGHTS)
+    model.load_state_dict(_fused(tensors, model))
+    _check_ids(tensors["d2t"], config, folder / WEIGHTS)
+    return Loaded(model.float(), config, target.embedding.float())
+
+
+def _public_tensors(folder: Path, config: HeadConfig, layer: str) -> dict[str, Tensor]:
+    """The file's tensors under EAGLE-3's or SpecBlock's names; `layer` is what the file calls EAGLE-3's midlayer."""
+    file = folder / WEIGHTS
+    if not file.is_file():
+        pickled = folder / "pytorch_model.bin"
+        hint = f": {pickled.name} is a pickle, {_TO_SAFETENSORS.format(pickled, file)}" if pickled.exists() else ""
+        raise InvalidField(_PATH, f"no {file}{hint}")
+    try:
+        tensors = load_file(file)
+    except SafetensorError as error:
+        raise InvalidField(_PATH, f"{file}: {error}") from None
+    tensors = {
+        _MIDLAYER + name.removeprefix(layer) if layer and name.startswith(layer) else name: tensor
+        for name, tensor in tensors.items()
+        if name not in _OPTIONAL
+    }
+    if "d2t" not in tensors:
+        if config.draft_vocab_size != config.vocab_size:
+            mapping = folder / "vocab_mapping.pt"
+            hint = f"; {mapping.name} is a pickle: put its d2t into {WEIGHTS} yourself" if mapping.exists() else ""
+            raise InvalidField(_PATH, f"{file}: no d2t, which a reduced vocabulary needs{hint}")
+        tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
+    return tensors
+
+
+def _check(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], file: Path) -> None:
+    for name in sorted(wanted.keys() - given.keys()):
+        raise InvalidField(_PATH, f"{file}: {name} is missing")
+    for name in sorted(given.keys() - wanted.keys()):
+        raise InvalidField(_PATH, f"{file}: {name} is unknown")
+    for name, tensor in given.items():
+        if tensor.shape != wanted[name].shape:
+            has, wants = list(tensor.shape), list(wanted[name].shape)
+            raise InvalidField(_PATH, f"{file}: {name} has shape {has}, expected {wants}")
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise InvalidField(_PATH, f"{file}: {name} is not finite")
+
+
+def _check_ids(d2t: Tensor, config: HeadConfig, file: Path) -> None:
+    ids = torch.arange(config.draft_vocab_size) + d2t
+    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(set(ids.tolist())) != len(ids):
+        raise InvalidField(_PATH, f"{file}: d2t does not name {config.draft_vocab_size} ids of {config.vocab_size}")
+
+
+def public_state(model: nn.Module, config: HeadConfig) -> dict[str, Tensor]:
+    """The model's tensors under the public names of its own layout, fused projections taken apart."""
+    query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    parts = {
+        "qkv_proj": (("q_proj", "k_proj", "v_proj"), (query, key, key)),
+        "gate_up_proj": (("gate_proj", "up_proj"), (config.intermediate_size,) * 2),
+    }
+    public: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        module, _, kind = name.rpartition(".")
+        owner, _, fused = module.rpartition(".")
+        if fused in parts:
+            names, sizes = parts[fused]
+            public |= {f"{owner}.{part}.{kind}": piece for part, piece in zip(names, tensor.split(sizes), strict=True)}
+        else:
+            public[name] = tensor
+    return public
+
+
+def _fused(public: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The reverse of `public_state`."""
+    state: dict[str, Tensor] = {}
+    for name in model.state_dict():
+        if ".qkv_proj." in name:
+            state[name] = torch.cat([public[name.replace("qkv_proj", f"{part}_proj")] for part in "qkv"])
+        elif ".gate_up_proj." in name:
+            state[name] = torch.cat([public[name.replace("gate_up", part)] for part in ("gate", "up")])
+        else:
+            state[name] = public[name]
+    return state
+
+
+def save_head(folder: Path, model: nn.Module, config: HeadConfig, layout: Layout, target: str = "") -> None:
+    """Write a head as others would: its own layout, or speculators' for EAGLE-3. Embeddings stay with the target.
+
+    Raises InvalidField when the layout cannot hold this kind of head. `target` is told to speculators' readers.
+    """
+    block = isinstance(config, SpecBlockConfig)
+    if block != (layout == "specblock"):
+        raise InvalidField("layout", f"{layout} does not hold a {'SpecBlock' if block else 'EAGLE-3'} head")
+    tensors = public_state(model, config)
+    known = torch.zeros(config.vocab_size, dtype=torch.bool)
+    known[torch.arange(config.draft_vocab_size) + tensors["d2t"]] = True
+    tensors["t2d"] = known
+    told = config.model_dump(by_alias=True, exclude_none=True)
+    if layout == "speculators":
+        tensors = {
+            _SPECULATORS_LAYER + name.removeprefix(_MIDLAYER) if name.startswith(_MIDLAYER) else name: tensor
+            for name, tensor in tensors.items()
+        }
+        told = _speculators_config(told, target)
+    else:
+        told["architectures"] = ["SpecBlock" if block else "LlamaForCausalLMEagle3"]
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
+    (folder / CONFIG).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def _speculators_config(told: Mapping[str, Any], target: str) -> dict[str, Any]:
+    own = {name: told[name] for name in _SPECULATORS}
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1}
+    return own | {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.2.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": target, "architectures": []},
+        },
+        "eagle_aux_hidden_state_layer_ids": told["feature_layers"],
+        "transformer_layer_config": {
+            name: value for name, value in told.items() if name not in (*own, "feature_layers")
+        },
+    }
+
+
+def convert(source: Path, out: Path, layout: Layout, target: str | Path) -> None:
+    """Write the head of `source` in another layout. Raises InvalidField."""
+    loaded = load_specblock(source, target) if layout_of(source) == "specblock" else load_eagle3(source, target)
+    save_head(out, loaded.model, loaded.config, layout, str(target))

@@ -1,0 +1,334 @@
+"""SpecBlock and EAGLE-3 heads against slow, obvious references: loops, one dense forward for each node, no cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coppice.config import DrafterSettings
+from coppice.errors import InvalidField
+from coppice.messages import Advance, Features, OpenDraft
+from coppice.nn.decoder import HeadConfig
+from coppice.nn.eagle3 import Eagle3Head
+from coppice.nn.eagle3_model import Eagle3Config, Eagle3Model
+from coppice.nn.features import FeatureHead
+from coppice.nn.head import DraftJob, Growth
+from coppice.nn.layouts import load_eagle3, load_specblock, read_target, save_head
+from coppice.nn.specblock import SpecBlockHead
+from coppice.nn.specblock_model import SpecBlockConfig, SpecBlockModel
+from coppice.sampling import SamplingParams
+from coppice.sampling_torch import noise
+from tests.tiny import make_target
+
+VOCAB, DRAFT_VOCAB, HIDDEN = 96, 48, 32
+SIZES = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "draft_vocab_size": DRAFT_VOCAB,
+}
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8, seed=7)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=8, hidden=HIDDEN, tokenizer=False)
+
+
+def save_random(folder: Path, kind: str, seed: int = 0, **more: object) -> Path:
+    """A head of random weights, large enough that slots and nodes differ clearly."""
+    torch.manual_seed(seed)
+    config: HeadConfig
+    model: torch.nn.Module
+    if kind == "specblock":
+        config = SpecBlockConfig.model_validate(SIZES | {"feature_layers": (2, 4, 5)} | more)
+        model = SpecBlockModel(config)
+    else:
+        config = Eagle3Config.model_validate(SIZES | {"feature_layers": (2, 4, 5)} | more)
+        model = Eagle3Model(config)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=2.0 / parameter.shape[1] ** 0.5)
+    chosen = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values
+    model.get_buffer("d2t").copy_(chosen - torch.arange(DRAFT_VOCAB))
+    save_head(folder, model, config, "specblock" if kind == "specblock" else "eagle3")
+    return folder
+
+
+@dataclass
+class Text:
+    """A session's text and the features of its positions."""
+
+    ids: list[int]
+    features: Tensor
+
+    @classmethod
+    def random(cls, length: int, seed: int) -> Text:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(VOCAB, (length,), generator=generator).tolist()
+        return cls(ids, torch.randn(length, 3 * HIDDEN, generator=generator))
+
+    def inline(self, start: int, end: int) -> Features:
+        rows = self.features[start:end]
+        return Features(start, len(rows), "float32", rows.numpy().tobytes())
+
+
+def opened(head: FeatureHead[torch.nn.Module], key: int, text: Text, length: int, start: int = 0) -> None:
+    opening = OpenDraft(f"s{key}", text.ids[:length], GREEDY, features=text.inline(start, length))
+    for _ in head.open(key, opening):
+        pass
+
+
+def drafted(head: FeatureHead[torch.nn.Module], jobs: Sequence[DraftJob]) -> list[dict[tuple[int, ...], float]]:
+    """Each job's tree as {path of tokens: score}, from what was streamed; every job ends exactly once."""
+    trees: list[list[tuple[int, int, float]]] = [[] for _ in jobs]
+    ended = [0] * len(jobs)
+    growths: Iterator[list[Growth]] = head.draft(jobs)
+    for part in growths:
+        for grown in part:
+            assert not ended[grown.job]
+            nodes = grown.nodes
+            trees[grown.job] += zip(
+                nodes.tokens.tolist(), nodes.parents.tolist(), nodes.log_probs.tolist(), strict=True
+            )
+            ended[grown.job] += grown.last
+    assert ended == [1] * len(jobs)
+    return [paths(tree) for tree in trees]
+
+
+def paths(tree: Sequence[tuple[int, int, float]]) -> dict[tuple[int, ...], float]:
+    known: list[tuple[int, ...]] = [()]
+    for token, parent, _ in tree:
+        known.append((*known[parent], token))
+    return {path: tree[at][2] for at, path in enumerate(known[1:])}
+
+
+def best(tree: dict[tuple[int, ...], float], budget: int) -> dict[tuple[int, ...], float]:
+    return dict(sorted(tree.items(), key=lambda item: -item[1])[:budget])
+
+
+def assert_same(served: dict[tuple[int, ...], float], slow: dict[tuple[int, ...], float], budget: int) -> None:
+    """The `budget` likeliest nodes agree (the receiver prunes; equal scores do not occur with random weights)."""
+    kept, wanted = best(served, budget), best(slow, budget)
+    assert kept.keys() == wanted.keys()
+    for path, score in wanted.items():
+        assert kept[path] == pytest.approx(score, abs=2e-3)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Dense attention of (1, H, T, D) under a (T, T) mask."""
+    group = query.shape[1] // key.shape[1]
+    out = F.scaled_dot_product_attention(
+        query, key.repeat_interleave(group, 1), value.repeat_interleave(group, 1), attn_mask=mask
+    )
+    return out.transpose(1, 2)
+
+
+def log_scores(logits: Tensor, job: DraftJob, depth: int, ids: Tensor) -> Tensor:
+    scores = (logits / (job.sampling.temperature or 1.0)).log_softmax(-1)
+    if job.coupled and job.sampling.temperature:
+        position = torch.tensor([job.committed_len + depth])
+        scores = (scores + noise(job.sampling.seed, position, ids)[0].float()).log_softmax(-1)
+    return scores
+
+
+class SlowSpecBlock:
+    """SpecBlock by the book: every start recomputes all committed blocks and those on its path."""
+
+    def __init__(self, folder: Path, target: Path, settings: DrafterSettings) -> None:
+        loaded = load_specblock(folder, target)
+        self.model, self.embedding, self.settings = loaded.model, loaded.embedding, settings
+        self.ids = torch.arange(DRAFT_VOCAB) + loaded.model.d2t
+        self.slots = loaded.config.slots
+
+    def states(self, text: Text, start: int, job: DraftJob, path: list[tuple[Tensor, int, int, int]]) -> Tensor:
+        """(K, hidden) of the last block of `path`: (condition, token, depth, slots seen of the block before)."""
+        length, slots = job.committed_len, self.slots
+        tokens = [*text.ids[start + 1 : length], job.root, *(token for _, token, _, _ in path)]
+        conditions = torch.cat(
+            [self.model.condition(text.features[start:length]), *(state[None] for state, _, _, _ in path)]
+        )
+        advance = self.model.config.block_rope_advance
+        first = [*range(start + 1, length + 1), *(length + depth * advance for _, _, depth, _ in path)]
+        rows = len(first)
+        mask = torch.zeros(rows * slots, rows * slots, dtype=torch.bool)
+        for row in range(rows):
+            for slot in range(slots):
+                for other in range(row + 1):
+                    behind = other - (length - start - 1)  # 0: the block that reads the root
+                    seen = slots
+                    if behind >= 0 and other < row:
+                        seen = path[behind][3]
+                    if other == row:
+                        seen = slot + 1
+                    mask[row * slots + slot, other * slots : other * slots + seen] = True
+        rope = self.model.rope(torch.tensor([first]), torch.float32)
+        attends = [lambda q, k, v: attention(q, k, v, mask)] * self.model.config.num_hidden_layers
+        with torch.inference_mode():
+            out: Tensor = self.model(conditions[None], self.embedding[torch.tensor(tokens)][None], rope, attends)
+        return out[0, -1]
+
+    def tree(self, text: Text, start: int, job: DraftJob) -> dict[tuple[int, ...], float]:
+        nodes: dict[tuple[int, ...], float] = {}
+        starts: list[tuple[tuple[int, ...], list[tuple[Tensor, int, int, int]]]] = [((), [])]
+        for _ in range(self.settings.blocks):
+            following = []
+            for path, blocks in starts:
+                states = self.states(text, start, job, blocks)
+                with torch.inference_mode():
+                    logits, normed = self.model.read(states)
+                    buckets = self.model.rank(normed, logits).argmax(-1).tolist()
+                chain, end = path, None
+                for slot in range(self.slots):
+                    width = self.settings.widths[buckets[slot]]
+                    if not width:
+                        break
+                    scores = log_scores(logits[slot], job, len(chain) + 1, self.ids)
+                    for place, at in enumerate(scores.argsort(descending=True)[:width].tolist()):
+                        child = (*chain, int(self.ids[at]))
+                        nodes[child] = nodes.get(chain, 0.0) + float(scores[at])
+                        begins = (child, [*blocks, (states[slot], child[-1], len(child), slot + 1)])
+                        if place == 0:
+                            end = begins
+                        elif buckets[slot] != 0:
+                            following.append(begins)
+                    assert end is not None
+                    chain = end[0]
+                if end is not None:
+                    following.append(end)
+            edge = sorted(nodes.values(), reverse=True)[job.budget - 1] if len(nodes) >= job.budget else -np.inf
+            following.sort(key=lambda one: -nodes[one[0]])
+            starts = [one for one in following[:12] if nodes[one[0]] > edge]
+        return nodes
+
+
+class SlowEagle3:
+    """EAGLE-3 by the book: every node recomputes all committed rows and its ancestors."""
+
+    def __init__(self, folder: Path, target: Path, settings: DrafterSettings) -> None:
+        loaded = load_eagle3(folder, target)
+        self.model, self.embedding, self.settings = loaded.model, loaded.embedding, settings
+        self.ids = torch.arange(DRAFT_VOCAB) + loaded.model.d2t
+
+    def state(self, text: Text, start: int, job: DraftJob, path: list[tuple[Tensor, int]]) -> Tensor:
+        """(hidden,) of the last of `path`: the state before and the token of each node."""
+        length = job.committed_len
+        tokens = [*text.ids[start + 1 : length], job.root, *(token for _, token in path)]
+        with torch.inference_mode():
+            hidden = torch.cat([self.model.condition(text.features[start:length]), *(state[None] for state, _ in path)])
+            mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+            rope = self.model.rope(torch.arange(start, start + len(tokens))[None], torch.float32)
+            embedded = self.embedding[torch.tensor(tokens)]
+            out: Tensor = self.model(hidden[None], embedded[None], rope, lambda q, k, v: attention(q, k, v, mask))
+        return out[0, -1]
+
+    def tree(self, text: Text, start: int, job: DraftJob) -> dict[tuple[int, ...], float]:
+        nodes: dict[tuple[int, ...], float] = {}
+        frontier: list[tuple[tuple[int, ...], list[tuple[Tensor, int]]]] = [((), [])]
+        for depth in range(1, min(self.settings.depth, job.budget) + 1):
+            new = []
+            for path, ancestors in frontier:
+                state = self.state(text, start, job, ancestors)
+                with torch.inference_mode():
+                    scores = log_scores(self.model.read(state), job, depth, self.ids)
+                for at in scores.argsort(descending=True)[: self.settings.top_k].tolist():
+                    child = (*path, int(self.ids[at]))
+                    nodes[child] = nodes.get(path, 0.0) + float(scores[at])
+                    new.append((child, [*ancestors, (state, child[-1])]))
+            new.sort(key=lambda one: -nodes[one[0]])
+            edge = sorted(nodes.values(), reverse=True)[job.budget - 1] if len(nodes) >= job.budget else -np.inf
+            frontier = [one for one in new[: self.settings.top_k] if nodes[one[0]] > edge]
+        return best(nodes, job.budget)
+
+
+Slow = SlowSpecBlock | SlowEagle3
+
+
+def build(kind: str, folder: Path, target: Path, **more: object) -> tuple[FeatureHead[torch.nn.Module], Slow]:
+    told = {"kind": kind, "path": str(folder), "target": str(target), "kv_tokens": 2048, "threads": 1} | more
+    settings = DrafterSettings.model_validate(told)
+    if kind == "specblock":
+        return SpecBlockHead(settings), SlowSpecBlock(folder, target, settings)  # type: ignore[return-value]
+    return Eagle3Head(settings), SlowEagle3(folder, target, settings)  # type: ignore[return-value]
+
+
+VARIANTS = [
+    ("specblock", {}, {}),
+    ("specblock", {}, {"blocks": 3, "widths": (2, 4, 10, 0)}),
+    ("specblock", {}, {"blocks": 1, "widths": (1, 1, 1, 1)}),
+    ("specblock", {"block_rope_advance": False, "rank_norm_topk": 20, "slots": 3}, {}),
+    ("specblock", {"prefix_broadcast": False, "layer_shift": False}, {}),
+    ("eagle3", {}, {"top_k": 4, "depth": 5}),
+    ("eagle3", {"norm_before_residual": True, "norm_before_fc": True}, {"top_k": 10, "depth": 7}),
+]
+
+
+@pytest.mark.parametrize(("kind", "shape", "told"), VARIANTS)
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_a_session_of_many_steps_drafts_what_the_slow_reference_drafts(
+    kind: str, shape: dict[str, object], told: dict[str, object], sampling: SamplingParams, target: Path, tmp_path: Path
+) -> None:
+    shape = {("diffspec_draft_token_num" if name == "slots" else name): value for name, value in shape.items()}
+    head, slow = build(kind, save_random(tmp_path, kind, **shape), target, **told)
+    texts = [Text.random(40, seed) for seed in range(3)]
+    lengths, starts = [5, 9, 1], [0, 3, 0]
+    for key, text in enumerate(texts):
+        opened(head, key, text, lengths[key], starts[key])
+    # Steps that accepted nothing, some and much; a draft that was ignored; a session that sits a step out.
+    for step, accepted in enumerate([(0, 2, 5), (4, 0, 0), (8, 8, 1), (1, 1, 1)]):
+        here = [key for key in range(3) if (step, key) != (1, 2)]
+        jobs = [DraftJob(key, texts[key].ids[lengths[key]], lengths[key], 31, sampling) for key in here]
+        for job, tree in zip(jobs, drafted(head, jobs), strict=True):
+            assert_same(tree, slow.tree(texts[job.key], starts[job.key], job), 31)
+        if step == 2:
+            drafted(head, jobs[:1])  # the same once more
+        for key, more in enumerate(accepted):
+            old, new = lengths[key], lengths[key] + 1 + more
+            head.advance(key, Advance(texts[key].ids[old:new], texts[key].inline(old, new)))
+            lengths[key] = new
+    for key in range(3):
+        head.close(key)
+    assert head.pool.used_blocks == 0
+    head.pool.check_integrity()
+
+
+@pytest.mark.parametrize("kind", ["specblock", "eagle3"])
+def test_small_budgets_and_long_texts(kind: str, target: Path, tmp_path: Path) -> None:
+    head, slow = build(kind, save_random(tmp_path, kind), target, max_context=30)
+    text = Text.random(40, 1)
+    opened(head, 0, text, 12)
+    for budget in (0, 1, 2, 5, 60):
+        job = DraftJob(0, text.ids[12], 12, budget, GREEDY)
+        (tree,) = drafted(head, [job])
+        assert_same(tree, slow.tree(text, 0, job) if budget else {}, budget)
+    head.advance(0, Advance(text.ids[12:29], text.inline(12, 29)))
+    assert drafted(head, [DraftJob(0, text.ids[29], 29, 31, GREEDY)]) == [{}]
+
+
+@pytest.mark.parametrize("kind", ["specblock", "eagle3"])
+def test_features_that_do_not_fit_are_refused(kind: str, target: Path, tmp_path: Path) -> None:
+    head, _ = build(kind, save_random(tmp_path, kind), target)
+    text = Text.random(20, 1)
+    short = Features(0, 5, "float32", b"\0" * 12)
+    for features in (None, short, text.inline(0, 4)):
+        with pytest.raises(InvalidField, match=r"open\.features"):
+            list(head.open(1, OpenDraft("s", text.ids[:5], GREEDY, features=features)))
+        head.close(1)
+    opened(head, 2, text, 5)
+    with pytest.raises(InvalidField, match=r"step\.advance\.features"):
+        head.advance(2, Advance(text.ids[5:7], text.inline(6, 8)))
+    with pytest.raises(InvalidField, match=r"open\.want_q_rows"):
+        list(head.open(3, OpenDraft("t", text.ids[:5], GREEDY, features=text.inline(0, 5), want_q_rows=True)))
+
+
+def test_the_target_says_which_features(target: Path) -> None:
+    assert read_target(target).feature_layers == (2, 4, 5)
