@@ -31,6 +31,7 @@ LAYOUTS: tuple[Layout, ...] = ("specblock", "eagle3", "speculators")
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _PATH = "drafter.path"
+_NULLABLE = {"rank_norm_topk"}  # null says something else than nothing
 _OPTIONAL = {"embed_tokens.weight", "input_layer.embed_tokens.weight", "verifier_norm.weight", "t2d"}
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 _TO_SAFETENSORS = (
@@ -131,7 +132,7 @@ def _load(
     build: Callable[[C], M],
     layer: str = "",
 ) -> Loaded[M, C]:
-    given = {name: value for name, value in told.items() if value is not None}
+    given = {name: value for name, value in told.items() if value is not None or name in _NULLABLE}
     given = {"feature_layers": target.feature_layers, "target_hidden_size": target.hidden_size} | given
     try:
         config = shape.model_validate(given)
@@ -244,7 +245,7 @@ def save_head(folder: Path, model: nn.Module, config: HeadConfig, layout: Layout
     known = torch.zeros(config.vocab_size, dtype=torch.bool)
     known[torch.arange(config.draft_vocab_size) + tensors["d2t"]] = True
     tensors["t2d"] = known
-    told = config.model_dump(by_alias=True, exclude_none=True)
+    told = config.model_dump(by_alias=True)
     if layout == "speculators":
         tensors = {
             _SPECULATORS_LAYER + name.removeprefix(_MIDLAYER) if name.startswith(_MIDLAYER) else name: tensor

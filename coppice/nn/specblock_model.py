@@ -21,10 +21,10 @@ class SpecBlockConfig(HeadConfig):
 
     num_hidden_layers: PositiveInt = 2
     slots: PositiveInt = Field(4, alias="diffspec_draft_token_num", description="K, positions a block predicts")
-    rank_norm_topk: PositiveInt | None = None
-    """the rank features are normalised over the so many most probable ids; None: over all"""
-    block_rope_advance: bool = True
-    """whether a later block's rotary positions move on by the depth it starts at"""
+    rank_norm_topk: PositiveInt | None = 20
+    """the rank features are normalised over the so many most probable ids, None: over all; 20 is the released weights'"""
+    block_rope_advance: bool = False
+    """whether a later block's rotary positions move on by the depth it starts at; the released weights' do not"""
     prefix_broadcast: bool = True
     """whether every slot reads condition and token, not the first alone (ablation)"""
     layer_shift: bool = True

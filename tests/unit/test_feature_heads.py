@@ -265,7 +265,7 @@ VARIANTS = [
     ("specblock", {}, {}),
     ("specblock", {}, {"blocks": 3, "widths": (2, 4, 10, 0)}),
     ("specblock", {}, {"blocks": 1, "widths": (1, 1, 1, 1)}),
-    ("specblock", {"block_rope_advance": False, "rank_norm_topk": 20, "slots": 3}, {}),
+    ("specblock", {"block_rope_advance": True, "rank_norm_topk": None, "slots": 3}, {}),
     ("specblock", {"prefix_broadcast": False, "layer_shift": False}, {}),
     ("eagle3", {}, {"top_k": 4, "depth": 5}),
     ("eagle3", {"norm_before_residual": True, "norm_before_fc": True}, {"top_k": 10, "depth": 7}),
