@@ -22,7 +22,7 @@ class SpecBlockConfig(HeadConfig):
     num_hidden_layers: PositiveInt = 2
     slots: PositiveInt = Field(4, alias="diffspec_draft_token_num", description="K, positions a block predicts")
     rank_norm_topk: PositiveInt | None = 20
-    """the rank features are normalised over the so many most probable ids, None: over all; 20 is the released weights'"""
+    """the rank features are normalised over the so many most probable ids, None: over all; as released: 20"""
     block_rope_advance: bool = False
     """whether a later block's rotary positions move on by the depth it starts at; the released weights' do not"""
     prefix_broadcast: bool = True

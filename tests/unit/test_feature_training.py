@@ -1,0 +1,143 @@
+"""What a block sees in training is what it sees when it serves, and the losses say what the heads would draft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from coppice.config import DrafterSettings
+from coppice.nn.head import DraftJob
+from coppice.nn.layouts import load_eagle3, load_specblock, read_target
+from coppice.sampling import SamplingParams
+from coppice.training.feature_losses import Eagle3Loss, SpecBlockLoss, Student, Targets, bucket_of
+from coppice.training.paths import visible
+from coppice.training.teacher import Teacher, most_frequent
+from tests.tiny import make_target
+from tests.unit.test_feature_heads import HIDDEN, VOCAB, SlowEagle3, SlowSpecBlock, Text, save_random
+
+
+def test_a_slot_sees_its_path_and_nothing_else() -> None:
+    rows, slots, cuts = 3, 2, (1, 2)
+    mask = visible(rows, slots, cuts)
+    blocks = len(cuts) + 1
+    for row in range(rows):
+        for slot in range(slots):
+            for block in range(blocks):
+                for other in range(rows):
+                    for their in range(slots):
+                        own = other == row and (their <= slot if block == blocks - 1 else their < cuts[block])
+                        seen = own or (block == 0 and other < row)
+                        at = block * rows * slots + other * slots + their
+                        assert bool(mask[row * slots + slot, at]) == seen
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=8, hidden=HIDDEN, tokenizer=False)
+
+
+def lesson(folder: Path, head: torch.nn.Module) -> tuple[Teacher, torch.Tensor]:
+    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    draft_ids = torch.arange(head.config.draft_vocab_size) + head.d2t
+    ids = torch.randint(VOCAB, (2, 20), generator=torch.Generator().manual_seed(3))
+    return Teacher(model, read_target(folder).feature_layers, draft_ids), ids
+
+
+@pytest.mark.parametrize("kind", ["specblock", "eagle3"])
+def test_training_computes_the_states_that_serving_does(kind: str, target: Path, tmp_path: Path) -> None:
+    """Every row's last block, against the slow reference of the served head on the same prefix."""
+    folder = save_random(tmp_path, kind, block_rope_advance=True)
+    settings = DrafterSettings(kind=kind, path=str(folder), target=str(target))
+    slow = SlowSpecBlock(folder, target, settings) if kind == "specblock" else SlowEagle3(folder, target, settings)
+    teacher, ids = lesson(target, slow.model)
+    states: list[torch.Tensor] = []
+    slow.model.register_forward_hook(lambda module, args, out: states.append(out.detach()))
+    student = Student(slow.model, slow.embedding)
+    loss = SpecBlockLoss(teacher) if kind == "specblock" else Eagle3Loss(teacher, steps=3)
+    assert loss(student, ids, ids).item() > 0
+    of_training = list(states)
+    features = teacher.read(ids).features
+    text = Text(ids[0].tolist(), features[0])
+    for row in (0, 3, 6):
+        job = DraftJob(0, text.ids[row + 1], row + 1, 8, SamplingParams())
+        if isinstance(slow, SlowEagle3):
+            path = [(of_training[step][0, row], text.ids[row + 2 + step]) for step in range(2)]
+            served = slow.state(text, 0, job, path)
+        else:
+            cuts = [1 + int(ids.sum() + 7919 * block) % slow.slots for block in range(2)]
+            blocks, depth = [], 0
+            for block, cut in enumerate(cuts):
+                depth += cut
+                blocks.append((of_training[block][0, row, cut - 1], text.ids[row + 1 + depth], depth, cut))
+            served = slow.states(text, 0, job, blocks)
+        assert torch.allclose(of_training[2][0, row], served, atol=1e-4)
+
+
+def test_targets_are_the_tokens_behind(target: Path, tmp_path: Path) -> None:
+    loaded = load_specblock(save_random(tmp_path, "specblock"), target)
+    teacher, ids = lesson(target, loaded.model)
+    targets = Targets.of(teacher.read(ids), teacher)
+    logits = teacher.target(input_ids=ids).logits[..., teacher.draft_ids].log_softmax(-1)
+    for offset in range(3):
+        gold = targets.behind(offset)
+        for row in range(ids.shape[1] - 1):
+            inside = row + 2 + offset < ids.shape[1]
+            wanted = int(teacher.draft_number[ids[0, row + 2 + offset]]) if inside else -1
+            assert int(gold[0, row]) == wanted
+        admitted = gold >= 0
+        text, rows = admitted.nonzero(as_tuple=True)
+        assert torch.allclose(targets.taught(admitted, offset), logits[text, rows + 1 + offset], atol=1e-4)
+
+
+def test_the_valid_prefix_mask_admits_only_what_was_right_so_far(target: Path, tmp_path: Path) -> None:
+    loaded = load_specblock(save_random(tmp_path, "specblock"), target)
+    teacher, ids = lesson(target, loaded.model)
+    student = Student(loaded.model, loaded.embedding)
+    seen: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def heard(block: int, slot: int, logits: torch.Tensor, gold: torch.Tensor) -> None:
+        seen[block, slot] = (len(gold), int((logits.argmax(-1) == gold).sum()))
+
+    SpecBlockLoss(teacher, heard=heard)(student, ids, ids)
+    for (block, slot), (count, _) in seen.items():
+        if slot:
+            assert count <= seen[block, slot - 1][1]
+    masked = dict(seen)
+    SpecBlockLoss(teacher, valid_prefix=False, heard=heard)(student, ids, ids)
+    assert seen[0, 0] == masked[0, 0]
+    assert seen[0, 3][0] > masked[0, 3][0]
+
+
+def test_gradients_reach_what_they_should(target: Path, tmp_path: Path) -> None:
+    loaded = load_specblock(save_random(tmp_path, "specblock"), target)
+    teacher, ids = lesson(target, loaded.model)
+    student = Student(loaded.model, loaded.embedding)
+    SpecBlockLoss(teacher)(student, ids, ids).backward()
+    assert all(p.grad is not None and bool(p.grad.any()) for p in student.parameters())
+    student.zero_grad()
+    SpecBlockLoss(teacher, rank_on=lambda: False)(student, ids, ids).backward()
+    without = {name: p.grad.clone() for name, p in student.named_parameters() if p.grad is not None}
+    student.zero_grad()
+    SpecBlockLoss(teacher)(student, ids, ids).backward()
+    for name, p in student.named_parameters():
+        if "rank_head" in name:
+            assert name not in without or not without[name].any()
+        else:
+            assert torch.allclose(p.grad, without[name], atol=1e-6)  # equation 4: no rank gradient in the trunk
+    eagle = load_eagle3(save_random(tmp_path / "e", "eagle3"), target)
+    learner = Student(eagle.model, eagle.embedding)
+    Eagle3Loss(teacher)(learner, ids, ids).backward()
+    assert all(p.grad is not None and bool(p.grad.any()) for p in learner.parameters())
+
+
+def test_buckets_are_those_of_the_paper() -> None:
+    logits = torch.arange(20, 0, -1).float().expand(20, -1)
+    assert bucket_of(logits, torch.arange(20)).tolist() == [0, 1, 1, 1, *[2] * 6, *[3] * 10]
+
+
+def test_the_draft_vocabulary_is_the_most_frequent() -> None:
+    ids = torch.tensor([5, 5, 5, 2, 2, 9, 9, 1])
+    assert most_frequent(ids, 12, 3).tolist() == [2, 5, 9]
