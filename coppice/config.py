@@ -74,6 +74,7 @@ class DrafterSettings(TorchSettings):
     kind: HeadKind = Field("lookup", description="kind of head")
     path: str = Field("", description="folder of the head's weights; for bigram a JSON list of texts as ids")
     target: str = Field("", description="folder of the target, for heads that read its features")
+    verifiers: list[str] = Field(default_factory=list, description="verifiers features may come from; empty: any")
     vocab_size: int = Field(0, ge=0, description="the target's vocabulary width; 0: any id will do, for lm its own")
     kv_tokens: int = Field(65_536, gt=0, description="KV capacity of lm, tokens over all sessions")
     top_k: int = Field(8, gt=0, le=MAX_HEAD_NODES, description="candidates kept per node of a tree")

@@ -17,8 +17,22 @@ from coppice.training.teacher import Lesson, Teacher
 
 RANK_BOUNDS = (1, 4, 10)
 """The highest rank of buckets 0, 1 and 2; what lies behind is bucket 3."""
-Heard = Callable[[int, int, Tensor, Tensor], None]
-"""(block, slot, logits (n, D), gold draft ids (n,)) of the rows the mask admits; for measuring"""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a slot said on the rows that the mask admits: logits (n, D), gold draft ids (n,), rank logits (n, 4)."""
+
+    block: int
+    slot: int
+    logits: Tensor
+    gold: Tensor
+    outside: int
+    """rows, not among the n, whose token is outside the draft vocabulary"""
+    ranks: Tensor | None = None
+
+
+Heard = Callable[[Said], None]
 
 
 class Student(nn.Module):
@@ -52,6 +66,11 @@ class Targets:
         last = self.ids.shape[1] - 1
         row = torch.arange(last, device=self.ids.device)
         return self.gold[:, self._at(offset + 2)].where(row + offset + 2 <= last, -1)
+
+    def outside(self, valid: Tensor, offset: int) -> int:
+        """How many of the valid rows' tokens are no draft ids."""
+        rows = valid.shape[1] - offset - 1  # those whose text goes on that far
+        return int((valid & (self.behind(offset) < 0))[:, : max(rows, 0)].sum())
 
     def taught(self, admitted: Tensor, offset: int) -> Tensor:
         """(n, D) log-probabilities for the admitted rows of a (B, N) mask."""
@@ -87,6 +106,10 @@ class SpecBlockLoss:
     valid_prefix: bool = True
     rank_on: Callable[[], bool] = lambda: True
     """whether the rank head learns yet"""
+    cut: int = 0
+    """every block's cut; 0 draws one for each batch and block"""
+    restart: bool = True
+    """whether a block's mask forgets that the block before went wrong"""
     heard: Heard | None = None
 
     def __call__(self, student: Any, inputs: Tensor, _labels: Tensor) -> Tensor:
@@ -98,35 +121,45 @@ class SpecBlockLoss:
         attention = PathAttention(rows, slots, config.num_hidden_layers)
         position = torch.arange(1, rows + 1, device=inputs.device)[None]
         total = condition.new_zeros(())
+        valid = torch.ones_like(inputs[:, :rows], dtype=torch.bool)
         for block in range(self.blocks):
             rope = model.rope(position + (offset if config.block_rope_advance else 0), condition.dtype)
             token = student.embedding[targets.token(offset)]
             states = model(condition, token, rope, attention.attends(inputs.device))
-            total = total + self._block(model, states, targets, block, offset)
-            cut = 1 + int(inputs.sum() + 7919 * block) % slots  # of this very batch, so that a resumed run repeats it
+            loss, ended = self._block(model, states, targets, block, offset, valid)
+            total, valid = total + loss, valid if self.restart else ended
+            # Drawn from the batch itself, so that a resumed run repeats it.
+            cut = self.cut or 1 + int(inputs.sum() + 7919 * block) % slots
             condition, offset = states[:, :, cut - 1], offset + cut
             attention.cuts.append(cut)
         return total
 
-    def _block(self, model: SpecBlockModel, states: Tensor, targets: Targets, block: int, offset: int) -> Tensor:
-        """A block's losses. Only rows that the mask admits are read: the others' logits would be thrown away."""
+    def _block(
+        self, model: SpecBlockModel, states: Tensor, targets: Targets, block: int, offset: int, valid: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """A block's losses and the (B, N) rows that were right to its end.
+
+        Only rows that the mask admits are read: the others' logits would be thrown away.
+        """
         total = states.new_zeros(())
-        valid = torch.ones_like(states[:, :, 0, 0], dtype=torch.bool)
         for slot in range(states.shape[2]):
             gold = targets.behind(offset + slot)
             admitted = valid & (gold >= 0)
             logits, normed = model.read(states[:, :, slot][admitted])
             wanted = gold[admitted]
             total = total + soft_loss(logits, targets.taught(admitted, offset + slot))
-            if self.rank_on() and len(wanted):
-                ranked = model.rank(normed, logits)
-                total = total + F.cross_entropy(ranked.float(), bucket_of(logits.detach(), wanted))
+            ranks = model.rank(normed, logits) if self.rank_on() and len(wanted) else None
+            if ranks is not None:
+                total = total + F.cross_entropy(ranks.float(), bucket_of(logits.detach(), wanted))
             if self.heard is not None:
-                self.heard(block, slot, logits.detach(), wanted)
+                outside = targets.outside(valid, offset + slot)
+                self.heard(
+                    Said(block, slot, logits.detach(), wanted, outside, None if ranks is None else ranks.detach())
+                )
             if self.valid_prefix:  # equation 5
                 valid = admitted.clone()
                 valid[admitted] = logits.detach().argmax(-1) == wanted
-        return total
+        return total, valid
 
 
 @dataclass
@@ -137,6 +170,8 @@ class Eagle3Loss:
     steps: int = 7
     decay: float = 0.8
     """weight of a step over the one before"""
+    valid_prefix: bool = False
+    """whether only rows that were right so far count; for measuring"""
     heard: Heard | None = None
 
     def __call__(self, student: Any, inputs: Tensor, _labels: Tensor) -> Tensor:
@@ -148,16 +183,20 @@ class Eagle3Loss:
         attention = PathAttention(rows, 1, 1)
         position = torch.arange(rows, device=inputs.device)[None]
         total, weight, weights = hidden.new_zeros(()), 1.0, 0.0
+        valid = torch.ones_like(inputs[:, :rows], dtype=torch.bool)
         for step in range(self.steps):
             (attend,) = attention.attends(inputs.device)
             rope = model.rope(position + step, hidden.dtype)
             hidden = model(hidden, student.embedding[targets.token(step)], rope, attend)
             gold = targets.behind(step)
-            admitted = gold >= 0
+            admitted = valid & (gold >= 0)
             logits = model.read(hidden[admitted])
             total = total + weight * soft_loss(logits, targets.taught(admitted, step))
             if self.heard is not None:
-                self.heard(step, 0, logits.detach(), gold[admitted])
+                self.heard(Said(step, 0, logits.detach(), gold[admitted], targets.outside(valid, step)))
+            if self.valid_prefix:
+                valid = admitted.clone()
+                valid[admitted] = logits.argmax(-1) == gold[admitted]
             weights, weight = weights + weight, weight * self.decay
             attention.cuts.append(1)
         return total / weights

@@ -1,16 +1,19 @@
 """Batch size, row length and learning rate as functions of the tokens seen, so that `--tokens` may change on resume."""
 
+import math
+
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 
 
 class Schedule(BaseModel):
-    """Warm-up, constant, linear decay to zero (WSD). All lengths are in tokens."""
+    """Warm-up, then constant and linear decay to zero (WSD), or cosine to zero. All lengths are in tokens."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     tokens: PositiveInt
     """Tokens of the whole run."""
     warmup: PositiveInt = 60_000
+    cosine: bool = False
     decay: PositiveFloat = 0.3
     """Share of the run over which the rate falls to zero."""
     length: PositiveInt = 256
@@ -24,8 +27,10 @@ class Schedule(BaseModel):
 
     def rate(self, seen: int) -> float:
         """The factor on every learning rate after `seen` tokens."""
-        left = (self.tokens - seen) / (self.tokens * self.decay)
-        return max(0.0, min(1.0, left, (seen + self.batch) / self.warmup))
+        risen = (seen + self.batch) / self.warmup
+        if self.cosine:
+            return max(0.0, min(risen, 0.5 + 0.5 * math.cos(math.pi * min(1.0, seen / self.tokens))))
+        return max(0.0, min(1.0, (self.tokens - seen) / (self.tokens * self.decay), risen))
 
     def shape(self, seen: int) -> tuple[int, int]:
         """(rows, length) of the step after `seen` tokens."""

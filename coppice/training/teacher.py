@@ -40,10 +40,5 @@ class Teacher:
     @torch.no_grad()
     def draft_log_probs(self, final: Tensor) -> Tensor:
         """(..., D) log-probabilities of the draft vocabulary, renormalised over it."""
-        return (final @ self.draft_output.float().T).log_softmax(-1)
-
-
-def most_frequent(ids: Tensor, vocab: int, size: int) -> Tensor:
-    """(size,) ascending ids that occur most often in (N,) `ids`."""
-    counts = torch.bincount(ids.flatten(), minlength=vocab)
-    return counts.argsort(descending=True, stable=True)[:size].sort().values
+        log_probs: Tensor = (final @ self.draft_output.float().T).log_softmax(-1)
+        return log_probs

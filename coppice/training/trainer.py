@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -35,6 +36,7 @@ class Rates:
     """Peak learning rates and how often things happen."""
 
     muon: float = 0.02
+    """of the layers' matrices; 0 gives them to AdamW"""
     adam: float = 3e-3
     weight_decay: float = 0.01
     clip: float = 1.0
@@ -47,6 +49,8 @@ class Rates:
 
 def make_optimisers(model: torch.nn.Module, rates: Rates, workers: Workers) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for embeddings and norms."""
+    if not rates.muon:
+        return [torch.optim.AdamW(model.parameters(), lr=rates.adam, weight_decay=0.0, fused=True)]
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in f".{name}"]
     chosen = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in chosen]
@@ -69,7 +73,10 @@ class Trainer:
         rates: Rates | None = None,
         seed: int = 0,
         num_workers: int = 1,
+        measure: Callable[[], dict[str, float]] | None = None,
     ) -> None:
+        """`measure`: further figures of an evaluation, for the log and for people."""
+        self.measure = measure or dict
         self.model, self.domains, self.schedule = model, domains, schedule
         self.folder, self.rates = folder, rates or Rates()
         self.named: Named = dict(model.named_parameters())
@@ -177,8 +184,9 @@ class Trainer:
         if mean < self.counters.best_loss:
             self.counters.best_loss, self.counters.best_tokens = mean, self.counters.tokens
             save_weights(self.best_path, self.named)
-        progress.evaluation(self.counters.tokens, mean, held_out)
-        row = {"tokens": self.counters.tokens, "seconds": round(self.counters.seconds, 1), "loss": loss}
+        measured = self.measure()
+        progress.evaluation(self.counters.tokens, mean, held_out | measured)
+        row = measured | {"tokens": self.counters.tokens, "seconds": round(self.counters.seconds, 1), "loss": loss}
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as log:
             log.write(json.dumps(row | {"held_out": held_out}) + "\n")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -12,9 +13,11 @@ from coppice.config import DrafterSettings
 from coppice.nn.head import DraftJob
 from coppice.nn.layouts import load_eagle3, load_specblock, read_target
 from coppice.sampling import SamplingParams
-from coppice.training.feature_losses import Eagle3Loss, SpecBlockLoss, Student, Targets, bucket_of
+from coppice.training.feature_heads import draft_vocabulary
+from coppice.training.feature_losses import Eagle3Loss, Said, SpecBlockLoss, Student, Targets, bucket_of
+from coppice.training.packing import Packed
 from coppice.training.paths import visible
-from coppice.training.teacher import Teacher, most_frequent
+from coppice.training.teacher import Teacher
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import HIDDEN, VOCAB, SlowEagle3, SlowSpecBlock, Text, save_random
 
@@ -98,8 +101,8 @@ def test_the_valid_prefix_mask_admits_only_what_was_right_so_far(target: Path, t
     student = Student(loaded.model, loaded.embedding)
     seen: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def heard(block: int, slot: int, logits: torch.Tensor, gold: torch.Tensor) -> None:
-        seen[block, slot] = (len(gold), int((logits.argmax(-1) == gold).sum()))
+    def heard(said: Said) -> None:
+        seen[said.block, said.slot] = (len(said.gold), int((said.logits.argmax(-1) == said.gold).sum()))
 
     SpecBlockLoss(teacher, heard=heard)(student, ids, ids)
     for (block, slot), (count, _) in seen.items():
@@ -138,6 +141,8 @@ def test_buckets_are_those_of_the_paper() -> None:
     assert bucket_of(logits, torch.arange(20)).tolist() == [0, 1, 1, 1, *[2] * 6, *[3] * 10]
 
 
-def test_the_draft_vocabulary_is_the_most_frequent() -> None:
-    ids = torch.tensor([5, 5, 5, 2, 2, 9, 9, 1])
-    assert most_frequent(ids, 12, 3).tolist() == [2, 5, 9]
+def test_the_draft_vocabulary_is_the_most_frequent_by_weight() -> None:
+    nothing = np.zeros(0, np.uint16)
+    often = Packed("a", 0.9, np.array([5, 5, 5, 2], np.uint16), nothing)
+    seldom = Packed("b", 0.1, np.array([9] * 100, np.uint16), nothing)
+    assert draft_vocabulary([often, seldom], 12, 2).tolist() == [2, 5]

@@ -1,0 +1,137 @@
+"""Training SpecBlock and EAGLE-3 heads: a small draft model learns from a target's features and distributions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from coppice.nn.decoder import HeadConfig
+from coppice.nn.eagle3_model import Eagle3Config, Eagle3Model
+from coppice.nn.layouts import TargetParts, read_target
+from coppice.nn.specblock_model import SpecBlockConfig, SpecBlockModel
+from coppice.training.acceptance import measure
+from coppice.training.answers import AnswerPlan
+from coppice.training.feature_losses import Eagle3Loss, SpecBlockLoss, Student
+from coppice.training.lm_head import ANSWERS_SHARE, load_target, prepare_lessons
+from coppice.training.packing import Packed, held_out_rows
+from coppice.training.progress import Progress
+from coppice.training.schedule import Schedule
+from coppice.training.teacher import Teacher
+from coppice.training.trainer import Rates, Trainer
+
+Kind = Literal["specblock", "eagle3"]
+RATES = Rates(muon=0.0, adam=2e-3, clip=0.5, eval_tokens=50_000)
+DRAFT_VOCAB = 4096
+RANK_AFTER = 0.1
+"""share of the run after which the rank head learns"""
+MEASURED_ROWS = 8
+
+
+def head_schedule(tokens: int) -> Schedule:
+    """Cosine with warm-up, in small steps over short rows."""
+    return Schedule(tokens=tokens, cosine=True, warmup=20_000, batch=2048, length=128, long_length=256, long_share=0.2)
+
+
+def head_config(kind: Kind, target: PreTrainedModel, parts: TargetParts, draft_vocab: int, **switches: bool) -> Any:
+    """A configuration shaped as the target's layers are."""
+    config: Any = target.config
+    shape = {
+        "hidden_size": parts.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": getattr(config, "head_dim", None) or parts.hidden_size // config.num_attention_heads,
+        "vocab_size": parts.vocab_size,
+        "draft_vocab_size": min(draft_vocab, parts.vocab_size),
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_parameters": config.rope_parameters,
+        "feature_layers": parts.feature_layers,
+    }
+    if kind == "eagle3":
+        return Eagle3Config.model_validate(shape)
+    return SpecBlockConfig.model_validate(
+        shape | {"rank_norm_topk": None, "block_rope_advance": True, "prefix_broadcast": True} | switches
+    )
+
+
+def build_student(config: HeadConfig, embedding: Tensor, draft_ids: Tensor, seed: int) -> Student:
+    """A fresh draft model whose output layer starts as the target's embedding of the draft vocabulary."""
+    torch.manual_seed(seed)
+    model: Any = SpecBlockModel(config) if isinstance(config, SpecBlockConfig) else Eagle3Model(config)  # type: ignore[arg-type]
+    model.d2t.copy_(draft_ids - torch.arange(len(draft_ids)))
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+        if isinstance(config, SpecBlockConfig):
+            nn.init.normal_(model.input_layer.position_queries.weight, std=0.02)
+            for shift in model.shift_proj:  # starts as the identity: slot k of the layer before
+                shift.weight.copy_(torch.eye(config.hidden_size, 2 * config.hidden_size))
+        model.lm_head.weight.copy_(embedding[draft_ids])
+    return Student(model, embedding)
+
+
+def train_feature_head(
+    kind: Kind,
+    lines: list[str],
+    target_folder: Path,
+    work: Path,
+    schedule: Schedule,
+    *,
+    rates: Rates = RATES,
+    draft_vocab: int = DRAFT_VOCAB,
+    valid_prefix: bool = True,
+    cross_block: bool = True,
+    switches: dict[str, bool] | None = None,
+    resume: bool = False,
+    device: str = "cpu",
+    num_workers: int = 1,
+    seed: int = 0,
+) -> bool:
+    """Train into `work`; False when a signal stopped the run before its end."""
+    target, parts = load_target(target_folder, device), read_target(target_folder)
+    plan = AnswerPlan(tokens=int(schedule.tokens * ANSWERS_SHARE), seed=seed)
+    domains = prepare_lessons(lines, target, target_folder, work, plan, num_workers)
+    draft_ids = draft_vocabulary(domains, parts.vocab_size, draft_vocab)
+    config = head_config(kind, target, parts, len(draft_ids), **(switches or {}))
+    student = build_student(config, parts.embedding.float(), draft_ids, seed).to(device)
+    teacher = Teacher(target, config.feature_layers, draft_ids.to(device))
+    (work / "head.json").write_text(json.dumps({"kind": kind, "config": config.model_dump(by_alias=True)}) + "\n")
+    loss: SpecBlockLoss | Eagle3Loss = Eagle3Loss(teacher)
+    if kind == "specblock":
+        loss = SpecBlockLoss(teacher, blocks=3 if cross_block else 1, valid_prefix=valid_prefix)
+    texts = held_out_texts(domains, device)
+
+    def figures() -> dict[str, float]:
+        return {"accepted length": measure(student, loss, texts).length}
+
+    trainer = Trainer(student, loss, domains, schedule, work, rates, seed, num_workers, figures)
+    if isinstance(loss, SpecBlockLoss):
+        loss.rank_on = lambda: trainer.counters.tokens >= RANK_AFTER * schedule.tokens
+    if resume:
+        trainer.resume()
+    return trainer.train(Progress(kind))
+
+
+def draft_vocabulary(domains: list[Packed], vocab: int, size: int) -> Tensor:
+    """(size,) ascending ids the domains hold most of, each domain by its weight."""
+    counts = torch.zeros(vocab, dtype=torch.float64)
+    for domain in domains:
+        ids = torch.from_numpy(domain.train.astype("int64"))
+        counts += torch.bincount(ids, minlength=vocab) * (domain.weight / len(ids))
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def held_out_texts(domains: list[Packed], device: str) -> list[Tensor]:
+    """Rows of held-out text of every domain, (N + 1,) each."""
+    rows = [held_out_rows(domain, MEASURED_ROWS, 128) for domain in domains]
+    return [torch.from_numpy(row).to(device) for batch in rows if batch is not None for row in batch]
