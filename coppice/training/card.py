@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch import nn
 from transformers import PreTrainedModel
 
+from coppice.training.acceptance import Acceptance
 from coppice.training.answers import generate
 from coppice.training.tokenizer import load_tokenizer
 
@@ -38,6 +40,23 @@ def write_card(folder: Path, model: PreTrainedModel, run: Run) -> None:
     title = f"# A small {'target' if run.title == 'target' else 'draft'} model of Coppice's demo"
     parts = [title, _what(model), _training(run), _data(run), _samples(folder, model)]
     (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def write_head_card(folder: Path, kind: str, model: nn.Module, found: Acceptance, run: Run) -> None:
+    """Write README.md into the folder of a head that reads the target's features."""
+    parameters = sum(p.numel() for p in model.parameters())
+    what = (
+        f"# A {kind} draft head of Coppice's demo\n\n{parameters / 1e6:.1f}M parameters, bfloat16 safetensors in the "
+        f"layout others publish {kind} heads in; the token embedding is the target's."
+    )
+    alphas = " | ".join(f"{alpha:.3f}" for alpha in found.alphas.values())
+    places = range(1, len(found.alphas) + 1)
+    table = (
+        "## Acceptance\nOn held-out text, the share of rows whose k-th greedy draft token is right when those before were; "
+        f"a greedy chain would commit {found.length:.2f} tokens a step (report.json, report.png).\n\n"
+        f"| k | {' | '.join(map(str, places))} |\n|---|{'---|' * len(places)}\n| alpha | {alphas} |"
+    )
+    (folder / "README.md").write_text("\n\n".join([what, _training(run), _data(run), table]) + "\n", encoding="utf-8")
 
 
 def _what(model: PreTrainedModel) -> str:

@@ -2,13 +2,13 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 app = typer.Typer(help="Train a target of your own, or a draft head for a target.", no_args_is_help=True)
 
-HEAD_KINDS = ("lm",)
+HEAD_KINDS = ("specblock", "eagle3", "lm")
 TARGET_TOKENS, HEAD_TOKENS = 4_000_000, 400_000
 
 Data = Annotated[
@@ -24,6 +24,7 @@ Workers = Annotated[
     int | None, typer.Option("--workers", min=1, help="Training threads, one core each; default: all cores of a CPU.")
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0)]
+Kept = Annotated[bool, typer.Option(help="specblock: leave it out to see what it is worth.")]
 
 
 def work_folder(out: Path) -> Path:
@@ -74,30 +75,46 @@ def train_head(
     device: Device = "cpu",
     workers: Workers = None,
     seed: Seed = 0,
+    prefix_broadcast: Kept = True,
+    layer_shift: Kept = True,
+    valid_prefix: Kept = True,
+    cross_block: Kept = True,
 ) -> None:
     """Train a draft head on a target's answers and distributions, then write its model folder."""
     if kind not in HEAD_KINDS:
         raise typer.BadParameter(f"unknown kind {kind!r}; known: {', '.join(HEAD_KINDS)}", param_hint="--kind")
     if not (target / "config.json").is_file():
         raise typer.BadParameter(f"{target} is not a model folder: it has no config.json", param_hint="--target")
-    from coppice.training import lm_head
+    from coppice.training import feature_heads, lm_head
     from coppice.training.export import export, write_run
 
+    switches = {"prefix-broadcast": prefix_broadcast, "layer-shift": layer_shift}
+    switches |= {"valid-prefix": valid_prefix, "cross-block": cross_block}
+    left_out = [name for name, kept in switches.items() if not kept]
+    if left_out and kind != "specblock":
+        raise typer.BadParameter(f"a {kind} head has none", param_hint=f"--no-{left_out[0]}")
     work = work_folder(out)
     flags = {"kind": kind, "target": target.name, "out": out.name, "tokens": str(tokens)}
-    write_run(work, "head", data, flags)
-    done = lm_head.train_lm(
+    write_run(work, "head", data, flags | {f"no-{name}": "" for name in left_out})
+    shared: dict[str, Any] = {"resume": resume, "device": device, "seed": seed}
+    shared["num_workers"] = workers or _cores(device)
+    if kind == "lm":
+        if lm_head.train_lm(data, target, work, lm_head.lm_schedule(tokens), **shared):
+            export(work, out)
+        return
+    done = feature_heads.train_feature_head(
+        kind,
         data,
         target,
         work,
-        lm_head.lm_schedule(tokens),
-        resume=resume,
-        device=device,
-        num_workers=workers or _cores(device),
-        seed=seed,
+        feature_heads.head_schedule(tokens),
+        valid_prefix=valid_prefix,
+        cross_block=cross_block,
+        switches={"prefix_broadcast": prefix_broadcast, "layer_shift": layer_shift},
+        **shared,
     )
     if done:
-        export(work, out)
+        feature_heads.export_feature_head(work, out, target, device)
 
 
 @app.command("export")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ HELD_OUT_ROWS = 64
 def write_run(work: Path, title: str, lines: list[str], flags: dict[str, str]) -> None:
     """Remember the command that this run was started with, directories stripped, for the card."""
     parts = [f"--data '{parse_spec(line).public}'" for line in lines]
-    parts += [f"--{name} {value}" for name, value in flags.items()]
+    parts += [f"--{name} {value}".strip() for name, value in flags.items()]
     work.mkdir(parents=True, exist_ok=True)
     run = {"title": title, "command": f"coppice train {title} " + " ".join(parts)}
     (work / "run.json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
@@ -40,14 +41,19 @@ def export(work: Path, out: Path) -> None:
     # What is measured and sampled for the card is what is shipped: the rounded weights.
     shipped: Any = AutoModelForCausalLM.from_pretrained(partial, dtype=torch.float32)
     shipped.eval()
-    state = json.loads((checkpoints(work / "checkpoints")[-1] / "state.json").read_text(encoding="utf-8"))
-    run = json.loads((work / "run.json").read_text(encoding="utf-8"))
-    facts = json.loads((work / "data" / "data.json").read_text(encoding="utf-8"))
-    write_card(partial, shipped, Run(**run, data=facts, state=state, held_out=measure(shipped, work)))
+    write_card(partial, shipped, replace(read_run(work), held_out=measure(shipped, work)))
     for file in partial.iterdir():
         file.chmod(0o644)  # safetensors writes for the owner alone, but images run as another user
     shutil.rmtree(out, ignore_errors=True)
     partial.rename(out)
+
+
+def read_run(work: Path) -> Run:
+    """What a card tells of the run in `work`; held-out losses are those of its last evaluation."""
+    state = json.loads((checkpoints(work / "checkpoints")[-1] / "state.json").read_text(encoding="utf-8"))
+    run = json.loads((work / "run.json").read_text(encoding="utf-8"))
+    facts = json.loads((work / "data" / "data.json").read_text(encoding="utf-8"))
+    return Run(**run, data=facts, state=state, held_out=state["held_out"])
 
 
 def best_model(work: Path) -> Any:

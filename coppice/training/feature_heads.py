@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +13,22 @@ from transformers import PreTrainedModel
 
 from coppice.nn.decoder import HeadConfig
 from coppice.nn.eagle3_model import Eagle3Config, Eagle3Model
-from coppice.nn.layouts import TargetParts, read_target
+from coppice.nn.layouts import TargetParts, read_target, save_head
 from coppice.nn.specblock_model import SpecBlockConfig, SpecBlockModel
 from coppice.training.acceptance import measure
 from coppice.training.answers import AnswerPlan
+from coppice.training.card import write_head_card
+from coppice.training.checkpoint import load_weights
+from coppice.training.export import read_run
 from coppice.training.feature_losses import Eagle3Loss, SpecBlockLoss, Student
 from coppice.training.lm_head import ANSWERS_SHARE, load_target, prepare_lessons
-from coppice.training.packing import Packed, held_out_rows
+from coppice.training.packing import Packed, held_out_rows, open_prepared
 from coppice.training.progress import Progress
+from coppice.training.report import write_report
 from coppice.training.schedule import Schedule
 from coppice.training.teacher import Teacher
 from coppice.training.trainer import Rates, Trainer
 
-Kind = Literal["specblock", "eagle3"]
 RATES = Rates(muon=0.0, adam=2e-3, clip=0.5, eval_tokens=50_000)
 DRAFT_VOCAB = 4096
 RANK_AFTER = 0.1
@@ -37,7 +41,7 @@ def head_schedule(tokens: int) -> Schedule:
     return Schedule(tokens=tokens, cosine=True, warmup=20_000, batch=2048, length=128, long_length=256, long_share=0.2)
 
 
-def head_config(kind: Kind, target: PreTrainedModel, parts: TargetParts, draft_vocab: int, **switches: bool) -> Any:
+def head_config(kind: str, target: PreTrainedModel, parts: TargetParts, draft_vocab: int, **switches: bool) -> Any:
     """A configuration shaped as the target's layers are."""
     config: Any = target.config
     shape = {
@@ -81,7 +85,7 @@ def build_student(config: HeadConfig, embedding: Tensor, draft_ids: Tensor, seed
 
 
 def train_feature_head(
-    kind: Kind,
+    kind: str,
     lines: list[str],
     target_folder: Path,
     work: Path,
@@ -105,7 +109,8 @@ def train_feature_head(
     config = head_config(kind, target, parts, len(draft_ids), **(switches or {}))
     student = build_student(config, parts.embedding.float(), draft_ids, seed).to(device)
     teacher = Teacher(target, config.feature_layers, draft_ids.to(device))
-    (work / "head.json").write_text(json.dumps({"kind": kind, "config": config.model_dump(by_alias=True)}) + "\n")
+    told = {"kind": kind, "config": config.model_dump(by_alias=True), "draft_ids": draft_ids.tolist()}
+    (work / "head.json").write_text(json.dumps(told) + "\n", encoding="utf-8")
     loss: SpecBlockLoss | Eagle3Loss = Eagle3Loss(teacher)
     if kind == "specblock":
         loss = SpecBlockLoss(teacher, blocks=3 if cross_block else 1, valid_prefix=valid_prefix)
@@ -120,6 +125,30 @@ def train_feature_head(
     if resume:
         trainer.resume()
     return trainer.train(Progress(kind))
+
+
+def export_feature_head(work: Path, out: Path, target_folder: Path, device: str = "cpu") -> None:
+    """Write the head folder `out` from the best weights in `work`, in its public layout, with card and report."""
+    told = json.loads((work / "head.json").read_text(encoding="utf-8"))
+    shape = SpecBlockConfig if told["kind"] == "specblock" else Eagle3Config
+    config, draft_ids = shape.model_validate(told["config"]), torch.tensor(told["draft_ids"])
+    target, parts = load_target(target_folder, device), read_target(target_folder)
+    student = build_student(config, parts.embedding.float(), draft_ids, 0)
+    load_weights(work / "best.safetensors", dict(student.named_parameters()))
+    student.bfloat16().float()  # what is measured is what is shipped: the rounded weights
+    teacher = Teacher(target, config.feature_layers, draft_ids.to(device))
+    loss: Any = SpecBlockLoss(teacher) if told["kind"] == "specblock" else Eagle3Loss(teacher)
+    found = measure(student.to(device), loss, held_out_texts(open_prepared(work / "data"), device))
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    save_head(partial, student.model.cpu().bfloat16(), config, told["kind"])
+    log = [json.loads(line) for line in (work / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    write_report(partial, found, log)
+    write_head_card(partial, told["kind"], student.model, found, read_run(work))
+    for file in partial.iterdir():
+        file.chmod(0o644)
+    shutil.rmtree(out, ignore_errors=True)
+    partial.rename(out)
 
 
 def draft_vocabulary(domains: list[Packed], vocab: int, size: int) -> Tensor:

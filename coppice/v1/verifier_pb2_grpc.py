@@ -44,7 +44,7 @@ class VerifierServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FetchFeatures(self, request, context):
-        """Features of committed positions of a live session, in chunks of at most 1 MiB.
+        """Features of committed positions of a live session, in chunks of at most 1 MiB, from the first position still held.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
