@@ -86,7 +86,10 @@ def up(
     target: Annotated[Path | None, typer.Option(help="Model folder; default: the demo's target and heads.")] = None,
     head: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=KIND[:DIR]", help="A draft head (repeatable): bigram, lookup or lm."),
+        typer.Option(
+            metavar="NAME=KIND[:DIR]",
+            help="A draft head (repeatable); its KIND: bigram, lookup, lm, eagle3, specblock.",
+        ),
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Default policy.")] = None,
     device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
@@ -289,3 +292,4 @@ def _mount(name: str, module: str, help: str) -> None:
 
 _mount("train", "coppice.training.cli", "Train a target or a head.")
 _mount("bench", "coppice.bench.cli", "Measure speed and exactness.")
+_mount("convert", "coppice.convert", "Convert a head between public layouts.")

@@ -140,6 +140,7 @@ class Stack:
             **_LOOPBACK,
             "drafter.name": head.name,
             "drafter.kind": head.kind,
+            "drafter.target": self.spec.target,
             "drafter.device": told.device,
             "drafter.dtype": told.dtype,
             "drafter.threads": told.threads,

@@ -60,6 +60,7 @@ class HeadSpec:
         return cls(name, kind, Path(path) if path else None)  # type: ignore[arg-type]
 
 
+COUNTING_KINDS = ("bigram", "lookup")
 COUNTED_HEADS = (HeadSpec("bigram", "bigram"), HeadSpec("lookup", "lookup"))
 """The heads of a target that comes without any: they count the session's own text."""
 
@@ -98,7 +99,7 @@ class StackSpec:
         for head in self.heads:
             if not _NAME.fullmatch(head.name) or names.count(head.name) > 1:
                 raise InvalidField("head", f"{head.name!r} must be 1 to 64 of [A-Za-z0-9_-] and occur once")
-            if head.kind == "lm" and not (head.path and (head.path / "config.json").is_file()):
+            if head.kind not in COUNTING_KINDS and not (head.path and (head.path / "config.json").is_file()):
                 raise InvalidField("head", f"{head.name}: {head.path or 'no folder'} holds no model")
             if head.path and not head.path.exists():
                 raise InvalidField("head", f"{head.name}: {head.path} does not exist")

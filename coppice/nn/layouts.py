@@ -90,24 +90,34 @@ def layout_of(folder: str | Path) -> Layout:
 
 def load_specblock(folder: str | Path, target: str | Path) -> Loaded[SpecBlockModel, SpecBlockConfig]:
     """A SpecBlock head. Raises InvalidField naming the first thing that does not fit."""
-    if layout_of(folder) != "specblock":
-        raise InvalidField(_PATH, f"{folder} is no SpecBlock checkpoint: config.json has no diffspec_draft_token_num")
-    return _load(Path(folder), read_target(target), _read_config(Path(folder)), SpecBlockConfig, SpecBlockModel)
+    return _for_target(Path(folder), read_specblock(Path(folder)), read_target(target))
 
 
 def load_eagle3(folder: str | Path, target: str | Path) -> Loaded[Eagle3Model, Eagle3Config]:
     """An EAGLE-3 head, from its own layout or speculators'. Raises InvalidField naming the first thing that is off."""
-    layout, told = layout_of(folder), _read_config(Path(folder))
+    return _for_target(Path(folder), read_eagle3(Path(folder)), read_target(target))
+
+
+def read_specblock(folder: Path) -> SpecBlockModel:
+    """A SpecBlock checkpoint by itself, in float32. Raises InvalidField."""
+    if layout_of(folder) != "specblock":
+        raise InvalidField(_PATH, f"{folder} is no SpecBlock checkpoint: config.json has no diffspec_draft_token_num")
+    return _read(folder, _read_config(folder), SpecBlockConfig, SpecBlockModel)
+
+
+def read_eagle3(folder: Path) -> Eagle3Model:
+    """An EAGLE-3 checkpoint by itself, in its own layout or speculators', in float32. Raises InvalidField."""
+    layout, told = layout_of(folder), _read_config(folder)
     if layout == "specblock":
         raise InvalidField(_PATH, f"{folder} is a SpecBlock checkpoint, not one of EAGLE-3")
-    if layout == "speculators":
-        nested = told.get("transformer_layer_config")
-        if not isinstance(nested, dict):
-            raise InvalidField(_PATH, "config.json has no transformer_layer_config")
-        own = {name: told[name] for name in _SPECULATORS if told.get(name) is not None}
-        told = nested | own | {"num_hidden_layers": 1, "feature_layers": told.get("eagle_aux_hidden_state_layer_ids")}
-    layer = _SPECULATORS_LAYER if layout == "speculators" else ""
-    return _load(Path(folder), read_target(target), told, Eagle3Config, Eagle3Model, layer)
+    if layout == "eagle3":
+        return _read(folder, told, Eagle3Config, Eagle3Model)
+    nested = told.get("transformer_layer_config")
+    if not isinstance(nested, dict):
+        raise InvalidField(_PATH, "config.json has no transformer_layer_config")
+    own = {name: told[name] for name in _SPECULATORS if told.get(name) is not None}
+    told = nested | own | {"num_hidden_layers": 1, "feature_layers": told.get("eagle_aux_hidden_state_layer_ids")}
+    return _read(folder, told, Eagle3Config, Eagle3Model, _SPECULATORS_LAYER)
 
 
 _MIDLAYER, _SPECULATORS_LAYER = "midlayer.", "layers.0."
@@ -124,22 +134,26 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _load(
-    folder: Path,
-    target: TargetParts,
-    told: Mapping[str, Any],
-    shape: type[C],
-    build: Callable[[C], M],
-    layer: str = "",
-) -> Loaded[M, C]:
+def _read(folder: Path, told: Mapping[str, Any], shape: type[C], build: Callable[[C], M], layer: str = "") -> M:
+    """`layer`: what the file calls EAGLE-3's midlayer, when it has another name for it."""
     given = {name: value for name, value in told.items() if value is not None or name in _NULLABLE}
-    given = {"feature_layers": target.feature_layers, "target_hidden_size": target.hidden_size} | given
     try:
         config = shape.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "sizes"
         raise InvalidField(_PATH, f"{folder / CONFIG}: {where}: {first['msg']}") from None
+    model = build(config)
+    tensors = _public_tensors(folder, config, layer)
+    _check(tensors, public_state(model, config), folder / WEIGHTS)
+    model.load_state_dict(_fused(tensors, model))
+    _check_ids(tensors["d2t"], config, folder / WEIGHTS)
+    return model.float()
+
+
+def _for_target(folder: Path, model: Any, target: TargetParts) -> Loaded[Any, Any]:
+    """The head with what it takes from its target, which it must fit."""
+    config: HeadConfig = model.config
     for name, has, wants in (
         ("vocab_size", config.vocab_size, target.vocab_size),
         ("target_hidden_size", config.target_hidden_size, target.hidden_size),
@@ -147,14 +161,10 @@ def _load(
     ):
         if has != wants:
             raise InvalidField(_PATH, f"{folder / CONFIG}: {name} is {has}, the target's is {wants}")
-    if len(config.feature_layers) != 3 or not all(2 <= at < target.layers for at in config.feature_layers):
-        raise InvalidField(_PATH, f"features of layers {config.feature_layers} need a deeper target: {target.layers}")
-    model = build(config)
-    tensors = _public_tensors(folder, config, layer)
-    _check(tensors, public_state(model, config), folder / WEIGHTS)
-    model.load_state_dict(_fused(tensors, model))
-    _check_ids(tensors["d2t"], config, folder / WEIGHTS)
-    return Loaded(model.float(), config, target.embedding.float())
+    layers = config.feature_layers or target.feature_layers
+    if len(layers) != 3 or not all(2 <= at < target.layers for at in layers):
+        raise InvalidField(_PATH, f"features of layers {layers} need a deeper target than one of {target.layers}")
+    return Loaded(model, config.model_copy(update={"feature_layers": layers}), target.embedding.float())
 
 
 def _public_tensors(folder: Path, config: HeadConfig, layer: str) -> dict[str, Tensor]:
@@ -272,14 +282,14 @@ def _speculators_config(told: Mapping[str, Any], target: str) -> dict[str, Any]:
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": target, "architectures": []},
         },
-        "eagle_aux_hidden_state_layer_ids": told["feature_layers"],
+        "eagle_aux_hidden_state_layer_ids": told["feature_layers"] or None,
         "transformer_layer_config": {
             name: value for name, value in told.items() if name not in (*own, "feature_layers")
         },
     }
 
 
-def convert(source: Path, out: Path, layout: Layout, target: str | Path) -> None:
+def convert(source: Path, out: Path, layout: Layout) -> None:
     """Write the head of `source` in another layout. Raises InvalidField."""
-    loaded = load_specblock(source, target) if layout_of(source) == "specblock" else load_eagle3(source, target)
-    save_head(out, loaded.model, loaded.config, layout, str(target))
+    model: Any = read_specblock(source) if layout_of(source) == "specblock" else read_eagle3(source)
+    save_head(out, model, model.config, layout)

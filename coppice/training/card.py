@@ -52,7 +52,7 @@ def write_head_card(folder: Path, kind: str, model: nn.Module, found: Acceptance
     alphas = " | ".join(f"{alpha:.3f}" for alpha in found.alphas.values())
     places = range(1, len(found.alphas) + 1)
     table = (
-        "## Acceptance\nOn held-out text, the share of rows whose k-th greedy draft token is right when those before were; "
+        "## Acceptance\nOn held-out text, how often the k-th greedy draft token is right when those before it were; "
         f"a greedy chain would commit {found.length:.2f} tokens a step (report.json, report.png).\n\n"
         f"| k | {' | '.join(map(str, places))} |\n|---|{'---|' * len(places)}\n| alpha | {alphas} |"
     )

@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typer.testing import CliRunner
 
+from coppice.convert import app
 from coppice.errors import InvalidField
 from coppice.nn.layouts import convert, layout_of, load_eagle3, load_specblock, public_state
 from tests.tiny import make_target
@@ -140,9 +142,9 @@ def test_a_checkpoint_as_its_authors_write_it_is_loaded(name: str, target: Path,
 )
 def test_conversion_there_and_back_loses_nothing(source: str, to: Any, target: Path, tmp_path: Path) -> None:
     folder = written(tmp_path / "in", LAYOUTS[source]())
-    convert(folder, tmp_path / "out", to, target)
+    convert(folder, tmp_path / "out", to)
     assert layout_of(tmp_path / "out") == to
-    convert(tmp_path / "out", tmp_path / "back", source, target)  # type: ignore[arg-type]
+    convert(tmp_path / "out", tmp_path / "back", source)  # type: ignore[arg-type]
     before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
     for key, tensor in after.items():
         assert torch.equal(tensor, before[key])
@@ -152,10 +154,10 @@ def test_conversion_there_and_back_loses_nothing(source: str, to: Any, target: P
     assert one.model_dump() == two.model_dump()
 
 
-def test_a_layout_that_cannot_hold_the_head_is_refused(target: Path, tmp_path: Path) -> None:
+def test_a_layout_that_cannot_hold_the_head_is_refused(tmp_path: Path) -> None:
     folder = written(tmp_path / "in", specblock())
     with pytest.raises(InvalidField, match="speculators does not hold a SpecBlock head"):
-        convert(folder, tmp_path / "out", "speculators", target)
+        convert(folder, tmp_path / "out", "speculators")
 
 
 def dropped(key: str) -> Callable[[dict[str, Any], Tensors], None]:
@@ -226,3 +228,15 @@ def test_other_folders_are_refused(target: Path, tmp_path: Path) -> None:
         load_specblock(folder, target)
     with pytest.raises(InvalidField, match="is a SpecBlock checkpoint"):
         load_eagle3(written(tmp_path / "other", specblock()), target)
+
+
+def test_the_command_converts_and_refuses(tmp_path: Path) -> None:
+    folder = written(tmp_path / "in", eagle3())
+    runner = CliRunner()
+    told = ["head", "--from", "eagle3", "--to", "speculators", str(folder), str(tmp_path / "out")]
+    assert runner.invoke(app, told).exit_code == 0
+    assert layout_of(tmp_path / "out") == "speculators"
+    told[2] = "specblock"
+    assert isinstance(runner.invoke(app, told).exception, InvalidField)
+    told[2] = "medusa"
+    assert runner.invoke(app, told).exit_code == 2
