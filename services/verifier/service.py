@@ -9,7 +9,7 @@ import grpc
 
 from coppice.config import Settings
 from coppice.errors import InvalidField
-from coppice.limits import FEATURE_CHUNK_BYTES, MAX_CONTEXT, MAX_TREE_DEPTH, MAX_TREE_NODES, check_range
+from coppice.limits import FEATURE_CHUNK_BYTES, MAX_CONTEXT, MAX_TREE_DEPTH, MAX_TREE_NODES
 from coppice.messages import Features, OpenSession, TargetDescription, VerifyStep
 from coppice.packed.engine import EngineInfo
 from coppice.rpc.admission import Admission
@@ -68,14 +68,14 @@ class VerifierServicer:
     async def FetchFeatures(
         self, request: verifier_pb2.FetchFeaturesRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[verifier_pb2.FetchFeaturesResponse]:
-        """Rows of a window in chunks of at most 1 MiB."""
+        """Rows of a window in chunks of at most 1 MiB; the first is of the first position that is still held."""
         ref = verifier.read_fetch(request)
-        check_range("ref.count", ref.count, 1, self.settings.verifier.feature_window)
         rows = await self.worker.features(ref)
+        first = ref.start + ref.count - len(rows)
         per_chunk = max(1, FEATURE_CHUNK_BYTES // (rows.shape[1] * rows.element_size()))
-        for start in range(0, ref.count, per_chunk):
+        for start in range(0, len(rows), per_chunk):
             part = rows[start : start + per_chunk]
-            features = Features(ref.start + start, len(part), self.info.dtype, feature_bytes(part))
+            features = Features(first + start, len(part), self.info.dtype, feature_bytes(part))
             yield verifier.feature_part_to_wire(features)
 
     async def DescribeTarget(

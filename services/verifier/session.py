@@ -36,24 +36,26 @@ class FeatureWindow:
 
     most: int
     start: int = 0
+    end: int = 0  # one behind the last position held
     chunks: list[Tensor] = field(default_factory=list)
-
-    @property
-    def end(self) -> int:
-        """One behind the last position held."""
-        return self.start + sum(len(chunk) for chunk in self.chunks)
 
     def append(self, rows: Tensor) -> None:
         """Add (n, F) rows of the next positions and forget what lies before the window."""
         self.chunks.append(rows)
+        self.end += len(rows)
         while len(self.chunks) > 1 and self.end - self.start - len(self.chunks[0]) >= self.most:
             self.start += len(self.chunks.pop(0))
 
     def read(self, start: int, count: int) -> Tensor:
-        """(count, F) rows from `start`. Raises InvalidField when they are not (or no longer) here."""
-        if not self.start <= start <= start + count <= self.end:
-            raise InvalidField("ref", f"positions {start}..{start + count - 1} are not in {self.start}..{self.end - 1}")
-        return torch.cat(self.chunks)[start - self.start : start - self.start + count]
+        """(n, F) rows of the last n of `count` positions from `start`: as many as are still here, at most `most`.
+
+        Raises InvalidField when the last position is not here.
+        """
+        end = start + count
+        first = max(start, self.start, end - self.most)
+        if not first < end <= self.end:
+            raise InvalidField("ref", f"positions {start}..{end - 1} are not in {self.start}..{self.end - 1}")
+        return torch.cat(self.chunks)[first - self.start : end - self.start]
 
 
 def feature_bytes(rows: Tensor) -> bytes:

@@ -102,7 +102,7 @@ class Worker(threading.Thread):
         self._inbox.put(lambda: self._take_close(key))
 
     async def features(self, ref: FeatureRef) -> Tensor:
-        """(count, F) feature rows of a live session on the CPU. Raises NotFound, InvalidField."""
+        """(n, F) feature rows of the last n positions of a window, on the CPU. Raises NotFound, InvalidField."""
         answer: asyncio.Future[Tensor] = self.loop.create_future()
         self._inbox.put(lambda: self._take_features(ref, answer))
         return await answer

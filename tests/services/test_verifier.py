@@ -386,7 +386,9 @@ async def test_features_of_a_step_ride_inline_and_are_the_hidden_states_of_what_
         torch.testing.assert_close(values(later), expected[len(IDS) - 1 :], atol=1e-4, rtol=1e-4)
 
 
-async def test_windows_that_are_gone_unknown_or_too_long_are_refused(small: Service) -> None:
+async def test_a_fetch_begins_at_the_first_position_still_held_and_what_is_gone_or_unknown_is_refused(
+    small: Service,
+) -> None:
     async with connected(small) as stub:
         client = Client(stub, "window", feature_layers=(1,))
         opened = await client.open()
@@ -397,14 +399,13 @@ async def test_windows_that_are_gone_unknown_or_too_long_are_refused(small: Serv
         assert len(await fetch(stub, ref)) == 1
         for _ in range(17):
             await client.verify()
-        with pytest.raises(InvalidField, match="ref: positions 5"):
-            await fetch(stub, ref)
-        assert await fetch(stub, replace(ref, start=len(client.committed) - 16))
-        for changed, why in [
-            (replace(ref, start=len(client.committed) - 15), "ref: positions"),
-            (replace(ref, count=17), r"ref\.count: 17"),
-        ]:
-            with pytest.raises(InvalidField, match=why):
+        end = len(client.committed)
+        (held,) = await fetch(stub, replace(ref, start=end - 16))
+        assert (held.start, held.count) == (end - 16, 16)
+        for start in (0, ref.start, end - 17):
+            assert await fetch(stub, replace(ref, start=start, count=end - start)) == [held]
+        for changed in (ref, replace(ref, start=end - 15)):
+            with pytest.raises(InvalidField, match=f"ref: positions {changed.start}"):
                 await fetch(stub, changed)
         with pytest.raises(NotFound, match="nobody"):
             await fetch(stub, replace(ref, session="nobody"))
