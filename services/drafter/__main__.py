@@ -9,6 +9,7 @@ from coppice.nn.registry import build_head
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import SessionMetrics, serve_metrics
 from coppice.v1 import drafter_pb2
+from services.drafter.features import FeatureSource
 from services.drafter.service import DrafterServicer
 from services.drafter.worker import Worker
 
@@ -19,7 +20,8 @@ async def serve(settings: Settings) -> int:
     serving = Serving(settings.server, settings.limits, "drafter")
     worker = Worker(lambda: build_head(settings.drafter), metrics, settings.drafter.max_context)
     await worker.start()
-    servicer = DrafterServicer(worker, settings.limits, serving.waits)
+    source = FeatureSource(settings.drafter.verifiers, settings.limits)
+    servicer = DrafterServicer(worker, settings.limits, serving.waits, source)
     port = serve_metrics(metrics.registry, settings.server)
     await serving.start(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer, port)
     code = await serving.until_stopped(worker.failed)

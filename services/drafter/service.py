@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -15,6 +16,7 @@ from coppice.messages import DraftStep, OpenDraft
 from coppice.rpc.sessions import StreamWaits
 from coppice.v1 import drafter_pb2
 from coppice.wire.drafter import delta_to_wire, draft_opened_to_wire, head_to_wire, read_draft_request
+from services.drafter.features import FeatureSource
 from services.drafter.session import Opened, Session
 from services.drafter.worker import Worker
 
@@ -22,10 +24,11 @@ from services.drafter.worker import Worker
 class DrafterServicer:
     """Checks what comes in, hands it to the worker, sends what comes back."""
 
-    def __init__(self, worker: Worker, limits: Limits, waits: StreamWaits) -> None:
-        self._worker, self._limits, self._waits = worker, limits, waits
+    def __init__(self, worker: Worker, limits: Limits, waits: StreamWaits, source: FeatureSource) -> None:
+        self._worker, self._limits, self._waits, self._source = worker, limits, waits, source
         self._vocab_size = worker.description.vocab_size
         self._keys = itertools.count()
+        self._fetching = 0
 
     async def Draft(self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         """One session: `open`, then steps. A newer step supersedes an older one that is not drafted yet."""
@@ -35,8 +38,9 @@ class DrafterServicer:
         opening = read_draft_request(message, self._vocab_size)
         if not isinstance(opening, OpenDraft):
             raise InvalidField("kind", "the first message of a session is open")
-        if self._worker.sessions >= self._limits.sessions:
+        if self._worker.sessions + self._fetching >= self._limits.sessions:
             raise Overloaded(f"all {self._limits.sessions} sessions are taken")
+        opening = await self._with_features(opening)
         session = Session(next(self._keys))
         reader: asyncio.Task[None] | None = None
         self._worker.open(session, opening)
@@ -59,6 +63,25 @@ class DrafterServicer:
             if reader is not None:
                 reader.cancel()
             self._worker.close(session)
+
+    async def _with_features(self, opening: OpenDraft) -> OpenDraft:
+        """The opening with the features inline, if the head reads any. Raises InvalidField, Unavailable."""
+        head, features = self._worker.description, opening.features
+        if not head.feature_layers:
+            return opening
+        if features is None or (features.inline is None and features.ref is None):
+            raise InvalidField("open.features", f"a {head.kind} head reads the target's features")
+        window = features.ref or features
+        if window.start + window.count != len(opening.ids):
+            end = window.start + window.count
+            raise InvalidField("open.features", f"end at position {end} of {len(opening.ids)} committed ids")
+        if features.ref is None:
+            return opening
+        self._fetching += 1
+        try:
+            return replace(opening, features=await self._source.fetch(features.ref))
+        finally:
+            self._fetching -= 1
 
     async def _read_steps(self, requests: AsyncIterator[Any], session: Session) -> None:
         """Hand steps to the worker until none comes any more; errors travel to the sender as answers."""

@@ -14,7 +14,7 @@ import structlog
 
 from coppice import limits
 from coppice.errors import InvalidField, StaleFence
-from coppice.messages import DraftStep, Fence, HeadDescription, OpenDraft, TreeDelta, committed_hash
+from coppice.messages import Advance, DraftStep, Fence, HeadDescription, OpenDraft, TreeDelta, committed_hash
 from coppice.nn.head import DraftJob, Growth, Head
 from coppice.sampling import SamplingParams
 from coppice.telemetry import SessionMetrics
@@ -184,14 +184,16 @@ class Worker:
         self._waiting[session] = _Waiting(session, step.fence, arrived_ns, job)
 
     def _advance(self, session: Session, live: _Live, step: DraftStep) -> None:
-        fence, ids = step.fence, step.advance.ids
-        self._check_length("step.advance.ids", live.length + len(ids))
+        fence, ids, before = step.fence, step.advance.ids, live.length
+        self._check_length("step.advance.ids", before + len(ids))
         live.append(ids)
         if (fence.committed_len, fence.committed_hash) != (live.length, live.hash):
             raise StaleFence(
                 f"step {fence.step} is about {fence.committed_len} tokens with hash {fence.committed_hash:016x}; "
                 f"expected {live.length} tokens with hash {live.hash:016x}"
             )
+        if ids and self._head.description.feature_layers:
+            _check_covered(before, step.advance)
         self._head.advance(session.key, step.advance)
 
     def _check_length(self, field: str, length: int) -> None:
@@ -251,6 +253,13 @@ class Worker:
     def _post(self, answers: list[tuple[Session, Answer]]) -> None:
         """Hand answers to the event loop in one wake-up."""
         self._loop.call_soon_threadsafe(_deliver, answers)
+
+
+def _check_covered(start: int, advance: Advance) -> None:
+    """Raise InvalidField unless the advance holds features of exactly its ids, the first at position `start`."""
+    features, wanted = advance.features, (start, len(advance.ids))
+    if features is None or features.inline is None or (features.start, features.count) != wanted:
+        raise InvalidField("step.advance.features", f"this head reads those of {wanted[1]} positions from {start}")
 
 
 def _deliver(answers: list[tuple[Session, Answer]]) -> None:

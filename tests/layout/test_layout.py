@@ -38,6 +38,7 @@ STUB_USERS = {
     "orchestrator/service.py",
     "orchestrator/target.py",
     "services/drafter/__main__.py",
+    "services/drafter/features.py",
     "services/drafter/service.py",
     "services/verifier/__main__.py",
     "services/verifier/service.py",
