@@ -9,7 +9,7 @@ from coppice.errors import InvalidField
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import OrchestratorMetrics, serve_metrics
 from coppice.v1 import generation_pb2
-from orchestrator.head import HeadPool
+from orchestrator.head import HeadPool, feature_layers
 from orchestrator.service import GenerationServicer
 from orchestrator.target import TargetPool
 from orchestrator.text import TextCodec
@@ -32,7 +32,9 @@ async def serve(settings: Settings) -> int:
     codec = TextCodec.find(settings.orchestrator.target)
     verifiers = TargetPool(settings.orchestrator.verifiers, settings.limits)
     target = await verifiers.describe()
-    servicer = GenerationServicer(settings, target, verifiers, _head_pools(settings, metrics), codec, metrics)
+    heads = _head_pools(settings, metrics)
+    await feature_layers(list(heads.values()), "orchestrator.heads")
+    servicer = GenerationServicer(settings, target, verifiers, heads, codec, metrics)
     serving = Serving(settings.server, settings.limits, "orchestrator")
     port = serve_metrics(metrics.registry, settings.server)
     await serving.start(generation_pb2.DESCRIPTOR.services_by_name["GenerationService"], servicer, port)

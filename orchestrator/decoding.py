@@ -63,6 +63,8 @@ class Decoding:
         for head in self.heads if self.plan.budget else ():
             head.open(self.ids)
         opened = await self.verifier.open(opening, prefill_timeout_s)
+        for head in self.heads:
+            head.learn(opened.features)
         root = self._commit([], self._next_root(opened.next))
         first = last = time.perf_counter_ns()
         self.timings.prefill_ns = first - began
@@ -131,6 +133,7 @@ class Decoding:
         following = None if verdict.next is None else self._next_root(verdict.next)
         offered = accepted if following is None else [*accepted, following[0]]
         for head, draft in zip(self.heads, drafts, strict=True):
+            head.learn(verdict.features)
             if len(draft.tree):
                 head.pool.calibration.observe(step_log_probs(draft.tree), *outcomes(draft.tree, offered))
         log_probs = verdict.log_probs or (0.0,) * len(accepted)

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -18,13 +18,14 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from coppice.errors import CoppiceError
+from coppice.errors import CoppiceError, InvalidField
 from coppice.limits import MAX_HEAD_NODES, Limits
-from coppice.messages import Advance, DraftStep, Fence, OpenDraft, TreeDelta
+from coppice.messages import Advance, DraftStep, Features, Fence, OpenDraft, TreeDelta
 from coppice.routing import Calibration
 from coppice.rpc.channels import open_channel
 from coppice.telemetry import OrchestratorMetrics
 from coppice.tree import DraftTree, TreeError, extend, validate
+from coppice.v1 import drafter_pb2
 from coppice.v1.drafter_pb2_grpc import DrafterServiceStub
 from coppice.wire import drafter
 
@@ -34,6 +35,8 @@ _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 10.0
 _MISSES_TO_BENCH = 2
 _LEAST_DEADLINE_S = 0.020
 _FIRST_DEADLINE_S = 0.250
+_DESCRIBE_S = 1.0
+_MOST_UNTOLD_BYTES = 16 << 20
 
 
 class Replica:
@@ -59,6 +62,8 @@ class HeadPool:
         self.name, self.metrics = name, metrics
         self.replicas = [Replica(address, bounds) for address in addresses]
         self.calibration = Calibration()
+        self.feature_layers: tuple[int, ...] | None = None
+        """target layers whose features the head reads; None until a replica has said so"""
         self._draft_s: deque[float] = deque(maxlen=64)
 
     def pick(self) -> Replica | None:
@@ -66,6 +71,21 @@ class HeadPool:
         now = time.monotonic()
         fit = [replica for replica in self.replicas if replica.benched_until <= now]
         return min(fit, key=lambda replica: replica.sessions, default=None)
+
+    def bench(self, replica: Replica) -> None:
+        """Leave a replica alone for a while."""
+        replica.bench()
+        self.metrics.benched.labels(self.name).inc()
+
+    async def learn(self) -> None:
+        """Find out `feature_layers` unless they are known; a replica that does not say is benched."""
+        while self.feature_layers is None and (replica := self.pick()) is not None:
+            try:
+                told = await replica.stub.DescribeHead(drafter_pb2.DescribeHeadRequest(), timeout=_DESCRIBE_S)
+                self.feature_layers = drafter.read_head(told).feature_layers
+            except (grpc.RpcError, CoppiceError) as error:
+                log.warning("head not described", head=self.name, why=str(error)[:200])
+                self.bench(replica)
 
     def drafted(self, seconds: float) -> None:
         """Remember how long a draft took, so that the deadline fits."""
@@ -77,6 +97,19 @@ class HeadPool:
         if not self._draft_s:
             return _FIRST_DEADLINE_S
         return max(_LEAST_DEADLINE_S, 4 * statistics.median(self._draft_s))
+
+
+async def feature_layers(pools: Sequence[HeadPool], field: str) -> tuple[int, ...]:
+    """The layers whose features these heads read, none when no head reads any.
+
+    Raises InvalidField naming `field` when two heads want different ones: a session has features of one kind.
+    """
+    await asyncio.gather(*(pool.learn() for pool in pools))
+    wanted = {layers: pool.name for pool in pools if (layers := pool.feature_layers)}
+    if len(wanted) > 1:
+        named = ", ".join(f"{name} {layers}" for layers, name in wanted.items())
+        raise InvalidField(field, f"heads read features of different layers: {named}")
+    return next(iter(wanted), ())
 
 
 @dataclass(slots=True)
@@ -96,6 +129,9 @@ class HeadSession:
 
     def __init__(self, pool: HeadPool, opening: OpenDraft, vocab_size: int) -> None:
         self.pool, self.opening, self.vocab_size = pool, opening, vocab_size
+        self._layers = pool.feature_layers  # as they were known when the verifier was asked for them
+        self._window: Features | None = None  # where features can be fetched from
+        self._untold = bytearray()  # feature rows of the committed ids the drafter does not know of
         self._replica: Replica | None = None
         self._call: grpc.aio.StreamStreamCall | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -110,18 +146,38 @@ class HeadSession:
         self._answer: asyncio.Future[None] | None = None
 
     def open(self, ids: list[int]) -> None:
-        """Start a stream on the committed ids, unless every replica is benched."""
+        """Start a stream on the committed ids, unless every replica is benched or features are missing."""
+        if self._layers is None or (self._layers and self._window is None):
+            return
         self._replica = self.pool.pick()
         if self._replica is None:
             return
         self._replica.sessions += 1
         self._opened, self._misses, self._told = False, 0, len(ids)
+        self._untold.clear()
         self._call = self._replica.stub.Draft()
-        opening = OpenDraft(
-            self.opening.session, ids, self.opening.sampling, self.opening.coupled, None, self.opening.want_q_rows
-        )
+        opening = replace(self.opening, ids=ids, features=self._features_of(ids))
         self._write(self._call, drafter.open_draft_to_wire(opening))
         self._spawn(self._listen(self._call))
+
+    def _features_of(self, ids: list[int]) -> Features | None:
+        """Where to fetch features up to the last id; the verifier raises the start to what it still holds."""
+        window = self._window
+        if window is None or window.ref is None:
+            return None
+        ref = replace(window.ref, count=len(ids) - window.ref.start)
+        return Features(ref.start, ref.count, window.dtype, None, ref)
+
+    def learn(self, features: Features | None) -> None:
+        """Take the features of newly committed positions: of the prompt's a reference, of a step's the rows."""
+        if not self._layers or features is None:
+            return
+        if features.ref is not None:
+            self._window = features
+        elif self._call is not None:
+            self._untold += features.inline or b""
+            if len(self._untold) > _MOST_UNTOLD_BYTES:  # a drafter that takes nothing
+                self._bench()
 
     def ask(self, fence: Fence, root: int, ids: list[int], budget: int) -> asyncio.Future[None] | None:
         """Ask for a tree below `root`; the future is done when it is complete. None when the head sits this out."""
@@ -129,14 +185,22 @@ class HeadSession:
             self.open(ids)
         if self._call is None or not self._may_wait():
             return None
-        advance = Advance(ids[self._told :])
-        self._told = len(ids)
+        advance = self._advance(ids)
         self._step, self._draft = fence.step, Draft()
         self._answer = asyncio.get_running_loop().create_future()
         self._asked_at = time.perf_counter()
         step = DraftStep(fence, root, min(budget, MAX_HEAD_NODES), advance)
         self._write(self._call, drafter.draft_step_to_wire(step))
         return self._answer
+
+    def _advance(self, ids: list[int]) -> Advance:
+        """What the drafter does not know of; it does from now on."""
+        new, start, self._told = ids[self._told :], self._told, len(ids)
+        if self._window is None or not new:
+            return Advance(new)
+        features = Features(start, len(new), self._window.dtype, bytes(self._untold))
+        self._untold.clear()
+        return Advance(new, features)
 
     def _may_wait(self) -> bool:
         """Whether a draft can be expected: a stream that is still opening is waited for once in a session."""
@@ -180,8 +244,7 @@ class HeadSession:
 
     def _bench(self) -> None:
         assert self._replica is not None
-        self._replica.bench()
-        self.pool.metrics.benched.labels(self.pool.name).inc()
+        self.pool.bench(self._replica)
         self.close()
 
     def _write(self, call: grpc.aio.StreamStreamCall, message: object) -> None:

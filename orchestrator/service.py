@@ -20,7 +20,7 @@ from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import generation_pb2
 from coppice.wire import generation
 from orchestrator.decoding import Decoding, Plan
-from orchestrator.head import HeadPool, HeadSession
+from orchestrator.head import HeadPool, HeadSession, feature_layers
 from orchestrator.target import TargetPool
 from orchestrator.text import TextCodec, TextStream
 
@@ -82,9 +82,11 @@ class GenerationServicer:
         """Run the step loop beside the sending, so that a step never waits for the client's stream."""
         events: asyncio.Queue[Chunk | Finished | None] = asyncio.Queue()
         session = secrets.token_hex(12)
+        pools = [self.heads[name] for name in plan.policy.heads]
+        layers = await feature_layers(pools if plan.budget else [], "policy")
         verifier = self.verifiers.session()
         opening_draft = OpenDraft(session, [], request.sampling, request.coupled, None, request.pq)
-        heads = [HeadSession(self.heads[name], opening_draft, self.target.vocab_size) for name in plan.policy.heads]
+        heads = [HeadSession(pool, opening_draft, self.target.vocab_size) for pool in pools]
         text = TextStream(self.codec, ids, request.stop)
         decoding = Decoding(request, ids, plan, verifier, heads, text, self.metrics, events.put_nowait)
         opening = OpenSession(
@@ -93,6 +95,7 @@ class GenerationServicer:
             sampling=request.sampling,
             stop_ids=plan.stop_ids,
             max_len=decoding.prompt_tokens + plan.max_new_tokens,
+            feature_layers=layers,
             want_log_probs=request.want_log_probs,
         )
         running = asyncio.create_task(decoding.run(opening, _PREFILL_TIMEOUT_S))

@@ -1,0 +1,410 @@
+"""The target's features on their way to draft heads: real servers, and a head that remembers what it is given."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from coppice.client import AsyncClient
+from coppice.errors import InvalidField
+from coppice.generation import Chunk
+from coppice.limits import Limits
+from coppice.messages import Advance, FeatureRef, Features, HeadDescription, OpenDraft
+from coppice.nn.head import DraftJob, Growth, Head
+from coppice.rpc.server import add_service
+from coppice.rpc.sessions import StreamWaits
+from coppice.sampling import SamplingParams
+from coppice.telemetry import OrchestratorMetrics, SessionMetrics
+from coppice.tree import DraftTree
+from coppice.v1 import drafter_pb2, verifier_pb2
+from coppice.wire.drafter import open_draft_to_wire
+from coppice.wire.verifier import feature_part_to_wire
+from orchestrator.head import HeadPool, feature_layers
+from services.drafter import features as drafter_features
+from services.drafter.features import FeatureSource
+from services.drafter.service import DrafterServicer
+from services.drafter.worker import Worker
+from tests.processes import Service
+from tests.services import test_drafter, test_verifier
+from tests.services.test_drafter import status_of
+from tests.services.test_verifier import continuation, hidden_states, values
+from tests.tiny import make_target
+
+VOCAB, LAYERS, WINDOW = 300, (2, 3, 1), 24
+IDS = list(range(7, 47))
+StartService = Callable[..., Service]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=6, tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def model(target: Path) -> Any:
+    """The reference: plain transformers."""
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def truth(model: Any) -> list[int]:
+    """The prompt and what plain decoding says behind it."""
+    return [*IDS, *continuation(model, IDS, 320)]
+
+
+@pytest.fixture(scope="module")
+def start_verifier(start_service: StartService, target: Path) -> StartService:
+    flags = ["--verifier.target", str(target), "--verifier.threads", "1", "--verifier.feature_window", str(WINDOW)]
+    return lambda *more: start_service("services.verifier", *flags, *more)
+
+
+@pytest.fixture(scope="module")
+def verifier(start_verifier: StartService) -> Service:
+    return start_verifier()
+
+
+@dataclass
+class Seen:
+    """What a head was given in one session."""
+
+    ids: list[int]
+    features: list[Features | None] = field(default_factory=list)
+
+    def check(self, model: Any, start: int) -> None:
+        """Every position from `start` on has its row, in order, and it is the target's hidden state."""
+        at = start
+        for part in self.features:
+            assert part is not None
+            assert (part.start, part.dtype, part.ref) == (at, "float32", None)
+            at += part.count
+        assert at == len(self.ids)
+        expected = hidden_states(model, self.ids, LAYERS)[start:]
+        torch.testing.assert_close(values(self.features), expected, atol=1e-4, rtol=1e-4)
+
+
+class Recorder(Head):
+    """Drafts three right tokens, and remembers. Openings wait for `gate`; `breaks_at` 0 is an opening, else an advance."""
+
+    def __init__(self, layers: tuple[int, ...] = LAYERS, truth: Sequence[int] = (), breaks_at: int = -1) -> None:
+        self.description = HeadDescription("recorder", "recorder", 0, feature_layers=layers)
+        self.truth, self.breaks_at = truth, breaks_at
+        self.seen: list[Seen] = []
+        self.open_sessions: dict[int, Seen] = {}
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
+        assert self.gate.wait(30)
+        if self.breaks_at == 0:
+            raise RuntimeError("breaks here")
+        self.open_sessions[key] = Seen(list(opening.ids), [opening.features])
+        self.seen.append(self.open_sessions[key])
+        yield
+
+    def close(self, key: int) -> None:
+        self.open_sessions.pop(key, None)
+
+    def advance(self, key: int, advance: Advance) -> None:
+        seen = self.open_sessions[key]
+        if len(seen.features) == self.breaks_at:
+            raise RuntimeError("breaks here")
+        if advance.ids:
+            seen.ids += advance.ids
+            seen.features.append(advance.features)
+
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        ahead = [self.truth[job.committed_len + 1 :][:3] for job in jobs]
+        yield [Growth(at, DraftTree.chain(ids, [-0.1, -0.2, -0.3][: len(ids)]), True) for at, ids in enumerate(ahead)]
+
+
+@asynccontextmanager
+async def server_of(service: Any, servicer: object, port: int = 0) -> AsyncIterator[Any]:
+    server = grpc.aio.server()
+    add_service(server, service, servicer)
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    yield SimpleNamespace(address=f"127.0.0.1:{port}")
+    await server.stop(0)
+
+
+@asynccontextmanager
+async def drafter_of(head: Head, allowed: Sequence[str] = (), port: int = 0) -> AsyncIterator[Any]:
+    """A drafter that serves a head of this process; gives something with its address."""
+    worker, bounds = Worker(lambda: head, SessionMetrics("drafter")), Limits()
+    await worker.start()
+    waits = StreamWaits(60.0, asyncio.Event())
+    servicer = DrafterServicer(worker, bounds, waits, FeatureSource(allowed, bounds))
+    async with server_of(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer, port) as server:
+        yield server
+    await worker.stop()
+    assert not worker.failed.is_set()
+
+
+def fetched(verifier: str, session: str, start: int = 0, end: int = len(IDS)) -> Features:
+    """Features of the positions start..end-1 by reference."""
+    count = end - start
+    return Features(start, count, "float32", None, FeatureRef(verifier, session, start, count))
+
+
+# A drafter and a verifier.
+
+
+async def test_a_head_gets_the_targets_hidden_states_and_again_when_its_stream_is_opened_again(
+    verifier: Service, model: Any, truth: list[int]
+) -> None:
+    head = Recorder()
+    async with (
+        drafter_of(head) as drafter,
+        test_verifier.connected(verifier) as there,
+        test_drafter.connected(drafter) as here,
+    ):
+        session = test_verifier.Client(there, "hidden", IDS, feature_layers=LAYERS)
+        opened = await session.open()
+        assert opened.features is not None
+        assert opened.features.start == len(IDS) - WINDOW
+        client = await test_drafter.Client(here, IDS, features=opened.features).open()
+        for length in (0, 3, 1, 2, 5, 4, 5):
+            at = len(session.committed)
+            verdict = await session.verify(DraftTree.chain(truth[at + 1 : at + 1 + length], [-0.1] * length))
+            await client.send(session.root, session.committed[at:], features=verdict.features)
+            await client.tree()
+        now = len(session.committed)
+        assert now == len(IDS) + 27
+        head.seen[0].check(model, len(IDS) - WINDOW)
+        again = fetched(verifier.address, "hidden", opened.features.start, now)
+        await test_drafter.Client(here, session.committed, features=again).open()
+        head.seen[1].check(model, now - WINDOW)
+
+
+async def test_features_that_cannot_be_fetched_are_unavailable_and_the_head_hears_of_nothing(
+    verifier: Service,
+) -> None:
+    head = Recorder()
+    async with drafter_of(head) as drafter, test_drafter.connected(drafter) as stub:
+        async with test_verifier.connected(verifier) as there:
+            await test_verifier.Client(there, "bare", IDS).open()
+            for lost, why in [
+                (fetched(verifier.address, "nobody"), "no session nobody"),
+                (fetched(verifier.address, "bare"), "are not in"),
+                (fetched("127.0.0.1:1", "s"), "no features from the verifier at 127.0.0.1:1"),
+            ]:
+                call = stub.Draft()
+                await call.write(open_draft_to_wire(OpenDraft("s", IDS, SamplingParams(), features=lost)))
+                code, details = await status_of(call)
+                assert code is grpc.StatusCode.UNAVAILABLE
+                assert why in details
+        assert (head.seen, (await test_drafter.until_idle(stub)).sessions) == ([], 0)
+
+
+class Liar:
+    """A verifier whose fetches answer what a test says, then nothing when `hangs`."""
+
+    def __init__(self, parts: list[tuple[int, int]], hangs: bool) -> None:
+        self.parts, self.hangs = parts, hangs
+
+    async def FetchFeatures(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        for start, count in self.parts:
+            yield feature_part_to_wire(Features(start, count, "float32", b"\0" * 4 * count))
+        if self.hangs:
+            await asyncio.sleep(60)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+@pytest.mark.parametrize(
+    ("parts", "hangs"),
+    [
+        ([], False),
+        ([(0, 10)], False),
+        ([(0, 10), (12, 28)], False),
+        ([(0, 10), (10, 31)], False),
+        ([(0, 40), (40, 1)], False),
+        ([(0, 10)], True),
+    ],
+    ids=["none", "too few", "a gap", "too many", "behind the end", "no end"],
+)
+async def test_rows_of_other_positions_than_asked_for_are_unavailable(
+    monkeypatch: pytest.MonkeyPatch, parts: list[tuple[int, int]], hangs: bool
+) -> None:
+    monkeypatch.setattr(drafter_features, "FETCH_S", 0.3 if hangs else 20.0)
+    service = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"]
+    async with (
+        server_of(service, Liar(parts, hangs)) as liar,
+        drafter_of(Recorder()) as drafter,
+        test_drafter.connected(drafter) as stub,
+    ):
+        call = stub.Draft()
+        lost = fetched(liar.address, "s")
+        await call.write(open_draft_to_wire(OpenDraft("s", IDS, SamplingParams(), features=lost)))
+        assert (await status_of(call))[0] is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_missing_or_other_positions_features_are_refused_by_field() -> None:
+    rows = Features(0, len(IDS), "float32", b"\0" * 4 * len(IDS))
+    openings = [
+        (None, "open.features: a recorder head reads"),
+        (replace(rows, inline=None), "open.features: a recorder head reads"),
+        (replace(rows, start=1), "open.features: end at position 41 of 40"),
+        (fetched("127.0.0.1:1", "s", 0, 39), "open.features: end at position 39 of 40"),
+        (fetched("127.0.0.1:1", "s"), "open.features.ref.verifier: is not one"),
+    ]
+    step = Features(len(IDS), 2, "float32", b"\0" * 8)
+    steps = [None, replace(step, start=39), replace(step, count=1), replace(step, inline=None)]
+    async with drafter_of(Recorder(), allowed=["elsewhere:1"]) as drafter, test_drafter.connected(drafter) as stub:
+        for features, why in openings:
+            call = stub.Draft()
+            await call.write(open_draft_to_wire(OpenDraft("s", IDS, SamplingParams(), features=features)))
+            code, details = await status_of(call)
+            assert (code, details[: len(why)]) == (grpc.StatusCode.INVALID_ARGUMENT, why)
+        for features in steps:
+            client = await test_drafter.Client(stub, IDS, features=rows).open()
+            await client.send(3, [1, 2], features=features)
+            with pytest.raises(InvalidField, match=r"step\.advance\.features: this head reads those of 2 .* from 40"):
+                await client.tree()
+        client = await test_drafter.Client(stub, IDS, features=rows).open()
+        await client.draft(3)  # commits nothing and needs no features
+        await client.send(3, [1, 2], features=step)
+        assert (await client.tree()).last
+
+
+async def test_a_head_that_reads_no_features_has_none_fetched() -> None:
+    head = Recorder(layers=())
+    async with drafter_of(head) as drafter, test_drafter.connected(drafter) as stub:
+        await test_drafter.Client(stub, IDS, features=fetched("127.0.0.1:1", "s")).open()
+    assert len(head.seen) == 1
+
+
+# The whole pipeline.
+
+
+@asynccontextmanager
+async def pipeline(
+    start_service: StartService, verifier: str, *heads: str, deadline_ms: int = 2000
+) -> AsyncIterator[AsyncClient]:
+    """A client of an orchestrator process over NAME=ADDRESS heads; the test's loop runs while it starts."""
+    flags = ["--orchestrator.verifiers", verifier, "--orchestrator.draft_deadline_ms", str(deadline_ms)]
+    for head in heads:
+        flags += ["--orchestrator.heads", head]
+    service = await asyncio.to_thread(start_service, "orchestrator", *flags)
+    async with AsyncClient(service.address) as client:
+        yield client
+    await asyncio.to_thread(service.stop)
+
+
+async def test_only_heads_that_read_features_get_them_through_the_orchestrator(
+    start_service: StartService, verifier: Service, model: Any, truth: list[int]
+) -> None:
+    reader, other = Recorder(truth=truth), Recorder(layers=(), truth=truth)
+    told = {"max_new_tokens": 60, "ignore_eos": True}
+    async with drafter_of(reader) as first, drafter_of(other) as second:
+        heads = f"reader={first.address}", f"other={second.address}"
+        async with pipeline(start_service, verifier.address, *heads) as client:
+            for policy in ("single:reader", "merge", "plain", "single:other"):
+                answer = await client.generate(IDS, policy=policy, **told)
+                assert list(answer.ids) == truth[len(IDS) :][:60]
+                assert (answer.tau > 3) == (policy != "plain")
+            sampled = {"temperature": 1.0, "seed": 5, **told}
+            plain = await client.generate(IDS, policy="plain", **sampled)
+            assert (await client.generate(IDS, policy="single:reader", **sampled)).ids == plain.ids
+    assert (len(reader.seen), len(other.seen)) == (3, 2)
+    for seen in reader.seen:
+        assert len(seen.ids) > len(IDS) + 50
+        seen.check(model, len(IDS) - WINDOW)
+    assert {features for seen in other.seen for features in seen.features} == {None}
+
+
+async def generate(client: AsyncClient, gate: threading.Event) -> list[int]:
+    """300 ids of a text drafted by `reader`; the gate opens when the first 20 are there."""
+    ids: list[int] = []
+    async for event in client.stream(IDS, policy="single:reader", max_new_tokens=300, ignore_eos=True):
+        if isinstance(event, Chunk):
+            ids += event.ids
+            if len(ids) >= 20:
+                gate.set()
+    return ids
+
+
+@pytest.mark.parametrize("breaks_at", [0, 9], ids=["opening", "drafting"])
+async def test_a_stream_opened_again_in_mid_text_goes_on_with_the_features_there_are(
+    start_service: StartService, verifier: Service, model: Any, truth: list[int], breaks_at: int
+) -> None:
+    breaking, whole = Recorder(truth=truth, breaks_at=breaks_at), Recorder(truth=truth)
+    if breaks_at == 0:
+        breaking.gate.clear()
+    async with drafter_of(breaking) as first, drafter_of(whole) as second:
+        heads = f"reader={first.address}", f"reader={second.address}"
+        async with pipeline(start_service, verifier.address, *heads, deadline_ms=200) as client:
+            assert await generate(client, breaking.gate) == truth[len(IDS) :][:300]
+    seen = whole.seen[0]
+    opened = seen.features[0]
+    assert opened is not None
+    assert len(IDS) < opened.start + opened.count < len(seen.ids)
+    assert opened.count <= WINDOW
+    for broken in breaking.seen[:1]:
+        broken.check(model, len(IDS) - WINDOW)
+    seen.check(model, opened.start)
+
+
+async def test_a_head_learned_of_late_that_sat_steps_out_gets_their_features_at_once(
+    start_service: StartService, verifier: Service, model: Any, truth: list[int]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    head = Recorder(truth=truth)
+    async with (
+        pipeline(start_service, verifier.address, f"reader=127.0.0.1:{port}", deadline_ms=200) as client,
+        drafter_of(head, port=port),
+    ):
+        await asyncio.sleep(0.6)  # it was not there when the orchestrator first asked
+        head.gate.clear()
+        assert await generate(client, head.gate) == truth[len(IDS) :][:300]
+    for seen in head.seen:
+        assert seen.features[0] is not None
+        seen.check(model, seen.features[0].start)
+    assert head.seen[0].features[1].count > 4
+
+
+async def test_a_verifier_that_drafters_cannot_reach_leaves_plain_decoding(
+    start_service: StartService, start_verifier: StartService, truth: list[int]
+) -> None:
+    elsewhere = await asyncio.to_thread(start_verifier, "--server.advertise", "127.0.0.9")
+    address = elsewhere.address.replace("127.0.0.9", "127.0.0.1")
+    head = Recorder(truth=truth)
+    async with drafter_of(head) as drafter, pipeline(start_service, address, f"reader={drafter.address}") as client:
+        answer = await client.generate(IDS, policy="single:reader", max_new_tokens=60, ignore_eos=True)
+    assert (list(answer.ids), answer.tau, head.seen) == (truth[len(IDS) :][:60], 1.0, [])
+
+
+async def test_heads_of_different_layers_are_refused_where_that_is_known(
+    start_service: StartService, verifier: Service
+) -> None:
+    heads = Recorder(layers=(1, 2, 3)), Recorder(layers=(3, 2, 1)), Recorder(layers=())
+    async with drafter_of(heads[0]) as one, drafter_of(heads[1]) as two, drafter_of(heads[2]) as none:
+        metrics = OrchestratorMetrics()
+        addresses = {"one": one.address, "two": two.address, "none": none.address, "gone": "127.0.0.1:1"}
+        pools = {name: HeadPool(name, [address], Limits(), metrics) for name, address in addresses.items()}
+        assert await feature_layers([], "policy") == ()
+        assert await feature_layers([pools["none"], pools["gone"]], "policy") == ()
+        assert await feature_layers([pools["none"], pools["two"], pools["gone"]], "policy") == (3, 2, 1)
+        assert (pools["gone"].feature_layers, pools["gone"].pick()) == (None, None)
+        with pytest.raises(InvalidField, match=r"policy: .* one \(1, 2, 3\), two \(3, 2, 1\)"):
+            await feature_layers(list(pools.values()), "policy")
+        named = f"one={one.address}", f"two={two.address}"
+        with pytest.raises(RuntimeError, match=r"exit code 2\):\n(.|\n)*orchestrator\.heads: heads read features"):
+            async with pipeline(start_service, verifier.address, *named):
+                pass
