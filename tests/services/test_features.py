@@ -1,15 +1,17 @@
-"""The target's features on their way to draft heads: real servers, and a head that remembers what it is given."""
+"""The target's features on their way to draft heads: real servers, and a head that remembers what it is given.
+
+Drafters run in this process, verifiers and orchestrators in their own.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -22,28 +24,24 @@ from coppice.client import AsyncClient
 from coppice.errors import InvalidField
 from coppice.generation import Chunk
 from coppice.limits import Limits
-from coppice.messages import Advance, FeatureRef, Features, HeadDescription, OpenDraft
-from coppice.nn.head import DraftJob, Growth, Head
-from coppice.rpc.server import add_service
-from coppice.rpc.sessions import StreamWaits
+from coppice.messages import FeatureRef, Features, OpenDraft
 from coppice.sampling import SamplingParams
-from coppice.telemetry import OrchestratorMetrics, SessionMetrics
+from coppice.telemetry import OrchestratorMetrics
 from coppice.tree import DraftTree
-from coppice.v1 import drafter_pb2, verifier_pb2
+from coppice.v1 import verifier_pb2
 from coppice.wire.drafter import open_draft_to_wire
 from coppice.wire.verifier import feature_part_to_wire
 from orchestrator.head import HeadPool, feature_layers
 from services.drafter import features as drafter_features
-from services.drafter.features import FeatureSource
-from services.drafter.service import DrafterServicer
-from services.drafter.worker import Worker
 from tests.processes import Service
+from tests.recorder import LAYERS, Recorder, drafter_of, server_of
 from tests.services import test_drafter, test_verifier
 from tests.services.test_drafter import status_of
-from tests.services.test_verifier import continuation, hidden_states, values
+from tests.services.test_verifier import continuation
 from tests.tiny import make_target
+from tests.unit.test_feature_heads import VOCAB, save_random
 
-VOCAB, LAYERS, WINDOW = 300, (2, 3, 1), 24
+WINDOW = 24
 IDS = list(range(7, 47))
 StartService = Callable[..., Service]
 
@@ -75,83 +73,6 @@ def start_verifier(start_service: StartService, target: Path) -> StartService:
 @pytest.fixture(scope="module")
 def verifier(start_verifier: StartService) -> Service:
     return start_verifier()
-
-
-@dataclass
-class Seen:
-    """What a head was given in one session."""
-
-    ids: list[int]
-    features: list[Features | None] = field(default_factory=list)
-
-    def check(self, model: Any, start: int) -> None:
-        """Every position from `start` on has its row, in order, and it is the target's hidden state."""
-        at = start
-        for part in self.features:
-            assert part is not None
-            assert (part.start, part.dtype, part.ref) == (at, "float32", None)
-            at += part.count
-        assert at == len(self.ids)
-        expected = hidden_states(model, self.ids, LAYERS)[start:]
-        torch.testing.assert_close(values(self.features), expected, atol=1e-4, rtol=1e-4)
-
-
-class Recorder(Head):
-    """Drafts three right tokens, and remembers. Openings wait for `gate`; `breaks_at` 0 is an opening, else an advance."""
-
-    def __init__(self, layers: tuple[int, ...] = LAYERS, truth: Sequence[int] = (), breaks_at: int = -1) -> None:
-        self.description = HeadDescription("recorder", "recorder", 0, feature_layers=layers)
-        self.truth, self.breaks_at = truth, breaks_at
-        self.seen: list[Seen] = []
-        self.open_sessions: dict[int, Seen] = {}
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
-        assert self.gate.wait(30)
-        if self.breaks_at == 0:
-            raise RuntimeError("breaks here")
-        self.open_sessions[key] = Seen(list(opening.ids), [opening.features])
-        self.seen.append(self.open_sessions[key])
-        yield
-
-    def close(self, key: int) -> None:
-        self.open_sessions.pop(key, None)
-
-    def advance(self, key: int, advance: Advance) -> None:
-        seen = self.open_sessions[key]
-        if len(seen.features) == self.breaks_at:
-            raise RuntimeError("breaks here")
-        if advance.ids:
-            seen.ids += advance.ids
-            seen.features.append(advance.features)
-
-    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
-        ahead = [self.truth[job.committed_len + 1 :][:3] for job in jobs]
-        yield [Growth(at, DraftTree.chain(ids, [-0.1, -0.2, -0.3][: len(ids)]), True) for at, ids in enumerate(ahead)]
-
-
-@asynccontextmanager
-async def server_of(service: Any, servicer: object, port: int = 0) -> AsyncIterator[Any]:
-    server = grpc.aio.server()
-    add_service(server, service, servicer)
-    port = server.add_insecure_port(f"127.0.0.1:{port}")
-    await server.start()
-    yield SimpleNamespace(address=f"127.0.0.1:{port}")
-    await server.stop(0)
-
-
-@asynccontextmanager
-async def drafter_of(head: Head, allowed: Sequence[str] = (), port: int = 0) -> AsyncIterator[Any]:
-    """A drafter that serves a head of this process; gives something with its address."""
-    worker, bounds = Worker(lambda: head, SessionMetrics("drafter")), Limits()
-    await worker.start()
-    waits = StreamWaits(60.0, asyncio.Event())
-    servicer = DrafterServicer(worker, bounds, waits, FeatureSource(allowed, bounds))
-    async with server_of(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer, port) as server:
-        yield server
-    await worker.stop()
-    assert not worker.failed.is_set()
 
 
 def fetched(verifier: str, session: str, start: int = 0, end: int = len(IDS)) -> Features:
@@ -326,6 +247,20 @@ async def test_only_heads_that_read_features_get_them_through_the_orchestrator(
         assert len(seen.ids) > len(IDS) + 50
         seen.check(model, len(IDS) - WINDOW)
     assert {features for seen in other.seen for features in seen.features} == {None}
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "specblock"])
+async def test_heads_that_read_features_draft_in_their_own_process(
+    start_service: StartService, verifier: Service, target: Path, truth: list[int], tmp_path: Path, kind: str
+) -> None:
+    flags = ["--drafter.kind", kind, "--drafter.path", str(save_random(tmp_path, kind)), "--drafter.threads", "1"]
+    flags += ["--drafter.target", str(target), "--drafter.verifiers", verifier.address]
+    drafter = await asyncio.to_thread(start_service, "services.drafter", *flags)
+    async with pipeline(start_service, verifier.address, f"reader={drafter.address}") as client:
+        answer = await client.generate(IDS, policy="single:reader", max_new_tokens=60, ignore_eos=True)
+    assert list(answer.ids) == truth[len(IDS) :][:60]
+    drafted = [nodes > 0 for nodes in answer.verified_nodes]
+    assert (answer.bad_drafts, sum(drafted) > len(drafted) / 2) == (0, True)
 
 
 async def generate(client: AsyncClient, gate: threading.Event) -> list[int]:

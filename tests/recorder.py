@@ -1,0 +1,107 @@
+"""A draft head that remembers the features it is given, and a drafter around it in the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import grpc.aio
+import torch
+
+from coppice.limits import Limits
+from coppice.messages import Advance, Features, HeadDescription, OpenDraft
+from coppice.nn.head import DraftJob, Growth, Head
+from coppice.rpc.server import add_service
+from coppice.rpc.sessions import StreamWaits
+from coppice.telemetry import SessionMetrics
+from coppice.tree import DraftTree
+from coppice.v1 import drafter_pb2
+from services.drafter.features import FeatureSource
+from services.drafter.service import DrafterServicer
+from services.drafter.worker import Worker
+from tests.services.test_verifier import hidden_states, values
+
+LAYERS = (2, 3, 1)
+
+
+@dataclass
+class Seen:
+    """What a head was given in one session."""
+
+    ids: list[int]
+    features: list[Features | None] = field(default_factory=list)
+
+    def check(self, model: Any, start: int) -> None:
+        """Every position from `start` on has its row, in order, and it is the target's hidden state."""
+        at = start
+        for part in self.features:
+            assert part is not None
+            assert (part.start, part.dtype, part.ref) == (at, "float32", None)
+            at += part.count
+        assert at == len(self.ids)
+        expected = hidden_states(model, self.ids, LAYERS)[start:]
+        torch.testing.assert_close(values(self.features), expected, atol=1e-4, rtol=1e-4)
+
+
+class Recorder(Head):
+    """Drafts three right tokens, and remembers. Openings wait for `gate`; it breaks at an opening (0) or an advance."""
+
+    def __init__(self, layers: tuple[int, ...] = LAYERS, truth: Sequence[int] = (), breaks_at: int = -1) -> None:
+        self.description = HeadDescription("recorder", "recorder", 0, feature_layers=layers)
+        self.truth, self.breaks_at = truth, breaks_at
+        self.seen: list[Seen] = []
+        self.open_sessions: dict[int, Seen] = {}
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
+        assert self.gate.wait(30)
+        if self.breaks_at == 0:
+            raise RuntimeError("breaks here")
+        self.open_sessions[key] = Seen(list(opening.ids), [opening.features])
+        self.seen.append(self.open_sessions[key])
+        yield
+
+    def close(self, key: int) -> None:
+        self.open_sessions.pop(key, None)
+
+    def advance(self, key: int, advance: Advance) -> None:
+        seen = self.open_sessions[key]
+        if len(seen.features) == self.breaks_at:
+            raise RuntimeError("breaks here")
+        if advance.ids:
+            seen.ids += advance.ids
+            seen.features.append(advance.features)
+
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        ahead = [self.truth[job.committed_len + 1 :][:3] for job in jobs]
+        yield [Growth(at, DraftTree.chain(ids, [-0.1, -0.2, -0.3][: len(ids)]), True) for at, ids in enumerate(ahead)]
+
+
+@asynccontextmanager
+async def server_of(service: Any, servicer: object, port: int = 0) -> AsyncIterator[Any]:
+    """A server in this process; gives something with its address."""
+    server = grpc.aio.server()
+    add_service(server, service, servicer)
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    yield SimpleNamespace(address=f"127.0.0.1:{port}")
+    await server.stop(0)
+
+
+@asynccontextmanager
+async def drafter_of(head: Head, allowed: Sequence[str] = (), port: int = 0) -> AsyncIterator[Any]:
+    """A drafter that serves a head of this process; gives something with its address."""
+    worker, bounds = Worker(lambda: head, SessionMetrics("drafter")), Limits()
+    await worker.start()
+    waits = StreamWaits(60.0, asyncio.Event())
+    servicer = DrafterServicer(worker, bounds, waits, FeatureSource(allowed, bounds))
+    async with server_of(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer, port) as server:
+        yield server
+    await worker.stop()
+    assert not worker.failed.is_set()
