@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +115,16 @@ def train_feature_head(
     loss: SpecBlockLoss | Eagle3Loss = Eagle3Loss(teacher)
     if kind == "specblock":
         loss = SpecBlockLoss(teacher, blocks=3 if cross_block else 1, valid_prefix=valid_prefix)
+    # The mask admits more and harder rows as a head learns, so a masked loss rises when the head gets better.
+    everywhere: Any = loss
+    if isinstance(loss, SpecBlockLoss):
+        everywhere = replace(loss, blocks=2, valid_prefix=False, rank_on=lambda: False, cut=config.slots)
     texts = held_out_texts(domains, device)
 
     def figures() -> dict[str, float]:
         return {"accepted length": measure(student, loss, texts).length}
 
-    trainer = Trainer(student, loss, domains, schedule, work, rates, seed, num_workers, figures)
+    trainer = Trainer(student, loss, domains, schedule, work, rates, seed, num_workers, everywhere, figures)
     if isinstance(loss, SpecBlockLoss):
         loss.rank_on = lambda: trainer.counters.tokens >= RANK_AFTER * schedule.tokens
     if resume:

@@ -73,10 +73,12 @@ class Trainer:
         rates: Rates | None = None,
         seed: int = 0,
         num_workers: int = 1,
+        judge: LossFunction | None = None,
         measure: Callable[[], dict[str, float]] | None = None,
     ) -> None:
-        """`measure`: further figures of an evaluation, for the log and for people."""
-        self.measure = measure or dict
+        """`judge`: the held-out loss, when the trained one does not compare over time. `measure`: further figures of
+        an evaluation, for the log and for people."""
+        self.judge, self.measure = judge, measure or dict
         self.model, self.domains, self.schedule = model, domains, schedule
         self.folder, self.rates = folder, rates or Rates()
         self.named: Named = dict(model.named_parameters())
@@ -151,7 +153,7 @@ class Trainer:
         for domain in self.domains:
             batch = held_out_rows(domain, rows, self.schedule.length)
             if batch is not None:
-                losses[domain.name] = self.workers.mean_loss(torch.from_numpy(batch).to(self.device))
+                losses[domain.name] = self.workers.mean_loss(torch.from_numpy(batch).to(self.device), self.judge)
         return losses
 
     def _step(self) -> float | None:

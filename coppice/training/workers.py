@@ -74,12 +74,13 @@ class Workers:
                     q.grad = None
         return total
 
-    def mean_loss(self, ids: Tensor) -> float:
-        """The mean loss of `ids` (B, T + 1) in nats, without gradients."""
+    def mean_loss(self, ids: Tensor, loss: LossFunction | None = None) -> float:
+        """The mean loss of `ids` (B, T + 1) in nats, without gradients; by default the one that is trained."""
+        judge = loss or self.loss
 
         def job(model: nn.Module, part: Tensor) -> float:
             with torch.no_grad():
-                return float(self.loss(model, part[:, :-1], part[:, 1:])) * len(part) / len(ids)
+                return float(judge(model, part[:, :-1], part[:, 1:])) * len(part) / len(ids)
 
         return self._share_out(job, ids)
 
