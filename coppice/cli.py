@@ -15,13 +15,14 @@ from coppice import __version__
 
 if TYPE_CHECKING:
     from coppice.client import Client
+    from coppice.completion import Completion
     from coppice.launch import Stack
     from coppice.stack_spec import StackSpec
 
 GOOD, CHECK_FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
 ROLES = {"verifier": "services.verifier", "drafter": "services.drafter", "orchestrator": "orchestrator"}
 # What a missing one of these means to people: the extra that brings it.
-SERVE_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "jinja2")
+SERVE_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "jinja2", "matplotlib")
 WATCH_S = 0.5
 
 app = typer.Typer(
@@ -172,6 +173,12 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="0: the server's default.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer (repeatable).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    show_tree: Annotated[
+        bool, typer.Option("--show-tree", help="Then draw the draft tree of the step that accepted most.")
+    ] = False,
+    tree_picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Save that tree as a picture (.png, .svg).")
+    ] = None,
 ) -> None:
     """Answer a prompt, streaming the text."""
     from coppice.client import Client, Options
@@ -186,10 +193,28 @@ def generate(
         "seed": seed,
         "max_new_tokens": max_new_tokens,
         "stop": stop or (),
+        "trees": show_tree or tree_picture is not None,
     }
     with Client(address) as client:
         for one in prompts:
-            _answer(client, [{"role": "user", "content": one}] if chat else one, options, as_json)
+            answer = _answer(client, [{"role": "user", "content": one}] if chat else one, options, as_json)
+            _draw_tree(answer, show_tree and not as_json, tree_picture)
+
+
+def _draw_tree(answer: "Completion", shown: bool, picture: Path | None) -> None:
+    """The tree of the step that accepted most, on the terminal and as a picture."""
+    if not answer.trees or not (shown or picture):
+        return
+    from rich.console import Console
+
+    from coppice import tree_picture
+
+    tree = tree_picture.longest(answer.trees)
+    assert tree
+    if shown:
+        tree_picture.show(tree, Console())
+    if picture:
+        tree_picture.save(tree, picture)
 
 
 def _read_prompts(prompt: str | None, ids: str | None, file: Path | None) -> list[Any]:
@@ -214,7 +239,7 @@ def _read_prompts(prompt: str | None, ids: str | None, file: Path | None) -> lis
         raise typer.BadParameter(str(error), param_hint="--prompt-file") from None
 
 
-def _answer(client: "Client", prompt: Any, options: Any, as_json: bool) -> None:
+def _answer(client: "Client", prompt: Any, options: Any, as_json: bool) -> "Completion":
     """Print one answer: its text as it comes, or its JSON object at the end; Ctrl-C leaves what there is."""
     import json
 
@@ -234,6 +259,7 @@ def _answer(client: "Client", prompt: Any, options: Any, as_json: bool) -> None:
         elif not as_json and told.ids:
             # A target without a tokenizer answers in ids only.
             print("" if told.text else ",".join(map(str, told.ids)))
+    return told
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

@@ -55,6 +55,8 @@ class Options(TypedDict, total=False):
     """also return the target's raw log-probabilities"""
     resume_ids: Sequence[int]
     """new tokens held from an earlier stream of the same request; the answer goes on behind them"""
+    trees: bool
+    """also return the tree each step verified"""
     pq: bool
     """classic p/q rejection of a sampled chain instead of keyed noise"""
     coupled: bool
@@ -119,6 +121,7 @@ def build_request(
     resume_ids: Sequence[int] = (),
     pq: bool = False,
     coupled: bool = True,
+    trees: bool = False,
 ) -> GenerationRequest:
     """The request of a prompt and Options. Raises InvalidField naming what is unusable."""
     if sampling is None:
@@ -147,6 +150,7 @@ def build_request(
         want_log_probs=log_probs,
         pq=pq,
         coupled=coupled,
+        want_trees=trees,
     )
 
 

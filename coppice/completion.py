@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from coppice.generation import Chunk, Finished, FinishReason, Origin, Started, Timings
+from coppice.generation import Chunk, Finished, FinishReason, Origin, Started, StepTree, Timings
 
 StreamEvent = Started | Chunk | Finished
 
@@ -45,6 +45,8 @@ class Completion:
     late_drafts: int = 0
     bad_drafts: int = 0
     timings: Timings = field(default_factory=Timings)
+    trees: tuple[StepTree, ...] = ()
+    """what each step verified; empty unless asked for"""
 
     @property
     def steps(self) -> int:
@@ -92,6 +94,7 @@ class Accumulator:
         self._ids: list[int] = []
         self._origins: list[Origin] = []
         self._log_probs: list[float] = []
+        self._trees: list[StepTree] = []
 
     def add(self, event: StreamEvent) -> None:
         """Take in the next event."""
@@ -107,6 +110,8 @@ class Accumulator:
             self._ids += event.ids
             self._origins += event.origins
             self._log_probs += event.log_probs
+            if event.tree is not None:
+                self._trees.append(event.tree)
 
     def completion(self) -> Completion:
         """The answer so far."""
@@ -132,4 +137,5 @@ class Accumulator:
             late_drafts=end.late_drafts,
             bad_drafts=end.bad_drafts,
             timings=end.timings,
+            trees=tuple(self._trees),
         )

@@ -44,6 +44,7 @@ class GenerationRequest:
     want_log_probs: bool = False
     pq: bool = False
     coupled: bool = True
+    want_trees: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,20 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTree:
+    """The tree a step verified, by node: ids, parents (0: the root), cumulative log-scores, the drafter's forward that
+    made it (from 1) and its text; the numbers of the accepted nodes from the root down."""
+
+    root: int
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    forwards: tuple[int, ...]
+    pieces: tuple[str, ...]
+    accepted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """Tokens of one commit. `pieces` are the text of each id's contribution; joined they are `text`."""
 
@@ -65,6 +80,7 @@ class Chunk:
     origins: tuple[Origin, ...]
     pieces: tuple[str, ...]
     log_probs: tuple[float, ...] = ()
+    tree: StepTree | None = None
 
 
 @dataclass(slots=True)

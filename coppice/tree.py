@@ -224,3 +224,24 @@ def prune(tree: DraftTree, budget: int) -> tuple[DraftTree, IntArray]:
     new_numbers = np.zeros(len(tree) + 1, np.int64)
     new_numbers[kept + 1] = np.arange(1, kept.size + 1)
     return DraftTree(tree.tokens[kept], new_numbers[tree.parents[kept]], tree.log_probs[kept]), kept + 1
+
+
+def paths(tree: DraftTree) -> list[tuple[int, ...]]:
+    """The tokens from the root down to each node, the root left out."""
+    known: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        known.append((*known[parent], token))
+    return known[1:]
+
+
+def forwards_of(tree: DraftTree, drafts: Sequence[tuple[DraftTree, Sequence[int]]]) -> tuple[int, ...]:
+    """Which forward of its drafter made each node, from 1; `drafts` are the heads' trees and their deltas' sizes.
+
+    A head that streams sends a delta a forward; one that sends its tree at once made a level a forward.
+    """
+    made: dict[tuple[int, ...], int] = {}
+    for drafted, sizes in drafts:
+        every = np.repeat(np.arange(1, len(sizes) + 1), sizes) if len(sizes) > 1 else drafted.depths()[1:]
+        for path, forward in zip(paths(drafted), every.tolist(), strict=True):
+            made.setdefault(path, forward)
+    return tuple(made[path] for path in paths(tree))

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from coppice.errors import InternalError
-from coppice.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin
+from coppice.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, StepTree
 from coppice.messages import Fence, NextRoot, OpenSession, Verdict, VerifyStep, committed_hash
 from coppice.policy import Choice, Policy
 from coppice.routing import outcomes, step_log_probs
 from coppice.sampling import draw
 from coppice.telemetry import OrchestratorMetrics
+from coppice.tree import forwards_of
 from orchestrator.head import Draft, HeadSession
 from orchestrator.target import VerifierSession
 from orchestrator.text import TextStream
@@ -137,7 +138,8 @@ class Decoding:
             if len(draft.tree):
                 head.pool.calibration.observe(step_log_probs(draft.tree), *outcomes(draft.tree, offered))
         log_probs = verdict.log_probs or (0.0,) * len(accepted)
-        return self._commit(list(zip(accepted, log_probs, strict=True)), following)
+        tree = self._shown(root, drafts, choice, verdict) if self.request.want_trees else None
+        return self._commit(list(zip(accepted, log_probs, strict=True)), following, tree)
 
     def _next_root(self, source: NextRoot) -> tuple[int, float]:
         """The next root and its raw log-probability: drawn here from the row, or by the verifier."""
@@ -148,7 +150,21 @@ class Decoding:
         at = int(np.searchsorted(row.ids, token))
         return token, 0.0 if row.raw_log_probs is None else float(row.raw_log_probs[at])
 
-    def _commit(self, accepted: list[tuple[int, float]], root: tuple[int, float] | None) -> int:
+    def _shown(self, root: int, drafts: list[Draft], choice: Choice, verdict: Verdict) -> StepTree:
+        tree = choice.tree
+        return StepTree(
+            root=root,
+            tokens=tuple(tree.tokens.tolist()),
+            parents=tuple(tree.parents.tolist()),
+            log_probs=tuple(tree.log_probs.tolist()),
+            forwards=forwards_of(tree, [(draft.tree, draft.deltas) for draft in drafts]),
+            pieces=tuple(self.text.alone(token) for token in tree.tokens.tolist()),
+            accepted=verdict.accepted,
+        )
+
+    def _commit(
+        self, accepted: list[tuple[int, float]], root: tuple[int, float] | None, tree: StepTree | None = None
+    ) -> int:
         """Send new tokens to the client up to where the text ends; returns the next root."""
         new = [(*token, Origin.DRAFT) for token in accepted]
         if root is not None:
@@ -173,6 +189,7 @@ class Decoding:
                 origins=tuple(origin for _, _, origin in sent),
                 pieces=tuple(pieces),
                 log_probs=tuple(log_prob for _, log_prob, _ in sent) if self.request.want_log_probs else (),
+                tree=tree,
             )
         )
         self.result.new_tokens += len(ids)

@@ -118,6 +118,8 @@ class Draft:
 
     tree: DraftTree = field(default_factory=DraftTree.empty)
     q_rows: list[NDArray[np.float32]] = field(default_factory=list)
+    deltas: list[int] = field(default_factory=list)
+    """nodes of each delta that made the tree"""
     forward_ns: int = 0
     weights_version: int = 0
     late: bool = False
@@ -279,6 +281,7 @@ class HeadSession:
         draft = self._draft
         draft.forward_ns, draft.weights_version = said.forward_ns, said.fence.weights_version
         draft.tree = said.nodes if not len(draft.tree) else _append(draft.tree, said.nodes)
+        draft.deltas.append(len(said.nodes))
         if said.q_rows is not None:
             draft.q_rows.append(said.q_rows)
         if said.last:

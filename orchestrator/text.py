@@ -111,6 +111,11 @@ class TextStream:
         self._pending.clear()
         return self._release(self._held + piece)
 
+    def alone(self, token: int) -> str:
+        """The text of one id by itself."""
+        text: str = self._codec.tokenizer.decode([token], skip_special_tokens=False) if self._codec else ""
+        return text
+
     def _release(self, text: str) -> tuple[str, bool]:
         found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:

@@ -37,7 +37,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "ids", "chat", "resume_ids", "sampling", "max_new_tokens", "stop", "policy", "budget", "ignore_eos", "want_log_probs", "accept_rule", "uncoupled")
+    __slots__ = ("text", "ids", "chat", "resume_ids", "sampling", "max_new_tokens", "stop", "policy", "budget", "ignore_eos", "want_log_probs", "accept_rule", "uncoupled", "want_trees")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class GenerateRequest(_message.Message):
     WANT_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_RULE_FIELD_NUMBER: _ClassVar[int]
     UNCOUPLED_FIELD_NUMBER: _ClassVar[int]
+    WANT_TREES_FIELD_NUMBER: _ClassVar[int]
     text: str
     ids: TokenIds
     chat: Chat
@@ -64,7 +65,8 @@ class GenerateRequest(_message.Message):
     want_log_probs: bool
     accept_rule: AcceptRule
     uncoupled: bool
-    def __init__(self, text: _Optional[str] = ..., ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., resume_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., policy: _Optional[str] = ..., budget: _Optional[int] = ..., ignore_eos: bool = ..., want_log_probs: bool = ..., accept_rule: _Optional[_Union[AcceptRule, str]] = ..., uncoupled: bool = ...) -> None: ...
+    want_trees: bool
+    def __init__(self, text: _Optional[str] = ..., ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., resume_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., policy: _Optional[str] = ..., budget: _Optional[int] = ..., ignore_eos: bool = ..., want_log_probs: bool = ..., accept_rule: _Optional[_Union[AcceptRule, str]] = ..., uncoupled: bool = ..., want_trees: bool = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -109,18 +111,38 @@ class Started(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., policy: _Optional[str] = ..., heads: _Optional[_Iterable[str]] = ..., budget: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("text", "ids", "origins", "log_probs", "pieces")
+    __slots__ = ("text", "ids", "origins", "log_probs", "pieces", "tree")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     ORIGINS_FIELD_NUMBER: _ClassVar[int]
     LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     PIECES_FIELD_NUMBER: _ClassVar[int]
+    TREE_FIELD_NUMBER: _ClassVar[int]
     text: str
     ids: _containers.RepeatedScalarFieldContainer[int]
     origins: _containers.RepeatedScalarFieldContainer[TokenOrigin]
     log_probs: _containers.RepeatedScalarFieldContainer[float]
     pieces: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, text: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[TokenOrigin, str]]] = ..., log_probs: _Optional[_Iterable[float]] = ..., pieces: _Optional[_Iterable[str]] = ...) -> None: ...
+    tree: StepTree
+    def __init__(self, text: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[TokenOrigin, str]]] = ..., log_probs: _Optional[_Iterable[float]] = ..., pieces: _Optional[_Iterable[str]] = ..., tree: _Optional[_Union[StepTree, _Mapping]] = ...) -> None: ...
+
+class StepTree(_message.Message):
+    __slots__ = ("tokens", "parents", "log_probs", "forwards", "pieces", "accepted", "root")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    FORWARDS_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    ROOT_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    log_probs: _containers.RepeatedScalarFieldContainer[float]
+    forwards: _containers.RepeatedScalarFieldContainer[int]
+    pieces: _containers.RepeatedScalarFieldContainer[str]
+    accepted: _containers.RepeatedScalarFieldContainer[int]
+    root: int
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., forwards: _Optional[_Iterable[int]] = ..., pieces: _Optional[_Iterable[str]] = ..., accepted: _Optional[_Iterable[int]] = ..., root: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("finish_reason", "prompt_tokens", "new_tokens", "steps", "accept_lengths", "routed", "verified_nodes", "late_drafts", "bad_drafts", "timings")

@@ -16,6 +16,7 @@ from coppice.generation import (
     ModelDescription,
     Origin,
     Started,
+    StepTree,
     Timings,
 )
 from coppice.limits import Limits
@@ -47,6 +48,7 @@ def request_to_wire(request: GenerationRequest) -> generation.GenerateRequest:
         want_log_probs=request.want_log_probs,
         accept_rule=generation.ACCEPT_RULE_PQ if request.pq else generation.ACCEPT_RULE_KEYED,
         uncoupled=not request.coupled,
+        want_trees=request.want_trees,
     )
     if request.text is not None:
         message.text = request.text
@@ -82,6 +84,7 @@ def read_request(message: generation.GenerateRequest, vocab_size: int, bounds: L
         want_log_probs=message.want_log_probs,
         pq=message.accept_rule == generation.ACCEPT_RULE_PQ,
         coupled=not message.uncoupled,
+        want_trees=message.want_trees,
     )
 
 
@@ -112,7 +115,7 @@ def _read_prompt(
     return None, None, tuple(ChatMessage(part.role, part.content) for part in parts)
 
 
-def _values(record: Timings | ModelDescription) -> dict[str, Any]:
+def _values(record: Timings | ModelDescription | StepTree) -> dict[str, Any]:
     return {part.name: getattr(record, part.name) for part in fields(record)}
 
 
@@ -134,6 +137,7 @@ def chunk_to_wire(chunk: Chunk) -> generation.GenerateResponse:
             origins=cast(list[generation.TokenOrigin], list(chunk.origins)),
             pieces=chunk.pieces,
             log_probs=chunk.log_probs,
+            tree=None if chunk.tree is None else generation.StepTree(**_values(chunk.tree)),
         )
     )
 
@@ -173,7 +177,8 @@ def read_response(message: generation.GenerateResponse) -> Started | Chunk | Fin
         for origin in chunk.origins:
             limits.check_range("chunk.origins", origin, min(Origin), max(Origin))
         origins = tuple(Origin(origin) for origin in chunk.origins)
-        return Chunk(chunk.text, tuple(chunk.ids), origins, tuple(chunk.pieces), tuple(chunk.log_probs))
+        tree = _read_tree(chunk.tree) if chunk.HasField("tree") else None
+        return Chunk(chunk.text, tuple(chunk.ids), origins, tuple(chunk.pieces), tuple(chunk.log_probs), tree)
     if kind != "finished":
         raise InvalidField("kind", "none of started, chunk and finished is set")
     finished = message.finished
@@ -192,6 +197,20 @@ def read_response(message: generation.GenerateResponse) -> Started | Chunk | Fin
         bad_drafts=finished.bad_drafts,
         timings=Timings(**read),
     )
+
+
+def _read_tree(message: generation.StepTree) -> StepTree:
+    nodes = len(message.tokens)
+    limits.check_count("chunk.tree.tokens", nodes, 0, limits.MAX_TREE_NODES)
+    for field in ("parents", "log_probs", "forwards", "pieces"):
+        limits.check_count(f"chunk.tree.{field}", len(getattr(message, field)), nodes, nodes)
+    for number, parent in enumerate(message.parents):
+        limits.check_range("chunk.tree.parents", parent, 0, number)
+    for node in message.accepted:
+        limits.check_range("chunk.tree.accepted", node, 1, nodes)
+    told: dict[str, Any] = {part.name: getattr(message, part.name) for part in fields(StepTree)}
+    told |= {name: tuple(value) for name, value in told.items() if not isinstance(value, int)}
+    return StepTree(**told)
 
 
 def model_to_wire(model: ModelDescription) -> generation.DescribeModelResponse:

@@ -25,6 +25,7 @@ from coppice.generation import (
     ModelDescription,
     Origin,
     Started,
+    StepTree,
     Timings,
 )
 from coppice.limits import Limits
@@ -173,6 +174,11 @@ SAMPLES: dict[str, Case] = {
     "started": (Started(3, "route", ("a", "b"), 31), generation.started_to_wire, generation.read_response),
     "chunk": (
         Chunk("hé!", (1, 2), (Origin.DRAFT, Origin.ROOT), ("h", "é!"), (-0.5, -2.0)),
+        generation.chunk_to_wire,
+        generation.read_response,
+    ),
+    "chunk with its tree": (
+        Chunk("", (1,), (Origin.ROOT,), ("",), (), StepTree(3, (4, 5), (0, 1), (-0.5, -1.0), (1, 2), ("a", "b"), (1,))),
         generation.chunk_to_wire,
         generation.read_response,
     ),

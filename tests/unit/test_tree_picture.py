@@ -1,0 +1,46 @@
+"""A step's tree on the terminal and as a picture."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from coppice.generation import StepTree
+from coppice.tree_picture import longest, places, save, show
+
+TREE = StepTree(
+    root=7,
+    tokens=(4, 5, 6, 8, 9),
+    parents=(0, 0, 1, 1, 3),
+    log_probs=(-0.1, -2.0, -0.4, -3.0, -0.9),
+    forwards=(1, 1, 1, 1, 2),
+    pieces=(" the", "$x$", " cat", "\n", ""),
+    accepted=(1, 3),
+)
+
+
+def test_the_terminal_shows_every_node_its_forward_and_the_path() -> None:
+    plain, coloured = io.StringIO(), io.StringIO()
+    show(TREE, Console(file=plain, width=80, color_system=None))
+    lines = plain.getvalue().splitlines()
+    assert [line.strip("│├└─ ") for line in lines[:6]] == ["root 7", "the ✓", "cat ✓", "9", "\\n", "$x$"]
+    assert "5 nodes, 2 accepted" in lines[-1]
+    show(TREE, Console(file=coloured, width=80, force_terminal=True, color_system="standard"))
+    assert "\x1b[1;32m the" in coloured.getvalue()
+    assert "\x1b[34m9" in coloured.getvalue()
+
+
+def test_nodes_of_a_depth_stand_below_each_other(tmp_path: Path) -> None:
+    at = places(TREE)
+    assert [at[node][0] for node in range(6)] == [0, 1, 1, 2, 2, 3]
+    assert len(set(at.values())) == len(at)
+    save(TREE, tmp_path / "tree.png")
+    assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_tree_that_accepted_most_is_chosen() -> None:
+    other = StepTree(1, (2,), (0,), (-1.0,), (1,), ("x",), (1,))
+    assert longest([other, TREE, other]) is TREE
+    assert longest([]) is None
