@@ -34,6 +34,7 @@ _PATH = "drafter.path"
 _NULLABLE = {"rank_norm_topk"}  # null says something else than nothing
 _OPTIONAL = {"embed_tokens.weight", "input_layer.embed_tokens.weight", "verifier_norm.weight", "t2d"}
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
+_OUTPUT = ("lm_head.weight",)
 _TO_SAFETENSORS = (
     "convert it where you trust it: python -c \"import torch, safetensors.torch as s; s.save_file(torch.load('{0}', "
     "weights_only=True), '{1}')\""
@@ -71,13 +72,26 @@ def read_target(folder: str | Path) -> TargetParts:
     if not folder or not (path / CONFIG).is_file():
         raise InvalidField("drafter.target", f"no Hugging Face model folder: {str(folder)!r}")
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).get_text_config()
-    for file in sorted(path.glob("*.safetensors")):
+    embedding = _find_tensor(path, _EMBEDDINGS)
+    if embedding is None:
+        raise InvalidField("drafter.target", f"{folder} holds no token embedding in safetensors")
+    return TargetParts(config.hidden_size, len(embedding), config.num_hidden_layers, embedding)
+
+
+def read_output(folder: str | Path) -> Tensor:
+    """(V, hidden) of a target's output layer, which may be its embedding. Raises InvalidField."""
+    own = _find_tensor(Path(folder), _OUTPUT)
+    return read_target(folder).embedding if own is None else own
+
+
+def _find_tensor(folder: Path, names: tuple[str, ...]) -> Tensor | None:
+    for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118
-                if key.endswith(_EMBEDDINGS):
-                    embedding = tensors.get_tensor(key)
-                    return TargetParts(config.hidden_size, len(embedding), config.num_hidden_layers, embedding)
-    raise InvalidField("drafter.target", f"{folder} holds no token embedding in safetensors")
+                if key.endswith(names):
+                    found: Tensor = tensors.get_tensor(key)
+                    return found
+    return None
 
 
 def layout_of(folder: str | Path) -> Layout:

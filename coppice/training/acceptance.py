@@ -70,12 +70,19 @@ class Acceptance:
 
 @torch.no_grad()
 def measure(student: Any, loss: SpecBlockLoss | Eagle3Loss, texts: Sequence[Tensor], blocks: int = 2) -> Acceptance:
-    """Draft greedily behind every token of (N + 1,) texts, `blocks` blocks (or 8 EAGLE-3 steps) deep."""
+    """Draft greedily behind every token of texts at (N + 1,) positions, `blocks` blocks (or 8 EAGLE-3 steps) deep."""
     found = Acceptance()
     if isinstance(loss, SpecBlockLoss):
         slots = student.model.config.slots
         chain: Any = replace(
-            loss, blocks=blocks, cut=slots, restart=False, valid_prefix=True, rank_on=lambda: True, heard=found.hear
+            loss,
+            blocks=blocks,
+            cut=slots,
+            every=1,
+            restart=False,
+            valid_prefix=True,
+            rank_on=lambda: True,
+            heard=found.hear,
         )
     else:
         chain = replace(loss, steps=8, valid_prefix=True, heard=found.hear)

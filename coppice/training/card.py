@@ -11,7 +11,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from coppice.training.acceptance import Acceptance
-from coppice.training.answers import generate
 from coppice.training.tokenizer import load_tokenizer
 
 SAMPLE_TOKENS = 96
@@ -75,8 +74,8 @@ def _training(run: Run) -> str:
     how = "Trained from nothing on the text below: next-token cross-entropy, Muon and AdamW."
     if run.title != "target":
         how = (
-            "Trained to predict the target's full distribution at every position of the text below and of the target's "
-            "own answers to prefixes of it, at temperatures 0, 0.7 and 1 (60% of the tokens)."
+            "Trained to predict the target's distribution at every position of its own answers, at temperatures 0, 0.7 "
+            "and 1, to prefixes of the text below."
         )
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "tokenizers"))
     state = run.state
@@ -95,7 +94,7 @@ def _data(run: Run) -> str:
     ]
     for name, fact in run.data.items():
         counts = " | ".join(f"{fact[key]:,}" for key in ("bytes", "documents", "held_out_documents", "tokens"))
-        epochs = run.state["drawn"].get(name, 0) / max(1, fact["tokens"])
+        epochs = run.state["drawn"].get(name, 0) / max(1, fact.get("answered", fact["tokens"]))
         loss = f"{run.held_out[name]:.3f}" if name in run.held_out else "none held out"
         rows.append(f"| {name} | {counts} | {epochs:.2f} | {loss} |")
     sources = [f"- {name}: {', '.join(fact['sources'])}" for name, fact in run.data.items()]
@@ -110,7 +109,19 @@ def _samples(folder: Path, model: PreTrainedModel) -> str:
     for name, prompt in SAMPLE_PROMPTS.items():
         ids = torch.tensor([tokenizer.encode(prompt).ids])
         for temperature in (0.0, SAMPLE_TEMPERATURE):
-            answer = generate(model, ids, temperature, SAMPLE_TOKENS, seed=0)[0]
+            answer = _continue(model, ids, temperature)
             label = f"T={temperature:g}" if temperature else "greedy"
             parts.append(f"**{name}, {label}**\n~~~~text\n{tokenizer.decode(answer)}\n~~~~")
     return "\n\n".join(parts)
+
+
+def _continue(model: Any, ids: torch.Tensor, temperature: float) -> list[int]:
+    """`ids` (1, T) and what the model says next, seeded."""
+    torch.manual_seed(0)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    with torch.inference_mode():
+        answer = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=SAMPLE_TOKENS, **(sampling or {"do_sample": False})
+        )
+    out: list[int] = answer[0].tolist()
+    return out

@@ -10,6 +10,8 @@ app = typer.Typer(help="Train a target of your own, or a draft head for a target
 
 HEAD_KINDS = ("specblock", "eagle3", "lm")
 TARGET_TOKENS, HEAD_TOKENS = 4_000_000, 400_000
+LESSONS_SHARE = 0.25
+"""Tokens recorded for a token of training: each is read four times."""
 
 Data = Annotated[
     list[str],
@@ -75,18 +77,28 @@ def train_head(
     device: Device = "cpu",
     workers: Workers = None,
     seed: Seed = 0,
+    lessons: Annotated[
+        Path | None,
+        typer.Option(
+            "--lessons", help="Folder of the target's answers, which heads may share; default: OUT.work/lessons."
+        ),
+    ] = None,
     prefix_broadcast: Kept = True,
     layer_shift: Kept = True,
     valid_prefix: Kept = True,
     cross_block: Kept = True,
 ) -> None:
-    """Train a draft head on a target's answers and distributions, then write its model folder."""
+    """Record a target's answers, train a draft head on its distributions there, then write the head's folder."""
     if kind not in HEAD_KINDS:
         raise typer.BadParameter(f"unknown kind {kind!r}; known: {', '.join(HEAD_KINDS)}", param_hint="--kind")
     if not (target / "config.json").is_file():
         raise typer.BadParameter(f"{target} is not a model folder: it has no config.json", param_hint="--target")
+    import torch
+
     from coppice.training import feature_heads, lm_head
+    from coppice.training.dtype import fast_dtype
     from coppice.training.export import export, write_run
+    from coppice.training.lessons import LessonPlan, record_lessons
 
     switches = {"prefix-broadcast": prefix_broadcast, "layer-shift": layer_shift}
     switches |= {"valid-prefix": valid_prefix, "cross-block": cross_block}
@@ -96,15 +108,19 @@ def train_head(
     work = work_folder(out)
     flags = {"kind": kind, "target": target.name, "out": out.name, "tokens": str(tokens)}
     write_run(work, "head", data, flags | {f"no-{name}": "" for name in left_out})
+    dtype = str(fast_dtype(torch.device(device))).removeprefix("torch.")
+    plan = LessonPlan(int(tokens * LESSONS_SHARE), seed=seed)
+    recorded = record_lessons(data, target, lessons or work / "lessons", plan, device=device, dtype=dtype)
+    recorded.describe(work / "data")
     shared: dict[str, Any] = {"resume": resume, "device": device, "seed": seed}
     shared["num_workers"] = workers or _cores(device)
     if kind == "lm":
-        if lm_head.train_lm(data, target, work, lm_head.lm_schedule(tokens), **shared):
+        if lm_head.train_lm(recorded, target, work, lm_head.lm_schedule(tokens), **shared):
             export(work, out)
         return
     done = feature_heads.train_feature_head(
         kind,
-        data,
+        recorded,
         target,
         work,
         feature_heads.head_schedule(tokens),
@@ -114,7 +130,7 @@ def train_head(
         **shared,
     )
     if done:
-        feature_heads.export_feature_head(work, out, target, device)
+        feature_heads.export_feature_head(work, out, recorded, target, device)
 
 
 @app.command("export")

@@ -10,20 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig
 
 from coppice.nn.decoder import HeadConfig
 from coppice.nn.eagle3_model import Eagle3Config, Eagle3Model
-from coppice.nn.layouts import TargetParts, read_target, save_head
+from coppice.nn.layouts import TargetParts, read_output, read_target, save_head
 from coppice.nn.specblock_model import SpecBlockConfig, SpecBlockModel
 from coppice.training.acceptance import measure
-from coppice.training.answers import AnswerPlan
 from coppice.training.card import write_head_card
 from coppice.training.checkpoint import load_weights
 from coppice.training.export import read_run
 from coppice.training.feature_losses import Eagle3Loss, SpecBlockLoss, Student
-from coppice.training.lm_head import ANSWERS_SHARE, load_target, prepare_lessons
-from coppice.training.packing import Packed, held_out_rows, open_prepared
+from coppice.training.lessons import Lessons
+from coppice.training.packing import held_out_rows
 from coppice.training.progress import Progress
 from coppice.training.report import write_report
 from coppice.training.schedule import Schedule
@@ -34,17 +33,27 @@ RATES = Rates(muon=0.0, adam=2e-3, clip=0.5, eval_tokens=50_000)
 DRAFT_VOCAB = 4096
 RANK_AFTER = 0.1
 """share of the run after which the rank head learns"""
+LATER_ROWS = 3
+"""later blocks learn from one row in so many"""
 MEASURED_ROWS = 8
 
 
 def head_schedule(tokens: int) -> Schedule:
     """Cosine with warm-up, in small steps over short rows."""
-    return Schedule(tokens=tokens, cosine=True, warmup=20_000, batch=2048, length=128, long_length=256, long_share=0.2)
+    return Schedule(
+        tokens=tokens,
+        cosine=True,
+        warmup=20_000,
+        small_batch=1024,
+        batch=2048,
+        length=128,
+        long_length=256,
+        long_share=0.2,
+    )
 
 
-def head_config(kind: str, target: PreTrainedModel, parts: TargetParts, draft_vocab: int, **switches: bool) -> Any:
-    """A configuration shaped as the target's layers are."""
-    config: Any = target.config
+def head_config(kind: str, config: Any, parts: TargetParts, draft_vocab: int, **switches: bool) -> Any:
+    """A configuration shaped as the layers of the target, whose own configuration is `config`."""
     shape = {
         "hidden_size": parts.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -65,8 +74,8 @@ def head_config(kind: str, target: PreTrainedModel, parts: TargetParts, draft_vo
     )
 
 
-def build_student(config: HeadConfig, embedding: Tensor, draft_ids: Tensor, seed: int) -> Student:
-    """A fresh draft model whose output layer starts as the target's embedding of the draft vocabulary."""
+def build_student(config: HeadConfig, embedding: Tensor, output: Tensor, draft_ids: Tensor, seed: int) -> Student:
+    """A fresh draft model whose output layer starts as the target's."""
     torch.manual_seed(seed)
     model: Any = SpecBlockModel(config) if isinstance(config, SpecBlockConfig) else Eagle3Model(config)  # type: ignore[arg-type]
     model.d2t.copy_(draft_ids - torch.arange(len(draft_ids)))
@@ -81,14 +90,14 @@ def build_student(config: HeadConfig, embedding: Tensor, draft_ids: Tensor, seed
             nn.init.normal_(model.input_layer.position_queries.weight, std=0.02)
             for shift in model.shift_proj:  # starts as the identity: slot k of the layer before
                 shift.weight.copy_(torch.eye(config.hidden_size, 2 * config.hidden_size))
-        model.lm_head.weight.copy_(embedding[draft_ids])
-    return Student(model, embedding)
+        model.lm_head.weight.copy_(output[draft_ids])
+    return Student(model, embedding.float())
 
 
 def train_feature_head(
     kind: str,
-    lines: list[str],
-    target_folder: Path,
+    lessons: Lessons,
+    target: Path,
     work: Path,
     schedule: Schedule,
     *,
@@ -103,28 +112,27 @@ def train_feature_head(
     seed: int = 0,
 ) -> bool:
     """Train into `work`; False when a signal stopped the run before its end."""
-    target, parts = load_target(target_folder, device), read_target(target_folder)
-    plan = AnswerPlan(tokens=int(schedule.tokens * ANSWERS_SHARE), seed=seed)
-    domains = prepare_lessons(lines, target, target_folder, work, plan, num_workers)
-    draft_ids = draft_vocabulary(domains, parts.vocab_size, draft_vocab)
-    config = head_config(kind, target, parts, len(draft_ids), **(switches or {}))
-    student = build_student(config, parts.embedding.float(), draft_ids, seed).to(device)
-    teacher = Teacher(target, config.feature_layers, draft_ids.to(device))
+    parts, output = read_target(target), read_output(target)
+    draft_ids = draft_vocabulary(lessons, parts.vocab_size, draft_vocab)
+    config = head_config(kind, AutoConfig.from_pretrained(target), parts, len(draft_ids), **(switches or {}))
+    student = build_student(config, parts.embedding, output, draft_ids, seed).to(device)
+    teacher = Teacher(lessons.read, output.to(device), draft_ids)
     told = {"kind": kind, "config": config.model_dump(by_alias=True), "draft_ids": draft_ids.tolist()}
     (work / "head.json").write_text(json.dumps(told) + "\n", encoding="utf-8")
     loss: SpecBlockLoss | Eagle3Loss = Eagle3Loss(teacher)
     if kind == "specblock":
-        loss = SpecBlockLoss(teacher, blocks=3 if cross_block else 1, valid_prefix=valid_prefix)
+        blocks = 3 if cross_block else 1
+        loss = SpecBlockLoss(teacher, blocks=blocks, valid_prefix=valid_prefix, every=LATER_ROWS)
     # The mask admits more and harder rows as a head learns, so a masked loss rises when the head gets better.
     everywhere: Any = loss
     if isinstance(loss, SpecBlockLoss):
         everywhere = replace(loss, blocks=2, valid_prefix=False, rank_on=lambda: False, cut=config.slots)
-    texts = held_out_texts(domains, device)
+    texts = held_out_texts(lessons, device)
 
     def figures() -> dict[str, float]:
         return {"accepted length": measure(student, loss, texts).length}
 
-    trainer = Trainer(student, loss, domains, schedule, work, rates, seed, num_workers, everywhere, figures)
+    trainer = Trainer(student, loss, lessons.domains(), schedule, work, rates, seed, num_workers, everywhere, figures)
     if isinstance(loss, SpecBlockLoss):
         loss.rank_on = lambda: trainer.counters.tokens >= RANK_AFTER * schedule.tokens
     if resume:
@@ -132,18 +140,18 @@ def train_feature_head(
     return trainer.train(Progress(kind))
 
 
-def export_feature_head(work: Path, out: Path, target_folder: Path, device: str = "cpu") -> None:
+def export_feature_head(work: Path, out: Path, lessons: Lessons, target: Path, device: str = "cpu") -> None:
     """Write the head folder `out` from the best weights in `work`, in its public layout, with card and report."""
     told = json.loads((work / "head.json").read_text(encoding="utf-8"))
     shape = SpecBlockConfig if told["kind"] == "specblock" else Eagle3Config
     config, draft_ids = shape.model_validate(told["config"]), torch.tensor(told["draft_ids"])
-    target, parts = load_target(target_folder, device), read_target(target_folder)
-    student = build_student(config, parts.embedding.float(), draft_ids, 0)
+    output = read_output(target)
+    student = build_student(config, read_target(target).embedding, output, draft_ids, 0)
     load_weights(work / "best.safetensors", dict(student.named_parameters()))
     student.bfloat16().float()  # what is measured is what is shipped: the rounded weights
-    teacher = Teacher(target, config.feature_layers, draft_ids.to(device))
+    teacher = Teacher(lessons.read, output.to(device), draft_ids)
     loss: Any = SpecBlockLoss(teacher) if told["kind"] == "specblock" else Eagle3Loss(teacher)
-    found = measure(student.to(device), loss, held_out_texts(open_prepared(work / "data"), device))
+    found = measure(student.to(device), loss, held_out_texts(lessons, device))
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     save_head(partial, student.model.cpu().bfloat16(), config, told["kind"])
@@ -156,16 +164,13 @@ def export_feature_head(work: Path, out: Path, target_folder: Path, device: str 
     partial.rename(out)
 
 
-def draft_vocabulary(domains: list[Packed], vocab: int, size: int) -> Tensor:
-    """(size,) ascending ids the domains hold most of, each domain by its weight."""
-    counts = torch.zeros(vocab, dtype=torch.float64)
-    for domain in domains:
-        ids = torch.from_numpy(domain.train.astype("int64"))
-        counts += torch.bincount(ids, minlength=vocab) * (domain.weight / len(ids))
+def draft_vocabulary(lessons: Lessons, vocab: int, size: int) -> Tensor:
+    """(size,) ascending ids that the target said most often."""
+    counts = torch.bincount(lessons.ids(), minlength=vocab)
     return counts.argsort(descending=True, stable=True)[:size].sort().values
 
 
-def held_out_texts(domains: list[Packed], device: str) -> list[Tensor]:
-    """Rows of held-out text of every domain, (N + 1,) each."""
-    rows = [held_out_rows(domain, MEASURED_ROWS, 128) for domain in domains]
-    return [torch.from_numpy(row).to(device) for batch in rows if batch is not None for row in batch]
+def held_out_texts(lessons: Lessons, device: str) -> list[Tensor]:
+    """Positions of held-out texts of every domain, (N + 1,) each."""
+    rows = [held_out_rows(domain, MEASURED_ROWS, 128) for domain in lessons.domains()]
+    return [torch.from_numpy(row[:-1]).to(device) for batch in rows if batch is not None for row in batch]

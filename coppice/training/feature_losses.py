@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from coppice.nn.eagle3_model import Eagle3Model
 from coppice.nn.specblock_model import SpecBlockModel
+from coppice.training.lessons import Lesson
 from coppice.training.paths import PathAttention
-from coppice.training.teacher import Lesson, Teacher
+from coppice.training.teacher import Teacher
 
 RANK_BOUNDS = (1, 4, 10)
 """The highest rank of buckets 0, 1 and 2; what lies behind is bucket 3."""
@@ -46,40 +47,41 @@ class Student(nn.Module):
 
 @dataclass(frozen=True)
 class Targets:
-    """What the rows of a lesson are to say, `offset` tokens further than the next one."""
+    """What some rows of a lesson are to say, `offset` tokens further than the next one. Row i has token i + 1."""
 
     ids: Tensor  # (B, N + 1)
     gold: Tensor  # (B, N + 1) draft ids, -1 outside the draft vocabulary
     log_probs: Tensor  # (B, N + 1, D), of the token behind each position
+    rows: Tensor  # (n,)
 
     @classmethod
     def of(cls, lesson: Lesson, teacher: Teacher) -> Targets:
-        """The lesson's tokens and distributions in the draft vocabulary."""
-        return cls(lesson.ids, teacher.draft_number[lesson.ids], teacher.draft_log_probs(lesson.final))
+        """The lesson's tokens and distributions in the draft vocabulary, for all of its rows."""
+        rows = torch.arange(lesson.ids.shape[1] - 1, device=lesson.ids.device)
+        return cls(lesson.ids, teacher.draft_number[lesson.ids], teacher.draft_log_probs(lesson.final), rows)
 
     def token(self, offset: int) -> Tensor:
-        """(B, N) ids that stand offset + 1 behind each row; rows whose text has ended repeat its last one."""
+        """(B, n) ids that stand offset + 1 behind each row; rows whose text has ended repeat its last one."""
         return self.ids[:, self._at(offset + 1)]
 
     def behind(self, offset: int) -> Tensor:
-        """(B, N) gold of what a prediction `offset` places further than the next is to be; -1 where there is none."""
-        last = self.ids.shape[1] - 1
-        row = torch.arange(last, device=self.ids.device)
-        return self.gold[:, self._at(offset + 2)].where(row + offset + 2 <= last, -1)
+        """(B, n) gold of what a prediction `offset` places further than the next is to be; -1 where there is none."""
+        return self.gold[:, self._at(offset + 2)].where(self._inside(offset), -1)
 
     def outside(self, valid: Tensor, offset: int) -> int:
         """How many of the valid rows' tokens are no draft ids."""
-        rows = valid.shape[1] - offset - 1  # those whose text goes on that far
-        return int((valid & (self.behind(offset) < 0))[:, : max(rows, 0)].sum())
+        return int((valid & self._inside(offset) & (self.behind(offset) < 0)).sum())
 
     def taught(self, admitted: Tensor, offset: int) -> Tensor:
-        """(n, D) log-probabilities for the admitted rows of a (B, N) mask."""
+        """(m, D) log-probabilities for the m admitted rows of a (B, n) mask."""
         text, row = admitted.nonzero(as_tuple=True)
         return self.log_probs[text, self._at(offset + 1)[row]]
 
+    def _inside(self, offset: int) -> Tensor:
+        return self.rows + offset + 2 < self.ids.shape[1]
+
     def _at(self, offset: int) -> Tensor:
-        last = self.ids.shape[1] - 1
-        return (torch.arange(last, device=self.ids.device) + offset).clamp(max=last)
+        return (self.rows + offset).clamp(max=self.ids.shape[1] - 1)
 
 
 def soft_loss(logits: Tensor, taught: Tensor) -> Tensor:
@@ -108,36 +110,43 @@ class SpecBlockLoss:
     """whether the rank head learns yet"""
     cut: int = 0
     """every block's cut; 0 draws one for each batch and block"""
+    every: int = 1
+    """later blocks start from every so many rows: block 1 is what most steps need"""
     restart: bool = True
     """whether a block's mask forgets that the block before went wrong"""
     heard: Heard | None = None
 
     def __call__(self, student: Any, inputs: Tensor, _labels: Tensor) -> Tensor:
-        """The loss in nats of texts (B, N + 1), summed over slots and blocks."""
+        """The loss in nats of the texts at (B, N + 1) positions, summed over slots and blocks."""
         model: SpecBlockModel = student.model
         config, lesson = model.config, self.teacher.read(inputs)
-        targets, rows, slots = Targets.of(lesson, self.teacher), inputs.shape[1] - 1, config.slots
-        condition, offset = model.condition(lesson.features[:, :rows]), 0
-        attention = PathAttention(rows, slots, config.num_hidden_layers)
-        position = torch.arange(1, rows + 1, device=inputs.device)[None]
+        targets, slots = Targets.of(lesson, self.teacher), config.slots
+        rows = targets.rows
+        condition, offset = model.condition(lesson.features[:, : len(rows)]), 0
+        # Drawn from the batch itself, so that a resumed run repeats it.
+        drawn = int(lesson.ids.sum())
+        later = rows[drawn % self.every :: self.every]
+        attention = PathAttention(len(rows), slots, config.num_hidden_layers, later)
         total = condition.new_zeros(())
-        valid = torch.ones_like(inputs[:, :rows], dtype=torch.bool)
+        valid = torch.ones_like(inputs[:, : len(rows)], dtype=torch.bool)
         for block in range(self.blocks):
-            rope = model.rope(position + (offset if config.block_rope_advance else 0), condition.dtype)
+            position = targets.rows[None] + 1 + (offset if config.block_rope_advance else 0)
             token = student.embedding[targets.token(offset)]
+            rope = model.rope(position, condition.dtype)
             states = model(condition, token, rope, attention.attends(inputs.device))
             loss, ended = self._block(model, states, targets, block, offset, valid)
-            total, valid = total + loss, valid if self.restart else ended
-            # Drawn from the batch itself, so that a resumed run repeats it.
-            cut = self.cut or 1 + int(inputs.sum() + 7919 * block) % slots
-            condition, offset = states[:, :, cut - 1], offset + cut
+            cut = self.cut or 1 + (drawn + 7919 * block) % slots
+            condition, offset, total = states[:, :, cut - 1], offset + cut, total + loss
+            valid = valid if self.restart else ended
+            if block == 0:
+                condition, valid, targets = condition[:, later], valid[:, later], replace(targets, rows=later)
             attention.cuts.append(cut)
         return total
 
     def _block(
         self, model: SpecBlockModel, states: Tensor, targets: Targets, block: int, offset: int, valid: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """A block's losses and the (B, N) rows that were right to its end.
+        """A block's losses and the (B, n) rows that were right to its end.
 
         Only rows that the mask admits are read: the others' logits would be thrown away.
         """
@@ -175,10 +184,10 @@ class Eagle3Loss:
     heard: Heard | None = None
 
     def __call__(self, student: Any, inputs: Tensor, _labels: Tensor) -> Tensor:
-        """The loss in nats of texts (B, N + 1), a weighted mean over steps."""
+        """The loss in nats of the texts at (B, N + 1) positions, a weighted mean over steps."""
         model: Eagle3Model = student.model
-        lesson = self.teacher.read(inputs)
-        targets, rows = Targets.of(lesson, self.teacher), inputs.shape[1] - 1
+        lesson, rows = self.teacher.read(inputs), inputs.shape[1] - 1
+        targets = Targets.of(lesson, self.teacher)
         hidden = model.condition(lesson.features[:, :rows])
         attention = PathAttention(rows, 1, 1)
         position = torch.arange(rows, device=inputs.device)[None]

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer
 from coppice.training.corpora import END_OF_TEXT, Corpus, DataError
 
 MAX_EPOCHS = 8
-Ids = NDArray[np.uint16]
+Ids = NDArray[np.uint16] | NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -23,21 +24,23 @@ class Packed:
     weight: float
     train: Ids
     held_out: Ids
+    aligned: bool = False
+    """whether rows begin at multiples of their length, never in between"""
 
 
-def pack_texts(texts: Iterable[str], tokenizer: Tokenizer) -> Ids:
-    """Encode documents into one flat array, each followed by the end-of-text id."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    parts = [np.array([*encoding.ids, end], dtype=np.uint16) for encoding in tokenizer.encode_batch(list(texts))]
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.uint16)
+def pack_texts(texts: Iterable[str], tokenizer: Tokenizer, end: int) -> Ids:
+    """Encode documents into one flat array, each followed by `end`."""
+    dtype: Any = np.uint16 if max(end + 1, tokenizer.get_vocab_size()) <= 1 << 16 else np.int64
+    parts = [np.array([*encoding.ids, end], dtype=dtype) for encoding in tokenizer.encode_batch(list(texts))]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
 
 
-def save_packed(corpus: Corpus, tokenizer: Tokenizer, folder: Path) -> None:
+def save_packed(corpus: Corpus, tokenizer: Tokenizer, folder: Path, end: int) -> None:
     """Write NAME.train.npy and NAME.held_out.npy."""
     folder.mkdir(parents=True, exist_ok=True)
     order = np.random.default_rng(0).permutation(len(corpus.train))
-    np.save(folder / f"{corpus.name}.train.npy", pack_texts((corpus.train[i] for i in order), tokenizer))
-    np.save(folder / f"{corpus.name}.held_out.npy", pack_texts(corpus.held_out, tokenizer))
+    np.save(folder / f"{corpus.name}.train.npy", pack_texts((corpus.train[i] for i in order), tokenizer, end))
+    np.save(folder / f"{corpus.name}.held_out.npy", pack_texts(corpus.held_out, tokenizer, end))
 
 
 def load_packed(name: str, weight: float, folder: Path) -> Packed:
@@ -59,7 +62,8 @@ class Reader:
         """`block`: the longest row that will be asked for, in tokens; every length must divide it."""
         self.domains, self.seed, self.block = domains, seed, block
         self.drawn = {d.name: 0 for d in domains} | (drawn or {})
-        self.usable = {d.name: (len(d.train) - 1) // block * block - block for d in domains}
+        spare = {d.name: 0 if d.aligned else block for d in domains}  # for the offset
+        self.usable = {d.name: (len(d.train) - 1) // block * block - spare[d.name] for d in domains}
         for d in domains:
             if self.usable[d.name] < block:
                 raise DataError(f"{d.name}: {len(d.train)} tokens are too few for rows of {block}")
@@ -93,7 +97,7 @@ class Reader:
             name_seed = int.from_bytes(domain.name.encode(), "little") % 2**32
             rng = np.random.default_rng([self.seed, name_seed, epoch, length])
             windows = self.usable[domain.name] // length
-            cached = (key, rng.permutation(windows), int(rng.integers(0, self.block)))
+            cached = (key, rng.permutation(windows), 0 if domain.aligned else int(rng.integers(0, self.block)))
             self._orders[domain.name] = cached
         return cached[1], cached[2]
 
@@ -107,11 +111,15 @@ def held_out_rows(domain: Packed, rows: int, length: int) -> NDArray[np.int64] |
     return np.stack([domain.held_out[s : s + length + 1] for s in starts]).astype(np.int64)
 
 
-def prepare(corpora: list[Corpus], tokenizer: Tokenizer, folder: Path) -> list[Packed]:
-    """Pack every corpus into `folder` and write data.json, what the model card says of them."""
+def prepare(corpora: list[Corpus], tokenizer: Tokenizer, folder: Path, end: int | None = None) -> list[Packed]:
+    """Pack every corpus into `folder` and write data.json, what the model card says of them.
+
+    end: the end-of-text id; None: that of a tokenizer of our own.
+    """
+    last: Any = tokenizer.token_to_id(END_OF_TEXT) if end is None else end
     facts = {}
     for corpus in corpora:
-        save_packed(corpus, tokenizer, folder)
+        save_packed(corpus, tokenizer, folder, last)
         packed = load_packed(corpus.name, corpus.weight, folder)
         facts[corpus.name] = {
             "weight": corpus.weight,

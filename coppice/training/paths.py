@@ -17,29 +17,37 @@ from torch import Tensor
 from coppice.nn.decoder import Attend
 
 
-def visible(rows: int, slots: int, cuts: Sequence[int]) -> Tensor:
-    """(N * K, (b + 1) * N * K) bool: what each slot of block b + 1 sees of blocks 1..b + 1, b = len(cuts)."""
-    row = torch.arange(rows).repeat_interleave(slots)
-    slot = torch.arange(slots).repeat(rows)
-    same = row[:, None] == row[None]
-    earlier = row[:, None] > row[None]
-    upto = slot[:, None] >= slot[None]
-    parts = [same & (slot[None] < cut) for cut in cuts] + [same & upto]
-    parts[0] = parts[0] | earlier
+def visible(rows: int, slots: int, cuts: Sequence[int], chosen: Tensor | None = None) -> Tensor:
+    """(n * K, N * K + b * n * K) bool: what each slot of block b + 1 sees of blocks 1..b + 1, b = len(cuts).
+
+    chosen: (n,) the rows that later blocks start from, ascending; None for all N.
+    """
+    every = torch.arange(rows)
+    some = every if chosen is None else chosen
+    row, slot = (some if cuts else every).repeat_interleave(slots), torch.arange(slots)
+    own_slot = slot.repeat(len(some if cuts else every))
+    parts = []
+    for block in range(len(cuts) + 1):
+        of = every if block == 0 else some
+        their_row, their_slot = of.repeat_interleave(slots), slot.repeat(len(of))
+        path = their_slot[None] < cuts[block] if block < len(cuts) else their_slot[None] <= own_slot[:, None]
+        seen = (row[:, None] == their_row[None]) & path
+        parts.append(seen | (row[:, None] > their_row[None]) if block == 0 else seen)
     return torch.cat(parts, dim=1)
 
 
 class PathAttention:
     """Keys and values of the blocks so far, for every layer of one forward over (B, N) rows."""
 
-    def __init__(self, rows: int, slots: int, layers: int) -> None:
-        self.rows, self.slots, self.layers = rows, slots, layers
+    def __init__(self, rows: int, slots: int, layers: int, chosen: Tensor | None = None) -> None:
+        """chosen: the rows that later blocks start from; None for all."""
+        self.rows, self.slots, self.layers, self.chosen = rows, slots, layers, chosen
         self._stored: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(layers)]
         self.cuts: list[int] = []
 
     def attends(self, device: torch.device) -> list[Attend]:
         """One attention for each layer, for the next block; append its cut to `cuts` before the one after."""
-        mask = visible(self.rows, self.slots, self.cuts).to(device)
+        mask = visible(self.rows, self.slots, self.cuts, self.chosen).to(device)
 
         def attend_in(layer: int) -> Attend:
             def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

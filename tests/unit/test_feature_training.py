@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,12 @@ from transformers import LlamaForCausalLM
 
 from coppice.config import DrafterSettings
 from coppice.nn.head import DraftJob
-from coppice.nn.layouts import load_eagle3, load_specblock, read_target
+from coppice.nn.layouts import load_eagle3, load_specblock, read_output, read_target
 from coppice.sampling import SamplingParams
+from coppice.training.corpora import DataError
 from coppice.training.feature_heads import draft_vocabulary
 from coppice.training.feature_losses import Eagle3Loss, Said, SpecBlockLoss, Student, Targets, bucket_of
-from coppice.training.packing import Packed
+from coppice.training.lessons import Lesson, LessonPlan, record_lessons
 from coppice.training.paths import visible
 from coppice.training.teacher import Teacher
 from tests.tiny import make_target
@@ -23,18 +25,37 @@ from tests.unit.test_feature_heads import HIDDEN, VOCAB, SlowEagle3, SlowSpecBlo
 
 
 def test_a_slot_sees_its_path_and_nothing_else() -> None:
-    rows, slots, cuts = 3, 2, (1, 2)
-    mask = visible(rows, slots, cuts)
+    rows, slots, cuts = 4, 2, (1, 2)
+    later = torch.tensor([1, 3])
     blocks = len(cuts) + 1
-    for row in range(rows):
-        for slot in range(slots):
-            for block in range(blocks):
-                for other in range(rows):
+    for chosen in (None, later):
+        mask = visible(rows, slots, cuts, chosen)
+        starts = range(rows) if chosen is None else chosen.tolist()
+        columns = [(0, other) for other in range(rows)]
+        columns += [(block, other) for block in range(1, blocks) for other in starts]
+        assert mask.shape == (len(starts) * slots, len(columns) * slots)
+        for line, row in enumerate(starts):
+            for slot in range(slots):
+                for column, (block, other) in enumerate(columns):
                     for their in range(slots):
                         own = other == row and (their <= slot if block == blocks - 1 else their < cuts[block])
                         seen = own or (block == 0 and other < row)
-                        at = block * rows * slots + other * slots + their
-                        assert bool(mask[row * slots + slot, at]) == seen
+                        assert bool(mask[line * slots + slot, column * slots + their]) == seen
+
+
+def test_later_blocks_of_some_rows_are_those_of_all(target: Path, tmp_path: Path) -> None:
+    loaded = load_specblock(save_random(tmp_path, "specblock"), target)
+    teacher, ids = lesson(target, loaded.model)
+    student = Student(loaded.model, loaded.embedding)
+    states: list[torch.Tensor] = []
+    loaded.model.register_forward_hook(lambda module, args, out: states.append(out.detach()))
+    SpecBlockLoss(teacher)(student, ids, ids)
+    whole, first = list(states), int(ids.sum()) % 3
+    states.clear()
+    SpecBlockLoss(teacher, every=3)(student, ids, ids)
+    assert torch.equal(states[0], whole[0])
+    for block in (1, 2):
+        assert torch.allclose(states[block], whole[block][:, first::3], atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +64,18 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lesson(folder: Path, head: torch.nn.Module) -> tuple[Teacher, torch.Tensor]:
+    """A teacher whose positions are ids, read by Hugging Face's own forward."""
     model = LlamaForCausalLM.from_pretrained(folder).eval()
+    layers = read_target(folder).feature_layers
+
+    @torch.no_grad()
+    def read(ids: torch.Tensor) -> Lesson:
+        out = model.model(input_ids=ids, output_hidden_states=True)
+        return Lesson(ids, torch.cat([out.hidden_states[n] for n in layers], dim=-1), out.last_hidden_state)
+
     draft_ids = torch.arange(head.config.draft_vocab_size) + head.d2t
     ids = torch.randint(VOCAB, (2, 20), generator=torch.Generator().manual_seed(3))
-    return Teacher(model, read_target(folder).feature_layers, draft_ids), ids
+    return Teacher(read, read_output(folder), draft_ids), ids
 
 
 @pytest.mark.parametrize("kind", ["specblock", "eagle3"])
@@ -83,7 +112,7 @@ def test_targets_are_the_tokens_behind(target: Path, tmp_path: Path) -> None:
     loaded = load_specblock(save_random(tmp_path, "specblock"), target)
     teacher, ids = lesson(target, loaded.model)
     targets = Targets.of(teacher.read(ids), teacher)
-    logits = teacher.target(input_ids=ids).logits[..., teacher.draft_ids].log_softmax(-1)
+    logits = LlamaForCausalLM.from_pretrained(target)(input_ids=ids).logits[..., teacher.draft_ids].log_softmax(-1)
     for offset in range(3):
         gold = targets.behind(offset)
         for row in range(ids.shape[1] - 1):
@@ -141,8 +170,36 @@ def test_buckets_are_those_of_the_paper() -> None:
     assert bucket_of(logits, torch.arange(20)).tolist() == [0, 1, 1, 1, *[2] * 6, *[3] * 10]
 
 
-def test_the_draft_vocabulary_is_the_most_frequent_by_weight() -> None:
-    nothing = np.zeros(0, np.uint16)
-    often = Packed("a", 0.9, np.array([5, 5, 5, 2], np.uint16), nothing)
-    seldom = Packed("b", 0.1, np.array([9] * 100, np.uint16), nothing)
-    assert draft_vocabulary([often, seldom], 12, 2).tolist() == [2, 5]
+def test_lessons_are_what_the_target_says_and_sees(tmp_path: Path) -> None:
+    """Recorded ids, features and states against Hugging Face's own forward; recording goes on where it stopped."""
+    folder = make_target(tmp_path / "target", layers=8, hidden=HIDDEN)
+    text = tmp_path / "words.txt"
+    words = ["the cat saw one red bird", "a dog ran", "two birds sang to the cat and the dog all day long"]
+    text.write_text("<|endoftext|>".join(f"{word} {n}" for n in range(80) for word in words), encoding="utf-8")
+    lines, plan = [f"words={text}"], LessonPlan(tokens=512, length=128, sessions=2, held_out_sessions=1)
+    lessons = record_lessons(lines, folder, tmp_path / "lessons", plan)
+    (domain,) = lessons.domains()
+    assert (len(domain.train), len(domain.held_out)) == (512, 3 * 128)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    positions = torch.from_numpy(np.stack([domain.train[:128], domain.train[256:384]]))
+    read = lessons.read(positions)
+    out = model.model(input_ids=read.ids, output_hidden_states=True)
+    layers = read_target(folder).feature_layers
+    wanted = torch.cat([out.hidden_states[n] for n in layers], dim=-1)
+    assert torch.allclose(read.features, wanted, rtol=0.02, atol=0.02)
+    assert torch.allclose(read.final, out.last_hidden_state, rtol=0.02, atol=0.02)
+    end = [*read.ids[0, 96:].tolist(), 0].index(0) + 96  # another prefix follows
+    said = model(read.ids).logits[0].argmax(-1)  # the first shard is greedy
+    assert torch.equal(said[96 : end - 1], read.ids[0, 97:end])
+    assert end > 97
+    assert torch.equal(lessons.ids()[:128], read.ids[0])
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "lessons").glob("*.safetensors")}
+    more = record_lessons(lines, folder, tmp_path / "lessons", replace(plan, tokens=768))
+    assert len(more.domains()[0].train) == 768
+    after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "lessons").glob("*.safetensors")}
+    assert before.items() < after.items()
+    with pytest.raises(DataError, match="holds lessons made from"):
+        record_lessons(lines, folder, tmp_path / "lessons", replace(plan, seed=1))
+    assert sorted(draft_vocabulary(lessons, 300, 5).tolist()) == sorted(
+        torch.bincount(lessons.ids(), minlength=300).argsort(descending=True, stable=True)[:5].tolist()
+    )

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from coppice.errors import InvalidField
 from coppice.training import cli, export, lm_head, target
-from coppice.training.answers import AnswerPlan, read_answers
 from coppice.training.corpora import is_held_out, load_corpus, parse_spec, parse_specs
+from coppice.training.lessons import LessonPlan, record_lessons
 from coppice.training.losses import next_token_loss, soft_target_loss
 from coppice.training.muon import Muon, orthogonalise
 from coppice.training.packing import MAX_EPOCHS, Packed, Reader
@@ -230,11 +230,10 @@ def test_a_target_and_its_head_are_trained_and_exported(text: Path, tmp_path: Pa
 
     head_work, head_out = tmp_path / "lm.work", tmp_path / "lm"
     export.write_run(head_work, "head", lines, {"kind": "lm", "target": out.name, "out": "lm", "tokens": "512"})
-    plan = AnswerPlan(tokens=700, batch=4, new_tokens=24)
-    assert lm_head.train_lm(lines, out, head_work, schedule(512), shape=HEAD_SHAPE, rates=RATES, plan=plan)
-    rows = [json.loads(line) for line in (head_work / "data" / "answers.jsonl").read_text().splitlines()]
-    assert {row["temperature"] for row in rows} == {0.0, 0.7, 1.0}
-    assert sum(len(ids) for ids in read_answers(head_work / "data" / "answers.jsonl")) >= 700
+    plan = LessonPlan(tokens=700, length=32, sessions=4, held_out_sessions=2)
+    lessons = record_lessons(lines, out, head_work / "lessons", plan)
+    lessons.describe(head_work / "data")
+    assert lm_head.train_lm(lessons, out, head_work, schedule(512), shape=HEAD_SHAPE, rates=RATES)
     export.export(head_work, head_out)
     head = AutoModelForCausalLM.from_pretrained(head_out)
     assert head.config.vocab_size == model.config.vocab_size

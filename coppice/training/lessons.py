@@ -1,0 +1,280 @@
+"""What heads learn from: prompts answered by the target itself, with its hidden states, in bounded safetensors shards.
+
+A shard is one batch of answers through the packed verifier engine. Every text has as many tokens: a prefix of a
+training document, the target's continuation and, behind an end of text, the next prefix. Beside the ids a shard has the
+target's features and final hidden states; distributions are computed from the latter when they are needed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from coppice.packed.batch import Piece, pack
+from coppice.packed.engine import Engine
+from coppice.packed.kv import BlockTable
+from coppice.training.corpora import DataError, load_corpus, parse_specs
+from coppice.training.packing import Ids, Packed, open_prepared, prepare
+from coppice.training.progress import say
+from coppice.training.tokenizer import copy_tokenizer, load_tokenizer
+
+TEMPERATURES = (0.0, 0.7, 1.0)
+PREFIX_LENGTHS = (16, 32, 64, 96)
+
+
+@dataclass(frozen=True)
+class LessonPlan:
+    """At least `tokens` tokens in texts of `length`; `sessions` of them make a shard, fewer a held-out one."""
+
+    tokens: int
+    length: int = 256
+    sessions: int = 32
+    held_out_sessions: int = 8
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A batch of texts as the target reads them."""
+
+    ids: Tensor  # (B, T)
+    features: Tensor  # (B, T, F)
+    final: Tensor  # (B, T, hidden), what the target's output layer reads
+
+
+@dataclass(frozen=True)
+class _Shard:
+    domain: str
+    held_out: bool
+    number: int
+    temperature: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.domain}-{'held-out' if self.held_out else 'train'}-{self.number:05}.safetensors"
+
+
+@dataclass
+class Lessons:
+    """Recorded shards as one long text."""
+
+    folder: Path
+    plan: LessonPlan
+    weights: dict[str, float]
+    shards: list[_Shard]
+    _files: dict[int, Any] = field(default_factory=dict)
+    _starts: list[int] = field(default_factory=lambda: [0])
+
+    def __post_init__(self) -> None:
+        for shard in self.shards:
+            sessions = self.plan.held_out_sessions if shard.held_out else self.plan.sessions
+            self._starts.append(self._starts[-1] + sessions * self.plan.length)
+
+    def domains(self) -> list[Packed]:
+        """Each domain's positions, to be drawn as ids are."""
+        return [
+            Packed(name, weight, self._positions(name, False), self._positions(name, True), aligned=True)
+            for name, weight in self.weights.items()
+        ]
+
+    def describe(self, folder: Path) -> None:
+        """Copy into `folder` what a run's model card needs to know of the data, with the number of tokens answered."""
+        shutil.copytree(self.folder / "data", folder, dirs_exist_ok=True)
+        facts = json.loads((self.folder / "data" / "data.json").read_text(encoding="utf-8"))
+        for domain in self.domains():
+            facts[domain.name]["answered"] = len(domain.train)
+        (folder / "data.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+    def ids(self) -> Tensor:
+        """All training ids, int64."""
+        files = [load_file(self.folder / shard.name)["ids"] for shard in self.shards if not shard.held_out]
+        return torch.cat(files).long()
+
+    def read(self, positions: Tensor) -> Lesson:
+        """The lesson of (B, T) positions; each row is a stretch of one text."""
+        parts = [self._stretch(int(row[0]), len(row)) for row in positions]
+        ids, features, final = (torch.stack(part).to(positions.device) for part in zip(*parts, strict=True))
+        return Lesson(ids.long(), features.float(), final.float())
+
+    def _stretch(self, start: int, length: int) -> list[Tensor]:
+        number = int(np.searchsorted(self._starts, start, side="right")) - 1
+        if number not in self._files:
+            self._files[number] = safe_open(self.folder / self.shards[number].name, framework="pt")
+        file, at = self._files[number], start - self._starts[number]
+        return [file.get_slice(name)[at : at + length] for name in ("ids", "features", "final")]
+
+    def _positions(self, domain: str, held_out: bool) -> NDArray[np.int64]:
+        spans = zip(self.shards, self._starts[:-1], self._starts[1:], strict=True)
+        here = (domain, held_out)
+        own = [np.arange(start, end) for shard, start, end in spans if (shard.domain, shard.held_out) == here]
+        return np.concatenate(own) if own else np.zeros(0, dtype=np.int64)
+
+
+def record_lessons(
+    lines: list[str], target: Path, folder: Path, plan: LessonPlan, *, device: str = "cpu", dtype: str = "float32"
+) -> Lessons:
+    """Record lessons into `folder`, going on from the shards that it holds.
+
+    Raises DataError for bad `lines`, and for a folder that holds lessons of another target, other data or another seed.
+    """
+    domains = _prepare(lines, target, folder / "data", plan)
+    weights = {domain.name: domain.weight for domain in domains}
+    shards = _planned(domains, plan)
+    missing = [shard for shard in shards if not (folder / shard.name).exists()]
+    if missing:
+        engine = Engine.load(target, device=device, dtype=dtype, kv_tokens=plan.sessions * (plan.length + 32))
+        recorder = _Recorder(engine, plan)
+        for done, shard in enumerate(missing, len(shards) - len(missing) + 1):
+            domain = next(d for d in domains if d.name == shard.domain)
+            recorder.record(domain, shard, folder)
+            say("lessons", f"{done}/{len(shards)} shards")
+    return Lessons(folder, plan, weights, shards)
+
+
+def _planned(domains: Sequence[Packed], plan: LessonPlan) -> list[_Shard]:
+    """Held-out shards of every temperature, then training shards in the domains' proportions."""
+    shards = [
+        _Shard(domain.name, True, number, temperature)
+        for domain in domains
+        if len(domain.held_out) > 2 * max(PREFIX_LENGTHS)
+        for number, temperature in enumerate(TEMPERATURES)
+    ]
+    drawn = dict.fromkeys((domain.name for domain in domains), 0)
+    for _ in range(-(-plan.tokens // (plan.sessions * plan.length))):
+        domain = min(domains, key=lambda d: (drawn[d.name] + 1) / d.weight)
+        number = drawn[domain.name]
+        shards.append(_Shard(domain.name, False, number, TEMPERATURES[number % len(TEMPERATURES)]))
+        drawn[domain.name] += 1
+    return shards
+
+
+def _prepare(lines: list[str], target: Path, folder: Path, plan: LessonPlan) -> list[Packed]:
+    """The corpora in the target's tokens."""
+    record, told = folder / "lines.json", {"lines": lines, "target": str(target.resolve()), "seed": plan.seed}
+    if record.exists():
+        held = json.loads(record.read_text(encoding="utf-8"))
+        if held != told:
+            raise DataError(f"{folder.parent} holds lessons made from {held}; these would be from {told}")
+        return open_prepared(folder)
+    corpora = [load_corpus(spec) for spec in parse_specs(lines)]
+    folder.mkdir(parents=True, exist_ok=True)
+    copy_tokenizer(target, folder)
+    eos = AutoConfig.from_pretrained(target, local_files_only=True).get_text_config().eos_token_id
+    if eos is None:
+        raise DataError(f"{target}: its config.json names no eos_token_id, so texts cannot be told apart")
+    end = int(eos[0] if isinstance(eos, list) else eos)
+    domains = prepare(corpora, load_tokenizer(folder), folder, end)
+    record.write_text(json.dumps(told) + "\n", encoding="utf-8")
+    return domains
+
+
+@dataclass
+class _Text:
+    """One text while the target writes it: `waiting` ids are fed before anything is drawn."""
+
+    table: BlockTable
+    waiting: deque[int]
+    ids: list[int] = field(default_factory=list)
+
+    def chunk(self, length: int) -> list[int]:
+        """What is to be fed next, up to a text of `length`."""
+        room = length - len(self.ids)
+        return [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
+
+
+_Rows = list[list[list[Tensor]]]  # of each text, of each forward: its features and final states
+
+
+class _Recorder:
+    """Answers batches of prefixes and writes them down."""
+
+    def __init__(self, engine: Engine, plan: LessonPlan) -> None:
+        self.engine, self.plan = engine, plan
+        self._final: list[Tensor] = []
+        output: Any = engine.model.get_output_embeddings()
+        output.register_forward_pre_hook(lambda _, args: self._final.append(args[0][0]))
+
+    def record(self, domain: Packed, shard: _Shard, folder: Path) -> None:
+        """Write one shard."""
+        own = [self.plan.seed, shard.number, shard.held_out, int.from_bytes(domain.name.encode(), "little") % 2**32]
+        rng = np.random.default_rng(own)
+        noise = torch.Generator(self.engine.model.device).manual_seed(int(rng.integers(2**62)))
+        source = domain.held_out if shard.held_out else domain.train
+        sessions = self.plan.held_out_sessions if shard.held_out else self.plan.sessions
+        ends = np.flatnonzero(np.isin(source, self.engine.info.eos_ids))
+        pool = self.engine.pool
+        texts = [_Text(pool.allocate(str(n), self.plan.length), _prefix(source, ends, rng)) for n in range(sessions)]
+        rows: _Rows = [[] for _ in texts]
+        try:
+            while any(len(text.ids) < self.plan.length for text in texts):
+                self._forward(texts, rows, lambda: _prefix(source, ends, rng), shard.temperature, noise)
+        finally:
+            for text in texts:
+                pool.free(text.table)
+        features, final = (torch.cat([part[i] for text in rows for part in text]) for i in (0, 1))
+        tensors = {
+            "ids": torch.tensor([i for text in texts for i in text.ids], dtype=torch.int32),
+            "features": features.bfloat16().cpu(),
+            "final": final.bfloat16().cpu(),
+        }
+        partial = folder / f".{shard.name}.partial"
+        save_file(tensors, partial, {"temperature": str(shard.temperature)})
+        partial.rename(folder / shard.name)
+
+    @torch.inference_mode()
+    def _forward(
+        self,
+        texts: list[_Text],
+        rows: list[list[list[Tensor]]],
+        prefix: Any,
+        temperature: float,
+        noise: torch.Generator,
+    ) -> None:
+        """Feed every unfinished text what waits for it; what the target says next waits then."""
+        live = [(text, rows[n]) for n, text in enumerate(texts) if len(text.ids) < self.plan.length]
+        chunks = [text.chunk(self.plan.length) for text, _ in live]
+        pieces = [
+            Piece.chain(text.table, len(text.ids), chunk, range(len(chunk)))
+            for (text, _), chunk in zip(live, chunks, strict=True)
+        ]
+        self._final.clear()
+        out = self.engine.forward(pack(pieces, self.engine.info.feature_layers))
+        (final,) = self._final
+        features = final[:, :0] if out.features is None else out.features
+        lengths = [len(chunk) for chunk in chunks]
+        last = torch.tensor(lengths).cumsum(0) - 1
+        logits = out.logits[last].float()
+        if temperature:
+            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=noise)[:, 0].tolist()
+        else:
+            drawn = logits.argmax(-1).tolist()
+        parts = zip(torch.split(features, lengths), torch.split(final, lengths), strict=True)
+        for (text, kept), chunk, said, part in zip(live, chunks, drawn, parts, strict=True):
+            kept.append(list(part))
+            text.ids += chunk
+            text.waiting.append(said)
+            if said in self.engine.info.eos_ids:
+                text.waiting += prefix()
+
+
+def _prefix(source: Ids, ends: NDArray[np.int64], rng: np.random.Generator) -> deque[int]:
+    """The beginning of a document, or, as often, a stretch from anywhere."""
+    length = min(int(rng.choice(PREFIX_LENGTHS)), len(source) // 2)
+    latest = len(source) - length
+    beginnings = np.concatenate([[0], ends + 1])
+    beginnings = beginnings[beginnings < latest]
+    start = int(rng.choice(beginnings) if rng.random() < 0.5 else rng.integers(0, latest))
+    return deque(source[start : start + length].tolist())
