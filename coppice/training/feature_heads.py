@@ -29,13 +29,13 @@ from coppice.training.schedule import Schedule
 from coppice.training.teacher import Teacher
 from coppice.training.trainer import Rates, Trainer
 
-RATES = Rates(muon=0.0, adam=2e-3, clip=0.5, eval_tokens=50_000)
+RATES = Rates(muon=0.0, adam=1e-3, clip=0.5, eval_tokens=100_000, eval_rows=8, micro_tokens=256)
 DRAFT_VOCAB = 4096
 RANK_AFTER = 0.1
 """share of the run after which the rank head learns"""
 LATER_ROWS = 3
 """later blocks learn from one row in so many"""
-MEASURED_ROWS = 8
+MEASURED_ROWS = 12
 
 
 def head_schedule(tokens: int) -> Schedule:

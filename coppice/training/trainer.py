@@ -50,7 +50,7 @@ class Rates:
 def make_optimisers(model: torch.nn.Module, rates: Rates, workers: Workers) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for embeddings and norms."""
     if not rates.muon:
-        return [torch.optim.AdamW(model.parameters(), lr=rates.adam, weight_decay=0.0, fused=True)]
+        return [torch.optim.AdamW(model.parameters(), lr=rates.adam, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in f".{name}"]
     chosen = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in chosen]
