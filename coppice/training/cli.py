@@ -10,8 +10,8 @@ app = typer.Typer(help="Train a target of your own, or a draft head for a target
 
 HEAD_KINDS = ("specblock", "eagle3", "lm")
 TARGET_TOKENS, HEAD_TOKENS = 4_000_000, 400_000
-LESSONS_SHARE = 0.25
-"""Tokens recorded for a token of training: each is read four times."""
+LESSONS_SHARE = 1 / 3
+"""Tokens recorded for a token of training: each is read three times."""
 
 Data = Annotated[
     list[str],
