@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,11 @@ class LessonPlan:
 
 @dataclass(frozen=True)
 class Lesson:
-    """A batch of texts as the target reads them."""
+    """Texts as the target reads them."""
 
-    ids: Tensor  # (B, T)
-    features: Tensor  # (B, T, F)
-    final: Tensor  # (B, T, hidden), what the target's output layer reads
+    ids: Tensor  # (..., T)
+    features: Tensor  # (..., T, F)
+    final: Tensor  # (..., T, hidden), what the target's output layer reads
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,10 @@ def record_lessons(
     missing = [shard for shard in shards if not (folder / shard.name).exists()]
     if missing:
         engine = Engine.load(target, device=device, dtype=dtype, kv_tokens=plan.sessions * (plan.length + 32))
-        recorder = _Recorder(engine, plan)
+        answerer = Answerer(engine)
         for done, shard in enumerate(missing, len(shards) - len(missing) + 1):
             domain = next(d for d in domains if d.name == shard.domain)
-            recorder.record(domain, shard, folder)
+            _record(answerer, plan, domain, shard, folder)
             say("lessons", f"{done}/{len(shards)} shards")
     return Lessons(folder, plan, weights, shards)
 
@@ -187,94 +187,118 @@ class _Text:
 
     table: BlockTable
     waiting: deque[int]
+    length: int
     ids: list[int] = field(default_factory=list)
+    features: list[Tensor] = field(default_factory=list)
+    final: list[Tensor] = field(default_factory=list)
 
-    def chunk(self, length: int) -> list[int]:
-        """What is to be fed next, up to a text of `length`."""
-        room = length - len(self.ids)
+    def chunk(self) -> list[int]:
+        """What is to be fed next."""
+        room = self.length - len(self.ids)
         return [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
 
+    def lesson(self) -> Lesson:
+        """The whole text, (T, ...) each."""
+        return Lesson(torch.tensor(self.ids), torch.cat(self.features), torch.cat(self.final))
 
-_Rows = list[list[list[Tensor]]]  # of each text, of each forward: its features and final states
 
+class Answerer:
+    """Lets a target go on with prompts, many at once, and keeps its hidden states."""
 
-class _Recorder:
-    """Answers batches of prefixes and writes them down."""
-
-    def __init__(self, engine: Engine, plan: LessonPlan) -> None:
-        self.engine, self.plan = engine, plan
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self._final: list[Tensor] = []
         output: Any = engine.model.get_output_embeddings()
         output.register_forward_pre_hook(lambda _, args: self._final.append(args[0][0]))
 
-    def record(self, domain: Packed, shard: _Shard, folder: Path) -> None:
-        """Write one shard."""
-        own = [self.plan.seed, shard.number, shard.held_out, int.from_bytes(domain.name.encode(), "little") % 2**32]
-        rng = np.random.default_rng(own)
-        noise = torch.Generator(self.engine.model.device).manual_seed(int(rng.integers(2**62)))
-        source = domain.held_out if shard.held_out else domain.train
-        sessions = self.plan.held_out_sessions if shard.held_out else self.plan.sessions
-        ends = np.flatnonzero(np.isin(source, self.engine.info.eos_ids))
-        pool = self.engine.pool
-        texts = [_Text(pool.allocate(str(n), self.plan.length), _prefix(source, ends, rng)) for n in range(sessions)]
-        rows: _Rows = [[] for _ in texts]
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        temperature: float = 0.0,
+        seed: int = 0,
+        following: Callable[[], Sequence[int]] | None = None,
+    ) -> list[Lesson]:
+        """A text of lengths[n] tokens from each prompt n; end-of-text ids are tokens like any other.
+
+        following: what stands behind an end of text. Raises OutOfBlocks when the pool is too small for all.
+        """
+        noise = torch.Generator(self.engine.model.device).manual_seed(seed)
+        pool, texts = self.engine.pool, list[_Text]()
         try:
-            while any(len(text.ids) < self.plan.length for text in texts):
-                self._forward(texts, rows, lambda: _prefix(source, ends, rng), shard.temperature, noise)
+            for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+                texts.append(_Text(pool.allocate(str(number), length), deque(prompt), length))
+            while live := [text for text in texts if len(text.ids) < text.length]:
+                self._forward(live, temperature, noise, following)
         finally:
             for text in texts:
                 pool.free(text.table)
-        features, final = (torch.cat([part[i] for text in rows for part in text]) for i in (0, 1))
-        tensors = {
-            "ids": torch.tensor([i for text in texts for i in text.ids], dtype=torch.int32),
-            "features": features.bfloat16().cpu(),
-            "final": final.bfloat16().cpu(),
-        }
-        partial = folder / f".{shard.name}.partial"
-        save_file(tensors, partial, {"temperature": str(shard.temperature)})
-        partial.rename(folder / shard.name)
+        return [text.lesson() for text in texts]
 
     @torch.inference_mode()
     def _forward(
         self,
-        texts: list[_Text],
-        rows: list[list[list[Tensor]]],
-        prefix: Any,
+        live: list[_Text],
         temperature: float,
         noise: torch.Generator,
+        following: Callable[[], Sequence[int]] | None,
     ) -> None:
-        """Feed every unfinished text what waits for it; what the target says next waits then."""
-        live = [(text, rows[n]) for n, text in enumerate(texts) if len(text.ids) < self.plan.length]
-        chunks = [text.chunk(self.plan.length) for text, _ in live]
+        """Feed every text what waits for it; what the target says next waits then."""
+        chunks = [text.chunk() for text in live]
         pieces = [
             Piece.chain(text.table, len(text.ids), chunk, range(len(chunk)))
-            for (text, _), chunk in zip(live, chunks, strict=True)
+            for text, chunk in zip(live, chunks, strict=True)
         ]
         self._final.clear()
         out = self.engine.forward(pack(pieces, self.engine.info.feature_layers))
         (final,) = self._final
         features = final[:, :0] if out.features is None else out.features
         lengths = [len(chunk) for chunk in chunks]
-        last = torch.tensor(lengths).cumsum(0) - 1
-        logits = out.logits[last].float()
+        logits = out.logits[torch.tensor(lengths).cumsum(0) - 1].float()
         if temperature:
             drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=noise)[:, 0].tolist()
         else:
             drawn = logits.argmax(-1).tolist()
         parts = zip(torch.split(features, lengths), torch.split(final, lengths), strict=True)
-        for (text, kept), chunk, said, part in zip(live, chunks, drawn, parts, strict=True):
-            kept.append(list(part))
+        for text, chunk, said, (features, final) in zip(live, chunks, drawn, parts, strict=True):
+            text.features.append(features)
+            text.final.append(final)
             text.ids += chunk
             text.waiting.append(said)
-            if said in self.engine.info.eos_ids:
-                text.waiting += prefix()
+            if following is not None and said in self.engine.info.eos_ids:
+                text.waiting += following()
 
 
-def _prefix(source: Ids, ends: NDArray[np.int64], rng: np.random.Generator) -> deque[int]:
+def _record(answerer: Answerer, plan: LessonPlan, domain: Packed, shard: _Shard, folder: Path) -> None:
+    """Write one shard."""
+    own = [plan.seed, shard.number, shard.held_out, int.from_bytes(domain.name.encode(), "little") % 2**32]
+    rng = np.random.default_rng(own)
+    seed = int(rng.integers(2**62))
+    source = domain.held_out if shard.held_out else domain.train
+    sessions = plan.held_out_sessions if shard.held_out else plan.sessions
+    ends = np.flatnonzero(np.isin(source, answerer.engine.info.eos_ids))
+
+    def following() -> list[int]:
+        return _prefix(source, ends, rng)
+
+    prefixes = [following() for _ in range(sessions)]
+    texts = answerer.answer(prefixes, [plan.length] * sessions, shard.temperature, seed, following)
+    tensors = {
+        "ids": torch.cat([text.ids for text in texts]).int(),
+        "features": torch.cat([text.features for text in texts]).bfloat16().cpu(),
+        "final": torch.cat([text.final for text in texts]).bfloat16().cpu(),
+    }
+    partial = folder / f".{shard.name}.partial"
+    save_file(tensors, partial, {"temperature": str(shard.temperature)})
+    partial.rename(folder / shard.name)
+
+
+def _prefix(source: Ids, ends: NDArray[np.int64], rng: np.random.Generator) -> list[int]:
     """The beginning of a document, or, as often, a stretch from anywhere."""
     length = min(int(rng.choice(PREFIX_LENGTHS)), len(source) // 2)
     latest = len(source) - length
     beginnings = np.concatenate([[0], ends + 1])
     beginnings = beginnings[beginnings < latest]
     start = int(rng.choice(beginnings) if rng.random() < 0.5 else rng.integers(0, latest))
-    return deque(source[start : start + length].tolist())
+    prefix: list[int] = source[start : start + length].tolist()
+    return prefix
