@@ -83,6 +83,9 @@ def train_head(
             "--lessons", help="Folder of the target's answers, which heads may share; default: OUT.work/lessons."
         ),
     ] = None,
+    adamw: Annotated[
+        bool, typer.Option("--adamw", help="specblock and eagle3: AdamW for all weights instead of Muon for matrices.")
+    ] = False,
     prefix_broadcast: Kept = True,
     layer_shift: Kept = True,
     valid_prefix: Kept = True,
@@ -107,7 +110,8 @@ def train_head(
         raise typer.BadParameter(f"a {kind} head has none", param_hint=f"--no-{left_out[0]}")
     work = work_folder(out)
     flags = {"kind": kind, "target": target.name, "out": out.name, "tokens": str(tokens)}
-    write_run(work, "head", data, flags | {f"no-{name}": "" for name in left_out})
+    flags |= {f"no-{name}": "" for name in left_out} | ({"adamw": ""} if adamw else {})
+    write_run(work, "head", data, flags)
     dtype = str(fast_dtype(torch.device(device))).removeprefix("torch.")
     plan = LessonPlan(int(tokens * LESSONS_SHARE), seed=seed)
     recorded = record_lessons(data, target, lessons or work / "lessons", plan, device=device, dtype=dtype)
@@ -124,6 +128,7 @@ def train_head(
         target,
         work,
         feature_heads.head_schedule(tokens),
+        rates=feature_heads.ADAMW_RATES if adamw else feature_heads.RATES,
         valid_prefix=valid_prefix,
         cross_block=cross_block,
         switches={"prefix_broadcast": prefix_broadcast, "layer_shift": layer_shift},

@@ -1,6 +1,7 @@
 """The training loop that targets and heads share: step, report, evaluate, checkpoint; resumable at every step."""
 
 import json
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -16,6 +17,10 @@ from coppice.training.packing import Packed, Reader, held_out_rows
 from coppice.training.progress import Progress
 from coppice.training.schedule import Schedule
 from coppice.training.workers import LossFunction, Workers
+
+
+OUTSIDE = re.compile(r"embed|lm_head|position_queries|rank_head")
+"""matrices that read or write tokens, slots or buckets"""
 
 
 @dataclass
@@ -36,7 +41,7 @@ class Rates:
     """Peak learning rates and how often things happen."""
 
     muon: float = 0.02
-    """of the layers' matrices; 0 gives them to AdamW"""
+    """of the matrices inside; 0 gives them to AdamW"""
     adam: float = 3e-3
     weight_decay: float = 0.01
     clip: float = 1.0
@@ -48,10 +53,10 @@ class Rates:
 
 
 def make_optimisers(model: torch.nn.Module, rates: Rates, workers: Workers) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for embeddings and norms."""
+    """Muon for the matrices inside, AdamW for embeddings, output layers and norms."""
     if not rates.muon:
         return [torch.optim.AdamW(model.parameters(), lr=rates.adam, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in f".{name}"]
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and not OUTSIDE.search(name)]
     chosen = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in chosen]
     return [
