@@ -29,6 +29,7 @@ from coppice.launch import Stack
 from coppice.prompt_file import FilePrompt, demo_prompts
 from coppice.sampling import SamplingParams
 from coppice.stack_spec import StackSpec
+from coppice.tree_picture import longest, show
 
 if TYPE_CHECKING:
     from coppice.bench.reference import Reference
@@ -44,8 +45,8 @@ def run_demo(console: Console, spec: StackSpec, prompts: Sequence[FilePrompt]) -
     console.print(f"starting a verifier, {len(spec.heads)} drafter pools and an orchestrator ...")
     with Stack(spec) as stack, Client(stack.address) as client:
         console.print(services_table(stack))
-        for prompt in prompts:
-            stream_coloured(console, client, prompt)
+        for number, prompt in enumerate(prompts):
+            stream_coloured(console, client, prompt, trees=number == 0)
         report = _compare(console, stack, client, prompts)
     unclean = len(stack.unclean)
     report.checks.append(Check("processes not stopped cleanly", unclean, "0", unclean == 0, ", ".join(stack.unclean)))
@@ -66,11 +67,14 @@ def services_table(stack: Stack) -> Table:
     return table
 
 
-def stream_coloured(console: Console, client: Client, prompt: FilePrompt) -> Completion:
-    """Print one greedy answer as it comes: accepted drafts green, roots red, and below it how many were drafted."""
+def stream_coloured(console: Console, client: Client, prompt: FilePrompt, trees: bool = False) -> Completion:
+    """Print one greedy answer as it comes: accepted drafts green, roots red, and below it how many were drafted.
+
+    trees: also draw the draft tree of the step that accepted most.
+    """
     console.print(Text(f"\n{prompt.category or 'prompt'}: {prompt.prompt}", style="bold"))
     answer = Accumulator()
-    for event in client.stream(prompt.prompt, max_new_tokens=NEW_TOKENS, ignore_eos=True):
+    for event in client.stream(prompt.prompt, max_new_tokens=NEW_TOKENS, ignore_eos=True, trees=trees):
         answer.add(event)
         if isinstance(event, Chunk):
             for piece, origin in zip(event.pieces, event.origins, strict=True):
@@ -81,6 +85,10 @@ def stream_coloured(console: Console, client: Client, prompt: FilePrompt) -> Com
         Text(f"\n{drafted} of {told.new_tokens} tokens drafted, tau {told.tau:.2f}, {told.tokens_per_s:.1f} tokens/s"),
         style="dim",
     )
+    tree = longest(told.trees)
+    if tree:
+        console.print("the draft tree of the step that accepted most:", style="dim")
+        show(tree, console)
     return told
 
 
@@ -111,7 +119,7 @@ def _compare(console: Console, stack: Stack, client: Client, prompts: Sequence[F
         ]
         rows.append(make_row(method, answers[method], verdicts, budget if answers[method][0].heads else 0))
     report.rows = with_speedups(rows)
-    trained = any(head.kind == "lm" for head in stack.spec.heads)
+    trained = any(head.path for head in stack.spec.heads)
     report.checks = exactness_checks(report.rows, told.dtype, trained, NEW_TOKENS)
     return report
 

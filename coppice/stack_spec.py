@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +17,14 @@ from coppice.machine import Dtype, default_dtype, usable_cores
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 CPU_BUDGET, CUDA_BUDGET = 31, 60
 DEFAULT_PORT = 50051
+SHIPPED_HEADS: dict[str, HeadKind] = {
+    "specblock-code": "specblock",
+    "specblock-prose": "specblock",
+    "eagle3-code": "eagle3",
+    "lm": "lm",
+    "lookup": "lookup",
+}
+DEMO_HEADS = ("specblock-code", "specblock-prose", "lookup")
 
 
 class NoCheckout(CoppiceError):
@@ -107,10 +115,16 @@ class StackSpec:
             raise InvalidField("policy", f"{self.policy!r} is not {', '.join(POLICIES)} or single:HEAD")
 
     @classmethod
-    def demo(cls, **changes: Any) -> Self:
-        """The demo's target with its two heads. Raises NoCheckout, or InvalidField while the models are not there."""
+    def demo(cls, names: Sequence[str] = DEMO_HEADS, **changes: Any) -> Self:
+        """The shipped target with these of its heads. Raises NoCheckout, or InvalidField for what is not there."""
         models = checkout() / "models" / "demo"
-        heads = (HeadSpec("lm", "lm", models / "lm"), HeadSpec("lookup", "lookup"))
+        unknown = [name for name in names if name not in SHIPPED_HEADS]
+        if unknown:
+            raise InvalidField("head", f"{unknown[0]!r} is not one of {', '.join(SHIPPED_HEADS)}")
+        kinds = {name: SHIPPED_HEADS[name] for name in names}
+        heads = tuple(
+            HeadSpec(name, kind, None if kind in COUNTING_KINDS else models / name) for name, kind in kinds.items()
+        )
         return cls(**{"target": models / "target", "heads": heads, **changes})
 
     def settings(self) -> Settings:

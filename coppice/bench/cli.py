@@ -190,11 +190,7 @@ def _measuring(command: str, spec: StackSpec, json_file: Path | None) -> Iterato
     with stack:
         yield console, stack, report
     report.checks.append(Check("processes not stopped cleanly", len(stack.unclean), "0", not stack.unclean))
-    report.print(console)
-    if json_file:
-        report.write(json_file)
-    if not report.ok:
-        raise typer.Exit(1)
+    _finish(console, report, json_file)
 
 
 def _spec(target: Path | None, heads: list[str] | None, dtype: str | None) -> StackSpec:
@@ -241,3 +237,115 @@ def _reference(stack: Stack) -> Reference:
 
     told = stack.settings.verifier
     return Reference(stack.spec.target, told.dtype, told.device, told.threads)
+
+
+@app.command()
+def rank(
+    target: Target = None,
+    heads: Heads = None,
+    prompts: Prompts = None,
+    n: Count = 12,
+    max_new_tokens: NewTokens = 96,
+    budget: Annotated[int, typer.Option(min=1, help="Nodes of every tree.")] = 31,
+    json_file: JsonFile = None,
+) -> None:
+    """A SpecBlock head's rank head along the target's answers, and what its trees gain over uniform ones."""
+    from coppice.bench.rank import alpha_table, answers, gains_table, rank_table, said_along, tree_gains
+    from coppice.prompt_file import demo_prompts, read_prompts
+
+    spec = _spec(target, heads, "float32")
+    chosen = [head for head in spec.heads if head.kind == "specblock" and head.path]
+    if not chosen:
+        raise typer.BadParameter("none of the heads is a specblock head", param_hint="--heads")
+    console, report = _offline("bench rank", spec)
+    found = read_prompts(prompts) if prompts else spread(demo_prompts(), n)
+    ids = [_encode(spec.target, prompt.prompt) for prompt in found[:n]]
+    with console.status("the target answers"):
+        texts = answers(spec.target, ids, max_new_tokens, "float32")
+    said, gains = {}, {}
+    for head in chosen:
+        with console.status(f"{head.name} drafts along the answers"):
+            said[head.name] = said_along(head.path, spec.target, [text for text, _ in texts])
+            gains[head.name] = tree_gains(head.path, spec.target, texts, budget)
+        console.print(rank_table(said[head.name], f"{head.name}: does the rank head know where it is right?"))
+    console.print(alpha_table(said, "alpha by block and slot along a greedy chain"))
+    console.print(gains_table(gains, f"trees of at most {budget} nodes along the target's greedy answers"))
+    report.figures = {
+        name: {
+            "rank_head": of.ranks(),
+            "alpha": list(of.alphas.values()),
+            "trees": {tree: {"tau": gain.tau, "steps": gain.steps} for tree, gain in gains[name].items()},
+        }
+        for name, of in said.items()
+    }
+    _finish(console, report, json_file)
+
+
+@app.command()
+def ablate(
+    data: Annotated[list[str], typer.Option("--data", help="As for `coppice train head`.")],
+    cache: Annotated[Path, typer.Option("--cache", help="Where trained variants and lessons are kept.")],
+    target: Target = None,
+    lessons: Annotated[Path | None, typer.Option("--lessons", help="Recorded answers; default: CACHE/lessons.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens that every variant learns from.")] = 131_072,
+    methods: Annotated[list[str] | None, typer.Option(help="Variants (repeatable); default: all.")] = None,
+    budget: Annotated[int, typer.Option(min=1, help="Nodes of every tree.")] = 31,
+    n: Count = 8,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """What each part of SpecBlock is worth: heads without it, trained alike on the target's answers."""
+    from coppice.bench import ablate as parts
+    from coppice.bench.rank import alpha_table, gains_table, said_along, tree_gains
+    from coppice.machine import usable_cores
+    from coppice.training.cli import LESSONS_SHARE
+    from coppice.training.lessons import LessonPlan, record_lessons
+
+    spec = _spec(target, None, "float32")
+    variants = tuple(methods or parts.VARIANTS)
+    if parts.FULL not in variants or not set(variants) <= set(parts.VARIANTS):
+        raise typer.BadParameter(f"{parts.FULL} and any of {', '.join(parts.VARIANTS)}", param_hint="--methods")
+    console, report = _offline("bench ablate", spec)
+    wanted = LessonPlan(int(tokens * LESSONS_SHARE), seed=seed)
+    recorded = record_lessons(data, spec.target, lessons or cache / "lessons", wanted)
+    plan = parts.Plan(data, spec.target, cache, tokens, variants, usable_cores(), seed)
+    folders = parts.trained(plan, recorded)
+    texts = recorded.greedy_texts(n)
+    said = {name: said_along(folder, spec.target, texts) for name, folder in folders.items()}
+    told = [(text, len(text.ids) // 4) for text in texts]
+    gains = {name: tree_gains(folder, spec.target, told, budget) for name, folder in folders.items()}
+    console.print(alpha_table(said, f"alpha by block and slot after {tokens:,} tokens, held-out greedy answers"))
+    console.print(gains_table(gains, f"trees of at most {budget} nodes along the same answers"))
+    report.figures = {
+        name: {"alpha": list(of.alphas.values()), "trees": {tree: gain.tau for tree, gain in gains[name].items()}}
+        for name, of in said.items()
+    }
+    report.checks += parts.effect_checks(said)
+    _finish(console, report, json_file)
+
+
+def _offline(command: str, spec: StackSpec) -> tuple[Console, Report]:
+    """A report of something measured without a stack."""
+    from rich.console import Console
+
+    from coppice.bench.report import Report
+
+    told = spec.settings().verifier
+    return Console(), Report(command, "float32", told.threads, "cpu")
+
+
+def _finish(console: Console, report: Report, json_file: Path | None) -> None:
+    """Print and write a report; exits 1 when a check failed."""
+    report.print(console)
+    if json_file:
+        report.write(json_file)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _encode(target: Path, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+    from tokenizers import Tokenizer
+
+    if isinstance(prompt, str):
+        return tuple(Tokenizer.from_file(str(target / "tokenizer.json")).encode(prompt).ids)
+    return prompt

@@ -75,6 +75,8 @@ class Report:
     device: str = "cpu"
     rows: list[Row] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    """what else was measured, for JSON"""
 
     @property
     def ok(self) -> bool:
@@ -93,7 +95,7 @@ class Report:
             "rows": [asdict(row) for row in self.rows],
             "checks": [{key: getattr(check, key) for key in ("name", "value", "bound", "ok")} for check in self.checks],
             "ok": self.ok,
-        }
+        } | ({"figures": self.figures} if self.figures else {})
 
     def write(self, file: Path) -> None:
         """Write the JSON object to a file."""

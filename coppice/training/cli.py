@@ -143,6 +143,9 @@ def export_run(out: Out) -> None:
     """Write the model folder OUT from the best weights in OUT.work so far (a finished run has done so itself)."""
     if not (work_folder(out) / "run.json").is_file():
         raise typer.BadParameter(f"{work_folder(out)} holds no run", param_hint="--out")
+    if (work_folder(out) / "head.json").is_file():
+        why = "a head that reads features is written by `train head --resume`, with --tokens as many as it has seen"
+        raise typer.BadParameter(why, param_hint="--out")
     from coppice.training.export import export
 
     export(work_folder(out), out)

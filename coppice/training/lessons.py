@@ -55,6 +55,16 @@ class Lesson:
     final: Tensor  # (..., T, hidden), what the target's output layer reads
 
 
+def as_positions(texts: Sequence[Lesson]) -> tuple[Callable[[Tensor], Lesson], list[Tensor]]:
+    """A reader of (B, T) positions in (T, ...) texts held in memory, and each text's own (T,) positions."""
+    ids, features, final = (torch.cat([getattr(text, name) for text in texts]) for name in ("ids", "features", "final"))
+
+    def read(positions: Tensor) -> Lesson:
+        return Lesson(ids[positions], features[positions].float(), final[positions].float())
+
+    return read, list(torch.split(torch.arange(len(ids)), [len(text.ids) for text in texts]))
+
+
 @dataclass(frozen=True)
 class _Shard:
     domain: str
@@ -89,6 +99,16 @@ class Lessons:
             Packed(name, weight, self._positions(name, False), self._positions(name, True), aligned=True)
             for name, weight in self.weights.items()
         ]
+
+    def greedy_texts(self, count: int) -> list[Lesson]:
+        """Up to `count` held-out texts of every domain that the target wrote at temperature 0."""
+        found = []
+        for number, shard in enumerate(self.shards):
+            if shard.held_out and not shard.temperature:
+                starts = range(self._starts[number], self._starts[number + 1], self.plan.length)
+                rows = [torch.arange(start, start + self.plan.length) for start in starts[:count]]
+                found += [Lesson(*(part[0] for part in vars(self.read(row[None])).values())) for row in rows]
+        return found
 
     def describe(self, folder: Path) -> None:
         """Copy into `folder` what a run's model card needs to know of the data, with the number of tokens answered."""

@@ -18,7 +18,6 @@ from coppice.training.progress import Progress
 from coppice.training.schedule import Schedule
 from coppice.training.workers import LossFunction, Workers
 
-
 OUTSIDE = re.compile(r"embed|lm_head|position_queries|rank_head")
 """matrices that read or write tokens, slots or buckets"""
 

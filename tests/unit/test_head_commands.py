@@ -1,0 +1,168 @@
+"""The commands that train feature heads and measure them without a stack, on a tiny random target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from coppice.bench.cli import app as bench
+from coppice.bench.replay import replay
+from coppice.config import DrafterSettings
+from coppice.messages import Advance, OpenDraft
+from coppice.nn.eagle3 import Eagle3Head
+from coppice.nn.head import DraftJob, Growth
+from coppice.nn.layouts import load_eagle3, load_specblock
+from coppice.nn.specblock import SpecBlockHead
+from coppice.training.cli import app as train
+from coppice.training.lessons import Lesson
+from coppice.tree import DraftTree
+from tests.tiny import make_target
+
+WORDS = ["the cat saw one red bird", "a dog ran", "two birds sang to the cat and the dog all day long"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target, a corpus and (after the first command) recorded answers."""
+    folder = tmp_path_factory.mktemp("heads")
+    make_target(folder / "target", layers=8)
+    text = "<|endoftext|>".join(f"{word} {n}" for n in range(200) for word in WORDS)
+    (folder / "words.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def run(app: Any, place: Path, *flags: str) -> str:
+    told = CliRunner().invoke(app, [*flags, "--target", str(place / "target"), "--data", f"words={place}/words.txt"])
+    assert told.exit_code in (0, 1), told.output
+    return told.output
+
+
+def head(place: Path, kind: str, *flags: str) -> Path:
+    out = place / f"{kind}{''.join(flags)}"
+    folders = ("--out", str(out), "--lessons", str(place / "lessons"))
+    run(train, place, "head", "--kind", kind, "--tokens", "1024", "--workers", "1", *folders, *flags)
+    return out
+
+
+def test_a_specblock_head_is_trained_written_and_drafts(place: Path) -> None:
+    folder = head(place, "specblock")
+    loaded = load_specblock(folder, place / "target")
+    assert (loaded.config.slots, loaded.config.block_rope_advance, loaded.config.rank_norm_topk) == (4, True, None)
+    assert next(loaded.model.parameters()).dtype == torch.float32  # loaded as such; bfloat16 on disk
+    report = json.loads((folder / "report.json").read_text())
+    assert len(report["alpha"]) == 8
+    assert [len(row) for row in report["rank_head"]] == [4] * 4
+    assert report["log"][-1]["tokens"] == 1024
+    assert (folder / "report.png").read_bytes()[:4] == b"\x89PNG"
+    card = (folder / "README.md").read_text()
+    assert "--kind specblock" in card
+    assert str(place) not in card + (folder / "report.json").read_text() + (folder / "config.json").read_text()
+    SpecBlockHead(DrafterSettings(kind="specblock", path=str(folder), target=str(place / "target")))
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+    assert weights < 2.2 * parameters + 8 * loaded.config.vocab_size + 20_000  # no embedding in it
+
+
+def test_an_eagle3_head_is_trained_and_written(place: Path) -> None:
+    folder = head(place, "eagle3", "--adamw")
+    assert load_eagle3(folder, place / "target").config.draft_vocab_size == 300
+    assert len(json.loads((folder / "report.json").read_text())["alpha"]) == 8
+    Eagle3Head(DrafterSettings(kind="eagle3", path=str(folder), target=str(place / "target")))
+
+
+def test_a_finished_run_goes_on_when_more_tokens_are_asked_for(place: Path) -> None:
+    folder = head(place, "specblock")
+    before = (folder / "model.safetensors").read_bytes()
+    run(
+        train,
+        place,
+        *("head", "--kind", "specblock", "--tokens", "1536", "--workers", "1", "--resume"),
+        *("--out", str(folder), "--lessons", str(place / "lessons")),
+    )
+    log = json.loads((folder / "report.json").read_text())["log"]
+    assert [row["tokens"] for row in log][-1] == 1536
+    assert (folder / "model.safetensors").read_bytes() != before
+
+
+def test_ablation_switches_change_the_head_and_are_refused_elsewhere(place: Path) -> None:
+    folder = head(place, "specblock", "--no-layer-shift")
+    assert not load_specblock(folder, place / "target").config.layer_shift
+    flags = ["head", "--kind", "eagle3", "--no-layer-shift", "--out", "x", "--data", "a=b"]
+    told = CliRunner().invoke(train, [*flags, "--target", str(place / "target")])
+    assert told.exit_code == 2
+    assert "no-layer-shift" in told.output
+
+
+def test_ablate_trains_each_variant_once_and_compares_them(place: Path, tmp_path: Path) -> None:
+    flags = ("ablate", "--tokens", "512", "--n", "1", "--cache", str(tmp_path), "--lessons", str(place / "lessons"))
+    chosen = ("--methods", "full", "--methods", "no-layer-shift", "--json", str(tmp_path / "out.json"))
+    first = run(bench, place, *flags, *chosen)
+    assert "uniform" in first
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert {check["name"] for check in told["checks"]} == {
+        "alpha of block 2, slot 1, over block 1, slot 4",
+        "alpha_3 with the shift over without",
+        "alpha_4 with the shift over without",
+    }
+    assert told["ok"] == all(check["ok"] for check in told["checks"])
+    assert not load_specblock(tmp_path / "no-layer-shift-512", place / "target").config.layer_shift
+    stamps = [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("*/model.safetensors"))]
+    assert len(stamps) == 2
+    again = run(bench, place, *flags, *chosen)
+    assert [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("*/model.safetensors"))] == stamps
+    assert first.splitlines()[-4:] == again.splitlines()[-4:]
+
+
+def test_rank_reports_the_rank_head_and_the_trees(place: Path, tmp_path: Path) -> None:
+    folder = head(place, "specblock")
+    flags = ["rank", "--target", str(place / "target"), "--heads", f"sb=specblock:{folder}", "--n", "2"]
+    told = CliRunner().invoke(bench, [*flags, "--max-new-tokens", "16", "--json", str(tmp_path / "rank.json")])
+    assert told.exit_code == 0, told.output
+    figures = json.loads((tmp_path / "rank.json").read_text())["figures"]["sb"]
+    assert sum(row["frequency"] for row in figures["rank_head"]) == pytest.approx(1)
+    assert len(figures["trees"]) == 4
+    assert all(tree["tau"] >= 1 for tree in figures["trees"].values())
+    none = CliRunner().invoke(bench, ["rank", "--target", str(place / "target"), "--heads", "l=lookup"])
+    assert none.exit_code == 2
+
+
+class Knowing:
+    """Drafts the next `right` tokens of a text, and beside each a wrong one."""
+
+    def __init__(self, ids: list[int], right: int) -> None:
+        self.ids, self.right, self.known = ids, right, 0
+
+    def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
+        self.known = len(opening.ids)
+        return iter(())
+
+    def close(self, key: int) -> None: ...
+
+    def advance(self, key: int, advance: Advance) -> None:
+        assert advance.ids == self.ids[self.known : self.known + len(advance.ids)]
+        assert advance.features is not None
+        assert (advance.features.start, advance.features.count) == (self.known, len(advance.ids))
+        self.known += len(advance.ids)
+
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        (job,) = jobs
+        assert (job.root, job.committed_len) == (self.ids[self.known], self.known)
+        after = self.ids[self.known + 1 : self.known + 1 + self.right]
+        tokens = [token for right in after for token in (right, 999)]
+        parents = [max(0, 2 * (at // 2) - 1) for at in range(len(tokens))]
+        scores = [-0.1 * (at // 2 + 1) for at in range(len(tokens))]
+        yield [Growth(0, DraftTree(tokens, parents, scores), last=True)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("right", "budget", "steps"), [(0, 8, 20), (3, 8, 5), (3, 4, 7)])
+def test_a_replay_commits_what_the_text_follows(right: int, budget: int, steps: int) -> None:
+    text = Lesson(torch.arange(100, 125), torch.zeros(25, 6), torch.zeros(25, 2))
+    found = replay(Knowing(text.ids.tolist(), right), text, 4, budget)  # type: ignore[arg-type]
+    assert found.tokens == 20
+    assert found.steps == steps
