@@ -19,6 +19,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no-prefix-broadcast": {"switches": {"prefix_broadcast": False}},
     "no-valid-prefix": {"valid_prefix": False},
     "no-cross-block": {"cross_block": False},
+    "no-rope-advance": {"switches": {"block_rope_advance": False}},
 }
 """what train_feature_head is told"""
 

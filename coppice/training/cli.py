@@ -90,6 +90,7 @@ def train_head(
     layer_shift: Kept = True,
     valid_prefix: Kept = True,
     cross_block: Kept = True,
+    rope_advance: Kept = True,
 ) -> None:
     """Record a target's answers, train a draft head on its distributions there, then write the head's folder."""
     if kind not in HEAD_KINDS:
@@ -104,7 +105,7 @@ def train_head(
     from coppice.training.lessons import LessonPlan, record_lessons
 
     switches = {"prefix-broadcast": prefix_broadcast, "layer-shift": layer_shift}
-    switches |= {"valid-prefix": valid_prefix, "cross-block": cross_block}
+    switches |= {"valid-prefix": valid_prefix, "cross-block": cross_block, "rope-advance": rope_advance}
     left_out = [name for name, kept in switches.items() if not kept]
     if left_out and kind != "specblock":
         raise typer.BadParameter(f"a {kind} head has none", param_hint=f"--no-{left_out[0]}")
@@ -131,7 +132,13 @@ def train_head(
         rates=feature_heads.ADAMW_RATES if adamw else feature_heads.RATES,
         valid_prefix=valid_prefix,
         cross_block=cross_block,
-        switches={"prefix_broadcast": prefix_broadcast, "layer_shift": layer_shift},
+        switches={
+            "prefix_broadcast": prefix_broadcast,
+            "layer_shift": layer_shift,
+            "block_rope_advance": rope_advance,
+        }
+        if kind == "specblock"
+        else None,
         **shared,
     )
     if done:
