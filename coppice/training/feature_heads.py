@@ -38,6 +38,8 @@ RANK_AFTER = 0.1
 LATER_ROWS = 3
 """later blocks learn from one row in so many"""
 MEASURED_ROWS = 12
+HEAD = "head.json"
+"""in a run's work folder: kind, configuration and draft vocabulary"""
 
 
 def head_schedule(tokens: int) -> Schedule:
@@ -116,11 +118,14 @@ def train_feature_head(
     """Train into `work`; False when a signal stopped the run before its end."""
     parts, output = read_target(target), read_output(target)
     draft_ids = draft_vocabulary(lessons, parts.vocab_size, draft_vocab)
+    if resume and (work / HEAD).exists():  # more lessons may be there now, but the head's vocabulary stays
+        draft_ids = torch.tensor(json.loads((work / HEAD).read_text(encoding="utf-8"))["draft_ids"])
     config = head_config(kind, AutoConfig.from_pretrained(target), parts, len(draft_ids), **(switches or {}))
     student = build_student(config, parts.embedding, output, draft_ids, seed).to(device)
     teacher = Teacher(lessons.read, output.to(device), draft_ids)
     told = {"kind": kind, "config": config.model_dump(by_alias=True), "draft_ids": draft_ids.tolist()}
-    (work / "head.json").write_text(json.dumps(told) + "\n", encoding="utf-8")
+    work.mkdir(parents=True, exist_ok=True)
+    (work / HEAD).write_text(json.dumps(told) + "\n", encoding="utf-8")
     loss: SpecBlockLoss | Eagle3Loss = Eagle3Loss(teacher)
     if kind == "specblock":
         blocks = 3 if cross_block else 1
@@ -144,7 +149,7 @@ def train_feature_head(
 
 def export_feature_head(work: Path, out: Path, lessons: Lessons, target: Path, device: str = "cpu") -> None:
     """Write the head folder `out` from the best weights in `work`, in its public layout, with card and report."""
-    told = json.loads((work / "head.json").read_text(encoding="utf-8"))
+    told = json.loads((work / HEAD).read_text(encoding="utf-8"))
     shape = SpecBlockConfig if told["kind"] == "specblock" else Eagle3Config
     config, draft_ids = shape.model_validate(told["config"]), torch.tensor(told["draft_ids"])
     output = read_output(target)

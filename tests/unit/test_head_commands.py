@@ -19,8 +19,9 @@ from coppice.nn.eagle3 import Eagle3Head
 from coppice.nn.head import DraftJob, Growth
 from coppice.nn.layouts import load_eagle3, load_specblock
 from coppice.nn.specblock import SpecBlockHead
+from coppice.training import feature_heads
 from coppice.training.cli import app as train
-from coppice.training.lessons import Lesson
+from coppice.training.lessons import Lesson, LessonPlan, record_lessons
 from coppice.tree import DraftTree
 from tests.tiny import make_target
 
@@ -88,6 +89,19 @@ def test_a_finished_run_goes_on_when_more_tokens_are_asked_for(place: Path) -> N
     log = json.loads((folder / "report.json").read_text())["log"]
     assert [row["tokens"] for row in log][-1] == 1536
     assert (folder / "model.safetensors").read_bytes() != before
+
+
+def test_the_draft_vocabulary_stays_when_a_resumed_run_has_more_lessons(place: Path, tmp_path: Path) -> None:
+    target, work, vocabularies = place / "target", tmp_path / "run", []
+    schedule = feature_heads.head_schedule(512).model_copy(update={"length": 32, "long_length": 32, "small_batch": 64})
+    for tokens in (128, 1024):
+        plan = LessonPlan(tokens, length=64, sessions=2, held_out_sessions=1)
+        lessons = record_lessons([f"words={place}/words.txt"], target, tmp_path / "lessons", plan)
+        again = schedule.model_copy(update={"tokens": tokens})
+        assert feature_heads.train_feature_head("eagle3", lessons, target, work, again, draft_vocab=40, resume=True)
+        vocabularies.append(json.loads((work / "head.json").read_text())["draft_ids"])
+        fresh = feature_heads.draft_vocabulary(lessons, 300, 40).tolist()
+    assert vocabularies[0] == vocabularies[1] != fresh
 
 
 def test_ablation_switches_change_the_head_and_are_refused_elsewhere(place: Path) -> None:
