@@ -179,5 +179,5 @@ def draft_vocabulary(lessons: Lessons, vocab: int, size: int) -> Tensor:
 
 def held_out_texts(lessons: Lessons, device: str) -> list[Tensor]:
     """Positions of held-out texts of every domain, (N + 1,) each."""
-    rows = [held_out_rows(domain, MEASURED_ROWS, 128) for domain in lessons.domains()]
+    rows = [held_out_rows(domain, MEASURED_ROWS, min(128, lessons.plan.length)) for domain in lessons.domains()]
     return [torch.from_numpy(row[:-1]).to(device) for batch in rows if batch is not None for row in batch]
