@@ -254,7 +254,7 @@ def rank(
     from coppice.prompt_file import demo_prompts, read_prompts
 
     spec = _spec(target, heads, "float32")
-    chosen = [head for head in spec.heads if head.kind == "specblock" and head.path]
+    chosen = {head.name: head.path for head in spec.heads if head.kind == "specblock" and head.path}
     if not chosen:
         raise typer.BadParameter("none of the heads is a specblock head", param_hint="--heads")
     console, report = _offline("bench rank", spec)
@@ -263,11 +263,11 @@ def rank(
     with console.status("the target answers"):
         texts = answers(spec.target, ids, max_new_tokens, "float32")
     said, gains = {}, {}
-    for head in chosen:
-        with console.status(f"{head.name} drafts along the answers"):
-            said[head.name] = said_along(head.path, spec.target, [text for text, _ in texts])
-            gains[head.name] = tree_gains(head.path, spec.target, texts, budget)
-        console.print(rank_table(said[head.name], f"{head.name}: does the rank head know where it is right?"))
+    for name, folder in chosen.items():
+        with console.status(f"{name} drafts along the answers"):
+            said[name] = said_along(folder, spec.target, [text for text, _ in texts])
+            gains[name] = tree_gains(folder, spec.target, texts, budget)
+        console.print(rank_table(said[name], f"{name}: does the rank head know where it is right?"))
     console.print(alpha_table(said, "alpha by block and slot along a greedy chain"))
     console.print(gains_table(gains, f"trees of at most {budget} nodes along the target's greedy answers"))
     report.figures = {

@@ -44,11 +44,13 @@ class BlockTree:
         top: Sequence[Sequence[Sequence[tuple[int, float]]]],
         buckets: Sequence[Sequence[int]],
         widths: Sequence[int],
+        guided: bool = True,
     ) -> None:
         """Add the block that each start began, and choose the starts of the next one.
 
         top: for each start and slot the likeliest (token, log-score), best first. buckets: the rank head's answer for
-        each. widths: how many tokens a bucket branches into, the greedy one included; 0 ends the block there.
+        each. widths: how many tokens a bucket branches into, the greedy one included; 0 ends the block there. Not
+        guided: every slot has widths[0] tokens, and every alternative may start a block.
         """
         entries = len(self.starts[0].sees)  # of earlier blocks
         following: list[tuple[float, Start]] = []
@@ -56,7 +58,7 @@ class BlockTree:
             chain, cumulative = start.node, self.scores[start.node - 1] if start.node else 0.0
             end: Start | None = None
             for slot, (candidates, bucket) in enumerate(zip(top[row], buckets[row], strict=True)):
-                width = widths[bucket]
+                width = widths[bucket if guided else 0]
                 if not width:
                     break
                 sees = np.zeros(entries + len(self.starts) * self.slots, np.bool_)
@@ -69,7 +71,7 @@ class BlockTree:
                     self.parents.append(chain)
                     self.scores.append(cumulative + min(score, 0.0))
                 end = Start(first, start.depth + slot + 1, row, slot, sees)
-                if bucket != CONFIDENT:
+                if not guided or bucket != CONFIDENT:
                     following += (
                         (self.scores[node - 1], Start(node, end.depth, row, slot, sees))
                         for node in range(first + 1, len(self.tokens) + 1)

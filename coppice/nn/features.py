@@ -90,6 +90,7 @@ class FeatureHead(Head, Generic[M]):
         self.description = HeadDescription(
             settings.name or kind, kind, config.vocab_size, feature_layers=config.feature_layers
         )
+        self.deepest = settings.depth
         self.max_context = settings.max_context or config.max_position_embeddings
         self._row_bytes = 3 * config.target_hidden_size
         self._sessions: dict[int, Session] = {}
@@ -147,7 +148,7 @@ class FeatureHead(Head, Generic[M]):
     def _room(self, job: DraftJob, extra: int) -> bool:
         """Whether there is anything to draft and room for it, `extra` KV entries behind the rows; takes the room."""
         session = self._sessions[job.key]
-        if job.budget == 0 or job.committed_len + 1 + self.settings.depth > self.max_context:
+        if job.budget == 0 or job.committed_len + 1 + self.deepest > self.max_context:
             return False
         entries = (job.committed_len - session.start) * self.slots + extra
         try:

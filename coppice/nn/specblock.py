@@ -39,6 +39,7 @@ class SpecBlockHead(FeatureHead[SpecBlockModel]):
         loaded = load_specblock(settings.path, settings.target)
         self.slots = loaded.model.config.slots
         super().__init__(settings, "specblock", loaded.model, loaded.config, loaded.embedding)
+        self.deepest = self.slots * settings.blocks
 
     def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
         """Grow all trees block by block; each block is sent as soon as it exists."""
@@ -119,7 +120,8 @@ class SpecBlockHead(FeatureHead[SpecBlockModel]):
             candidates = [
                 [[(int(slot[w]), slot[widest + 1 + w]) for w in range(widest)] for slot in block] for block in mine
             ]
-            one.tree.grow(candidates, [[int(slot[widest]) for slot in block] for block in mine], self.settings.widths)
+            expected = [[int(slot[widest]) for slot in block] for block in mine]
+            one.tree.grow(candidates, expected, self.settings.widths, self.settings.rank_guided)
 
     def _said(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """(S, K, draft vocabulary) logits and (S, K) buckets."""

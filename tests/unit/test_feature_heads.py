@@ -189,7 +189,8 @@ class SlowSpecBlock:
                     buckets = self.model.rank(normed, logits).argmax(-1).tolist()
                 chain, end = path, None
                 for slot in range(self.slots):
-                    width = self.settings.widths[buckets[slot]]
+                    guided = self.settings.rank_guided
+                    width = self.settings.widths[buckets[slot] if guided else 0]
                     if not width:
                         break
                     scores = log_scores(logits[slot], job, len(chain) + 1, self.ids)
@@ -199,7 +200,7 @@ class SlowSpecBlock:
                         begins = (child, [*blocks, (states[slot], child[-1], len(child), slot + 1)])
                         if place == 0:
                             end = begins
-                        elif buckets[slot] != 0:
+                        elif buckets[slot] != 0 or not guided:
                             following.append(begins)
                     assert end is not None
                     chain = end[0]
@@ -265,6 +266,7 @@ VARIANTS = [
     ("specblock", {}, {}),
     ("specblock", {}, {"blocks": 3, "widths": (2, 4, 10, 0)}),
     ("specblock", {}, {"blocks": 1, "widths": (1, 1, 1, 1)}),
+    ("specblock", {}, {"rank_guided": False, "widths": (3, 1, 1, 1)}),
     ("specblock", {"block_rope_advance": True, "rank_norm_topk": None, "slots": 3}, {}),
     ("specblock", {"prefix_broadcast": False, "layer_shift": False}, {}),
     ("eagle3", {}, {"top_k": 4, "depth": 5}),
