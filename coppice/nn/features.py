@@ -43,6 +43,8 @@ class Session:
     features: Tensor
     first: int
     done: int  # rows of the positions before it are in KV
+    noise: Tensor | None = None  # (n, draft vocabulary) keyed noise of the positions from noise_from on
+    noise_from: int = 0
 
     def take(self, upto: int) -> Tensor:
         """(upto - done, F) features of the positions done..upto-1."""
@@ -226,8 +228,16 @@ class FeatureHead(Head, Generic[M]):
         """(depths, draft vocabulary) float32 keyed noise of nodes at depth 1.. when the job is coupled at T > 0."""
         if not job.coupled or job.sampling.temperature == 0:
             return None
-        positions = torch.arange(1, depths + 1, device=self.device) + job.committed_len
-        return noise(job.sampling.seed, positions, self.target_ids).float()
+        session, first = self._sessions[job.key], job.committed_len + 1
+        known = None if session.noise is None else session.noise[max(0, first - session.noise_from) :]
+        have = 0 if known is None or first < session.noise_from else len(known)
+        if have < depths:  # a step moves on by a few positions: most of them were needed before
+            positions = torch.arange(first + have, first + depths, device=self.device)
+            new = noise(job.sampling.seed, positions, self.target_ids).float()
+            session.noise = new if known is None or not have else torch.cat((known, new))
+            session.noise_from = first
+        assert session.noise is not None
+        return session.noise[first - session.noise_from :][:depths]
 
 
 def scores_of(logits: Tensor, temperature: float, noise_rows: Tensor | None) -> Tensor:
