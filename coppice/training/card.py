@@ -32,6 +32,8 @@ class Run:
     data: dict[str, dict[str, Any]]
     state: dict[str, Any]
     held_out: dict[str, float]
+    loss: str = "nats a token"
+    """what a held-out loss is"""
 
 
 def write_card(folder: Path, model: PreTrainedModel, run: Run) -> None:
@@ -89,7 +91,7 @@ def _training(run: Run) -> str:
 def _data(run: Run) -> str:
     """Size, sources, epochs and held-out loss of every domain."""
     rows = [
-        "| domain | bytes | documents | held out | tokens | epochs | held-out loss (nats a token) |",
+        f"| domain | bytes | documents | held out | tokens | epochs | held-out loss ({run.loss}) |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, fact in run.data.items():

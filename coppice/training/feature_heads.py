@@ -164,7 +164,8 @@ def export_feature_head(work: Path, out: Path, lessons: Lessons, target: Path, d
     save_head(partial, student.model.cpu().bfloat16(), config, told["kind"])
     log = [json.loads(line) for line in (work / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     write_report(partial, found, log)
-    write_head_card(partial, told["kind"], student.model, found, read_run(work))
+    loss_is = "nats, all slots of two blocks" if told["kind"] == "specblock" else "nats a token, mean of seven steps"
+    write_head_card(partial, told["kind"], student.model, found, replace(read_run(work), loss=loss_is))
     for file in partial.iterdir():
         file.chmod(0o644)
     shutil.rmtree(out, ignore_errors=True)
