@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,6 +48,10 @@ def checkout() -> Path:
     raise NoCheckout
 
 
+def _models() -> Path:
+    return checkout() / "models" / "demo"
+
+
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
     """One draft head: its pool's name, its kind, and its folder (or file) if it has one."""
@@ -57,12 +61,20 @@ class HeadSpec:
     path: Path | None = None
 
     @classmethod
+    def shipped(cls, name: str) -> Self:
+        """A head of the demo's target. Raises NoCheckout."""
+        kind = SHIPPED_HEADS[name]
+        return cls(name, kind, None if kind in COUNTING_KINDS else _models() / name)
+
+    @classmethod
     def parse(cls, text: str) -> Self:
-        """Read NAME=KIND[:DIR]. Raises InvalidField."""
+        """Read NAME=KIND[:DIR], or the name of a shipped head. Raises InvalidField."""
+        if text in SHIPPED_HEADS:
+            return cls.shipped(text)
         name, equals, rest = text.partition("=")
         kind, _, path = rest.partition(":")
         if not equals:
-            raise InvalidField("head", f"{text!r} is not NAME=KIND[:DIR]")
+            raise InvalidField("head", f"{text!r} is neither NAME=KIND[:DIR] nor one of {', '.join(SHIPPED_HEADS)}")
         if kind not in get_args(HeadKind):
             raise InvalidField("head", f"{kind!r} is no kind; there are {', '.join(get_args(HeadKind))}")
         return cls(name, kind, Path(path) if path else None)  # type: ignore[arg-type]
@@ -115,17 +127,10 @@ class StackSpec:
             raise InvalidField("policy", f"{self.policy!r} is not {', '.join(POLICIES)} or single:HEAD")
 
     @classmethod
-    def demo(cls, names: Sequence[str] = DEMO_HEADS, **changes: Any) -> Self:
-        """The shipped target with these of its heads. Raises NoCheckout, or InvalidField for what is not there."""
-        models = checkout() / "models" / "demo"
-        unknown = [name for name in names if name not in SHIPPED_HEADS]
-        if unknown:
-            raise InvalidField("head", f"{unknown[0]!r} is not one of {', '.join(SHIPPED_HEADS)}")
-        kinds = {name: SHIPPED_HEADS[name] for name in names}
-        heads = tuple(
-            HeadSpec(name, kind, None if kind in COUNTING_KINDS else models / name) for name, kind in kinds.items()
-        )
-        return cls(**{"target": models / "target", "heads": heads, **changes})
+    def demo(cls, **changes: Any) -> Self:
+        """The demo's target with its heads. Raises NoCheckout, or InvalidField while the models are not there."""
+        heads = tuple(map(HeadSpec.shipped, DEMO_HEADS))
+        return cls(**{"target": _models() / "target", "heads": heads, **changes})
 
     def settings(self) -> Settings:
         """What the services will be told: this spec, then variables and YAML, then the machine's defaults."""

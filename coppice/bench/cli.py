@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import zip_longest
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 T = TypeVar("T", int, float)
 
 app = typer.Typer(
-    help="Measure: exactness, the sampling law, the cost of a step, rows of a forward.", no_args_is_help=True
+    help="Measure: speed, exactness, the sampling law, the cost of a step, rows of a forward, coupled drafting.",
+    no_args_is_help=True,
 )
 
 Target = Annotated[Path | None, typer.Option(help="Model folder; default: the demo's target and heads.")]
@@ -36,10 +37,97 @@ Prompts = Annotated[Path | None, typer.Option(help="JSON lines or .txt; default:
 Count = Annotated[int, typer.Option("--n", min=1, help="Prompts used.")]
 NewTokens = Annotated[int, typer.Option(min=2, help="Tokens made for each prompt, past end-of-text ids too.")]
 Methods = Annotated[list[str] | None, typer.Option(help="Policies or head names (repeatable); default: all.")]
+Category = Annotated[
+    str | None, typer.Option(metavar="NAME,...", help="Keep the prompts of these categories, such as code,maths.")
+]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the keyed noise and of the prompts' order.")]
 Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Alternating rounds; medians are reported.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures as JSON.")]
+
+
+@app.command()
+def run(
+    target: Target = None,
+    heads: Heads = None,
+    prompts: Prompts = None,
+    category: Category = None,
+    n: Count = 16,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=16, help="Tokens made for each prompt, past end-of-text ids too.")
+    ] = 128,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Policies, head names, hf-generate, hf-assisted, hf-lookup (commas between, or repeatable); default: "
+            "plain, all heads, route, merge, hf-generate."
+        ),
+    ] = None,
+    budgets: Annotated[int | None, typer.Option(min=0, max=256, help="Draft nodes verified a step.")] = None,
+    temperatures: Annotated[str, typer.Option(help="Comma-separated.")] = "0,1",
+    rounds: Annotated[int, typer.Option(min=1, help="How often every method answers each prompt.")] = 1,
+    sessions: Annotated[int, typer.Option(min=1, help="Prompts answered at once.")] = 1,
+    seed: Seed = 1,
+    dtype: Dtype = None,
+    json_file: JsonFile = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the speedups.")] = None,
+) -> None:
+    """Speed of every method on the same prompts, in alternating order, against plain decoding and transformers."""
+    from coppice.bench.run import RunPlan, read_methods
+    from coppice.bench.run import run as run_methods
+    from coppice.bench.run_report import RunReport, draw
+    from coppice.client import Client
+
+    spec = _spec(target, heads or (_shipped(methods or ()) if target is None else None), dtype)
+    chosen = read_methods(methods or (), spec.heads, sessions)
+    levels = _numbers("temperatures", temperatures, float)
+    measuring = _measuring("bench run", spec, json_file, RunReport)
+    with measuring as (console, stack, report), Client(stack.address) as client:
+        budget = stack.settings.orchestrator.budget if budgets is None else budgets
+        plan = RunPlan(chosen, budget, levels, max_new_tokens, rounds, sessions, seed)
+        reference = _reference(stack)
+        ids = _prompt_ids(prompts, n, client, reference, category)
+        with console.status("starting") as status:
+            run_methods(stack, client, reference, ids, plan, report, target is None, lambda line: status.update(line))
+        if png:
+            draw(report.rows, png)
+
+
+@app.command()
+def coupling(
+    target: Target = None,
+    heads: Heads = None,
+    prompts: Prompts = None,
+    category: Category = None,
+    n: Count = 16,
+    max_new_tokens: NewTokens = 128,
+    temperatures: Annotated[str, typer.Option(help="Comma-separated, above 0.")] = "0.5,0.7,1",
+    seed: Seed = 1,
+    dtype: Dtype = None,
+    json_file: JsonFile = None,
+) -> None:
+    """tau with coupled drafting and without, for the heads that can use the noise."""
+    from coppice.bench.coupling import CouplingReport, coupled_heads, run_coupling
+    from coppice.client import Client
+
+    spec = _spec(target, heads or (["specblock-code", "eagle3-code", "lm"] if target is None else None), dtype)
+    able, levels = coupled_heads(spec.heads), _numbers("temperatures", temperatures, float)
+    measuring = _measuring("bench coupling", spec, json_file, CouplingReport)
+    with measuring as (console, stack, report), Client(stack.address) as client:
+        reference = _reference(stack)
+        ids = _prompt_ids(prompts, n, client, reference, category)
+        with console.status("decoding") as status:
+            run_coupling(
+                client,
+                reference,
+                able,
+                ids,
+                levels,
+                max_new_tokens,
+                seed,
+                report,
+                lambda line: status.update(line),
+            )
 
 
 @app.command()
@@ -176,7 +264,9 @@ def rows(
 
 
 @contextmanager
-def _measuring(command: str, spec: StackSpec, json_file: Path | None) -> Iterator[tuple[Console, Stack, Report]]:
+def _measuring(
+    command: str, spec: StackSpec, json_file: Path | None, kind: type[Report] | None = None
+) -> Iterator[tuple[Console, Stack, Report]]:
     """A running stack and a report that is printed and written at the end; exits 1 when a check failed."""
     from rich.console import Console
 
@@ -186,7 +276,7 @@ def _measuring(command: str, spec: StackSpec, json_file: Path | None) -> Iterato
     console = Console()
     stack = Stack(spec)
     told = stack.settings.verifier
-    report = Report(command, told.dtype, told.threads, told.device)
+    report = (kind or Report)(command, told.dtype, told.threads, told.device)
     with stack:
         yield console, stack, report
     report.checks.append(Check("processes not stopped cleanly", len(stack.unclean), "0", not stack.unclean))
@@ -199,7 +289,15 @@ def _spec(target: Path | None, heads: list[str] | None, dtype: str | None) -> St
     return stack_spec(target, heads, dtype=dtype, port=0)
 
 
-def _prompts(file: Path | None, count: int, client: Client) -> list[str | tuple[int, ...]]:
+def _shipped(methods: Sequence[str]) -> list[str] | None:
+    """The shipped heads that methods name; None when they name none."""
+    from coppice.stack_spec import SHIPPED_HEADS
+
+    named = {part.removeprefix("single:") for method in methods for part in method.split(",")}
+    return [head for head in SHIPPED_HEADS if head in named or (head == "lm" and "hf-assisted" in named)] or None
+
+
+def _prompts(file: Path | None, count: int, client: Client, category: str | None = None) -> list[str | tuple[int, ...]]:
     """The first `count` prompts of a file or of Coppice's own; random ids for a target without a tokenizer."""
     from coppice.prompt_file import demo_prompts, read_prompts
 
@@ -207,7 +305,13 @@ def _prompts(file: Path | None, count: int, client: Client) -> list[str | tuple[
     if file is None and not model.has_tokenizer:
         rng = random.Random(0)  # noqa: S311
         return [tuple(rng.randrange(model.vocab_size) for _ in range(8 + 5 * number)) for number in range(count)]
-    found = read_prompts(file) if file else spread(demo_prompts(), count)
+    found = read_prompts(file) if file else demo_prompts()
+    if category:
+        found = [prompt for prompt in found if prompt.category in category.split(",")]
+        if not found:
+            raise typer.BadParameter(f"no prompt is of {category!r}", param_hint="--category")
+    if file is None:
+        found = spread(found, count)
     return [prompt.prompt for prompt in found[:count]]
 
 
@@ -220,8 +324,10 @@ def spread(prompts: list[FilePrompt], count: int) -> list[FilePrompt]:
     return [prompt for turn in turns for prompt in turn if prompt is not None][:count]
 
 
-def _prompt_ids(file: Path | None, count: int, client: Client, reference: Reference) -> list[tuple[int, ...]]:
-    prompts = _prompts(file, count, client)
+def _prompt_ids(
+    file: Path | None, count: int, client: Client, reference: Reference, category: str | None = None
+) -> list[tuple[int, ...]]:
+    prompts = _prompts(file, count, client, category)
     return [reference.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 

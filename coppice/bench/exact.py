@@ -52,27 +52,25 @@ def run_exact(
             for budget in plan.budgets if method != "plain" else (0,):
                 for sessions in plan.sessions:
                     answers = asyncio.run(_answers(address, prompts, method, budget, sampling, plan, sessions))
+                    verdicts = judged(reference, [(ids, sampling) for ids in prompts], answers, expected)
                     if expected is None:  # what plain decoding says with this seed, itself re-scored
                         expected = [answer.ids for answer in answers]
-                        verdicts = _judge(reference, prompts, answers, sampling, None)
-                    else:
-                        verdicts = _judge(reference, prompts, answers, sampling, expected)
                     row = make_row(f"{method} T={temperature:g}", answers, verdicts, budget, sessions)
                     rows.append(row)
                     say(f"{row.method} B={budget} sessions={sessions}: {row.identical}/{row.ties}/{row.wrong}")
     report.rows += with_speedups(rows)
 
 
-def _judge(
+def judged(
     reference: Reference,
-    prompts: Sequence[tuple[int, ...]],
+    asked: Sequence[tuple[tuple[int, ...], SamplingParams]],
     answers: Sequence[Completion],
-    sampling: SamplingParams,
     expected: Sequence[tuple[int, ...]] | None,
 ) -> list[Verdict]:
+    """A verdict on the answer to each prompt and its sampling; without `expected` they are re-scored."""
     return [
         reference.judge(prompt, answer.ids, sampling, expected[number] if expected else None)
-        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+        for number, ((prompt, sampling), answer) in enumerate(zip(asked, answers, strict=True))
     ]
 
 

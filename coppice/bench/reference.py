@@ -31,16 +31,20 @@ EPS = 0.125
 
 @dataclass(frozen=True, slots=True)
 class ReferenceAnswer:
-    """A greedy answer of plain transformers and its times."""
+    """An answer of transformers and its times."""
 
     ids: tuple[int, ...]
+    accept_lengths: tuple[int, ...]
+    """tokens of each forward behind the prefill, which may make several itself when `generate` is assisted"""
     ttft_s: float
     decode_s: float
-    """from the first token to the last"""
+    """from the prefill's tokens to the last"""
 
     def as_completion(self, prompt_tokens: int) -> Completion:
-        """The same as a Completion, so that it is counted like the others: plain decoding takes a step a token."""
+        """The same as a Completion, so that it is counted like the others."""
         from coppice.completion import Completion
+
+        steps = len(self.accept_lengths)
 
         return Completion(
             text="",
@@ -50,9 +54,9 @@ class ReferenceAnswer:
             finish_reason="length",
             prompt_tokens=prompt_tokens,
             new_tokens=len(self.ids),
-            accept_lengths=(1,) * (len(self.ids) - 1),
-            routed=(-1,) * (len(self.ids) - 1),
-            verified_nodes=(0,) * (len(self.ids) - 1),
+            accept_lengths=self.accept_lengths,
+            routed=(-1,) * steps,
+            verified_nodes=(0,) * steps,
             policy="",
             heads=(),
             seed=0,
@@ -62,13 +66,15 @@ class ReferenceAnswer:
 
 
 class _TokenClock:
-    """A streamer of `generate` that notes when the prompt and each token came."""
+    """A streamer of `generate`: it gets the prompt, then what each forward made; notes when, and how many tokens."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
+        self.counts: list[int] = []
 
-    def put(self, _: Any) -> None:
+    def put(self, tokens: Any) -> None:
         self.times.append(time.perf_counter())
+        self.counts.append(tokens.numel())
 
     def end(self) -> None:
         pass
@@ -81,16 +87,23 @@ class Reference:
         """Load it; `threads` 0 lets torch choose."""
         import torch
 
-        transformers: Any = import_module("transformers")
-        transformers.logging.disable_progress_bar()
         if threads:
             torch.set_num_threads(threads)
+        self._torch, self._target, self._placed = torch, target, (dtype, device)
+        self._model = self.load(target)
+
+    def load(self, folder: Path) -> Any:
+        """A transformers model of the reference's dtype, on its device; its text never ends by itself."""
+        transformers: Any = import_module("transformers")
+        transformers.logging.disable_progress_bar()
+        transformers.logging.set_verbosity_error()  # assisted generation warns of its own calls
+        dtype, device = self._placed
         load = transformers.AutoModelForCausalLM.from_pretrained
-        self._model = load(target, dtype=getattr(torch, dtype), local_files_only=True).to(device).eval()
-        # A model's own defaults may draw, penalise or stop; None for an id means that nothing ends the text.
-        plain = transformers.GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
-        self._model.generation_config = plain
-        self._torch, self._target = torch, target
+        model = load(folder, dtype=getattr(self._torch, dtype), local_files_only=True).to(device).eval()
+        # A model's own defaults may draw, penalise or stop; None for an id means that nothing ends or pads the text
+        # (an id that pads would be hidden from an assistant wherever the text holds it).
+        model.generation_config = transformers.GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=None)
+        return model
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a text, as the tokenizer alone gives them."""
@@ -100,14 +113,27 @@ class Reference:
 
     def greedy(self, ids: Sequence[int], max_new_tokens: int) -> ReferenceAnswer:
         """`generate(do_sample=False)` of exactly `max_new_tokens`, end-of-text ids included like any other."""
+        return self.generate(ids, max_new_tokens, SamplingParams())
+
+    def generate(
+        self, ids: Sequence[int], max_new_tokens: int, sampling: SamplingParams, **options: Any
+    ) -> ReferenceAnswer:
+        """`generate` of exactly `max_new_tokens`, sampled at T > 0 with torch's own noise from the seed.
+
+        options: more of `generate`'s, such as assistant_model.
+        """
         torch, clock = self._torch, _TokenClock()
+        if sampling.temperature > 0:
+            torch.manual_seed(sampling.seed)
+            options |= {"do_sample": True, **sampling.model_dump(exclude={"seed"})}
         prompt = torch.tensor([list(ids)], device=self._model.device)
         called = time.perf_counter()
         output = self._model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, streamer=clock
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, streamer=clock, **options
         )
         _, first, *_, last = (*clock.times, clock.times[-1])
-        return ReferenceAnswer(tuple(output[0, len(ids) :].tolist()), first - called, last - first)
+        new = tuple(output[0, len(ids) :].tolist())
+        return ReferenceAnswer(new, tuple(clock.counts[2:]), first - called, last - first)
 
     def judge(
         self, prompt: Sequence[int], ids: Sequence[int], sampling: SamplingParams, expected: Sequence[int] | None = None

@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -102,7 +102,17 @@ class Report:
         file.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
     def print(self, console: Console) -> None:
-        """The rows as a table and the checks below it."""
+        """The tables and the checks below them."""
+        if self.rows:
+            for table in self.tables():
+                console.print(table)
+        for check in self.checks:
+            sign = "[green]ok[/]" if check.ok else "[red]FAILED[/]"
+            note = f" ({check.note})" if check.note else ""
+            console.print(f"{sign} {check.name}: {check.value:g}, bound {check.bound}{note}", highlight=False)
+
+    def tables(self) -> Iterable[Table]:
+        """The rows for people."""
         title = f"{self.command}: {self.dtype}, {self.threads} threads, prefill left out; x hf is over transformers"
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         table.add_column("method", no_wrap=True)
@@ -118,12 +128,7 @@ class Report:
                 f"{row.verified_nodes:.1f}" if row.heads else "-",
                 "-" if row.method == HF_GENERATE else f"{row.identical}/{row.ties}/{row.wrong}",
             )
-        if self.rows:
-            console.print(table)
-        for check in self.checks:
-            sign = "[green]ok[/]" if check.ok else "[red]FAILED[/]"
-            note = f" ({check.note})" if check.note else ""
-            console.print(f"{sign} {check.name}: {check.value:g}, bound {check.bound}{note}", highlight=False)
+        return [table]
 
 
 def make_row(
@@ -133,7 +138,7 @@ def make_row(
     if not completions:
         raise ValueError(f"{method} has no answers")
     steps = sum(answer.steps for answer in completions)
-    behind_first = sum(answer.new_tokens - 1 for answer in completions)
+    behind_first = sum(sum(answer.accept_lengths) for answer in completions)
     decode_s = sum(answer.decode_s for answer in completions)
     step_ns = sum(sum(answer.timings.step_ns) for answer in completions)
     counts = Counter(verdicts)

@@ -15,7 +15,7 @@ from coppice.generation import Chunk
 from coppice.launch import Stack
 from coppice.prompt_file import demo_prompts
 from coppice.sampling import SamplingParams
-from coppice.stack_spec import StackSpec
+from coppice.stack_spec import HeadSpec, StackSpec
 
 NAMES = ("specblock-code", "eagle3-code")
 POLICIES = ("single:specblock-code", "single:eagle3-code", "route", "merge", "merge-full")
@@ -29,7 +29,8 @@ def started(deadline_ms: float, window: int = 4096) -> Stack:
         "orchestrator": {"orchestrator.draft_deadline_ms": deadline_ms, "orchestrator.budget": 8},
         "verifier": {"verifier.feature_window": window},
     }
-    return Stack(StackSpec.demo(NAMES, dtype="float32", verifier_threads=1, drafter_threads=1, extra=extra))
+    heads = tuple(map(HeadSpec.shipped, NAMES))
+    return Stack(StackSpec.demo(heads=heads, dtype="float32", verifier_threads=1, drafter_threads=1, extra=extra))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,301 @@
+"""`bench run` and `bench coupling` in process: methods, pairs, peers, bare loops, rows, checks, pictures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from coppice.bench.bare import Bare, BareDraft
+from coppice.bench.coupling import CouplingReport, CouplingRow, coupled_heads
+from coppice.bench.pairs import Pairs, Ratio
+from coppice.bench.peers import CHOICES, HF_ASSISTED, HF_LOOKUP, Peers
+from coppice.bench.reference import Reference
+from coppice.bench.report import HF_GENERATE, make_row
+from coppice.bench.run import read_methods
+from coppice.bench.run_checks import speed_checks
+from coppice.bench.run_report import ALL, FEW_REPEATS, RunReport, RunRow, draw, run_row
+from coppice.cli import main
+from coppice.completion import Accumulator, Completion
+from coppice.errors import InvalidField
+from coppice.generation import Chunk, Finished, Origin, Started, Timings
+from coppice.sampling import SamplingParams
+from coppice.stack_spec import COUNTED_HEADS, HeadSpec, StackSpec
+from tests.tiny import make_target
+from tests.unit.test_feature_heads import VOCAB, save_random
+
+HEADS = (HeadSpec("a", "specblock"), HeadSpec("b", "specblock"), HeadSpec("e", "eagle3"), HeadSpec("s", "lm"))
+KINDS = {head.name: head.kind for head in HEADS}
+SEVERAL = ("a", "b", "e", "s")
+
+
+# --- methods ---
+
+
+def test_methods_are_policies_heads_and_peers() -> None:
+    default = ("plain", "single:a", "single:b", "single:e", "single:s", "route", "merge", HF_GENERATE)
+    assert read_methods((), HEADS, 1) == default
+    assert read_methods((), HEADS, 2) == default[:-1]
+    assert read_methods((), HEADS[:1], 1) == ("plain", "single:a", HF_GENERATE)
+    assert read_methods(["s,plain", "hf-assisted"], HEADS, 1) == ("plain", "single:s", HF_ASSISTED)
+
+
+@pytest.mark.parametrize(
+    ("method", "heads", "sessions", "why"),
+    [
+        ("route", HEADS[:1], 1, "route needs at least two heads, there are 1"),
+        ("merge-full", HEADS[:1], 1, "at least two heads"),
+        (HF_ASSISTED, HEADS[:3], 1, "needs a head of kind lm"),
+        (HF_GENERATE, HEADS, 2, "one prompt at a time"),
+        ("best", HEADS, 1, "'best' is not one of"),
+        ("single:x", HEADS, 1, "there is no head 'x'"),
+    ],
+)
+def test_a_method_this_stack_cannot_run_is_named(
+    method: str, heads: Sequence[HeadSpec], sessions: int, why: str
+) -> None:
+    with pytest.raises(InvalidField, match=why):
+        read_methods([method], heads, sessions)
+
+
+def test_too_few_heads_are_a_usage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    arguments = ["bench", "run", "--target", str(tmp_path), "--heads", "l=lookup", "--methods", "route"]
+    monkeypatch.setattr(sys, "argv", ["coppice", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "route needs at least two heads" in capsys.readouterr().err
+
+
+# --- pairs ---
+
+
+def _answer(
+    heads: tuple[str, ...], lengths: Sequence[int], seconds: float, routed: Sequence[int] = (), loops: bool = False
+) -> Completion:
+    new, steps = 1 + sum(lengths), len(lengths)
+    answer = Accumulator()
+    answer.add(Started(3, "route" if heads else "plain", heads, 8))
+    ids = (7,) * new if loops else tuple(range(new))
+    answer.add(Chunk("", ids, (Origin.ROOT,) * new, ("",) * new))
+    timings = Timings(decode_ns=int(seconds * 1e9), draft_ns=int(1e6 * steps), step_ns=[10**7] * steps)
+    routed = list(routed) or [0] * steps
+    answer.add(Finished("length", 3, new, list(lengths), routed, [7] * steps, 0, 0, timings))
+    return answer.completion()
+
+
+def _peer(tokens: int, seconds: float) -> Completion:
+    answer = _answer((), [1] * tokens, seconds)
+    return replace(answer, policy="", timings=Timings())
+
+
+def _pairs(count: int = 16, sampled: bool = False) -> Pairs:
+    """`count` pairs of 24 tokens, of which the last loops."""
+    slower = [1.0 + 0.1 * (at % 3) for at in range(count)]
+    loops = [at == count - 1 for at in range(count)]
+
+    def ours(heads: tuple[str, ...], step: int, seconds: float, routed: Sequence[int] = ()) -> list[Completion]:
+        lengths = [step] * (24 // step)
+        return [
+            _answer(heads, lengths, seconds * factor, routed, loop) for factor, loop in zip(slower, loops, strict=True)
+        ]
+
+    answers = {
+        "plain": ours((), 1, 1.0),
+        "single:a": ours(("a",), 4, 0.5),
+        "single:b": ours(("b",), 3, 0.6),
+        "single:e": ours(("e",), 4, 0.7),
+        "single:s": ours(("s",), 2, 0.8),
+        "route": ours(SEVERAL, 4, 0.45, [0, 0, 0, 0, 1, -1]),
+        "merge": ours(SEVERAL, 6, 0.45),
+        HF_GENERATE: [_peer(24, 1.02 * factor) for factor in slower],
+        HF_ASSISTED: [_peer(24, 0.9 * factor) for factor in slower],
+    }
+    return Pairs(1.0 if sampled else 0.0, answers, 1, 5)
+
+
+def test_pairs_pool_tokens_and_seconds() -> None:
+    pairs = _pairs()
+    assert (len(pairs), len(pairs.few_repeats())) == (16, 15)
+    assert pairs.tau("single:a") == 4
+    assert pairs.tokens_per_s("plain") == pytest.approx(24 * 16 / sum(1.0 + 0.1 * (at % 3) for at in range(16)))
+    assert replace(pairs, sessions=2).tokens_per_s("plain") == 2 * pairs.tokens_per_s("plain")
+    assert pairs.draft_ms("single:a") == 1.0
+    assert pairs.chosen("route") == pytest.approx({"a": 4 / 6, "b": 1 / 6, "e": 0.0, "s": 0.0})
+    assert pairs.chosen("merge") == pairs.chosen(HF_GENERATE) == {}
+
+
+def test_a_ratio_is_paired_seeded_and_bounded() -> None:
+    pairs = _pairs()
+    same = pairs.ratio("single:a", "plain")
+    assert same == pairs.ratio("single:a", "plain")
+    assert same is not None
+    assert (same.value, same.low, same.high) == pytest.approx((2.0, 2.0, 2.0))  # prompts' own speed cancels out
+    assert pairs.ratio("single:a", "nothing") is None
+    quick, slow = [_answer((), [1] * 10, 1.0)], [_answer((), [1] * 10, 3.0)]
+    mixed = Pairs(0.0, {"x": 5 * quick + 5 * slow, "plain": 10 * quick}, 1, 0).ratio("x", "plain")
+    assert mixed is not None
+    assert mixed.value == pytest.approx(0.5)
+    assert 0.34 < mixed.low < 0.45 < 0.55 < mixed.high < 0.8
+
+
+# --- rows, tables, checks ---
+
+
+def _rows(pairs: Pairs) -> list[RunRow]:
+    rows = []
+    for method, answers in pairs.answers.items():
+        peer = not answers[0].policy
+        row = make_row(method, answers, [] if peer else ["identical"] * len(pairs), 8)
+        t_d = BareDraft(3.0, 4.0) if method == "single:a" else BareDraft(6.0, 7.0) if row.heads else BareDraft()
+        settings = "4 tokens" if method == HF_ASSISTED else ""
+        rows.append(run_row(row, pairs, settings, 0.0 if peer else 40.0, t_d, None))
+    return rows
+
+
+def test_rows_hold_every_figure() -> None:
+    rows = {row.method: row for row in _rows(_pairs())}
+    fast = rows["single:a"]
+    every, few = fast.figures[ALL], fast.figures[FEW_REPEATS]
+    assert (fast.temperature, fast.speedup, fast.draft_ms) == (0.0, pytest.approx(2.0), 1.0)
+    assert (every.answers, few.answers, every.tau) == (16, 15, 4.0)
+    assert every.efficiency == pytest.approx(every.tokens_per_s / (4 / 0.043))
+    assert every.over_hf is not None
+    assert every.over_hf.value == pytest.approx(2.04)
+    assert rows[HF_GENERATE].figures[ALL].efficiency is None
+    assert every.lookup_tau is None
+
+
+def test_tables_fit_a_terminal_and_json_tells_all(tmp_path: Path) -> None:
+    report = RunReport("bench run", "float32", 2, rows=[*_rows(_pairs()), *_rows(_pairs(sampled=True))])
+    console = Console(width=112, record=True)
+    report.print(console)
+    text = console.export_text()
+    assert text.count("prefill left out") == 2
+    assert "2.00 (2.00-2.00)" in text
+    assert "few: 15 of 16 answers" in text
+    assert "a 67% b 17%" in text
+    report.write(tmp_path / "run.json")
+    told = json.loads((tmp_path / "run.json").read_text())["rows"][1]
+    assert told["figures"][FEW_REPEATS]["over_plain"]["low"] == pytest.approx(2.0)
+    assert (told["method"], told["t_d_ms"], told["t_d_total_ms"], told["t_m_ms"]) == ("single:a", 3.0, 4.0, 40.0)
+
+
+def test_a_picture_has_every_method_and_temperature(tmp_path: Path) -> None:
+    draw([*_rows(_pairs()), *_rows(_pairs(sampled=True))], tmp_path / "run.png")
+    assert (tmp_path / "run.png").stat().st_size > 5000
+
+
+def test_checks_go_by_kind_for_all_answers_and_few_repeats() -> None:
+    pairs = _pairs()
+    checks = {check.name: check for check in speed_checks(pairs, _rows(pairs), KINDS)}
+    assert checks["drafting time of single:a over single:e, T=0"].value == 0.5
+    assert checks["drafting time of single:a over single:e, T=0"].note == "in the pipeline 1.00"
+    assert checks["tau of single:a, T=0"].ok
+    assert checks["efficiency of single:a, T=0, few repeats"].value < 0.85
+    for other, value in (("single:e", 1.4), ("single:s", 1.6), (HF_ASSISTED, 1.8), (HF_GENERATE, 2.04)):
+        for which in ("", ", few repeats"):
+            check = checks[f"tokens/s of single:a over {other}, T=0{which}"]
+            assert (check.value, check.ok) == (pytest.approx(value), True)
+    assert checks["tokens/s of plain over hf-generate, T=0"].value == 1.02
+    assert checks["tokens/s of route over single:a, T=0"].value == pytest.approx(1.111)
+    assert checks["share of steps routed to b, T=0"].ok
+    assert checks["tau of merge over route, T=0"].value == 1.5
+    assert not any("weak" in check.note for check in checks.values())
+
+
+def test_few_pairs_are_called_weak_and_missing_methods_have_no_checks() -> None:
+    pairs = _pairs(14)
+    few = [check for check in speed_checks(pairs, _rows(pairs), KINDS) if "tokens/s" in check.name]
+    assert all("weak: 1" in check.note for check in few)
+    some = Pairs(0.0, {"plain": pairs.answers["plain"], "single:s": pairs.answers["single:s"]}, 1, 0)
+    assert speed_checks(some, _rows(some), KINDS) == []
+    looping = Pairs(0.0, {"plain": pairs.answers["plain"][-1:]}, 1, 0)
+    assert list(_rows(looping)[0].figures) == [ALL]
+
+
+# --- peers and bare loops ---
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose features the random heads of test_feature_heads read."""
+    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=8, tokenizer=False)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_peers_say_what_generate_says_and_count_their_forwards(target: Path, temperature: float) -> None:
+    reference = Reference(target, "float32", threads=1)
+    peers, prompt = Peers(reference, target), tuple(range(20)) * 2
+    sampling, forwards = SamplingParams(temperature=temperature, seed=3), []
+    hook = reference._model.register_forward_hook(lambda *_: forwards.append(1))
+    for name in (HF_ASSISTED, HF_LOOKUP):
+        if name == HF_ASSISTED:
+            peers.settings[name] = CHOICES[name][2]
+            assert str(peers.settings[name]) == "4 tokens, confidence 0"
+        else:
+            peers.tune(name, [prompt], 16, sampling)
+            assert peers.settings[name] in CHOICES[name]
+        forwards.clear()
+        answer = peers.answer(name, prompt, 40, sampling)
+        assert (answer.new_tokens, len(answer.ids)) == (40, 40)
+        assert answer.steps == len(forwards) - 1  # behind the prefill
+        assert 40 - 9 <= sum(answer.accept_lengths) <= 39
+        if temperature == 0:
+            assert answer.ids == reference.greedy(prompt, 40).ids
+        if name == HF_ASSISTED:  # it drafts with the target itself
+            assert max(answer.accept_lengths) == 5
+            assert answer.steps < 12
+    hook.remove()
+    assert peers.answer(HF_GENERATE, prompt, 16, sampling).accept_lengths == (1,) * 15
+
+
+def test_bare_loops_time_what_the_services_would_run(target: Path, tmp_path: Path) -> None:
+    small = make_target(tmp_path / "small", VOCAB, tokenizer=False)
+    heads = (
+        HeadSpec("block", "specblock", save_random(tmp_path / "block", "specblock")),
+        HeadSpec("eagle", "eagle3", save_random(tmp_path / "eagle", "eagle3")),
+        HeadSpec("small", "lm", small),
+        *COUNTED_HEADS,
+    )
+    spec = StackSpec(target=target, heads=heads, dtype="float32", verifier_threads=1, drafter_threads=1)
+    bare = Bare(spec, spec.settings(), sessions=2, longest=32)
+    assert bare.forward_ms(9, 20) > 0
+    for head in heads:
+        for sampling in (SamplingParams(), SamplingParams(temperature=1.0)):
+            drafted = bare.draft(head.name, range(12), range(20, 40), sampling, 8)
+            if head in COUNTED_HEADS:
+                assert drafted == BareDraft()
+            else:
+                assert 0 < drafted.forward_ms < drafted.total_ms
+
+
+# --- coupling ---
+
+
+def test_coupling_needs_a_head_that_can_use_the_noise() -> None:
+    assert coupled_heads((*HEADS, *COUNTED_HEADS)) == HEADS
+    with pytest.raises(InvalidField, match="none is of kind lm"):
+        coupled_heads(COUNTED_HEADS)
+
+
+def test_the_table_of_coupling_pairs_its_rows() -> None:
+    rows = [
+        CouplingRow("single:s", "single:s", ("s",), 8, 1, 2, 80, tau, 10.0, identical=2, temperature=0.7, coupled=on)
+        for tau, on in ((3.0, True), (2.0, False))
+    ]
+    console = Console(width=100, record=True)
+    CouplingReport("bench coupling", "float32", 2, rows=list(rows)).print(console)
+    assert "single:s   0.7   2.00            3.00          1.50    4/0/0" in console.export_text()
+
+
+def test_a_ratio_prints_its_interval() -> None:
+    assert str(Ratio(1.234, 1.1, 1.4)) == "1.23 (1.10-1.40)"
