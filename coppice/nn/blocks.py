@@ -13,6 +13,7 @@ from coppice.nn.head import DraftJob, Growth
 from coppice.tree import DraftTree
 
 MAX_STARTS = 12  # of a block, the likeliest ones
+BUDGET_OF_A_START = 3  # nodes of the tree that a start should be good for; fewer starts, smaller forwards
 CONFIDENT = 0  # the bucket of a slot whose best token is expected to be the target's
 
 
@@ -81,7 +82,8 @@ class BlockTree:
                 following.append((cumulative, end))
         edge = self._edge()
         following.sort(key=lambda scored: -scored[0])  # stable: the tree is the same on every machine
-        self.starts = [start for score, start in following[:MAX_STARTS] if score > edge]
+        most = min(MAX_STARTS, max(1, self.job.budget // BUDGET_OF_A_START))
+        self.starts = [start for score, start in following[:most] if score > edge]
 
     def _edge(self) -> float:
         """A node no likelier than this has no descendant among the `budget` likeliest."""

@@ -208,7 +208,8 @@ class SlowSpecBlock:
                     following.append(end)
             edge = sorted(nodes.values(), reverse=True)[job.budget - 1] if len(nodes) >= job.budget else -np.inf
             following.sort(key=lambda one: -nodes[one[0]])
-            starts = [one for one in following[:12] if nodes[one[0]] > edge]
+            most = min(12, max(1, job.budget // 3))
+            starts = [one for one in following[:most] if nodes[one[0]] > edge]
         return nodes
 
 
