@@ -122,7 +122,7 @@ class Report:
         for row in self.rows:
             figures = (row.tau, row.tokens_per_s, row.speedup, row.tokens_per_s / peer if peer else 0.0)
             table.add_row(
-                row.method,
+                row.method.removeprefix("single:"),
                 *(f"{figure:.2f}" if figure else "-" for figure in figures),
                 f"{row.draft_share:.0%}" if row.heads else "-",
                 f"{row.verified_nodes:.1f}" if row.heads else "-",

@@ -117,7 +117,7 @@ def _speed_table(title: str, rows: Sequence[RunRow]) -> Table:
         ratios = [ratio and ratio.value for ratio in (few.over_plain, few.over_hf)] if few else (None, None)
         judged = row.identical + row.ties + row.wrong
         table.add_row(
-            row.method,
+            row.method.removeprefix("single:"),
             f"{row.tau:.2f}",
             f"{row.tokens_per_s:.1f}",
             str(every.over_plain or "-"),
@@ -140,7 +140,7 @@ def _time_table(title: str, rows: Sequence[RunRow]) -> Table:
             continue
         every, few = row.figures[ALL], row.figures.get(FEW_REPEATS)
         table.add_row(
-            row.method,
+            row.method.removeprefix("single:"),
             f"{row.verified_nodes:.1f}",
             str(row.late_drafts),
             f"{row.draft_ms:.2f}",
