@@ -84,6 +84,9 @@ class DrafterSettings(TorchSettings):
     widths: tuple[int, int, int, int] = Field(
         (2, 4, 6, 4), description="tokens a specblock slot branches into, by the rank head's bucket; 0 ends the block"
     )
+    rank_guided: bool = Field(
+        True, description="whether the rank head decides widths and starts; else every slot has widths[1] tokens"
+    )
     max_context: int = Field(0, ge=0, description="positions a session may hold; 0: the model's own limit")
 
 
