@@ -85,7 +85,7 @@ class DrafterSettings(TorchSettings):
         (2, 4, 6, 4), description="tokens a specblock slot branches into, by the rank head's bucket; 0 ends the block"
     )
     rank_guided: bool = Field(
-        True, description="whether a specblock slot's bucket decides its width and its starts; else it has widths[0]"
+        True, description="whether the rank head decides widths and starts; else every slot has widths[1] tokens"
     )
     max_context: int = Field(0, ge=0, description="positions a session may hold; 0: the model's own limit")
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from coppice.process import ProcessFailed, Ready, ServiceProcess
-from coppice.stack_spec import HeadSpec, StackSpec, as_flags, checkout
+from coppice.stack_spec import FEATURE_KINDS, HeadSpec, StackSpec, as_flags, checkout
 
 MODULES = {"verifier": "services.verifier", "drafter": "services.drafter", "orchestrator": "orchestrator"}
 SERVICES = {
@@ -65,11 +65,14 @@ class Stack:
         self._folder.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + self.spec.ready_s
         verifier = self._launch("verifier", "verifier", self._verifier_flags())
-        drafters = [
-            (head, self._launch(_drafter_name(head, replica, self.spec.replicas), "drafter", self._drafter_flags(head)))
-            for head in self.spec.heads
-            for replica in range(self.spec.replicas)
-        ]
+        drafters = []
+        for head in self.spec.heads:
+            flags = self._drafter_flags(head)
+            if head.kind in FEATURE_KINDS:  # it fetches features from this verifier only, whose port is known by then
+                flags["drafter.verifiers"] = [verifier.wait_ready(deadline).address]
+            for replica in range(self.spec.replicas):
+                name = _drafter_name(head, replica, self.spec.replicas)
+                drafters.append((head, self._launch(name, "drafter", flags)))
         verifiers = [verifier.wait_ready(deadline).address]
         heads = [f"{head.name}={drafter.wait_ready(deadline).address}" for head, drafter in drafters]
         flags = {**self._orchestrator_flags(), "orchestrator.verifiers": verifiers, "orchestrator.heads": heads}

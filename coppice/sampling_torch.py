@@ -9,7 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coppice.sampling import GAMMA, MASK_64, MULTIPLIER_1, MULTIPLIER_2, TOKEN_STREAM, TOP_P_SLACK, SamplingParams
+from coppice.sampling import (
+    GAMMA,
+    MASK_64,
+    MULTIPLIER_1,
+    MULTIPLIER_2,
+    TOKEN_STREAM,
+    TOP_P_SLACK,
+    SamplingParams,
+    position_key,
+)
 
 
 def decode_row(logits_row: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
@@ -52,11 +61,14 @@ def hash_u64(seed: int | Tensor, positions: Tensor, token_ids: Tensor, stream: i
 
     `seed` is one seed for all positions or (P,) int64, a seed's bits for each.
     """
-    if isinstance(seed, int):
-        seed = torch.tensor(_signed(seed), device=positions.device)
-    key = _mix(seed + _signed(GAMMA))
-    key = _mix(key + _signed(stream * GAMMA & MASK_64))
-    key = _mix(key + positions * _signed(GAMMA))
+    if isinstance(seed, int) and positions.device.type == "cpu":  # a few integers: operators on tensors cost more
+        key = torch.tensor([_signed(position_key(seed, position, stream)) for position in positions.tolist()])
+    else:
+        if isinstance(seed, int):
+            seed = torch.tensor(_signed(seed), device=positions.device)
+        key = _mix(seed + _signed(GAMMA))
+        key = _mix(key + _signed(stream * GAMMA & MASK_64))
+        key = _mix(key + positions * _signed(GAMMA))
     return _mix(key[:, None] + token_ids[None, :] * _signed(GAMMA))
 
 

@@ -81,6 +81,8 @@ class HeadSpec:
 
 
 COUNTING_KINDS = ("bigram", "lookup")
+FEATURE_KINDS = ("eagle3", "specblock")
+"""Heads that read the target's features."""
 COUNTED_HEADS = (HeadSpec("bigram", "bigram"), HeadSpec("lookup", "lookup"))
 """The heads of a target that comes without any: they count the session's own text."""
 

@@ -12,98 +12,98 @@ from coppice.limits import MAX_HEAD_NODES
 from coppice.nn.head import DraftJob, Growth
 from coppice.tree import DraftTree
 
+Ints = NDArray[np.int64]
+
 MAX_STARTS = 12  # of a block, the likeliest ones
 BUDGET_OF_A_START = 3  # nodes of the tree that a start should be good for; fewer starts, smaller forwards
 CONFIDENT = 0  # the bucket of a slot whose best token is expected to be the target's
 
 
 @dataclass(frozen=True)
-class Start:
-    """A node a block starts from: slot k of the block predicts depth + k + 1."""
+class Starts:
+    """The S nodes that the blocks of one forward start from: slot k of a block predicts depth + k + 1."""
 
-    node: int  # 0: the root
-    depth: int
-    row: int  # of the forward before, whose state at `slot` is the condition
-    slot: int
-    sees: NDArray[np.bool_]  # which KV entries of this step's earlier blocks lie on its path
+    nodes: Ints  # 0: the root
+    depths: Ints
+    rows: Ints  # of the forward before, whose state at the slot is the condition
+    slots: Ints
+    sees: NDArray[np.bool_]  # (S, E) which KV entries of this step's earlier blocks lie on its path
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+
+def _none() -> Ints:
+    return np.zeros(0, np.int64)
+
+
+def _starts(count: int) -> Starts:
+    """The root, or nothing."""
+    zeros = np.zeros(count, np.int64)
+    return Starts(zeros, zeros, zeros, zeros, np.zeros((count, 0), np.bool_))
 
 
 @dataclass
 class BlockTree:
-    """One job's tree over its blocks: all candidates so far, and which of them were sent."""
+    """One job's tree over its blocks: all candidates so far, and which of them were sent. Candidate i is node i + 1."""
 
     job: DraftJob
-    slots: int
-    starts: list[Start] = field(default_factory=lambda: [Start(0, 0, 0, 0, np.zeros(0, np.bool_))])
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-    sent: dict[int, int] = field(default_factory=lambda: {0: 0})  # candidate -> its number in what was sent
+    starts: Starts = field(default_factory=lambda: _starts(1))
+    tokens: Ints = field(default_factory=_none)
+    parents: Ints = field(default_factory=_none)
+    scores: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # cumulative
+    sent: Ints = field(default_factory=_none)  # a candidate's number in what was sent, 0: not sent
+    sent_count: int = 0
 
     def grow(
-        self,
-        top: Sequence[Sequence[Sequence[tuple[int, float]]]],
-        buckets: Sequence[Sequence[int]],
-        widths: Sequence[int],
-        guided: bool = True,
+        self, tokens: Ints, scores: NDArray[np.float32], buckets: Ints, widths: Sequence[int], deeper: bool
     ) -> None:
-        """Add the block that each start began, and choose the starts of the next one.
+        """Add the block that each start began, and choose the starts of the next one if there is one.
 
-        top: for each start and slot the likeliest (token, log-score), best first. buckets: the rank head's answer for
-        each. widths: how many tokens a bucket branches into, the greedy one included; 0 ends the block there. Not
-        guided: every slot has widths[0] tokens, and every alternative may start a block.
+        tokens, scores: (S, K, W) for each start and slot the likeliest ids with their log-scores (at most 0), best
+        first. buckets: (S, K) the rank head's answers. widths: how many tokens a bucket branches into, the greedy one
+        included; 0 ends the block there.
         """
-        entries = len(self.starts[0].sees)  # of earlier blocks
-        following: list[tuple[float, Start]] = []
-        for row, start in enumerate(self.starts):
-            chain, cumulative = start.node, self.scores[start.node - 1] if start.node else 0.0
-            end: Start | None = None
-            for slot, (candidates, bucket) in enumerate(zip(top[row], buckets[row], strict=True)):
-                width = widths[bucket if guided else 0]
-                if not width:
-                    break
-                sees = np.zeros(entries + len(self.starts) * self.slots, np.bool_)
-                sees[:entries] = start.sees
-                own = entries + row * self.slots
-                sees[own : own + slot + 1] = True
-                first = len(self.tokens) + 1
-                for token, score in candidates[:width]:
-                    self.tokens.append(token)
-                    self.parents.append(chain)
-                    self.scores.append(cumulative + min(score, 0.0))
-                end = Start(first, start.depth + slot + 1, row, slot, sees)
-                if not guided or bucket != CONFIDENT:
-                    following += (
-                        (self.scores[node - 1], Start(node, end.depth, row, slot, sees))
-                        for node in range(first + 1, len(self.tokens) + 1)
-                    )
-                chain, cumulative = first, self.scores[first - 1]
-            if end is not None:
-                following.append((cumulative, end))
-        edge = self._edge()
-        following.sort(key=lambda scored: -scored[0])  # stable: the tree is the same on every machine
+        starts, (_, slots, widest) = self.starts, tokens.shape
+        width = np.asarray(widths)[buckets]
+        alive = np.logical_and.accumulate(width > 0, axis=1)
+        kept = alive[..., None] & (np.arange(widest) < width[..., None])
+        before = np.append(self.scores, 0.0)[starts.nodes - 1]  # the root's is the last
+        chain = np.concatenate((before[:, None], scores[:, :-1, 0]), axis=1).cumsum(axis=1)
+        cumulative = chain[..., None] + scores
+        nodes = len(self.tokens) + kept.cumsum().reshape(kept.shape)
+        parents = np.concatenate((starts.nodes[:, None], nodes[:, :-1, 0]), axis=1)
+        self.tokens = np.concatenate((self.tokens, tokens[kept]))
+        self.parents = np.concatenate((self.parents, parents.repeat(kept.sum(axis=2).ravel())))
+        self.scores = np.concatenate((self.scores, cumulative[kept]))
+        self.sent = np.concatenate((self.sent, np.zeros(len(self.tokens) - len(self.sent), np.int64)))
+        if not deeper:
+            self.starts = _starts(0)
+            return
+        # The greedy tokens inside a chain are no starts: the block predicts on from them itself.
+        begins = kept & (buckets != CONFIDENT)[..., None]
+        begins[..., 0] = alive & (np.arange(1, slots + 1) == alive.sum(axis=1)[:, None])
+        places = np.flatnonzero(begins)
+        found = cumulative.ravel()[places]
         most = min(MAX_STARTS, max(1, self.job.budget // BUDGET_OF_A_START))
-        self.starts = [start for score, start in following[:most] if score > edge]
+        order = np.argsort(-found, kind="stable")[:most]  # stable: the tree is the same on every machine
+        places = places[order[found[order] > self._edge()]]
+        rows, at, _ = np.unravel_index(places, kept.shape)
+        own = np.zeros((len(rows), *alive.shape), np.bool_)
+        own[np.arange(len(rows)), rows] = np.arange(slots) <= at[:, None]
+        sees = np.concatenate((starts.sees[rows], own.reshape(len(rows), alive.size)), axis=1)
+        self.starts = Starts(nodes.ravel()[places], starts.depths[rows] + at + 1, rows, at, sees)
 
     def _edge(self) -> float:
         """A node no likelier than this has no descendant among the `budget` likeliest."""
-        if len(self.scores) < self.job.budget:
-            return -np.inf
-        return sorted(self.scores, reverse=True)[self.job.budget - 1]
+        budget = self.job.budget
+        return float(np.partition(self.scores, -budget)[-budget]) if len(self.scores) >= budget else -np.inf
 
     def send(self, number: int, last: bool) -> Growth:
         """What is new among the `budget` likeliest candidates; a receiver prunes earlier ones that fell out."""
-        ranking = np.argsort(-np.array(self.scores), kind="stable")[: self.job.budget]
-        new = [int(node) for node in np.sort(ranking + 1) if int(node) not in self.sent]
-        room = MAX_HEAD_NODES - (len(self.sent) - 1)
-        if len(new) > room:
-            new = sorted(sorted(new, key=lambda node: -self.scores[node - 1])[:room])
-        for node in new:
-            self.sent[node] = len(self.sent)
-        index = np.array(new, np.int64) - 1
-        nodes = DraftTree(
-            np.array(self.tokens, np.int64)[index],
-            np.array([self.sent[self.parents[at]] for at in index], np.int64),
-            np.array(self.scores, np.float32)[index],
-        )
-        return Growth(number, nodes, last)
+        ranking = np.argsort(-self.scores, kind="stable")[: self.job.budget]
+        new = np.sort(ranking[self.sent[ranking] == 0][: MAX_HEAD_NODES - self.sent_count])
+        self.sent[new] = np.arange(1, len(new) + 1) + self.sent_count
+        self.sent_count += len(new)
+        parents = np.append(self.sent, 0)[self.parents[new] - 1]
+        return Growth(number, DraftTree(self.tokens[new], parents, self.scores[new].astype(np.float32)), last)

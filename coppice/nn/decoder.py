@@ -19,6 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """query (B, H, T, D), key and value (B, KVH, T, D) of the rows -> (B, T, H, D)"""
 
+_MANY_ROWS, _PART = 16, 64
+
 Rope = tuple[Tensor, Tensor]
 """cosines and sines, (B, T, D) each"""
 
@@ -74,7 +76,7 @@ class HeadConfig(BaseModel):
         """Query heads for each key head."""
         return self.num_attention_heads // self.num_key_value_heads
 
-    def rotary(self) -> LlamaRotaryEmbedding:
+    def rotary(self) -> Rotary:
         """The rotary embedding that the configuration asks for."""
         rope = self.rope_parameters or {"rope_type": "default", **(self.rope_scaling or {})}
         config = LlamaConfig(
@@ -84,7 +86,24 @@ class HeadConfig(BaseModel):
             max_position_embeddings=self.max_position_embeddings,
             rope_parameters={"rope_theta": self.rope_theta, **rope},
         )
-        return LlamaRotaryEmbedding(config)
+        return Rotary(LlamaRotaryEmbedding(config))
+
+
+class Rotary:
+    """Rotary factors. No module: the frequencies stay float32 when a model is moved to another dtype."""
+
+    def __init__(self, like: LlamaRotaryEmbedding) -> None:
+        self._frequencies: Tensor = torch.cat((like.inv_freq, like.inv_freq)).float()  # (D,)
+        self._scaling: float = like.attention_scaling
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rope:
+        """(B, T) positions to (B, T, D) factors."""
+        self._frequencies = self._frequencies.to(positions.device)
+        angles = positions[..., None] * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self._scaling != 1.0:
+            cos, sin = cos * self._scaling, sin * self._scaling
+        return cos.to(dtype), sin.to(dtype)
 
 
 def rotate(states: Tensor, rope: Rope) -> Tensor:
@@ -137,3 +156,23 @@ class MLP(nn.Module):
 def norm_of(config: HeadConfig, size: int = 0) -> nn.RMSNorm:
     """An RMS norm over `size` (0: the hidden size) values."""
     return nn.RMSNorm(size or config.hidden_size, eps=config.rms_norm_eps)
+
+
+def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(..., count) largest of (..., V) values, best first, and where they are.
+
+    `topk` on a CPU walks every row value by value. Of many rows, find the parts with the largest maxima first, which is
+    vectorised: no other part holds one of the `count` largest.
+    """
+    width = rows.shape[-1]
+    if rows.is_cuda or rows.numel() < _MANY_ROWS * width or width % _PART or width < count * _PART:
+        found = rows.topk(count, dim=-1)
+        return found.values, found.indices
+    parts = rows.reshape(-1, width // _PART, _PART)
+    near = parts.amax(-1).topk(count, dim=-1).indices  # (N, count)
+    first = torch.arange(0, len(parts) * parts.shape[1], parts.shape[1])[:, None]
+    held = parts.flatten(0, 1).index_select(0, (near + first).flatten()).view(len(parts), -1)
+    values, at = held.topk(count, dim=-1)
+    places = near.gather(-1, at // _PART) * _PART + at % _PART
+    shape = (*rows.shape[:-1], count)
+    return values.view(shape), places.view(shape)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from coppice.config import DrafterSettings
 from coppice.nn.eagle3_model import Eagle3Model
-from coppice.nn.features import FeatureHead, Rows, join, scores_of
+from coppice.nn.features import FeatureHead, Inputs, Rows
 from coppice.nn.growth import Growing
 from coppice.nn.head import DraftJob, Growth
 from coppice.nn.layouts import load_eagle3
+from coppice.packed.plan import Tail
 
 
 @dataclass
 class _Growing(Growing):
-    noise: Tensor | None = field(kw_only=True)  # (depth, draft vocabulary)
+    noise: Tensor | None = None  # (depth, draft vocabulary)
 
 
 class Eagle3Head(FeatureHead[Eagle3Model]):
@@ -34,61 +36,82 @@ class Eagle3Head(FeatureHead[Eagle3Model]):
 
     def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
         """Grow all trees level by level; each is sent when it is complete, ranked as a whole."""
-        depth, width = self.settings.depth, self.settings.top_k
-        trees = [_Growing(job, noise=self._noise(job, depth)) for job in jobs]
-        active = [tree for tree in trees if self._room(tree.job, width * depth)]
+        yield self._grown(jobs)
+
+    @torch.inference_mode()
+    def _grown(self, jobs: Sequence[DraftJob]) -> list[Growth]:
+        trees = [_Growing(job) for job in jobs]
+        active = [tree for tree in trees if self._room(tree.job, self.settings.top_k * self.settings.depth)]
+        for tree in active:
+            tree.noise = self._noise(tree.job, min(self.settings.depth, tree.job.budget))
         if active:
             rows, ends = self._query_rows([tree.job for tree in active])
-            states = self._timed(lambda: self._states(rows)[ends])
+            states, logits = self.timed(self._first, self._inputs(rows), ends)
             self._settle([tree.job for tree in active])
         level = 0
         while active:
             level += 1
-            counts = [len(tree.frontier) for tree in active]
-            self._grow(active, counts, states, level)
-            of_trees = torch.split(states, counts)
-            growing = [(tree, part) for tree, part in zip(active, of_trees, strict=True) if tree.frontier]
-            active = [tree for tree, _ in growing]
+            self._extend(active, logits, level)
+            before, active = active, [tree for tree in active if len(tree.frontier)]
             if active:
-                states = self._next_level(join([self._level_rows(tree, part, level) for tree, part in growing]))
-        yield [tree.finish(number) for number, tree in enumerate(trees)]
+                rows = self._level_rows(before, states, level)
+                states, logits = self.timed(self._next, self._inputs(rows))
+        return [tree.finish(number) for number, tree in enumerate(trees)]
 
-    def _grow(self, active: Sequence[_Growing], counts: list[int], states: Tensor, level: int) -> None:
-        logits: Tensor = self._timed(lambda: self.model.read(states))
-        scores = [
-            scores_of(part, tree.job.sampling.temperature, None if tree.noise is None else tree.noise[level - 1])
-            for tree, part in zip(active, torch.split(logits, counts), strict=True)
-        ]
-        top = torch.cat(scores).topk(self.settings.top_k, dim=-1)
-        values, ids = top.values.tolist(), self.target_ids[top.indices].tolist()
-        children = [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
+    def _extend(self, active: Sequence[_Growing], logits: Tensor, level: int) -> None:
+        """Add the children that the logits of the frontiers' nodes say."""
+        scores, at = logits.float(), 0
+        for tree in active:
+            end, temperature = at + len(tree.frontier), tree.job.sampling.temperature
+            if temperature:
+                scores[at:end] /= temperature
+            if tree.noise is not None:
+                scores[at:end] += tree.noise[level - 1]
+            at = end
+        tokens, values, _ = self._likeliest(scores, self.settings.top_k)
         at = 0
-        for tree, count in zip(active, counts, strict=True):
+        for tree in active:
+            end = at + len(tree.frontier)
             deeper = level < min(self.settings.depth, tree.job.budget)
-            tree.extend(children[at : at + count], self.settings.top_k, deeper)
-            at += count
+            tree.extend(tokens[at:end], values[at:end], self.settings.top_k, deeper)
+            at = end
 
-    def _level_rows(self, tree: _Growing, states: Tensor, level: int) -> Rows:
+    def _level_rows(self, trees: Sequence[_Growing], states: Tensor, level: int) -> Rows:
         """A node reads the state that predicted it and its own token; it sees the committed rows and its ancestors."""
-        session, nodes = self._sessions[tree.job.key], tree.frontier
-        made_by = torch.tensor([tree.places[node - 1] for node in nodes], device=self.device)
-        prefix = self._entry(session, tree.job.committed_len)
+        made_by, at = [], 0
+        for tree in trees:
+            made_by.append(tree.places + at)
+            at += len(tree.paths)
+        growing = [tree for tree in trees if len(tree.frontier)]
+        tails = []
+        for tree in growing:
+            session = self._sessions[tree.job.key]
+            tree.enter_frontier()
+            tails.append(Tail(session.table, self._entry(session, tree.job.committed_len), tree.paths))
+        positions = [np.full(len(tree.frontier), tree.job.committed_len - 1 + level) for tree in trees]
         return Rows(
-            states[made_by],
-            torch.tensor([tree.tokens[node - 1] for node in nodes], device=self.device),
-            torch.full((len(nodes),), tree.job.committed_len - 1 + level, device=self.device),
-            (self._tree_piece(session, prefix, [-1] * len(nodes), tree.enter_frontier(prefix)),),
+            states.index_select(0, self._tensor(np.concatenate(made_by))),
+            np.concatenate([tree.frontier_tokens for tree in trees]),
+            np.concatenate(positions),
+            tails,
         )
 
-    def _next_level(self, rows: Rows) -> Tensor:
-        return self._timed(lambda: self._level(rows.features, rows))
+    def _first(self, inputs: Inputs, ends: Tensor) -> tuple[Tensor, Tensor]:
+        """States and logits of the rows that read the roots."""
+        states = self._states(inputs)[ends]
+        return states, self.model.read(states)
 
-    def _states(self, rows: Rows) -> Tensor:
+    def _next(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """States and logits of a level's rows."""
+        states = self._level(inputs.features, inputs)
+        return states, self.model.read(states)
+
+    def _states(self, inputs: Inputs) -> Tensor:
         """(N, hidden) un-normed states of rows of target features."""
-        return self._level(self.model.condition(rows.features), rows)
+        return self._level(self.model.condition(inputs.features), inputs)
 
-    def _level(self, hidden: Tensor, rows: Rows) -> Tensor:
-        rope = self.model.rope(rows.positions[None], self.dtype)
-        (attend,) = self._attends(rows)
-        states: Tensor = self.model(hidden[None], self.embedding[rows.tokens][None], rope, attend)
+    def _level(self, hidden: Tensor, inputs: Inputs) -> Tensor:
+        rope = self.model.rope(inputs.positions, self.dtype)
+        (attend,) = inputs.attends
+        states: Tensor = self.model(hidden[None], inputs.embeddings, rope, attend)
         return states[0]

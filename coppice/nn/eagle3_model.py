@@ -57,8 +57,7 @@ class Eagle3Model(nn.Module):
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
         """The rotary factors of (B, N) positions, (B, N, D) each."""
-        cos, sin = self.rotary(torch.empty(0, dtype=dtype, device=positions.device), positions)
-        return cos, sin
+        return self.rotary(positions, dtype)
 
     def forward(self, hidden: Tensor, embedding: Tensor, rope: Rope, attend: Attend) -> Tensor:
         """(B, N, hidden) fused features or own states, and token embeddings -> (B, N, hidden) un-normed states."""

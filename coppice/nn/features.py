@@ -10,21 +10,22 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from itertools import accumulate
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from coppice.config import DrafterSettings
 from coppice.errors import InvalidField, Overloaded
 from coppice.messages import Advance, Features, HeadDescription, OpenDraft
-from coppice.nn.decoder import Attend, HeadConfig
+from coppice.nn.decoder import Attend, HeadConfig, largest
 from coppice.nn.head import DraftJob, Head
-from coppice.packed.batch import Earlier, Piece, pack
 from coppice.packed.engine import DTYPES
 from coppice.packed.kv import BlockTable, KVPool, OutOfBlocks
-from coppice.packed.plan import plan_forward
+from coppice.packed.plan import Tail, plan_tails
 from coppice.sampling_torch import noise
 
 PREFILL_SLOTS = 1024  # KV entries made in one prefill forward
@@ -43,8 +44,7 @@ class Session:
     features: Tensor
     first: int
     done: int  # rows of the positions before it are in KV
-    noise: Tensor | None = None  # (n, draft vocabulary) keyed noise of the positions from noise_from on
-    noise_from: int = 0
+    noise: tuple[int, int, Tensor]  # seed, first position and (P, draft vocabulary) of drafts to come
 
     def take(self, upto: int) -> Tensor:
         """(upto - done, F) features of the positions done..upto-1."""
@@ -58,12 +58,22 @@ class Session:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of several sessions for one forward, packed in order: what they read, and how they attend."""
+    """Rows of several sessions for one forward, packed in order: what they read, and what they see."""
 
     features: Tensor  # (N, F) target features, or (N, hidden) states of the head's own
-    tokens: Tensor  # (N,)
-    positions: Tensor  # (N,) where each row's features stand
-    pieces: tuple[Piece, ...]
+    tokens: Sequence[int] | NDArray[np.int64]  # (N,)
+    positions: Sequence[int] | NDArray[np.int64]  # (N,) where each row's features stand
+    tails: Sequence[Tail]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The same as the model takes it: all that a forward needs is at hand."""
+
+    features: Tensor
+    embeddings: Tensor  # (1, N, hidden)
+    positions: Tensor  # (1, N)
+    attends: list[Attend]  # one for each layer
 
 
 class FeatureHead(Head, Generic[M]):
@@ -80,7 +90,8 @@ class FeatureHead(Head, Generic[M]):
         self.device, self.dtype = torch.device(settings.device), DTYPES[settings.dtype]
         self.model = model.to(self.device, self.dtype).requires_grad_(False).train(False)
         self.embedding = embedding.to(self.device, self.dtype)
-        self.target_ids = target_ids(model, config).to(self.device)
+        ids = target_ids(model, config)
+        self.target_ids, self._ids = ids.to(self.device), ids.numpy()
         self.pool = KVPool(
             layers=config.num_hidden_layers,
             kv_heads=config.num_key_value_heads,
@@ -110,7 +121,15 @@ class FeatureHead(Head, Generic[M]):
             table = self.pool.allocate(str(key), len(features) * self.slots)
         except OutOfBlocks as error:
             raise Overloaded(str(error)) from None
-        session = self._sessions[key] = Session(table, ids, start, features, start, start)
+        session = self._sessions[key] = Session(
+            table,
+            ids,
+            start,
+            features,
+            start,
+            start,
+            (0, 0, features.new_empty(0, len(self._ids), dtype=torch.float32)),
+        )
         chunk = max(1, PREFILL_SLOTS // self.slots)
         while session.done < len(ids) - 1:  # the last position's row waits for the root
             self._prefill(session, min(session.done + chunk, len(ids) - 1))
@@ -164,9 +183,9 @@ class FeatureHead(Head, Generic[M]):
         tokens = session.ids[session.done + 1 : upto + 1]
         if root is not None:
             tokens = [*tokens[: upto - session.done - 1], root]
-        positions = torch.arange(session.done, upto, device=self.device)
-        piece = Piece.chain(session.table, self._entry(session, session.done), range(len(tokens) * self.slots))
-        return Rows(session.take(upto), torch.tensor(tokens, device=self.device), positions, (piece,))
+        entries = len(tokens) * self.slots
+        tail = Tail(session.table, self._entry(session, session.done), np.tri(entries, dtype=np.bool_))
+        return Rows(session.take(upto), tokens, range(session.done, upto), (tail,))
 
     def _query_rows(self, jobs: Sequence[DraftJob]) -> tuple[Rows, Tensor]:
         """All jobs' rows up to the one that reads the root, and the (J,) indices of those last ones."""
@@ -175,8 +194,8 @@ class FeatureHead(Head, Generic[M]):
             session = self._sessions[job.key]
             session.done = min(session.done, job.committed_len - 1)  # the same draft once more: its row once more
             parts.append(self._committed_rows(session, job.committed_len, job.root))
-        ends = np.cumsum([len(part.tokens) for part in parts]) - 1
-        return join(parts), torch.from_numpy(ends).to(self.device)
+        ends = list(accumulate(len(part.tokens) for part in parts))
+        return join(parts), self._tensor(ends) - 1
 
     def _settle(self, jobs: Sequence[DraftJob]) -> None:
         """The jobs' rows are in KV now."""
@@ -189,70 +208,80 @@ class FeatureHead(Head, Generic[M]):
         """KV entries before a position's row."""
         return (position - session.start) * self.slots
 
-    def _tree_piece(self, session: Session, prefix: int, parents: Sequence[int], earlier: Earlier) -> Piece:
-        """Rows behind `prefix` KV entries and a tree's earlier ones, as far as attention sees them."""
-        count = len(parents)
-        return Piece(session.table, prefix, [0] * count, parents, [0] * count, (), earlier)
+    def _tensor(self, numbers: Sequence[int] | NDArray[np.int64]) -> Tensor:
+        """int64 on the head's device, in the same shape."""
+        return torch.from_numpy(np.asarray(numbers, np.int64)).to(self.device)
 
-    def _attends(self, rows: Rows) -> list[Attend]:
-        """One attention for each layer."""
-        plan = plan_forward(pack(rows.pieces), self.pool, self.config.group, frozenset((None,)))[None]
+    def _inputs(self, rows: Rows) -> Inputs:
+        plan = plan_tails(rows.tails, self.pool, self.config.group)
 
         def attend_in(layer: int) -> Attend:
             return lambda query, key, value: plan.attend(layer, query, key, value, None, None)
 
-        return [attend_in(layer) for layer in range(self.config.num_hidden_layers)]
+        return Inputs(
+            rows.features,
+            self.embedding.index_select(0, self._tensor(rows.tokens))[None],
+            self._tensor(rows.positions)[None],
+            [attend_in(layer) for layer in range(self.config.num_hidden_layers)],
+        )
 
-    def _timed(self, work: Callable[[], R]) -> R:
-        """Run a part of the nn forward on the head's clock."""
+    def timed(self, work: Callable[..., R], *inputs: Any) -> R:
+        """Run a part of the nn forward, its inputs at hand, on the head's clock."""
         began = time.perf_counter_ns()
-        with torch.inference_mode():
-            made = work()
+        made = work(*inputs)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.forward_ns += time.perf_counter_ns() - began
         return made
 
+    @torch.inference_mode()
     def _prefill(self, session: Session, upto: int) -> None:
-        rows = self._committed_rows(session, upto, None)
-        self._timed(lambda: self._states(rows))
+        inputs = self._inputs(self._committed_rows(session, upto, None))
+        self.timed(self._states, inputs)
         session.done = upto
 
     @abstractmethod
-    def _states(self, rows: Rows) -> Tensor:
+    def _states(self, inputs: Inputs) -> Tensor:
         """The forward over rows of target features, keys and values stored; states of each row."""
 
     # --- scores ---
 
     def _noise(self, job: DraftJob, depths: int) -> Tensor | None:
-        """(depths, draft vocabulary) float32 keyed noise of nodes at depth 1.. when the job is coupled at T > 0."""
+        """(depths, draft vocabulary) float32 keyed noise of nodes at depth 1.. when the job is coupled at T > 0.
+
+        Most positions of a draft were drafted at before: their noise is kept between steps.
+        """
         if not job.coupled or job.sampling.temperature == 0:
             return None
-        session, first = self._sessions[job.key], job.committed_len + 1
-        known = None if session.noise is None else session.noise[max(0, first - session.noise_from) :]
-        have = 0 if known is None or first < session.noise_from else len(known)
-        if have < depths:  # a step moves on by a few positions: most of them were needed before
-            positions = torch.arange(first + have, first + depths, device=self.device)
-            new = noise(job.sampling.seed, positions, self.target_ids).float()
-            session.noise = new if known is None or not have else torch.cat((known, new))
-            session.noise_from = first
-        assert session.noise is not None
-        return session.noise[first - session.noise_from :][:depths]
+        session, seed, first = self._sessions[job.key], job.sampling.seed, job.committed_len + 1
+        of_seed, start, known = session.noise
+        known = known[first - start :] if of_seed == seed and start <= first else known[:0]
+        if len(known) < depths:
+            positions = torch.arange(first + len(known), first + depths, device=self.device)
+            known = torch.cat((known, noise(seed, positions, self.target_ids).float()))
+        session.noise = seed, first, known
+        return known[:depths]
 
+    def _likeliest(self, scores: Tensor, width: int, *more: Tensor) -> tuple[Any, Any, Any]:
+        """(..., width) target ids and log-scores of the best of (..., V) scores, best first, and (..., M) int64 more.
 
-def scores_of(logits: Tensor, temperature: float, noise_rows: Tensor | None) -> Tensor:
-    """(..., V) log-scores: log q at the temperature (1 when greedy), reweighted by the noise where there is any."""
-    scores = (logits.float() / (temperature or 1.0)).log_softmax(-1)
-    return scores if noise_rows is None else (scores + noise_rows).log_softmax(-1)
+        As numpy arrays, int64, float32 and int64; one transfer from the device.
+        """
+        values, indices = largest(scores.log_softmax(-1), width)
+        parts = (indices.int(), values.view(torch.int32), *(part.int() for part in more))
+        found = torch.cat(parts, dim=-1).cpu().numpy()
+        return self._ids[found[..., :width]], found[..., width : 2 * width].view(np.float32), found[..., 2 * width :]
 
 
 def join(parts: Sequence[Rows]) -> Rows:
     """Rows of several sessions as one."""
+    if len(parts) == 1:
+        return parts[0]
     return Rows(
         torch.cat([part.features for part in parts]),
-        torch.cat([part.tokens for part in parts]),
-        torch.cat([part.positions for part in parts]),
-        tuple(piece for part in parts for piece in part.pieces),
+        np.concatenate([part.tokens for part in parts]),
+        np.concatenate([part.positions for part in parts]),
+        [tail for part in parts for tail in part.tails],
     )
 
 

@@ -2,75 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coppice.nn.head import DraftJob, Growth
-from coppice.packed.batch import Earlier
 from coppice.tree import DraftTree
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 @dataclass
 class Growing:
-    """One job's tree while it grows: all candidates so far, and the rows of those that were expanded."""
+    """One job's tree while it grows: all candidates so far, and the rows of those that were expanded.
+
+    Candidate i is node i + 1. The arrays of the frontier, the nodes whose children come next, have F entries.
+    """
 
     job: DraftJob
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-    rows: dict[int, int] = field(default_factory=dict)  # expanded node -> its row behind the prefix
-    frontier: list[int] = field(default_factory=lambda: [0])  # nodes whose children come next
-    places: list[int] = field(default_factory=list)  # candidate -> index of its parent in the frontier that made it
+    frontier: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
+    frontier_tokens: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
+    frontier_scores: Floats = field(default_factory=lambda: np.zeros(1))
+    places: Ints = field(default_factory=lambda: np.zeros(1, np.int64))  # of the parents in the frontier before
+    paths: NDArray[np.bool_] = field(default_factory=lambda: np.zeros((1, 0), np.bool_))
+    """(F of the frontier before, E) which of the expanded nodes' rows lead to it, its own included"""
+    levels: list[tuple[Ints, Ints, Floats]] = field(default_factory=list)  # candidates: tokens, parents, cumulative
+    count: int = 0  # of all candidates
+    best: Floats = field(default_factory=lambda: np.zeros(0))  # scores of the budget's best
     q_rows: list[NDArray[np.float32]] = field(default_factory=list)
 
-    def path_rows(self, node: int) -> list[int]:
-        """Rows of a node's ancestors, the root excluded: they are in KV."""
-        rows = []
-        while node := self.parents[node - 1] if node else 0:
-            rows.append(self.rows[node])
-        return rows
+    def enter_frontier(self) -> NDArray[np.bool_]:
+        """Give the frontier its rows; returns (F, E) which of the rows before them each descends from."""
+        ancestors = self.paths[self.places]
+        self.paths = np.concatenate((ancestors, np.eye(len(ancestors), dtype=np.bool_)), axis=1)
+        return ancestors
 
-    def enter_frontier(self, prefix: int) -> Earlier:
-        """Give the frontier its rows; returns what they see of earlier levels. `prefix`: position of depth 1."""
-        earlier = len(self.rows)
-        visible = np.zeros((len(self.frontier), earlier), np.bool_)
-        for row, node in enumerate(self.frontier):
-            visible[row, self.path_rows(node)] = True
-        depths = np.zeros(earlier, np.int64)
-        for node, row in self.rows.items():
-            depths[row] = len(self.path_rows(node))
-        self.rows |= {node: earlier + row for row, node in enumerate(self.frontier)}
-        return Earlier(visible, depths + prefix)
-
-    def extend(self, children: Sequence[Sequence[tuple[int, float]]], width: int, deeper: bool) -> None:
-        """Add each frontier node's (token, log-score) children, best first, and choose the next frontier."""
-        new: list[int] = []
-        for place, (node, candidates) in enumerate(zip(self.frontier, children, strict=True)):
-            base = self.scores[node - 1] if node else 0.0
-            for token, score in candidates:
-                self.tokens.append(token)
-                self.parents.append(node)
-                self.scores.append(base + min(score, 0.0))
-                self.places.append(place)
-                new.append(len(self.tokens))
-        best = sorted(new, key=lambda node: -self.scores[node - 1])[:width]
-        # A node whose score is not among the budget's best has no child that is.
+    def extend(self, tokens: Ints, scores: NDArray[np.floating], width: int, deeper: bool) -> None:
+        """Add (F, C) children, each node's best first with log-scores that are at most 0; choose the next frontier."""
+        children = tokens.shape[1]
+        new = (self.frontier_scores[:, None] + scores).ravel()
+        self.levels.append((tokens.ravel(), self.frontier.repeat(children), new))
+        chosen = (-new).argsort(kind="stable")[: width if deeper else 0]
+        self.best = np.concatenate((self.best, new))
         budget = self.job.budget
-        edge = sorted(self.scores, reverse=True)[budget - 1] if len(self.scores) >= budget else -np.inf
-        self.frontier = [node for node in best if self.scores[node - 1] > edge] if deeper else []
+        if len(self.best) >= budget:  # a node whose score is not among the budget's best has no child that is
+            self.best.partition(-budget)
+            self.best = self.best[-budget:]
+            chosen = chosen[new[chosen] > self.best[0]]
+        self.frontier, self.places = chosen + (self.count + 1), chosen // children
+        self.frontier_tokens, self.frontier_scores = self.levels[-1][0][chosen], new[chosen]
+        self.count += len(new)
 
     def finish(self, number: int) -> Growth:
         """The `budget` best candidates; cumulative scores never rise along a path, so they are closed under parents."""
-        order = np.argsort(-np.array(self.scores), kind="stable")[: self.job.budget]
-        kept = np.sort(order)
-        new_numbers = np.zeros(len(self.tokens) + 1, np.int64)
+        if not self.levels:
+            return Growth(number, DraftTree.empty(), True)
+        tokens, parents, scores = (np.concatenate(parts) for parts in zip(*self.levels, strict=True))
+        kept = (-scores).argsort(kind="stable")[: self.job.budget]
+        kept.sort()
+        new_numbers = np.zeros(self.count + 1, np.int64)
         new_numbers[kept + 1] = np.arange(1, len(kept) + 1)
-        nodes = DraftTree(
-            np.array(self.tokens, np.int64)[kept],
-            new_numbers[np.array(self.parents, np.int64)[kept]],
-            np.array(self.scores, np.float32)[kept],
-        )
+        nodes = DraftTree(tokens[kept], new_numbers[parents[kept]], scores[kept].astype(np.float32))
         return Growth(number, nodes, True, np.stack(self.q_rows) if self.q_rows else None)

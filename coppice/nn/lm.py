@@ -18,7 +18,7 @@ from coppice.errors import Overloaded
 from coppice.messages import Advance, HeadDescription, OpenDraft
 from coppice.nn.growth import Growing
 from coppice.nn.head import DraftJob, Growth, Head
-from coppice.packed.batch import Piece, pack
+from coppice.packed.batch import Earlier, Piece, pack
 from coppice.packed.engine import Engine
 from coppice.packed.kv import BlockTable, OutOfBlocks
 from coppice.sampling import uniform
@@ -38,6 +38,7 @@ class _Session:
 @dataclass
 class _Growing(Growing):
     session: _Session = field(kw_only=True)
+    positions: list[int] = field(default_factory=list)  # of the expanded nodes
 
 
 class LanguageModelHead(Head):
@@ -97,7 +98,7 @@ class LanguageModelHead(Head):
                 count = len(tree.frontier)
                 self._grow(tree, logits[first : first + count], depth)
                 first += count
-            active = [tree for tree in active if tree.frontier]
+            active = [tree for tree in active if len(tree.frontier)]
         yield [tree.finish(number) for number, tree in enumerate(growing)]
 
     def _start(self, tree: _Growing) -> bool:
@@ -118,12 +119,12 @@ class LanguageModelHead(Head):
         if depth == 0:
             chunk = [*session.ids[session.in_kv : tree.job.committed_len], tree.job.root]
             return Piece.chain(session.table, session.in_kv, chunk, [len(chunk) - 1])
-        earlier = tree.enter_frontier(prefix)
-        count = len(tree.frontier)
+        count, earlier = len(tree.frontier), Earlier(tree.enter_frontier(), np.array(tree.positions, np.int64))
+        tree.positions += [prefix + depth - 1] * count
         return Piece(
             table=session.table,
             prefix_len=prefix,
-            tokens=[tree.tokens[node - 1] for node in tree.frontier],
+            tokens=tree.frontier_tokens.tolist(),
             parents=[-1] * count,
             depths=[depth - 1] * count,
             keep=range(count),
@@ -136,17 +137,15 @@ class LanguageModelHead(Head):
         wanted = 1 if self.settings.chain or job.want_q_rows else self.settings.top_k
         last = min(self.settings.depth, job.budget)
         if job.want_q_rows:
-            children = self._sample(tree, logits, depth)
-        else:
-            scores = draft_scores(logits[:, : self.description.vocab_size], job, depth)
-            top = scores.topk(min(wanted, scores.shape[1]))
-            children = [
-                list(zip(*pair, strict=True)) for pair in zip(top.indices.tolist(), top.values.tolist(), strict=True)
-            ]
-        tree.extend(children, wanted, depth < last)
+            token, score = self._sample(tree, logits, depth)
+            tree.extend(np.array([[token]]), np.array([[score]]), wanted, depth < last)
+            return
+        scores = draft_scores(logits[:, : self.description.vocab_size], job, depth)
+        top = scores.topk(min(wanted, scores.shape[1]))
+        tree.extend(top.indices.cpu().numpy(), top.values.cpu().numpy(), wanted, depth < last)
 
-    def _sample(self, tree: _Growing, logits: Tensor, depth: int) -> list[list[tuple[int, float]]]:
-        """The next token of a chain sampled from q, whose row is kept for the p/q rule."""
+    def _sample(self, tree: _Growing, logits: Tensor, depth: int) -> tuple[int, float]:
+        """The next token and its score of a chain sampled from q, whose row is kept for the p/q rule."""
         job = tree.job
         q = (
             (logits[0, : self.description.vocab_size].double() / (job.sampling.temperature or 1.0))
@@ -157,7 +156,7 @@ class LanguageModelHead(Head):
         drawn = uniform(job.sampling.seed, job.committed_len + depth, _CHAIN_STREAM)
         token = min(int(np.searchsorted(q.cumsum(), drawn, side="right")), len(q) - 1)
         tree.q_rows.append(q.astype(np.float32))
-        return [[(token, float(np.log(max(q[token], 1e-30))))]]
+        return token, min(0.0, float(np.log(max(q[token], 1e-30))))
 
     def _forward(self, pieces: Sequence[Piece]) -> Tensor:
         output = self.engine.forward(pack(pieces))

@@ -11,21 +11,30 @@ from torch import Tensor
 
 from coppice.config import DrafterSettings
 from coppice.nn.blocks import MAX_STARTS, BlockTree
-from coppice.nn.features import FeatureHead, Rows, join, scores_of
+from coppice.nn.features import FeatureHead, Inputs, Rows, join
 from coppice.nn.head import DraftJob, Growth
 from coppice.nn.layouts import load_specblock
-from coppice.nn.specblock_model import SpecBlockModel
-from coppice.packed.batch import Earlier
+from coppice.nn.specblock_model import BUCKETS, SpecBlockModel
+from coppice.packed.plan import Tail
 
 
 @dataclass
 class _Active:
-    """A tree that still grows, and what the last forward said about its starts."""
+    """A tree that still grows."""
 
     number: int
     tree: BlockTree
     noise: Tensor | None  # (K * M, draft vocabulary), by depth
+    states: Tensor  # (S, K, hidden) of the blocks its starts came from
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What a forward says about all trees' starts, in order."""
+
     states: Tensor  # (S, K, hidden)
+    logits: Tensor  # (S, K, draft vocabulary)
+    buckets: Tensor  # (S, K)
 
 
 class SpecBlockHead(FeatureHead[SpecBlockModel]):
@@ -38,6 +47,7 @@ class SpecBlockHead(FeatureHead[SpecBlockModel]):
         """
         loaded = load_specblock(settings.path, settings.target)
         self.slots = loaded.model.config.slots
+        self._widths = settings.widths if settings.rank_guided else (settings.widths[1],) * BUCKETS
         super().__init__(settings, "specblock", loaded.model, loaded.config, loaded.embedding)
         self.deepest = self.slots * settings.blocks
 
@@ -45,92 +55,88 @@ class SpecBlockHead(FeatureHead[SpecBlockModel]):
         """Grow all trees block by block; each block is sent as soon as it exists."""
         blocks = self.settings.blocks
         fit = [self._room(job, (blocks - 1) * MAX_STARTS * self.slots) for job in jobs]
-        yield [BlockTree(job, self.slots).send(at, last=True) for at, job in enumerate(jobs) if not fit[at]]
-        active = self._first_block([at for at in range(len(jobs)) if fit[at]], jobs)
+        yield [BlockTree(job).send(at, last=True) for at, job in enumerate(jobs) if not fit[at]]
+        numbers = [at for at in range(len(jobs)) if fit[at]]
+        if not numbers:
+            return
+        said = self._first_block([jobs[at] for at in numbers])
+        depths = self.slots * blocks
+        active = [_Active(at, BlockTree(jobs[at]), self._noise(jobs[at], depths), said.states[:0]) for at in numbers]
         for block in range(1, blocks + 1):
-            if not active:
-                return
-            self._grow(active)
-            growing = [one for one in active if one.tree.starts and block < blocks]
+            self._grow(active, said, deeper=block < blocks)
+            growing = [one for one in active if len(one.tree.starts)]
             yield [one.tree.send(one.number, last=one not in growing) for one in active]
             active = growing
-            if active:
-                self._next_block(active)
+            if not active:
+                return
+            said = self._next_block(active)
 
-    def _first_block(self, numbers: Sequence[int], jobs: Sequence[DraftJob]) -> list[_Active]:
-        if not numbers:
-            return []
-        chosen = [jobs[number] for number in numbers]
-        rows, ends = self._query_rows(chosen)
-        states = self._timed(lambda: self._states(rows)[ends])
-        self._settle(chosen)
-        depths = self.slots * self.settings.blocks
-        return [
-            _Active(number, BlockTree(job, self.slots), self._noise(job, depths), states[at : at + 1])
-            for at, (number, job) in enumerate(zip(numbers, chosen, strict=True))
-        ]
+    @torch.inference_mode()
+    def _first_block(self, jobs: Sequence[DraftJob]) -> _Said:
+        rows, ends = self._query_rows(jobs)
+        said = self.timed(self._first, self._inputs(rows), ends)
+        self._settle(jobs)
+        return said
 
-    def _next_block(self, active: Sequence[_Active]) -> None:
+    @torch.inference_mode()
+    def _next_block(self, active: Sequence[_Active]) -> _Said:
         """One forward over the starts of all trees."""
         rows = join([self._start_rows(one) for one in active])
-        states = self._timed(lambda: self._blocks(rows.features, rows))
-        for one, of_tree in zip(active, torch.split(states, [len(one.tree.starts) for one in active]), strict=True):
-            one.states = of_tree
+        return self.timed(self._next, self._inputs(rows))
 
     def _start_rows(self, one: _Active) -> Rows:
         """A start reads the state of the slot that made it and its own token; it sees what lies on its path."""
         starts, job, slots = one.tree.starts, one.tree.job, self.slots
-        session = self._sessions[job.key]
-        made_by = torch.tensor([(start.row, start.slot) for start in starts], device=self.device)
-        advance = [start.depth if self.model.config.block_rope_advance else 0 for start in starts]
-        sees = np.repeat(np.stack([start.sees for start in starts]), slots, axis=0)
-        parents = [row - 1 if row % slots else -1 for row in range(len(starts) * slots)]
-        prefix = self._entry(session, job.committed_len - 1)
+        session, count = self._sessions[job.key], len(starts)
+        own = np.zeros((count, slots, count, slots), np.bool_)
+        own[np.arange(count), :, np.arange(count)] = np.tri(slots, dtype=np.bool_)
+        sees = (np.repeat(starts.sees, slots, axis=0), own.reshape(count * slots, -1))
+        advance = starts.depths if self.model.config.block_rope_advance else np.zeros_like(starts.depths)
         return Rows(
-            one.states[made_by[:, 0], made_by[:, 1]],
-            torch.tensor([one.tree.tokens[start.node - 1] for start in starts], device=self.device),
-            torch.tensor(advance, device=self.device) + job.committed_len - 1,
-            (self._tree_piece(session, prefix, parents, Earlier(sees, np.zeros(sees.shape[1], np.int64))),),
+            one.states.flatten(0, 1).index_select(0, self._tensor(starts.rows * slots + starts.slots)),
+            one.tree.tokens[starts.nodes - 1],
+            advance + job.committed_len - 1,
+            (Tail(session.table, self._entry(session, job.committed_len - 1), np.concatenate(sees, axis=1)),),
         )
 
-    def _states(self, rows: Rows) -> Tensor:
-        """(N, K, hidden) un-normed states of rows of target features."""
-        return self._blocks(self.model.condition(rows.features), rows)
+    def _first(self, inputs: Inputs, ends: Tensor) -> _Said:
+        """Of the rows that read the roots."""
+        return self._read_states(self._states(inputs)[ends])
 
-    def _blocks(self, condition: Tensor, rows: Rows) -> Tensor:
-        rope = self.model.rope(rows.positions[None] + 1, self.dtype)  # slot k of row p stands at p + 1 + k
-        states: Tensor = self.model(condition[None], self.embedding[rows.tokens][None], rope, self._attends(rows))
+    def _next(self, inputs: Inputs) -> _Said:
+        """Of the starts' rows."""
+        return self._read_states(self._blocks(inputs.features, inputs))
+
+    def _read_states(self, states: Tensor) -> _Said:
+        logits, normed = self.model.read(states)
+        if not self.settings.rank_guided:
+            return _Said(states, logits, torch.ones(states.shape[:-1], dtype=torch.int64, device=self.device))
+        return _Said(states, logits, self.model.rank(normed, logits).argmax(-1))
+
+    def _states(self, inputs: Inputs) -> Tensor:
+        """(N, K, hidden) un-normed states of rows of target features."""
+        return self._blocks(self.model.condition(inputs.features), inputs)
+
+    def _blocks(self, condition: Tensor, inputs: Inputs) -> Tensor:
+        rope = self.model.rope(inputs.positions + 1, self.dtype)  # slot k of row p stands at p + 1 + k
+        states: Tensor = self.model(condition[None], inputs.embeddings, rope, inputs.attends)
         return states[0]
 
-    def _grow(self, active: Sequence[_Active]) -> None:
-        """Read the states of all starts and add what they say to their trees."""
-        joined = torch.cat([one.states for one in active])
-        logits, buckets = self._timed(lambda: self._said(joined))
-        widest = max(self.settings.widths)
-        scores = [
-            scores_of(part, one.tree.job.sampling.temperature, self._noise_of(one))
-            for one, part in zip(active, torch.split(logits, [len(one.states) for one in active]), strict=True)
-        ]
-        top = torch.cat(scores).topk(widest, dim=-1)
-        # One transfer: ids and buckets are small enough to be exact in float64.
-        said = torch.cat((self.target_ids[top.indices], buckets[..., None], top.values.double()), dim=-1).tolist()
+    @torch.inference_mode()
+    def _grow(self, active: Sequence[_Active], said: _Said, deeper: bool) -> None:
+        """Add what a forward said to the trees."""
+        scores, at = said.logits.float(), 0
+        for one in active:
+            end, temperature = at + len(one.tree.starts), one.tree.job.sampling.temperature
+            if temperature:
+                scores[at:end] /= temperature
+            if one.noise is not None:  # of the positions where each slot's token will stand
+                for row, depth in enumerate(one.tree.starts.depths.tolist(), at):
+                    scores[row] += one.noise[depth : depth + self.slots]
+            one.states, at = said.states[at:end], end
+        tokens, values, buckets = self._likeliest(scores, max(1, *self._widths), said.buckets[..., None])
         at = 0
         for one in active:
-            mine, at = said[at : at + len(one.states)], at + len(one.states)
-            candidates = [
-                [[(int(slot[w]), slot[widest + 1 + w]) for w in range(widest)] for slot in block] for block in mine
-            ]
-            expected = [[int(slot[widest]) for slot in block] for block in mine]
-            one.tree.grow(candidates, expected, self.settings.widths, self.settings.rank_guided)
-
-    def _said(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """(S, K, draft vocabulary) logits and (S, K) buckets."""
-        logits, normed = self.model.read(states)
-        return logits, self.model.rank(normed, logits).argmax(-1)
-
-    def _noise_of(self, one: _Active) -> Tensor | None:
-        """(S, K, draft vocabulary) noise where each slot's token will stand."""
-        if one.noise is None:
-            return None
-        first = torch.tensor([start.depth for start in one.tree.starts], device=self.device)
-        return one.noise[first[:, None] + torch.arange(self.slots, device=self.device)]
+            end = at + len(one.tree.starts)
+            one.tree.grow(tokens[at:end], values[at:end], buckets[at:end, :, 0], self._widths, deeper)
+            at = end

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
-from coppice.nn.decoder import MLP, Attend, Attention, HeadConfig, Rope, norm_of
+from coppice.nn.decoder import MLP, Attend, Attention, HeadConfig, Rope, largest, norm_of
 
 RANK_FEATURES = 15
 RANK_HIDDEN = 256
@@ -100,9 +100,7 @@ class SpecBlockModel(nn.Module):
     def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
         """The rotary factors of (B, N) first-slot positions: slot k stands k further; (B, N * K, D) each."""
         slots = positions[..., None] + torch.arange(self.config.slots, device=positions.device)
-        probe = torch.empty(0, dtype=dtype, device=positions.device)
-        cos, sin = self.rotary(probe, slots.flatten(1))
-        return cos, sin
+        return self.rotary(slots.flatten(1), dtype)
 
     def forward(self, condition: Tensor, token: Tensor, rope: Rope, attends: Sequence[Attend]) -> Tensor:
         """Blocks of (B, N, hidden) conditions and token embeddings -> (B, N, K, hidden) un-normed last-layer states.
@@ -137,7 +135,7 @@ def rank_features(logits: Tensor, norm_topk: int | None = None) -> Tensor:
     Log-probabilities of the ten most probable ids, logit gaps 1-2, 1-3 and 1-5, p(top-1), entropy in nats.
     """
     logits = logits.float()
-    top = logits.topk(max(_TOP, norm_topk or 0), dim=-1).values
+    top, _ = largest(logits, max(_TOP, norm_topk or 0))
     log_probs = (logits if norm_topk is None else top[..., :norm_topk]).log_softmax(-1)
     best = top[..., :_TOP] - top[..., :1] + log_probs.amax(-1, keepdim=True)
     gaps = top[..., :1] - top[..., [1, 2, 4]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from coppice.packed.attention import LayerPlan, attend_masked
 from coppice.packed.batch import PackedBatch, Span
-from coppice.packed.kv import KVPool
+from coppice.packed.kv import BlockTable, KVPool
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,42 @@ class GatherPlan:
         return out if self.row_places is None else out.index_select(1, self.row_places)
 
 
+@dataclass(frozen=True)
+class Tail:
+    """One session's rows in a draft head's forward, behind `prefix` tokens that all of them see.
+
+    visible: (N, E + N) bool, which of the E tokens behind the prefix and of the N rows each row sees. Row r writes its
+    keys and values at the session's token index prefix + E + r, for which `table` has room.
+    """
+
+    table: BlockTable
+    prefix: int
+    visible: NDArray[np.bool_]
+
+
+def plan_tails(tails: Sequence[Tail], pool: KVPool, group: int) -> LayerPlan:
+    """The plan of rows that say themselves what they see. group: query heads for each key head."""
+    if len(tails) > 1 or not tails[0].table.consecutive:
+        counts = np.array([len(tail.visible) for tail in tails])
+        lengths = np.array([tail.prefix + tail.visible.shape[1] for tail in tails])
+        plan, local = _gather_plan([tail.table for tail in tails], counts, lengths, pool, group)
+        visible = np.zeros((len(tails), 1, local.shape[1], lengths.max()), np.bool_)
+        for s, tail in enumerate(tails):
+            visible[s, 0, :, : tail.prefix] = True
+            visible[s, 0, :, tail.prefix : lengths[s]] = tail.visible[local[s]]
+        return dataclasses.replace(plan, mask=_additive(visible, group, pool))
+    (tail,) = tails
+    rows, behind = tail.visible.shape
+    start, end = int(tail.table.blocks[0]) * pool.block_size, tail.prefix + behind
+    mask = None
+    if rows > 1 or not tail.visible.all():
+        hidden = np.zeros((1, 1, group, rows, end), np.float32)
+        hidden[..., tail.prefix :] = np.where(tail.visible, np.float32(0), np.float32(-np.inf))
+        mask = torch.from_numpy(hidden).view(1, 1, group * rows, end).to(pool.data)
+    written = pool.heads_first.narrow(3, start + end - rows, rows).unbind(0)
+    return ViewPlan(None, group, written, pool.heads_first.narrow(3, start, end).unbind(0), mask)
+
+
 def plan_forward(
     batch: PackedBatch, pool: KVPool, group: int, windows: frozenset[int | None]
 ) -> dict[int | None, LayerPlan]:
@@ -119,14 +156,32 @@ def _gather_plans(
 ) -> dict[int | None, GatherPlan]:
     counts = np.array([span.num_rows for span in batch.spans])
     lengths = np.array([span.start for span in batch.spans]) + counts
+    plan, local = _gather_plan([span.table for span in batch.spans], counts, lengths, pool, group)
+    ancestors = batch.ancestors()
+    plans: dict[int | None, GatherPlan] = {}
+    for window in windows:
+        visible = np.zeros((len(counts), 1, local.shape[1], lengths.max()), dtype=np.bool_)
+        for s, span in enumerate(batch.spans):
+            visible[s, 0, :, : lengths[s]] = _visible(batch, span, ancestors, window)[local[s]]
+        plans[window] = dataclasses.replace(plan, mask=_additive(visible, group, pool))
+    return plans
+
+
+def _gather_plan(
+    tables: Sequence[BlockTable], counts: NDArray[np.int64], lengths: NDArray[np.int64], pool: KVPool, group: int
+) -> tuple[GatherPlan, NDArray[np.int64]]:
+    """A plan without its mask, and the (S, N) row inside its session at each padded place.
+
+    counts: (S,) rows of each session. lengths: (S,) its keys, the rows' own last.
+    """
     most_rows, most_keys = int(counts.max()), int(lengths.max())
     # Shorter sessions repeat their own last row and their own last key: never another session's.
     local = np.minimum(np.arange(most_rows), counts[:, None] - 1)  # (S, N)
     keys = np.minimum(np.arange(most_keys), lengths[:, None] - 1)  # (S, L)
-    first = np.array([span.first_row for span in batch.spans])
+    first = np.cumsum(counts) - counts
     session = np.repeat(np.arange(len(counts)), counts)  # (T,)
-    row = np.arange(len(session)) - first[session]  # (T,) inside its span
-    key_slots = np.stack([span.table.slots(keys[s]) for s, span in enumerate(batch.spans)])
+    row = np.arange(len(session)) - first[session]  # (T,) inside its session
+    key_slots = np.stack([table.slots(keys[s]) for s, table in enumerate(tables)])
     new_slots = key_slots[session, (lengths - counts)[session] + row]
     padded = most_rows * len(counts) != len(session)
 
@@ -144,14 +199,7 @@ def _gather_plans(
         sessions=len(counts),
         mask=pool.data.new_empty(0),
     )
-    ancestors = batch.ancestors()
-    plans: dict[int | None, GatherPlan] = {}
-    for window in windows:
-        visible = np.zeros((len(counts), 1, most_rows, most_keys), dtype=np.bool_)
-        for s, span in enumerate(batch.spans):
-            visible[s, 0, :, : lengths[s]] = _visible(batch, span, ancestors, window)[local[s]]
-        plans[window] = dataclasses.replace(plan, mask=_additive(visible, group, pool))
-    return plans
+    return plan, local
 
 
 def _visible(batch: PackedBatch, span: Span, ancestors: NDArray[np.bool_], window: int | None) -> NDArray[np.bool_]:

@@ -95,6 +95,16 @@ def test_every_head_has_its_replicas(target: Path) -> None:
         assert list(stack.services) == ["verifier", "drafter-look-0", "drafter-look-1", "orchestrator"]
 
 
+def test_heads_that_read_features_fetch_them_from_this_stacks_verifier_only(target: Path, tmp_path: Path) -> None:
+    heads = (HeadSpec("look", "lookup"), HeadSpec("block", "specblock", target), HeadSpec("eagle", "eagle3", target))
+    with Stack(StackSpec(target=target, heads=heads, log_dir=tmp_path), FAKES) as stack:
+        verifier = stack.services["verifier"].address
+        assert list(stack.services) == ["verifier", "drafter-look", "drafter-block", "drafter-eagle", "orchestrator"]
+    look, *readers = (_arguments(tmp_path / f"drafter-{head.name}.log") for head in heads)
+    assert "--drafter.verifiers" not in look
+    assert [_value(reader, "--drafter.verifiers") for reader in readers] == [verifier, verifier]
+
+
 def test_settings_come_from_the_spec_then_variables_then_the_machine(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

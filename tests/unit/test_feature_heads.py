@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from coppice.config import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.messages import Advance, Features, OpenDraft
-from coppice.nn.decoder import HeadConfig
+from coppice.nn.decoder import HeadConfig, Rotary, largest
 from coppice.nn.eagle3 import Eagle3Head
 from coppice.nn.eagle3_model import Eagle3Config, Eagle3Model
 from coppice.nn.features import FeatureHead
@@ -186,11 +189,11 @@ class SlowSpecBlock:
                 states = self.states(text, start, job, blocks)
                 with torch.inference_mode():
                     logits, normed = self.model.read(states)
-                    buckets = self.model.rank(normed, logits).argmax(-1).tolist()
+                    guided = self.settings.rank_guided
+                    buckets = self.model.rank(normed, logits).argmax(-1).tolist() if guided else [1] * self.slots
                 chain, end = path, None
                 for slot in range(self.slots):
-                    guided = self.settings.rank_guided
-                    width = self.settings.widths[buckets[slot] if guided else 0]
+                    width = self.settings.widths[buckets[slot]]
                     if not width:
                         break
                     scores = log_scores(logits[slot], job, len(chain) + 1, self.ids)
@@ -200,7 +203,7 @@ class SlowSpecBlock:
                         begins = (child, [*blocks, (states[slot], child[-1], len(child), slot + 1)])
                         if place == 0:
                             end = begins
-                        elif buckets[slot] != 0 or not guided:
+                        elif buckets[slot] != 0:
                             following.append(begins)
                     assert end is not None
                     chain = end[0]
@@ -267,7 +270,7 @@ VARIANTS = [
     ("specblock", {}, {}),
     ("specblock", {}, {"blocks": 3, "widths": (2, 4, 10, 0)}),
     ("specblock", {}, {"blocks": 1, "widths": (1, 1, 1, 1)}),
-    ("specblock", {}, {"rank_guided": False, "widths": (3, 1, 1, 1)}),
+    ("specblock", {}, {"rank_guided": False, "widths": (9, 3, 0, 0)}),
     ("specblock", {"block_rope_advance": True, "rank_norm_topk": None, "slots": 3}, {}),
     ("specblock", {"prefix_broadcast": False, "layer_shift": False}, {}),
     ("eagle3", {}, {"top_k": 4, "depth": 5}),
@@ -331,6 +334,51 @@ def test_features_that_do_not_fit_are_refused(kind: str, target: Path, tmp_path:
         head.advance(2, Advance(text.ids[5:7], text.inline(6, 8)))
     with pytest.raises(InvalidField, match=r"open\.want_q_rows"):
         list(head.open(3, OpenDraft("t", text.ids[:5], GREEDY, features=text.inline(0, 5), want_q_rows=True)))
+
+
+def test_without_the_rank_head_every_slot_branches_alike(target: Path, tmp_path: Path) -> None:
+    told = {"rank_guided": False, "widths": (1, 3, 1, 1), "blocks": 1}
+    head, _ = build("specblock", save_random(tmp_path, "specblock"), target, **told)
+    head.model.rank = None  # type: ignore[assignment]
+    text = Text.random(20, 1)
+    opened(head, 0, text, 12)
+    (tree,) = drafted(head, [DraftJob(0, text.ids[12], 12, 60, GREEDY)])
+    assert sorted(Counter(map(len, tree)).items()) == [(1, 3), (2, 3), (3, 3), (4, 3)]
+
+
+@pytest.mark.parametrize("shape", [(1, 256), (40, 256), (3, 7, 640), (40, 100), (20, 320)])
+def test_the_largest_of_many_rows_are_topks(shape: tuple[int, ...]) -> None:
+    rows = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    values, places = largest(rows, 5)
+    expected = rows.topk(5, dim=-1)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(places, expected.indices)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)
+def test_rotary_factors_are_transformers_own_whatever_the_weights_dtype(scaling: dict[str, object]) -> None:
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_parameters={"rope_theta": 10000.0, **scaling})
+    theirs, positions = LlamaRotaryEmbedding(config), torch.tensor([[0, 3, 700], [1, 2, 90]])
+    for ours, expected in zip(Rotary(theirs)(positions, torch.float32), theirs(torch.empty(0), positions), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
+    model = Eagle3Model(Eagle3Config.model_validate(SIZES))
+    before = model.rope(positions, torch.bfloat16)
+    after = model.bfloat16().rope(positions, torch.bfloat16)
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
 def test_the_target_says_which_features(target: Path) -> None:
