@@ -241,3 +241,51 @@ def _reference(stack: Stack) -> Reference:
 
     told = stack.settings.verifier
     return Reference(stack.spec.target, told.dtype, told.device, told.threads)
+
+
+@app.command()
+def drafting(
+    target: Target = None,
+    heads: Heads = None,
+    budgets: Annotated[str, typer.Option(help="Comma-separated.")] = "8,31",
+    temperatures: Annotated[str, typer.Option(help="Comma-separated.")] = "0,1",
+    drafts: Annotated[int, typer.Option(min=5, help="Drafts timed for each budget and temperature.")] = 60,
+    threads: Annotated[int, typer.Option(min=1, help="torch threads.")] = 1,
+    dtype: Dtype = None,
+    json_file: JsonFile = None,
+) -> None:
+    """A draft of each head that reads features over its bare forwards, in this process."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from coppice.bench.drafting import measure, read_text
+    from coppice.bench.report import Report
+    from coppice.nn.features import FeatureHead
+    from coppice.nn.registry import build_head
+    from coppice.stack_spec import FEATURE_KINDS
+
+    spec = replace(_spec(target, heads, dtype), drafter_threads=threads)
+    told = spec.settings().drafter
+    report = Report("bench drafting", told.dtype, threads, told.device)
+    table = Table("head", "budget", "T", "draft ms", "forwards ms", "ratio", title_justify="left")
+    for head in spec.heads:
+        if head.kind not in FEATURE_KINDS:
+            continue
+        chosen = {"name": head.name, "kind": head.kind, "path": str(head.path), "target": str(spec.target)}
+        built = build_head(told.model_copy(update=chosen))
+        assert isinstance(built, FeatureHead)
+        text = read_text(spec.target, built.description.feature_layers, told.dtype, told.device, drafts)
+        for budget in _numbers("budgets", budgets, int):
+            for temperature in _numbers("temperatures", temperatures, float):
+                found = measure(built, text, budget, temperature, drafts)
+                figures = (f"{figure:.2f}" for figure in (found.draft_ms, found.forwards_ms, found.ratio))
+                table.add_row(head.name, str(budget), f"{temperature:g}", *figures)
+                report.checks.append(found.check())
+    if not report.checks:
+        raise typer.BadParameter(f"none of them is {' or '.join(FEATURE_KINDS)}", param_hint="--heads")
+    Console().print(table)
+    report.print(Console())
+    if json_file:
+        report.write(json_file)
+    if not report.ok:
+        raise typer.Exit(1)
