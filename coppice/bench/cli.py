@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from coppice.bench.heads import ablate, rank
+from coppice.bench.heads import ablate, drafting, rank
 from coppice.bench.options import (
     Category,
     Count,
@@ -253,5 +253,6 @@ def rows(
         report.checks.append(plain_over_bare(stack.address, bare_ms, ids, max_new_tokens, rounds))
 
 
+app.command()(drafting)
 app.command()(rank)
 app.command()(ablate)

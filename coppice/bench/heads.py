@@ -1,7 +1,8 @@
-"""`coppice bench rank` and `ablate`: draft heads along known answers, without a stack."""
+"""`coppice bench drafting`, `rank` and `ablate`: heads that read features, without a stack."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from coppice.bench.options import (
     Count,
+    Dtype,
     Heads,
     JsonFile,
     NewTokens,
@@ -17,10 +19,56 @@ from coppice.bench.options import (
     Target,
     encode,
     finish,
+    numbers,
     offline,
     spec_of,
     spread,
 )
+
+
+def drafting(
+    target: Target = None,
+    heads: Heads = None,
+    budgets: Annotated[str, typer.Option(help="Comma-separated.")] = "8,31",
+    temperatures: Annotated[str, typer.Option(help="Comma-separated.")] = "0,1",
+    drafts: Annotated[int, typer.Option(min=5, help="Drafts timed for each budget and temperature.")] = 60,
+    threads: Annotated[int, typer.Option(min=1, help="torch threads.")] = 1,
+    dtype: Dtype = None,
+    json_file: JsonFile = None,
+) -> None:
+    """A draft of each head that reads features over its bare forwards, in this process."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from coppice.bench.drafting import measure, read_text
+    from coppice.bench.report import Report
+    from coppice.nn.features import FeatureHead
+    from coppice.nn.registry import build_head
+    from coppice.stack_spec import FEATURE_KINDS
+
+    if target is None and heads is None:
+        heads = ["specblock-code", "eagle3-code"]
+    spec = replace(spec_of(target, heads, dtype), drafter_threads=threads)
+    told = spec.settings().drafter
+    report = Report("bench drafting", told.dtype, threads, told.device)
+    table = Table("head", "budget", "T", "draft ms", "forwards ms", "ratio", title_justify="left")
+    for head in spec.heads:
+        if head.kind not in FEATURE_KINDS:
+            continue
+        chosen = {"name": head.name, "kind": head.kind, "path": str(head.path), "target": str(spec.target)}
+        built = build_head(told.model_copy(update=chosen))
+        assert isinstance(built, FeatureHead)
+        text = read_text(spec.target, built.description.feature_layers, told.dtype, told.device, drafts)
+        for budget in numbers("budgets", budgets, int):
+            for temperature in numbers("temperatures", temperatures, float):
+                found = measure(built, text, budget, temperature, drafts)
+                figures = (f"{figure:.2f}" for figure in (found.draft_ms, found.forwards_ms, found.ratio))
+                table.add_row(head.name, str(budget), f"{temperature:g}", *figures)
+                report.checks.append(found.check())
+    if not report.checks:
+        raise typer.BadParameter(f"none of them is {' or '.join(FEATURE_KINDS)}", param_hint="--heads")
+    Console().print(table)
+    finish(Console(), report, json_file)
 
 
 def rank(

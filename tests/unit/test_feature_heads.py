@@ -61,8 +61,8 @@ def save_random(folder: Path, kind: str, seed: int = 0, **more: object) -> Path:
     for parameter in model.parameters():
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=2.0 / parameter.shape[1] ** 0.5)
-    chosen = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values
-    model.get_buffer("d2t").copy_(chosen - torch.arange(DRAFT_VOCAB))
+    chosen = torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values
+    model.get_buffer("d2t").copy_(chosen - torch.arange(config.draft_vocab_size))
     save_head(folder, model, config, "specblock" if kind == "specblock" else "eagle3")
     return folder
 

@@ -1,0 +1,207 @@
+"""SpecBlock and EAGLE-3 heads in a stack of real processes: whatever they draft and suffer, the text is the target's.
+
+The heads are random; a vocabulary of 32 makes them right now and then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from coppice.bench.reference import Reference
+from coppice.client import AsyncClient, Client
+from coppice.completion import Completion
+from coppice.generation import Chunk
+from coppice.launch import Stack
+from coppice.sampling import SamplingParams
+from coppice.stack_spec import HeadSpec, StackSpec
+from tests.processes import Service
+from tests.tiny import make_target
+from tests.unit.test_feature_heads import save_random
+
+VOCAB, DRAFT_VOCAB, WINDOW = 32, 24, 24
+PROMPTS = [
+    tuple((7 * at + at * at * number) % VOCAB for at in range(length)) for number, length in enumerate((1, 9, 70))
+]
+NEW = 24
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0, seed=4)
+POLICIES = ("single:block", "single:eagle", "route", "route-sum", "merge", "merge-dedup", "merge-full")
+BUDGETS = (0, 1, 8, 31, 60)
+KINDS = {"block": "specblock", "eagle": "eagle3"}
+StartService = Callable[..., Service]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    return make_target(folder, VOCAB, layers=8, max_len=2048, tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    sizes = {"vocab_size": VOCAB, "draft_vocab_size": DRAFT_VOCAB}
+    return {name: save_random(tmp_path_factory.mktemp(name), kind, **sizes) for name, kind in KINDS.items()}
+
+
+@pytest.fixture(scope="module")
+def stack(target: Path, heads: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Both heads and look-up; features older than 24 positions are gone."""
+    block, eagle = HeadSpec("block", "specblock", heads["block"]), HeadSpec("eagle", "eagle3", heads["eagle"])
+    spec = StackSpec(
+        target=target,
+        heads=(block, eagle, HeadSpec("lookup", "lookup")),
+        dtype="float32",
+        verifier_threads=1,
+        drafter_threads=1,
+        log_dir=tmp_path_factory.mktemp("logs"),
+        extra={
+            "verifier": {"verifier.feature_window": WINDOW},
+            "orchestrator": {"orchestrator.draft_deadline_ms": 500},
+        },
+    )
+    with Stack(spec) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(stack: Stack) -> Iterator[Client]:
+    with Client(stack.address) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def reference(target: Path) -> Reference:
+    return Reference(target, "float32", threads=1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request, and what it is compared with."""
+
+    prompt: tuple[int, ...]
+    policy: str
+    budget: int
+    sampling: SamplingParams
+    coupled: bool
+
+
+def cases() -> list[Case]:
+    """Every policy with every budget, greedy and sampled; the prompts in turn."""
+    modes = ((GREEDY, True, BUDGETS), (SAMPLED, True, (8, 60)), (SAMPLED, False, (31,)))
+    told = [
+        (policy, budget, sampling, coupled)
+        for policy, (sampling, coupled, budgets) in product(POLICIES, modes)
+        for budget in budgets
+    ]
+    return [Case(PROMPTS[number % len(PROMPTS)], *one) for number, one in enumerate(told)]
+
+
+async def test_many_sessions_at_once_are_plain_decoding_under_every_policy_and_budget(
+    stack: Stack, client: Client, reference: Reference
+) -> None:
+    greedy = {prompt: reference.greedy(prompt, NEW).ids for prompt in PROMPTS}
+    told = {"max_new_tokens": NEW, "ignore_eos": True}
+    sampled = {prompt: client.generate(prompt, policy="plain", sampling=SAMPLED, **told).ids for prompt in PROMPTS}
+    seats = asyncio.Semaphore(6)
+    async with AsyncClient(stack.address) as many:
+
+        async def one(case: Case) -> Completion:
+            async with seats:
+                asked = {"policy": case.policy, "budget": case.budget, "sampling": case.sampling}
+                return await many.generate(case.prompt, coupled=case.coupled, **asked, **told)
+
+        answers = await asyncio.gather(*map(one, cases()))
+    lengths: dict[str, set[int]] = {policy: set() for policy in POLICIES}
+    for case, answer in zip(cases(), answers, strict=True):
+        assert answer.ids == (sampled if case.sampling.temperature else greedy)[case.prompt], case
+        assert answer.bad_drafts == 0
+        assert max(answer.verified_nodes) <= case.budget or case.policy == "merge-full"
+        lengths[case.policy] |= set(answer.accept_lengths)
+    for policy, seen in lengths.items():  # steps that accepted nothing, and several tokens
+        assert {1, 2} <= seen, policy
+
+
+def chunks(client: Client, policy: str, sampling: SamplingParams = GREEDY) -> Iterator[Chunk]:
+    """What a long answer to the longest prompt consists of; each chunk tells the tree of its step."""
+    told = {"policy": policy, "sampling": sampling, "max_new_tokens": 1900, "ignore_eos": True, "trees": True}
+    for event in client.stream(PROMPTS[2], **told):
+        if isinstance(event, Chunk):
+            yield event
+
+
+def drafted(chunk: Chunk) -> bool:
+    """Whether the chunk's step verified a draft."""
+    return chunk.tree is not None and len(chunk.tree.tokens) > 0
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_drafter_that_stands_still_is_left_and_drafts_again_in_the_same_text(
+    stack: Stack, client: Client, reference: Reference, name: str
+) -> None:
+    """When its stream is opened again, all but the last 24 of some hundred positions' features are gone."""
+    pid = stack.services[f"drafter-{name}"].pid
+    ids: list[int] = []
+    phase, until = "before", 20
+    try:
+        for chunk in chunks(client, f"single:{name}"):
+            ids += chunk.ids
+            if phase == "before" and len(ids) >= until:
+                os.kill(pid, signal.SIGSTOP)
+                phase = "stopping"
+            elif phase == "stopping" and not drafted(chunk):
+                phase, until = "still", len(ids) + WINDOW
+            elif phase == "still" and len(ids) >= until:
+                os.kill(pid, signal.SIGCONT)
+                phase = "going on"
+            elif phase == "going on" and drafted(chunk):
+                phase, until = "drafting", len(ids) + WINDOW
+            elif phase == "drafting" and len(ids) >= until:
+                break
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert phase == "drafting"
+    assert tuple(ids) == reference.greedy(PROMPTS[2], len(ids)).ids
+
+
+def test_killed_drafters_are_missed_by_nobody_and_draft_again_after_their_restart(
+    stack: Stack, client: Client, reference: Reference, heads: dict[str, Path], start_service: StartService
+) -> None:
+    killed = {name: stack.services[f"drafter-{name}"] for name in KINDS}
+    ids: list[int] = []
+    for chunk in chunks(client, "merge"):
+        for name, at in (("block", 20), ("eagle", 40)):
+            if len(ids) < at <= len(ids) + len(chunk.ids):
+                os.kill(killed[name].pid, signal.SIGKILL)
+        ids += chunk.ids
+        if len(ids) >= 80:
+            break
+    assert tuple(ids) == reference.greedy(PROMPTS[2], len(ids)).ids
+
+    def restart(name: str) -> None:
+        port = killed[name].address.rpartition(":")[2]
+        head = ("--drafter.kind", KINDS[name], "--drafter.path", str(heads[name]))
+        shared = ("--server.port", port, "--drafter.target", str(stack.spec.target), "--drafter.threads", "1")
+        start_service("services.drafter", *head, *shared)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(restart, KINDS))
+    for name in KINDS:
+        ids.clear()
+        until = None
+        for chunk in chunks(client, f"single:{name}", SAMPLED):
+            ids += chunk.ids
+            if until is None and drafted(chunk):
+                until = len(ids) + 2 * WINDOW
+            if until is not None and len(ids) >= until:
+                break
+        assert until is not None
+        told = {"sampling": SAMPLED, "max_new_tokens": len(ids), "ignore_eos": True}
+        assert tuple(ids) == client.generate(PROMPTS[2], policy="plain", **told).ids
