@@ -76,6 +76,7 @@ REQUEST = GenerationRequest(
     budget=0,
     ignore_eos=True,
     want_log_probs=True,
+    want_trees=True,
     pq=True,
     coupled=False,
 )
