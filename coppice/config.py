@@ -82,7 +82,7 @@ class DrafterSettings(TorchSettings):
     chain: bool = Field(False, description="draft a single chain instead of a tree")
     blocks: int = Field(2, gt=0, le=4, description="forwards of a specblock draft")
     widths: tuple[int, int, int, int] = Field(
-        (2, 4, 6, 4), description="tokens a specblock slot branches into, by the rank head's bucket; 0 ends the block"
+        (2, 4, 6, 10), description="tokens a specblock slot branches into, by the rank head's bucket; 0 ends the block"
     )
     rank_guided: bool = Field(
         True, description="whether the rank head decides widths and starts; else every slot has widths[1] tokens"

@@ -23,6 +23,7 @@ BUCKETS = ("rank 1", "rank 2-4", "rank 5-10", "beyond 10")
 TREES: dict[str, tuple[tuple[int, int, int, int], bool]] = {
     "rank-guided 2,4,10,0 (paper)": ((2, 4, 10, 0), True),
     "rank-guided 2,4,6,4 (released)": ((2, 4, 6, 4), True),
+    "rank-guided 2,4,6,10": ((2, 4, 6, 10), True),
     "uniform 4": ((4, 4, 4, 4), False),
     "cumulative score alone, 10 a slot": ((10, 10, 10, 10), False),
 }

@@ -15,7 +15,7 @@ from coppice.tree import DraftTree
 Ints = NDArray[np.int64]
 
 MAX_STARTS = 12  # of a block, the likeliest ones
-BUDGET_OF_A_START = 3  # nodes of the tree that a start should be good for; fewer starts, smaller forwards
+BUDGET_OF_A_START = 8  # nodes of the tree that a start should be good for; more starts cost time and gain no token
 CONFIDENT = 0  # the bucket of a slot whose best token is expected to be the target's
 
 

@@ -71,17 +71,6 @@ def stack(target: Path, heads: dict[str, Path], tmp_path_factory: pytest.TempPat
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(stack: Stack) -> Iterator[Client]:
-    with Client(stack.address) as connected:
-        yield connected
-
-
-@pytest.fixture(scope="module")
-def reference(target: Path) -> Reference:
-    return Reference(target, "float32", threads=1)
-
-
 @dataclass(frozen=True)
 class Case:
     """One request, and what it is compared with."""
