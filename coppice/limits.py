@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from coppice.errors import InvalidField
 
 MAX_TREE_NODES = 256  # nodes of a verified tree
-MAX_HEAD_NODES = 64  # nodes one head may draft in a step
+MAX_HEAD_NODES = 64  # nodes one head is asked for in a step; while it streams it may send MAX_TREE_NODES
 MAX_TREE_DEPTH = 64  # longest draft path a verifier accepts
 MAX_ROW_SUPPORT = 1024  # ids of a row that travels; beyond it the verifier draws
 MAX_CONTEXT = 131_072

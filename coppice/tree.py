@@ -234,14 +234,18 @@ def paths(tree: DraftTree) -> list[tuple[int, ...]]:
     return known[1:]
 
 
-def forwards_of(tree: DraftTree, drafts: Sequence[tuple[DraftTree, Sequence[int]]]) -> tuple[int, ...]:
-    """Which forward of its drafter made each node, from 1; `drafts` are the heads' trees and their deltas' sizes.
+def made_by(tree: DraftTree, deltas: Sequence[int]) -> IntArray:
+    """(n,) which forward of its drafter made each node, from 1; `deltas` are the sizes of what was sent, in order.
 
     A head that streams sends a delta a forward; one that sends its tree at once made a level a forward.
     """
+    return np.repeat(np.arange(1, len(deltas) + 1), deltas) if len(deltas) > 1 else tree.depths()[1:]
+
+
+def forwards_of(tree: DraftTree, drafts: Sequence[tuple[DraftTree, IntArray]]) -> tuple[int, ...]:
+    """Which forward of its drafter made each node; `drafts` are the heads' trees and the same of their nodes."""
     made: dict[tuple[int, ...], int] = {}
-    for drafted, sizes in drafts:
-        every = np.repeat(np.arange(1, len(sizes) + 1), sizes) if len(sizes) > 1 else drafted.depths()[1:]
-        for path, forward in zip(paths(drafted), every.tolist(), strict=True):
+    for drafted, forwards in drafts:
+        for path, forward in zip(paths(drafted), forwards.tolist(), strict=True):
             made.setdefault(path, forward)
     return tuple(made[path] for path in paths(tree))

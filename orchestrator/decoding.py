@@ -157,7 +157,7 @@ class Decoding:
             tokens=tuple(tree.tokens.tolist()),
             parents=tuple(tree.parents.tolist()),
             log_probs=tuple(tree.log_probs.tolist()),
-            forwards=forwards_of(tree, [(draft.tree, draft.deltas) for draft in drafts]),
+            forwards=forwards_of(tree, [(draft.tree, draft.forwards) for draft in drafts]),
             pieces=tuple(self.text.alone(token) for token in tree.tokens.tolist()),
             accepted=verdict.accepted,
         )

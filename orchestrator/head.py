@@ -19,12 +19,12 @@ import structlog
 from numpy.typing import NDArray
 
 from coppice.errors import CoppiceError, InvalidField
-from coppice.limits import MAX_HEAD_NODES, Limits
+from coppice.limits import MAX_HEAD_NODES, MAX_TREE_NODES, Limits
 from coppice.messages import Advance, DraftStep, Features, Fence, OpenDraft, TreeDelta
 from coppice.routing import Calibration
 from coppice.rpc.channels import open_channel
 from coppice.telemetry import OrchestratorMetrics
-from coppice.tree import DraftTree, TreeError, extend, validate
+from coppice.tree import DraftTree, TreeError, extend, made_by, prune, validate
 from coppice.v1 import drafter_pb2
 from coppice.v1.drafter_pb2_grpc import DrafterServiceStub
 from coppice.wire import drafter
@@ -119,7 +119,9 @@ class Draft:
     tree: DraftTree = field(default_factory=DraftTree.empty)
     q_rows: list[NDArray[np.float32]] = field(default_factory=list)
     deltas: list[int] = field(default_factory=list)
-    """nodes of each delta that made the tree"""
+    """nodes of each delta that arrived"""
+    forwards: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """which forward of the drafter made each node"""
     forward_ns: int = 0
     weights_version: int = 0
     late: bool = False
@@ -143,6 +145,7 @@ class HeadSession:
         self._told = 0  # committed ids the drafter knows of
         self._misses = 0
         self._step = 0
+        self._budget = 0
         self._asked_at = 0.0
         self._draft = Draft()
         self._answer: asyncio.Future[None] | None = None
@@ -188,10 +191,10 @@ class HeadSession:
         if self._call is None or not self._may_wait():
             return None
         advance = self._advance(ids)
-        self._step, self._draft = fence.step, Draft()
+        self._step, self._budget, self._draft = fence.step, min(budget, MAX_HEAD_NODES), Draft()
         self._answer = asyncio.get_running_loop().create_future()
         self._asked_at = time.perf_counter()
-        step = DraftStep(fence, root, min(budget, MAX_HEAD_NODES), advance)
+        step = DraftStep(fence, root, self._budget, advance)
         self._write(self._call, drafter.draft_step_to_wire(step))
         return self._answer
 
@@ -212,14 +215,18 @@ class HeadSession:
         return first
 
     def collect(self) -> Draft:
-        """What arrived of the tree asked for last; an unusable tree is dropped and counted."""
+        """What arrived of the tree asked for last, its likeliest nodes; an unusable tree is dropped and counted."""
         draft, answer, self._answer = self._draft, self._answer, None
         draft.late = answer is None or not answer.done()
         try:
-            validate(draft.tree, self.vocab_size, MAX_HEAD_NODES)
+            validate(draft.tree, self.vocab_size, MAX_TREE_NODES)
         except TreeError as error:
             self.pool.metrics.bad_drafts.labels(self.pool.name, error.reason).inc()
-            draft.tree, draft.bad = DraftTree.empty(), True
+            draft.tree, draft.bad, draft.deltas = DraftTree.empty(), True, []
+        draft.forwards = made_by(draft.tree, draft.deltas)
+        if not draft.q_rows:  # these belong to the nodes of a chain, one by one
+            draft.tree, kept = prune(draft.tree, self._budget)
+            draft.forwards = draft.forwards[kept - 1]
         if draft.late:
             self.pool.metrics.late_drafts.labels(self.pool.name).inc()
         self._judge(missed=draft.bad or (draft.late and self._opened))

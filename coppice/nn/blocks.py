@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.limits import MAX_HEAD_NODES
+from coppice.limits import MAX_TREE_NODES
 from coppice.nn.head import DraftJob, Growth
 from coppice.tree import DraftTree
 
@@ -102,7 +102,7 @@ class BlockTree:
     def send(self, number: int, last: bool) -> Growth:
         """What is new among the `budget` likeliest candidates; a receiver prunes earlier ones that fell out."""
         ranking = np.argsort(-self.scores, kind="stable")[: self.job.budget]
-        new = np.sort(ranking[self.sent[ranking] == 0][: MAX_HEAD_NODES - self.sent_count])
+        new = np.sort(ranking[self.sent[ranking] == 0][: MAX_TREE_NODES - self.sent_count])
         self.sent[new] = np.arange(1, len(new) + 1) + self.sent_count
         self.sent_count += len(new)
         parents = np.append(self.sent, 0)[self.parents[new] - 1]

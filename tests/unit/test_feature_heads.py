@@ -211,7 +211,7 @@ class SlowSpecBlock:
                     following.append(end)
             edge = sorted(nodes.values(), reverse=True)[job.budget - 1] if len(nodes) >= job.budget else -np.inf
             following.sort(key=lambda one: -nodes[one[0]])
-            most = min(12, max(1, job.budget // 3))
+            most = min(12, max(1, job.budget // 8))
             starts = [one for one in following[:most] if nodes[one[0]] > edge]
         return nodes
 
@@ -292,9 +292,9 @@ def test_a_session_of_many_steps_drafts_what_the_slow_reference_drafts(
     # Steps that accepted nothing, some and much; a draft that was ignored; a session that sits a step out.
     for step, accepted in enumerate([(0, 2, 5), (4, 0, 0), (8, 8, 1), (1, 1, 1)]):
         here = [key for key in range(3) if (step, key) != (1, 2)]
-        jobs = [DraftJob(key, texts[key].ids[lengths[key]], lengths[key], 31, sampling) for key in here]
+        jobs = [DraftJob(key, texts[key].ids[lengths[key]], lengths[key], 60, sampling) for key in here]
         for job, tree in zip(jobs, drafted(head, jobs), strict=True):
-            assert_same(tree, slow.tree(texts[job.key], starts[job.key], job), 31)
+            assert_same(tree, slow.tree(texts[job.key], starts[job.key], job), 60)
         if step == 2:
             drafted(head, jobs[:1])  # the same once more
         for key, more in enumerate(accepted):

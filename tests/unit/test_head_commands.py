@@ -140,7 +140,7 @@ def test_rank_reports_the_rank_head_and_the_trees(place: Path, tmp_path: Path) -
     assert told.exit_code == 0, told.output
     figures = json.loads((tmp_path / "rank.json").read_text())["figures"]["sb"]
     assert sum(row["frequency"] for row in figures["rank_head"]) == pytest.approx(1)
-    assert len(figures["trees"]) == 4
+    assert len(figures["trees"]) == 5
     assert all(tree["tau"] >= 1 for tree in figures["trees"].values())
     none = CliRunner().invoke(bench, ["rank", "--target", str(place / "target"), "--heads", "l=lookup"])
     assert none.exit_code == 2

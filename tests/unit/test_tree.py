@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from coppice.tree import DraftTree, TreeError, dedup, extend, forwards_of, paths, prune, union, validate
+from coppice.tree import DraftTree, TreeError, dedup, extend, forwards_of, made_by, paths, prune, union, validate
 from tests import reference
 from tests.reference import EFFORT, make_tree, random_tree, text_at
 
@@ -257,7 +257,7 @@ def test_a_node_is_known_by_the_forward_that_made_it() -> None:
     streamed = DraftTree(np.array([5, 6, 7, 8]), np.array([0, 1, 1, 2]), np.zeros(4, np.float32))
     at_once = DraftTree(np.array([5, 9, 4]), np.array([0, 1, 2]), np.zeros(3, np.float32))
     assert paths(streamed) == [(5,), (5, 6), (5, 7), (5, 6, 8)]
-    drafts = [(streamed, [1, 3]), (at_once, [3])]
+    drafts = [(streamed, made_by(streamed, [1, 3])), (at_once, made_by(at_once, [3]))]
     assert forwards_of(streamed, drafts) == (1, 2, 2, 2)
     assert forwards_of(at_once, drafts) == (1, 2, 3)
     assert forwards_of(prune(streamed, 2)[0], drafts) == (1, 2)
