@@ -13,11 +13,13 @@ from coppice.training.export import write_run
 from coppice.training.lessons import Lessons
 
 FULL, NO_SHIFT = "full", "no-layer-shift"
+UNMASKED, UNMASKED_NO_SHIFT = "no-valid-prefix", "no-valid-prefix-no-layer-shift"
 VARIANTS: dict[str, dict[str, Any]] = {
     FULL: {},
     NO_SHIFT: {"switches": {"layer_shift": False}},
     "no-prefix-broadcast": {"switches": {"prefix_broadcast": False}},
-    "no-valid-prefix": {"valid_prefix": False},
+    UNMASKED: {"valid_prefix": False},
+    UNMASKED_NO_SHIFT: {"valid_prefix": False, "switches": {"layer_shift": False}},
     "no-cross-block": {"cross_block": False},
     "no-rope-advance": {"switches": {"block_rope_advance": False}},
 }
@@ -69,12 +71,16 @@ def effect_checks(found: dict[str, Acceptance]) -> list[Check]:
     """What the paper reports of the layer-wise shift and of the second block (SpecBlock, figure 5, table 2)."""
     full = found[FULL].alphas
     checks = [at_least("alpha of block 2, slot 1, over block 1, slot 4", full[1, 0], full[0, 3])]
-    if NO_SHIFT in found:
-        without = found[NO_SHIFT].alphas
-        checks += [
-            at_least(f"alpha_{slot + 1} with the shift over without", full[0, slot], without[0, slot])
-            for slot in (2, 3)
-        ]
+    for shifted, plain in ((FULL, NO_SHIFT), (UNMASKED, UNMASKED_NO_SHIFT)):
+        if shifted in found and plain in found:
+            checks += [
+                at_least(
+                    f"alpha_{slot + 1} of {shifted} over {plain}",
+                    found[shifted].alphas[0, slot],
+                    found[plain].alphas[0, slot],
+                )
+                for slot in (2, 3)
+            ]
     return checks
 
 

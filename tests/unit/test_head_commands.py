@@ -121,8 +121,8 @@ def test_ablate_trains_each_variant_once_and_compares_them(place: Path, tmp_path
     told = json.loads((tmp_path / "out.json").read_text())
     assert {check["name"] for check in told["checks"]} == {
         "alpha of block 2, slot 1, over block 1, slot 4",
-        "alpha_3 with the shift over without",
-        "alpha_4 with the shift over without",
+        "alpha_3 of full over no-layer-shift",
+        "alpha_4 of full over no-layer-shift",
     }
     assert told["ok"] == all(check["ok"] for check in told["checks"])
     assert not load_specblock(tmp_path / "no-layer-shift-512", place / "target").config.layer_shift
