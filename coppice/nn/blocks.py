@@ -16,6 +16,7 @@ Ints = NDArray[np.int64]
 
 MAX_STARTS = 12  # of a block, the likeliest ones
 BUDGET_OF_A_START = 8  # nodes of the tree that a start should be good for; more starts cost time and gain no token
+BUDGET_OF_A_NOISY_START = 4  # the same in a coupled draft: noise leaves the greedy chain early and often
 CONFIDENT = 0  # the bucket of a slot whose best token is expected to be the target's
 
 
@@ -56,23 +57,31 @@ class BlockTree:
     sent_count: int = 0
 
     def grow(
-        self, tokens: Ints, scores: NDArray[np.float32], buckets: Ints, widths: Sequence[int], deeper: bool
+        self,
+        tokens: Ints,
+        scores: NDArray[np.float32],
+        spine: Ints,
+        buckets: Ints,
+        widths: Sequence[int],
+        deeper: bool,
     ) -> None:
         """Add the block that each start began, and choose the starts of the next one if there is one.
 
         tokens, scores: (S, K, W) for each start and slot the likeliest ids with their log-scores (at most 0), best
-        first. buckets: (S, K) the rank head's answers. widths: how many tokens a bucket branches into, the greedy one
-        included; 0 ends the block there.
+        first. spine: (S, K) which of them is the slot's greedy token: the block itself goes on from that one, whatever
+        the noise of a coupled draft prefers. buckets: (S, K) the rank head's answers. widths: how many tokens a bucket
+        branches into; 0 ends the block there.
         """
         starts, (_, slots, widest) = self.starts, tokens.shape
         width = np.asarray(widths)[buckets]
         alive = np.logical_and.accumulate(width > 0, axis=1)
-        kept = alive[..., None] & (np.arange(widest) < width[..., None])
+        place, on_spine = np.arange(widest), spine[..., None] == np.arange(widest)
+        kept = alive[..., None] & ((place < width[..., None]) | on_spine)
         before = np.append(self.scores, 0.0)[starts.nodes - 1]  # the root's is the last
-        chain = np.concatenate((before[:, None], scores[:, :-1, 0]), axis=1).cumsum(axis=1)
+        chain = np.concatenate((before[:, None], scores[on_spine].reshape(spine.shape)[:, :-1]), axis=1).cumsum(axis=1)
         cumulative = chain[..., None] + scores
         nodes = len(self.tokens) + kept.cumsum().reshape(kept.shape)
-        parents = np.concatenate((starts.nodes[:, None], nodes[:, :-1, 0]), axis=1)
+        parents = np.concatenate((starts.nodes[:, None], nodes[on_spine].reshape(spine.shape)[:, :-1]), axis=1)
         self.tokens = np.concatenate((self.tokens, tokens[kept]))
         self.parents = np.concatenate((self.parents, parents.repeat(kept.sum(axis=2).ravel())))
         self.scores = np.concatenate((self.scores, cumulative[kept]))
@@ -80,12 +89,14 @@ class BlockTree:
         if not deeper:
             self.starts = _starts(0)
             return
+        begins = kept & ((buckets != CONFIDENT)[..., None] | (place < spine[..., None]))
         # The greedy tokens inside a chain are no starts: the block predicts on from them itself.
-        begins = kept & (buckets != CONFIDENT)[..., None]
-        begins[..., 0] = alive & (np.arange(1, slots + 1) == alive.sum(axis=1)[:, None])
+        begins[on_spine] = (alive & (np.arange(1, slots + 1) == alive.sum(axis=1)[:, None])).ravel()
         places = np.flatnonzero(begins)
         found = cumulative.ravel()[places]
-        most = min(MAX_STARTS, max(1, self.job.budget // BUDGET_OF_A_START))
+        job = self.job
+        noisy = job.coupled and job.sampling.temperature
+        most = min(MAX_STARTS, max(1, job.budget // (BUDGET_OF_A_NOISY_START if noisy else BUDGET_OF_A_START)))
         order = np.argsort(-found, kind="stable")[:most]  # stable: the tree is the same on every machine
         places = places[order[found[order] > self._edge()]]
         rows, at, _ = np.unravel_index(places, kept.shape)

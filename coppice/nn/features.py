@@ -262,12 +262,21 @@ class FeatureHead(Head, Generic[M]):
         session.noise = seed, first, known
         return known[:depths]
 
-    def _likeliest(self, scores: Tensor, width: int, *more: Tensor) -> tuple[Any, Any, Any]:
+    def _likeliest(
+        self, scores: Tensor, width: int, *more: Tensor, wanted: Tensor | None = None
+    ) -> tuple[Any, Any, Any]:
         """(..., width) target ids and log-scores of the best of (..., V) scores, best first, and (..., M) int64 more.
 
-        As numpy arrays, int64, float32 and int64; one transfer from the device.
+        wanted: (..., 1) draft ids that are the last ones where they are not among the best. As numpy arrays, int64,
+        float32 and int64; one transfer from the device.
         """
-        values, indices = largest(scores.log_softmax(-1), width)
+        scores = scores.log_softmax(-1)
+        values, indices = largest(scores, width)
+        if wanted is not None:
+            absent = (indices != wanted).all(-1, keepdim=True)
+            indices[..., -1:] = torch.where(absent, wanted, indices[..., -1:])
+            values[..., -1:] = torch.where(absent, scores.gather(-1, wanted), values[..., -1:])
+            more = (*more, (indices == wanted).int().argmax(-1, keepdim=True))
         parts = (indices.int(), values.view(torch.int32), *(part.int() for part in more))
         found = torch.cat(parts, dim=-1).cpu().numpy()
         return self._ids[found[..., :width]], found[..., width : 2 * width].view(np.float32), found[..., 2 * width :]

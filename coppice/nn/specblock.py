@@ -126,6 +126,8 @@ class SpecBlockHead(FeatureHead[SpecBlockModel]):
     def _grow(self, active: Sequence[_Active], said: _Said, deeper: bool) -> None:
         """Add what a forward said to the trees."""
         scores, at = said.logits.float(), 0
+        coupled = any(one.noise is not None for one in active)
+        greedy = scores.argmax(-1, keepdim=True) if coupled else None
         for one in active:
             end, temperature = at + len(one.tree.starts), one.tree.job.sampling.temperature
             if temperature:
@@ -134,9 +136,11 @@ class SpecBlockHead(FeatureHead[SpecBlockModel]):
                 for row, depth in enumerate(one.tree.starts.depths.tolist(), at):
                     scores[row] += one.noise[depth : depth + self.slots]
             one.states, at = said.states[at:end], end
-        tokens, values, buckets = self._likeliest(scores, max(1, *self._widths), said.buckets[..., None])
+        width = max(1, *self._widths) + coupled  # room for a greedy token that the noise puts behind the others
+        tokens, values, more = self._likeliest(scores, width, said.buckets[..., None], wanted=greedy)
+        buckets, spine = more[..., 0], more[..., 1] if coupled else np.zeros_like(more[..., 0])
         at = 0
         for one in active:
             end = at + len(one.tree.starts)
-            one.tree.grow(tokens[at:end], values[at:end], buckets[at:end, :, 0], self._widths, deeper)
+            one.tree.grow(tokens[at:end], values[at:end], spine[at:end], buckets[at:end], self._widths, deeper)
             at = end

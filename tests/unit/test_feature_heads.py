@@ -197,13 +197,16 @@ class SlowSpecBlock:
                     if not width:
                         break
                     scores = log_scores(logits[slot], job, len(chain) + 1, self.ids)
-                    for place, at in enumerate(scores.argsort(descending=True)[:width].tolist()):
+                    greedy = int(logits[slot].argmax())  # what the block goes on from, whatever the noise prefers
+                    best = scores.argsort(descending=True).tolist()
+                    listed, spine = best[:width], best.index(greedy)
+                    for place, at in enumerate(listed if greedy in listed else [*listed, greedy]):
                         child = (*chain, int(self.ids[at]))
                         nodes[child] = nodes.get(chain, 0.0) + float(scores[at])
                         begins = (child, [*blocks, (states[slot], child[-1], len(child), slot + 1)])
-                        if place == 0:
+                        if at == greedy:
                             end = begins
-                        elif buckets[slot] != 0:
+                        elif buckets[slot] != 0 or place < spine:
                             following.append(begins)
                     assert end is not None
                     chain = end[0]
@@ -211,7 +214,7 @@ class SlowSpecBlock:
                     following.append(end)
             edge = sorted(nodes.values(), reverse=True)[job.budget - 1] if len(nodes) >= job.budget else -np.inf
             following.sort(key=lambda one: -nodes[one[0]])
-            most = min(12, max(1, job.budget // 8))
+            most = min(12, max(1, job.budget // (4 if job.coupled and job.sampling.temperature else 8)))
             starts = [one for one in following[:most] if nodes[one[0]] > edge]
         return nodes
 
