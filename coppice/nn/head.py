@@ -82,8 +82,9 @@ class Head(ABC):
     def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
         """Draft for several sessions together and yield what grew as soon as it exists.
 
-        Keys must be open and distinct. Each job ends with exactly one Growth that has `last`, holds at most `budget`
-        nodes in all, and its scores are those of coupled drafting when it is `coupled` at T > 0:
+        Keys must be open and distinct. Each job ends with exactly one Growth that has `last`; of what it holds in all,
+        at most MAX_TREE_NODES nodes, the `budget` likeliest count. Scores are those of coupled drafting when the job is
+        `coupled` at T > 0:
         log_softmax(log_softmax(logits / T) + noise(seed, position, id)) of each row, summed along the path. With
         `want_q_rows` the tree is a sampled chain whose length does not depend on the tokens drawn (the p/q rule is
         exact only then). Nothing that a later draft depends on changes, save caches: the same job may come again,
