@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -77,8 +77,8 @@ class DrafterSettings(TorchSettings):
     verifiers: list[str] = Field(default_factory=list, description="verifiers features may come from; empty: any")
     vocab_size: int = Field(0, ge=0, description="the target's vocabulary width; 0: any id will do, for lm its own")
     kv_tokens: int = Field(65_536, gt=0, description="KV capacity of lm, tokens over all sessions")
-    top_k: int = Field(8, gt=0, le=MAX_HEAD_NODES, description="candidates kept per node of a tree; eagle3: 10")
-    depth: int = Field(6, gt=0, le=32, description="deepest draft; eagle3: 7")
+    top_k: int = Field(0, ge=0, le=MAX_HEAD_NODES, description="candidates kept per node of a tree; 0: 8, eagle3 10")
+    depth: int = Field(0, ge=0, le=32, description="deepest draft; 0: 6, eagle3 7")
     chain: bool = Field(False, description="draft a single chain instead of a tree")
     blocks: int = Field(2, gt=0, le=4, description="forwards of a specblock draft")
     widths: tuple[int, int, int, int] = Field(
@@ -89,10 +89,10 @@ class DrafterSettings(TorchSettings):
     )
     max_context: int = Field(0, ge=0, description="positions a session may hold; 0: the model's own limit")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _eagle3_drafts_as_published(cls, data: Any) -> Any:
-        return {"top_k": 10, "depth": 7} | data if isinstance(data, dict) and data.get("kind") == "eagle3" else data
+    def of_kind(self) -> DrafterSettings:
+        """The same with top_k and depth filled in; EAGLE-3's are those it was published with."""
+        top_k, depth = (10, 7) if self.kind == "eagle3" else (8, 6)
+        return self.model_copy(update={"top_k": self.top_k or top_k, "depth": self.depth or depth})
 
 
 class OrchestratorSettings(_Section):

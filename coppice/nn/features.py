@@ -86,7 +86,7 @@ class FeatureHead(Head, Generic[M]):
         """embedding: (V, hidden) of the target. The model's buffers d2t (draft vocabulary,) say which id is which."""
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        self.settings, self.config = settings, config
+        self.settings, self.config = settings.of_kind(), config
         self.device, self.dtype = torch.device(settings.device), DTYPES[settings.dtype]
         self.model = model.to(self.device, self.dtype).requires_grad_(False).train(False)
         self.embedding = embedding.to(self.device, self.dtype)
@@ -103,7 +103,7 @@ class FeatureHead(Head, Generic[M]):
         self.description = HeadDescription(
             settings.name or kind, kind, config.vocab_size, feature_layers=config.feature_layers
         )
-        self.deepest = settings.depth
+        self.deepest = self.settings.depth
         self.max_context = settings.max_context or config.max_position_embeddings
         self._row_bytes = 3 * config.target_hidden_size
         self._sessions: dict[int, Session] = {}

@@ -46,6 +46,7 @@ class LanguageModelHead(Head):
 
     def __init__(self, settings: DrafterSettings) -> None:
         """Load the model of `settings.path`, on the thread that will use it. Raises what Engine.load raises."""
+        settings = settings.of_kind()
         if settings.threads:
             torch.set_num_threads(settings.threads)
         self.engine = Engine.load(

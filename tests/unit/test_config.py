@@ -207,3 +207,11 @@ def test_every_setting_says_what_it_is_and_cannot_be_changed_later() -> None:
         assert part.model_config["frozen"]
         assert part.model_config["extra"] == "forbid"
         assert [name for name, field in type(part).model_fields.items() if not field.description] == []
+
+
+@pytest.mark.parametrize(("flags", "drafted"), [([], (8, 6)), (["--drafter.kind", "eagle3"], (10, 7))])
+def test_a_head_drafts_as_its_kind_does_unless_told(flags: list[str], drafted: tuple[int, int]) -> None:
+    settings = load_settings(flags).drafter.of_kind()
+    assert (settings.top_k, settings.depth) == drafted
+    told = load_settings([*flags, "--drafter.depth", "3"]).drafter.of_kind()
+    assert (told.top_k, told.depth) == (drafted[0], 3)

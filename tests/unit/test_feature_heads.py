@@ -263,7 +263,7 @@ Slow = SlowSpecBlock | SlowEagle3
 
 def build(kind: str, folder: Path, target: Path, **more: object) -> tuple[FeatureHead[torch.nn.Module], Slow]:
     told = {"kind": kind, "path": str(folder), "target": str(target), "kv_tokens": 2048, "threads": 1} | more
-    settings = DrafterSettings.model_validate(told)
+    settings = DrafterSettings.model_validate(told).of_kind()
     if kind == "specblock":
         return SpecBlockHead(settings), SlowSpecBlock(folder, target, settings)  # type: ignore[return-value]
     return Eagle3Head(settings), SlowEagle3(folder, target, settings)  # type: ignore[return-value]
