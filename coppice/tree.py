@@ -234,12 +234,17 @@ def paths(tree: DraftTree) -> list[tuple[int, ...]]:
     return known[1:]
 
 
-def made_by(tree: DraftTree, deltas: Sequence[int]) -> IntArray:
+def made_by(tree: DraftTree, deltas: Sequence[int], kept: IntArray | None = None) -> IntArray:
     """(n,) which forward of its drafter made each node, from 1; `deltas` are the sizes of what was sent, in order.
+
+    kept: (n,) the numbers that the nodes had in what was sent, when it was pruned since.
 
     A head that streams sends a delta a forward; one that sends its tree at once made a level a forward.
     """
-    return np.repeat(np.arange(1, len(deltas) + 1), deltas) if len(deltas) > 1 else tree.depths()[1:]
+    if len(deltas) < 2:
+        return tree.depths()[1:]
+    forwards = np.repeat(np.arange(1, len(deltas) + 1), deltas)
+    return forwards if kept is None else forwards[kept - 1]
 
 
 def forwards_of(tree: DraftTree, drafts: Sequence[tuple[DraftTree, IntArray]]) -> tuple[int, ...]:

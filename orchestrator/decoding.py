@@ -16,7 +16,7 @@ from coppice.policy import Choice, Policy
 from coppice.routing import outcomes, step_log_probs
 from coppice.sampling import draw
 from coppice.telemetry import OrchestratorMetrics
-from coppice.tree import forwards_of
+from coppice.tree import forwards_of, made_by
 from orchestrator.head import Draft, HeadSession
 from orchestrator.target import VerifierSession
 from orchestrator.text import TextStream
@@ -157,7 +157,9 @@ class Decoding:
             tokens=tuple(tree.tokens.tolist()),
             parents=tuple(tree.parents.tolist()),
             log_probs=tuple(tree.log_probs.tolist()),
-            forwards=forwards_of(tree, [(draft.tree, draft.forwards) for draft in drafts]),
+            forwards=forwards_of(
+                tree, [(draft.tree, made_by(draft.tree, draft.deltas, draft.kept)) for draft in drafts]
+            ),
             pieces=tuple(self.text.alone(token) for token in tree.tokens.tolist()),
             accepted=verdict.accepted,
         )

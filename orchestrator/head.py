@@ -24,7 +24,7 @@ from coppice.messages import Advance, DraftStep, Features, Fence, OpenDraft, Tre
 from coppice.routing import Calibration
 from coppice.rpc.channels import open_channel
 from coppice.telemetry import OrchestratorMetrics
-from coppice.tree import DraftTree, TreeError, extend, made_by, prune, validate
+from coppice.tree import DraftTree, TreeError, extend, prune, validate
 from coppice.v1 import drafter_pb2
 from coppice.v1.drafter_pb2_grpc import DrafterServiceStub
 from coppice.wire import drafter
@@ -120,8 +120,8 @@ class Draft:
     q_rows: list[NDArray[np.float32]] = field(default_factory=list)
     deltas: list[int] = field(default_factory=list)
     """nodes of each delta that arrived"""
-    forwards: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    """which forward of the drafter made each node"""
+    kept: NDArray[np.int64] | None = None
+    """numbers that the tree's nodes had in what arrived, when it was pruned"""
     forward_ns: int = 0
     weights_version: int = 0
     late: bool = False
@@ -223,10 +223,8 @@ class HeadSession:
         except TreeError as error:
             self.pool.metrics.bad_drafts.labels(self.pool.name, error.reason).inc()
             draft.tree, draft.bad, draft.deltas = DraftTree.empty(), True, []
-        draft.forwards = made_by(draft.tree, draft.deltas)
         if not draft.q_rows:  # these belong to the nodes of a chain, one by one
-            draft.tree, kept = prune(draft.tree, self._budget)
-            draft.forwards = draft.forwards[kept - 1]
+            draft.tree, draft.kept = prune(draft.tree, self._budget)
         if draft.late:
             self.pool.metrics.late_drafts.labels(self.pool.name).inc()
         self._judge(missed=draft.bad or (draft.late and self._opened))

@@ -95,8 +95,7 @@ class BlockTree:
         places = np.flatnonzero(begins)
         found = cumulative.ravel()[places]
         job = self.job
-        noisy = job.coupled and job.sampling.temperature
-        most = min(MAX_STARTS, max(1, job.budget // (BUDGET_OF_A_NOISY_START if noisy else BUDGET_OF_A_START)))
+        most = min(MAX_STARTS, max(1, job.budget // (BUDGET_OF_A_NOISY_START if job.noisy else BUDGET_OF_A_START)))
         order = np.argsort(-found, kind="stable")[:most]  # stable: the tree is the same on every machine
         places = places[order[found[order] > self._edge()]]
         rows, at, _ = np.unravel_index(places, kept.shape)

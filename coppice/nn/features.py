@@ -251,7 +251,7 @@ class FeatureHead(Head, Generic[M]):
 
         Most positions of a draft were drafted at before: their noise is kept between steps.
         """
-        if not job.coupled or job.sampling.temperature == 0:
+        if not job.noisy:
             return None
         session, seed, first = self._sessions[job.key], job.sampling.seed, job.committed_len + 1
         of_seed, start, known = session.noise

@@ -34,6 +34,11 @@ class DraftJob:
     coupled: bool = True
     want_q_rows: bool = False
 
+    @property
+    def noisy(self) -> bool:
+        """Whether candidates are ranked with the target's noise; greedy drawing has none."""
+        return self.coupled and self.sampling.temperature > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Growth:

@@ -169,7 +169,7 @@ def draft_scores(logits: Tensor, job: DraftJob, depth: int) -> Tensor:
     """(n, V) scores of the children at `depth` of one job's nodes: log q, or at T > 0 log q reweighted by the keyed
     noise of the position they stand at (coupled drafting, docs/architecture.md)."""
     scores = (logits.float() / (job.sampling.temperature or 1.0)).log_softmax(-1)
-    if not job.coupled or job.sampling.temperature == 0:
+    if not job.noisy:
         return scores
     positions = torch.tensor([job.committed_len + depth])
     return (scores + noise(job.sampling.seed, positions, scores.shape[1]).to(scores)).log_softmax(-1)
