@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from coppice.stack_spec import StackSpec
 
 GOOD, CHECK_FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
-ROLES = {"verifier": "services.verifier", "drafter": "services.drafter", "orchestrator": "orchestrator"}
+ROLES = {
+    "verifier": "services.verifier",
+    "drafter": "services.drafter",
+    "orchestrator": "orchestrator",
+    "adapter": "services.adapter",
+}
 # What a missing one of these means to people: the extra that brings it.
 SERVE_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "jinja2", "matplotlib")
 WATCH_S = 0.5
@@ -96,23 +101,31 @@ def up(
     device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: what is fast here.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Default 50051; 0 takes a free one.")] = None,
+    adapt: Annotated[bool, typer.Option("--adapt", help="Train the heads while they serve; starts Redis too.")] = False,
     config: Annotated[Path | None, typer.Option(help="YAML settings of every service.")] = None,
     ready_file: Annotated[Path | None, typer.Option(help="File to write addresses to once healthy.")] = None,
 ) -> None:
     """Start a verifier, drafters and an orchestrator here, until Ctrl-C."""
     from coppice.launch import Stack
+    from coppice.stack_spec import DEFAULT_ADAPTER_PORT
 
     if config:
         os.environ["COPPICE_CONFIG"] = str(config)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
-    spec = stack_spec(target, head, policy=policy, device=device, dtype=dtype, port=port)
+    options = {"policy": policy, "device": device, "dtype": dtype, "port": port}
+    adapter_port = 0 if port == 0 else DEFAULT_ADAPTER_PORT
+    spec = stack_spec(target, head, **options, adapt=adapt, adapter_port=adapter_port)
     stack = Stack(spec)
     try:
         with stack:
             _announce(stack, ready_file)
+            told = ""
             while True:
                 time.sleep(WATCH_S)
                 stack.check()
+                if (lost := stack.lost()) and not told:
+                    print(f"coppice: heads are not adapted any more: {lost}", file=sys.stderr)
+                told = lost
     except KeyboardInterrupt:
         pass
     finally:
@@ -264,7 +277,7 @@ def _answer(client: "Client", prompt: Any, options: Any, as_json: bool) -> "Comp
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def serve(
-    role: Annotated[str, typer.Argument(help="verifier, drafter or orchestrator.")],
+    role: Annotated[str, typer.Argument(help="verifier, drafter, orchestrator or adapter.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its settings, such as --verifier.target DIR.")] = None,
 ) -> None:
     """Become one service."""
@@ -318,4 +331,5 @@ def _mount(name: str, module: str, help: str) -> None:
 
 _mount("train", "coppice.training.cli", "Train a target or a head.")
 _mount("bench", "coppice.bench.cli", "Measure speed and exactness.")
+_mount("adapter", "coppice.adaptation.cli", "Look at the adapter, and steer it.")
 _mount("convert", "coppice.convert", "Convert a head between public layouts.")

@@ -20,8 +20,10 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
+from coppice.adaptation.bandit import BanditSettings
+from coppice.adaptation.drift import DriftSettings
 from coppice.errors import InvalidField
-from coppice.limits import MAX_HEAD_NODES, MAX_TREE_NODES, Limits
+from coppice.limits import MAX_HEAD_NODES, MAX_TOP_N, MAX_TREE_NODES, MAX_WINDOW, Limits
 
 # Variables that are no settings of a section: read by the SDK, the test suite and load_settings.
 _OTHER_VARIABLES = frozenset({"COPPICE_ADDRESS", "COPPICE_CONFIG", "COPPICE_PROOF"})
@@ -116,6 +118,74 @@ class OrchestratorSettings(_Section):
         return heads
 
 
+class AdaptationSettings(_Section):
+    """What is told to the adapter, by way of Redis."""
+
+    redis: str = Field("", description="redis://, rediss:// or unix:// URL of the adapter's Redis; empty: tell nothing")
+    prefix: str = Field("coppice", pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="what every Redis key begins with")
+    queue_entries: int = Field(4096, gt=0, description="records waiting to be sent; more are dropped and counted")
+    queue_bytes: int = Field(64 << 20, gt=0, description="the same in bytes")
+    entry_bytes: int = Field(8 << 20, gt=0, description="largest record, bytes; larger ones are dropped and counted")
+    bytes_per_s: int = Field(32 << 20, gt=0, description="bytes sent a second; what exceeds it is dropped and counted")
+    timeout_s: float = Field(1.0, gt=0, description="how long Redis may take to answer, seconds")
+    queries_kept: int = Field(10_000, gt=0, description="query records a stream keeps, about")
+    samples_kept: int = Field(4096, gt=0, description="training samples a stream keeps, about")
+    stream_bytes: int = Field(256 << 20, gt=0, description="bytes of training samples a stream keeps, about")
+    window: int = Field(64, gt=1, le=MAX_WINDOW, description="positions of a full training sample")
+    stride: int = Field(32, gt=0, description="least positions between the full samples of one session")
+    top_n: int = Field(32, ge=0, le=MAX_TOP_N, description="the target's likeliest ids told with a rejection")
+
+    @field_validator("redis")
+    @classmethod
+    def _redis_is_a_url(cls, url: str) -> str:
+        if url and not url.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("is not a redis://, rediss:// or unix:// URL")  # not shown: it may hold a password
+        return url
+
+
+class AdapterSettings(_Section):
+    """The adapter: which heads it trains, where, and what it keeps."""
+
+    target: str = Field("", description="folder of the target, whose embedding the heads share")
+    heads: list[str] = Field(default_factory=list, description="NAME=DIR of each head, its weights as deployed")
+    drafters: list[str] = Field(default_factory=list, description="NAME=HOST:PORT of each drafter; replicas share NAME")
+    folder: str = Field("", description="folder for versions and state; empty: a temporary one, forgotten at the end")
+    versions_kept: int = Field(8, ge=2, description="weight versions kept on disk for each head")
+    canary: bool = Field(True, description="whether new weights go to one replica first, where there are several")
+    head_samples: int = Field(256, gt=0, description="samples of a head-only update")
+    full_samples: int = Field(32, gt=0, description="samples of a full update")
+    threads: int = Field(1, ge=1, le=1024, description="torch threads of training")
+    nice: int = Field(19, ge=0, le=19, description="how far training yields to others on the machine's cores")
+    poll_s: float = Field(2.0, gt=0, description="time between two looks at the replicas, seconds")
+
+    @field_validator("heads", "drafters")
+    @classmethod
+    def _are_pairs(cls, pairs: list[str]) -> list[str]:
+        for pair in pairs:
+            name, _, value = pair.partition("=")
+            if not name or not value:
+                raise ValueError(f"{pair!r} is not NAME=VALUE")
+        return pairs
+
+
+class LearnerSettings(_Section):
+    """How an update learns. Rates are AdamW's."""
+
+    head_rate: float = Field(1e-4, gt=0, description="learning rate of head-only updates")
+    full_rate: float = Field(1e-3, gt=0, description="learning rate of full updates")
+    head_passes: int = Field(1, gt=0, description="times that a head-only update reads its samples")
+    full_passes: int = Field(2, gt=0, description="times that a full update reads its samples")
+    batch: int = Field(8, gt=0, description="samples of each optimiser step")
+    clip: float = Field(0.5, gt=0, description="largest norm of a gradient")
+    penalty: float = Field(0.01, ge=0, description="lambda, weight of the KL to the head as it was deployed")
+    blocks: int = Field(1, gt=0, le=4, description="blocks that a SpecBlock head learns from each row")
+    steps: int = Field(7, gt=0, le=32, description="steps that an EAGLE-3 head learns from each row")
+    every: int = Field(3, gt=0, description="later blocks start from every so many rows")
+    valid_prefix: bool = Field(False, description="whether a slot learns only behind right ones (equation 5)")
+    device: str = Field("cpu", description="torch device, such as cpu or cuda:1")
+    seed: int = Field(0, ge=0, description="seed of the order of samples")
+
+
 class Settings(BaseSettings):
     """Everything a Coppice process can be told; each process reads the sections it uses."""
 
@@ -132,6 +202,11 @@ class Settings(BaseSettings):
     verifier: VerifierSettings = VerifierSettings()
     drafter: DrafterSettings = DrafterSettings()
     orchestrator: OrchestratorSettings = OrchestratorSettings()
+    adaptation: AdaptationSettings = AdaptationSettings()
+    adapter: AdapterSettings = AdapterSettings()
+    bandit: BanditSettings = BanditSettings()
+    drift: DriftSettings = DriftSettings()
+    learner: LearnerSettings = LearnerSettings()
 
     @classmethod
     def settings_customise_sources(

@@ -5,6 +5,7 @@ Green tokens were drafted and accepted, red ones are roots, sampled from the tar
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from coppice.adaptation.client import AdapterClient
+from coppice.adaptation.local_redis import find_server
 from coppice.bench.report import (
     HF_GENERATE,
     Check,
@@ -42,15 +45,39 @@ STYLES = {Origin.DRAFT: "green", Origin.ROOT: "red"}
 
 def run_demo(console: Console, spec: StackSpec, prompts: Sequence[FilePrompt]) -> Report:
     """Start the spec's stack, stream the prompts' answers, compare the policies, stop it; returns the report."""
-    console.print(f"starting a verifier, {len(spec.heads)} drafter pools and an orchestrator ...")
+    more = ", Redis, an adapter" if spec.adapt else ""
+    console.print(f"starting a verifier, {len(spec.heads)} drafter pools{more} and an orchestrator ...")
     with Stack(spec) as stack, Client(stack.address) as client:
         console.print(services_table(stack))
         for number, prompt in enumerate(prompts):
             stream_coloured(console, client, prompt, trees=number == 0)
-        report = _compare(console, stack, client, prompts)
+        with _adapter(stack) as adapter:
+            if adapter:
+                adapter.pause()  # policies are compared on the same weights
+            report = _compare(console, stack, client, prompts)
+            if adapter:
+                _show_adapter(console, adapter)
     unclean = len(stack.unclean)
     report.checks.append(Check("processes not stopped cleanly", unclean, "0", unclean == 0, ", ".join(stack.unclean)))
     return report
+
+
+def _adapter(stack: Stack) -> contextlib.AbstractContextManager[AdapterClient | None]:
+    """A client of the stack's adapter, if it has one."""
+    ready = stack.services.get("adapter")
+    return AdapterClient(ready.address) if ready else contextlib.nullcontext()
+
+
+def _show_adapter(console: Console, adapter: AdapterClient) -> None:
+    """What the adapter heard of the answers above."""
+    console.print("\nwhat the adapter heard; paused while policies were compared; `coppice up --adapt` lets it train:")
+    for head in adapter.status():
+        console.print(
+            f"{head.head}: {head.queries} queries, version {head.version}, "
+            f"{sum(replica.current for replica in head.replicas)} of {len(head.replicas)} drafters up to date",
+            style="dim",
+            highlight=False,
+        )
 
 
 def pick_prompts(prompts: Sequence[FilePrompt]) -> list[FilePrompt]:
@@ -134,7 +161,7 @@ def _answer(
 
 def demo(console: Console, json_file: Path | None = None) -> bool:
     """The command: the shipped models and prompts in float32. Returns whether every check held."""
-    spec = StackSpec.demo(dtype="float32", policy="route", budget=BUDGET)
+    spec = StackSpec.demo(dtype="float32", policy="route", budget=BUDGET, adapt=find_server() is not None)
     report = run_demo(console, spec, pick_prompts(demo_prompts()))
     report.print(console)
     if json_file:

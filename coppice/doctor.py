@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coppice import __version__
+from coppice.adaptation.local_redis import find_server
 from coppice.client import Client, default_address
 from coppice.errors import CoppiceError
 from coppice.machine import default_dtype, this_machine
@@ -61,7 +61,7 @@ def find(address: str) -> Iterator[Finding]:
     if root:
         models = [name for name in ("target", "lm") if (root / "models" / "demo" / name / "config.json").is_file()]
         yield Finding("models/demo", ", ".join(models) or "none", len(models) == 2)
-    yield Finding("redis-server", shutil.which("redis-server") or "none", None)
+    yield Finding("redis-server", str(find_server() or "none: needed by coppice up --adapt"), None)
     yield _server(address)
     yield Finding(f"port {DEFAULT_PORT}", "free" if _is_free(DEFAULT_PORT) else "taken", None)
 

@@ -39,7 +39,7 @@ class InvalidField(CoppiceError):
 
 
 class StaleFence(CoppiceError):
-    """A step message is about another state of the session than the server's. Says what was expected."""
+    """A message is about another state of a session or of weights than the server's. Says what was expected."""
 
     status = Status.FAILED_PRECONDITION
 

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from coppice.adaptation.local_redis import LocalRedis
 from coppice.process import ProcessFailed, Ready, ServiceProcess
 from coppice.stack_spec import FEATURE_KINDS, HeadSpec, StackSpec, as_flags, checkout
 
-MODULES = {"verifier": "services.verifier", "drafter": "services.drafter", "orchestrator": "orchestrator"}
+MODULES = {
+    "verifier": "services.verifier",
+    "drafter": "services.drafter",
+    "orchestrator": "orchestrator",
+    "adapter": "services.adapter",
+}
 SERVICES = {
     "verifier": "coppice.v1.VerifierService",
     "drafter": "coppice.v1.DrafterService",
     "orchestrator": "coppice.v1.GenerationService",
+    "adapter": "coppice.v1.AdapterService",
 }
 STOP_GRACE_S = 15.0
+ADAPTER = "adapter"
 # Only the orchestrator is for others; what settings say of listening is meant for it.
 _LOOPBACK = {
     "server.host": "127.0.0.1",
@@ -45,6 +53,8 @@ class Stack:
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._folder = spec.log_dir
         self._processes: list[ServiceProcess] = []  # in the order of their start
+        self._redis: LocalRedis | None = None
+        self._signals: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
         try:
@@ -64,6 +74,7 @@ class Stack:
             self._folder = Path(self._temporary.name)
         self._folder.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + self.spec.ready_s
+        self._signals = self._redis_flags()
         verifier = self._launch("verifier", "verifier", self._verifier_flags())
         drafters = []
         for head in self.spec.heads:
@@ -75,6 +86,8 @@ class Stack:
                 drafters.append((head, self._launch(name, "drafter", flags)))
         verifiers = [verifier.wait_ready(deadline).address]
         heads = [f"{head.name}={drafter.wait_ready(deadline).address}" for head, drafter in drafters]
+        if self.spec.adapted:
+            self._launch(ADAPTER, "adapter", self._adapter_flags(heads)).wait_ready(deadline)
         flags = {**self._orchestrator_flags(), "orchestrator.verifiers": verifiers, "orchestrator.heads": heads}
         self._launch("orchestrator", "orchestrator", flags).wait_ready(deadline)
 
@@ -85,18 +98,37 @@ class Stack:
             if not process.stop(STOP_GRACE_S):
                 self.unclean.append(process.name)
             self._processes.pop()
+        if self._redis:
+            self._redis.stop()
+            self._redis = None
         if self._temporary:
             self._temporary.cleanup()
 
     def check(self) -> None:
-        """Raise ProcessFailed if a process died."""
+        """Raise ProcessFailed if a process died. The adapter and Redis are not missed: text goes on without them."""
         for process in self._processes:
-            process.check()
+            if process.name != ADAPTER:
+                process.check()
+
+    def lost(self) -> str:
+        """Why the adapter is no more; empty while it runs, and without one."""
+        try:
+            for process in self._processes:
+                process.check()
+        except ProcessFailed as error:
+            return str(error)
+        return ""
 
     @property
     def services(self) -> dict[str, Ready]:
         """What runs, by name."""
         return {process.name: process.ready for process in self._processes if process.ready}
+
+    @property
+    def pids(self) -> list[int]:
+        """Every process of the stack, its own Redis included."""
+        redis = self._redis.pid if self._redis else None
+        return [*(ready.pid for ready in self.services.values()), *([redis] if redis else [])]
 
     @property
     def orchestrator(self) -> Ready:
@@ -121,11 +153,31 @@ class Stack:
 
     def _launch(self, name: str, role: str, flags: Mapping[str, Any]) -> ServiceProcess:
         assert self._folder
-        arguments = as_flags({**flags, **self.spec.extra.get(role, {})})
+        arguments = as_flags({**flags, **self._signals, **self.spec.extra.get(role, {})})
         process = ServiceProcess(name, self._modules[role], SERVICES[role], arguments, self._folder, self._root)
         self._processes.append(process)
         process.start()
         return process
+
+    def _redis_flags(self) -> dict[str, Any]:
+        """Where signals go: the settings' Redis, or one of our own. Nowhere when nothing is adapted."""
+        if not self.spec.adapted:
+            return {}
+        if self.settings.adaptation.redis:
+            return {"adaptation.redis": self.settings.adaptation.redis}
+        self._redis = LocalRedis()
+        self._redis.start()
+        return {"adaptation.redis": self._redis.url}
+
+    def _adapter_flags(self, drafters: Sequence[str]) -> dict[str, Any]:
+        adapted = {head.name: head.path for head in self.spec.adapted}
+        return {
+            **_LOOPBACK,
+            "server.port": self.spec.adapter_port,
+            "adapter.target": self.spec.target,
+            "adapter.heads": [f"{name}={path}" for name, path in adapted.items()],
+            "adapter.drafters": [pair for pair in drafters if pair.partition("=")[0] in adapted],
+        }
 
     def _verifier_flags(self) -> dict[str, Any]:
         told = self.settings.verifier

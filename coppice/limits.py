@@ -19,12 +19,16 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_FEATURE_LAYERS = 8
 MAX_TOP_N = 64
+MAX_WINDOW = 4096  # positions of a training sample
+MAX_HIDDEN = 65_536  # width of a head's states, and of a third of its features
 MAX_CHAT_MESSAGES = 256
 MAX_POLICY_CHARS = 80
 MAX_ADDRESS_CHARS = 256
+MAX_HISTORY = 2000  # queries of a head that an adapter remembers
 MAX_TEMPERATURE = 10.0
 MAX_DEADLINE_NS = 600 * 10**9
-FEATURE_CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20  # of features or weights in one message
+HASH_BYTES = 32
 
 _SESSION = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -37,6 +41,7 @@ class Limits(BaseModel):
     message_bytes: int = Field(64 << 20, gt=0, description="largest gRPC message, bytes")
     prompt_chars: int = Field(1 << 20, gt=0, description="longest text prompt, characters")
     max_new_tokens: int = Field(4096, gt=0, description="largest max_new_tokens of a request")
+    weights_bytes: int = Field(4 << 30, gt=0, description="largest file of new weights for a head, bytes")
     sessions: int = Field(128, gt=0, description="sessions a service holds at once")
     queued: int = Field(128, ge=0, description="requests that may wait for a session")
     queue_s: float = Field(30.0, gt=0, description="longest wait for a session, seconds")
@@ -60,6 +65,12 @@ def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raise InvalidField on an id at or above the logits width; 0 means that any id will do."""
     if vocab_size and ids and max(ids) >= vocab_size:
         raise InvalidField(field, f"token id {max(ids)} is not below the vocabulary width {vocab_size}")
+
+
+def check_hash(field: str, value: bytes) -> None:
+    """Raise InvalidField unless it is as long as a SHA-256."""
+    if len(value) != HASH_BYTES:
+        raise InvalidField(field, f"has {len(value)} bytes, a SHA-256 has {HASH_BYTES}")
 
 
 def check_session(field: str, session: str) -> None:

@@ -173,6 +173,7 @@ class OpenDraft:
     coupled: bool = True
     features: Features | None = None
     want_q_rows: bool = False
+    want_misses: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,7 @@ class DraftStep:
 
 @dataclass(frozen=True, slots=True)
 class TreeDelta:
-    """Nodes to append to a step's tree; parents may lie in earlier deltas."""
+    """Nodes to append to a step's tree; parents may lie in earlier deltas. `miss` is 1 - r of the step's rejection."""
 
     fence: Fence
     nodes: DraftTree
@@ -204,6 +205,41 @@ class TreeDelta:
     forward_ns: int = 0
     total_ns: int = 0
     q_rows: NDArray[np.float32] | None = None
+    miss: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsHeader:
+    """Announces a safetensors file of `size` bytes in `parts` parts: new values of some of `parent`'s tensors.
+
+    Hashes are SHA-256: of the parent's weights, of the weights afterwards, and of the file.
+    """
+
+    head: str
+    version: int
+    parent: int
+    parent_hash: bytes
+    weights_hash: bytes
+    sha256: bytes
+    size: int
+    parts: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsPart:
+    """The `number`th piece of the file."""
+
+    number: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSynced:
+    """The weights in use now, and how long drafting stood still."""
+
+    version: int
+    weights_hash: bytes
+    swap_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,3 +254,4 @@ class HeadDescription:
     sessions: int = 0
     sessions_opened: int = 0
     sessions_closed: int = 0
+    weights_hash: bytes = b""

@@ -45,6 +45,23 @@ def step_log_probs(tree: DraftTree) -> FloatArray:
     return np.minimum(scores[1:] - scores[tree.parents], 0.0)
 
 
+def first_miss(tree: DraftTree, continuation: Sequence[int]) -> tuple[int, int] | None:
+    """Where a head's own tree first left the text: (depth of the node it left at, the node); None if it never did.
+
+    `continuation` is the target's tokens after the root. The tree left it at the first node on it that has children
+    none of which is the target's token; a text that leads to a leaf was drafted as far as the tree goes.
+    """
+    tokens, children = tree.tokens.tolist(), tree.children()
+    at = [0]
+    for depth, token in enumerate(continuation):
+        candidates = [child for node in at for child in children[node]]
+        following = [node for node in candidates if tokens[node - 1] == token]
+        if not following:
+            return (depth, next(node for node in at if children[node])) if candidates else None
+        at = following
+    return None
+
+
 def outcomes(tree: DraftTree, continuation: Iterable[int]) -> tuple[BoolArray, BoolArray]:
     """What the text said about every node of a head's own tree: ((n,) offered, (n,) accepted).
 

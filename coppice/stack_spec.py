@@ -17,6 +17,7 @@ from coppice.machine import Dtype, default_dtype, usable_cores
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 CPU_BUDGET, CUDA_BUDGET = 31, 60
 DEFAULT_PORT = 50051
+DEFAULT_ADAPTER_PORT = 50061
 SHIPPED_HEADS: dict[str, HeadKind] = {
     "specblock-code": "specblock",
     "specblock-prose": "specblock",
@@ -90,7 +91,8 @@ COUNTED_HEADS = (HeadSpec("bigram", "bigram"), HeadSpec("lookup", "lookup"))
 @dataclass(frozen=True, kw_only=True)
 class StackSpec:
     """A verifier, drafter pools and an orchestrator on loopback ports. None leaves a value to the settings, and where
-    those are silent to the machine: bfloat16 where it is fast, the verifier on all cores, a drafter on half of them.
+    those are silent to the machine: bfloat16 where it is fast, the verifier on all cores, a drafter on half of
+    them. Beside an adapter the verifier has one core fewer: a forward waits for its last thread, training for none.
     """
 
     target: Path
@@ -105,6 +107,9 @@ class StackSpec:
     budget: int | None = None
     replicas: int = 1
     """drafters of each head"""
+    adapt: bool = False
+    """whether an adapter trains the heads that read features; with a Redis of its own unless settings name one"""
+    adapter_port: int = 0
     extra: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """more settings by role: {"verifier": {"verifier.kv_tokens": 4096}}"""
     log_dir: Path | None = None
@@ -125,8 +130,15 @@ class StackSpec:
                 raise InvalidField("head", f"{head.name}: {head.path or 'no folder'} holds no model")
             if head.path and not head.path.exists():
                 raise InvalidField("head", f"{head.name}: {head.path} does not exist")
+        if self.adapt and not self.adapted:
+            raise InvalidField("adapt", f"no head can be adapted; those of these kinds can: {', '.join(FEATURE_KINDS)}")
         if self.policy and self.policy not in POLICIES and self.policy not in [f"single:{name}" for name in names]:
             raise InvalidField("policy", f"{self.policy!r} is not {', '.join(POLICIES)} or single:HEAD")
+
+    @property
+    def adapted(self) -> tuple[HeadSpec, ...]:
+        """The heads that an adapter trains."""
+        return tuple(head for head in self.heads if self.adapt and head.kind in FEATURE_KINDS)
 
     @classmethod
     def demo(cls, **changes: Any) -> Self:
@@ -149,12 +161,13 @@ class StackSpec:
         }
         flags = as_flags({name: value for name, value in told.items() if value is not None})
         device = load_settings(flags).verifier.device
+        cores = usable_cores()
         return load_settings(
             flags,
             {
                 "server": {"port": DEFAULT_PORT},
-                "verifier": {"dtype": default_dtype(device), "threads": usable_cores()},
-                "drafter": {"device": device, "dtype": default_dtype(device), "threads": max(1, usable_cores() // 2)},
+                "verifier": {"dtype": default_dtype(device), "threads": max(1, cores - bool(self.adapted))},
+                "drafter": {"device": device, "dtype": default_dtype(device), "threads": max(1, cores // 2)},
                 "orchestrator": {"budget": CUDA_BUDGET if device.startswith("cuda") else CPU_BUDGET},
             },
         )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 
+from coppice.adaptation.stream import Producer
 from coppice.config import Settings
 from coppice.errors import InvalidField
 from coppice.rpc.server import Serving, run_service
-from coppice.telemetry import OrchestratorMetrics, serve_metrics
+from coppice.telemetry import OrchestratorMetrics, SignalMetrics, serve_metrics
 from coppice.v1 import generation_pb2
 from orchestrator.head import HeadPool, feature_layers
 from orchestrator.service import GenerationServicer
+from orchestrator.signals import Signals
 from orchestrator.target import TargetPool
 from orchestrator.text import TextCodec
 
@@ -34,11 +36,18 @@ async def serve(settings: Settings) -> int:
     target = await verifiers.describe()
     heads = _head_pools(settings, metrics)
     await feature_layers(list(heads.values()), "orchestrator.heads")
-    servicer = GenerationServicer(settings, target, verifiers, heads, codec, metrics)
+    producer = Producer(settings.adaptation, SignalMetrics(metrics.registry))
+    signals = Signals(producer, settings.adaptation.top_n) if settings.adaptation.redis else None
+    if signals is not None:
+        producer.start()
+    servicer = GenerationServicer(settings, target, verifiers, heads, codec, metrics, signals)
     serving = Serving(settings.server, settings.limits, "orchestrator")
     port = serve_metrics(metrics.registry, settings.server)
     await serving.start(generation_pb2.DESCRIPTOR.services_by_name["GenerationService"], servicer, port)
-    return await serving.until_stopped()
+    code = await serving.until_stopped()
+    if signals is not None:
+        await signals.stop()
+    return code
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ import numpy as np
 
 from coppice.errors import InternalError
 from coppice.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, StepTree
-from coppice.messages import Fence, NextRoot, OpenSession, Verdict, VerifyStep, committed_hash
-from coppice.policy import Choice, Policy
-from coppice.routing import outcomes, step_log_probs
+from coppice.messages import Fence, NextRoot, OpenSession, Rejection, Verdict, VerifyStep, committed_hash
+from coppice.policy import UNION, Choice, Policy
+from coppice.routing import first_miss, outcomes, step_log_probs
 from coppice.sampling import draw
 from coppice.telemetry import OrchestratorMetrics
 from coppice.tree import forwards_of, made_by
@@ -126,6 +126,7 @@ class Decoding:
 
     def _settle(self, root: int, drafts: list[Draft], choice: Choice, verdict: Verdict) -> int:
         """Commit the root and the accepted path, draw the next root and learn from what was offered."""
+        start = len(self.ids) + 1  # where the root's children stand
         accepted = [int(token) for token in choice.tree.tokens[np.array(verdict.accepted, np.int64) - 1]]
         self.ids += (root, *accepted)
         self.hash = committed_hash((root, *accepted), self.hash)
@@ -133,8 +134,12 @@ class Decoding:
             raise InternalError("the verifier committed other tokens than it accepted")
         following = None if verdict.next is None else self._next_root(verdict.next)
         offered = accepted if following is None else [*accepted, following[0]]
-        for head, draft in zip(self.heads, drafts, strict=True):
+        for number, (head, draft) in enumerate(zip(self.heads, drafts, strict=True)):
             head.learn(verdict.features)
+            if head.opening.want_misses and choice.routed in (number, UNION):
+                rejection = _own_rejection(draft, start, offered, verdict.rejection)
+                if rejection is not None:
+                    head.reject(rejection)
             if len(draft.tree):
                 head.pool.calibration.observe(step_log_probs(draft.tree), *outcomes(draft.tree, offered))
         log_probs = verdict.log_probs or (0.0,) * len(accepted)
@@ -222,3 +227,18 @@ class Decoding:
         self.metrics.step(policy.name, verified, len(verdict.accepted), step_ns / 1e9)
         if choice.routed >= 0:
             self.metrics.routed.labels(policy.heads[choice.routed]).inc()
+
+
+def _own_rejection(draft: Draft, start: int, offered: list[int], told: Rejection | None) -> Rejection | None:
+    """Where a head's own tree left the text, whose first token stands at `start`; None when all of it was accepted.
+
+    The target's likeliest ids are known only where the walk over the verified tree ended.
+    """
+    missed = first_miss(draft.tree, offered)
+    if missed is None:
+        return None
+    depth, node = missed
+    position, token = start + depth, offered[depth]
+    if told is not None and told.position == position:
+        return Rejection(position, node, token, told.top_ids, told.top_log_probs, told.tail)
+    return Rejection(position, node, token, np.empty(0, np.int64), np.empty(0, np.float32), 1.0)

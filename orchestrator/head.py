@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from coppice.errors import CoppiceError, InvalidField
 from coppice.limits import MAX_HEAD_NODES, MAX_TREE_NODES, Limits
-from coppice.messages import Advance, DraftStep, Features, Fence, OpenDraft, TreeDelta
+from coppice.messages import Advance, DraftStep, Features, Fence, OpenDraft, Rejection, TreeDelta
 from coppice.routing import Calibration
 from coppice.rpc.channels import open_channel
 from coppice.telemetry import OrchestratorMetrics
@@ -128,6 +128,27 @@ class Draft:
     bad: bool = False
 
 
+@dataclass(slots=True)
+class Signal:
+    """What a head said of its misses in one request, and the versions of its weights that were seen."""
+
+    s: float = 0.0
+    rejections: int = 0
+    first_version: int = 0
+    last_version: int = 0
+    seen: bool = False
+
+    def missed(self, miss: float) -> None:
+        """Add 1 - r of a rejection."""
+        self.s += miss
+        self.rejections += 1
+
+    def drafted_by(self, version: int) -> None:
+        """Note the weights that drafted, or will."""
+        self.first_version = self.first_version if self.seen else version
+        self.last_version, self.seen = version, True
+
+
 class HeadSession:
     """One request's stream to one replica of a head; re-opened after trouble, benched after two misses."""
 
@@ -149,6 +170,9 @@ class HeadSession:
         self._asked_at = 0.0
         self._draft = Draft()
         self._answer: asyncio.Future[None] | None = None
+        self.signal = Signal()
+        self._rejection: Rejection | None = None  # about the last tree, to go with the next step
+        self._owed = 0  # misses that the drafter may still say
 
     def open(self, ids: list[int]) -> None:
         """Start a stream on the committed ids, unless every replica is benched or features are missing."""
@@ -160,6 +184,7 @@ class HeadSession:
         self._replica.sessions += 1
         self._opened, self._misses, self._told = False, 0, len(ids)
         self._untold.clear()
+        self._rejection, self._owed = None, 0  # this drafter knows no earlier tree
         self._call = self._replica.stub.Draft()
         opening = replace(self.opening, ids=ids, features=self._features_of(ids))
         self._write(self._call, drafter.open_draft_to_wire(opening))
@@ -201,11 +226,26 @@ class HeadSession:
     def _advance(self, ids: list[int]) -> Advance:
         """What the drafter does not know of; it does from now on."""
         new, start, self._told = ids[self._told :], self._told, len(ids)
+        rejection, self._rejection = self._rejection, None
+        self._owed += rejection is not None
         if self._window is None or not new:
-            return Advance(new)
+            return Advance(new, None, rejection)
         features = Features(start, len(new), self._window.dtype, bytes(self._untold))
         self._untold.clear()
-        return Advance(new, features)
+        return Advance(new, features, rejection)
+
+    def reject(self, rejection: Rejection) -> None:
+        """Tell the drafter with the next step where its last tree left the text."""
+        if self._call is not None:
+            self._rejection = rejection
+
+    async def last_miss(self, fence: Fence, ids: list[int], timeout_s: float) -> None:
+        """Hear of the last tree's miss, if it had one, by a step that asks for no node. No other step may follow."""
+        if self._rejection is None or self._call is None:
+            return
+        answer = self.ask(fence, ids[-1], ids, 0)
+        if answer is not None:
+            await asyncio.wait([answer], timeout=timeout_s)
 
     def _may_wait(self) -> bool:
         """Whether a draft can be expected: a stream that is still opening is waited for once in a session."""
@@ -280,7 +320,12 @@ class HeadSession:
     def _heard(self, said: TreeDelta | int) -> None:
         if isinstance(said, int):
             self._opened = True
+            self.signal.drafted_by(said)
             return
+        if said.miss is not None and self._owed:  # also of a step that went on without its tree
+            self._owed -= 1
+            self.signal.missed(said.miss)
+        self.signal.drafted_by(said.fence.weights_version)
         if said.fence.step != self._step or self._answer is None or self._answer.done():
             return  # late: an answer to a step that went on without it
         draft = self._draft
@@ -290,7 +335,8 @@ class HeadSession:
         if said.q_rows is not None:
             draft.q_rows.append(said.q_rows)
         if said.last:
-            self.pool.drafted(time.perf_counter() - self._asked_at)
+            if self._budget:
+                self.pool.drafted(time.perf_counter() - self._asked_at)
             if self._replica is not None:
                 self._replica.backoff_s = _FIRST_BACKOFF_S
             self._answer.set_result(None)

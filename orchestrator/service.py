@@ -21,6 +21,7 @@ from coppice.v1 import generation_pb2
 from coppice.wire import generation
 from orchestrator.decoding import Decoding, Plan
 from orchestrator.head import HeadPool, HeadSession, feature_layers
+from orchestrator.signals import Signals
 from orchestrator.target import TargetPool
 from orchestrator.text import TextCodec, TextStream
 
@@ -38,8 +39,11 @@ class GenerationServicer:
         heads: dict[str, HeadPool],
         codec: TextCodec | None,
         metrics: OrchestratorMetrics,
+        signals: Signals | None = None,
     ) -> None:
+        """`signals`: where the adapter is told of what heads miss; None while adaptation is off."""
         self.settings, self.target, self.verifiers = settings, target, verifiers
+        self.signals = signals
         self.heads, self.codec, self.metrics = heads, codec, metrics
         wanted = settings.orchestrator.policy
         self.default_policy = Policy.parse(wanted, list(heads)) if wanted else Policy.default(list(heads))
@@ -85,8 +89,8 @@ class GenerationServicer:
         pools = [self.heads[name] for name in plan.policy.heads]
         layers = await feature_layers(pools if plan.budget else [], "policy")
         verifier = self.verifiers.session()
-        opening_draft = OpenDraft(session, [], request.sampling, request.coupled, None, request.pq)
-        heads = [HeadSession(pool, opening_draft, self.target.vocab_size) for pool in pools]
+        heads = [self._head_session(pool, session, request, plan) for pool in pools]
+        asks = self.signals is not None and any(head.opening.want_misses for head in heads)
         text = TextStream(self.codec, ids, request.stop)
         decoding = Decoding(request, ids, plan, verifier, heads, text, self.metrics, events.put_nowait)
         opening = OpenSession(
@@ -96,21 +100,34 @@ class GenerationServicer:
             stop_ids=plan.stop_ids,
             max_len=decoding.prompt_tokens + plan.max_new_tokens,
             feature_layers=layers,
+            rejection_top_n=self.signals.top_n if self.signals and asks else 0,
             want_log_probs=request.want_log_probs,
         )
         running = asyncio.create_task(decoding.run(opening, _PREFILL_TIMEOUT_S))
         running.add_done_callback(lambda _: events.put_nowait(None))
         self.metrics.running.inc()
+        load, finished = self._seats.used, False
         try:
             while (event := await events.get()) is not None:
                 yield event
-            yield running.result()
+            result = running.result()
+            finished = True
+            yield result
         finally:
             running.cancel()
             self.metrics.running.dec()
-            for head in heads:
-                head.close()
             verifier.close()
+            if self.signals is not None and asks and finished:
+                self.signals.ended(session, decoding, heads, (load + self._seats.used) / 2)
+            else:
+                for head in heads:
+                    head.close()
+
+    def _head_session(self, pool: HeadPool, session: str, request: GenerationRequest, plan: Plan) -> HeadSession:
+        """One head of a request; it says what it misses when someone listens and it is of a kind that can learn."""
+        learns = self.signals is not None and bool(pool.feature_layers) and plan.budget > 0
+        opening = OpenDraft(session, [], request.sampling, request.coupled, None, request.pq, learns)
+        return HeadSession(pool, opening, self.target.vocab_size)
 
     def _prompt_ids(self, request: GenerationRequest) -> list[int]:
         """The prompt's ids and what was resumed. Raises InvalidField."""

@@ -42,6 +42,9 @@ CAMPAIGNS = (
     Campaign("bench exact", (*BENCH, "exact", "--dtype", "float32", "--n", "8")),
     Campaign("bench sampling", (*BENCH, "sampling", "--n", "20000", "--sessions", "1000")),
     *(Campaign(f"bench {each}", (*BENCH, each)) for each in ("steps", "rows")),
+    Campaign("weight syncs", (*PYTEST, "tests/services/test_weight_sync.py"), runs=3),
+    Campaign("adapter", (*PYTEST, "tests/services/test_adapter.py", "tests/services/test_signal_stream.py"), runs=3),
+    Campaign("adaptation", (*PYTEST, "tests/pipeline/test_adaptation.py"), runs=3),
     Campaign("faults", (*PYTEST, "tests/pipeline/test_faults.py"), runs=20),
 )
 

@@ -14,7 +14,7 @@ import grpc.aio
 import torch
 
 from coppice.limits import Limits
-from coppice.messages import Advance, Features, HeadDescription, OpenDraft
+from coppice.messages import Advance, Features, HeadDescription, OpenDraft, Rejection
 from coppice.nn.head import DraftJob, Growth, Head
 from coppice.rpc.server import add_service
 from coppice.rpc.sessions import StreamWaits
@@ -35,6 +35,8 @@ class Seen:
 
     ids: list[int]
     features: list[Features | None] = field(default_factory=list)
+    wants_misses: bool = False
+    rejections: list[Rejection] = field(default_factory=list)
 
     def check(self, model: Any, start: int) -> None:
         """Every position from `start` on has its row, in order, and it is the target's hidden state."""
@@ -63,7 +65,7 @@ class Recorder(Head):
         assert self.gate.wait(30)
         if self.breaks_at == 0:
             raise RuntimeError("breaks here")
-        self.open_sessions[key] = Seen(list(opening.ids), [opening.features])
+        self.open_sessions[key] = Seen(list(opening.ids), [opening.features], opening.want_misses)
         self.seen.append(self.open_sessions[key])
         yield
 
@@ -74,6 +76,8 @@ class Recorder(Head):
         seen = self.open_sessions[key]
         if len(seen.features) == self.breaks_at:
             raise RuntimeError("breaks here")
+        if advance.rejection is not None:
+            seen.rejections.append(advance.rejection)
         if advance.ids:
             seen.ids += advance.ids
             seen.features.append(advance.features)

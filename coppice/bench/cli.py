@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from coppice.bench.adapt_command import adapt
 from coppice.bench.heads import ablate, drafting, rank
 from coppice.bench.options import (
     Category,
@@ -253,6 +254,7 @@ def rows(
         report.checks.append(plain_over_bare(stack.address, bare_ms, ids, max_new_tokens, rounds))
 
 
+app.command()(adapt)
 app.command()(drafting)
 app.command()(rank)
 app.command()(ablate)

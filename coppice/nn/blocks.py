@@ -55,6 +55,8 @@ class BlockTree:
     scores: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # cumulative
     sent: Ints = field(default_factory=_none)  # a candidate's number in what was sent, 0: not sent
     sent_count: int = 0
+    block: tuple[Ints, NDArray[np.bool_]] = field(default_factory=lambda: (_none(), _none().astype(np.bool_)))
+    """of the last forward (S, K) the node whose children each slot's tokens are, and whether they are in the tree"""
 
     def grow(
         self,
@@ -82,6 +84,7 @@ class BlockTree:
         cumulative = chain[..., None] + scores
         nodes = len(self.tokens) + kept.cumsum().reshape(kept.shape)
         parents = np.concatenate((starts.nodes[:, None], nodes[on_spine].reshape(spine.shape)[:, :-1]), axis=1)
+        self.block = parents, alive
         self.tokens = np.concatenate((self.tokens, tokens[kept]))
         self.parents = np.concatenate((self.parents, parents.repeat(kept.sum(axis=2).ravel())))
         self.scores = np.concatenate((self.scores, cumulative[kept]))

@@ -15,12 +15,14 @@ from coppice.nn.features import FeatureHead, Inputs, Rows
 from coppice.nn.growth import Growing
 from coppice.nn.head import DraftJob, Growth
 from coppice.nn.layouts import load_eagle3
+from coppice.nn.recall import Recall
 from coppice.packed.plan import Tail
 
 
 @dataclass
 class _Growing(Growing):
     noise: Tensor | None = None  # (depth, draft vocabulary)
+    recall: Recall | None = None
 
 
 class Eagle3Head(FeatureHead[Eagle3Model]):
@@ -44,6 +46,7 @@ class Eagle3Head(FeatureHead[Eagle3Model]):
         active = [tree for tree in trees if self._room(tree.job, self.settings.top_k * self.settings.depth)]
         for tree in active:
             tree.noise = self._noise(tree.job, min(self.settings.depth, tree.job.budget))
+            tree.recall = self._recall(tree.job)
         if active:
             rows, ends = self._query_rows([tree.job for tree in active])
             states, logits = self.timed(self._first, self._inputs(rows), ends)
@@ -51,11 +54,15 @@ class Eagle3Head(FeatureHead[Eagle3Model]):
         level = 0
         while active:
             level += 1
+            _remember(active, states)
             self._extend(active, logits, level)
             before, active = active, [tree for tree in active if len(tree.frontier)]
             if active:
                 rows = self._level_rows(before, states, level)
                 states, logits = self.timed(self._next, self._inputs(rows))
+        for tree in trees:
+            if tree.recall is not None:
+                tree.recall.tokens, tree.recall.parents, _ = tree.candidates()
         return [tree.finish(number) for number, tree in enumerate(trees)]
 
     def _extend(self, active: Sequence[_Growing], logits: Tensor, level: int) -> None:
@@ -106,6 +113,10 @@ class Eagle3Head(FeatureHead[Eagle3Model]):
         states = self._level(inputs.features, inputs)
         return states, self.model.read(states)
 
+    def _score(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.model.norm(states)
+        return normed, self.model.lm_head(normed)
+
     def _states(self, inputs: Inputs) -> Tensor:
         """(N, hidden) un-normed states of rows of target features."""
         return self._level(self.model.condition(inputs.features), inputs)
@@ -115,3 +126,13 @@ class Eagle3Head(FeatureHead[Eagle3Model]):
         (attend,) = inputs.attends
         states: Tensor = self.model(hidden[None], inputs.embeddings, rope, attend)
         return states[0]
+
+
+def _remember(active: Sequence[_Growing], states: Tensor) -> None:
+    """Note the states that the frontiers' children come from, for the trees that anyone will ask about."""
+    at = 0
+    for tree in active:
+        end = at + len(tree.frontier)
+        if tree.recall is not None:
+            tree.recall.said.append((tree.frontier, states[at:end].clone()))
+        at = end

@@ -2,6 +2,9 @@
 
 A row belongs to a committed position p: the features of p beside the token at p + 1. Each row leaves `slots` entries in
 KV, the last row's token is the root, and every row is kept. Positions before the prompt window's start have no row.
+
+New weights take over between two drafts. Rows that the old ones made stay in KV: a session that was open drafts from a
+mixture until it ends. That costs accepted tokens at worst, and to make all rows again would hold up every session.
 """
 
 from __future__ import annotations
@@ -18,11 +21,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from coppice.adaptation.staging import Staging
+from coppice.adaptation.weights import Weights
 from coppice.config import DrafterSettings
 from coppice.errors import InvalidField, Overloaded
-from coppice.messages import Advance, Features, HeadDescription, OpenDraft
+from coppice.messages import Advance, Features, HeadDescription, OpenDraft, WeightsHeader
 from coppice.nn.decoder import Attend, HeadConfig, largest
-from coppice.nn.head import DraftJob, Head
+from coppice.nn.head import DraftJob, Head, Miss
+from coppice.nn.layouts import public_weights
+from coppice.nn.recall import Recall
+from coppice.nn.spare import SpareModel, make_spare
 from coppice.packed.engine import DTYPES
 from coppice.packed.kv import BlockTable, KVPool, OutOfBlocks
 from coppice.packed.plan import Tail, plan_tails
@@ -45,6 +53,8 @@ class Session:
     first: int
     done: int  # rows of the positions before it are in KV
     noise: tuple[int, int, Tensor]  # seed, first position and (P, draft vocabulary) of drafts to come
+    wants_misses: bool = False
+    recall: Recall | None = None  # the last draft; kept only for a session that wants misses, until ids are committed
 
     def take(self, upto: int) -> Tensor:
         """(upto - done, F) features of the positions done..upto-1."""
@@ -88,6 +98,7 @@ class FeatureHead(Head, Generic[M]):
             torch.set_num_threads(settings.threads)
         self.settings, self.config = settings.of_kind(), config
         self.device, self.dtype = torch.device(settings.device), DTYPES[settings.dtype]
+        self.weights = self._checkpoint = Weights.of(public_weights(model, config))
         self.model = model.to(self.device, self.dtype).requires_grad_(False).train(False)
         self.embedding = embedding.to(self.device, self.dtype)
         ids = target_ids(model, config)
@@ -101,7 +112,11 @@ class FeatureHead(Head, Generic[M]):
             device=self.device,
         )
         self.description = HeadDescription(
-            settings.name or kind, kind, config.vocab_size, feature_layers=config.feature_layers
+            settings.name or kind,
+            kind,
+            config.vocab_size,
+            feature_layers=config.feature_layers,
+            weights_hash=self.weights.hash,
         )
         self.deepest = self.settings.depth
         self.max_context = settings.max_context or config.max_position_embeddings
@@ -129,6 +144,7 @@ class FeatureHead(Head, Generic[M]):
             start,
             start,
             (0, 0, features.new_empty(0, len(self._ids), dtype=torch.float32)),
+            opening.want_misses,
         )
         chunk = max(1, PREFILL_SLOTS // self.slots)
         while session.done < len(ids) - 1:  # the last position's row waits for the root
@@ -142,17 +158,20 @@ class FeatureHead(Head, Generic[M]):
         if session is not None:
             self.pool.free(session.table)
 
-    def advance(self, key: int, advance: Advance) -> None:
+    def advance(self, key: int, advance: Advance) -> Miss | None:
         """Remember ids and features; their rows ride on the next draft's first forward."""
         if not advance.ids:
-            return
+            return None
         session = self._sessions[key]
         features = self._read(advance.features, "step.advance.features")
         assert advance.features is not None
         if (advance.features.start, len(features)) != (len(session.ids), len(advance.ids)):
             raise InvalidField("step.advance.features", "are not those of the committed ids")
+        miss = self._miss(session, advance)
+        session.recall = None
         session.ids += advance.ids
         session.features = torch.cat((session.features, features))
+        return miss
 
     def _read(self, features: Features | None, field: str) -> Tensor:
         """(n, F) rows of inline features."""
@@ -163,6 +182,51 @@ class FeatureHead(Head, Generic[M]):
             raise InvalidField(field, f"{len(features.inline)} bytes are not {features.count} rows of {features.dtype}")
         rows = torch.frombuffer(bytearray(features.inline), dtype=dtype).view(features.count, -1)
         return rows.to(self.device, self.dtype)
+
+    # --- weights ---
+
+    def staging(self, header: WeightsHeader) -> Staging:
+        """Where the parts of a push go; its parent is what is in use or the checkpoint."""
+        return Staging(header, self.description.name, self.weights, self._checkpoint)
+
+    def spare(self, staging: Staging) -> SpareModel[M]:
+        """A model with the push's tensors, in the head's dtype and on its device. It shares the others."""
+        return make_spare(self, staging)
+
+    # --- misses ---
+
+    def _recall(self, job: DraftJob) -> Recall | None:
+        """Where to note the draft that begins; None in a session that does not want misses."""
+        session = self._sessions[job.key]
+        session.recall = Recall(job, self.description.weights_version) if session.wants_misses else None
+        return session.recall
+
+    @torch.inference_mode()
+    def _miss(self, session: Session, advance: Advance) -> Miss | None:
+        """What the last draft missed the target's token by; `advance` is not taken yet.
+
+        None when the rejection is not about that draft, or other weights made it.
+        """
+        recall, rejection = session.recall, advance.rejection
+        if recall is None or rejection is None or recall.version != self.description.weights_version:
+            return None
+        depth = rejection.position - len(session.ids) - 1
+        drafted = recall.job.committed_len, recall.job.root
+        if drafted != (len(session.ids), advance.ids[0]) or not 0 <= depth < len(advance.ids):
+            return None
+        state = recall.state(advance.ids[1 : depth + 1])
+        if state is None:
+            return None
+        normed, logits = self._score(state[None])
+        places = np.flatnonzero(self._ids == rejection.target_id)
+        chance = logits[0].float().softmax(-1)[places[:1].tolist()]
+        found = torch.cat((normed[0].float(), chance)).cpu().numpy()
+        value = 1.0 - float(found[-1]) if len(places) else 1.0
+        return Miss(float(np.float32(min(1.0, max(0.0, value)))), found[: normed.shape[1]].copy())
+
+    @abstractmethod
+    def _score(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """(N, hidden) un-normed states to (N, hidden) normed ones and their (N, draft vocabulary) logits."""
 
     # --- rows ---
 

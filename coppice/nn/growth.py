@@ -55,11 +55,16 @@ class Growing:
         self.frontier_tokens, self.frontier_scores = self.levels[-1][0][chosen], new[chosen]
         self.count += len(new)
 
+    def candidates(self) -> tuple[Ints, Ints, Floats]:
+        """Tokens, parents and cumulative scores of all candidates; there is at least one level."""
+        tokens, parents, scores = zip(*self.levels, strict=True)
+        return np.concatenate(tokens), np.concatenate(parents), np.concatenate(scores)
+
     def finish(self, number: int) -> Growth:
         """The `budget` best candidates; cumulative scores never rise along a path, so they are closed under parents."""
         if not self.levels:
             return Growth(number, DraftTree.empty(), True)
-        tokens, parents, scores = (np.concatenate(parts) for parts in zip(*self.levels, strict=True))
+        tokens, parents, scores = self.candidates()
         kept = (-scores).argsort(kind="stable")[: self.job.budget]
         kept.sort()
         new_numbers = np.zeros(self.count + 1, np.int64)

@@ -9,13 +9,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.messages import Advance, HeadDescription, OpenDraft
+from coppice.errors import InvalidField
+from coppice.messages import Advance, HeadDescription, OpenDraft, WeightsHeader
 from coppice.sampling import SamplingParams
 from coppice.tree import DraftTree
+
+if TYPE_CHECKING:
+    from coppice.adaptation.staging import Staging
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,31 @@ class Growth:
     """(len(nodes), vocab_size) probabilities the nodes were sampled from; only for jobs that want them"""
 
 
+class Spare(ABC):
+    """New weights, all but in use: the next draft reads them once `swap` was called."""
+
+    @abstractmethod
+    def swap(self) -> None:
+        """Exchange them with the old ones, which this object then holds: between two drafts, on the head's thread.
+
+        Raises StaleFence when the head's weights are no longer those that the push was checked against.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free the old weights, which takes a while: on another thread than the head's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """How far a head was from the target's token where its draft left the text."""
+
+    value: float
+    """1 - r, r the probability at T=1 that the head gave the token; 1 when its vocabulary does not have it"""
+    hidden: NDArray[np.float32]
+    """(hidden,) normed state that the token was predicted from"""
+
+
 class Head(ABC):
     """One set of draft weights and the sessions drafting with it.
 
@@ -77,10 +107,11 @@ class Head(ABC):
         """Forget session `key`, whose opening may have failed or never begun: an unknown key is no error."""
 
     @abstractmethod
-    def advance(self, key: int, advance: Advance) -> None:
+    def advance(self, key: int, advance: Advance) -> Miss | None:
         """Append committed ids, the earlier root first, with their features and the rejection if they were sent.
 
-        `key` must be open. Changes this session alone. Leave forwards to `draft`, where sessions share them.
+        `key` must be open. Changes this session alone. Leave forwards to `draft`, where sessions share them. Returns
+        what the head's last draft missed by, when the session wants misses and the rejection is about that draft.
         """
 
     @abstractmethod
@@ -95,3 +126,14 @@ class Head(ABC):
         exact only then). Nothing that a later draft depends on changes, save caches: the same job may come again,
         also after an exception, which spoils no other session.
         """
+
+    def staging(self, header: WeightsHeader) -> Staging:
+        """Where the parts of a push of weights go. Any thread may ask; raises what Staging raises.
+
+        Raises InvalidField when this head has no weights that can be replaced.
+        """
+        raise InvalidField("header.head", f"a {self.description.kind} head has no weights that can be replaced")
+
+    def spare(self, staging: Staging) -> Spare:
+        """Check a push that is complete and make it ready. On any thread, beside drafts; raises what Staging raises."""
+        raise NotImplementedError

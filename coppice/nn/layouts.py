@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -160,7 +161,7 @@ def _read(folder: Path, told: Mapping[str, Any], shape: type[C], build: Callable
     model = build(config)
     tensors = _public_tensors(folder, config, layer)
     _check(tensors, public_state(model, config), folder / WEIGHTS)
-    model.load_state_dict(_fused(tensors, model))
+    model.load_state_dict({name: fused_tensor(tensors, name) for name in model.state_dict()})
     _check_ids(tensors["d2t"], config, folder / WEIGHTS)
     return model.float()
 
@@ -225,36 +226,39 @@ def _check_ids(d2t: Tensor, config: HeadConfig, file: Path) -> None:
         raise InvalidField(_PATH, f"{file}: d2t does not name {config.draft_vocab_size} ids of {config.vocab_size}")
 
 
+_FUSED = MappingProxyType({"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")})
+
+
+def public_names(name: str) -> tuple[str, ...]:
+    """The public names of what one tensor of a model's own state holds, in order along its first dimension."""
+    module, _, kind = name.rpartition(".")
+    owner, _, module = module.rpartition(".")
+    if module not in _FUSED:
+        return (name,)
+    return tuple(f"{owner}.{part}.{kind}" for part in _FUSED[module])
+
+
 def public_state(model: nn.Module, config: HeadConfig) -> dict[str, Tensor]:
     """The model's tensors under the public names of its own layout, fused projections taken apart."""
     query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    parts = {
-        "qkv_proj": (("q_proj", "k_proj", "v_proj"), (query, key, key)),
-        "gate_up_proj": (("gate_proj", "up_proj"), (config.intermediate_size,) * 2),
-    }
+    sizes = {3: (query, key, key), 2: (config.intermediate_size,) * 2}
     public: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
-        module, _, kind = name.rpartition(".")
-        owner, _, fused = module.rpartition(".")
-        if fused in parts:
-            names, sizes = parts[fused]
-            public |= {f"{owner}.{part}.{kind}": piece for part, piece in zip(names, tensor.split(sizes), strict=True)}
-        else:
-            public[name] = tensor
+        names = public_names(name)
+        pieces = tensor.split(sizes[len(names)]) if len(names) > 1 else (tensor,)
+        public |= zip(names, pieces, strict=True)
     return public
 
 
-def _fused(public: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The reverse of `public_state`."""
-    state: dict[str, Tensor] = {}
-    for name in model.state_dict():
-        if ".qkv_proj." in name:
-            state[name] = torch.cat([public[name.replace("qkv_proj", f"{part}_proj")] for part in "qkv"])
-        elif ".gate_up_proj." in name:
-            state[name] = torch.cat([public[name.replace("gate_up", part)] for part in ("gate", "up")])
-        else:
-            state[name] = public[name]
-    return state
+def fused_tensor(public: Mapping[str, Tensor], name: str) -> Tensor:
+    """The tensor `name` of a model's own state, made of public ones."""
+    pieces = [public[part] for part in public_names(name)]
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+
+def public_weights(model: nn.Module, config: HeadConfig) -> dict[str, Tensor]:
+    """What may be trained and replaced: the public tensors that hold numbers, not ids, detached, as float32."""
+    return {name: tensor.float() for name, tensor in public_state(model, config).items() if tensor.is_floating_point()}
 
 
 def save_head(folder: Path, model: nn.Module, config: HeadConfig, layout: Layout, target: str = "") -> None:

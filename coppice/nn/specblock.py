@@ -14,6 +14,7 @@ from coppice.nn.blocks import MAX_STARTS, BlockTree
 from coppice.nn.features import FeatureHead, Inputs, Rows, join
 from coppice.nn.head import DraftJob, Growth
 from coppice.nn.layouts import load_specblock
+from coppice.nn.recall import Recall
 from coppice.nn.specblock_model import BUCKETS, SpecBlockModel
 from coppice.packed.plan import Tail
 
@@ -26,6 +27,14 @@ class _Active:
     tree: BlockTree
     noise: Tensor | None  # (K * M, draft vocabulary), by depth
     states: Tensor  # (S, K, hidden) of the blocks its starts came from
+    recall: Recall | None
+
+    def remember(self) -> None:
+        """Note the block just added, if anyone will ask."""
+        if self.recall is not None:
+            parents, alive = self.tree.block
+            self.recall.tokens, self.recall.parents = self.tree.tokens, self.tree.parents
+            self.recall.said.append((np.where(alive, parents, -1).ravel(), self.states.flatten(0, 1).clone()))
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,10 @@ class SpecBlockHead(FeatureHead[SpecBlockModel]):
             return
         said = self._first_block([jobs[at] for at in numbers])
         depths = self.slots * blocks
-        active = [_Active(at, BlockTree(jobs[at]), self._noise(jobs[at], depths), said.states[:0]) for at in numbers]
+        active = [
+            _Active(at, BlockTree(jobs[at]), self._noise(jobs[at], depths), said.states[:0], self._recall(jobs[at]))
+            for at in numbers
+        ]
         for block in range(1, blocks + 1):
             self._grow(active, said, deeper=block < blocks)
             growing = [one for one in active if len(one.tree.starts)]
@@ -113,6 +125,10 @@ class SpecBlockHead(FeatureHead[SpecBlockModel]):
             return _Said(states, logits, torch.ones(states.shape[:-1], dtype=torch.int64, device=self.device))
         return _Said(states, logits, self.model.rank(normed, logits).argmax(-1))
 
+    def _score(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        logits, normed = self.model.read(states)
+        return normed, logits
+
     def _states(self, inputs: Inputs) -> Tensor:
         """(N, K, hidden) un-normed states of rows of target features."""
         return self._blocks(self.model.condition(inputs.features), inputs)
@@ -143,4 +159,5 @@ class SpecBlockHead(FeatureHead[SpecBlockModel]):
         for one in active:
             end = at + len(one.tree.starts)
             one.tree.grow(tokens[at:end], values[at:end], spine[at:end], buckets[at:end], self._widths, deeper)
+            one.remember()
             at = end

@@ -76,17 +76,19 @@ async def _guard(context: grpc.aio.ServicerContext, method: str) -> AsyncIterato
 
 def _rpc_handler(method: MethodDescriptor, behaviour: Handler) -> grpc.RpcMethodHandler:
     serialize = message_factory.GetMessageClass(method.output_type).SerializeToString
+    checked = _checked_stream if method.client_streaming else _checked
 
     async def unary(request: Any, context: grpc.aio.ServicerContext) -> Any:
         async with _guard(context, method.full_name):
-            return await behaviour(_checked(request), context)
+            return await behaviour(checked(request), context)
 
     async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        async with _guard(context, method.full_name):
-            checked = _checked_stream(request) if method.client_streaming else _checked(request)
-            async with contextlib.aclosing(behaviour(checked, context)) as responses:
-                async for response in responses:
-                    yield response
+        async with (
+            _guard(context, method.full_name),
+            contextlib.aclosing(behaviour(checked(request), context)) as responses,
+        ):
+            async for response in responses:
+                yield response
 
     kinds = {
         (False, False): (grpc.unary_unary_rpc_method_handler, unary),

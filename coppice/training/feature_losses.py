@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from coppice.nn.eagle3_model import Eagle3Model
 from coppice.nn.specblock_model import SpecBlockModel
 from coppice.training.lessons import Lesson
 from coppice.training.paths import PathAttention
-from coppice.training.teacher import Teacher
+from coppice.training.teacher import Teaches
 
 RANK_BOUNDS = (1, 4, 10)
 """The highest rank of buckets 0, 1 and 2; what lies behind is bucket 3."""
@@ -45,6 +45,34 @@ class Student(nn.Module):
         self.register_buffer("embedding", embedding, persistent=False)
 
 
+def divergence(logits: Tensor, others: Tensor) -> Tensor:
+    """Mean KL(p || p') in nats of what (n, D) logits and (n, D) others say."""
+    if not len(logits):
+        return logits.sum()
+    log_probs = logits.float().log_softmax(-1)
+    return (log_probs.exp() * (log_probs - others.float().log_softmax(-1))).sum(-1).mean()
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A frozen copy of a student that it is to stay near: `weight` times the divergence is added wherever it learns."""
+
+    student: Any
+    weight: float
+
+    @torch.no_grad()
+    def follow(self, walk: Iterator[Tensor]) -> Iterator[Tensor]:
+        """The copy's states, one by one."""
+        while (states := next(walk, None)) is not None:
+            yield states
+
+    def pull(self, logits: Tensor, states: Tensor) -> Tensor:
+        """Nats added to a loss where the student says (n, D) logits and the copy is in (n, hidden) states."""
+        with torch.no_grad():
+            said = self.student.model.read(states)
+        return self.weight * divergence(logits, said[0] if isinstance(said, tuple) else said)
+
+
 @dataclass(frozen=True)
 class Targets:
     """What some rows of a lesson are to say, `offset` tokens further than the next one. Row i has token i + 1."""
@@ -55,7 +83,7 @@ class Targets:
     rows: Tensor  # (n,)
 
     @classmethod
-    def of(cls, lesson: Lesson, teacher: Teacher) -> Targets:
+    def of(cls, lesson: Lesson, teacher: Teaches) -> Targets:
         """The lesson's tokens and distributions in the draft vocabulary, for all of its rows."""
         rows = torch.arange(lesson.ids.shape[1] - 1, device=lesson.ids.device)
         return cls(lesson.ids, teacher.draft_number[lesson.ids], teacher.draft_log_probs(lesson.final), rows)
@@ -102,7 +130,7 @@ def bucket_of(logits: Tensor, gold: Tensor) -> Tensor:
 class SpecBlockLoss:
     """Draft and rank losses over blocks (SpecBlock, section 3.3). Each switch is one ablation."""
 
-    teacher: Teacher
+    teacher: Teaches
     blocks: int = 3
     """1: no cross-block training"""
     valid_prefix: bool = True
@@ -115,36 +143,56 @@ class SpecBlockLoss:
     restart: bool = True
     """whether a block's mask forgets that the block before went wrong"""
     heard: Heard | None = None
+    anchor: Anchor | None = None
 
     def __call__(self, student: Any, inputs: Tensor, _labels: Tensor) -> Tensor:
         """The loss in nats of the texts at (B, N + 1) positions, summed over slots and blocks."""
-        model: SpecBlockModel = student.model
-        config, lesson = model.config, self.teacher.read(inputs)
-        targets, slots = Targets.of(lesson, self.teacher), config.slots
-        rows = targets.rows
-        condition, offset = model.condition(lesson.features[:, : len(rows)]), 0
+        lesson = self.teacher.read(inputs)
+        targets, slots = Targets.of(lesson, self.teacher), student.model.config.slots
         # Drawn from the batch itself, so that a resumed run repeats it.
         drawn = int(lesson.ids.sum())
-        later = rows[drawn % self.every :: self.every]
-        attention = PathAttention(len(rows), slots, config.num_hidden_layers, later)
-        total = condition.new_zeros(())
-        valid = torch.ones_like(inputs[:, : len(rows)], dtype=torch.bool)
-        for block in range(self.blocks):
+        later = targets.rows[drawn % self.every :: self.every]
+        cuts = [self.cut or 1 + (drawn + 7919 * block) % slots for block in range(self.blocks)]
+        near = None
+        if self.anchor is not None:
+            near = self.anchor.follow(self._walk(self.anchor.student, lesson, targets, later, cuts))
+        total, offset = lesson.features.new_zeros(()), 0
+        valid = torch.ones_like(inputs[:, : len(targets.rows)], dtype=torch.bool)
+        for block, states in enumerate(self._walk(student, lesson, targets, later, cuts)):
+            of_anchor = None if near is None else next(near)
+            loss, ended = self._block(student.model, states, of_anchor, targets, block, offset, valid)
+            offset, total = offset + cuts[block], total + loss
+            valid = valid if self.restart else ended
+            if block == 0:
+                valid, targets = valid[:, later], replace(targets, rows=later)
+        return total
+
+    def _walk(self, student: Any, lesson: Lesson, targets: Targets, later: Tensor, cuts: list[int]) -> Iterator[Tensor]:
+        """(B, n, K, hidden) states of a block behind every row, then of blocks behind the cuts of the `later` rows."""
+        model: SpecBlockModel = student.model
+        config, rows = model.config, len(targets.rows)
+        condition, offset = model.condition(lesson.features[:, :rows]), 0
+        attention = PathAttention(rows, config.slots, config.num_hidden_layers, later)
+        for block, cut in enumerate(cuts):
             position = targets.rows[None] + 1 + (offset if config.block_rope_advance else 0)
             token = student.embedding[targets.token(offset)]
             rope = model.rope(position, condition.dtype)
-            states = model(condition, token, rope, attention.attends(inputs.device))
-            loss, ended = self._block(model, states, targets, block, offset, valid)
-            cut = self.cut or 1 + (drawn + 7919 * block) % slots
-            condition, offset, total = states[:, :, cut - 1], offset + cut, total + loss
-            valid = valid if self.restart else ended
+            states = model(condition, token, rope, attention.attends(condition.device))
+            yield states
+            condition, offset = states[:, :, cut - 1], offset + cut
             if block == 0:
-                condition, valid, targets = condition[:, later], valid[:, later], replace(targets, rows=later)
+                condition, targets = condition[:, later], replace(targets, rows=later)
             attention.cuts.append(cut)
-        return total
 
     def _block(
-        self, model: SpecBlockModel, states: Tensor, targets: Targets, block: int, offset: int, valid: Tensor
+        self,
+        model: SpecBlockModel,
+        states: Tensor,
+        of_anchor: Tensor | None,
+        targets: Targets,
+        block: int,
+        offset: int,
+        valid: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """A block's losses and the (B, n) rows that were right to its end.
 
@@ -157,6 +205,8 @@ class SpecBlockLoss:
             logits, normed = model.read(states[:, :, slot][admitted])
             wanted = gold[admitted]
             total = total + soft_loss(logits, targets.taught(admitted, offset + slot))
+            if self.anchor is not None and of_anchor is not None:
+                total = total + self.anchor.pull(logits, of_anchor[:, :, slot][admitted])
             ranks = model.rank(normed, logits) if self.rank_on() and len(wanted) else None
             if ranks is not None:
                 total = total + F.cross_entropy(ranks.float(), bucket_of(logits.detach(), wanted))
@@ -175,37 +225,50 @@ class SpecBlockLoss:
 class Eagle3Loss:
     """The loss over `steps` steps of drafting, each from the states of the one before (training-time test)."""
 
-    teacher: Teacher
+    teacher: Teaches
     steps: int = 7
     decay: float = 0.8
     """weight of a step over the one before"""
     valid_prefix: bool = False
     """whether only rows that were right so far count; for measuring"""
     heard: Heard | None = None
+    anchor: Anchor | None = None
 
     def __call__(self, student: Any, inputs: Tensor, _labels: Tensor) -> Tensor:
         """The loss in nats of the texts at (B, N + 1) positions, a weighted mean over steps."""
         model: Eagle3Model = student.model
         lesson, rows = self.teacher.read(inputs), inputs.shape[1] - 1
         targets = Targets.of(lesson, self.teacher)
-        hidden = model.condition(lesson.features[:, :rows])
-        attention = PathAttention(rows, 1, 1)
-        position = torch.arange(rows, device=inputs.device)[None]
-        total, weight, weights = hidden.new_zeros(()), 1.0, 0.0
+        near = None
+        if self.anchor is not None:
+            near = self.anchor.follow(self._walk(self.anchor.student, lesson, targets))
+        total, weight, weights = lesson.features.new_zeros(()), 1.0, 0.0
         valid = torch.ones_like(inputs[:, :rows], dtype=torch.bool)
-        for step in range(self.steps):
-            (attend,) = attention.attends(inputs.device)
-            rope = model.rope(position + step, hidden.dtype)
-            hidden = model(hidden, student.embedding[targets.token(step)], rope, attend)
+        for step, states in enumerate(self._walk(student, lesson, targets)):
             gold = targets.behind(step)
             admitted = valid & (gold >= 0)
-            logits = model.read(hidden[admitted])
-            total = total + weight * soft_loss(logits, targets.taught(admitted, step))
+            logits = model.read(states[admitted])
+            loss = soft_loss(logits, targets.taught(admitted, step))
+            if self.anchor is not None and near is not None:
+                loss = loss + self.anchor.pull(logits, next(near)[admitted])
+            total = total + weight * loss
             if self.heard is not None:
                 self.heard(Said(step, 0, logits.detach(), gold[admitted], targets.outside(valid, step)))
             if self.valid_prefix:
                 valid = admitted.clone()
                 valid[admitted] = logits.argmax(-1) == gold[admitted]
             weights, weight = weights + weight, weight * self.decay
-            attention.cuts.append(1)
         return total / weights
+
+    def _walk(self, student: Any, lesson: Lesson, targets: Targets) -> Iterator[Tensor]:
+        """(B, N, hidden) states of each step behind every row."""
+        model: Eagle3Model = student.model
+        rows = len(targets.rows)
+        states = model.condition(lesson.features[:, :rows])
+        attention = PathAttention(rows, 1, 1)
+        for step in range(self.steps):
+            (attend,) = attention.attends(states.device)
+            rope = model.rope(targets.rows[None] + step, states.dtype)
+            states = model(states, student.embedding[targets.token(step)], rope, attend)
+            yield states
+            attention.cuts.append(1)

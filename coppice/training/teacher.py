@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +12,20 @@ from coppice.training.lessons import Lesson
 
 Read = Callable[[Tensor], Lesson]
 """(B, T) positions -> their lesson"""
+
+
+class Teaches(Protocol):
+    """What a loss asks of a teacher."""
+
+    draft_number: Tensor
+    """(V,) draft id of each target id, -1 outside the draft vocabulary"""
+
+    @property
+    def read(self) -> Read:
+        """The reader of lessons."""
+
+    def draft_log_probs(self, final: Tensor) -> Tensor:
+        """(..., D) log-probabilities of the draft vocabulary, of what the lesson's `final` says."""
 
 
 class Teacher:

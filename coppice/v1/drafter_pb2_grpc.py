@@ -25,6 +25,11 @@ class DrafterServiceStub(object):
                 request_serializer=coppice_dot_v1_dot_drafter__pb2.DescribeHeadRequest.SerializeToString,
                 response_deserializer=coppice_dot_v1_dot_drafter__pb2.DescribeHeadResponse.FromString,
                 )
+        self.SyncWeights = channel.stream_unary(
+                '/coppice.v1.DrafterService/SyncWeights',
+                request_serializer=coppice_dot_v1_dot_drafter__pb2.SyncWeightsRequest.SerializeToString,
+                response_deserializer=coppice_dot_v1_dot_drafter__pb2.SyncWeightsResponse.FromString,
+                )
 
 
 class DrafterServiceServicer(object):
@@ -45,6 +50,13 @@ class DrafterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SyncWeights(self, request_iterator, context):
+        """Replaces weights between two steps: a header, then its parts in order. Nothing changes unless all of it is right.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DrafterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -57,6 +69,11 @@ def add_DrafterServiceServicer_to_server(servicer, server):
                     servicer.DescribeHead,
                     request_deserializer=coppice_dot_v1_dot_drafter__pb2.DescribeHeadRequest.FromString,
                     response_serializer=coppice_dot_v1_dot_drafter__pb2.DescribeHeadResponse.SerializeToString,
+            ),
+            'SyncWeights': grpc.stream_unary_rpc_method_handler(
+                    servicer.SyncWeights,
+                    request_deserializer=coppice_dot_v1_dot_drafter__pb2.SyncWeightsRequest.FromString,
+                    response_serializer=coppice_dot_v1_dot_drafter__pb2.SyncWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -100,5 +117,22 @@ class DrafterService(object):
         return grpc.experimental.unary_unary(request, target, '/coppice.v1.DrafterService/DescribeHead',
             coppice_dot_v1_dot_drafter__pb2.DescribeHeadRequest.SerializeToString,
             coppice_dot_v1_dot_drafter__pb2.DescribeHeadResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def SyncWeights(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(request_iterator, target, '/coppice.v1.DrafterService/SyncWeights',
+            coppice_dot_v1_dot_drafter__pb2.SyncWeightsRequest.SerializeToString,
+            coppice_dot_v1_dot_drafter__pb2.SyncWeightsResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from coppice import limits
 from coppice.errors import InvalidField
-from coppice.messages import Advance, DraftStep, HeadDescription, OpenDraft, TreeDelta
+from coppice.messages import (
+    Advance,
+    DraftStep,
+    HeadDescription,
+    OpenDraft,
+    TreeDelta,
+    WeightsHeader,
+    WeightsPart,
+    WeightsSynced,
+)
 from coppice.v1 import drafter_pb2 as drafter
 from coppice.wire.common import (
     features_to_wire,
@@ -33,6 +42,7 @@ def open_draft_to_wire(request: OpenDraft) -> drafter.DraftRequest:
             coupled=request.coupled,
             features=features_to_wire(request.features),
             want_q_rows=request.want_q_rows,
+            want_misses=request.want_misses,
         )
     )
 
@@ -66,6 +76,7 @@ def read_draft_request(message: drafter.DraftRequest, vocab_size: int) -> OpenDr
             opening.coupled,
             read_features("open.features", opening),
             opening.want_q_rows,
+            opening.want_misses,
         )
     if kind != "step":
         raise InvalidField("kind", "neither open nor step is set")
@@ -95,6 +106,7 @@ def delta_to_wire(delta: TreeDelta) -> drafter.DraftResponse:
             forward_ns=delta.forward_ns,
             total_ns=delta.total_ns,
             q_rows=q_rows_to_wire(delta.q_rows),
+            miss=delta.miss,
         )
     )
 
@@ -109,7 +121,10 @@ def read_draft_response(message: drafter.DraftResponse) -> TreeDelta | int:
     delta = message.delta
     nodes = read_tree("delta.nodes", delta.nodes, limits.MAX_TREE_NODES)
     q_rows = read_q_rows("delta.q_rows", delta, len(nodes))
-    return TreeDelta(read_fence(delta.fence), nodes, delta.last, delta.forward_ns, delta.total_ns, q_rows)
+    miss = delta.miss if delta.HasField("miss") else None
+    if miss is not None:
+        limits.check_range("delta.miss", miss, 0, 1)
+    return TreeDelta(read_fence(delta.fence), nodes, delta.last, delta.forward_ns, delta.total_ns, q_rows, miss)
 
 
 def head_to_wire(head: HeadDescription) -> drafter.DescribeHeadResponse:
@@ -123,6 +138,7 @@ def head_to_wire(head: HeadDescription) -> drafter.DescribeHeadResponse:
         sessions=head.sessions,
         sessions_opened=head.sessions_opened,
         sessions_closed=head.sessions_closed,
+        weights_hash=head.weights_hash,
     )
 
 
@@ -138,4 +154,60 @@ def read_head(message: drafter.DescribeHeadResponse) -> HeadDescription:
         message.sessions,
         message.sessions_opened,
         message.sessions_closed,
+        message.weights_hash,
     )
+
+
+def weights_to_wire(piece: WeightsHeader | WeightsPart) -> drafter.SyncWeightsRequest:
+    """A weight sync's header or part to its message."""
+    if isinstance(piece, WeightsPart):
+        return drafter.SyncWeightsRequest(part=drafter.WeightsPart(number=piece.number, data=piece.data))
+    return drafter.SyncWeightsRequest(
+        header=drafter.WeightsHeader(
+            head=piece.head,
+            version=piece.version,
+            parent=piece.parent,
+            parent_hash=piece.parent_hash,
+            weights_hash=piece.weights_hash,
+            sha256=piece.sha256,
+            size=piece.size,
+            parts=piece.parts,
+        )
+    )
+
+
+def read_weights(message: drafter.SyncWeightsRequest, most_bytes: int) -> WeightsHeader | WeightsPart:
+    """Message to a header or a part; `most_bytes` bounds the file."""
+    kind = message.WhichOneof("kind")
+    if kind == "part":
+        limits.check_count("part.data", len(message.part.data), 1, limits.CHUNK_BYTES)
+        return WeightsPart(message.part.number, message.part.data)
+    if kind != "header":
+        raise InvalidField("kind", "neither header nor part is set")
+    header = message.header
+    limits.check_session("header.head", header.head)
+    limits.check_range("header.size", header.size, 1, most_bytes)
+    limits.check_range("header.parts", header.parts, 1, header.size)
+    for name in ("parent_hash", "weights_hash", "sha256"):
+        limits.check_hash(f"header.{name}", getattr(header, name))
+    return WeightsHeader(
+        header.head,
+        header.version,
+        header.parent,
+        header.parent_hash,
+        header.weights_hash,
+        header.sha256,
+        header.size,
+        header.parts,
+    )
+
+
+def synced_to_wire(synced: WeightsSynced) -> drafter.SyncWeightsResponse:
+    """WeightsSynced to its message."""
+    return drafter.SyncWeightsResponse(version=synced.version, weights_hash=synced.weights_hash, swap_ns=synced.swap_ns)
+
+
+def read_synced(message: drafter.SyncWeightsResponse) -> WeightsSynced:
+    """Message to WeightsSynced."""
+    limits.check_hash("weights_hash", message.weights_hash)
+    return WeightsSynced(message.version, message.weights_hash, message.swap_ns)

@@ -229,7 +229,7 @@ def read_feature_part(message: verifier.FetchFeaturesResponse) -> Features:
     part = read_features("features", message)
     if part is None or part.inline is None:
         raise InvalidField("features", "holds no inline rows")
-    limits.check_range("features.inline", len(part.inline), 1, limits.FEATURE_CHUNK_BYTES)
+    limits.check_range("features.inline", len(part.inline), 1, limits.CHUNK_BYTES)
     return part
 
 

@@ -15,9 +15,16 @@ from coppice.limits import Limits
 from coppice.messages import DraftStep, OpenDraft
 from coppice.rpc.sessions import StreamWaits
 from coppice.v1 import drafter_pb2
-from coppice.wire.drafter import delta_to_wire, draft_opened_to_wire, head_to_wire, read_draft_request
+from coppice.wire.drafter import (
+    delta_to_wire,
+    draft_opened_to_wire,
+    head_to_wire,
+    read_draft_request,
+    synced_to_wire,
+)
 from services.drafter.features import FeatureSource
 from services.drafter.session import Opened, Session
+from services.drafter.sync import WeightSync
 from services.drafter.worker import Worker
 
 
@@ -27,6 +34,7 @@ class DrafterServicer:
     def __init__(self, worker: Worker, limits: Limits, waits: StreamWaits, source: FeatureSource) -> None:
         self._worker, self._limits, self._waits, self._source = worker, limits, waits, source
         self._vocab_size = worker.description.vocab_size
+        self._sync = WeightSync(worker, limits, waits)
         self._keys = itertools.count()
         self._fetching = 0
 
@@ -106,3 +114,9 @@ class DrafterServicer:
     ) -> drafter_pb2.DescribeHeadResponse:
         """What is served, and how many sessions."""
         return head_to_wire(self._worker.description)
+
+    async def SyncWeights(
+        self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext
+    ) -> drafter_pb2.SyncWeightsResponse:
+        """One push of weights; drafting goes on beside it."""
+        return synced_to_wire(await self._sync.take(requests))

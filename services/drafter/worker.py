@@ -8,17 +8,32 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import structlog
 
 from coppice import limits
 from coppice.errors import InvalidField, StaleFence
-from coppice.messages import Advance, DraftStep, Fence, HeadDescription, OpenDraft, TreeDelta, committed_hash
-from coppice.nn.head import DraftJob, Growth, Head
+from coppice.messages import (
+    Advance,
+    DraftStep,
+    Fence,
+    HeadDescription,
+    OpenDraft,
+    Rejection,
+    TreeDelta,
+    WeightsHeader,
+    committed_hash,
+)
+from coppice.nn.head import DraftJob, Growth, Head, Miss, Spare
 from coppice.sampling import SamplingParams
 from coppice.telemetry import SessionMetrics
+from services.drafter.samples import Samples, Window
 from services.drafter.session import Answer, Opened, Session
+
+if TYPE_CHECKING:
+    from coppice.adaptation.staging import Staging
 
 log = structlog.get_logger()
 
@@ -32,12 +47,23 @@ class _Live:
     sampling: SamplingParams
     coupled: bool
     want_q_rows: bool
+    name: str
+    window: Window | None  # what samples are cut from, when any may be wanted
     length: int = 0
     hash: int = committed_hash(())
 
     def append(self, ids: Sequence[int]) -> None:
         self.hash = committed_hash(ids, self.hash)
         self.length += len(ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Missed:
+    """What the draft before a step missed by, and what a sample of it needs."""
+
+    miss: Miss
+    rejection: Rejection
+    version: int
 
 
 @dataclass(slots=True)
@@ -48,6 +74,7 @@ class _Waiting:
     fence: Fence
     arrived_ns: int
     job: DraftJob
+    missed: _Missed | None
     sent: bool = False  # some of its deltas are out
     done: bool = False
 
@@ -55,9 +82,15 @@ class _Waiting:
 class Worker:
     """One head on one thread. `start` and the verbs below it are for the event loop; the rest is the thread's."""
 
-    def __init__(self, build: Callable[[], Head], metrics: SessionMetrics, max_context: int = 0) -> None:
+    def __init__(
+        self,
+        build: Callable[[], Head],
+        metrics: SessionMetrics,
+        max_context: int = 0,
+        samples: Samples | None = None,
+    ) -> None:
         """`build` runs on the thread; `max_context` 0 leaves the bound on a session's length to limits and head."""
-        self._build, self._metrics = build, metrics
+        self._build, self._metrics, self._samples = build, metrics, samples
         self._max_context = max_context or limits.MAX_CONTEXT
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="head", daemon=True)
@@ -80,11 +113,8 @@ class Worker:
     @property
     def description(self) -> HeadDescription:
         """What the head is and how many sessions it has."""
-        head = self._head.description
-        counts = self._opened - self._closed, self._opened, self._closed
-        return HeadDescription(
-            head.name, head.kind, head.vocab_size, head.weights_version, head.feature_layers, *counts
-        )
+        opened, closed = self._opened, self._closed
+        return replace(self._head.description, sessions=opened - closed, sessions_opened=opened, sessions_closed=closed)
 
     @property
     def sessions(self) -> int:
@@ -105,6 +135,22 @@ class Worker:
     def close(self, session: Session) -> None:
         """Free a session that was given to `open`."""
         self._inbox.put(lambda: self._take_close(session))
+
+    def staging(self, header: WeightsHeader) -> Staging:
+        """Where the parts of a push of weights go. Raises what the head's own `staging` raises."""
+        return self._head.staging(header)
+
+    async def replace_weights(self, staging: Staging) -> int:
+        """Check what was staged, make it ready beside the drafts and put it to use between two of them.
+
+        Returns for how long nothing was drafted, nanoseconds. Raises what the head's `spare` and `swap` raise.
+        """
+        spare = await asyncio.to_thread(self._head.spare, staging)
+        swapped: asyncio.Future[int] = self._loop.create_future()
+        self._inbox.put(lambda: self._take_swap(spare, swapped))
+        swap_ns = await swapped
+        await asyncio.to_thread(spare.release)
+        return swap_ns
 
     async def stop(self) -> None:
         """End the thread after what it is doing."""
@@ -145,7 +191,9 @@ class Worker:
                 message()
 
     def _take_open(self, session: Session, opening: OpenDraft) -> None:
-        self._live[session] = _Live(opening.sampling, opening.coupled, opening.want_q_rows)
+        learns = self._samples is not None and opening.want_misses and opening.features is not None
+        window = self._samples.window() if self._samples and learns else None
+        self._live[session] = _Live(opening.sampling, opening.coupled, opening.want_q_rows, opening.session, window)
         self._openings.append((session, self._opening(session, opening)))
 
     def _opening(self, session: Session, opening: OpenDraft) -> Iterator[None]:
@@ -156,6 +204,8 @@ class Worker:
             live.append(opening.ids[start : start + HASH_CHUNK])
             yield
         yield from self._head.open(session.key, opening)
+        if live.window is not None and opening.features is not None:
+            live.window.append(opening.ids, opening.features)
 
     def _open_some(self) -> None:
         """One chunk of one opening, the openings in turn."""
@@ -176,14 +226,14 @@ class Worker:
         if live is None:  # the session failed meanwhile
             return
         try:
-            self._advance(session, live, step)
+            missed = self._advance(session, live, step)
         except Exception as error:
             self._fail(session, error)
             return
         job = DraftJob(session.key, step.root, live.length, step.budget, live.sampling, live.coupled, live.want_q_rows)
-        self._waiting[session] = _Waiting(session, step.fence, arrived_ns, job)
+        self._waiting[session] = _Waiting(session, step.fence, arrived_ns, job, missed)
 
-    def _advance(self, session: Session, live: _Live, step: DraftStep) -> None:
+    def _advance(self, session: Session, live: _Live, step: DraftStep) -> _Missed | None:
         fence, ids, before = step.fence, step.advance.ids, live.length
         self._check_length("step.advance.ids", before + len(ids))
         live.append(ids)
@@ -194,7 +244,12 @@ class Worker:
             )
         if ids and self._head.description.feature_layers:
             _check_covered(before, step.advance)
-        self._head.advance(session.key, step.advance)
+        miss = self._head.advance(session.key, step.advance)
+        if ids and live.window is not None and step.advance.features is not None:
+            live.window.append(ids, step.advance.features)
+        if miss is None or step.advance.rejection is None:
+            return None
+        return _Missed(miss, step.advance.rejection, self._head.description.weights_version)
 
     def _check_length(self, field: str, length: int) -> None:
         if length > self._max_context:
@@ -208,6 +263,15 @@ class Worker:
             log.exception("closing failed", session=session.key)
         self._closed += 1
         self._metrics.closed.inc()
+
+    def _take_swap(self, spare: Spare, swapped: asyncio.Future[int]) -> None:
+        began = time.perf_counter_ns()
+        try:
+            spare.swap()
+        except Exception as error:
+            self._loop.call_soon_threadsafe(_settle, swapped, error)
+        else:
+            self._loop.call_soon_threadsafe(_settle, swapped, time.perf_counter_ns() - began)
 
     def _fail(self, session: Session, error: Exception) -> None:
         """End one session by an error; its stream's end closes it."""
@@ -241,14 +305,24 @@ class Worker:
                 else:
                     self._draft([one])
         self._metrics.forward_seconds.observe((time.perf_counter_ns() - began) / 1e9)
+        for one in waiting:
+            self._offer(one)
+
+    def _offer(self, one: _Waiting) -> None:
+        """Make a sample of what was missed, now that the draft is out."""
+        missed, one.missed = one.missed, None
+        live = self._live.get(one.session)
+        if missed and self._samples and live and live.window:
+            self._samples.offer(live.name, live.window, missed.version, missed.rejection, missed.miss)
 
     def _delta(self, one: _Waiting, part: Growth, forward_ns: int) -> TreeDelta:
+        miss = one.missed.miss.value if one.missed and not one.sent else None
         one.sent, one.done = True, part.last
         asked = one.fence
         version = self._head.description.weights_version
         fence = Fence(asked.step, asked.committed_len, asked.committed_hash, version, asked.deadline_ns)
         total_ns = time.perf_counter_ns() - one.arrived_ns
-        return TreeDelta(fence, part.nodes, part.last, forward_ns, total_ns, part.q_rows)
+        return TreeDelta(fence, part.nodes, part.last, forward_ns, total_ns, part.q_rows, miss)
 
     def _post(self, answers: list[tuple[Session, Answer]]) -> None:
         """Hand answers to the event loop in one wake-up."""
@@ -260,6 +334,16 @@ def _check_covered(start: int, advance: Advance) -> None:
     features, wanted = advance.features, (start, len(advance.ids))
     if features is None or features.inline is None or (features.start, features.count) != wanted:
         raise InvalidField("step.advance.features", f"this head reads those of {wanted[1]} positions from {start}")
+
+
+def _settle(future: asyncio.Future[int], outcome: int | Exception) -> None:
+    """Answer a caller, unless it has left."""
+    if future.done():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
 
 
 def _deliver(answers: list[tuple[Session, Answer]]) -> None:

@@ -9,7 +9,7 @@ import grpc
 
 from coppice.config import Settings
 from coppice.errors import InvalidField
-from coppice.limits import FEATURE_CHUNK_BYTES, MAX_CONTEXT, MAX_TREE_DEPTH, MAX_TREE_NODES
+from coppice.limits import CHUNK_BYTES, MAX_CONTEXT, MAX_TREE_DEPTH, MAX_TREE_NODES
 from coppice.messages import Features, OpenSession, TargetDescription, VerifyStep
 from coppice.packed.engine import EngineInfo
 from coppice.rpc.admission import Admission
@@ -72,7 +72,7 @@ class VerifierServicer:
         ref = verifier.read_fetch(request)
         rows = await self.worker.features(ref)
         first = ref.start + ref.count - len(rows)
-        per_chunk = max(1, FEATURE_CHUNK_BYTES // (rows.shape[1] * rows.element_size()))
+        per_chunk = max(1, CHUNK_BYTES // (rows.shape[1] * rows.element_size()))
         for start in range(0, len(rows), per_chunk):
             part = rows[start : start + per_chunk]
             features = Features(first + start, len(part), self.info.dtype, feature_bytes(part))

@@ -191,7 +191,9 @@ class _Rows:
     def top(self, node: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32], float]:
         """The `count` most probable ids at T=1, their log-probabilities and the mass outside them."""
         logits = self[node]
-        ids = np.argsort(-logits, kind="stable")[:count]
+        least = np.partition(logits, -count)[-count:].min() if count < len(logits) else logits.min()
+        ids = np.flatnonzero(logits >= least)  # to sort all of a large vocabulary would take longer than the rest
+        ids = ids[np.argsort(-logits[ids], kind="stable")[:count]]
         log_probs = _raw_log_probs(logits, ids)
         return ids, log_probs, max(0.0, 1.0 - float(np.exp(log_probs.astype(np.float64)).sum()))
 

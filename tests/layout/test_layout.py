@@ -16,18 +16,21 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hatchling.builders.wheel import WheelBuilder
 
 from coppice import limits
-from coppice.v1 import common_pb2, drafter_pb2, generation_pb2, verifier_pb2
+from coppice.v1 import adapter_pb2, common_pb2, drafter_pb2, generation_pb2, verifier_pb2
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("coppice", "services", "orchestrator")
 SERVICES = sorted(folder.name for folder in (ROOT / "services").iterdir() if (folder / "__main__.py").exists())
-PURE = ("tree", "routing", "policy", "sampling", "acceptance")
+PURE = ("tree", "routing", "policy", "sampling", "acceptance", "adaptation.bandit", "adaptation.drift")
 HEAVY = ("torch", "transformers", "tokenizers", "ray", "redis")
 MAX_LINES = 400
 
 # Who may import the generated stubs. Beside the wire package they only register or call a service, name its messages
 # in annotations, and make messages that hold nothing.
 STUB_USERS = {
+    "coppice/adaptation/client.py",
+    "coppice/adaptation/push.py",
+    "coppice/wire/adapter.py",
     "coppice/wire/common.py",
     "coppice/wire/drafter.py",
     "coppice/wire/generation.py",
@@ -37,6 +40,8 @@ STUB_USERS = {
     "orchestrator/head.py",
     "orchestrator/service.py",
     "orchestrator/target.py",
+    "services/adapter/__main__.py",
+    "services/adapter/service.py",
     "services/drafter/__main__.py",
     "services/drafter/features.py",
     "services/drafter/service.py",
@@ -230,7 +235,14 @@ BOUNDS = {
     "MAX_POLICY_CHARS": "GenerateRequest.policy",
     "MAX_ADDRESS_CHARS": "FeatureRef.verifier",
     "prompt_chars": "GenerateRequest.text ChatMessage.content",
-    "session": "FeatureRef.session OpenDraft.session OpenSession.session",
+    "session": """
+        FeatureRef.session OpenDraft.session OpenSession.session WeightsHeader.head
+        GetStatusRequest.head PauseRequest.head ResumeRequest.head RollbackRequest.head
+    """,
+    "HASH_BYTES": """
+        WeightsHeader.parent_hash WeightsHeader.weights_hash WeightsHeader.sha256 SyncWeightsResponse.weights_hash
+    """,
+    "CHUNK_BYTES": "WeightsPart.data",
     "choice": "Features.dtype ChatMessage.role",
     "message_bytes": """
         Features.inline TreeDelta.q_rows VerifyStep.q_rows
@@ -241,8 +253,11 @@ BOUNDS = {
         GenerateTimings.step_ns GenerateTimings.split_ns
         DescribeModelResponse.name DescribeModelResponse.heads DescribeModelResponse.policies
         DescribeModelResponse.default_policy DescribeModelResponse.version
-        DescribeHeadResponse.name DescribeHeadResponse.kind
+        DescribeHeadResponse.name DescribeHeadResponse.kind DescribeHeadResponse.weights_hash
         DescribeTargetResponse.name DescribeTargetResponse.dtype
+        GetStatusResponse.heads HeadStatus.head HeadStatus.policy HeadStatus.doing HeadStatus.weights_hash
+        HeadStatus.actions HeadStatus.replicas HeadStatus.versions HeadStatus.history HeadStatus.changes
+        ActionStatus.action ReplicaStatus.address QueryPoint.action Change.what Change.why
     """,
 }
 
@@ -258,7 +273,7 @@ def sized_fields() -> list[str]:
         for inner in message.nested_types:
             walk(inner)
 
-    for module in (common_pb2, drafter_pb2, generation_pb2, verifier_pb2):
+    for module in (adapter_pb2, common_pb2, drafter_pb2, generation_pb2, verifier_pb2):
         for message in module.DESCRIPTOR.message_types_by_name.values():
             walk(message)
     return found

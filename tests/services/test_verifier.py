@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from coppice.errors import CoppiceError, InvalidField, NotFound, Overloaded, StaleFence, Unavailable, from_rpc_error
-from coppice.limits import FEATURE_CHUNK_BYTES, MAX_TREE_DEPTH, Limits
+from coppice.limits import CHUNK_BYTES, MAX_TREE_DEPTH, Limits
 from coppice.messages import (
     FeatureRef,
     Features,
@@ -357,7 +357,7 @@ async def test_features_of_a_prompt_are_fetched_in_chunks_and_are_the_hidden_sta
         assert opened.features.ref == FeatureRef(verifier.address, "long", 0, 700)
         parts = await fetch(stub, opened.features.ref)
         assert len(parts) == 2
-        assert all(0 < len(part.inline or b"") <= FEATURE_CHUNK_BYTES for part in parts)
+        assert all(0 < len(part.inline or b"") <= CHUNK_BYTES for part in parts)
         assert [part.start for part in parts] == [0, parts[0].count]
         torch.testing.assert_close(values(parts), hidden_states(model, prompt, COLUMNS), atol=1e-4, rtol=1e-4)
         window = await fetch(stub, replace(opened.features.ref, start=650, count=3))

@@ -85,8 +85,11 @@ class Text:
         return Features(start, len(rows), "float32", rows.numpy().tobytes())
 
 
-def opened(head: FeatureHead[torch.nn.Module], key: int, text: Text, length: int, start: int = 0) -> None:
-    opening = OpenDraft(f"s{key}", text.ids[:length], GREEDY, features=text.inline(start, length))
+def opened(
+    head: FeatureHead[torch.nn.Module], key: int, text: Text, length: int, start: int = 0, misses: bool = False
+) -> None:
+    features = text.inline(start, length)
+    opening = OpenDraft(f"s{key}", text.ids[:length], GREEDY, features=features, want_misses=misses)
     for _ in head.open(key, opening):
         pass
 
@@ -152,6 +155,8 @@ class SlowSpecBlock:
         self.model, self.embedding, self.settings = loaded.model, loaded.embedding, settings
         self.ids = torch.arange(DRAFT_VOCAB) + loaded.model.d2t
         self.slots = loaded.config.slots
+        self.said: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        """of the last tree: normed state and logits that the children of each node came from"""
 
     def states(self, text: Text, start: int, job: DraftJob, path: list[tuple[Tensor, int, int, int]]) -> Tensor:
         """(K, hidden) of the last block of `path`: (condition, token, depth, slots seen of the block before)."""
@@ -182,6 +187,7 @@ class SlowSpecBlock:
 
     def tree(self, text: Text, start: int, job: DraftJob) -> dict[tuple[int, ...], float]:
         nodes: dict[tuple[int, ...], float] = {}
+        self.said.clear()
         starts: list[tuple[tuple[int, ...], list[tuple[Tensor, int, int, int]]]] = [((), [])]
         for _ in range(self.settings.blocks):
             following = []
@@ -196,6 +202,7 @@ class SlowSpecBlock:
                     width = self.settings.widths[buckets[slot]]
                     if not width:
                         break
+                    self.said[chain] = normed[slot], logits[slot]
                     scores = log_scores(logits[slot], job, len(chain) + 1, self.ids)
                     greedy = int(logits[slot].argmax())  # what the block goes on from, whatever the noise prefers
                     best = scores.argsort(descending=True).tolist()
@@ -226,6 +233,7 @@ class SlowEagle3:
         loaded = load_eagle3(folder, target)
         self.model, self.embedding, self.settings = loaded.model, loaded.embedding, settings
         self.ids = torch.arange(DRAFT_VOCAB) + loaded.model.d2t
+        self.said: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def state(self, text: Text, start: int, job: DraftJob, path: list[tuple[Tensor, int]]) -> Tensor:
         """(hidden,) of the last of `path`: the state before and the token of each node."""
@@ -241,13 +249,16 @@ class SlowEagle3:
 
     def tree(self, text: Text, start: int, job: DraftJob) -> dict[tuple[int, ...], float]:
         nodes: dict[tuple[int, ...], float] = {}
+        self.said.clear()
         frontier: list[tuple[tuple[int, ...], list[tuple[Tensor, int]]]] = [((), [])]
         for depth in range(1, min(self.settings.depth, job.budget) + 1):
             new = []
             for path, ancestors in frontier:
                 state = self.state(text, start, job, ancestors)
                 with torch.inference_mode():
-                    scores = log_scores(self.model.read(state), job, depth, self.ids)
+                    logits = self.model.read(state)
+                    self.said[path] = self.model.norm(state), logits
+                    scores = log_scores(logits, job, depth, self.ids)
                 for at in scores.argsort(descending=True)[: self.settings.top_k].tolist():
                     child = (*path, int(self.ids[at]))
                     nodes[child] = nodes.get(path, 0.0) + float(scores[at])

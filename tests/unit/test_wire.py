@@ -47,6 +47,9 @@ from coppice.messages import (
     Verdict,
     VerifyStep,
     VerifyTimings,
+    WeightsHeader,
+    WeightsPart,
+    WeightsSynced,
     committed_hash,
 )
 from coppice.sampling import SamplingParams
@@ -57,6 +60,7 @@ from coppice.wire import drafter, generation, verifier
 VOCAB, MAX_LEN = 100, 512
 FENCE = Fence(7, 12, committed_hash([1, 2, 3]), weights_version=2**63 + 1, deadline_ns=5 * 10**8)
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.9, top_k=40, seed=2**64 - 1)
+WEIGHTS = WeightsHeader("code", 2**40, 2**39, bytes(32), b"\1" * 32, b"\2" * 32, 2**31, 2048)
 TREE = DraftTree(np.array([5, 6, 7]), np.array([0, 1, 1]), np.array([-0.5, -1.0, -2.5], np.float32))
 ROW = Row(np.array([3, 9]), np.array([math.log(0.3), math.log(0.7)]), np.array([-2.5, -0.25], np.float32))
 REJECTION = Rejection(14, 2, 9, np.array([9, 4]), np.array([-0.25, -3.0], np.float32), 0.125)
@@ -93,6 +97,10 @@ def read_verify(message: Message) -> object:
 
 def read_draft(message: Message) -> object:
     return drafter.read_draft_request(message, VOCAB)
+
+
+def read_weights(message: Message) -> object:
+    return drafter.read_weights(message, Limits().weights_bytes)
 
 
 def read_request(message: Message) -> object:
@@ -149,7 +157,7 @@ SAMPLES: dict[str, Case] = {
         verifier.target_to_wire,
         verifier.read_target,
     ),
-    "open draft": (OpenDraft("s", [1, 2], SAMPLING, True, BY_REF, True), drafter.open_draft_to_wire, read_draft),
+    "open draft": (OpenDraft("s", [1, 2], SAMPLING, True, BY_REF, True, True), drafter.open_draft_to_wire, read_draft),
     "uncoupled open draft": (OpenDraft("s", [1], SamplingParams(), False), drafter.open_draft_to_wire, read_draft),
     "draft step": (
         DraftStep(FENCE, 99, 64, Advance([4, 5], INLINE, REJECTION)),
@@ -157,7 +165,10 @@ SAMPLES: dict[str, Case] = {
         read_draft,
     ),
     "draft step without news": (DraftStep(FENCE, 1, 0, Advance()), drafter.draft_step_to_wire, read_draft),
-    "delta": (TreeDelta(FENCE, TREE, True, 8, 9, Q_ROWS), drafter.delta_to_wire, drafter.read_draft_response),
+    "weights header": (WEIGHTS, drafter.weights_to_wire, read_weights),
+    "weights part": (WeightsPart(3, b"abc"), drafter.weights_to_wire, read_weights),
+    "weights synced": (WeightsSynced(7, bytes(32), 9), drafter.synced_to_wire, drafter.read_synced),
+    "delta": (TreeDelta(FENCE, TREE, True, 8, 9, Q_ROWS, 0.5), drafter.delta_to_wire, drafter.read_draft_response),
     "empty delta": (
         TreeDelta(FENCE, DraftTree.empty(), False),
         drafter.delta_to_wire,
@@ -165,7 +176,7 @@ SAMPLES: dict[str, Case] = {
     ),
     "draft opened": (2**64 - 1, drafter.draft_opened_to_wire, drafter.read_draft_response),
     "head": (
-        HeadDescription("a", "lm", 100, 2**63, (2, 3), 4, 5, 6),
+        HeadDescription("a", "lm", 100, 2**63, (2, 3), 4, 5, 6, bytes(32)),
         drafter.head_to_wire,
         drafter.read_head,
     ),
@@ -499,7 +510,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("fetch", "ref.session", "", "ref.session"),
     ("fetch", "ref.count", 0, "ref.count"),
     ("feature part", "features", None, "features"),
-    ("feature part", "features.inline", bytes(limits.FEATURE_CHUNK_BYTES + 1), "features.inline"),
+    ("feature part", "features.inline", bytes(limits.CHUNK_BYTES + 1), "features.inline"),
     ("feature part", "features.ref", common_pb2.FeatureRef(session="s", count=1), "features"),
     ("target", "eos_ids", [1] * 65, "eos_ids"),
     ("open draft", "open.session", "", "open.session"),
@@ -520,7 +531,19 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("delta", "delta.nodes.parents", [0], "delta.nodes"),
     ("delta", "delta.q_rows", b"123", "delta.q_rows"),
     ("delta", "delta", None, "kind"),
+    ("delta", "delta.miss", 1.5, "delta.miss"),
+    ("delta", "delta.miss", NAN, "delta.miss"),
     ("head", "feature_layers", [1] * 9, "feature_layers"),
+    ("weights header", "header.head", "", "header.head"),
+    ("weights header", "header.size", 2**32 + 1, "header.size"),
+    ("weights header", "header.parts", 0, "header.parts"),
+    ("weights header", "header.parent_hash", b"", "header.parent_hash"),
+    ("weights header", "header.weights_hash", bytes(33), "header.weights_hash"),
+    ("weights header", "header.sha256", bytes(31), "header.sha256"),
+    ("weights header", "header", None, "kind"),
+    ("weights part", "part.data", b"", "part.data"),
+    ("weights part", "part.data", bytes(limits.CHUNK_BYTES + 1), "part.data"),
+    ("weights synced", "weights_hash", b"", "weights_hash"),
     ("request of ids", "ids.ids", [], "ids"),
     ("request of ids", "ids.ids", [VOCAB], "ids"),
     ("request of ids", "ids.ids", MANY, "ids"),

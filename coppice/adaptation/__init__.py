@@ -1,0 +1,1 @@
+"""Online adaptation of draft heads: what they miss, what they learn from it, and how new weights reach them."""

@@ -1,0 +1,68 @@
+"""What operators' tools call an adapter with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from coppice.adaptation.status import HeadStatus
+from coppice.errors import from_rpc_error
+from coppice.limits import Limits
+from coppice.rpc.channels import channel_options
+from coppice.v1.adapter_pb2_grpc import AdapterServiceStub
+from coppice.wire import adapter
+
+TIMEOUT_S = 30.0
+ROLLBACK_S = 120.0
+
+
+def default_address() -> str:
+    """COPPICE_ADAPTER, else the address `coppice up --adapt` takes."""
+    return os.environ.get("COPPICE_ADAPTER") or "127.0.0.1:50061"
+
+
+class AdapterClient:
+    """A context manager that closes its channel. Every call raises the CoppiceError it is answered with."""
+
+    def __init__(self, address: str | None = None) -> None:
+        """Connects with the first call."""
+        options = channel_options(Limits().message_bytes)
+        self._channel = grpc.insecure_channel(address or default_address(), options=options)
+        self._stub = AdapterServiceStub(self._channel)
+
+    def status(self, head: str = "", history: int = 0) -> list[HeadStatus]:
+        """The status of one head or of all, with that many of the latest queries."""
+        return adapter.read_status(self._call(self._stub.GetStatus, adapter.status_request(head, history)))
+
+    def pause(self, head: str = "") -> None:
+        """Train no more."""
+        self._call(self._stub.Pause, adapter.pause_request(head))
+
+    def resume(self, head: str = "") -> None:
+        """Train again."""
+        self._call(self._stub.Resume, adapter.resume_request(head))
+
+    def rollback(self, head: str = "", version: int | None = None) -> int:
+        """Put back a version, 0: the head as it was deployed, None: the last good one; returns the one it made."""
+        answer = self._call(self._stub.Rollback, adapter.rollback_request(head, version), ROLLBACK_S)
+        return int(answer.version)
+
+    def close(self) -> None:
+        """End the channel."""
+        self._channel.close()
+
+    def _call(self, method: Callable[..., Any], request: Any, timeout_s: float = TIMEOUT_S) -> Any:
+        try:
+            return method(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()

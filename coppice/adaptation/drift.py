@@ -1,0 +1,129 @@
+"""Drift control: has an update made drafts worse? (SpecBlock, section 3.4; algorithm 1, lines 22 to 24)
+
+Pure and deterministic, with JSON state, as `coppice.adaptation.bandit`. tau is a query's mean accepted length, tokens
+committed by one verifier call; a head that is never right has 1.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat
+
+Reason = Literal["falling", "collapse"]
+Verdict = Literal["undecided", "promote", "reject"]
+
+
+class DriftSettings(BaseModel):
+    """The numbers of drift control; the defaults are the paper's where it gives them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    window: int = Field(20, ge=2, description="queries of a window")
+    windows: int = Field(3, ge=2, description="consecutive windows over which tau must fall")
+    certainty: NonNegativeFloat = Field(
+        2.5, description="standard errors that a fall of tau must exceed; 0: the paper's bare rule"
+    )
+    collapse: float = Field(
+        0.5, ge=0, le=1, description="share of the last good window's tau - 1 below which one window is an alarm"
+    )
+    canary_queries: int = Field(10, ge=2, description="queries of either version before a canary is judged")
+    canary_limit: int = Field(40, ge=2, description="queries of the new version after which a canary must be decided")
+    canary_tolerance: NonNegativeFloat = Field(0.03, description="share of the old tau that a new version may lack")
+    canary_certainty: NonNegativeFloat = Field(2.0, description="standard errors that decide a canary before the limit")
+
+
+class Window(BaseModel):
+    """tau of a window of queries: its mean, its standard error, and the version that drafted most of them."""
+
+    tau: float
+    error: float
+    version: int | None
+
+
+class Alarm(BaseModel):
+    """Accepted length has fallen: why that is said, and the version of the weights before it, if it is known."""
+
+    model_config = ConfigDict(frozen=True)
+
+    reason: Reason
+    good_version: int | None
+
+
+class DriftState(BaseModel):
+    """All that drift control knows. `model_dump_json` saves it, `model_validate_json` loads it."""
+
+    taus: list[float] = []  # of the window that is filling
+    versions: list[int | None] = []
+    windows: list[Window] = []  # the last ones that closed, oldest first
+
+
+class Drift:
+    """Watches the accepted length of one head; `observe` each query that ended, `reset` after a revert."""
+
+    def __init__(self, settings: DriftSettings, state: DriftState | None = None) -> None:
+        self.settings, self.state = settings, state or DriftState()
+
+    def observe(self, tau: float, version: int | None) -> Alarm | None:
+        """An alarm if this query closes a window and accepted length has fallen (line 22).
+
+        `version`: as in `coppice.adaptation.bandit.Query`.
+        """
+        state, settings = self.state, self.settings
+        state.taus.append(tau)
+        state.versions.append(version)
+        if len(state.taus) < settings.window:
+            return None
+        known = [version for version in state.versions if version is not None]
+        mean, error = _mean(state.taus)
+        window = Window(tau=mean, error=error, version=statistics.mode(known) if known else None)
+        state.taus, state.versions = [], []
+        state.windows = [*state.windows, window][-settings.windows :]
+        if len(state.windows) > 1 and self._collapsed(*state.windows[-2:]):
+            return Alarm(reason="collapse", good_version=state.windows[-2].version)
+        if len(state.windows) == settings.windows and self._falling():
+            return Alarm(reason="falling", good_version=state.windows[0].version)
+        return None
+
+    def reset(self) -> None:
+        """The weights were taken back (line 23): windows before that say nothing of those after."""
+        self.state = DriftState()
+
+    def _falling(self) -> bool:
+        windows = self.state.windows
+        monotonic = all(later.tau < earlier.tau for earlier, later in pairwise(windows))
+        return monotonic and self._surely_lower(windows[0], windows[-1])
+
+    def _collapsed(self, good: Window, window: Window) -> bool:
+        """Whether a new version lost most of what drafting gained; the same one is no worse than it was."""
+        if good.version == window.version:
+            return False
+        far = window.tau - 1 < self.settings.collapse * (good.tau - 1)
+        return far and self._surely_lower(good, window)
+
+    def _surely_lower(self, earlier: Window, later: Window) -> bool:
+        return earlier.tau - later.tau > self.settings.certainty * math.hypot(earlier.error, later.error)
+
+
+def canary_verdict(settings: DriftSettings, old: Sequence[float], new: Sequence[float]) -> Verdict:
+    """Whether a version that one replica drafts with may go to the others, by tau of queries that ran meanwhile.
+
+    Promoted or rejected when its tau is surely above or below the old one less a tolerance, by the standard error of
+    Welch's test; at the limit by the mean alone.
+    """
+    if min(len(old), len(new)) < settings.canary_queries:
+        return "undecided"
+    (old_tau, old_error), (new_tau, new_error) = _mean(old), _mean(new)
+    excess = new_tau - old_tau * (1 - settings.canary_tolerance)
+    if abs(excess) <= settings.canary_certainty * math.hypot(old_error, new_error) and len(new) < settings.canary_limit:
+        return "undecided"
+    return "promote" if excess >= 0 else "reject"
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    """Mean of two values or more, and its standard error."""
+    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))

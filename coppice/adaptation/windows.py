@@ -1,0 +1,97 @@
+"""Samples as lessons: what the losses of training read, made of what a drafter saw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coppice.adaptation.records import Sample
+from coppice.training.lessons import Lesson
+from coppice.training.teacher import Read
+
+NOTHING = -1
+"""stands behind the end of a window; no draft id"""
+
+
+class DraftVocabulary:
+    """Which target ids a head can say, and what samples say in them."""
+
+    def __init__(self, draft_ids: Tensor, vocab: int) -> None:
+        """draft_ids: (D,) target ids. vocab: the target's V."""
+        self.size = len(draft_ids)
+        # One entry more: NOTHING finds it from behind.
+        self.number = torch.full((vocab + 1,), NOTHING, dtype=torch.int64, device=draft_ids.device)
+        self.number[draft_ids] = torch.arange(self.size, device=draft_ids.device)
+
+    def holds(self, sample: Sample) -> bool:
+        """Whether the missed token is a draft id."""
+        return self.number_of(sample.target_id) >= 0
+
+    def number_of(self, token: int) -> int:
+        """The draft id of a target id, or -1."""
+        return int(self.number[token]) if token < len(self.number) - 1 else NOTHING
+
+    def log_probs(self, sample: Sample) -> Tensor:
+        """(D,) the target's distribution where the draft missed: its top ids that are draft ids, renormalised.
+
+        The tail is left out: it is shared out in proportion. All of it is the missed token where no top id is known.
+        """
+        known = sample.top_ids < len(self.number) - 1
+        numbers = self.number[torch.from_numpy(sample.top_ids[known].astype(np.int64)).to(self.number.device)]
+        said = torch.from_numpy(sample.top_log_probs[known].astype(np.float32)).to(self.number.device)
+        inside = numbers >= 0
+        if not bool(inside.any()):
+            return self.certain(torch.tensor(self.number_of(sample.target_id), device=self.number.device))
+        row = said.new_full((self.size,), -torch.inf)
+        row[numbers[inside]] = said[inside].log_softmax(0)
+        return row
+
+    def certain(self, numbers: Tensor) -> Tensor:
+        """(..., D) log-probabilities of (...) draft ids that are sure; of -1 they are not to be read."""
+        rows = torch.full((*numbers.shape, self.size), -torch.inf, device=numbers.device)
+        return rows.scatter(-1, numbers.clamp(min=0)[..., None], 0.0)
+
+
+class Windows:
+    """Full samples as texts: their own tokens are certain, the missed one is what the target found likely.
+
+    Rotary attention sees differences of positions alone, so every text starts at 0. Shorter ones end early.
+    """
+
+    def __init__(self, samples: Sequence[Sample], vocabulary: DraftVocabulary) -> None:
+        device, longest = vocabulary.number.device, max(len(sample.tokens) for sample in samples)
+        rows = [sample.feature_rows() for sample in samples]
+        self.vocabulary, self.samples, self.draft_number = vocabulary, samples, vocabulary.number
+        self.ids = torch.full((len(samples), longest), NOTHING, dtype=torch.int64, device=device)
+        self.features = torch.zeros(len(samples), longest - 1, rows[0].shape[1], device=device)
+        for number, sample in enumerate(samples):
+            end = len(sample.tokens)
+            self.ids[number, :end] = torch.from_numpy(sample.tokens.astype(np.int64))
+            self.features[number, : end - 1] = torch.from_numpy(rows[number])
+
+    @property
+    def positions(self) -> Tensor:
+        """(S, T) of every text, as `read` takes them."""
+        return torch.arange(self.ids.numel(), device=self.ids.device).view_as(self.ids)
+
+    @property
+    def read(self) -> Read:
+        """The reader of lessons."""
+        return self._read
+
+    def _read(self, positions: Tensor) -> Lesson:
+        """`final` is the taught log-probabilities themselves, of the token behind each position."""
+        texts = positions[:, 0] // self.ids.shape[1]
+        ids = self.ids[texts]
+        final = self.vocabulary.certain(self.draft_number[ids.roll(-1, dims=1)])
+        for row, number in enumerate(texts.tolist()):
+            sample = self.samples[number]
+            final[row, len(sample.tokens) - 2] = self.vocabulary.log_probs(sample)
+        return Lesson(ids, self.features[texts], final)
+
+    def draft_log_probs(self, final: Tensor) -> Tensor:
+        """What `read` gave."""
+        return final

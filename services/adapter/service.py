@@ -1,0 +1,66 @@
+"""AdapterService on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc.aio
+
+from coppice.errors import InvalidField, NotFound
+from coppice.v1 import adapter_pb2
+from coppice.wire.adapter import (
+    read_head_name,
+    read_rollback_request,
+    read_status_request,
+    rollback_to_wire,
+    status_to_wire,
+)
+from services.adapter.loop import HeadLoop
+
+
+class AdapterServicer:
+    """What an operator asks of the loops."""
+
+    def __init__(self, loops: Sequence[HeadLoop]) -> None:
+        self._loops = {loop.name: loop for loop in loops}
+
+    def _chosen(self, head: str) -> list[HeadLoop]:
+        """One loop by its name, or all. Raises NotFound."""
+        if not head:
+            return list(self._loops.values())
+        if head not in self._loops:
+            raise NotFound(f"head {head} is not adapted here; there are {', '.join(self._loops)}")
+        return [self._loops[head]]
+
+    async def GetStatus(
+        self, request: adapter_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> adapter_pb2.GetStatusResponse:
+        """What the loops did and know."""
+        head, history = read_status_request(request)
+        return status_to_wire([loop.status(history) for loop in self._chosen(head)])
+
+    async def Pause(
+        self, request: adapter_pb2.PauseRequest, context: grpc.aio.ServicerContext
+    ) -> adapter_pb2.PauseResponse:
+        """Train no more."""
+        for loop in self._chosen(read_head_name(request)):
+            loop.pause(True)
+        return adapter_pb2.PauseResponse()
+
+    async def Resume(
+        self, request: adapter_pb2.ResumeRequest, context: grpc.aio.ServicerContext
+    ) -> adapter_pb2.ResumeResponse:
+        """Train again."""
+        for loop in self._chosen(read_head_name(request)):
+            loop.pause(False)
+        return adapter_pb2.ResumeResponse()
+
+    async def Rollback(
+        self, request: adapter_pb2.RollbackRequest, context: grpc.aio.ServicerContext
+    ) -> adapter_pb2.RollbackResponse:
+        """Earlier weights again, on every replica."""
+        head, version = read_rollback_request(request)
+        chosen = self._chosen(head)
+        if len(chosen) != 1:
+            raise InvalidField("head", f"say which: {', '.join(self._loops)}")
+        return rollback_to_wire(await chosen[0].rollback(version))

@@ -1,0 +1,178 @@
+"""A whole stack with an adapter: whatever happens to the weights, to Redis and to the adapter, the text is plain's."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from coppice.adaptation.client import AdapterClient
+from coppice.adaptation.push import Replica
+from coppice.adaptation.status import HeadStatus
+from coppice.adaptation.weights import Weights, pack_update
+from coppice.client import AsyncClient, Client
+from coppice.launch import Stack
+from coppice.limits import Limits
+from coppice.nn.layouts import load_specblock, public_weights
+from coppice.sampling import SamplingParams
+from coppice.stack_spec import HeadSpec, StackSpec
+from tests.pipeline.test_feature_heads import KINDS, PROMPTS, heads, target
+from tests.pushes import altered
+
+__all__ = ["heads", "target"]  # fixtures
+
+NEW = 40
+SAMPLINGS = (SamplingParams(), SamplingParams(temperature=0.7, seed=3), SamplingParams(temperature=1.0, seed=4))
+POLICIES = ("single:block", "single:eagle", "route", "merge")
+PUSHES = 5000 if os.environ.get("COPPICE_PROOF") else 1000
+FLAGS = {
+    "adapter.head_samples": 8,
+    "adapter.full_samples": 2,
+    "adapter.poll_s": 0.3,
+    "bandit.warmup_queries": 2,
+    "bandit.interval": 2,
+    "bandit.exploration": 1.0,
+    "bandit.cold_events": 1000,
+}
+
+
+@pytest.fixture(scope="module")
+def spec(target: Path, heads: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> StackSpec:
+    signals = {"adaptation.window": 12, "adaptation.stride": 4, "adaptation.timeout_s": 0.5}
+    deadline = {"orchestrator.draft_deadline_ms": 20_000}
+    folder = tmp_path_factory.mktemp("adapter")
+    return StackSpec(
+        target=target,
+        heads=tuple(HeadSpec(name, kind, heads[name]) for name, kind in KINDS.items()),
+        dtype="float32",
+        verifier_threads=1,
+        drafter_threads=1,
+        adapt=True,
+        log_dir=tmp_path_factory.mktemp("logs"),
+        extra={
+            "adapter": FLAGS | signals | {"adapter.folder": folder},
+            "orchestrator": signals | deadline,
+            "drafter": signals,
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def stack(spec: StackSpec) -> Iterator[Stack]:
+    with Stack(spec) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def plain(stack: Stack) -> dict[tuple[int, int], tuple[int, ...]]:
+    """What plain decoding answers, by prompt and way of drawing."""
+    with Client(stack.address) as client:
+        return {
+            (prompt, drawn): client.generate(
+                PROMPTS[prompt], policy="plain", sampling=sampling, max_new_tokens=NEW, ignore_eos=True
+            ).ids
+            for prompt, (drawn, sampling) in itertools.product(range(len(PROMPTS)), enumerate(SAMPLINGS))
+        }
+
+
+def answers_are_plains(client: Client, plain: dict[tuple[int, int], tuple[int, ...]], policy: str) -> None:
+    for (prompt, drawn), wanted in plain.items():
+        sampling = SAMPLINGS[drawn]
+        answer = client.generate(PROMPTS[prompt], policy=policy, sampling=sampling, max_new_tokens=NEW, ignore_eos=True)
+        assert answer.ids == wanted
+
+
+def status(stack: Stack) -> dict[str, HeadStatus]:
+    with AdapterClient(stack.services["adapter"].address) as adapter:
+        return {one.head: one for one in adapter.status(history=100)}
+
+
+def test_texts_are_plains_while_both_heads_are_adapted(
+    stack: Stack, plain: dict[tuple[int, int], tuple[int, ...]]
+) -> None:
+    with Client(stack.address) as client:
+        for _ in range(6):
+            for policy in POLICIES:
+                answers_are_plains(client, plain, policy)
+            told = status(stack)
+            if all(one.events >= 3 for one in told.values()):
+                break
+    assert set(told) == set(KINDS)
+    for one in told.values():
+        assert one.events >= 3, one
+        assert one.queries == len(one.history) or one.queries > 100
+        assert {change.what for change in one.changes} <= {"head", "full", "revert"}
+        assert all(replica.current for replica in one.replicas)
+
+
+def test_texts_are_plains_beside_a_thousand_pushes(
+    stack: Stack, plain: dict[tuple[int, int], tuple[int, ...]], target: Path, heads: dict[str, Path]
+) -> None:
+    """Some of them are of random weights. The adapter, which would put its own back, is held still."""
+    loaded = load_specblock(heads["block"], target)
+    first = Weights.of(public_weights(loaded.model, loaded.config))
+    address = stack.services["drafter-block"].address
+    adapter = stack.services["adapter"].pid
+    os.kill(adapter, signal.SIGSTOP)
+    pushed = generated = 0
+    ended = asyncio.Event()
+
+    async def pushing() -> None:
+        nonlocal pushed
+        async with Replica(address, Limits()) as replica:
+            version = (await replica.describe()).weights_version
+            for number in range(PUSHES):
+                names = None if number % 10 == 0 else ["lm_head.weight"]
+                new = altered(first, number, names, version + number + 1)
+                await replica.push(*pack_update("block", first, new))
+                pushed += 1
+        ended.set()
+
+    async def generating(client: AsyncClient, policy: str) -> None:
+        nonlocal generated
+        for (prompt, drawn), wanted in itertools.cycle(plain.items()):
+            answer = await client.generate(
+                PROMPTS[prompt], policy=policy, sampling=SAMPLINGS[drawn], max_new_tokens=NEW, ignore_eos=True
+            )
+            assert answer.ids == wanted
+            generated += 1
+            if ended.is_set():
+                return
+
+    async def both() -> None:
+        async with AsyncClient(stack.address) as client:
+            await asyncio.gather(pushing(), *(generating(client, policy) for policy in ("single:block", "merge")))
+
+    try:
+        asyncio.run(both())
+    finally:
+        os.kill(adapter, signal.SIGCONT)
+    assert (pushed, generated > 20) == (PUSHES, True)
+    until = time.monotonic() + 30
+    while not all(one.current for one in status(stack)["block"].replicas):  # the adapter's own weights again
+        assert time.monotonic() < until
+        time.sleep(0.2)
+
+
+def test_texts_are_plains_without_redis_and_without_the_adapter(
+    spec: StackSpec, plain: dict[tuple[int, int], tuple[int, ...]], tmp_path: Path
+) -> None:
+    extra = {**spec.extra, "adapter": {**spec.extra["adapter"], "adapter.folder": tmp_path / "state"}}
+    with Stack(replace(spec, log_dir=tmp_path / "logs", extra=extra)) as stack, Client(stack.address) as client:
+        answers_are_plains(client, plain, "merge")
+        for pid in (stack.pids[-1], stack.services["adapter"].pid):  # Redis is the last one
+            os.kill(pid, signal.SIGSTOP)
+            answers_are_plains(client, plain, "merge")
+            os.kill(pid, signal.SIGCONT)
+            answers_are_plains(client, plain, "single:block")
+            os.kill(pid, signal.SIGKILL)
+            answers_are_plains(client, plain, "merge")
+            stack.check()  # neither is missed
+        assert stack.lost()

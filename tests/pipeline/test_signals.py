@@ -1,0 +1,217 @@
+"""Signals of a stack of real processes over a real Redis: what arrives adds up, and the text never depends on it.
+
+The heads are random; a vocabulary of 32 makes them right now and then.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from coppice.adaptation.local_redis import LocalRedis
+from coppice.adaptation.records import Demand, QueryRecord, Sample, demand_key
+from coppice.bench.reference import Reference
+from coppice.client import Client
+from coppice.generation import Chunk
+from coppice.launch import Stack
+from coppice.sampling import SamplingParams
+from coppice.stack_spec import HeadSpec, StackSpec
+from tests.pipeline.test_feature_heads import DRAFT_VOCAB, KINDS, PROMPTS, VOCAB, heads, target
+from tests.signals import counts, eventually, queries, samples
+from tests.unit.test_feature_heads import HIDDEN
+
+__all__ = ["heads", "target"]  # fixtures
+
+NEW, WINDOW = 40, 16
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0, seed=4)
+POLICIES = ("single:block", "single:eagle", "route", "merge")
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[LocalRedis]:
+    with LocalRedis() as first:
+        port = first.port
+    with LocalRedis(port) as running:  # on a port that it takes again when it is started again
+        yield running
+
+
+@pytest.fixture(scope="module")
+def stack(
+    target: Path, heads: dict[str, Path], redis: LocalRedis, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stack]:
+    """Both heads; drafts are waited for, so that none is superseded."""
+    told = {
+        "adaptation.redis": redis.url,
+        "adaptation.window": WINDOW,
+        "adaptation.stride": 1,
+        "adaptation.timeout_s": 0.5,
+    }
+    spec = StackSpec(
+        target=target,
+        heads=tuple(HeadSpec(name, kind, heads[name]) for name, kind in KINDS.items()),
+        dtype="float32",
+        verifier_threads=1,
+        drafter_threads=1,
+        log_dir=tmp_path_factory.mktemp("logs"),
+        extra={"orchestrator": {"orchestrator.draft_deadline_ms": 20_000, **told}, "drafter": told},
+    )
+    with Stack(spec) as running:
+        yield running
+    assert not running.unclean
+
+
+@pytest.fixture
+def store(redis: LocalRedis) -> Redis:
+    """An empty Redis."""
+    client = Redis.from_url(redis.url)
+    client.flushall()
+    return client
+
+
+def metrics(stack: Stack) -> dict[str, str]:
+    """Where each process that tells something counts."""
+    return {name: stack.services[name].metrics for name in ("orchestrator", "drafter-block", "drafter-eagle")}
+
+
+def demand(store: Redis, stack: Stack, client: Client, wanted: Demand) -> None:
+    """Ask both heads for samples, and wait until they send them."""
+    for head in KINDS:
+        store.set(demand_key("coppice", head), wanted)
+
+    def heard(head: str) -> bool:
+        client.generate(PROMPTS[1], policy=f"single:{head}", max_new_tokens=NEW, ignore_eos=True)
+        return eventually(lambda: any(one.kind == wanted for one in samples(store, head)), 0.5)
+
+    assert all(eventually(lambda head=head: heard(head)) for head in KINDS)  # type: ignore[misc]
+    assert eventually(lambda: all(counts(address).settled for address in metrics(stack).values()))
+    for head in KINDS:
+        store.delete(f"coppice:{head}:queries", f"coppice:{head}:samples")
+
+
+def generated(client: Client, policy: str, sampling: SamplingParams) -> tuple[list[int], int, int]:
+    """Ids, steps, and the steps whose verified tree had children where the walk left it."""
+    ids: list[int] = []
+    steps = left = 0
+    told = {"policy": policy, "sampling": sampling, "max_new_tokens": NEW, "ignore_eos": True, "trees": True}
+    for event in client.stream(PROMPTS[2], **told):
+        if isinstance(event, Chunk):
+            ids += event.ids
+            if (tree := event.tree) is not None:
+                steps += 1
+                end = tree.accepted[-1] if tree.accepted else 0
+                left += end in tree.parents and len(event.ids) > len(tree.accepted)
+    return ids, steps, left
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_queries_and_samples_arrive_and_add_up(
+    stack: Stack, client: Client, reference: Reference, store: Redis, sampling: SamplingParams
+) -> None:
+    demand(store, stack, client, "full")
+    plain = client.generate(PROMPTS[2], policy="plain", sampling=sampling, max_new_tokens=NEW, ignore_eos=True).ids
+    if not sampling.temperature:
+        assert plain == reference.greedy(PROMPTS[2], NEW).ids
+    text = [*PROMPTS[2], *plain]
+    for policy in POLICIES:
+        store.delete(*(f"coppice:{head}:{stream}" for head in KINDS for stream in ("queries", "samples")))
+        ids, steps, left = generated(client, policy, sampling)
+        assert tuple(ids) == plain
+        asked = [head for head in KINDS if policy in (f"single:{head}", "route", "merge")]
+        assert eventually(lambda asked=asked: all(queries(store, head) for head in asked))  # type: ignore[misc]
+        assert eventually(lambda: all(counts(address).settled for address in metrics(stack).values()))
+        found = {head: queries(store, head)[0] for head in asked}
+        missed = {head: [one for one in samples(store, head) if one.session == found[head].session] for head in asked}
+        for head in asked:
+            check_query(found[head], policy, steps, missed[head])
+            check_samples(missed[head], text)
+        total = sum(record.rejections for record in found.values())
+        assert total > 3
+        assert policy == "merge" or total == left  # one head's tree was verified, and it alone says what it missed
+        assert not any(queries(store, head) or samples(store, head) for head in set(KINDS) - set(asked))
+    assert all(not counts(address).dropped for address in metrics(stack).values())
+
+
+def check_query(record: QueryRecord, policy: str, steps: int, missed: list[Sample]) -> None:
+    assert (record.policy, record.steps, record.versions, record.load) == (policy, steps, (0, 0), 1.0)
+    assert record.new_tokens == NEW
+    assert record.tau == pytest.approx((NEW - 1) / steps)  # the first token came with the prompt
+    assert record.rejections == len(missed) <= steps
+    assert record.s == pytest.approx(sum(one.miss for one in missed), rel=1e-12)
+    assert min(record.tokens_per_s, record.step_ns, record.draft_ns) > 0
+
+
+def check_samples(missed: list[Sample], text: list[int]) -> None:
+    """Each is about a position of the text, in order, and holds the text up to there."""
+    positions = [one.position for one in missed]
+    assert positions == sorted(set(positions))
+    for one in missed:
+        end = one.position + 1
+        if end <= len(text):
+            assert one.target_id == text[one.position]
+            assert one.tokens.tolist() == text[end - 1 - WINDOW : end]
+        assert one.feature_rows().shape == (WINDOW, 3 * HIDDEN)
+        assert one.hidden.shape == (HIDDEN,)
+        assert 0 <= one.miss <= 1
+        if len(one.top_ids):
+            assert (len(one.top_ids), one.tail < 1e-4) == (VOCAB, True)
+    assert DRAFT_VOCAB < VOCAB
+
+
+def test_head_samples_hold_no_text_and_without_demand_there_are_none(
+    stack: Stack, client: Client, store: Redis
+) -> None:
+    demand(store, stack, client, "head")
+    generated(client, "single:block", GREEDY)
+    assert eventually(lambda: len(samples(store, "block")) > 3)
+    assert {(one.kind, len(one.tokens), one.features) for one in samples(store, "block")} == {("head", 0, b"")}
+    store.delete(*(demand_key("coppice", head) for head in KINDS))
+
+    def silent() -> bool:
+        before = counts(metrics(stack)["drafter-block"]).produced
+        generated(client, "single:block", GREEDY)
+        return counts(metrics(stack)["drafter-block"]).produced == before
+
+    assert eventually(silent)
+    seen = queries(store, "block")
+    assert seen[-1].rejections > 3  # misses are told all the same
+
+
+def test_a_redis_that_dies_comes_back_and_is_flushed_changes_no_text_and_is_counted(
+    stack: Stack, client: Client, reference: Reference, redis: LocalRedis, store: Redis
+) -> None:
+    demand(store, stack, client, "full")
+    lost = {name: counts(address) for name, address in metrics(stack).items()}
+    ids: list[int] = []
+    phases = iter((20, 120, 220, 10_000))
+    until, phase = next(phases), 0
+    for event in client.stream(PROMPTS[2], policy="merge", max_new_tokens=400, ignore_eos=True):
+        if not isinstance(event, Chunk):
+            continue
+        ids += event.ids
+        if len(ids) >= until:
+            until, phase = next(phases), phase + 1
+            if phase == 1:
+                assert redis.pid is not None
+                os.kill(redis.pid, signal.SIGKILL)
+            elif phase == 2:
+                redis.stop()
+                redis.start()
+                for head in KINDS:
+                    store.set(demand_key("coppice", head), "full")
+            else:
+                store.flushall()
+    assert phase == 3
+    assert tuple(ids) == reference.greedy(PROMPTS[2], 400).ids
+    demand(store, stack, client, "full")  # all of it works again, and everything was sent or dropped
+    generated(client, "merge", GREEDY)
+    assert eventually(lambda: len(queries(store, "block")) == len(queries(store, "eagle")) == 1)
+    for name, address in metrics(stack).items():
+        assert eventually(lambda address=address: counts(address).settled)  # type: ignore[misc]
+        told = counts(address)
+        assert told.produced > lost[name].produced
+        assert set(told.dropped) <= {"redis"}

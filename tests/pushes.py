@@ -1,0 +1,220 @@
+"""Pushes of weights for tests: a good one, and every way to spoil it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from coppice.adaptation.weights import Weights, pack_update
+from coppice.errors import CoppiceError, InvalidField, StaleFence
+from coppice.messages import WeightsHeader, WeightsPart
+
+PART = 4096  # bytes; a tiny head's file in several parts
+MATRIX = "lm_head.weight"
+
+
+def altered(weights: Weights, seed: int, names: Sequence[str] | None = None, version: int | None = None) -> Weights:
+    """The next version: some tensors (None: all) moved a little."""
+    generator = torch.Generator().manual_seed(seed)
+    moved = {}
+    for name in names if names is not None else weights.tensors:
+        tensor = weights.tensors[name]
+        moved[name] = tensor + 0.3 * tensor.std() * torch.randn(tensor.shape, generator=generator) + 0.01
+    return weights.changed(moved, weights.version + 1 if version is None else version)
+
+
+@dataclass(frozen=True)
+class Push:
+    """What is sent."""
+
+    header: WeightsHeader
+    parts: list[WeightsPart]
+
+    @classmethod
+    def of(cls, head: str, parent: Weights, weights: Weights) -> Push:
+        """As the adapter would send it, in smaller parts."""
+        header, parts = pack_update(head, parent, weights)
+        return cls(header, parts).with_file(b"".join(part.data for part in parts))
+
+    @property
+    def file(self) -> bytes:
+        return b"".join(part.data for part in self.parts)
+
+    def announcing(self, **numbers: object) -> Push:
+        """The same with another header."""
+        return Push(replace(self.header, **numbers), self.parts)  # type: ignore[arg-type]
+
+    def with_file(self, file: bytes) -> Push:
+        """Another file, announced as it is."""
+        parts = [WeightsPart(at // PART, file[at : at + PART]) for at in range(0, len(file), PART)]
+        sha256 = hashlib.sha256(file).digest()
+        return Push(replace(self.header, sha256=sha256, size=len(file), parts=len(parts)), parts)
+
+    def with_parts(self, parts: Sequence[WeightsPart]) -> Push:
+        """Other parts under the same header."""
+        return Push(self.header, list(parts))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A good push over `live`, a version above 1 whose checkpoint is `first`."""
+
+    head: str
+    first: Weights
+    live: Weights
+
+    @property
+    def new(self) -> Weights:
+        return altered(self.live, 17)
+
+    @property
+    def good(self) -> Push:
+        return Push.of(self.head, self.live, self.new)
+
+    def sending(self, tensors: Mapping[str, Tensor | None]) -> Push:
+        """The good push with some tensors replaced in the file and None left out, its hash that of what is sent."""
+        sent = load(self.good.file) | {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        sent = {name: tensor for name, tensor in sent.items() if tensors.get(name, tensor) is not None}
+        push = self.good.with_file(save(sent))
+        told = self.live.changed({name: tensor.float() for name, tensor in sent.items()}, 0)
+        return push.announcing(weights_hash=told.hash)
+
+    def spoiled(self, value: float) -> Push:
+        """The good push with one number replaced."""
+        tensor = self.new.tensors[MATRIX].clone()
+        tensor[3, 5] = value
+        return self.sending({MATRIX: tensor})
+
+    def flipped(self) -> bytes:
+        """The file with its last number's lowest bit flipped."""
+        file = bytearray(self.good.file)
+        file[-4] ^= 1
+        return bytes(file)
+
+
+def _cut(push: Push) -> Push:
+    last = push.parts[-1]
+    return push.with_parts([*push.parts[:-1], WeightsPart(last.number, last.data[:-8])])
+
+
+def _stranger(case: Case) -> Push:
+    """Another head's update under this head's name."""
+    other = Weights.of({name: tensor + 1 for name, tensor in case.live.tensors.items()}, case.live.version)
+    return Push.of(case.head, other, altered(other, 3))
+
+
+Made = Callable[[Case], Push]
+INVALID, STALE = InvalidField, StaleFence
+
+CORRUPTIONS: dict[str, tuple[Made, type[CoppiceError], str]] = {
+    "truncated": (lambda case: _cut(case.good), INVALID, r"part\.data: \d+ bytes came, \d+ were announced"),
+    "truncated, announced so": (
+        lambda case: case.good.with_file(case.good.file[:-8]),
+        INVALID,
+        r"tensors\..*: its bytes are not where",
+    ),
+    "flipped bit": (
+        lambda case: Push(case.good.header, case.good.with_file(case.flipped()).parts),
+        INVALID,
+        r"header\.sha256: the bytes that came have",
+    ),
+    "flipped bit, announced so": (
+        lambda case: case.good.with_file(case.flipped()),
+        INVALID,
+        r"header\.weights_hash: with these tensors the weights have",
+    ),
+    "missing chunk": (
+        lambda case: case.good.with_parts([case.good.parts[0], *case.good.parts[2:]]),
+        INVALID,
+        r"part\.number: 2 came; expected part 1",
+    ),
+    "missing last chunk": (
+        lambda case: case.good.with_parts(case.good.parts[:-1]),
+        INVALID,
+        r"part\.number: the stream ended; expected part",
+    ),
+    "duplicate chunk": (
+        lambda case: case.good.with_parts([*case.good.parts[:2], *case.good.parts[1:]]),
+        INVALID,
+        r"part\.number: 1 came; expected part 2",
+    ),
+    "duplicate last chunk": (
+        lambda case: case.good.with_parts([*case.good.parts, case.good.parts[-1]]),
+        INVALID,
+        r"part\.number: \d+ came; expected the end",
+    ),
+    "more bytes than announced": (
+        lambda case: case.good.announcing(size=case.good.header.size - 1),
+        INVALID,
+        r"part\.data: \d+ bytes so far are more",
+    ),
+    "wrong SHA-256": (lambda case: case.good.announcing(sha256=b"\1" * 32), INVALID, r"header\.sha256"),
+    "unknown key": (
+        lambda case: case.sending({"extra.weight": torch.ones(2)}),
+        INVALID,
+        r"tensors\.extra\.weight: is no tensor of this head",
+    ),
+    "unknown key d2t": (
+        lambda case: case.sending({"d2t": torch.zeros(48, dtype=torch.int64)}),
+        INVALID,
+        r"tensors\.d2t: is no tensor of this head that may be replaced",
+    ),
+    "missing key": (
+        lambda case: case.sending({MATRIX: None}).announcing(weights_hash=case.new.hash),
+        INVALID,
+        r"header\.weights_hash: .* some are missing",
+    ),
+    "wrong shape": (
+        lambda case: case.sending({MATRIX: case.new.tensors[MATRIX].T.contiguous()}),
+        INVALID,
+        r"tensors\.lm_head\.weight: has shape \[32, 48\], expected \[48, 32\]",
+    ),
+    "wrong dtype": (
+        lambda case: case.sending({MATRIX: case.new.tensors[MATRIX].bfloat16()}),
+        INVALID,
+        r"tensors\.lm_head\.weight: is of dtype BF16, expected F32",
+    ),
+    "NaN": (lambda case: case.spoiled(float("nan")), INVALID, r"tensors\.lm_head\.weight: is not finite"),
+    "Inf": (lambda case: case.spoiled(float("-inf")), INVALID, r"tensors\.lm_head\.weight: is not finite"),
+    "old version": (
+        lambda case: case.good.announcing(version=case.live.version - 1),
+        STALE,
+        r"version 1 with hash .* is old; expected one above version 2",
+    ),
+    "the version in use with other weights": (
+        lambda case: case.good.announcing(version=case.live.version),
+        STALE,
+        r"version 2 with hash .* is old",
+    ),
+    "wrong parent": (
+        lambda case: case.good.announcing(parent=1),
+        STALE,
+        r"the parent is version 1 .*; expected version 0 with hash .* or version 2 with hash",
+    ),
+    "wrong parent's hash": (
+        lambda case: case.good.announcing(parent_hash=case.first.hash),
+        STALE,
+        r"the parent is version 2 .*; expected",
+    ),
+    "another head's": (
+        lambda case: case.good.announcing(head="another"),
+        STALE,
+        r"these weights are for the head another; this drafter serves",
+    ),
+    "another head's under this one's name": (_stranger, STALE, r"the parent is version 2"),
+    "changes nothing": (
+        lambda case: case.sending(case.live.tensors),
+        INVALID,
+        r"header\.weights_hash: version 3 would change nothing",
+    ),
+    "changes nothing and says it does": (
+        lambda case: case.sending(case.live.tensors).announcing(weights_hash=case.new.hash),
+        INVALID,
+        r"header\.weights_hash: with these tensors",
+    ),
+}

@@ -1,0 +1,430 @@
+"""The adapter process beside real drafters and a real Redis: records go in, weights come out, and can be taken back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from redis import Redis
+
+from coppice.adaptation.client import AdapterClient
+from coppice.adaptation.local_redis import LocalRedis
+from coppice.adaptation.push import Replica
+from coppice.adaptation.records import (
+    GROUP,
+    Kind,
+    QueryRecord,
+    Sample,
+    demand_key,
+    queries_key,
+    query_to_fields,
+    sample_to_fields,
+    samples_key,
+)
+from coppice.adaptation.status import HeadStatus
+from coppice.adaptation.weights import Weights, pack_update
+from coppice.config import load_settings
+from coppice.errors import InvalidField, NotFound
+from coppice.limits import Limits
+from coppice.messages import HeadDescription
+from services.adapter.__main__ import serve
+from tests.processes import Service
+from tests.pushes import altered
+from tests.services.test_signal_stream import redis
+from tests.signals import eventually
+from tests.tiny import make_target
+from tests.unit.test_feature_heads import HIDDEN, VOCAB, build, save_random
+
+__all__ = ["redis"]  # the fixture
+
+HEAD = "block"
+KILLS = 20 if os.environ.get("COPPICE_PROOF") else 2
+StartService = Callable[..., Service]
+Claim = Callable[[HeadStatus], bool]
+Feed = Callable[[HeadStatus], None]
+numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=8, hidden=HIDDEN, tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random(tmp_path_factory.mktemp("head"), "specblock")
+
+
+@pytest.fixture(scope="module")
+def first(head: Path, target: Path) -> Weights:
+    """The checkpoint, as this process reads it."""
+    return build("specblock", head, target)[0].weights
+
+
+class Bench:
+    """Drafters, an adapter, and a hand that writes records into Redis."""
+
+    def __init__(self, start: StartService, target: Path, head: Path, redis: LocalRedis, folder: Path) -> None:
+        self._start, self._target, self._head, self._folder = start, target, head, folder
+        self.redis = redis
+        self.draft_ids: list[int] = build("specblock", head, target)[0].target_ids.tolist()
+        self.drafters: list[Service] = []
+        self.addresses: list[str] = []
+
+    def drafter(self, port: int = 0) -> Service:
+        flags = ["--drafter.kind", "specblock", "--drafter.name", HEAD, "--drafter.path", str(self._head)]
+        flags += ["--drafter.target", str(self._target), "--drafter.threads", "1", "--server.port", str(port)]
+        made = self._start("services.drafter", *flags)
+        self.drafters.append(made)
+        if made.address not in self.addresses:
+            self.addresses.append(made.address)
+        return made
+
+    def adapter(self, *flags: str) -> Service:
+        """Small buffers and windows, no warm-up to speak of; later flags win."""
+        told = {
+            "adaptation.redis": self.redis.url,
+            "adaptation.timeout_s": "0.5",
+            "adapter.target": str(self._target),
+            "adapter.heads": f"{HEAD}={self._head}",
+            "adapter.folder": str(self._folder),
+            "adapter.head_samples": "4",
+            "adapter.full_samples": "2",
+            "adapter.poll_s": "0.2",
+            "bandit.warmup_queries": "2",
+            "bandit.interval": "3",
+            "bandit.policy": "head-only",
+            "drift.window": "4",
+            "drift.canary_queries": "3",
+            "learner.head_rate": "0.01",
+        } | dict(zip(flags[::2], flags[1::2], strict=True))
+        pairs = [(f"--{name}", value) for name, value in told.items()]
+        pairs += [("--adapter.drafters", f"{HEAD}={address}") for address in self.addresses]
+        return self._start("services.adapter", *itertools.chain(*pairs))
+
+    @property
+    def store(self) -> Redis:
+        return Redis.from_url(self.redis.url, socket_timeout=5)
+
+    def query(self, version: int = 0, samples: int = 2, kind: Kind = "head", **told: Any) -> None:
+        """One query that ended, and its samples before it."""
+        session, store = f"q{next(numbers)}", self.store
+        for number in range(samples):
+            store.xadd(
+                samples_key("coppice", HEAD),
+                as_entry(sample_to_fields(sample(session, version, kind, self.draft_ids[number]))),
+            )
+        store.xadd(queries_key("coppice", HEAD), as_entry(query_to_fields(record(session, version, **told))))
+
+    def answer(self, status: HeadStatus) -> None:
+        """A query on the live version, and a sample of each kind."""
+        self.query(status.version, 1, "full")
+        self.query(status.version, 2, "head")
+
+    def until(self, adapter: Service, claim: Claim, feed: Feed | None = None) -> Any:
+        """Feed until the status is as claimed; returns it."""
+        with AdapterClient(adapter.address) as client:
+            for _ in range(400):
+                (status,) = client.status(history=50)
+                if claim(status):
+                    return status
+                if feed is not None:
+                    feed(status)
+                time.sleep(0.05)
+        raise AssertionError(f"never came to pass; {status}\n{adapter.log[-3000:]}")
+
+    def live(self) -> list[HeadDescription]:
+        """What every drafter uses."""
+
+        async def ask() -> list[HeadDescription]:
+            found = []
+            for address in self.addresses:
+                async with Replica(address, Limits()) as replica:
+                    found.append(await replica.describe())
+            return found
+
+        return asyncio.run(ask())
+
+
+@pytest.fixture
+def bench(start_service: StartService, target: Path, head: Path, redis: LocalRedis, tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(start_service, target, head, redis, tmp_path / "state")
+    yield made
+    for drafter in made.drafters:
+        drafter.stop()
+
+
+def as_entry(fields: Any) -> Any:
+    return fields
+
+
+def record(session: str, version: int, tau: float = 2.0, tokens_per_s: float = 50.0, s: float = 9.0) -> QueryRecord:
+    return QueryRecord(session, s, 12, tau, 40, 20, tokens_per_s, 9, 9, (version, version), 1.0, f"single:{HEAD}")
+
+
+def sample(session: str, version: int, kind: Kind, token: int) -> Sample:
+    rng = np.random.default_rng(token)
+    tokens = np.append(rng.integers(0, VOCAB, 12), token)
+    return Sample(
+        kind=kind,
+        version=version,
+        session=session,
+        position=40,
+        target_id=token,
+        miss=0.9,
+        tail=0.1,
+        top_ids=tokens[-1:],
+        top_log_probs=np.array([-0.1], np.float32),
+        hidden=rng.standard_normal(HIDDEN).astype(np.float32),
+        tokens=tokens if kind == "full" else np.empty(0, np.int64),
+        features=rng.standard_normal((12, 3 * HIDDEN)).astype("<f4").tobytes() if kind == "full" else b"",
+    )
+
+
+def metric(adapter: Service, name: str) -> dict[str, float]:
+    """Samples of one metric by its labels."""
+    from urllib.request import urlopen
+
+    with urlopen(f"http://{adapter.metrics}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    found = [line.removeprefix(name).rsplit(" ", 1) for line in lines if line.startswith(name + "{")]
+    return {labels: float(value) for labels, value in found}
+
+
+def test_updates_reach_every_replica_and_one_that_comes_late(bench: Bench, first: Weights) -> None:
+    bench.drafter()
+    late = bench.drafter()
+    port = int(late.address.rpartition(":")[2])
+    late.stop()
+    adapter = bench.adapter("adapter.canary", "false")
+    assert {one.reachable for one in bench.until(adapter, lambda status: True).replicas} == {True, False}
+    status = bench.until(adapter, lambda status: status.version >= 1, bench.answer)
+    assert [change.what for change in status.changes] == ["head"] * len(status.changes)
+    assert status.weights_hash != first.hash
+    bench.drafter(port)
+    status = bench.until(adapter, lambda status: all(one.current for one in status.replicas))
+    live = bench.live()
+    assert {one.weights_hash for one in live} == {status.weights_hash}
+    assert {one.weights_version for one in live} == {status.version}
+    # Samples are asked for, and nothing that was read stays pending.
+    assert eventually(lambda: bench.store.get(demand_key("coppice", HEAD)) == b"head")
+    for key in (queries_key("coppice", HEAD), samples_key("coppice", HEAD)):
+        assert bench.store.xpending(key, GROUP)["pending"] == 0  # type: ignore[index]
+    assert metric(adapter, "coppice_adapter_updates_total")[f'{{action="head",head="{HEAD}"}}'] >= 1
+    assert adapter.stop() == 0
+
+
+def test_a_restart_goes_on_where_it_ended_and_damaged_files_do_not_stop_it(bench: Bench, tmp_path: Path) -> None:
+    drafter = bench.drafter()
+    port = int(drafter.address.rpartition(":")[2])
+    adapter = bench.adapter("bandit.policy", "full-only", "bandit.interval", "1")
+    before = bench.until(adapter, lambda status: status.version >= 2, bench.answer)
+    with AdapterClient(adapter.address) as client:
+        client.pause()
+    bench.until(adapter, lambda status: status.doing == "idle")
+    with AdapterClient(adapter.address) as client:
+        (before,) = client.status(history=50)
+    assert adapter.stop() == 0
+    drafter.stop()
+    bench.drafter(port)  # at version 0 again
+    adapter = bench.adapter("bandit.policy", "full-only", "bandit.interval", "1")
+    after = bench.until(adapter, lambda status: all(one.current for one in status.replicas))
+    assert (after.version, after.weights_hash, after.paused) == (before.version, before.weights_hash, True)
+    assert (after.queries, after.events, after.changes) == (before.queries, before.events, before.changes)
+    assert after.history == before.history
+    assert bench.live()[0].weights_hash == before.weights_hash
+    adapter.stop()
+    state = tmp_path / "state" / HEAD
+    (state / "learner.safetensors").write_bytes(b"damaged")
+    newest = state / f"version-{after.version:08d}" / "tensors.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1] + b"x")
+    adapter = bench.adapter("bandit.policy", "full-only", "bandit.interval", "1")
+    again = bench.until(adapter, lambda status: all(one.current for one in status.replicas))
+    assert again.version > after.version  # earlier values under a new number
+    assert again.weights_hash != after.weights_hash
+    adapter.stop()
+    (state / "state.json").write_bytes(b"{")
+    adapter = bench.adapter("bandit.policy", "full-only", "bandit.interval", "1")
+    empty = bench.until(adapter, lambda status: all(one.current for one in status.replicas))
+    assert (empty.queries, empty.paused) == (0, False)
+    known = again.version  # the number that the drafter has for the weights
+    bench.until(adapter, lambda now: now.version > known, lambda _: bench.query(version=known, kind="full"))
+
+
+def test_a_canary_is_refused_or_promoted_by_its_tau(bench: Bench, first: Weights) -> None:
+    bench.drafter()
+    bench.drafter()
+    adapter = bench.adapter()
+    status = bench.until(adapter, lambda status: status.doing == "canary", bench.answer)
+    assert (status.version, [one.version for one in status.replicas]) == (0, [1, 0])
+    for _ in range(5):
+        bench.query(version=0, tau=3.0)
+        bench.query(version=1, tau=1.2)
+    status = bench.until(adapter, lambda status: bool(status.changes) and all(one.current for one in status.replicas))
+    assert status.changes[-1].what == "refused"
+    assert status.weights_hash == first.hash == bench.live()[0].weights_hash == bench.live()[1].weights_hash
+    version = status.version
+    status = bench.until(adapter, lambda status: status.doing == "canary", bench.answer)
+    canary = max(one.version for one in status.replicas)
+    for _ in range(5):
+        bench.query(version=version, tau=3.0, samples=0)
+        bench.query(version=0, tau=3.0, samples=0)  # the other replica's number of the same weights
+        bench.query(version=canary, tau=3.5, samples=0)
+    status = bench.until(adapter, lambda status: status.version == canary)
+    assert {one.weights_hash for one in bench.live()} == {status.weights_hash} != {first.hash}
+    assert metric(adapter, "coppice_adapter_canaries_total") == {
+        f'{{head="{HEAD}",verdict="refused"}}': 1.0,
+        f'{{head="{HEAD}",verdict="promoted"}}': 1.0,
+    }
+
+
+def test_a_collapse_brings_the_good_weights_back(bench: Bench, first: Weights) -> None:
+    bench.drafter()
+    adapter = bench.adapter("bandit.interval", "8")
+    for _ in range(4):  # a window on version 0
+        bench.query(tau=4.0, samples=0)
+    bench.until(adapter, lambda status: status.queries == 4)
+    status = bench.until(adapter, lambda status: status.version == 1, lambda _: bench.query(tau=4.0))
+    for number in range(12):
+        bench.query(version=1, tau=1.1 + 0.01 * (number % 3), samples=0)
+    status = bench.until(adapter, lambda status: status.reverts == 1)
+    assert status.changes[-1].what == "revert"
+    assert (status.weights_hash, bench.live()[0].weights_hash) == (first.hash, first.hash)
+    assert status.version > 1
+    assert all(one.value is None for one in status.actions)
+
+
+def test_operators_pause_resume_and_roll_back(bench: Bench, first: Weights) -> None:
+    bench.drafter()
+    adapter = bench.adapter("bandit.interval", "1")
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        line = [str(Path(sys.executable).with_name("coppice")), "adapter", *arguments, "--address", adapter.address]
+        return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+
+    bench.until(adapter, lambda status: status.version >= 2, bench.answer)
+    assert command("pause").returncode == 0
+    status = bench.until(adapter, lambda status: status.paused and status.doing == "idle")
+    for _ in range(5):
+        bench.query(version=status.version)
+    paused = bench.until(adapter, lambda now: now.queries == status.queries + 5)
+    assert (paused.version, paused.events) == (status.version, status.events)
+    assert eventually(lambda: bench.store.get(demand_key("coppice", HEAD)) is None)
+    done = command("rollback", "--version", "0")
+    assert (done.returncode, done.stdout) == (0, f"version {status.version + 1} is in use\n")
+    assert bench.live()[0].weights_hash == first.hash
+    refused = command("rollback", "--version", "77")
+    assert refused.returncode == 2
+    assert "77 is not there; there are 0" in refused.stderr
+    assert command("resume").returncode == 0
+    bench.until(adapter, lambda now: now.version > status.version + 1, bench.answer)
+    shown = command("status")
+    assert shown.returncode == 0
+    assert "rollback" in shown.stdout
+    told = json.loads(command("status", "--json").stdout)["heads"][0]
+    assert (told["head"], len(told["history"])) == (HEAD, told["queries"])
+    adapter.stop()
+    assert command("status").returncode == 3
+
+
+def test_a_stranger_is_told_what_is_wrong(bench: Bench) -> None:
+    bench.drafter()
+    adapter = bench.adapter()
+    with AdapterClient(adapter.address) as client:
+        with pytest.raises(NotFound, match="head other is not adapted here; there are block"):
+            client.status("other")
+        with pytest.raises(InvalidField, match="head"):
+            client.pause("no name!")
+        with pytest.raises(InvalidField, match="history"):
+            client.status(history=10**6)
+    store = bench.store
+    for stream in (queries_key("coppice", HEAD), samples_key("coppice", HEAD)):
+        store.xadd(stream, {"meta": "{}"})
+        store.xadd(stream, {"meta": b"\xff", "by": b"x" * 10, "n": b"1"})
+    counted = lambda: sum(metric(adapter, "coppice_adapter_records_malformed_total").values())  # noqa: E731
+    assert eventually(lambda: counted() == 4)
+    bench.until(adapter, lambda status: status.version == 1, bench.answer)
+
+
+def test_redis_may_die_be_flushed_and_trim_what_was_not_read(bench: Bench) -> None:
+    bench.drafter()
+    adapter = bench.adapter("bandit.interval", "1")
+    version = bench.until(adapter, lambda status: status.version >= 1, bench.answer).version
+    bench.store.flushall()
+    version = bench.until(adapter, lambda status: status.version > version, bench.answer).version
+    assert bench.redis.pid is not None
+    os.kill(bench.redis.pid, signal.SIGKILL)
+    time.sleep(1)
+    bench.redis.stop()
+    bench.redis.start()
+    bench.until(adapter, lambda status: status.version > version, bench.answer)
+    # Senders number what Redis took: 1 was read, 2 to 9 were trimmed before they could be.
+    lost = lambda: metric(adapter, "coppice_adapter_records_lost_total").get('{stream="queries"}', 0.0)  # noqa: E731
+    for number in (1, 10):
+        fields = query_to_fields(record(f"n{number}", version)) | {b"by": b"sender", b"n": str(number).encode()}
+        bench.store.xadd(queries_key("coppice", HEAD), as_entry(fields))
+    assert eventually(lambda: lost() == 8)
+    assert adapter.stop() == 0
+
+
+def test_an_adapter_that_is_killed_at_any_moment_leaves_drafters_it_can_take_up_again(bench: Bench) -> None:
+    bench.drafter()
+    chance = random.Random(3)
+    newest = 0
+    for _ in range(KILLS):
+        adapter = bench.adapter("bandit.policy", "full-only", "bandit.interval", "1")
+        until = time.monotonic() + chance.uniform(0.2, 1.5)
+        while time.monotonic() < until:
+            bench.query(version=bench.live()[0].weights_version, kind="full")
+        adapter.kill()
+        assert bench.live()[0].weights_version >= newest
+        newest = bench.live()[0].weights_version
+    adapter = bench.adapter("bandit.policy", "full-only", "bandit.interval", "1")
+    status = bench.until(adapter, lambda status: all(one.current for one in status.replicas))
+    assert bench.live()[0].weights_hash == status.weights_hash
+    assert status.version >= newest > 0
+    bench.until(adapter, lambda now: now.version > status.version, bench.answer)
+
+
+def test_weights_that_somebody_else_pushed_are_replaced(bench: Bench, first: Weights) -> None:
+    bench.drafter()
+    adapter = bench.adapter("bandit.policy", "never")
+    bench.until(adapter, lambda status: True)
+
+    async def push() -> None:
+        async with Replica(bench.addresses[0], Limits()) as replica:
+            await replica.push(*pack_update(HEAD, first, altered(first, 5, version=40)))
+
+    asyncio.run(push())
+    status = bench.until(adapter, lambda status: status.version > 40 and status.replicas[0].current)
+    assert (status.weights_hash, bench.live()[0].weights_hash) == (first.hash, first.hash)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--adaptation.redis", ""], "adaptation.redis: the adapter reads from Redis"),
+        (["--adapter.heads", "block"], "adapter.heads: Value error, 'block' is not NAME=VALUE"),
+        (["--adapter.drafters", "other=x:1"], "adapter.drafters: other=x:1 serves none of block"),
+        (["--adapter.drafters", ""], "adapter.drafters"),
+    ],
+)
+def test_unusable_settings_are_named(flags: list[str], why: str, head: Path, target: Path) -> None:
+    told = {"--adaptation.redis": "redis://127.0.0.1:1", "--adapter.heads": f"block={head}"}
+    told |= {"--adapter.drafters": "block=127.0.0.1:1", "--adapter.target": str(target)}
+    told |= dict(zip(flags[::2], flags[1::2], strict=True))
+    with pytest.raises(InvalidField, match=re.escape(why)):
+        asyncio.run(serve(load_settings([*itertools.chain(*told.items())])))

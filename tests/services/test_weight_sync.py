@@ -1,0 +1,292 @@
+"""Pushes of weights into drafter processes that draft meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from coppice.adaptation.push import Replica
+from coppice.adaptation.weights import Weights
+from coppice.errors import CoppiceError, InvalidField, Overloaded, StaleFence
+from coppice.limits import Limits
+from coppice.messages import TreeDelta, WeightsPart
+from coppice.nn.features import FeatureHead
+from coppice.nn.head import DraftJob
+from coppice.rpc.channels import open_channel
+from coppice.v1 import drafter_pb2_grpc
+from coppice.wire.drafter import open_draft_to_wire, weights_to_wire
+from tests.processes import Service
+from tests.pushes import CORRUPTIONS, Case, Made, Push, altered
+from tests.services import test_drafter
+from tests.tiny import make_target
+from tests.unit.test_feature_heads import GREEDY, HIDDEN, VOCAB, Text, build, drafted, opened, paths, save_random
+from tests.unit.test_weights import saved
+
+KINDS = ["specblock", "eagle3"]
+METHOD = "/coppice.v1.DrafterService/SyncWeights"
+StartService = Callable[..., Service]
+
+
+@dataclass
+class Setup:
+    """A head's folder, and how to serve it here and in a process."""
+
+    kind: str
+    source: Path
+    target: Path
+    start_service: StartService
+
+    def start(self) -> Service:
+        flags = ["--drafter.kind", self.kind, "--drafter.path", str(self.source)]
+        flags += ["--drafter.target", str(self.target), "--drafter.threads", "1"]
+        return self.start_service("services.drafter", *flags, "--drafter.top_k", "8", "--drafter.depth", "6")
+
+    def head(self, source: Path | None = None) -> FeatureHead[Any]:
+        return build(self.kind, source or self.source, self.target, top_k=8, depth=6)[0]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def setup(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, start_service: StartService
+) -> Setup:
+    folder = tmp_path_factory.mktemp(request.param)
+    target = make_target(folder / "target", VOCAB, layers=8, hidden=HIDDEN, tokenizer=False)
+    return Setup(request.param, save_random(folder / "head", request.param), target, start_service)
+
+
+@pytest.fixture(scope="module")
+def first(setup: Setup) -> Weights:
+    """The checkpoint's weights, as this process reads them."""
+    return setup.head().weights
+
+
+@pytest.fixture(scope="module")
+def drafter(setup: Setup) -> Service:
+    return setup.start()
+
+
+@pytest.fixture(scope="module")
+def case(setup: Setup, drafter: Service, first: Weights) -> Case:
+    """The drafter at version 2."""
+    return Case(setup.kind, first, altered(first, 1, version=2))
+
+
+@contextlib.asynccontextmanager
+async def at_version_2(drafter: Service, case: Case) -> AsyncIterator[Replica]:
+    async with Replica(drafter.address, Limits()) as replica:
+        push = Push.of(case.head, case.first, case.live)
+        synced = await replica.push(push.header, push.parts)
+        assert (synced.version, synced.weights_hash) == (2, case.live.hash)
+        yield replica
+
+
+async def state(replica: Replica) -> tuple[int, bytes]:
+    head = await replica.describe()
+    return head.weights_version, head.weights_hash
+
+
+class Client(test_drafter.Client):
+    """A session over a text with features."""
+
+    def __init__(self, stub: Any, text: Text, length: int) -> None:
+        super().__init__(stub, text.ids[:length], features=text.inline(0, length))
+        self.text = text
+
+    async def open(self) -> Client:
+        await self.call.write(open_draft_to_wire(self.opening))
+        self.version = await self.read()
+        return self
+
+    async def next(self, commit: int) -> TreeDelta:
+        """Commit some ids of the text and draft behind them."""
+        at = len(self.committed)
+        ids = self.text.ids[at : at + commit]
+        await self.send(self.text.ids[at + commit], ids, 40, features=self.text.inline(at, at + commit))
+        return await self.tree()
+
+
+async def first_tree(drafter: Service, text: Text, version: int) -> dict[tuple[int, ...], float]:
+    """What a new session drafts."""
+    async with test_drafter.connected(drafter) as stub:
+        client = await Client(stub, text, 12).open()
+        assert client.version == version
+        delta = await client.next(0)
+        assert delta.fence.weights_version == version
+        client.call.cancel()
+    nodes = delta.nodes
+    return paths(list(zip(nodes.tokens.tolist(), nodes.parents.tolist(), nodes.log_probs.tolist(), strict=True)))
+
+
+def own_tree(head: FeatureHead[Any], text: Text) -> dict[tuple[int, ...], float]:
+    """What a head in this process drafts."""
+    opened(head, 0, text, 12)
+    (tree,) = drafted(head, [DraftJob(0, text.ids[12], 12, 40, GREEDY)])
+    head.close(0)
+    return tree
+
+
+def assert_same(served: dict[tuple[int, ...], float], wanted: dict[tuple[int, ...], float]) -> None:
+    assert served.keys() == wanted.keys()
+    for path, score in wanted.items():
+        assert served[path] == pytest.approx(score, abs=1e-4)
+
+
+@pytest.mark.parametrize(("make", "error", "why"), CORRUPTIONS.values(), ids=CORRUPTIONS)
+async def test_a_corruption_is_refused_and_the_weights_in_use_stay(
+    make: Made, error: type[CoppiceError], why: str, drafter: Service, case: Case
+) -> None:
+    async with at_version_2(drafter, case) as replica:
+        push = make(case)
+        with pytest.raises(error, match=why):
+            await replica.push(push.header, push.parts)
+        assert await state(replica) == (2, case.live.hash)
+
+
+async def test_other_bytes_and_messages_out_of_order_are_refused(drafter: Service, case: Case) -> None:
+    good = case.good
+    header, part = weights_to_wire(good.header), weights_to_wire(good.parts[0])
+    streams = [
+        ([], "kind: the first message of a weight sync is header"),
+        ([part.SerializeToString()], "kind: the first message of a weight sync is header"),
+        ([header.SerializeToString()] * 2, "kind: every message but the first is part"),
+        ([b"\xff\xff"], "request: the bytes are not a message"),
+        ([header.SerializeToString(), b"\xff\xff"], "request: the bytes are not a message"),
+        ([b""], "kind: neither header nor part is set"),
+    ]
+    async with at_version_2(drafter, case) as replica, open_channel(drafter.address, Limits()) as channel:
+        for messages, why in streams:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.stream_unary(METHOD)(iter(messages), timeout=10)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert (caught.value.details() or "").startswith(why)
+        assert await state(replica) == (2, case.live.hash)
+
+
+async def test_after_a_push_drafts_are_those_of_a_head_loaded_with_the_new_tensors(
+    setup: Setup, first: Weights, tmp_path: Path
+) -> None:
+    text = Text.random(60, 3)
+    head_only = [name for name in first.tensors if name.startswith(("lm_head.", "rank_head."))]
+    one = altered(first, 1, version=1)
+    two = altered(one, 2, head_only, version=4)
+    early = await asyncio.to_thread(setup.start)
+    async with Replica(early.address, Limits()) as replica:
+        described = await replica.describe()
+        assert (described.name, described.weights_version, described.weights_hash) == (setup.kind, 0, first.hash)
+        assert_same(await first_tree(early, text, 0), own_tree(setup.head(), text))
+        trees = []
+        for number, (parent, weights) in enumerate([(first, one), (one, two)]):
+            push = Push.of(setup.kind, parent, weights)
+            synced = await replica.push(push.header, push.parts)
+            assert (synced.version, synced.weights_hash) == (weights.version, weights.hash)
+            assert 0 < synced.swap_ns < 10**8
+            fresh = setup.head(saved(tmp_path / f"{number}", setup.kind, setup.source, weights))
+            trees.append(await first_tree(early, text, weights.version))
+            assert_same(trees[-1], own_tree(fresh, text))
+            again = await replica.push(push.header, push.parts)  # the answer may have been lost
+            assert (again.version, again.weights_hash, again.swap_ns) == (weights.version, weights.hash, 0)
+        assert trees[0].keys() != trees[1].keys()
+    # A replica that comes late gets all that differs from the checkpoint, at any time.
+    await asyncio.to_thread(early.stop)
+    late = await asyncio.to_thread(setup.start)
+    async with Replica(late.address, Limits()) as replica:
+        push = Push.of(setup.kind, one, two)
+        with pytest.raises(StaleFence, match=r"the parent is version 1 .*; expected version 0"):
+            await replica.push(push.header, push.parts)
+        push = Push.of(setup.kind, first, two)
+        await replica.push(push.header, push.parts)
+        assert await state(replica) == (4, two.hash)
+        assert_same(await first_tree(late, text, 4), trees[1])
+
+
+async def test_there_is_one_push_at_a_time_and_one_that_is_left_changes_nothing(drafter: Service, case: Case) -> None:
+    good = case.good
+    async with at_version_2(drafter, case) as replica, test_drafter.connected(drafter) as stub:
+        call = stub.SyncWeights()
+        await call.write(weights_to_wire(good.header))
+        await call.write(weights_to_wire(good.parts[0]))
+        await asyncio.sleep(0.2)
+        with pytest.raises(Overloaded, match="another weight sync is running"):
+            await replica.push(good.header, good.parts)
+        call.cancel()
+        await asyncio.sleep(0.2)
+        assert await state(replica) == (2, case.live.hash)
+        call = stub.SyncWeights(timeout=0.3)
+        await call.write(weights_to_wire(good.header))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await asyncio.sleep(0.2)
+        wrong = good.with_parts([*good.parts[:-1], WeightsPart(7_000, b"x")])
+        with pytest.raises(InvalidField, match=r"part\.number: 7000"):
+            await replica.push(wrong.header, wrong.parts)
+        assert await state(replica) == (2, case.live.hash)
+
+
+async def test_hundreds_of_pushes_while_sessions_draft_lose_no_step(setup: Setup, first: Weights) -> None:
+    pushes, sessions = 200, 4
+    drafter = await asyncio.to_thread(setup.start)
+    seen: list[int] = []
+    steps: list[float] = []
+    ended = asyncio.Event()
+
+    async def drafting(stub: Any, seed: int) -> None:
+        text, newest = Text.random(3000, seed), 0
+        client = await Client(stub, text, 12).open()
+        while not ended.is_set() and len(client.committed) < 2990:
+            began = time.perf_counter()
+            delta = await asyncio.wait_for(client.next(1 + seed % 3), 20)
+            steps.append(time.perf_counter() - began)
+            assert delta.last
+            assert len(delta.nodes) > 0
+            assert np.isfinite(delta.nodes.log_probs).all()
+            assert delta.fence.weights_version >= newest  # never an older one again
+            seen.append(newest := delta.fence.weights_version)
+        assert ended.is_set()
+        client.call.cancel()
+
+    async def pushing() -> list[int]:
+        pauses, live = [], first
+        async with Replica(drafter.address, Limits()) as replica:
+            for number in range(pushes):
+                names = None if number % 3 == 0 else ["lm_head.weight"]
+                new = altered(live, number, names) if number % 4 else altered(first, number, names, live.version + 1)
+                push = Push.of(setup.kind, live if number % 2 else first, new)
+                synced = await replica.push(push.header, push.parts)
+                assert (synced.version, synced.weights_hash) == (new.version, new.hash)
+                pauses.append(synced.swap_ns)
+                live = new
+            assert await state(replica) == (pushes, live.hash)
+        ended.set()
+        return pauses
+
+    async with open_channel(drafter.address, Limits()) as channel:
+        stub = drafter_pb2_grpc.DrafterServiceStub(channel)
+        *_, pauses = await asyncio.gather(*(drafting(stub, seed) for seed in range(sessions)), pushing())
+        idle = await test_drafter.until_idle(stub)
+    assert (idle.sessions, idle.sessions_opened, idle.sessions_closed) == (0, sessions, sessions)
+    assert len(set(seen)) > pushes // 4
+    assert statistics.median(pauses) / 1e9 < statistics.median(steps)
+    print(
+        f"{setup.kind}: {len(steps)} steps, median {statistics.median(steps) * 1e3:.1f} ms; swap pause median "
+        f"{statistics.median(pauses) / 1e3:.0f} us, longest {max(pauses) / 1e3:.0f} us"
+    )
+
+
+async def test_a_head_without_weights_refuses_a_push(start_service: StartService, first: Weights) -> None:
+    drafter = await asyncio.to_thread(start_service, "services.drafter", "--drafter.kind", "lookup")
+    push = Push.of("lookup", first, altered(first, 1))
+    async with Replica(drafter.address, Limits()) as replica:
+        assert await state(replica) == (0, b"")
+        with pytest.raises(InvalidField, match=r"header\.head: a lookup head has no weights that can be replaced"):
+            await replica.push(push.header, push.parts)

@@ -1,0 +1,68 @@
+"""What tests read of signals: the counters of a registry, and the streams of a Redis."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.request import urlopen
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+from redis import Redis
+
+from coppice.adaptation.records import QueryRecord, Sample, queries_key, read_query, read_sample, samples_key
+
+
+@dataclass
+class Counts:
+    """Records of one process so far."""
+
+    produced: int = 0
+    sent: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def settled(self) -> bool:
+        """Whether every record was sent or dropped."""
+        return self.produced == self.sent + self.dropped.total()
+
+
+def counts(source: CollectorRegistry | str) -> Counts:
+    """Of a registry of this process, or of another's HOST:PORT of metrics."""
+    if isinstance(source, str):
+        with urlopen(f"http://{source}/metrics", timeout=10) as answer:
+            families: Any = list(text_string_to_metric_families(answer.read().decode()))
+    else:
+        families = list(source.collect())
+    told = Counts()
+    for sample in (sample for family in families for sample in family.samples):
+        if sample.name == "coppice_signals_produced_total":
+            told.produced += int(sample.value)
+        elif sample.name == "coppice_signals_sent_total":
+            told.sent += int(sample.value)
+        elif sample.name == "coppice_signals_dropped_total":
+            told.dropped[sample.labels["reason"]] += int(sample.value)
+    return told
+
+
+def eventually(claim: Callable[[], bool], within_s: float = 20.0) -> bool:
+    """Whether it holds before the time is over."""
+    until = time.monotonic() + within_s
+    while not (held := claim()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return held
+
+
+def queries(redis: Redis, head: str) -> list[QueryRecord]:
+    """All query records of a head's stream."""
+    entries: Any = redis.xrange(queries_key("coppice", head))
+    return [read_query(fields) for _, fields in entries]
+
+
+def samples(redis: Redis, head: str) -> list[Sample]:
+    """All samples of a head's stream."""
+    entries: Any = redis.xrange(samples_key("coppice", head))
+    return [read_sample(fields) for _, fields in entries]

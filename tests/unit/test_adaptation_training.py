@@ -1,0 +1,448 @@
+"""Updates do what they say, no more, and the same again; versions on disk are whole or refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coppice.adaptation.buffers import Buffers
+from coppice.adaptation.checkpoints import BadVersion, Version, Versions
+from coppice.adaptation.records import Kind, Sample
+from coppice.adaptation.training import BadState, Learner
+from coppice.adaptation.windows import Windows
+from coppice.bench.old_kv import window_samples
+from coppice.bench.rank import answers
+from coppice.bench.replay import replay_all
+from coppice.config import DrafterSettings, LearnerSettings
+from coppice.nn.layouts import public_state, read_output
+from coppice.nn.specblock import SpecBlockHead
+from coppice.prompt_file import demo_prompts
+from coppice.training.feature_losses import Anchor, Targets, divergence
+from coppice.training.tokenizer import load_tokenizer
+from tests.tiny import make_target
+from tests.unit.test_feature_heads import HIDDEN, VOCAB, save_random
+
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+KINDS = ("specblock", "eagle3")
+BOTH: tuple[Kind, ...] = ("head", "full")
+HEADS_OWN = {"lm_head.weight", "rank_head.0.weight", "rank_head.2.weight"}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=8, hidden=HIDDEN, tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {kind: save_random(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+
+
+def learner(heads: dict[str, Path], kind: str, target: Path, **more: Any) -> Learner:
+    return Learner(heads[kind], target, LearnerSettings(head_rate=1e-2, full_rate=3e-3, blocks=2, steps=3, **more))
+
+
+def missed(rng: np.random.Generator, token: int) -> dict[str, Any]:
+    """The token with most of the probability, five others with less, a tail."""
+    others = rng.choice([other for other in range(VOCAB) if other != token], 5, replace=False)
+    return {
+        "version": 0,
+        "target_id": token,
+        "top_ids": np.array([token, *others], np.int64),
+        "top_log_probs": np.log(np.array([0.6, 0.1, 0.1, 0.05, 0.05, 0.05], np.float32)),
+        "tail": 0.05,
+    }
+
+
+def head_sample(hidden: NDArray[np.float32], **told: Any) -> Sample:
+    empty = np.empty(0, np.int64)
+    return Sample(kind="head", session="s", position=9, miss=0.5, hidden=hidden, tokens=empty, **told)
+
+
+def full_sample(tokens: NDArray[np.int64], features: NDArray[np.float32], **told: Any) -> Sample:
+    rows, hidden = features.astype("<f4").tobytes(), np.zeros(1, np.float32)
+    return Sample(kind="full", session="s", position=99, miss=0.5, hidden=hidden, tokens=tokens, features=rows, **told)
+
+
+def head_samples(made: Learner, count: int = 24) -> list[Sample]:
+    rng = np.random.default_rng(1)
+    known = [token for token in range(VOCAB) if made.vocabulary.number_of(token) >= 0]
+    return [
+        head_sample(rng.standard_normal(HIDDEN).astype(np.float32), **missed(rng, int(rng.choice(known))))
+        for _ in range(count)
+    ]
+
+
+def full_samples(made: Learner, count: int = 6) -> list[Sample]:
+    """Windows of several lengths over texts that go round in circles, so that there is something to learn."""
+    rng = np.random.default_rng(2)
+    known = [token for token in range(VOCAB) if made.vocabulary.number_of(token) >= 0]
+    circle, found = rng.permutation(known)[:12], list[Sample]()
+    features = rng.standard_normal((12, 3 * HIDDEN)).astype(np.float32)
+    for number in range(count):
+        rows = 20 - 3 * (number % 3)
+        tokens = circle[(np.arange(rows + 1) + number) % 12].astype(np.int64)
+        read = features[(np.arange(rows) + number) % 12]
+        found.append(full_sample(tokens, read, **missed(rng, int(tokens[-1]))))
+    return found
+
+
+def samples_for(made: Learner, learns: Kind) -> list[Sample]:
+    return head_samples(made) if learns == "head" else full_samples(made)
+
+
+def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# --- updates ---
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_only_update_raises_missed_tokens_and_changes_nothing_below(
+    kind: str, heads: dict[str, Path], target: Path
+) -> None:
+    made = learner(heads, kind, target)
+    samples, was = head_samples(made), copies(made.tensors())
+    hidden = torch.stack([torch.from_numpy(one.hidden) for one in samples])
+    gold = torch.tensor([made.vocabulary.number_of(one.target_id) for one in samples])
+
+    def likely() -> Tensor:
+        logits: Tensor = made.student.model.lm_head(hidden).detach()
+        return logits.log_softmax(-1).gather(-1, gold[:, None])[:, 0]
+
+    before = likely()
+    update = made.step("head", samples)
+    assert likely().mean() > before.mean() + 0.1
+    assert update.loss_after < update.loss_before
+    assert set(update.tensors) == (HEADS_OWN if kind == "specblock" else {"lm_head.weight"})
+    now = made.tensors()
+    for name, tensor in was.items():
+        assert torch.equal(now[name], tensor) == (name not in update.tensors)
+        if name in update.tensors:
+            assert update.tensors[name].dtype == torch.float32
+            assert torch.equal(update.tensors[name], now[name])
+
+
+def test_the_rank_head_learns_the_buckets_of_the_new_output_layer(heads: dict[str, Path], target: Path) -> None:
+    made = learner(heads, "specblock", target, head_passes=200)
+    samples, model = head_samples(made, 8), made.student.model
+    made.step("head", samples)
+    hidden = torch.stack([torch.from_numpy(one.hidden) for one in samples])
+    with torch.no_grad():
+        logits = model.lm_head(hidden)
+        buckets = model.rank(hidden, logits).argmax(-1)
+    gold = [made.vocabulary.number_of(one.target_id) for one in samples]
+    ranks = [1 + int((row > row[own]).sum()) for row, own in zip(logits, gold, strict=True)]
+    assert buckets.tolist() == [0 if r == 1 else 1 if r <= 4 else 2 if r <= 10 else 3 for r in ranks]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_full_update_lowers_the_loss_on_its_windows(kind: str, heads: dict[str, Path], target: Path) -> None:
+    made = learner(heads, kind, target)
+    embedding, d2t = made.student.embedding.clone(), made.student.model.d2t.clone()
+    updates = [made.step("full", full_samples(made)) for _ in range(4)]
+    assert updates[-1].loss_after < updates[0].loss_before - 0.3
+    assert all(update.loss_after < update.loss_before for update in updates)
+    assert set(updates[0].tensors) >= set(made.tensors()) - HEADS_OWN
+    assert torch.equal(made.student.embedding, embedding)
+    assert torch.equal(made.student.model.d2t, d2t)
+    assert same(made.deployed(), learner(heads, kind, target).tensors())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("learns", BOTH)
+def test_the_penalty_keeps_a_head_near_the_deployed_one(
+    learns: Kind, kind: str, heads: dict[str, Path], target: Path
+) -> None:
+    def distance(penalty: float, anchored: bool = True) -> float:
+        made = learner(heads, kind, target, penalty=penalty)
+        samples = samples_for(made, learns)
+        for _ in range(4):
+            made.step(learns, samples, anchored=anchored)
+        if learns == "head":
+            hidden = torch.stack([torch.from_numpy(one.hidden) for one in samples])
+            with torch.no_grad():
+                return divergence(made.student.model.lm_head(hidden), made.frozen.model.lm_head(hidden)).item()
+        windows = Windows(samples, made.vocabulary)
+        loss = made._loss(windows)
+        with torch.no_grad():
+            plain, pulled = (
+                each(made.student, windows.positions, windows.positions).item()
+                for each in (loss, replace(loss, anchor=Anchor(made.frozen, 1.0)))
+            )
+        return float(pulled - plain)
+
+    free, light, heavy = distance(0.0), distance(0.3), distance(3.0)
+    assert free > light > heavy > 0
+    assert distance(3.0, anchored=False) == pytest.approx(free)
+
+
+def test_an_anchor_that_says_the_same_adds_nothing(heads: dict[str, Path], target: Path) -> None:
+    for kind in KINDS:
+        made = learner(heads, kind, target)
+        windows = Windows(full_samples(made), made.vocabulary)
+        loss = made._loss(windows)
+        plain = loss(made.student, windows.positions, windows.positions)
+        pulled = replace(loss, anchor=Anchor(made.frozen, 5.0))(made.student, windows.positions, windows.positions)
+        assert pulled.item() == pytest.approx(plain.item(), rel=1e-5)
+
+
+def test_tokens_outside_the_draft_vocabulary_teach_no_output_layer(heads: dict[str, Path], target: Path) -> None:
+    made = learner(heads, "specblock", target)
+    rng = np.random.default_rng(0)
+    unknown = next(token for token in range(VOCAB) if made.vocabulary.number_of(token) < 0)
+    strange = head_sample(np.ones(HIDDEN, np.float32), **missed(rng, unknown))
+    update = made.step("head", [strange])
+    assert (update.samples, update.outside, update.tensors) == (0, 1, {})
+    assert made.step("head", [strange, *head_samples(made)]).outside == 1
+
+
+@pytest.mark.parametrize("learns", BOTH)
+def test_an_update_that_is_not_finite_leaves_the_weights_alone(
+    learns: Kind, heads: dict[str, Path], target: Path
+) -> None:
+    made = learner(heads, "specblock", target)
+    sample = samples_for(made, learns)[0]
+    if sample.kind == "head":
+        bad = replace(sample, hidden=np.full(HIDDEN, 3e38, np.float32))
+    else:
+        bad = replace(sample, features=np.full_like(sample.feature_rows(), 3e38).tobytes())
+    was = copies(made.tensors())
+    with pytest.raises(FloatingPointError):
+        made.step(learns, [bad])
+    assert same(made.tensors(), was)
+    assert made.step(learns, samples_for(made, learns)).tensors
+
+
+def test_windows_that_the_deployed_head_knows_better_are_learnt_from_there(
+    heads: dict[str, Path], target: Path
+) -> None:
+    def moved(anchored: bool) -> tuple[Learner, float]:
+        """One update after the training copy was spoilt."""
+        made = learner(heads, "specblock", target, full_passes=1)
+        spoilt = {name: 3 * tensor for name, tensor in made.deployed().items() if name == "lm_head.weight"}
+        made.revert(spoilt)
+        made.step("full", full_samples(made), anchored=anchored)
+        far = made.tensors()["lm_head.weight"] - made.deployed()["lm_head.weight"]
+        return made, far.norm().item()
+
+    made, near = moved(anchored=True)
+    _, far = moved(anchored=False)
+    assert 0 < near < 0.1 * far
+    was = copies(made.tensors())
+    made.step("full", full_samples(made))  # what was learnt since is better than the deployed head: it is gone on from
+    assert (made.tensors()["lm_head.weight"] - was["lm_head.weight"]).norm() < 2 * near
+
+
+# --- what is taught ---
+
+
+def test_windows_teach_their_tokens_and_the_targets_distribution_at_their_end(
+    heads: dict[str, Path], target: Path
+) -> None:
+    made = learner(heads, "specblock", target)
+    samples = full_samples(made)
+    windows = Windows(samples, made.vocabulary)
+    targets = Targets.of(windows.read(windows.positions), windows)
+    for number, sample in enumerate(samples):
+        numbers = [made.vocabulary.number_of(int(token)) for token in sample.top_ids]
+        said = dict(zip(numbers, np.exp(sample.top_log_probs).tolist(), strict=True))
+        inside = {number: p for number, p in said.items() if number >= 0}
+        for offset in range(3):
+            gold = targets.behind(offset)[number].tolist()
+            wanted = [made.vocabulary.number_of(int(token)) for token in sample.tokens[2 + offset :]]
+            assert gold == wanted + [-1] * (len(gold) - len(wanted))
+            admitted = torch.zeros(len(samples), len(gold), dtype=torch.bool)
+            admitted[number, : len(wanted)] = True
+            taught = targets.taught(admitted, offset).exp()
+            assert taught.argmax(-1).tolist() == wanted
+            assert taught[:-1].amax(-1).tolist() == [1] * (len(wanted) - 1)
+            assert taught[-1].sum().item() == pytest.approx(1)
+            for known, p in inside.items():
+                assert taught[-1, known].item() == pytest.approx(p / sum(inside.values()), rel=1e-4)
+
+
+def test_without_top_ids_the_missed_token_is_certain(heads: dict[str, Path], target: Path) -> None:
+    made = learner(heads, "specblock", target)
+    sample = head_samples(made)[0]
+    bare = replace(sample, top_ids=np.zeros(0, np.int64), top_log_probs=np.zeros(0, np.float32), tail=1.0)
+    row = made.vocabulary.log_probs(bare).exp()
+    assert row.argmax() == made.vocabulary.number_of(sample.target_id)
+    assert row.max() == 1 == row.sum()
+
+
+# --- buffers ---
+
+
+def test_a_buffer_is_saturated_at_its_capacity_and_never_holds_more(heads: dict[str, Path], target: Path) -> None:
+    made = learner(heads, "specblock", target)
+    buffers, samples = Buffers({"head": 4}), head_samples(made, 6)
+    assert [buffers.add(sample) for sample in samples] == [False] * 3 + [True] * 3
+    assert buffers.dropped == {("head", "overflow"): 2}
+    assert buffers.take("head") == samples[2:]
+    assert not buffers.saturated("head")
+
+
+def test_stale_head_samples_are_dropped_and_counted_and_full_ones_stay(heads: dict[str, Path], target: Path) -> None:
+    made = learner(heads, "specblock", target)
+    buffers = Buffers()
+    for version, head, full in zip(range(4), head_samples(made), full_samples(made), strict=False):
+        buffers.add(replace(head, version=version))
+        buffers.add(replace(full, version=version))
+    buffers.layers_changed(3)
+    assert buffers.dropped == {("head", "stale"): 3}
+    assert [sample.version for sample in buffers.take("head")] == [3]
+    assert len(buffers.take("full")) == 4
+    buffers.add(replace(head_samples(made)[0], version=2))
+    buffers.add(replace(full_samples(made)[0], version=2))
+    assert buffers.dropped == {("head", "stale"): 4}
+    assert (buffers.size("head"), buffers.size("full")) == (0, 1)
+
+
+# --- the same again ---
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_samples_make_the_same_weights(kind: str, heads: dict[str, Path], target: Path) -> None:
+    one, other = learner(heads, kind, target), learner(heads, kind, target)
+    for learns in ("full", "head", "full"):
+        action_: Kind = "head" if learns == "head" else "full"
+        first = one.step(action_, samples_for(one, action_)).tensors
+        assert same(first, other.step(action_, samples_for(other, action_)).tensors)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restarted_learner_goes_on_as_if_it_had_not_stopped(
+    kind: str, heads: dict[str, Path], target: Path, tmp_path: Path
+) -> None:
+    whole, file = learner(heads, kind, target), tmp_path / "learner.safetensors"
+    for learns in BOTH:
+        whole.step(learns, samples_for(whole, learns))
+    whole.save(file)
+    again = learner(heads, kind, target)
+    again.load(file)
+    assert same(copies(again.tensors()), copies(whole.tensors()))
+    for learns in BOTH:
+        wanted = whole.step(learns, samples_for(whole, learns)).tensors
+        assert same(again.step(learns, samples_for(again, learns)).tensors, wanted)
+    assert again.updates == {"head": 2, "full": 2}
+
+
+def test_a_damaged_or_foreign_state_is_refused(heads: dict[str, Path], target: Path, tmp_path: Path) -> None:
+    made, file = learner(heads, "specblock", target), tmp_path / "learner.safetensors"
+    made.step("full", full_samples(made))
+    made.save(file)
+    with pytest.raises(BadState, match="another head"):
+        learner(heads, "eagle3", target).load(file)
+    whole, fresh = file.read_bytes(), learner(heads, "specblock", target)
+    was = copies(fresh.tensors())
+    for damaged in (whole[:-7], whole[: len(whole) // 2], b"", whole[:8] + b"[" + whole[9:], whole[:-1] + b"~"):
+        file.write_bytes(damaged)
+        with pytest.raises(BadState):
+            fresh.load(file)
+    assert same(fresh.tensors(), was)
+
+
+def test_reverting_brings_back_the_given_version(heads: dict[str, Path], target: Path) -> None:
+    made = learner(heads, "specblock", target)
+    made.step("head", head_samples(made))
+    good, was = made.changed(), copies(made.tensors())
+    made.step("full", full_samples(made))
+    made.revert(good)
+    assert same(made.tensors(), was)
+    assert same(made.changed(), good)
+    for wrong in ({"other.weight": torch.zeros(1)}, {"lm_head.weight": torch.zeros(1)}):
+        with pytest.raises(ValueError):
+            made.revert(wrong)
+    made.revert()
+    assert same(made.tensors(), made.deployed())
+    assert made.changed() == {}
+
+
+# --- versions on disk ---
+
+
+def test_versions_come_back_as_they_were_and_old_ones_make_room(tmp_path: Path) -> None:
+    versions = Versions(tmp_path / "versions", keep=3)
+    for number in range(1, 8):
+        versions.save(Version(number, number - 1, f"{number:064x}"), {"lm_head.weight": torch.full((2, 3), number)})
+        if number == 2:
+            versions.mark_good(2)
+    assert versions.numbers() == [2, 6, 7]
+    versions.set_tau(6, 3.25)
+    reopened = Versions(tmp_path / "versions", keep=3)
+    version, tensors = reopened.load(6)
+    assert version == Version(6, 5, f"{6:064x}", 3.25)
+    assert torch.equal(tensors["lm_head.weight"], torch.full((2, 3), 6))
+    assert reopened.good == 2
+    reopened.mark_good(7)
+    assert (reopened.good, Versions(tmp_path / "versions").good) == (7, 7)
+    with pytest.raises(ValueError):
+        reopened.save(Version(7, 6, ""), {})
+    assert not [path for path in (tmp_path / "versions").rglob("*") if "partial" in path.name]
+
+
+def test_damaged_versions_are_refused_and_an_older_good_one_is_found(tmp_path: Path) -> None:
+    versions = Versions(tmp_path)
+    assert versions.load_good() == (None, {})
+    for number in (1, 2, 3):
+        versions.save(Version(number, number - 1, ""), {"lm_head.weight": torch.ones(4)})
+        versions.mark_good(number)
+    tensors = tmp_path / "version-00000003" / "tensors.safetensors"
+    data = bytearray(tensors.read_bytes())
+    data[-1] ^= 1
+    tensors.write_bytes(data)
+    (tmp_path / "version-00000002" / "version.json").write_text("{")
+    for number in (2, 3, 4):
+        with pytest.raises(BadVersion):
+            versions.load(number)
+    version, _ = versions.load_good()
+    assert version is not None
+    assert version.number == 1
+    versions.save(Version(4, 3, ""), {"lm_head.weight": torch.tensor([torch.nan])})
+    with pytest.raises(BadVersion, match="finite"):
+        versions.load(4)
+
+
+def test_a_half_written_version_is_none(tmp_path: Path) -> None:
+    partial = tmp_path / ".version-00000001.partial"
+    partial.mkdir(parents=True)
+    (partial / "tensors.safetensors").write_bytes(b"half")
+    versions = Versions(tmp_path)
+    assert versions.numbers() == []
+    assert not partial.exists()
+
+
+# --- a real head ---
+
+
+def test_the_demo_head_of_code_learns_stories() -> None:
+    """Two updates from windows of three stories, drafting along the same stories."""
+    prompts = [prompt.prompt for prompt in demo_prompts() if prompt.category == "story"][:3]
+    tokenizer = load_tokenizer(DEMO / "target")
+    texts = answers(DEMO / "target", [tokenizer.encode(str(prompt)).ids for prompt in prompts], 64, "float32")
+    made = Learner(DEMO / "specblock-code", DEMO / "target", LearnerSettings(batch=4))
+    samples = window_samples(texts, 32, 16, read_output(DEMO / "target").float())
+    head = SpecBlockHead(
+        DrafterSettings(kind="specblock", path=str(DEMO / "specblock-code"), target=str(DEMO / "target"), threads=1)
+    )
+    before = replay_all(head, texts, 12).tau
+    updates = [made.step("full", samples) for _ in range(2)]
+    assert updates[-1].loss_after < updates[0].loss_before - 5  # nats, of eight slots together
+    served = public_state(head.model, head.config)
+    with torch.no_grad():
+        for name, tensor in made.changed().items():
+            served[name].copy_(tensor)
+    assert replay_all(head, texts, 12).tau > before + 0.3

@@ -1,0 +1,296 @@
+"""Parts of the adapter that need no process: its memory, its wire, its pictures, the streams it is measured on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from coppice.adaptation import picture
+from coppice.adaptation.bandit import Action, Bandit, BanditSettings, BanditState, Query, Trigger
+from coppice.adaptation.buffers import Buffers
+from coppice.adaptation.records import Kind, QueryRecord, Sample
+from coppice.adaptation.status import ActionStatus, Change, HeadStatus, QueryPoint, ReplicaStatus, VersionStatus
+from coppice.adaptation.weights import Weights
+from coppice.bench.adapt import AdaptReport, AdaptRow, Part, draw, shift_checks, spec_for
+from coppice.bench.shift import mixed, programs, shifted, stories
+from coppice.errors import InvalidField
+from coppice.limits import MAX_HISTORY
+from coppice.stack_spec import HeadSpec, StackSpec
+from coppice.telemetry import AdapterMetrics
+from coppice.v1 import adapter_pb2
+from coppice.wire import adapter
+from services.adapter.desk import SAMPLES, SESSIONS, Desk
+from services.adapter.memory import FILE, Memory
+from tests.unit.test_records import sample
+
+RECORD = QueryRecord("s", 1.0, 2, 3.0, 4, 5, 6.0, 7, 8, (9, 9), 1.0, "route")
+STATUS = HeadStatus(
+    head="a",
+    policy="bandit",
+    paused=True,
+    doing="idle",
+    version=3,
+    weights_hash=bytes(range(32)),
+    good_version=2,
+    queries=5,
+    events=2,
+    reverts=1,
+    actions=[ActionStatus("head", None, 0.0, 0, 1, 2), ActionStatus("full", 0.0, 0.5, 2, 1, 2)],
+    replicas=[ReplicaStatus("x:1", True, 3, True), ReplicaStatus("x:2", False, 0, False)],
+    versions=[VersionStatus(0, 3, 1.5), VersionStatus(3, 2, 2.5)],
+    history=[QueryPoint(1, 2.0, 30.0, 4.0, None, "skip"), QueryPoint(2, 2.5, 35.0, 4.0, 0, "full")],
+    changes=[Change(2, "full", 3, 1.5, 0.25, "loss 2 to 1")],
+)
+
+# --- the wire ---
+
+
+def test_a_status_arrives_as_it_was_sent() -> None:
+    message = adapter_pb2.GetStatusResponse.FromString(adapter.status_to_wire([STATUS]).SerializeToString())
+    assert adapter.read_status(message) == [STATUS]
+
+
+def test_requests_arrive_and_are_checked() -> None:
+    assert adapter.read_status_request(adapter.status_request("a", 7)) == ("a", 7)
+    assert adapter.read_rollback_request(adapter.rollback_request("", None)) == ("", None)
+    assert adapter.read_rollback_request(adapter.rollback_request("b", 0)) == ("b", 0)
+    assert (
+        adapter.read_head_name(adapter.pause_request("b")) == adapter.read_head_name(adapter.resume_request("b")) == "b"
+    )
+    assert adapter.rollback_to_wire(4).version == 4
+    with pytest.raises(InvalidField, match="history"):
+        adapter.read_status_request(adapter.status_request("a", MAX_HISTORY + 1))
+    with pytest.raises(InvalidField, match="head"):
+        adapter.read_head_name(adapter.pause_request("no name"))
+
+
+# --- memory ---
+
+
+def weights(number: float, version: int) -> Weights:
+    return Weights.of({"a": torch.tensor([number])}, version)
+
+
+def test_memory_outlives_the_process_and_a_damaged_file_is_none(tmp_path: Path) -> None:
+    memory = Memory.load(tmp_path)
+    memory.paused, memory.live = True, memory.next_number()
+    memory.know(weights(1.0, 1))
+    memory.bandit.queries = 7
+    memory.change(STATUS.changes[0])
+    for tau in (2.0, 4.0):
+        mean = memory.observe(RECORD, 1, "full") if tau == 2.0 else memory.observe(RECORD, None, "skip")
+        assert mean == (3.0 if tau == 2.0 else None)
+    memory.save()
+    again = Memory.load(tmp_path)
+    assert again.model_dump() == memory.model_dump()
+    assert (again.queries, again.taus, again.newest, again.bandit.queries) == (2, {1: (1, 3.0)}, 1, 7)
+    assert [QueryPoint(**point).version for point in again.history] == [1, None]
+    (tmp_path / FILE).write_text('{"live": "many"}')
+    assert Memory.load(tmp_path).model_dump() == Memory().model_dump()
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    memory = Memory.load(tmp_path)
+    for number in range(MAX_HISTORY + 50):
+        memory.observe(RECORD, number, "skip")
+        memory.know(weights(number, number))
+        memory.change(STATUS.changes[0])
+    assert len(memory.history) == MAX_HISTORY
+    assert memory.queries == memory.history[-1]["query"] == MAX_HISTORY + 50
+    assert max(map(len, (memory.hashes, memory.taus))) <= 16
+    assert len(memory.changes) <= 200
+
+
+def test_numbers_of_the_same_weights_are_one_version(tmp_path: Path) -> None:
+    memory = Memory.load(tmp_path)
+    memory.know(weights(1.0, 4))
+    memory.know(weights(2.0, 5))
+    memory.live = 6
+    memory.know(weights(1.0, 6))
+    memory.know(weights(1.0, 6), 9)
+    assert [memory.same_as_live(version) for version in (4, 5, 6, 9, 77)] == [6, 5, 6, 6, 77]
+
+
+# --- the bandit's foresight, and events that were never live ---
+
+
+def test_expected_says_what_decide_will_and_changes_nothing() -> None:
+    bandit = Bandit(BanditSettings(warmup_queries=3, epsilon_first=1.0, epsilon_last=1.0, exploration=0.2))
+    for number in range(200):
+        query = Query(s=6.0 + number % 5, tokens_per_s=50.0, version=0)
+        before = bandit.state.model_copy(deep=True)
+        expected = bandit.expected(query)
+        assert bandit.state == before
+        assert bandit.decide(query) == expected
+        trigger = bandit.due(expected, query, 1, 1)
+        if trigger is not None:
+            bandit.synced(trigger, 0)
+
+
+def test_a_refused_event_counts_and_is_measured_side_by_side() -> None:
+    bandit = Bandit(BanditSettings(alpha=0.5), BanditState(queries=30))
+    bandit.refused(Trigger(action=Action.FULL, s=10.0, query=30), [50.0, 52.0], [41.0, 41.0])
+    assert bandit.state.values[Action.FULL].value == pytest.approx(-1.0)
+    assert (bandit.state.events, bandit.state.blocked, bandit.state.updates) == (1, 2, {Action.FULL: 1})
+    assert bandit.state.interval is None
+    bandit.refused(Trigger(action=Action.FULL, s=1.0, query=31), [50.0, 52.0], [90.0, 90.0])  # too little signal
+    assert bandit.state.values[Action.FULL].value == pytest.approx(-1.0)
+
+
+# --- samples until their query ends ---
+
+
+def desk_of(buffers: Buffers) -> tuple[Desk, Callable[[str], float]]:
+    metrics = AdapterMetrics()
+    made = Desk("a", buffers, {9}, metrics)
+
+    def dropped(why: str) -> float:
+        return (
+            metrics.registry.get_sample_value("coppice_adapter_samples_dropped_total", {"head": "a", "reason": why})
+            or 0
+        )
+
+    return made, dropped
+
+
+def test_samples_go_to_the_buffer_that_their_query_chose_or_are_counted() -> None:
+    buffers = Buffers({"head": 10, "full": 2})
+    desk, dropped = desk_of(buffers)
+
+    def told(session: str, kind: Kind, token: int = 9) -> Sample:
+        made = sample(kind, session=session)
+        return replace(made, target_id=token)
+
+    for kind in ("head", "full", "full", "full"):
+        desk.take(told("one", kind))
+    assert buffers.size("full") == 0
+    desk.claim("one", Action.FULL)
+    assert (buffers.size("full"), dropped("unfit"), dropped("overflow")) == (2, 1, 1)
+    desk.take(told("one", "full"))  # late
+    assert dropped("overflow") == 2
+    desk.take(told("two", "full"))
+    desk.take(told("two", "head"))
+    desk.take(told("two", "head", 5))
+    desk.claim("two", Action.HEAD)
+    assert (buffers.size("head"), dropped("outside")) == (2, 1)
+    assert {one.kind for one in buffers.take("head")} == {"head"}
+    desk.take(told("three", "head"))
+    desk.claim("three", Action.SKIP)
+    assert dropped("skipped") == 1
+
+
+def test_samples_of_queries_that_never_end_are_bounded() -> None:
+    desk, dropped = desk_of(Buffers({}))
+    for number in range(SESSIONS + 7):
+        desk.take(sample("head", session=f"s{number}"))
+    assert dropped("unclaimed") == 7
+    for _ in range(SAMPLES):
+        desk.take(sample("head", session="long"))
+    assert dropped("unclaimed") == SESSIONS + 7
+    desk.take(sample("head", session="long"))
+    assert dropped("unclaimed") == SESSIONS + 7 + SAMPLES + 1
+
+
+# --- for people ---
+
+
+def test_a_status_is_shown_and_drawn(tmp_path: Path) -> None:
+    console = Console(record=True, width=120)
+    picture.show(STATUS, console)
+    text = console.export_text()
+    for word in ("paused", "not measured", "+0.000 ± 0.500", "as wanted", "does not answer", "loss 2 to 1", "2.50"):
+        assert word in text
+    picture.draw([STATUS, STATUS], tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_a_moving_mean() -> None:
+    assert picture.moving_mean([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
+    assert picture.moving_mean([]) == []
+
+
+# --- bench adapt ---
+
+
+def test_streams_are_different_prompts_in_the_same_order_for_the_same_seed() -> None:
+    assert len(set(stories())) == len(stories()) > 400
+    assert len(set(programs())) == len(programs()) > 400
+    stream = shifted(300, seed=2)
+    assert stream == shifted(300, seed=2) != shifted(300, seed=3)
+    assert [query.part for query in stream] == ["stories"] * 240 + ["code again"] * 60
+    assert len({query.prompt for query in stream}) == 300
+    passes = mixed(10, 3)
+    assert [query.part for query in passes] == [f"pass {number}" for number in (1, 2, 3) for _ in range(10)]
+    assert [query.prompt for query in passes[:10]] == [query.prompt for query in passes[20:]]
+
+
+def row(method: str, tau: float, tokens_per_s: float, updates: list[int]) -> AdaptRow:
+    parts = [
+        Part("stories", 60, tau, 1.0, 0),
+        Part("stories, last third", 20, tau, 1.0, 0),
+        Part("code", 40, 3.0, 1.0, 0),
+    ]
+    return AdaptRow(
+        method,
+        "single:a",
+        ("a",),
+        12,
+        1,
+        100,
+        4800,
+        tau,
+        tokens_per_s,
+        updates=len(updates),
+        parts=parts,
+        query_tau=[tau] * 100,
+        query_tokens_per_s=[tokens_per_s] * 100,
+        changes=[{"query": query, "what": "full", "version": 1, "train_s": 1.0} for query in updates],
+    )
+
+
+@pytest.mark.parametrize(
+    ("gain", "speed", "updates", "wanted"),
+    [
+        (0.6, 40.0, [10, 20], [True, True, True]),
+        (0.4, 40.0, [10, 20], [False, True, True]),
+        (0.6, 30.0, [10, 20], [True, False, True]),
+        (0.6, 40.0, [10, 20, 70], [True, True, False]),
+    ],
+)
+def test_the_bandit_is_judged(gain: float, speed: float, updates: list[int], wanted: list[bool]) -> None:
+    rows = [row("never", 1.8, 35.0, []), row("always", 2.3, 36.0, [8, 16]), row("bandit", 1.8 + gain, speed, updates)]
+    checks = shift_checks(rows, cold_events=2)
+    assert [check.ok for check in checks] == wanted
+    assert shift_checks(rows[:2], 2) == []
+    assert "its cold start was not over" in shift_checks(rows, cold_events=9)[-1].note
+
+
+def test_rows_are_shown_drawn_and_written(tmp_path: Path) -> None:
+    rows = [row("never", 1.8, 35.0, []), row("bandit", 2.4, 40.0, [10])]
+    report = AdaptReport("bench adapt", "float32", 2, rows=list(rows))
+    console = Console(record=True, width=160)
+    report.print(console)
+    assert "2.40 (40.0)" in console.export_text()
+    draw(rows, shifted(100), tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+    report.write(tmp_path / "a.json")
+    assert json.loads((tmp_path / "a.json").read_text())["rows"][1]["changes"][0]["query"] == 10
+
+
+def test_never_has_no_adapter_and_settings_go_where_they_are_read() -> None:
+    base = StackSpec.demo(dtype="float32")
+    flags = {"adaptation.stride": "16", "bandit.interval": "8"}
+    never = spec_for("never", HeadSpec.shipped("specblock-code"), base, flags)
+    assert (never.adapt, never.adapted) == (False, ())
+    always = spec_for("always", HeadSpec.shipped("specblock-code"), base, flags)
+    assert [head.name for head in always.adapted] == ["specblock-code"]
+    assert always.extra["adapter"] == flags | {"bandit.policy": "always"}
+    assert always.extra["drafter"] == always.extra["orchestrator"] == {"adaptation.stride": "16"}
+    with pytest.raises(InvalidField, match="no head can be adapted"):
+        StackSpec.demo(heads=(HeadSpec("lookup", "lookup"),), adapt=True)

@@ -1,0 +1,317 @@
+"""Weights by themselves: what they are called, what is sent of them, what is refused, and heads that swap them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from coppice.adaptation.staging import Staging, read_file
+from coppice.adaptation.weights import Weights, pack, pack_update, tensor_digest, weights_hash
+from coppice.bench.old_kv import swap
+from coppice.config import DrafterSettings
+from coppice.errors import CoppiceError, InvalidField, StaleFence
+from coppice.limits import CHUNK_BYTES
+from coppice.messages import WeightsHeader, WeightsPart
+from coppice.nn.head import DraftJob
+from coppice.nn.layouts import (
+    fused_tensor,
+    public_state,
+    public_weights,
+    read_eagle3,
+    read_specblock,
+    save_head,
+)
+from coppice.nn.registry import build_head
+from tests.pushes import CORRUPTIONS, Case, Made, Push, altered
+from tests.tiny import make_target
+from tests.unit.test_feature_heads import GREEDY, HIDDEN, VOCAB, Text, build, drafted, opened, save_random
+
+KINDS = ["specblock", "eagle3"]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=8, hidden=HIDDEN, tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def first() -> Weights:
+    torch.manual_seed(0)
+    shapes = {"lm_head.weight": (48, 32), "fc.weight": (32, 96), "norm.weight": (32,), "a.b.weight": (3, 4, 5)}
+    return Weights.of({name: torch.randn(shape) for name, shape in shapes.items()})
+
+
+@pytest.fixture(scope="module")
+def case(first: Weights) -> Case:
+    return Case("eagle3", first, altered(first, 1, ["norm.weight", "fc.weight"], version=2))
+
+
+def slow_hash(tensors: Mapping[str, Tensor]) -> bytes:
+    """The definition, number by number."""
+    whole = b""
+    for name in sorted(tensors):
+        values = tensors[name].float()
+        shape = ",".join(str(size) for size in values.shape)
+        numbers = b"".join(struct.pack("<f", value) for value in values.flatten().tolist())
+        whole += name.encode() + b"\0" + hashlib.sha256(f"F32[{shape}]".encode() + numbers).digest()
+    return hashlib.sha256(whole).digest()
+
+
+def staged(push: Push, case: Case) -> Weights:
+    staging = Staging(push.header, case.head, case.live, case.first)
+    assert not staging.in_use
+    for part in push.parts:
+        staging.add(part)
+    return staging.finish()
+
+
+# Names.
+
+
+def test_the_hash_is_the_documented_one_whatever_the_order_and_the_dtype(first: Weights) -> None:
+    tensors = dict(first.tensors)
+    assert weights_hash(tensors) == first.hash == slow_hash(tensors)
+    assert weights_hash(dict(reversed(tensors.items()))) == first.hash
+    rounded = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    assert weights_hash(rounded) == slow_hash(rounded) != first.hash
+    turned = tensors | {"fc.weight": tensors["fc.weight"].T.contiguous().T}
+    assert weights_hash(turned) == first.hash
+
+
+@pytest.mark.parametrize("change", ["name", "shape", "bit", "sign of zero"])
+def test_the_hash_tells_weights_apart(change: str) -> None:
+    before = {"a": torch.zeros(2, 3), "b": torch.ones(2)}
+    after = {name: tensor.clone() for name, tensor in before.items()}
+    if change == "name":
+        after["c"] = after.pop("b")
+    elif change == "shape":
+        after["a"] = after["a"].view(3, 2)
+    elif change == "bit":
+        after["b"][0] = np.nextafter(np.float32(1), np.float32(2)).item()
+    else:
+        after["a"][0, 0] = -0.0
+    assert weights_hash(before) != weights_hash(after)
+
+
+def test_changed_weights_have_the_hash_of_all_their_tensors_and_share_the_others(first: Weights) -> None:
+    after = altered(first, 5, ["norm.weight"])
+    assert (after.version, after.hash) == (1, weights_hash(after.tensors))
+    assert after.differing(first) == first.differing(after) == ["norm.weight"]
+    assert all(after.tensors[name] is first.tensors[name] for name in first.tensors if name != "norm.weight")
+
+
+# What is sent.
+
+
+def test_a_pack_holds_the_changed_tensors_in_parts_of_a_mebibyte() -> None:
+    first = Weights.of({"big": torch.randn(700, 1000), "small": torch.randn(3), "same": torch.ones(5)})
+    after = altered(first, 2, ["big", "small"], version=9)
+    header, parts = pack_update("head", first, after)
+    assert [part.number for part in parts] == list(range(header.parts)) == [0, 1, 2]
+    assert [len(part.data) for part in parts[:-1]] == [CHUNK_BYTES] * 2
+    file = b"".join(part.data for part in parts)
+    assert (header.size, header.sha256) == (len(file), hashlib.sha256(file).digest())
+    assert (header.version, header.parent, header.parent_hash) == (9, 0, first.hash)
+    sent = load(file)
+    assert sent.keys() == {"big", "small"}
+    assert all(torch.equal(sent[name], after.tensors[name]) for name in sent)
+    made = staged(Push(header, parts), Case("head", first, first))
+    assert (made.version, made.hash, weights_hash(made.tensors)) == (9, after.hash, after.hash)
+
+
+def test_what_is_packed_is_float32_whatever_the_trainer_computes_in(first: Weights) -> None:
+    rounded = first.tensors["fc.weight"].bfloat16()
+    numbers: dict[str, Any] = {"head": "h", "version": 1, "parent": 0, "parent_hash": first.hash}
+    after = first.changed({"fc.weight": rounded.float()}, 1)
+    header, parts = pack({"fc.weight": rounded}, weights_hash=after.hash, **numbers)
+    assert staged(Push(header, parts), Case("h", first, first)).hash == after.hash
+
+
+def test_the_file_reader_agrees_with_the_library() -> None:
+    generator = np.random.default_rng(0)
+    for metadata in (None, {"format": "pt"}):
+        for _ in range(20):
+            shapes = [tuple(generator.integers(1, 7, generator.integers(0, 4)).tolist()) for _ in range(5)]
+            tensors = {f"tensor.{at}": torch.randn(shape) for at, shape in enumerate(shapes)}
+            parent = Weights.of(tensors)
+            sent = {name: tensor + 1 for name, tensor in tensors.items() if generator.random() < 0.7}
+            file = save(sent, metadata)
+            found, wanted = read_file(bytearray(file), parent), load(file)
+            assert found.keys() == wanted.keys()
+            for name, tensor in wanted.items():
+                assert torch.equal(found[name], tensor)
+                assert found[name].shape == tensor.shape
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(("make", "error", "why"), CORRUPTIONS.values(), ids=CORRUPTIONS)
+def test_a_corruption_is_refused_and_says_what_is_wrong(
+    make: Made, error: type[CoppiceError], why: str, case: Case
+) -> None:
+    with pytest.raises(error, match=why):
+        staged(make(case), case)
+
+
+def test_the_good_push_that_the_corruptions_spoil_is_taken(case: Case) -> None:
+    assert staged(case.good, case).hash == case.new.hash
+
+
+def test_no_flipped_bit_and_no_cut_of_a_file_gets_through_even_when_it_is_announced(case: Case) -> None:
+    generator, file = np.random.default_rng(0), case.good.file
+    header = 8 + int.from_bytes(file[:8], "little")
+    for number in range(600):
+        spoiled = bytearray(file)
+        if number % 10 == 0:
+            del spoiled[generator.integers(len(file)) :]
+        else:
+            at = generator.integers(header if number % 2 else len(file))
+            spoiled[at] ^= 1 << generator.integers(8)
+        with pytest.raises(InvalidField):
+            staged(case.good.with_file(bytes(spoiled)), case)
+
+
+def entry(**changes: object) -> dict[str, object]:
+    return {"dtype": "F32", "shape": [32], "data_offsets": [0, 128]} | changes
+
+
+TEXTS = {
+    "no JSON": b"{]",
+    "no object": b"[]",
+    "deep": b"[" * 100_000,
+    "a name twice": b'{"norm.weight":' + json.dumps(entry()).encode() + b',"norm.weight":{}}',
+    "no entry": b'{"norm.weight":3}',
+    "more than an entry": json.dumps({"norm.weight": entry(more=1)}).encode(),
+    "negative offset": json.dumps({"norm.weight": entry(data_offsets=[-128, 0])}).encode(),
+    "a gap": json.dumps({"norm.weight": entry(data_offsets=[4, 132])}).encode(),
+    "behind the end": json.dumps({"norm.weight": entry(data_offsets=[0, 256])}).encode(),
+    "true for a size": json.dumps({"norm.weight": entry(shape=[True])}).encode(),
+    "no text": b'"\xff"',
+    "nothing of the bytes": b"{}",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_a_header_that_is_no_safetensors_header_is_refused(text: bytes, case: Case) -> None:
+    file = len(text).to_bytes(8, "little") + text + bytes(128)
+    with pytest.raises(InvalidField):
+        read_file(bytearray(file), case.live)
+
+
+@pytest.mark.parametrize("file", [b"", b"\2", bytes(8), b"\3" + bytes(7) + b"{}", b"\xff" * 8 + b"{}"])
+def test_a_file_shorter_than_its_header_is_refused(file: bytes, case: Case) -> None:
+    with pytest.raises(InvalidField, match="file: is no safetensors file"):
+        read_file(bytearray(file), case.live)
+
+
+def test_a_long_name_is_cut_in_what_the_sender_is_told(case: Case) -> None:
+    with pytest.raises(InvalidField) as caught:
+        staged(case.sending({"n" * 50_000: torch.ones(1)}), case)
+    assert len(str(caught.value)) < 200
+
+
+def test_the_version_in_use_is_acknowledged_and_old_values_come_back_under_a_new_number(case: Case) -> None:
+    retry = Push.of(case.head, case.first, case.live)
+    assert Staging(retry.header, case.head, case.live, case.first).in_use
+    back = Weights(3, case.first.tensors, case.first.digests, case.first.hash)
+    assert staged(Push.of(case.head, case.live, back), case).hash == case.first.hash
+    of_nothing = Push.of(case.head, case.first, back)  # relative to the checkpoint nothing is changed
+    assert load(of_nothing.file) == {}
+    assert staged(of_nothing, case).hash == case.first.hash
+    assert staged(Push.of(case.head, case.first, case.new), case).hash == case.new.hash
+
+
+# Heads.
+
+
+def saved(folder: Path, kind: str, source: Path, weights: Weights) -> Path:
+    """A checkpoint with these weights, otherwise that of `source`."""
+    model: Any = read_specblock(source) if kind == "specblock" else read_eagle3(source)
+    public = {**public_state(model, model.config), **weights.tensors}
+    model.load_state_dict({name: fused_tensor(public, name) for name in model.state_dict()})
+    save_head(folder, model, model.config, "specblock" if kind == "specblock" else "eagle3")
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_a_swap_a_head_drafts_what_one_loaded_with_the_new_tensors_drafts(
+    kind: str, dtype: str, target: Path, tmp_path: Path
+) -> None:
+    source = save_random(tmp_path / "source", kind)
+    head, _ = build(kind, source, target, dtype=dtype)
+    first, text = head.weights, Text.random(30, 3)
+    names = [f"{'layers.1' if kind == 'specblock' else 'midlayer'}.self_attn.k_proj.weight", "lm_head.weight"]
+    versions = [altered(first, 1, version=1)]
+    versions.append(altered(versions[0], 2, names, version=2))  # a part of a fused projection
+    versions.append(altered(first, 3, ["norm.weight"], version=7))
+    opened(head, 9, text, 12)  # a session that stays open
+    for key, (weights, parent) in enumerate(zip(versions, [first, versions[0], first], strict=True)):
+        swap(head, weights, parent)
+        assert (head.description.weights_version, head.description.weights_hash) == (weights.version, weights.hash)
+        fresh, _ = build(kind, saved(tmp_path / f"new{key}", kind, source, weights), target, dtype=dtype)
+        assert fresh.weights.hash == weights.hash
+        for one in (head, fresh):
+            opened(one, key, text, 12)
+        job = DraftJob(key, text.ids[12], 12, 40, GREEDY)
+        (served,), (wanted,) = drafted(head, [job]), drafted(fresh, [job])
+        assert served == wanted
+        (tree,) = drafted(head, [replace(job, key=9)])
+        assert tree  # over rows that older weights made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_push_of_the_last_layers_leaves_every_other_tensor_as_it_is(kind: str, target: Path, tmp_path: Path) -> None:
+    head, _ = build(kind, save_random(tmp_path, kind), target)
+    first, model = head.weights, head.model
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    names = [name for name in first.tensors if name.startswith(("lm_head.", "rank_head."))]
+    swap(head, altered(first, 4, names), first)
+    assert head.model is not model
+    for name, tensor in head.model.state_dict().items():
+        assert torch.equal(tensor, before[name]) == (name not in names)
+        assert torch.equal(model.state_dict()[name], before[name])  # the old model is as it was
+        assert (tensor.data_ptr() == model.state_dict()[name].data_ptr()) == (name not in names)
+    others = {name for name in first.tensors if name not in names}
+    assert {name for name in others if tensor_digest(head.weights.tensors[name]) != first.digests[name]} == set()
+    assert not any(parameter.requires_grad for parameter in head.model.parameters())
+
+
+def test_weights_that_came_into_use_while_others_were_prepared_are_not_lost(target: Path, tmp_path: Path) -> None:
+    head, _ = build("eagle3", save_random(tmp_path, "eagle3"), target)
+    first, spares = head.weights, []
+    for seed in (1, 2):
+        header, parts = pack_update("eagle3", first, altered(first, seed))
+        staging = head.staging(header)
+        for part in parts:
+            staging.add(part)
+        spares.append(head.spare(staging))
+    spares[0].swap()
+    with pytest.raises(StaleFence, match=r"version 1 .* came into use meanwhile"):
+        spares[1].swap()
+    assert head.weights.hash == altered(first, 1).hash
+
+
+def test_all_float_tensors_of_a_head_and_no_ids_may_be_replaced(tmp_path: Path) -> None:
+    model = read_specblock(save_random(tmp_path, "specblock"))
+    assert public_state(model, model.config).keys() - public_weights(model, model.config).keys() == {"d2t"}
+
+
+def test_heads_without_weights_of_their_own_refuse_a_push() -> None:
+    head = build_head(DrafterSettings(kind="lookup", vocab_size=VOCAB))
+    header = WeightsHeader("lookup", 1, 0, b"\0" * 32, b"\1" * 32, b"\2" * 32, 10, 1)
+    with pytest.raises(InvalidField, match=r"header\.head: a lookup head has no weights that can be replaced"):
+        head.staging(header)
+    assert WeightsPart(0, b"").data == head.description.weights_hash
