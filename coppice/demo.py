@@ -29,6 +29,7 @@ from coppice.client import Client
 from coppice.completion import Accumulator, Completion
 from coppice.generation import Chunk, Origin
 from coppice.launch import Stack
+from coppice.machine import usable_cores
 from coppice.prompt_file import FilePrompt, demo_prompts
 from coppice.sampling import SamplingParams
 from coppice.stack_spec import StackSpec
@@ -161,7 +162,13 @@ def _answer(
 
 def demo(console: Console, json_file: Path | None = None) -> bool:
     """The command: the shipped models and prompts in float32. Returns whether every check held."""
-    spec = StackSpec.demo(dtype="float32", policy="route", budget=BUDGET, adapt=find_server() is not None)
+    spec = StackSpec.demo(
+        dtype="float32",
+        policy="route",
+        budget=BUDGET,
+        verifier_threads=usable_cores(),  # the adapter does not train here
+        adapt=find_server() is not None,
+    )
     report = run_demo(console, spec, pick_prompts(demo_prompts()))
     report.print(console)
     if json_file:
