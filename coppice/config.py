@@ -26,7 +26,7 @@ from coppice.errors import InvalidField
 from coppice.limits import MAX_HEAD_NODES, MAX_TOP_N, MAX_TREE_NODES, MAX_WINDOW, Limits
 
 # Variables that are no settings of a section: read by the SDK, the test suite and load_settings.
-_OTHER_VARIABLES = frozenset({"COPPICE_ADAPTER", "COPPICE_ADDRESS", "COPPICE_CONFIG", "COPPICE_PROOF"})
+_OTHER_VARIABLES = frozenset({"COPPICE_ADAPTER_ADDRESS", "COPPICE_ADDRESS", "COPPICE_CONFIG", "COPPICE_PROOF"})
 
 HeadKind = Literal["bigram", "lookup", "lm", "eagle3", "specblock"]
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Look at the adapter, and steer it.", no_args_is_help=True)
 
-Address = Annotated[str | None, typer.Option(help="HOST:PORT; default COPPICE_ADAPTER, else 127.0.0.1:50061.")]
+Address = Annotated[str | None, typer.Option(help="HOST:PORT; default COPPICE_ADAPTER_ADDRESS, else 127.0.0.1:50061.")]
 Head = Annotated[str, typer.Option(help="The head's name; default: all of them.")]
 
 

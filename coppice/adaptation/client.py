@@ -21,8 +21,8 @@ ROLLBACK_S = 120.0
 
 
 def default_address() -> str:
-    """COPPICE_ADAPTER, else the address `coppice up --adapt` takes."""
-    return os.environ.get("COPPICE_ADAPTER") or "127.0.0.1:50061"
+    """COPPICE_ADAPTER_ADDRESS, else the address `coppice up --adapt` takes."""
+    return os.environ.get("COPPICE_ADAPTER_ADDRESS") or "127.0.0.1:50061"
 
 
 class AdapterClient:

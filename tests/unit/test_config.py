@@ -91,7 +91,7 @@ def test_variables_of_any_case_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_settings([]).verifier.threads == 4
 
 
-@pytest.mark.parametrize("variable", ["COPPICE_ADAPTER", "COPPICE_ADDRESS", "COPPICE_PROOF"])
+@pytest.mark.parametrize("variable", ["COPPICE_ADAPTER_ADDRESS", "COPPICE_ADDRESS", "COPPICE_PROOF"])
 def test_variables_of_other_parts_are_no_settings(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "1")
     load_settings([])
