@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from coppice.stack_spec import StackSpec
 
 GOOD, CHECK_FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
-ROLES = {
-    "verifier": "services.verifier",
-    "drafter": "services.drafter",
-    "orchestrator": "orchestrator",
-    "adapter": "services.adapter",
-}
 # What a missing one of these means to people: the extra that brings it.
 SERVE_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "jinja2", "matplotlib")
 WATCH_S = 0.5
@@ -281,13 +275,14 @@ def serve(
     arguments: Annotated[list[str] | None, typer.Argument(help="Its settings, such as --verifier.target DIR.")] = None,
 ) -> None:
     """Become one service."""
+    from coppice.launch import MODULES
     from coppice.stack_spec import checkout
 
-    if role not in ROLES:
-        raise typer.BadParameter(f"{role!r} is not one of {', '.join(ROLES)}", param_hint="ROLE")
+    if role not in MODULES:
+        raise typer.BadParameter(f"{role!r} is not one of {', '.join(MODULES)}", param_hint="ROLE")
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(checkout()), *([inherited] if inherited else [])])
-    os.execv(sys.executable, [sys.executable, "-m", ROLES[role], *(arguments or [])])  # noqa: S606
+    os.execv(sys.executable, [sys.executable, "-m", MODULES[role], *(arguments or [])])  # noqa: S606
 
 
 @app.command()

@@ -206,12 +206,7 @@ class Producer:
     async def _connected(self) -> AsyncIterator[Redis]:
         """A client for one exchange. After any trouble, cancellation included, its connections are never used again."""
         if self._client is None:
-            self._client = Redis.from_url(
-                self._settings.redis,
-                socket_timeout=self._settings.timeout_s,
-                socket_connect_timeout=self._settings.timeout_s,
-                retry=Retry(NoBackoff(), 0),  # redis-py would send a batch again that may have arrived
-            )
+            self._client = connect(self._settings)
         try:
             async with asyncio.timeout(2 * self._settings.timeout_s):
                 yield self._client
@@ -223,11 +218,22 @@ class Producer:
         """Close the client, in the background."""
         client, self._client = self._client, None
         if client is not None:
-            task = asyncio.create_task(_close(client))
+            task = asyncio.create_task(disconnect(client))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
 
-async def _close(client: Redis) -> None:
+def connect(settings: AdaptationSettings, wait_s: float = 0.0) -> Redis:
+    """A client that never tries again by itself: what it sends again may have arrived. `wait_s`: its longest call's."""
+    return Redis.from_url(
+        settings.redis,
+        socket_timeout=settings.timeout_s + wait_s,
+        socket_connect_timeout=settings.timeout_s,
+        retry=Retry(NoBackoff(), 0),
+    )
+
+
+async def disconnect(client: Redis) -> None:
+    """End its connections, those in use too."""
     with contextlib.suppress(RedisError, OSError, TimeoutError):
         await client.connection_pool.disconnect(inuse_connections=True)

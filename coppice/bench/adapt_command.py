@@ -56,6 +56,8 @@ def adapt(
     """What adaptation gains and costs on a stream that changes, every policy on the same stream in the same minutes."""
     from dataclasses import replace
 
+    from rich.console import Console
+
     from coppice.adaptation.bandit import UPDATES
     from coppice.bench.adapt import (
         AdaptReport,
@@ -83,7 +85,7 @@ def adapt(
     if n > (most := 2 * len(programs())):
         raise typer.BadParameter(f"there are {most} different prompts", param_hint="--n")
     if what == "kv":
-        _kv(replace(spec_of(target, [head], "float32"), budget=budget), chosen, n, max_new_tokens, budget, json_file)
+        _kv(spec_of(target, [head], "float32"), chosen, n, max_new_tokens, budget, json_file)
         return
     flags = DEMO_FLAGS | dict(_pair(text) for text in setting or ())
     base = replace(spec_of(target, [head], dtype), budget=budget)
@@ -92,7 +94,7 @@ def adapt(
         lanes = device_lanes(chosen, base, flags)
     else:
         lanes = policy_lanes(policies if what == "shift" else ["never", "bandit"], chosen, base, flags)
-    console, _ = offline(f"bench adapt --what {what}", base)
+    console = Console()
     told = base.settings().verifier
     report = AdaptReport(f"bench adapt --what {what}", told.dtype, told.threads, told.device)
     with console.status("starting") as status:

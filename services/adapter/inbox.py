@@ -13,8 +13,6 @@ from typing import Any, Protocol
 
 import structlog
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
 from coppice.adaptation.records import (
@@ -31,6 +29,7 @@ from coppice.adaptation.records import (
     read_sample,
     samples_key,
 )
+from coppice.adaptation.stream import connect, disconnect
 from coppice.config import AdaptationSettings
 from coppice.errors import InvalidField
 from coppice.telemetry import AdapterMetrics
@@ -80,7 +79,7 @@ class Inbox:
         """Read for ever; Redis may come and go."""
         backoff_s = _FIRST_BACKOFF_S
         while True:
-            client = self._client()
+            client = connect(self._settings, _BLOCK_MS / 1000)
             try:
                 await self._create_groups(client)
                 self.connected, backoff_s = True, _FIRST_BACKOFF_S
@@ -93,18 +92,9 @@ class Inbox:
                 self.connected = False
             finally:
                 self._asked.clear()
-                await _close(client)
+                await disconnect(client)
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
-
-    def _client(self) -> Redis:
-        timeout_s = self._settings.timeout_s
-        return Redis.from_url(
-            self._settings.redis,
-            socket_timeout=timeout_s + _BLOCK_MS / 1000,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-        )
 
     async def _create_groups(self, client: Redis) -> None:
         for key in (*self._queries, *self._samples):
@@ -168,10 +158,3 @@ class Inbox:
         self._numbers[key, sender] = max(number, last or 0)
         if len(self._numbers) > _SENDERS:
             self._numbers.popitem(last=False)
-
-
-async def _close(client: Redis) -> None:
-    try:
-        await client.connection_pool.disconnect(inuse_connections=True)
-    except (RedisError, OSError, TimeoutError):
-        log.debug("redis was gone already")

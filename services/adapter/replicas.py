@@ -64,13 +64,11 @@ class Replicas:
         for replica in chosen[:1] if first_only else chosen:
             replica.wanted = weights
 
-    async def bring(self) -> int:
-        """Give every replica what it is to use and does not; returns how many that answer still do not."""
+    async def bring(self) -> None:
+        """Give every replica what it is to use and does not."""
         async with self._busy:
             await asyncio.gather(*map(self._bring, self._replicas))
-        stale = sum(not replica.current for replica in self._replicas)
-        self._metrics.stale.labels(self._head).set(stale)
-        return stale
+        self._metrics.stale.labels(self._head).set(sum(not replica.current for replica in self._replicas))
 
     @property
     def ahead(self) -> int:
