@@ -66,6 +66,9 @@ class BanditSettings(BaseModel):
     alpha: float = Field(0.10, gt=0, le=1, description="weight of a new observation in a value")
     least_signal: NonNegativeFloat = Field(5.0, description="s of a trigger below which its observation is not used")
     interval: PositiveInt = Field(20, description="N, queries measured before and after an event")
+    horizon: PositiveInt = Field(
+        100, description="queries an update is to pay in: what those beside the training lost is spread over them"
+    )
     patience: PositiveInt = Field(200, description="queries among which N comparable ones must be found")
     load_factor: float = Field(1.5, ge=1, description="ratio of loads up to which queries are comparable")
     blocked_queries: NonNegativeInt = Field(2, description="queries after an event that trigger nothing")
@@ -269,18 +272,19 @@ class Bandit:
         """Lines 19 to 21, equation 10; the first observation of an action is its value.
 
         The gain is the change of the mean tokens/s, less what the queries beside the training lost, spread over the
-        interval: so a value nets out the update's own cost.
+        horizon: so a value nets out the update's own cost, which is paid once, while what it gains goes on.
         """
         settings, trigger, before, after = self.settings, interval.trigger, interval.before, interval.after
         if trigger.s < settings.least_signal or min(len(before), len(after)) < 2:
             return
-        usual, spread, share = statistics.fmean(before), statistics.stdev(before), len(interval.during) / len(after)
-        lost = sum(usual - rate for rate in interval.during) / len(after)
+        beside, horizon = len(interval.during), max(settings.horizon, len(after))
+        usual, spread, share = statistics.fmean(before), statistics.stdev(before), beside / horizon
+        lost = sum(usual - rate for rate in interval.during) / horizon
         gained = statistics.fmean(after) - usual - lost
         error = math.hypot(
             statistics.stdev(after) / math.sqrt(len(after)),
             spread / math.sqrt(len(before)) * (1 + share),
-            spread * math.sqrt(share / len(after)),
+            spread * math.sqrt(beside) / horizon,
         )
         seen = Value(value=gained / trigger.s, error=error / trigger.s)
         known, alpha = self.state.values.get(trigger.action), settings.alpha

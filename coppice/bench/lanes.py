@@ -42,21 +42,19 @@ class Lane:
     def __init__(self, name: str, spec: StackSpec, cores: Mapping[str, Sequence[int]] | None = None) -> None:
         """cores: by role, "" for all others; None leaves them where they are."""
         self.name, self.spec, self.served = name, spec, Served()
-        self._cores, self._exit = cores or {}, ExitStack()
+        self._cores, self._exit, self._stack = cores or {}, ExitStack(), Stack(spec)
+        self._adapter: AdapterClient | None = None
 
     def start(self) -> None:
         """Start the stack, warm it up and hold it still."""
-        stack = self._exit.enter_context(Stack(self.spec))
-        self._pids = {service: ready.pid for service, ready in stack.services.items()}
-        self._stack = stack
+        stack = self._exit.enter_context(self._stack)
         self._client = self._exit.enter_context(Client(stack.address))
-        self._adapter = None
         if "adapter" in stack.services:
             self._adapter = self._exit.enter_context(AdapterClient(stack.services["adapter"].address))
-        for service, ready in stack.services.items():
+        for ready in stack.services.values():
             chosen = self._cores.get(ready.role, self._cores.get(""))
             if chosen:
-                pin(self._pids[service], chosen)
+                pin(ready.pid, chosen)
         self.freeze()
 
     def warm(self, prompt: str) -> None:

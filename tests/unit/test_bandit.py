@@ -291,7 +291,7 @@ def test_only_queries_wholly_on_the_live_version_at_like_load_are_compared() -> 
 
 
 def test_what_training_costs_the_queries_beside_it_is_taken_off_the_gain() -> None:
-    bandit = make()
+    bandit = make(horizon=5)
     for rate in (90, 100, 110):
         ask(bandit, rate)
     trigger = Trigger(action=FULL, s=10, query=bandit.state.queries)
@@ -300,8 +300,8 @@ def test_what_training_costs_the_queries_beside_it_is_taken_off_the_gain() -> No
     bandit.synced(trigger, 1)
     for _ in range(3):
         ask(bandit, 120)
-    assert value(bandit, FULL) == pytest.approx((120 - 100 - (30 + 15) / 3) / 10)
-    error = math.hypot(10 / math.sqrt(3) * (1 + 2 / 3), 10 * math.sqrt(2) / 3) / 10
+    assert value(bandit, FULL) == pytest.approx((120 - 100 - (30 + 15) / 5) / 10)
+    error = math.hypot(10 / math.sqrt(3) * (1 + 2 / 5), 10 * math.sqrt(2) / 5) / 10
     assert bandit.state.values[FULL].error == pytest.approx(error)
 
 
