@@ -18,7 +18,7 @@ from coppice import limits
 from coppice.completion import Accumulator, Completion, StreamEvent
 from coppice.errors import CoppiceError, InvalidField, Unavailable, from_rpc_error
 from coppice.generation import ChatMessage, GenerationRequest, ModelDescription
-from coppice.rpc.channels import channel_options, open_channel
+from coppice.rpc.channels import Dialer
 from coppice.sampling import SamplingParams
 from coppice.v1 import generation_pb2 as generation
 from coppice.v1.generation_pb2_grpc import GenerationServiceStub
@@ -189,7 +189,7 @@ class Client:
     def __init__(self, address: str | None = None) -> None:
         """Connect lazily to HOST:PORT, by default COPPICE_ADDRESS, else 127.0.0.1:50051."""
         self.address = address or default_address()
-        self._channel = grpc.insecure_channel(self.address, channel_options(limits.Limits().message_bytes))
+        self._channel = Dialer().open_blocking(self.address)
         self._stub = GenerationServiceStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -248,7 +248,7 @@ class AsyncClient:
     def __init__(self, address: str | None = None) -> None:
         """Connect lazily to HOST:PORT, by default COPPICE_ADDRESS, else 127.0.0.1:50051."""
         self.address = address or default_address()
-        self._channel = open_channel(self.address, limits.Limits())
+        self._channel = Dialer().open(self.address)
         self._stub = GenerationServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:

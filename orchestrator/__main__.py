@@ -7,6 +7,7 @@ import sys
 from coppice.adaptation.stream import Producer
 from coppice.config import Settings
 from coppice.errors import InvalidField
+from coppice.rpc.channels import Dialer
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import OrchestratorMetrics, SignalMetrics, serve_metrics
 from coppice.v1 import generation_pb2
@@ -17,24 +18,24 @@ from orchestrator.target import TargetPool
 from orchestrator.text import TextCodec
 
 
-def _head_pools(settings: Settings, metrics: OrchestratorMetrics) -> dict[str, HeadPool]:
+def _head_pools(settings: Settings, dialer: Dialer, metrics: OrchestratorMetrics) -> dict[str, HeadPool]:
     """The heads in the order they were given; replicas share a name."""
     addresses: dict[str, list[str]] = {}
     for head in settings.orchestrator.heads:
         name, _, address = head.partition("=")
         addresses.setdefault(name, []).append(address)
-    return {name: HeadPool(name, pool, settings.limits, metrics) for name, pool in addresses.items()}
+    return {name: HeadPool(name, pool, dialer, metrics) for name, pool in addresses.items()}
 
 
 async def serve(settings: Settings) -> int:
     """Reach the verifiers and serve until told to stop; returns the exit code."""
     if not settings.orchestrator.verifiers:
         raise InvalidField("orchestrator.verifiers", "name at least one verifier's HOST:PORT")
-    metrics = OrchestratorMetrics()
+    metrics, dialer = OrchestratorMetrics(), Dialer(settings.limits)
     codec = TextCodec.find(settings.orchestrator.target)
-    verifiers = TargetPool(settings.orchestrator.verifiers, settings.limits)
+    verifiers = TargetPool(settings.orchestrator.verifiers, dialer)
     target = await verifiers.describe()
-    heads = _head_pools(settings, metrics)
+    heads = _head_pools(settings, dialer, metrics)
     await feature_layers(list(heads.values()), "orchestrator.heads")
     producer = Producer(settings.adaptation, SignalMetrics(metrics.registry))
     signals = Signals(producer, settings.adaptation.top_n) if settings.adaptation.redis else None

@@ -19,10 +19,10 @@ import structlog
 from numpy.typing import NDArray
 
 from coppice.errors import CoppiceError, InvalidField
-from coppice.limits import MAX_HEAD_NODES, MAX_TREE_NODES, Limits
+from coppice.limits import MAX_HEAD_NODES, MAX_TREE_NODES
 from coppice.messages import Advance, DraftStep, Features, Fence, OpenDraft, Rejection, TreeDelta
 from coppice.routing import Calibration
-from coppice.rpc.channels import open_channel
+from coppice.rpc.channels import Dialer
 from coppice.telemetry import OrchestratorMetrics
 from coppice.tree import DraftTree, TreeError, extend, prune, validate
 from coppice.v1 import drafter_pb2
@@ -42,9 +42,9 @@ _MOST_UNTOLD_BYTES = 16 << 20
 class Replica:
     """One drafter process."""
 
-    def __init__(self, address: str, bounds: Limits) -> None:
+    def __init__(self, address: str, dialer: Dialer) -> None:
         self.address = address
-        self.stub = DrafterServiceStub(open_channel(address, bounds))
+        self.stub = DrafterServiceStub(dialer.open(address))
         self.sessions = 0
         self.backoff_s = _FIRST_BACKOFF_S
         self.benched_until = 0.0
@@ -58,9 +58,9 @@ class Replica:
 class HeadPool:
     """The replicas of one head, what its confidences are worth, and how long it takes to draft."""
 
-    def __init__(self, name: str, addresses: Sequence[str], bounds: Limits, metrics: OrchestratorMetrics) -> None:
+    def __init__(self, name: str, addresses: Sequence[str], dialer: Dialer, metrics: OrchestratorMetrics) -> None:
         self.name, self.metrics = name, metrics
-        self.replicas = [Replica(address, bounds) for address in addresses]
+        self.replicas = [Replica(address, dialer) for address in addresses]
         self.calibration = Calibration()
         self.feature_layers: tuple[int, ...] | None = None
         """target layers whose features the head reads; None until a replica has said so"""

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import grpc
 
 from coppice.errors import DeadlineExceeded, InternalError, Unavailable, from_rpc_error
-from coppice.limits import Limits
 from coppice.messages import OpenSession, SessionOpened, TargetDescription, Verdict, VerifyStep
-from coppice.rpc.channels import open_channel
+from coppice.rpc.channels import Dialer
 from coppice.v1 import verifier_pb2
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from coppice.wire import verifier
@@ -22,10 +21,10 @@ _LAST_RESORT_S = 60.0
 class VerifierReplica:
     """One verifier process."""
 
-    def __init__(self, address: str, bounds: Limits, alone: bool) -> None:
+    def __init__(self, address: str, dialer: Dialer, alone: bool) -> None:
         """`alone`: no other replica serves the target."""
         self.address, self.alone = address, alone
-        self.stub = VerifierServiceStub(open_channel(address, bounds))
+        self.stub = VerifierServiceStub(dialer.open(address))
         self.sessions = 0
         self.verify_s = 0.0  # moving average of a verify round trip
 
@@ -41,8 +40,8 @@ class VerifierReplica:
 class TargetPool:
     """The replicas that serve one target."""
 
-    def __init__(self, addresses: Sequence[str], bounds: Limits) -> None:
-        self.replicas = [VerifierReplica(address, bounds, len(addresses) == 1) for address in addresses]
+    def __init__(self, addresses: Sequence[str], dialer: Dialer) -> None:
+        self.replicas = [VerifierReplica(address, dialer, len(addresses) == 1) for address in addresses]
 
     async def describe(self, timeout_s: float = 30.0) -> TargetDescription:
         """What the first replica that answers serves. Raises Unavailable."""

@@ -16,6 +16,7 @@ import torch
 from coppice.limits import Limits
 from coppice.messages import Advance, Features, HeadDescription, OpenDraft, Rejection
 from coppice.nn.head import DraftJob, Growth, Head
+from coppice.rpc.channels import Dialer
 from coppice.rpc.server import add_service
 from coppice.rpc.sessions import StreamWaits
 from coppice.telemetry import SessionMetrics
@@ -104,7 +105,7 @@ async def drafter_of(head: Head, allowed: Sequence[str] = (), port: int = 0) -> 
     worker, bounds = Worker(lambda: head, SessionMetrics("drafter")), Limits()
     await worker.start()
     waits = StreamWaits(60.0, asyncio.Event())
-    servicer = DrafterServicer(worker, bounds, waits, FeatureSource(allowed, bounds))
+    servicer = DrafterServicer(worker, bounds, waits, FeatureSource(allowed, Dialer(bounds)))
     async with server_of(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer, port) as server:
         yield server
     await worker.stop()

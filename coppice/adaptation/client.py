@@ -11,8 +11,7 @@ import grpc
 
 from coppice.adaptation.status import HeadStatus
 from coppice.errors import from_rpc_error
-from coppice.limits import Limits
-from coppice.rpc.channels import channel_options
+from coppice.rpc.channels import Dialer
 from coppice.v1.adapter_pb2_grpc import AdapterServiceStub
 from coppice.wire import adapter
 
@@ -30,8 +29,7 @@ class AdapterClient:
 
     def __init__(self, address: str | None = None) -> None:
         """Connects with the first call."""
-        options = channel_options(Limits().message_bytes)
-        self._channel = grpc.insecure_channel(address or default_address(), options=options)
+        self._channel = Dialer().open_blocking(address or default_address())
         self._stub = AdapterServiceStub(self._channel)
 
     def status(self, head: str = "", history: int = 0) -> list[HeadStatus]:

@@ -8,9 +8,8 @@ from types import TracebackType
 import grpc
 
 from coppice.errors import InvalidField, from_rpc_error
-from coppice.limits import Limits
 from coppice.messages import HeadDescription, WeightsHeader, WeightsPart, WeightsSynced
-from coppice.rpc.channels import open_channel
+from coppice.rpc.channels import Dialer
 from coppice.v1 import drafter_pb2
 from coppice.v1.drafter_pb2_grpc import DrafterServiceStub
 from coppice.wire.drafter import read_head, read_synced, weights_to_wire
@@ -21,10 +20,10 @@ DESCRIBE_S = 5.0
 class Replica:
     """One drafter that weights are pushed to; an async context manager that closes its channel."""
 
-    def __init__(self, address: str, limits: Limits) -> None:
+    def __init__(self, address: str, dialer: Dialer) -> None:
         """Connects with the first call."""
         self.address = address
-        self._channel = open_channel(address, limits)
+        self._channel = dialer.open(address)
         self._stub = DrafterServiceStub(self._channel)
 
     async def describe(self, deadline_s: float = DESCRIBE_S) -> HeadDescription:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import grpc
 import grpc.aio
 
@@ -24,6 +26,16 @@ def channel_options(message_bytes: int) -> list[tuple[str, int]]:
     ]
 
 
-def open_channel(address: str, limits: Limits) -> grpc.aio.Channel:
-    """A channel to one address; connects lazily."""
-    return grpc.aio.insecure_channel(address, options=channel_options(limits.message_bytes))
+@dataclass(frozen=True, slots=True)
+class Dialer:
+    """How a process reaches others: with which bounds."""
+
+    limits: Limits = field(default_factory=Limits)
+
+    def open(self, address: str) -> grpc.aio.Channel:
+        """A channel to one address; connects lazily."""
+        return grpc.aio.insecure_channel(address, options=channel_options(self.limits.message_bytes))
+
+    def open_blocking(self, address: str) -> grpc.Channel:
+        """The same for callers without an event loop."""
+        return grpc.insecure_channel(address, options=channel_options(self.limits.message_bytes))

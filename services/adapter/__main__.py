@@ -18,6 +18,7 @@ import torch
 
 from coppice.config import AdapterSettings, Settings
 from coppice.errors import InvalidField
+from coppice.rpc.channels import Dialer
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import AdapterMetrics, serve_metrics
 from coppice.v1 import adapter_pb2
@@ -54,7 +55,7 @@ async def _build(settings: Settings, on_thread: OnThread, metrics: AdapterMetric
         folder = home / name
         folder.mkdir(parents=True, exist_ok=True)
         copies = await on_thread(Copies, path, settings, folder)
-        replicas = Replicas(name, addresses, copies.checkpoint, settings.limits, metrics)
+        replicas = Replicas(name, addresses, copies.checkpoint, Dialer(settings.limits), metrics)
         loops.append(HeadLoop(name, copies, replicas, settings, folder, on_thread, metrics))
     return loops
 

@@ -12,8 +12,8 @@ from coppice.adaptation.push import Replica
 from coppice.adaptation.status import ReplicaStatus
 from coppice.adaptation.weights import Weights, pack_update
 from coppice.errors import CoppiceError
-from coppice.limits import Limits
 from coppice.messages import HeadDescription
+from coppice.rpc.channels import Dialer
 from coppice.telemetry import AdapterMetrics
 
 log = structlog.get_logger()
@@ -22,8 +22,8 @@ _KNOWN = 4  # versions an update may start from, besides the checkpoint
 
 
 class _Replica:
-    def __init__(self, address: str, limits: Limits, wanted: Weights) -> None:
-        self.link = Replica(address, limits)
+    def __init__(self, address: str, dialer: Dialer, wanted: Weights) -> None:
+        self.link = Replica(address, dialer)
         self.address, self.wanted = address, wanted
         self.told: HeadDescription | None = None  # None: it did not answer last
         self.trouble = ""
@@ -37,11 +37,11 @@ class Replicas:
     """Pushes what a replica lacks: the tensors that differ from what it uses, or from the checkpoint."""
 
     def __init__(
-        self, head: str, addresses: Sequence[str], checkpoint: Weights, limits: Limits, metrics: AdapterMetrics
+        self, head: str, addresses: Sequence[str], checkpoint: Weights, dialer: Dialer, metrics: AdapterMetrics
     ) -> None:
         """`checkpoint`: version 0."""
         self._head, self._checkpoint, self._metrics = head, checkpoint, metrics
-        self._replicas = [_Replica(address, limits, checkpoint) for address in addresses]
+        self._replicas = [_Replica(address, dialer, checkpoint) for address in addresses]
         self._known: OrderedDict[bytes, Weights] = OrderedDict()
         self._busy = asyncio.Lock()
 

@@ -7,6 +7,7 @@ import sys
 from coppice.adaptation.stream import Producer
 from coppice.config import Settings
 from coppice.nn.registry import build_head
+from coppice.rpc.channels import Dialer
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import SessionMetrics, SignalMetrics, serve_metrics
 from coppice.v1 import drafter_pb2
@@ -28,7 +29,7 @@ async def serve(settings: Settings) -> int:
     await worker.start()
     if samples is not None:
         producer.start()
-    source = FeatureSource(settings.drafter.verifiers, settings.limits)
+    source = FeatureSource(settings.drafter.verifiers, Dialer(settings.limits))
     servicer = DrafterServicer(worker, settings.limits, serving.waits, source)
     port = serve_metrics(metrics.registry, settings.server)
     await serving.start(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer, port)

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import grpc
 
 from coppice.errors import CoppiceError, InvalidField, Unavailable
-from coppice.limits import Limits
 from coppice.messages import FeatureRef, Features
-from coppice.rpc.channels import open_channel
+from coppice.rpc.channels import Dialer
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from coppice.wire.verifier import fetch_to_wire, read_feature_part
 
@@ -20,9 +19,9 @@ _MOST_CHANNELS = 64
 class FeatureSource:
     """Fetches windows of features, over one channel to each verifier."""
 
-    def __init__(self, allowed: Sequence[str], bounds: Limits) -> None:
+    def __init__(self, allowed: Sequence[str], dialer: Dialer) -> None:
         """`allowed` are the addresses that may be dialed, all when there is none."""
-        self._allowed, self._bounds = frozenset(allowed), bounds
+        self._allowed, self._dialer = frozenset(allowed), dialer
         self._stubs: dict[str, VerifierServiceStub] = {}
 
     async def fetch(self, ref: FeatureRef) -> Features:
@@ -62,5 +61,5 @@ class FeatureSource:
         if address not in self._stubs:
             if len(self._stubs) == _MOST_CHANNELS:
                 del self._stubs[next(iter(self._stubs))]
-            self._stubs[address] = VerifierServiceStub(open_channel(address, self._bounds))
+            self._stubs[address] = VerifierServiceStub(self._dialer.open(address))
         return self._stubs[address]

@@ -10,8 +10,7 @@ import pytest
 from coppice.bench.reference import Reference
 from coppice.client import Client
 from coppice.launch import Stack
-from coppice.limits import Limits
-from coppice.rpc.channels import open_channel
+from coppice.rpc.channels import Dialer
 from coppice.stack_spec import HeadSpec, StackSpec
 from coppice.v1 import verifier_pb2
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
@@ -60,7 +59,7 @@ def reference(target: Path) -> Reference:
 
 async def described(address: str) -> verifier_pb2.DescribeTargetResponse:
     """What a verifier says of itself."""
-    channel = open_channel(address, Limits())
+    channel = Dialer().open(address)
     try:
         return await VerifierServiceStub(channel).DescribeTarget(verifier_pb2.DescribeTargetRequest())
     finally:

@@ -19,8 +19,8 @@ from coppice.adaptation.status import HeadStatus
 from coppice.adaptation.weights import Weights, pack_update
 from coppice.client import AsyncClient, Client
 from coppice.launch import Stack
-from coppice.limits import Limits
 from coppice.nn.layouts import load_specblock, public_weights
+from coppice.rpc.channels import Dialer
 from coppice.sampling import SamplingParams
 from coppice.stack_spec import HeadSpec, StackSpec
 from tests.pipeline.test_feature_heads import KINDS, PROMPTS, heads, target
@@ -126,7 +126,7 @@ def test_texts_are_plains_beside_a_thousand_pushes(
 
     async def pushing() -> None:
         nonlocal pushed
-        async with Replica(address, Limits()) as replica:
+        async with Replica(address, Dialer()) as replica:
             version = (await replica.describe()).weights_version
             for number in range(PUSHES):
                 names = None if number % 10 == 0 else ["lm_head.weight"]

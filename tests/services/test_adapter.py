@@ -38,8 +38,8 @@ from coppice.adaptation.status import HeadStatus
 from coppice.adaptation.weights import Weights, pack_update
 from coppice.config import load_settings
 from coppice.errors import InvalidField, NotFound
-from coppice.limits import Limits
 from coppice.messages import HeadDescription
+from coppice.rpc.channels import Dialer
 from services.adapter.__main__ import serve
 from tests.processes import Service
 from tests.pushes import altered
@@ -152,7 +152,7 @@ class Bench:
         async def ask() -> list[HeadDescription]:
             found = []
             for address in self.addresses:
-                async with Replica(address, Limits()) as replica:
+                async with Replica(address, Dialer()) as replica:
                     found.append(await replica.describe())
             return found
 
@@ -405,7 +405,7 @@ def test_weights_that_somebody_else_pushed_are_replaced(bench: Bench, first: Wei
     bench.until(adapter, lambda status: True)
 
     async def push() -> None:
-        async with Replica(bench.addresses[0], Limits()) as replica:
+        async with Replica(bench.addresses[0], Dialer()) as replica:
             await replica.push(*pack_update(HEAD, first, altered(first, 5, version=40)))
 
     asyncio.run(push())

@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice.errors import InvalidField, Overloaded, StaleFence, Unavailable, from_rpc_error
-from coppice.limits import MAX_HEAD_NODES, Limits
+from coppice.limits import MAX_HEAD_NODES
 from coppice.messages import (
     Advance,
     DraftStep,
@@ -32,7 +32,7 @@ from coppice.messages import (
 from coppice.nn.head import DraftJob, Growth, Head
 from coppice.nn.lookup import Lookup
 from coppice.nn.ngram import grow
-from coppice.rpc.channels import open_channel
+from coppice.rpc.channels import Dialer
 from coppice.sampling import SamplingParams
 from coppice.telemetry import SessionMetrics
 from coppice.tree import DraftTree, extend, validate
@@ -55,7 +55,7 @@ def lookup(start_service: StartService) -> Service:
 
 @asynccontextmanager
 async def connected(service: Service) -> AsyncIterator[Any]:
-    async with open_channel(service.address, Limits()) as channel:
+    async with Dialer().open(service.address) as channel:
         yield drafter_pb2_grpc.DrafterServiceStub(channel)
 
 
@@ -257,7 +257,7 @@ async def test_a_stream_begins_with_open(lookup: Service) -> None:
 
 
 async def test_undecodable_bytes_are_an_invalid_argument_without_the_parsers_words(lookup: Service) -> None:
-    async with open_channel(lookup.address, Limits()) as channel:
+    async with Dialer().open(lookup.address) as channel:
         raw = channel.stream_stream(f"/{SERVICE}/Draft")
         for first in ([], [open_draft_to_wire(OpenDraft("s", IDS, SamplingParams())).SerializeToString()]):
             call = raw()
@@ -312,7 +312,7 @@ async def test_a_step_sent_before_the_client_closes_its_side_is_answered(lookup:
 
 
 async def test_describe_and_health_say_what_is_served(lookup: Service) -> None:
-    async with connected(lookup) as stub, open_channel(lookup.health, Limits()) as channel:
+    async with connected(lookup) as stub, Dialer().open(lookup.health) as channel:
         head = await described(stub)
         assert (head.name, head.kind, head.vocab_size, head.feature_layers) == ("lookup", "lookup", VOCAB, ())
         for name in ("", SERVICE):

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from coppice.errors import CoppiceError, InvalidField, NotFound, Overloaded, StaleFence, Unavailable, from_rpc_error
-from coppice.limits import CHUNK_BYTES, MAX_TREE_DEPTH, Limits
+from coppice.limits import CHUNK_BYTES, MAX_TREE_DEPTH
 from coppice.messages import (
     FeatureRef,
     Features,
@@ -34,7 +34,7 @@ from coppice.messages import (
     VerifyStep,
     committed_hash,
 )
-from coppice.rpc.channels import open_channel
+from coppice.rpc.channels import Dialer
 from coppice.sampling import SamplingParams, decode_row, draw
 from coppice.tree import DraftTree
 from coppice.v1 import verifier_pb2, verifier_pb2_grpc
@@ -84,7 +84,7 @@ def small(start_service: StartService, target: Path) -> Service:
 
 @asynccontextmanager
 async def connected(service: Service) -> AsyncIterator[Any]:
-    async with open_channel(service.address, Limits()) as channel:
+    async with Dialer().open(service.address) as channel:
         yield verifier_pb2_grpc.VerifierServiceStub(channel)
 
 
@@ -504,7 +504,7 @@ async def test_a_bad_step_is_refused_by_field_and_other_sessions_go_on(verifier:
 
 
 async def test_undecodable_bytes_are_an_invalid_argument(verifier: Service) -> None:
-    async with open_channel(verifier.address, Limits()) as channel:
+    async with Dialer().open(verifier.address) as channel:
         call = channel.stream_stream(f"/{SERVICE}/Verify")()
         await call.write(b"\xff\xff\xff")
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -614,13 +614,13 @@ async def test_health_names_the_service_only_while_it_is_ready_and_sigterm_ends_
     starting = asyncio.create_task(
         asyncio.to_thread(start_service, "services.verifier", "--verifier.target", str(target), *flags)
     )
-    async with open_channel(f"127.0.0.1:{health}", Limits()) as channel:
+    async with Dialer().open(f"127.0.0.1:{health}") as channel:
         stub, asked = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest(service=SERVICE)
         answer = await stub.Check(asked, wait_for_ready=True)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         watch = stub.Watch(asked)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        async with open_channel(f"127.0.0.1:{port}", Limits()) as called:  # it listens by then
+        async with Dialer().open(f"127.0.0.1:{port}") as called:  # it listens by then
             assert await described(verifier_pb2_grpc.VerifierServiceStub(called))
         alive = await stub.Check(health_pb2.HealthCheckRequest(service=""))
         assert alive.status == health_pb2.HealthCheckResponse.SERVING

@@ -18,11 +18,10 @@ import pytest
 from coppice.adaptation.push import Replica
 from coppice.adaptation.weights import Weights
 from coppice.errors import CoppiceError, InvalidField, Overloaded, StaleFence
-from coppice.limits import Limits
 from coppice.messages import TreeDelta, WeightsPart
 from coppice.nn.features import FeatureHead
 from coppice.nn.head import DraftJob
-from coppice.rpc.channels import open_channel
+from coppice.rpc.channels import Dialer
 from coppice.v1 import drafter_pb2_grpc
 from coppice.wire.drafter import open_draft_to_wire, weights_to_wire
 from tests.processes import Service
@@ -83,7 +82,7 @@ def case(setup: Setup, drafter: Service, first: Weights) -> Case:
 
 @contextlib.asynccontextmanager
 async def at_version_2(drafter: Service, case: Case) -> AsyncIterator[Replica]:
-    async with Replica(drafter.address, Limits()) as replica:
+    async with Replica(drafter.address, Dialer()) as replica:
         push = Push.of(case.head, case.first, case.live)
         synced = await replica.push(push.header, push.parts)
         assert (synced.version, synced.weights_hash) == (2, case.live.hash)
@@ -163,7 +162,7 @@ async def test_other_bytes_and_messages_out_of_order_are_refused(drafter: Servic
         ([header.SerializeToString(), b"\xff\xff"], "request: the bytes are not a message"),
         ([b""], "kind: neither header nor part is set"),
     ]
-    async with at_version_2(drafter, case) as replica, open_channel(drafter.address, Limits()) as channel:
+    async with at_version_2(drafter, case) as replica, Dialer().open(drafter.address) as channel:
         for messages, why in streams:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await channel.stream_unary(METHOD)(iter(messages), timeout=10)
@@ -180,7 +179,7 @@ async def test_after_a_push_drafts_are_those_of_a_head_loaded_with_the_new_tenso
     one = altered(first, 1, version=1)
     two = altered(one, 2, head_only, version=4)
     early = await asyncio.to_thread(setup.start)
-    async with Replica(early.address, Limits()) as replica:
+    async with Replica(early.address, Dialer()) as replica:
         described = await replica.describe()
         assert (described.name, described.weights_version, described.weights_hash) == (setup.kind, 0, first.hash)
         assert_same(await first_tree(early, text, 0), own_tree(setup.head(), text))
@@ -199,7 +198,7 @@ async def test_after_a_push_drafts_are_those_of_a_head_loaded_with_the_new_tenso
     # A replica that comes late gets all that differs from the checkpoint, at any time.
     await asyncio.to_thread(early.stop)
     late = await asyncio.to_thread(setup.start)
-    async with Replica(late.address, Limits()) as replica:
+    async with Replica(late.address, Dialer()) as replica:
         push = Push.of(setup.kind, one, two)
         with pytest.raises(StaleFence, match=r"the parent is version 1 .*; expected version 0"):
             await replica.push(push.header, push.parts)
@@ -257,7 +256,7 @@ async def test_hundreds_of_pushes_while_sessions_draft_lose_no_step(setup: Setup
 
     async def pushing() -> list[int]:
         pauses, live = [], first
-        async with Replica(drafter.address, Limits()) as replica:
+        async with Replica(drafter.address, Dialer()) as replica:
             for number in range(pushes):
                 names = None if number % 3 == 0 else ["lm_head.weight"]
                 new = altered(live, number, names) if number % 4 else altered(first, number, names, live.version + 1)
@@ -270,7 +269,7 @@ async def test_hundreds_of_pushes_while_sessions_draft_lose_no_step(setup: Setup
         ended.set()
         return pauses
 
-    async with open_channel(drafter.address, Limits()) as channel:
+    async with Dialer().open(drafter.address) as channel:
         stub = drafter_pb2_grpc.DrafterServiceStub(channel)
         *_, pauses = await asyncio.gather(*(drafting(stub, seed) for seed in range(sessions)), pushing())
         idle = await test_drafter.until_idle(stub)
@@ -286,7 +285,7 @@ async def test_hundreds_of_pushes_while_sessions_draft_lose_no_step(setup: Setup
 async def test_a_head_without_weights_refuses_a_push(start_service: StartService, first: Weights) -> None:
     drafter = await asyncio.to_thread(start_service, "services.drafter", "--drafter.kind", "lookup")
     push = Push.of("lookup", first, altered(first, 1))
-    async with Replica(drafter.address, Limits()) as replica:
+    async with Replica(drafter.address, Dialer()) as replica:
         assert await state(replica) == (0, b"")
         with pytest.raises(InvalidField, match=r"header\.head: a lookup head has no weights that can be replaced"):
             await replica.push(push.header, push.parts)
