@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import operator
 import os
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack, cast
+from typing import Self, TypedDict, Unpack, cast
 
 import grpc
 import grpc.aio
 from pydantic import ValidationError
 
 from coppice import limits
+from coppice.attempts import TIMEOUT_S, Attempts, watch, watch_async
 from coppice.completion import Accumulator, Completion, StreamEvent
-from coppice.errors import CoppiceError, InvalidField, Unavailable, from_rpc_error
+from coppice.errors import Cancelled, InvalidField, from_rpc_error
 from coppice.generation import ChatMessage, GenerationRequest, ModelDescription
 from coppice.rpc.channels import Dialer
 from coppice.sampling import SamplingParams
@@ -28,9 +32,6 @@ __all__ = ["AsyncClient", "Client", "Completion", "Options", "Prompt", "StreamEv
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, str]]
 
-TIMEOUT_S = limits.MAX_DEADLINE_NS / 1e9
-# Waits before a call that found nobody is tried again; longer than a channel's own first back-off.
-RETRY_DELAYS_S = (0.25, 0.5)
 _MAX_UINT32 = 2**32 - 1
 
 
@@ -70,38 +71,22 @@ def default_address() -> str:
     return os.environ.get("COPPICE_ADDRESS") or "127.0.0.1:50051"
 
 
-class _Call:
-    """One request on its way: its message, its deadline, and when it may be sent again."""
-
-    def __init__(self, timeout: float, message: Any) -> None:
-        limits.check_range("timeout", timeout, 0, TIMEOUT_S)
-        self.message = message
-        self._deadline = time.monotonic() + timeout
-        self._delays = iter(RETRY_DELAYS_S)
-
-    @property
-    def timeout(self) -> float:
-        """Seconds left."""
-        return max(0.0, self._deadline - time.monotonic())
-
-    def delay_after(self, failure: CoppiceError, answered: bool) -> float:
-        """Seconds to wait before the next attempt; raises the failure when there is none.
-
-        Only UNAVAILABLE is tried again, and only before the first event: behind it, tokens would come twice.
-        """
-        if isinstance(failure, Unavailable) and not answered:
-            delay = next(self._delays, None)
-            if delay is not None and delay < self.timeout:
-                return delay
-        raise failure from None
+def _addresses(address: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Each HOST:PORT. Raises InvalidField when there is none."""
+    address = address or default_address()
+    given = address.split(",") if isinstance(address, str) else address
+    found = tuple(one.strip() for one in given if one.strip())
+    if not found:
+        raise InvalidField("address", "names no HOST:PORT")
+    return found
 
 
-def _generate_call(prompt: Prompt, options: Options) -> tuple[_Call, Accumulator]:
+def _generate_call(prompt: Prompt, options: Options, addresses: int, first: int) -> tuple[Attempts, Accumulator]:
     """The call of a prompt and what folds its events. Raises InvalidField, TypeError for an unknown option."""
     rest = dict(options)
     timeout = cast(float, rest.pop("timeout", TIMEOUT_S))
     request = build_request(prompt, **rest)  # type: ignore[arg-type]
-    return _Call(timeout, request_to_wire(request)), Accumulator(request.sampling.seed)
+    return Attempts(timeout, request_to_wire(request), addresses, first), Accumulator(request.sampling.seed)
 
 
 def build_request(
@@ -184,13 +169,21 @@ def _read_ids(field: str, ids: Sequence[int]) -> tuple[int, ...]:
 
 
 class Client:
-    """Asks a server, blocking. A context manager; calls may be made from several threads."""
+    """Asks a server, blocking. A context manager; calls may be made from several threads.
 
-    def __init__(self, address: str | None = None) -> None:
-        """Connect lazily to HOST:PORT, by default COPPICE_ADDRESS, else 127.0.0.1:50051."""
-        self.address = address or default_address()
-        self._channel = Dialer().open_blocking(self.address)
-        self._stub = GenerationServiceStub(self._channel)
+    With several addresses a request goes to the next one when a server is full or lost, and an answer that has begun
+    goes on there from the tokens held: none comes twice, none is lost, and the text is the same.
+    """
+
+    def __init__(self, address: str | Sequence[str] | None = None) -> None:
+        """Connect lazily to HOST:PORT or several, a list or with commas between; default COPPICE_ADDRESS, else
+        127.0.0.1:50051. Raises InvalidField.
+        """
+        self.addresses = _addresses(address)
+        self._channels = [Dialer().open_blocking(one) for one in self.addresses]
+        self._stubs = [GenerationServiceStub(channel) for channel in self._channels]
+        self._turns = itertools.count()
+        self._closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -199,22 +192,24 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """End the connection and every running call."""
-        self._channel.close()
+        """End the connections and every running call."""
+        self._closed = True
+        for channel in self._channels:
+            channel.close()
 
     def describe(self, timeout: float = 10.0) -> ModelDescription:
         """What is served. Raises Unavailable when nobody answers."""
-        call = _Call(timeout, generation.DescribeModelRequest())
+        call = Attempts(timeout, generation.DescribeModelRequest(), len(self._stubs))
         while True:
             try:
-                return read_model(self._stub.DescribeModel(call.message, timeout=call.timeout))
+                return read_model(self._stubs[call.at].DescribeModel(call.message, timeout=call.timeout))
             except grpc.RpcError as error:
-                delay = call.delay_after(from_rpc_error(error), answered=False)
+                delay = call.delay_after(from_rpc_error(error), self._closed)
             time.sleep(delay)
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """The whole answer to text, token ids or messages. Raises the errors of coppice.errors."""
-        call, answer = _generate_call(prompt, options)
+        call, answer = self._call(prompt, options)
         for event in self._events(call):
             answer.add(event)
         return answer.completion()
@@ -224,32 +219,41 @@ class Client:
 
         `coppice.completion.Accumulator` folds the events into a Completion, a partial one if need be.
         """
-        return self._events(_generate_call(prompt, options)[0])
+        return self._events(self._call(prompt, options)[0])
 
-    def _events(self, call: _Call) -> Iterator[StreamEvent]:
+    def _call(self, prompt: Prompt, options: Options) -> tuple[Attempts, Accumulator]:
+        return _generate_call(prompt, options, len(self._stubs), next(self._turns) % len(self._stubs))
+
+    def _events(self, call: Attempts) -> Iterator[StreamEvent]:
         while True:
-            answered = False
-            responses = self._stub.Generate(call.message, timeout=call.timeout)
+            stub = self._stubs[call.at]
+            responses = stub.Generate(call.message, timeout=call.timeout)
+            ended = threading.Event()
+            if len(self._stubs) > 1:
+                threading.Thread(target=watch, args=(stub, call, responses, ended), daemon=True).start()
             try:
                 for response in responses:
-                    answered = True
-                    yield read_response(response)
+                    if (event := call.hear(read_response(response))) is not None:
+                        yield event
                 return
             except grpc.RpcError as error:
-                delay = call.delay_after(from_rpc_error(error), answered)
+                delay = call.delay_after(from_rpc_error(error), self._closed)
             finally:
+                ended.set()
                 responses.cancel()
             time.sleep(delay)
 
 
 class AsyncClient:
-    """Asks a server from asyncio. Make it inside the running loop; an async context manager."""
+    """Asks a server from asyncio, as `Client` does. Make it inside the running loop; an async context manager."""
 
-    def __init__(self, address: str | None = None) -> None:
-        """Connect lazily to HOST:PORT, by default COPPICE_ADDRESS, else 127.0.0.1:50051."""
-        self.address = address or default_address()
-        self._channel = Dialer().open(self.address)
-        self._stub = GenerationServiceStub(self._channel)
+    def __init__(self, address: str | Sequence[str] | None = None) -> None:
+        """As Client's."""
+        self.addresses = _addresses(address)
+        self._channels = [Dialer().open(one) for one in self.addresses]
+        self._stubs = [GenerationServiceStub(channel) for channel in self._channels]
+        self._turns = itertools.count()
+        self._closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -260,41 +264,54 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """End the connection and every running call."""
-        await self._channel.close()
+        """End the connections and every running call."""
+        self._closed = True
+        await asyncio.gather(*(channel.close() for channel in self._channels))
 
     async def describe(self, timeout: float = 10.0) -> ModelDescription:  # noqa: ASYNC109 - it is gRPC's deadline
         """What is served. Raises Unavailable when nobody answers."""
-        call = _Call(timeout, generation.DescribeModelRequest())
+        call = Attempts(timeout, generation.DescribeModelRequest(), len(self._stubs))
         while True:
             try:
-                return read_model(await self._stub.DescribeModel(call.message, timeout=call.timeout))
+                return read_model(await self._stubs[call.at].DescribeModel(call.message, timeout=call.timeout))
             except grpc.RpcError as error:
-                delay = call.delay_after(from_rpc_error(error), answered=False)
+                delay = call.delay_after(from_rpc_error(error), self._closed)
             await asyncio.sleep(delay)
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """The whole answer to text, token ids or messages. Raises the errors of coppice.errors."""
-        call, answer = _generate_call(prompt, options)
-        async for event in self._events(call):
-            answer.add(event)
+        call, answer = self._call(prompt, options)
+        async with contextlib.aclosing(self._events(call)) as events:
+            async for event in events:
+                answer.add(event)
         return answer.completion()
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncIterator[StreamEvent]:
         """Started, then Chunks, then Finished. Wrap it in `contextlib.aclosing` to cancel at once on leaving early."""
-        return self._events(_generate_call(prompt, options)[0])
+        return self._events(self._call(prompt, options)[0])
 
-    async def _events(self, call: _Call) -> AsyncIterator[StreamEvent]:
+    def _call(self, prompt: Prompt, options: Options) -> tuple[Attempts, Accumulator]:
+        return _generate_call(prompt, options, len(self._stubs), next(self._turns) % len(self._stubs))
+
+    async def _events(self, call: Attempts) -> AsyncGenerator[StreamEvent, None]:
         while True:
-            answered = False
-            responses = self._stub.Generate(call.message, timeout=call.timeout)
+            stub = self._stubs[call.at]
+            responses = stub.Generate(call.message, timeout=call.timeout)
+            watching = asyncio.create_task(watch_async(stub, call, responses)) if len(self._stubs) > 1 else None
             try:
                 async for response in responses:
-                    answered = True
-                    yield read_response(response)
+                    if (event := call.hear(read_response(response))) is not None:
+                        yield event
                 return
             except grpc.RpcError as error:
-                delay = call.delay_after(from_rpc_error(error), answered)
+                delay = call.delay_after(from_rpc_error(error), self._closed)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if not call.silent.is_set() or (task and task.cancelling()):  # the caller's own
+                    raise
+                delay = call.delay_after(Cancelled("the server stopped answering"))
             finally:
+                if watching is not None:
+                    watching.cancel()
                 responses.cancel()
             await asyncio.sleep(delay)

@@ -47,6 +47,8 @@ class Completion:
     timings: Timings = field(default_factory=Timings)
     trees: tuple[StepTree, ...] = ()
     """what each step verified; empty unless asked for"""
+    resumed: int = 0
+    """times that another server went on with it; what is told by step, and timings, are then of the last one alone"""
 
     @property
     def steps(self) -> int:
@@ -56,7 +58,7 @@ class Completion:
     @property
     def tau(self) -> float:
         """Committed tokens per target forward, root included; the first token costs no step. 1 without a step."""
-        return (self.new_tokens - 1) / self.steps if self.steps else 1.0
+        return sum(self.accept_lengths) / self.steps if self.steps else 1.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -133,9 +135,10 @@ class Accumulator:
             seed=self._seed,
             ttft_s=self._first - self._called,
             # The server's clock is not blurred by chunks that arrive together.
-            decode_s=end.timings.decode_ns / 1e9 or self._last - self._first,
+            decode_s=(not end.resumed and end.timings.decode_ns / 1e9) or self._last - self._first,
             late_drafts=end.late_drafts,
             bad_drafts=end.bad_drafts,
             timings=end.timings,
             trees=tuple(self._trees),
+            resumed=end.resumed,
         )

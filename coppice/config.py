@@ -44,7 +44,7 @@ class ServerSettings(_Section):
     metrics_port: int = Field(0, ge=-1, le=65535, description="Prometheus port; 0 takes a free one, -1 serves none")
     advertise: str = Field("", description="host name that other services reach this one by; empty: host")
     ready_file: str = Field("", description="file to write addresses to once ready")
-    grace_s: float = Field(5.0, ge=0, description="how long a stopping server waits for calls to end, seconds")
+    grace_s: float = Field(90.0, ge=0, description="how long a stopping server lets requests finish, seconds")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line logged")
     log_json: bool = Field(False, description="log JSON lines instead of text")
 
@@ -107,6 +107,11 @@ class OrchestratorSettings(_Section):
     budget: int = Field(31, ge=0, le=MAX_TREE_NODES, description="default draft nodes verified a step")
     max_new_tokens: int = Field(256, gt=0, description="default limit of new tokens")
     draft_deadline_ms: float = Field(0.0, ge=0, description="wait for drafts; 0: max(20, 4 x median draft time)")
+    failover_s: float = Field(60.0, gt=0, description="how long a request waits for a verifier, seconds")
+    reopens: int = Field(4, gt=0, description="lost sessions that are prefilled again at once; others wait")
+    chunk_tokens: int = Field(
+        0, ge=0, description="tokens of every chunk sent, so that its size tells nothing; 0: those of a step"
+    )
 
     @field_validator("heads")
     @classmethod

@@ -51,9 +51,13 @@ class NotFound(CoppiceError):
 
 
 class Overloaded(CoppiceError):
-    """The server is full; retry later."""
+    """The server is full; retry after `retry_after_s` seconds."""
 
     status = Status.RESOURCE_EXHAUSTED
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class Unavailable(CoppiceError):
@@ -83,9 +87,19 @@ _BY_STATUS: dict[str, type[CoppiceError]] = {
 }
 
 
+RETRY_HINT = "grpc-retry-pushback-ms"
+"""the trailing metadata, gRPC's own, that says when to come back"""
+_TRANSPORT = ("RST_STREAM", "Stream removed", "GOAWAY")  # what a connection that breaks is called, among others
+
+
 def from_rpc_error(error: grpc.RpcError) -> CoppiceError:
-    """The typed error for what a call ended with."""
+    """The typed error for what a call ended with; a connection that broke is Unavailable whatever gRPC calls it."""
     status, details = error.code(), error.details() or ""
+    if status.name in ("INTERNAL", "UNKNOWN") and any(sign in details for sign in _TRANSPORT):
+        return Unavailable(details)
+    if status.name == Overloaded.status.name:
+        hint = dict(error.trailing_metadata() or ()).get(RETRY_HINT, "")
+        return Overloaded(details, int(hint) / 1e3) if hint.isdecimal() else Overloaded(details)
     if status.name == InvalidField.status.name:
         field, _, why = details.partition(": ")
         return InvalidField(field, why)

@@ -103,7 +103,10 @@ class Timings:
 
 @dataclass(slots=True)
 class Finished:
-    """The answer is complete. Lists have one entry a step; `routed` is a head's index, -1 none, -2 a union."""
+    """The answer is complete. Lists have one entry a step; `routed` is a head's index, -1 none, -2 a union.
+
+    `resumed`: how often the client went on with another server; lists and timings are then of the last one alone.
+    """
 
     finish_reason: FinishReason
     prompt_tokens: int
@@ -114,6 +117,7 @@ class Finished:
     late_drafts: int = 0
     bad_drafts: int = 0
     timings: Timings = field(default_factory=Timings)
+    resumed: int = 0
 
     @property
     def steps(self) -> int:

@@ -35,6 +35,7 @@ _LOOPBACK = {
     "server.health_port": 0,
     "server.metrics_port": 0,
 }
+_GRACE = {"server.grace_s": 5}  # who stops a whole stack waits for nobody's answer
 
 
 class Stack:
@@ -153,7 +154,7 @@ class Stack:
 
     def _launch(self, name: str, role: str, flags: Mapping[str, Any]) -> ServiceProcess:
         assert self._folder
-        arguments = as_flags({**flags, **self._signals, **self.spec.extra.get(role, {})})
+        arguments = as_flags({**_GRACE, **flags, **self._signals, **self.spec.extra.get(role, {})})
         process = ServiceProcess(name, self._modules[role], SERVICES[role], arguments, self._folder, self._root)
         self._processes.append(process)
         process.start()

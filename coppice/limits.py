@@ -46,7 +46,6 @@ class Limits(BaseModel):
     queued: int = Field(128, ge=0, description="requests that may wait for a session")
     queue_s: float = Field(30.0, gt=0, description="longest wait for a session, seconds")
     idle_s: float = Field(300.0, gt=0, description="a session without a message for this long is ended, seconds")
-    drain_s: float = Field(90.0, gt=0, description="how long a stopping server lets sessions finish, seconds")
 
 
 def check_range(field: str, value: float, low: float, high: float) -> None:

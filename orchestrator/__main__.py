@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from typing import Any
 
 from coppice.adaptation.stream import Producer
 from coppice.config import Settings
@@ -12,6 +14,7 @@ from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import OrchestratorMetrics, SignalMetrics, serve_metrics
 from coppice.v1 import generation_pb2
 from orchestrator.head import HeadPool, feature_layers
+from orchestrator.replicas import Pool
 from orchestrator.service import GenerationServicer
 from orchestrator.signals import Signals
 from orchestrator.target import TargetPool
@@ -33,8 +36,9 @@ async def serve(settings: Settings) -> int:
         raise InvalidField("orchestrator.verifiers", "name at least one verifier's HOST:PORT")
     metrics, dialer = OrchestratorMetrics(), Dialer(settings.limits)
     codec = TextCodec.find(settings.orchestrator.target)
-    verifiers = TargetPool(settings.orchestrator.verifiers, dialer)
-    target = await verifiers.describe()
+    told = settings.orchestrator
+    verifiers = TargetPool(told.verifiers, dialer, told.failover_s, told.reopens)
+    target = await verifiers.first_target()
     heads = _head_pools(settings, dialer, metrics)
     await feature_layers(list(heads.values()), "orchestrator.heads")
     producer = Producer(settings.adaptation, SignalMetrics(metrics.registry))
@@ -42,10 +46,14 @@ async def serve(settings: Settings) -> int:
     if signals is not None:
         producer.start()
     servicer = GenerationServicer(settings, target, verifiers, heads, codec, metrics, signals)
+    pools: list[Pool[Any]] = [verifiers, *heads.values()]
+    watching = [asyncio.create_task(pool.watch()) for pool in pools]
     serving = Serving(settings.server, settings.limits, "orchestrator")
     port = serve_metrics(metrics.registry, settings.server)
     await serving.start(generation_pb2.DESCRIPTOR.services_by_name["GenerationService"], servicer, port)
     code = await serving.until_stopped()
+    for task in watching:
+        task.cancel()
     if signals is not None:
         await signals.stop()
     return code

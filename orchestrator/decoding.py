@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coppice.errors import InternalError
+from coppice.errors import CoppiceError, InternalError, InvalidField
 from coppice.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, StepTree
-from coppice.messages import Fence, NextRoot, OpenSession, Rejection, Verdict, VerifyStep, committed_hash
+from coppice.messages import Fence, NextRoot, Rejection, Verdict, VerifyStep, committed_hash
 from coppice.policy import UNION, Choice, Policy
 from coppice.routing import first_miss, outcomes, step_log_probs
 from coppice.sampling import draw
 from coppice.telemetry import OrchestratorMetrics
 from coppice.tree import forwards_of, made_by
 from orchestrator.head import Draft, HeadSession
-from orchestrator.target import VerifierSession
+from orchestrator.target import LOST, TargetSession
 from orchestrator.text import TextStream
 
 
@@ -41,29 +41,34 @@ class Decoding:
         request: GenerationRequest,
         ids: list[int],
         plan: Plan,
-        verifier: VerifierSession,
+        verifier: TargetSession,
         heads: list[HeadSession],
         text: TextStream,
         metrics: OrchestratorMetrics,
         emit: Callable[[Chunk], None],
     ) -> None:
+        """`ids`: the prompt and what is resumed behind it. Raises InvalidField when that goes on behind an end."""
         self.request, self.plan, self.verifier, self.heads = request, plan, verifier, heads
         self.text, self.metrics, self.emit = text, metrics, emit
         self.ids = ids  # committed: prompt, what was resumed, and new tokens but for the root
         self.hash = committed_hash(ids)
         self.prompt_tokens = len(ids) - len(request.resume_ids)
-        self.left = plan.max_new_tokens - len(request.resume_ids)
+        self.left = plan.max_new_tokens
         self.step = 0
         self.finish: FinishReason | None = None
         self.result = Finished("length", self.prompt_tokens, 0, [], [], [])
         self.timings = self.result.timings
+        self._resume()
 
-    async def run(self, opening: OpenSession, prefill_timeout_s: float) -> Finished:
-        """Decode to the end; returns the summary. Raises what the verifier raised."""
+    async def run(self) -> Finished:
+        """Decode to the end; returns the summary. Raises what the last verifier raised when no other took over."""
+        if self.finish is not None:  # the client holds all of it, and missed only this
+            self.result.finish_reason = self.finish
+            return self.result
         began = time.perf_counter_ns()
         for head in self.heads if self.plan.budget else ():
             head.open(self.ids)
-        opened = await self.verifier.open(opening, prefill_timeout_s)
+        opened = await self.verifier.open(self.ids)
         for head in self.heads:
             head.learn(opened.features)
         root = self._commit([], self._next_root(opened.next))
@@ -86,6 +91,15 @@ class Decoding:
         timings.commit_ns = max(0, timings.decode_ns - elsewhere)
         self.result.finish_reason = self.finish
         return self.result
+
+    def _resume(self) -> None:
+        """Take in the tokens that the client holds as if they had been made here; their text is known to it."""
+        for token in self.request.resume_ids:
+            if self.finish is not None:
+                raise InvalidField("resume_ids", f"go on behind the answer's end ({self.finish})")
+            _, stopped = self.text.push(token)
+            self.left -= 1
+            self.finish = self._finish_reason(token, stopped)
 
     # --- draft ---
 
@@ -112,15 +126,27 @@ class Decoding:
     async def _verify(self, root: int, choice: Choice, drafts: list[Draft]) -> Verdict:
         began = time.perf_counter_ns()
         draft = drafts[choice.routed] if choice.routed >= 0 else Draft()
-        fence = self._fence(self.verifier.replica.deadline_s, draft.weights_version)
         q_rows = np.concatenate(draft.q_rows)[: len(choice.tree)] if self.request.pq and draft.q_rows else None
-        verdict = await self.verifier.verify(VerifyStep(fence, root, choice.tree, q_rows))
+        while True:
+            fence = self._fence(self.verifier.deadline_s, draft.weights_version)
+            try:
+                verdict = await self.verifier.verify(VerifyStep(fence, root, choice.tree, q_rows))
+                break
+            except LOST as error:
+                await self._reopen(error)
         times = verdict.timings
         self.timings.transport_ns += time.perf_counter_ns() - began - times.total_ns
         self.timings.verify_ns += times.total_ns - times.accept_ns
         self.timings.accept_ns += times.accept_ns
         self.timings.target_forward_ns += times.forward_ns
         return verdict
+
+    async def _reopen(self, why: CoppiceError) -> None:
+        """Go on with another verifier, which prefills what is committed; the root is drawn already."""
+        opened = await self.verifier.reopen(self.ids, self.step - 1, why)
+        self.metrics.reopened.inc()
+        for head in self.heads:
+            head.learn(opened.features)
 
     # --- commit ---
 

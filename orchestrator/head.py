@@ -28,63 +28,56 @@ from coppice.tree import DraftTree, TreeError, extend, prune, validate
 from coppice.v1 import drafter_pb2
 from coppice.v1.drafter_pb2_grpc import DrafterServiceStub
 from coppice.wire import drafter
+from orchestrator.replicas import Pool, Replica
 
 log = structlog.get_logger()
 
-_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 10.0
 _MISSES_TO_BENCH = 2
 _LEAST_DEADLINE_S = 0.020
 _FIRST_DEADLINE_S = 0.250
-_DESCRIBE_S = 1.0
 _MOST_UNTOLD_BYTES = 16 << 20
 
 
-class Replica:
+class DrafterReplica(Replica):
     """One drafter process."""
 
     def __init__(self, address: str, dialer: Dialer) -> None:
-        self.address = address
-        self.stub = DrafterServiceStub(dialer.open(address))
-        self.sessions = 0
-        self.backoff_s = _FIRST_BACKOFF_S
-        self.benched_until = 0.0
-
-    def bench(self) -> None:
-        """Leave the replica alone for a while, longer each time."""
-        self.benched_until = time.monotonic() + self.backoff_s
-        self.backoff_s = min(2 * self.backoff_s, _LONGEST_BACKOFF_S)
+        super().__init__(address, dialer)
+        self.stub = DrafterServiceStub(self.channel)
 
 
-class HeadPool:
+class HeadPool(Pool[DrafterReplica]):
     """The replicas of one head, what its confidences are worth, and how long it takes to draft."""
 
     def __init__(self, name: str, addresses: Sequence[str], dialer: Dialer, metrics: OrchestratorMetrics) -> None:
-        self.name, self.metrics = name, metrics
-        self.replicas = [Replica(address, dialer) for address in addresses]
+        self.metrics = metrics
         self.calibration = Calibration()
         self.feature_layers: tuple[int, ...] | None = None
         """target layers whose features the head reads; None until a replica has said so"""
         self._draft_s: deque[float] = deque(maxlen=64)
+        super().__init__(name, addresses, dialer)
 
-    def pick(self) -> Replica | None:
-        """The least loaded replica that is not benched."""
-        now = time.monotonic()
-        fit = [replica for replica in self.replicas if replica.benched_until <= now]
-        return min(fit, key=lambda replica: replica.sessions, default=None)
+    def make(self, address: str) -> DrafterReplica:
+        """A replica at an address."""
+        return DrafterReplica(address, self._dialer)
 
-    def bench(self, replica: Replica) -> None:
+    async def describe(self, replica: DrafterReplica, timeout_s: float) -> None:
+        """The first that answers says which features the head reads; one that reads others is never used."""
+        told = await replica.stub.DescribeHead(drafter_pb2.DescribeHeadRequest(), timeout=timeout_s)
+        layers = drafter.read_head(told).feature_layers
+        self.feature_layers = layers if self.feature_layers is None else self.feature_layers
+        replica.unfit = "" if layers == self.feature_layers else f"it reads features of {layers}"
+
+    def bench(self, replica: DrafterReplica) -> None:
         """Leave a replica alone for a while."""
-        replica.bench()
-        self.metrics.benched.labels(self.name).inc()
+        if replica.bench():
+            self.metrics.benched.labels(self.name).inc()
 
     async def learn(self) -> None:
-        """Find out `feature_layers` unless they are known; a replica that does not say is benched."""
+        """Find out `feature_layers` unless they are known, from the replicas that are not known to be silent."""
         while self.feature_layers is None and (replica := self.pick()) is not None:
-            try:
-                told = await replica.stub.DescribeHead(drafter_pb2.DescribeHeadRequest(), timeout=_DESCRIBE_S)
-                self.feature_layers = drafter.read_head(told).feature_layers
-            except (grpc.RpcError, CoppiceError) as error:
-                log.warning("head not described", head=self.name, why=str(error)[:200])
+            await self.look(replica)
+            if self.feature_layers is None:
                 self.bench(replica)
 
     def drafted(self, seconds: float) -> None:
@@ -157,7 +150,7 @@ class HeadSession:
         self._layers = pool.feature_layers  # as they were known when the verifier was asked for them
         self._window: Features | None = None  # where features can be fetched from
         self._untold = bytearray()  # feature rows of the committed ids the drafter does not know of
-        self._replica: Replica | None = None
+        self._replica: DrafterReplica | None = None
         self._call: grpc.aio.StreamStreamCall | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._writing: asyncio.Task[None] | None = None
@@ -181,7 +174,7 @@ class HeadSession:
         self._replica = self.pool.pick()
         if self._replica is None:
             return
-        self._replica.sessions += 1
+        self._replica.taken()
         self._opened, self._misses, self._told = False, 0, len(ids)
         self._untold.clear()
         self._rejection, self._owed = None, 0  # this drafter knows no earlier tree
@@ -276,7 +269,7 @@ class HeadSession:
             self._call.cancel()
             self._call = None
         if self._replica is not None:
-            self._replica.sessions -= 1
+            self._replica.released()
             self._replica = None
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(None)
@@ -338,7 +331,7 @@ class HeadSession:
             if self._budget:
                 self.pool.drafted(time.perf_counter() - self._asked_at)
             if self._replica is not None:
-                self._replica.backoff_s = _FIRST_BACKOFF_S
+                self._replica.well()
             self._answer.set_result(None)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -19,13 +19,12 @@ from coppice.rpc.admission import Admission
 from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import generation_pb2
 from coppice.wire import generation
+from orchestrator.chunks import Chunks
 from orchestrator.decoding import Decoding, Plan
 from orchestrator.head import HeadPool, HeadSession, feature_layers
 from orchestrator.signals import Signals
-from orchestrator.target import TargetPool
+from orchestrator.target import TargetPool, TargetSession
 from orchestrator.text import TextCodec, TextStream
-
-_PREFILL_TIMEOUT_S = 60.0
 
 
 class GenerationServicer:
@@ -88,22 +87,25 @@ class GenerationServicer:
         session = secrets.token_hex(12)
         pools = [self.heads[name] for name in plan.policy.heads]
         layers = await feature_layers(pools if plan.budget else [], "policy")
-        verifier = self.verifiers.session()
         heads = [self._head_session(pool, session, request, plan) for pool in pools]
         asks = self.signals is not None and any(head.opening.want_misses for head in heads)
-        text = TextStream(self.codec, ids, request.stop)
-        decoding = Decoding(request, ids, plan, verifier, heads, text, self.metrics, events.put_nowait)
+        prompt_tokens = len(ids) - len(request.resume_ids)
         opening = OpenSession(
             session=session,
-            ids=list(ids),
+            ids=[],
             sampling=request.sampling,
             stop_ids=plan.stop_ids,
-            max_len=decoding.prompt_tokens + plan.max_new_tokens,
+            max_len=prompt_tokens + plan.max_new_tokens,
             feature_layers=layers,
             rejection_top_n=self.signals.top_n if self.signals and asks else 0,
             want_log_probs=request.want_log_probs,
         )
-        running = asyncio.create_task(decoding.run(opening, _PREFILL_TIMEOUT_S))
+        verifier = TargetSession(self.verifiers, opening)
+        text = TextStream(self.codec, ids[:prompt_tokens], request.stop)
+        chunks = Chunks(events.put_nowait, 0 if request.want_trees else self.settings.orchestrator.chunk_tokens)
+        decoding = Decoding(request, ids, plan, verifier, heads, text, self.metrics, chunks.add)
+        running = asyncio.create_task(decoding.run())
+        running.add_done_callback(lambda _: chunks.flush())
         running.add_done_callback(lambda _: events.put_nowait(None))
         self.metrics.running.inc()
         load, finished = self._seats.used, False
@@ -155,8 +157,8 @@ class GenerationServicer:
         new = min(request.max_new_tokens or settings.max_new_tokens, room)
         if room <= 0:
             raise InvalidField("prompt", f"{prompt_tokens} tokens leave no room in a context of {self.target.max_len}")
-        if len(request.resume_ids) >= new:
-            raise InvalidField("resume_ids", f"{len(request.resume_ids)} tokens are no fewer than the limit of {new}")
+        if len(request.resume_ids) > new:
+            raise InvalidField("resume_ids", f"{len(request.resume_ids)} tokens are more than the limit of {new}")
         return Plan(
             policy=policy,
             budget=settings.budget if request.budget is None else request.budget,

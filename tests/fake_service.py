@@ -33,13 +33,15 @@ ERRORS = {"busy": Overloaded, "lost": NotFound, "gone": Unavailable}
 class Echo:
     """A GenerationService that answers a prompt with itself, two ids a step, an accepted draft before a root.
 
-    Prompts with a meaning: "busy", "lost" and "gone" fail at once; "break" fails after the first chunk; "wait" goes on
+    Prompts with a meaning: "busy", "lost" and "gone" fail at once; "break" fails after the first chunk unless
+    it is resumed; "mute" makes the server say nothing any more, to nobody, unless it is resumed; "wait" goes on
     until the call is cancelled. `refusals` is how many calls are UNAVAILABLE before one is answered.
     """
 
     def __init__(self, refusals: int = 0) -> None:
         self.refusals = refusals
         self.calls = 0
+        self.mute = False
         self.arrived, self.cancelled = threading.Event(), threading.Event()
         self.requests: list[GenerationRequest] = []
 
@@ -59,14 +61,16 @@ class Echo:
         text = request.text or "".join(part.content for part in request.chat or ())
         if text in ERRORS:
             raise ERRORS[text](text)
-        if text == "wait":  # before the first event, or the call could end unheard
+        if text in ("mute", "wait") and not request.resume_ids:  # before the first event, or the call could end unheard
             context.add_callback(self.cancelled.set)
-        ids = request.ids or tuple(text.encode())
+        ids = (request.ids or tuple(text.encode()))[len(request.resume_ids) :]
         yield generation.started_to_wire(Started(len(ids), request.policy or "route", ("a", "b"), 31))
         yield _chunk(ids[:1], request.want_log_probs)
-        if text == "break":
+        if text == "break" and not request.resume_ids:
             raise Unavailable("broke")
-        if text == "wait":
+        if text == "mute" and not request.resume_ids:
+            self.mute = True
+        if self.mute or text == "wait":
             self.arrived.set()
             self.cancelled.wait(60)
         steps = [slice(at, at + 2) for at in range(1, len(ids), 2)]
@@ -79,6 +83,8 @@ class Echo:
 
     def DescribeModel(self, message: Any, context: grpc.ServicerContext) -> Any:
         """What is served."""
+        if self.mute:
+            self.cancelled.wait(60)
         return generation.model_to_wire(
             ModelDescription("echo", 1000, 512, ("a", "b"), ("plain", "route"), "route", 31, True, True)
         )

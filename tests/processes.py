@@ -24,7 +24,7 @@ class Service:
         self.log_path = folder / "log"
         self.exit_code: int | None = None
         environment = {name: value for name, value in os.environ.items() if not name.startswith("COPPICE_")}
-        command = [sys.executable, "-m", module, "--server.ready_file", str(ready), *flags]
+        command = [sys.executable, "-m", module, "--server.ready_file", str(ready), "--server.grace_s", "5", *flags]
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
         until = time.monotonic() + ready_s

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 
 from coppice.errors import Overloaded
+
+_SHORTEST_HINT_S, _LONGEST_HINT_S = 0.1, 60.0
 
 
 class Admission:
@@ -16,6 +19,7 @@ class Admission:
     def __init__(self, what: str, capacity: int, queued: int, wait_s: float) -> None:
         self.what, self.capacity, self.queued, self.wait_s = what, capacity, queued, wait_s
         self.used = 0
+        self._held_s = 0.0  # moving average of how long units are held
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @contextlib.asynccontextmanager
@@ -25,11 +29,19 @@ class Admission:
         Raises Overloaded at once when they can never fit or the queue is full, or after `wait_s` in the queue.
         """
         await self._acquire(units)
+        began = time.monotonic()
         try:
             yield
         finally:
             self.used -= units
+            held = time.monotonic() - began
+            self._held_s = 0.9 * (self._held_s or held) + 0.1 * held
             self._wake()
+
+    def _full(self, why: str) -> Overloaded:
+        """The refusal, with a guess at when there is room again: when those who wait will have had their turn."""
+        turns = (len(self._waiting) + 1) / self.capacity
+        return Overloaded(why, min(_LONGEST_HINT_S, max(_SHORTEST_HINT_S, self._held_s * turns)))
 
     async def _acquire(self, units: int) -> None:
         if units > self.capacity:
@@ -38,7 +50,7 @@ class Admission:
             self.used += units
             return
         if len(self._waiting) >= self.queued:
-            raise Overloaded(f"no {self.what} free and {len(self._waiting)} requests waiting")
+            raise self._full(f"no {self.what} free and {len(self._waiting)} requests waiting")
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (units, turn)
         self._waiting.append(entry)
@@ -52,7 +64,7 @@ class Admission:
                 self._waiting.remove(entry)
             self._wake()
             if isinstance(error, TimeoutError):
-                raise Overloaded(f"no {self.what} became free within {self.wait_s:g} s") from None
+                raise self._full(f"no {self.what} became free within {self.wait_s:g} s") from None
             raise
 
     def _wake(self) -> None:

@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from coppice.config import ServerSettings, Settings, load_settings
-from coppice.errors import CoppiceError, InvalidField
+from coppice.errors import RETRY_HINT, CoppiceError, InvalidField, Overloaded
 from coppice.limits import Limits
 from coppice.rpc.sessions import StreamWaits
 from coppice.telemetry import configure_logging
@@ -65,7 +65,8 @@ async def _guard(context: grpc.aio.ServicerContext, method: str) -> AsyncIterato
     try:
         yield
     except CoppiceError as error:
-        await context.abort(grpc.StatusCode[error.status.name], str(error))
+        hint = ((RETRY_HINT, str(int(error.retry_after_s * 1e3))),) if isinstance(error, Overloaded) else ()
+        await context.abort(grpc.StatusCode[error.status.name], str(error), hint)
     except (asyncio.CancelledError, grpc.aio.AbortError):
         raise
     except Exception:

@@ -35,6 +35,7 @@ STUB_USERS = {
     "coppice/wire/drafter.py",
     "coppice/wire/generation.py",
     "coppice/wire/verifier.py",
+    "coppice/attempts.py",
     "coppice/client.py",
     "orchestrator/__main__.py",
     "orchestrator/head.py",

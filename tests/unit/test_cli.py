@@ -84,7 +84,7 @@ def test_errors_have_their_exit_codes() -> None:
     assert exit_code(errors.NotFound()) == 2
     assert exit_code(errors.Unavailable()) == 3
     assert exit_code(errors.DeadlineExceeded()) == 3
-    assert exit_code(errors.Overloaded()) == 3
+    assert exit_code(errors.Overloaded("full")) == 3
     assert exit_code(errors.InternalError()) == 1
 
 

@@ -191,11 +191,56 @@ def test_a_deadline_is_an_error_of_its_own() -> None:
         client.generate("wait", timeout=0.3)
 
 
-@pytest.mark.parametrize(("prompt", "kind"), [("busy", Overloaded), ("lost", NotFound), ("break", Unavailable)])
+@pytest.mark.parametrize(("prompt", "kind"), [("busy", Overloaded), ("lost", NotFound)])
 def test_failures_are_typed_and_not_tried_again(prompt: str, kind: type[CoppiceError]) -> None:
     with echo_server() as (address, echo), Client(address) as client, pytest.raises(kind):
         client.generate(prompt)
     assert echo.calls == 1
+
+
+def test_a_stream_that_breaks_goes_on_from_the_tokens_held() -> None:
+    with echo_server() as (address, echo), Client(address) as client:
+        told = client.generate("break", resume_ids=list(b"b"))
+        assert (told.text, told.resumed) == ("reak", 0)
+        told = client.generate("break")
+    assert (told.text, told.ids, told.new_tokens, told.resumed) == ("break", tuple(b"break"), 5, 1)
+    assert [request.resume_ids for request in echo.requests] == [(98,), (), (98,)]
+    assert told.tau == 1.5  # of the second stream: 2 and 1 tokens behind its first
+
+
+def test_another_server_goes_on_where_one_is_lost_full_or_away() -> None:
+    with echo_server() as (one, first), echo_server() as (two, second), Client(f"127.0.0.1:1,{one},{two}") as client:
+        began = time.monotonic()
+        assert [client.generate(text).text for text in ("break", "break", "hi")] == ["break", "break", "hi"]
+        assert time.monotonic() - began < 2.0
+        assert {request.resume_ids for request in (*first.requests, *second.requests)} == {(), (98,)}
+        calls = first.calls + second.calls
+        with pytest.raises(Overloaded):
+            client.generate("busy")
+        assert first.calls + second.calls == calls + 2
+
+
+def test_a_server_that_says_nothing_any_more_is_left() -> None:
+    with echo_server() as (one, first), echo_server() as (two, second), Client([one, two]) as client:
+        told = client.generate("mute")
+        assert (told.text, told.resumed) == ("mute", 1)
+        assert (first.calls, second.calls) == (1, 1)
+
+
+async def test_the_async_client_leaves_it_too_and_cancelling_is_still_cancelling() -> None:
+    with echo_server() as (one, _), echo_server() as (two, _):
+        async with AsyncClient([one, two]) as client:
+            assert (await client.generate("mute")).text == "mute"
+            task = asyncio.create_task(client.generate("wait"))
+            await asyncio.sleep(2.5)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+
+def test_no_address_is_an_error() -> None:
+    with pytest.raises(InvalidField, match="address"):
+        Client(" , ")
 
 
 def test_a_field_the_server_refuses_is_named() -> None:
