@@ -145,6 +145,28 @@ def test_a_resumed_stream_goes_on_with_the_same_tokens(client: Client) -> None:
         assert rest.ids == whole.ids[held:]
 
 
+@pytest.mark.parametrize("ended_by", ["length", "stop", "eos"])
+def test_the_text_of_a_resumed_stream_is_that_of_one_stream(client: Client, ended_by: str) -> None:
+    told = {"policy": "plain", "max_new_tokens": 40, "ignore_eos": ended_by != "eos", "temperature": 1.0, "seed": 5}
+    whole = client.generate(PROMPTS[1], **told)
+    if ended_by == "stop":
+        told["stop"] = next(whole.text[at : at + 3] for at in range(8, 40) if len(set(whole.text[at : at + 3])) == 3)
+    if ended_by == "eos":
+        seeds = (client.generate(PROMPTS[1], **told | {"seed": seed, "max_new_tokens": 200}) for seed in range(40))
+        told |= {"max_new_tokens": 200, "seed": next(answer.seed for answer in seeds if answer.finish_reason == "eos")}
+    events = list(client.stream(PROMPTS[1], **told))
+    assert events[-1].finish_reason == ended_by
+    chunks = events[1:-1]
+    ids, text = [token for chunk in chunks for token in chunk.ids], "".join(chunk.text for chunk in chunks)
+    for held in (1, 2, 3, len(ids) - 3, len(ids) - 2, len(ids) - 1, len(ids)):
+        rest = client.generate(PROMPTS[1], resume_ids=ids[:held], **told)
+        assert (list(rest.ids), rest.finish_reason) == (ids[held:], ended_by)
+        assert "".join(chunk.text for chunk in chunks[:held]) + rest.text == text
+    if ended_by != "length":
+        with pytest.raises(InvalidField, match="resume_ids: go on behind"):
+            client.generate(PROMPTS[1], resume_ids=[*ids, 7], **told)
+
+
 def test_log_probs_are_the_targets(client: Client, reference: Reference) -> None:
     told = {"max_new_tokens": 16, "ignore_eos": True, "log_probs": True}
     greedy = client.generate(PROMPTS[1], **told)
@@ -175,7 +197,7 @@ BAD = {
     "policy": {"prompt": [1], "policy": "single:nobody"},
     "stop": {"prompt": [1], "stop": [""]},
     "max_new_tokens": {"prompt": [1], "max_new_tokens": 10**6},
-    "resume_ids": {"prompt": [1], "resume_ids": [1, 2], "max_new_tokens": 2},
+    "resume_ids": {"prompt": [1], "resume_ids": [1, 2, 3], "max_new_tokens": 2},
     "chat.messages.role": {"prompt": [{"role": "root", "content": "x"}]},
 }
 
