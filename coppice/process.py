@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,19 @@ class Ready:
     pid: int
 
 
+def spawn(module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """`python -m MODULE ARGUMENTS...` with its output at the end of `log`; it ends when this process does."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "coppice.child", module, *arguments],
+            stdin=subprocess.PIPE,  # closes when this process ends, see coppice.child
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the parent, which stops its children in order
+        )
+
+
 class ServiceProcess:
     """A module run as `python -m MODULE ARGUMENTS --server.ready_file FILE`; its output goes to FOLDER/NAME.log."""
 
@@ -57,18 +70,12 @@ class ServiceProcess:
         self._ready_file.unlink(missing_ok=True)
         self.ready = None
         ready = ("--server.ready_file", str(self._ready_file))
-        command = [sys.executable, "-m", "coppice.child", self._module, *self.arguments, *ready]
         path = [str(self._path)] if self._path else []
         path += [inherited] if (inherited := os.environ.get("PYTHONPATH")) else []
-        with self.log_file.open("wb" if self._process is None else "ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,  # closes when this process ends, see coppice.child
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-                start_new_session=True,  # Ctrl-C is for the parent, which stops its children in order
-            )
+        if self._process is None:
+            self.log_file.unlink(missing_ok=True)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+        self._process = spawn(self._module, [*self.arguments, *ready], self.log_file, environment)
 
     def wait_ready(self, deadline: float) -> Ready:
         """Wait until it says that it is healthy, at most until time.monotonic() is `deadline`."""

@@ -6,7 +6,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from coppice import process
+from tests import nursery
 from tests.processes import Service
+
+# A fork of a process that has imported torch is a process like any other, seconds sooner.
+process.spawn = nursery.spawn  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="module")

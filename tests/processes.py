@@ -6,12 +6,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import TracebackType
 
-ROOT = Path(__file__).parent.parent
+from tests import nursery
 
 
 class Service:
@@ -24,9 +23,8 @@ class Service:
         self.log_path = folder / "log"
         self.exit_code: int | None = None
         environment = {name: value for name, value in os.environ.items() if not name.startswith("COPPICE_")}
-        command = [sys.executable, "-m", module, "--server.ready_file", str(ready), "--server.grace_s", "5", *flags]
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        arguments = ["--server.ready_file", str(ready), "--server.grace_s", "5", *flags]
+        self.process = nursery.spawn(module, arguments, self.log_path, environment)
         until = time.monotonic() + ready_s
         while not ready.exists():
             if self.process.poll() is not None or time.monotonic() > until:
