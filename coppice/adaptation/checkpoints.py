@@ -1,4 +1,4 @@
-"""Weight versions on disk: what each changed since version 0, who its parent was, and how long its drafts lasted."""
+"""Weight versions on disk: what each changed since version 0, and who its parent was."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -35,8 +35,6 @@ class Version:
     parent: int
     weights_hash: str
     """the caller's, of all weights, in hexadecimal"""
-    tau: float | None = None
-    """tokens a step while it was live; None: not known yet"""
 
 
 class Versions:
@@ -91,11 +89,6 @@ class Versions:
             if not bool(torch.isfinite(tensor).all()):
                 raise BadVersion(f"{file}: {name} is not finite")
         return version, tensors
-
-    def set_tau(self, number: int, tau: float) -> None:
-        """Note what a version came to. Raises BadVersion."""
-        version, wanted = self._read(number)
-        self._describe(self._folder(number), replace(version, tau=tau), wanted)
 
     # --- the last good one ---
 

@@ -381,10 +381,9 @@ def test_versions_come_back_as_they_were_and_old_ones_make_room(tmp_path: Path) 
         if number == 2:
             versions.mark_good(2)
     assert versions.numbers() == [2, 6, 7]
-    versions.set_tau(6, 3.25)
     reopened = Versions(tmp_path / "versions", keep=3)
     version, tensors = reopened.load(6)
-    assert version == Version(6, 5, f"{6:064x}", 3.25)
+    assert version == Version(6, 5, f"{6:064x}")
     assert torch.equal(tensors["lm_head.weight"], torch.full((2, 3), 6))
     assert reopened.good == 2
     reopened.mark_good(7)
