@@ -186,10 +186,13 @@ def _read_ids(field: str, ids: Sequence[int]) -> tuple[int, ...]:
 class Client:
     """Asks a server, blocking. A context manager; calls may be made from several threads."""
 
-    def __init__(self, address: str | None = None) -> None:
-        """Connect lazily to HOST:PORT, by default COPPICE_ADDRESS, else 127.0.0.1:50051."""
+    def __init__(self, address: str | None = None, *, dialer: Dialer | None = None) -> None:
+        """Connect lazily to HOST:PORT, by default COPPICE_ADDRESS, else 127.0.0.1:50051.
+
+        `dialer` holds certificates and the bearer token, by default those the environment names. Raises InvalidField.
+        """
         self.address = address or default_address()
-        self._channel = Dialer().open_blocking(self.address)
+        self._channel = (dialer or Dialer.from_environment()).open_blocking(self.address)
         self._stub = GenerationServiceStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -245,10 +248,13 @@ class Client:
 class AsyncClient:
     """Asks a server from asyncio. Make it inside the running loop; an async context manager."""
 
-    def __init__(self, address: str | None = None) -> None:
-        """Connect lazily to HOST:PORT, by default COPPICE_ADDRESS, else 127.0.0.1:50051."""
+    def __init__(self, address: str | None = None, *, dialer: Dialer | None = None) -> None:
+        """Connect lazily to HOST:PORT, by default COPPICE_ADDRESS, else 127.0.0.1:50051.
+
+        `dialer` holds certificates and the bearer token, by default those the environment names. Raises InvalidField.
+        """
         self.address = address or default_address()
-        self._channel = Dialer().open(self.address)
+        self._channel = (dialer or Dialer.from_environment()).open(self.address)
         self._stub = GenerationServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
