@@ -20,7 +20,7 @@ from coppice.adaptation.client import AdapterClient
 from coppice.certificates import Certificates, TlsSettings
 from coppice.client import AsyncClient, Client
 from coppice.completion import Completion
-from coppice.config import ServerSettings
+from coppice.config import ServerSettings, load_settings
 from coppice.errors import CoppiceError, InvalidField, NotFound, Overloaded, PermissionDenied, Unauthenticated
 from coppice.generation import ModelDescription
 from coppice.limits import Limits
@@ -462,6 +462,8 @@ async def test_a_client_takes_certificates_and_token_from_the_environment(
         environment.delenv("COPPICE_TOKEN")
         with pytest.raises(Unauthenticated):
             await asyncio.to_thread(described_blocking)
+    environment.setenv("COPPICE_TOKEN", TOKEN)
+    assert load_settings([]).tls == authority.tls()  # a process started here reads the same, and knows both variables
     environment.setenv("COPPICE_TLS__TOKENS_IN_CLEAR", "maybe")
     with pytest.raises(InvalidField, match="COPPICE_TLS__TOKENS_IN_CLEAR"):
         Client("127.0.0.1:1")
