@@ -60,7 +60,8 @@ def exit_code(error: Exception) -> int:
     """2 for what the caller must change, 3 for a server that is away or refuses work, else 1."""
     from coppice import errors
 
-    if getattr(error, "status", None) in (errors.InvalidField.status, errors.NotFound.status):
+    usage = (errors.InvalidField, errors.NotFound, errors.Unauthenticated, errors.PermissionDenied)
+    if getattr(error, "status", None) in [kind.status for kind in usage]:
         return USAGE
     away = (errors.Unavailable, errors.DeadlineExceeded, errors.Overloaded)
     return UNREACHABLE if isinstance(error, away) else CHECK_FAILED

@@ -181,12 +181,14 @@ class Client:
     goes on there from the tokens held: none comes twice, none is lost, and the text is the same.
     """
 
-    def __init__(self, address: str | Sequence[str] | None = None) -> None:
+    def __init__(self, address: str | Sequence[str] | None = None, *, dialer: Dialer | None = None) -> None:
         """Connect lazily to HOST:PORT or several, a list or with commas between; default COPPICE_ADDRESS, else
-        127.0.0.1:50051. Raises InvalidField.
+        127.0.0.1:50051.
+
+        `dialer` holds certificates and the bearer token, by default those the environment names. Raises InvalidField.
         """
-        self.addresses = _addresses(address)
-        self._channels = [Dialer().open_blocking(one) for one in self.addresses]
+        self.addresses, dialer = _addresses(address), dialer or Dialer.from_environment()
+        self._channels = [dialer.open_blocking(one) for one in self.addresses]
         self._stubs = [GenerationServiceStub(channel) for channel in self._channels]
         self._turns = _turns(len(self._stubs))
         self._closed = False
@@ -253,10 +255,10 @@ class Client:
 class AsyncClient:
     """Asks a server from asyncio, as `Client` does. Make it inside the running loop; an async context manager."""
 
-    def __init__(self, address: str | Sequence[str] | None = None) -> None:
+    def __init__(self, address: str | Sequence[str] | None = None, *, dialer: Dialer | None = None) -> None:
         """As Client's."""
-        self.addresses = _addresses(address)
-        self._channels = [Dialer().open(one) for one in self.addresses]
+        self.addresses, dialer = _addresses(address), dialer or Dialer.from_environment()
+        self._channels = [dialer.open(one) for one in self.addresses]
         self._stubs = [GenerationServiceStub(channel) for channel in self._channels]
         self._turns = _turns(len(self._stubs))
         self._closed = False

@@ -22,12 +22,15 @@ from pydantic_settings import (
 
 from coppice.adaptation.bandit import BanditSettings
 from coppice.adaptation.drift import DriftSettings
+from coppice.certificates import TlsSettings
 from coppice.errors import InvalidField
 from coppice.failpoints import parse as parse_failpoints
 from coppice.limits import MAX_HEAD_NODES, MAX_TOP_N, MAX_TREE_NODES, MAX_WINDOW, Limits
 
 # Variables that are no settings of a section: read by the SDK, the test suite and load_settings.
-_OTHER_VARIABLES = frozenset({"COPPICE_ADAPTER_ADDRESS", "COPPICE_ADDRESS", "COPPICE_CONFIG", "COPPICE_PROOF"})
+_OTHER_VARIABLES = frozenset(
+    {"COPPICE_ADAPTER_ADDRESS", "COPPICE_ADDRESS", "COPPICE_CONFIG", "COPPICE_PROOF", "COPPICE_TOKEN"}
+)
 
 HeadKind = Literal["bigram", "lookup", "lm", "eagle3", "specblock"]
 
@@ -122,6 +125,9 @@ class OrchestratorSettings(_Section):
     chunk_tokens: int = Field(
         0, ge=0, description="tokens of every chunk sent, so that its size tells nothing; 0: those of a step"
     )
+    tokens: str = Field(
+        "", description="file of clients' bearer tokens, NAME SHA256HEX [SESSIONS] a line; empty: anyone may ask"
+    )
 
     @field_validator("heads")
     @classmethod
@@ -137,6 +143,9 @@ class AdaptationSettings(_Section):
     """What is told to the adapter, by way of Redis."""
 
     redis: str = Field("", description="redis://, rediss:// or unix:// URL of the adapter's Redis; empty: tell nothing")
+    redis_ca: str = Field(
+        "", description="file with the authority of a rediss:// server (PEM); empty: those of the system"
+    )
     prefix: str = Field("coppice", pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="what every Redis key begins with")
     queue_entries: int = Field(4096, gt=0, description="records waiting to be sent; more are dropped and counted")
     queue_bytes: int = Field(64 << 20, gt=0, description="the same in bytes")
@@ -156,6 +165,15 @@ class AdaptationSettings(_Section):
         if url and not url.startswith(("redis://", "rediss://", "unix://")):
             raise ValueError("is not a redis://, rediss:// or unix:// URL")  # not shown: it may hold a password
         return url
+
+    @field_validator("redis_ca")
+    @classmethod
+    def _redis_ca_is_of_use(cls, file: str, info: ValidationInfo) -> str:
+        if file and not info.data.get("redis", "").startswith("rediss://"):
+            raise ValueError("is of use with a rediss:// URL only")
+        if file and not Path(file).is_file():
+            raise ValueError(f"no such file: {file}")
+        return file
 
 
 class AdapterSettings(_Section):
@@ -213,6 +231,7 @@ class Settings(BaseSettings):
     )
 
     server: ServerSettings = ServerSettings()
+    tls: TlsSettings = TlsSettings()
     limits: Limits = Limits()
     verifier: VerifierSettings = VerifierSettings()
     drafter: DrafterSettings = DrafterSettings()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from rich.table import Table
 from coppice import __version__
 from coppice.adaptation.local_redis import find_server
 from coppice.client import Client, default_address
-from coppice.errors import CoppiceError
+from coppice.errors import CoppiceError, DeadlineExceeded, Unavailable
 from coppice.machine import default_dtype, this_machine
 from coppice.stack_spec import DEFAULT_PORT, NoCheckout, checkout
 
@@ -62,6 +63,8 @@ def find(address: str) -> Iterator[Finding]:
         models = [name for name in ("target", "lm") if (root / "models" / "demo" / name / "config.json").is_file()]
         yield Finding("models/demo", ", ".join(models) or "none", len(models) == 2)
     yield Finding("redis-server", str(find_server() or "none: needed by coppice up --adapt"), None)
+    trusted = os.environ.get("COPPICE_TLS__CA")
+    yield Finding("TLS to the server", f"trusting {trusted}" if trusted else "no: COPPICE_TLS__CA is not set", None)
     yield _server(address)
     yield Finding(f"port {DEFAULT_PORT}", "free" if _is_free(DEFAULT_PORT) else "taken", None)
 
@@ -93,8 +96,10 @@ def _server(address: str) -> Finding:
     try:
         with Client(address) as client:
             model = client.describe(timeout=2.0)
-    except CoppiceError:
+    except (Unavailable, DeadlineExceeded):
         return Finding("server", f"none answers at {address}", None)
+    except CoppiceError as error:
+        return Finding("server", f"{address} refuses: {error}", None)
     heads = ", ".join(model.heads) or "no heads"
     return Finding("server", f"{model.name} at {address}: {heads}, default {model.default_policy}", True)
 

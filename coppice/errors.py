@@ -20,6 +20,8 @@ class Status(Enum):
     UNAVAILABLE = auto()
     DEADLINE_EXCEEDED = auto()
     CANCELLED = auto()
+    UNAUTHENTICATED = auto()
+    PERMISSION_DENIED = auto()
 
 
 class CoppiceError(Exception):
@@ -78,12 +80,34 @@ class Cancelled(CoppiceError):
     status = Status.CANCELLED
 
 
+class Unauthenticated(CoppiceError):
+    """The caller did not say who it is: no certificate, no token, or an unknown one."""
+
+    status = Status.UNAUTHENTICATED
+
+
+class PermissionDenied(CoppiceError):
+    """The caller is known and may not do this."""
+
+    status = Status.PERMISSION_DENIED
+
+
 class InternalError(CoppiceError):
     """Something unexpected happened in a server; its log has the details under the id in the message."""
 
 
 _BY_STATUS: dict[str, type[CoppiceError]] = {
-    error.status.name: error for error in (StaleFence, NotFound, Overloaded, Unavailable, DeadlineExceeded, Cancelled)
+    error.status.name: error
+    for error in (
+        StaleFence,
+        NotFound,
+        Overloaded,
+        Unavailable,
+        DeadlineExceeded,
+        Cancelled,
+        Unauthenticated,
+        PermissionDenied,
+    )
 }
 
 

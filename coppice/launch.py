@@ -215,11 +215,9 @@ class Stack:
         return self._via(process.name, process.wait_ready(deadline).address)
 
     def _redis_flags(self) -> dict[str, Any]:
-        """Where signals go: the settings' Redis, or one of our own. Nowhere when nothing is adapted."""
-        if not self.spec.adapted:
+        """Where signals go when settings, which every process reads by itself, name no Redis: to one of our own."""
+        if not self.spec.adapted or self.settings.adaptation.redis:
             return {}
-        if self.settings.adaptation.redis:
-            return {"adaptation.redis": self.settings.adaptation.redis}
         self._redis = LocalRedis()
         self._redis.start()
         return {"adaptation.redis": f"redis://{self._via(REDIS, f'127.0.0.1:{self._redis.port}')}/0"}

@@ -54,6 +54,9 @@ class OrchestratorMetrics:
             f"{stem}_accepted_tokens_per_pos", "accepted draft nodes by depth", ["position"]
         )
         self.requests = counter("requests", "requests by how they ended", ["outcome"])
+        self.client_requests = counter(
+            "client_requests", "calls by the name of their token and how it was met", ["client", "verdict"]
+        )
         self.running = Gauge("requests_running", "requests running now", registry=self.registry, namespace="coppice")
         self.tokens = counter("generated_tokens", "tokens sent to clients")
         self.step_seconds = histogram("step_seconds", "wall time of a step", buckets=_STEP_BUCKETS)

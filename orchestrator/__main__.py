@@ -11,6 +11,7 @@ from coppice.config import Settings
 from coppice.errors import InvalidField
 from coppice.rpc.channels import Dialer
 from coppice.rpc.server import Serving, run_service
+from coppice.rpc.tokens import Tokens
 from coppice.telemetry import OrchestratorMetrics, SignalMetrics, serve_metrics
 from coppice.v1 import generation_pb2
 from orchestrator.head import HeadPool, feature_layers
@@ -34,7 +35,7 @@ async def serve(settings: Settings) -> int:
     """Reach the verifiers and serve until told to stop; returns the exit code."""
     if not settings.orchestrator.verifiers:
         raise InvalidField("orchestrator.verifiers", "name at least one verifier's HOST:PORT")
-    metrics, dialer = OrchestratorMetrics(), Dialer(settings.limits)
+    metrics, dialer = OrchestratorMetrics(), Dialer(settings.limits, settings.tls)
     codec = TextCodec.find(settings.orchestrator.target)
     told = settings.orchestrator
     verifiers = TargetPool(told.verifiers, dialer, told.failover_s, told.reopens)
@@ -48,7 +49,8 @@ async def serve(settings: Settings) -> int:
     servicer = GenerationServicer(settings, target, verifiers, heads, codec, metrics, signals)
     pools: list[Pool[Any]] = [verifiers, *heads.values()]
     watching = [asyncio.create_task(pool.watch()) for pool in pools]
-    serving = Serving(settings.server, settings.limits, "orchestrator")
+    tokens = Tokens(settings.orchestrator.tokens, metrics.client_requests) if settings.orchestrator.tokens else None
+    serving = Serving(settings.server, settings.limits, "orchestrator", settings.tls, tokens)
     port = serve_metrics(metrics.registry, settings.server)
     await serving.start(generation_pb2.DESCRIPTOR.services_by_name["GenerationService"], servicer, port)
     code = await serving.until_stopped()

@@ -27,9 +27,10 @@ def default_address() -> str:
 class AdapterClient:
     """A context manager that closes its channel. Every call raises the CoppiceError it is answered with."""
 
-    def __init__(self, address: str | None = None) -> None:
-        """Connects with the first call."""
-        self._channel = Dialer().open_blocking(address or default_address())
+    def __init__(self, address: str | None = None, *, dialer: Dialer | None = None) -> None:
+        """Connects with the first call; `dialer` None: with the certificates that the environment names."""
+        dialer = dialer or Dialer(tls=Dialer.from_environment().tls)
+        self._channel = dialer.open_blocking(address or default_address())
         self._stub = AdapterServiceStub(self._channel)
 
     def status(self, head: str = "", history: int = 0) -> list[HeadStatus]:

@@ -225,11 +225,14 @@ class Producer:
 
 def connect(settings: AdaptationSettings, wait_s: float = 0.0) -> Redis:
     """A client that never tries again by itself: what it sends again may have arrived. `wait_s`: its longest call's."""
+    encrypted = settings.redis.startswith("rediss://")
+    tls: dict[str, Any] = {"ssl_ca_certs": settings.redis_ca or None, "ssl_check_hostname": True} if encrypted else {}
     return Redis.from_url(
         settings.redis,
         socket_timeout=settings.timeout_s + wait_s,
         socket_connect_timeout=settings.timeout_s,
         retry=Retry(NoBackoff(), 0),
+        **tls,
     )
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 import grpc
 import grpc.aio
+from pydantic import ValidationError
 
+from coppice.certificates import TlsSettings, is_loopback
+from coppice.errors import InvalidField
 from coppice.limits import Limits
+from coppice.rpc.tls import AioGuardedChannel, GuardedChannel, Metadata
+
+_CLIENT_TLS = ("ca", "cert", "key", "server_name", "tokens_in_clear")
 
 
 def channel_options(message_bytes: int) -> list[tuple[str, int]]:
@@ -28,14 +36,55 @@ def channel_options(message_bytes: int) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Dialer:
-    """How a process reaches others: with which bounds."""
+    """How a process reaches others: with which bounds, certificates and bearer token."""
 
     limits: Limits = field(default_factory=Limits)
+    tls: TlsSettings = field(default_factory=TlsSettings)
+    token: str = field(default="", repr=False)
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """A client's: COPPICE_TLS__CA and its like name the files, COPPICE_TOKEN is the token. Raises InvalidField."""
+        variables = {name: f"COPPICE_TLS__{name.upper()}" for name in _CLIENT_TLS}
+        told: dict[str, Any] = {name: os.environ[key] for name, key in variables.items() if os.environ.get(key)}
+        try:
+            tls = TlsSettings(**told)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise InvalidField(variables[str(first["loc"][0])], first["msg"]) from None
+        return cls(tls=tls, token=os.environ.get("COPPICE_TOKEN", ""))
 
     def open(self, address: str) -> grpc.aio.Channel:
-        """A channel to one address; connects lazily."""
-        return grpc.aio.insecure_channel(address, options=channel_options(self.limits.message_bytes))
+        """A channel to one address; connects lazily. Raises InvalidField for unusable certificates or a token."""
+        options = channel_options(self.limits.message_bytes)
+        if not self.tls.on and not self.token:
+            return grpc.aio.insecure_channel(address, options=options)
+        return AioGuardedChannel(_open, address, options, self.tls, self._metadata(address))
 
     def open_blocking(self, address: str) -> grpc.Channel:
         """The same for callers without an event loop."""
-        return grpc.insecure_channel(address, options=channel_options(self.limits.message_bytes))
+        options = channel_options(self.limits.message_bytes)
+        if not self.tls.on and not self.token:
+            return grpc.insecure_channel(address, options=options)
+        return GuardedChannel(_open_blocking, address, options, self.tls, self._metadata(address))
+
+    def _metadata(self, address: str) -> Metadata:
+        if not self.token:
+            return ()
+        if not self.token.isascii() or not self.token.isprintable():
+            raise InvalidField("token", "is not printable ASCII")
+        if not (self.tls.on or self.tls.tokens_in_clear or is_loopback(address.rpartition(":")[0])):
+            raise InvalidField("token", f"would go to {address} in clear; COPPICE_TLS__CA encrypts it")
+        return (("authorization", f"Bearer {self.token}"),)
+
+
+def _open(address: str, credentials: grpc.ChannelCredentials | None, options: Any) -> grpc.aio.Channel:
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def _open_blocking(address: str, credentials: grpc.ChannelCredentials | None, options: Any) -> grpc.Channel:
+    if credentials is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, credentials, options=options)

@@ -22,10 +22,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from coppice import failpoints
+from coppice.certificates import TlsSettings, is_loopback
 from coppice.config import ServerSettings, Settings, load_settings
 from coppice.errors import RETRY_HINT, CoppiceError, InvalidField, Overloaded
 from coppice.limits import Limits
+from coppice.rpc.access import Access, needs_certificates
 from coppice.rpc.sessions import StreamWaits
+from coppice.rpc.tls import server_credentials
+from coppice.rpc.tokens import Tokens
 from coppice.telemetry import configure_logging
 
 log = structlog.get_logger()
@@ -76,21 +80,21 @@ async def _guard(context: grpc.aio.ServicerContext, method: str) -> AsyncIterato
         await context.abort(grpc.StatusCode.INTERNAL, f"internal error {opaque}")
 
 
-def _rpc_handler(method: MethodDescriptor, behaviour: Handler) -> grpc.RpcMethodHandler:
+def _rpc_handler(method: MethodDescriptor, behaviour: Handler, access: Access) -> grpc.RpcMethodHandler:
     serialize = message_factory.GetMessageClass(method.output_type).SerializeToString
     checked = _checked_stream if method.client_streaming else _checked
 
     async def unary(request: Any, context: grpc.aio.ServicerContext) -> Any:
         async with _guard(context, method.full_name):
-            return await behaviour(checked(request), context)
+            with access.admit(method, context):
+                return await behaviour(checked(request), context)
 
     async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        async with (
-            _guard(context, method.full_name),
-            contextlib.aclosing(behaviour(checked(request), context)) as responses,
-        ):
-            async for response in responses:
-                yield response
+        async with _guard(context, method.full_name):
+            with access.admit(method, context):
+                async with contextlib.aclosing(behaviour(checked(request), context)) as responses:
+                    async for response in responses:
+                        yield response
 
     kinds = {
         (False, False): (grpc.unary_unary_rpc_method_handler, unary),
@@ -102,12 +106,15 @@ def _rpc_handler(method: MethodDescriptor, behaviour: Handler) -> grpc.RpcMethod
     return make(guarded, request_deserializer=_deserializer(method), response_serializer=serialize)
 
 
-def add_service(server: grpc.aio.Server, service: ServiceDescriptor, servicer: object) -> None:
-    """Register `servicer`, whose methods are named as in the proto, behind the guard.
+def add_service(
+    server: grpc.aio.Server, service: ServiceDescriptor, servicer: object, access: Access | None = None
+) -> None:
+    """Register `servicer`, whose methods are named as in the proto, behind the guard and `access` (None: open to all).
 
     Unary answers are awaitables, streamed ones async generators; they raise CoppiceError to refuse.
     """
-    handlers = {method.name: _rpc_handler(method, getattr(servicer, method.name)) for method in service.methods}
+    access = access or Access(TlsSettings())
+    handlers = {method.name: _rpc_handler(method, getattr(servicer, method.name), access) for method in service.methods}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 
 
@@ -117,6 +124,7 @@ def server_options(limits: Limits) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", limits.message_bytes),
         ("grpc.max_send_message_length", limits.message_bytes),
         ("grpc.max_metadata_size", 16 << 10),
+        ("grpc.absolute_max_metadata_size", 16 << 10),  # between the two gRPC would refuse at random
         ("grpc.so_reuseport", 0),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -129,8 +137,20 @@ class Serving:
     Health "" answers SERVING from construction (liveness); the service's full name only while ready.
     """
 
-    def __init__(self, settings: ServerSettings, limits: Limits, role: str) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        limits: Limits,
+        role: str,
+        tls: TlsSettings | None = None,
+        tokens: Tokens | None = None,
+    ) -> None:
+        """`tls` None: plaintext; `tokens` None: clients need none. Raises InvalidField."""
         self.settings, self.limits, self.role = settings, limits, role
+        self._tls = tls or TlsSettings()
+        if tokens and not (self._tls.on or self._tls.tokens_in_clear or is_loopback(settings.host)):
+            raise InvalidField("tls.tokens_in_clear", f"clients would send tokens to {settings.host} without TLS")
+        self._access = Access(self._tls, tokens)
         self.server = grpc.aio.server(options=server_options(limits))
         self.draining = asyncio.Event()
         self.waits = StreamWaits(limits.idle_s, self.draining)
@@ -141,11 +161,13 @@ class Serving:
         self._metrics_port = 0
 
     async def start(self, service: ServiceDescriptor, servicer: object, metrics_port: int = 0) -> None:
-        """Bind, register and report ready. Raises OSError when a port is taken."""
-        add_service(self.server, service, servicer)
+        """Bind, register and report ready. Raises OSError when a port is taken, InvalidField for bad certificates."""
+        add_service(self.server, service, servicer, self._access)
         self._service_name, self._metrics_port = service.full_name, metrics_port
         host = self.settings.host
-        port = _bind(self.server, host, self.settings.port)
+        require = self._tls.require or needs_certificates(service.full_name)
+        credentials = server_credentials(self._tls, require) if self._tls.on else None
+        port = _bind(self.server, host, self.settings.port, credentials)
         self.address = f"{self.settings.advertise or host}:{port}"
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         await self._health.set(self._service_name, health_pb2.HealthCheckResponse.SERVING)
@@ -204,8 +226,9 @@ def run_service(
         return 2 if isinstance(error, InvalidField) else 3
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
+    address = f"{host}:{port}"
     try:
-        return int(server.add_insecure_port(f"{host}:{port}"))
+        return int(server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address))
     except RuntimeError as error:
         raise OSError(f"cannot listen on {host}:{port}: {error}") from error

@@ -55,7 +55,7 @@ async def _build(settings: Settings, on_thread: OnThread, metrics: AdapterMetric
         folder = home / name
         folder.mkdir(parents=True, exist_ok=True)
         copies = await on_thread(Copies, path, settings, folder)
-        replicas = Replicas(name, addresses, copies.checkpoint, Dialer(settings.limits), metrics)
+        replicas = Replicas(name, addresses, copies.checkpoint, Dialer(settings.limits, settings.tls), metrics)
         loops.append(HeadLoop(name, copies, replicas, settings, folder, on_thread, metrics))
     return loops
 
@@ -86,7 +86,7 @@ async def serve(settings: Settings) -> int:
         tasks = [asyncio.create_task(work) for work in (inbox.run(), *(loop.run() for loop in loops))]
         for task in tasks:
             task.add_done_callback(lambda done: None if done.cancelled() else failed.set())
-        serving = Serving(settings.server, settings.limits, "adapter")
+        serving = Serving(settings.server, settings.limits, "adapter", settings.tls)
         port = serve_metrics(metrics.registry, settings.server)
         servicer = AdapterServicer(loops)
         await serving.start(adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"], servicer, port)

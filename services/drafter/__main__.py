@@ -20,7 +20,7 @@ from services.drafter.worker import Worker
 async def serve(settings: Settings) -> int:
     """Build the head and serve it until told to stop; returns the exit code."""
     metrics = SessionMetrics("drafter")
-    serving = Serving(settings.server, settings.limits, "drafter")
+    serving = Serving(settings.server, settings.limits, "drafter", settings.tls)
     name = settings.drafter.name or settings.drafter.kind
     producer = Producer(settings.adaptation, SignalMetrics(metrics.registry), name)
     told = settings.adaptation
@@ -29,7 +29,7 @@ async def serve(settings: Settings) -> int:
     await worker.start()
     if samples is not None:
         producer.start()
-    source = FeatureSource(settings.drafter.verifiers, Dialer(settings.limits))
+    source = FeatureSource(settings.drafter.verifiers, Dialer(settings.limits, settings.tls))
     servicer = DrafterServicer(worker, settings.limits, serving.waits, source)
     port = serve_metrics(metrics.registry, settings.server)
     await serving.start(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer, port)

@@ -27,7 +27,7 @@ def _named(settings: Settings) -> Settings:
 async def serve(settings: Settings) -> int:
     """Load the target and serve it until told to stop; returns the exit code."""
     metrics = SessionMetrics("verifier")
-    serving = Serving(settings.server, settings.limits, "verifier")
+    serving = Serving(settings.server, settings.limits, "verifier", settings.tls)
     worker = Worker(settings.verifier, metrics)
     worker.start()
     info = await worker.loaded

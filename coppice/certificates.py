@@ -1,0 +1,100 @@
+"""The certificates that a process shows and those that it trusts: PEM files, read again when they change."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Self
+
+import structlog
+from pydantic import BaseModel, ConfigDict, Field
+
+from coppice.errors import InvalidField
+
+log = structlog.get_logger()
+
+
+class TlsSettings(BaseModel):
+    """TLS between processes; plaintext while no file is named. A certificate's names say who its holder is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ca: str = Field("", description="file with the authorities that sign the other processes' certificates (PEM)")
+    cert: str = Field("", description="file with this process's certificate chain (PEM); a client may have none")
+    key: str = Field("", description="file with the key of tls.cert (PEM)")
+    require: bool = Field(
+        False, description="whether clients of generation need a certificate too; callers of all other services do"
+    )
+    server_name: str = Field(
+        "", description="name in a called server's certificate; empty: its role's, for generation the address's host"
+    )
+    operators: list[str] = Field(
+        default_factory=list, description="names, beside operator, of certificates that may steer the adapter"
+    )
+    tokens_in_clear: bool = Field(False, description="whether clients' tokens may cross a network without TLS")
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is encrypted."""
+        return bool(self.ca or self.cert or self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """What the files of TlsSettings hold. `cert` and `key` are empty for a client that shows none."""
+
+    ca: bytes
+    cert: bytes
+    key: bytes
+
+    @classmethod
+    def read(cls, tls: TlsSettings) -> Self:
+        """Read the files. Raises InvalidField naming the setting whose file is missing or unusable."""
+        if not tls.ca:
+            raise InvalidField("tls.ca", "is missing: nobody's certificate could be checked")
+        if bool(tls.cert) != bool(tls.key):
+            raise InvalidField("tls.key" if tls.cert else "tls.cert", "is missing: certificate and key go together")
+        found = cls(*(_read(f"tls.{name}", getattr(tls, name)) for name in ("ca", "cert", "key")))
+        found._check(tls)
+        return found
+
+    def renewed(self, tls: TlsSettings) -> Certificates:
+        """What the files hold now: this very object while nothing changed, or while they are unusable."""
+        try:
+            now = tuple(_read(f"tls.{name}", getattr(tls, name)) for name in ("ca", "cert", "key"))
+            return self if now == (self.ca, self.cert, self.key) else Certificates.read(tls)
+        except InvalidField as error:  # half of a rotation; the next connection looks again
+            log.warning("certificates stay as they were", why=str(error))
+            return self
+
+    def _check(self, tls: TlsSettings) -> None:
+        """gRPC would only log what is wrong, and refuse every connection."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_verify_locations(tls.ca)
+        except OSError:
+            raise InvalidField("tls.ca", f"{tls.ca} holds no PEM certificate") from None
+        if not self.cert:
+            return
+        try:
+            context.load_cert_chain(tls.cert, tls.key, password="")
+        except OSError as error:
+            why = getattr(error, "reason", None) or error.strerror
+            raise InvalidField("tls.cert", f"{tls.cert} and {tls.key} are no PEM pair: {why}") from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host as it is written in an address never leaves the machine."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _read(setting: str, file: str) -> bytes:
+    try:
+        return Path(file).read_bytes() if file else b""
+    except OSError as error:
+        raise InvalidField(setting, f"{file} cannot be read: {error.strerror}") from None

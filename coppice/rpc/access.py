@@ -1,0 +1,90 @@
+"""Who may call what: services by the names in their certificates, clients of generation by bearer tokens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import grpc.aio
+import structlog
+from google.protobuf.descriptor import MethodDescriptor
+
+from coppice.certificates import TlsSettings
+from coppice.errors import PermissionDenied, Unauthenticated
+from coppice.rpc.tokens import Tokens
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceAccess:
+    """Whose certificate serves a service, and whose may call each method."""
+
+    server: str
+    """empty: the certificate must name the host that was dialed"""
+    callers: Mapping[str, frozenset[str]]
+    """by method; empty: no certificate is needed"""
+
+
+ACCESS = {
+    "coppice.v1.VerifierService": ServiceAccess(
+        "verifier",
+        {
+            "Verify": frozenset({"orchestrator"}),
+            "FetchFeatures": frozenset({"drafter"}),
+            "DescribeTarget": frozenset({"orchestrator"}),
+        },
+    ),
+    "coppice.v1.DrafterService": ServiceAccess(
+        "drafter",
+        {
+            "Draft": frozenset({"orchestrator"}),
+            "DescribeHead": frozenset({"orchestrator", "adapter"}),
+            "SyncWeights": frozenset({"adapter"}),
+        },
+    ),
+    "coppice.v1.AdapterService": ServiceAccess(
+        "adapter", dict.fromkeys(("GetStatus", "Pause", "Resume", "Rollback"), frozenset({"operator"}))
+    ),
+    "coppice.v1.GenerationService": ServiceAccess("", {"Generate": frozenset(), "DescribeModel": frozenset()}),
+}
+"""Every method of every service; what is not here may not be served."""
+_OPERATED = "coppice.v1.AdapterService"
+
+
+def needs_certificates(service: str) -> bool:
+    """Whether only other services and operators may call a service."""
+    return any(ACCESS[service].callers.values())
+
+
+class Access:
+    """Lets a call of one server in, or refuses it."""
+
+    def __init__(self, tls: TlsSettings, tokens: Tokens | None = None) -> None:
+        """Without TLS everybody may call everything but what `tokens` are for: generation."""
+        self._tls, self._tokens = tls, tokens
+
+    @contextlib.contextmanager
+    def admit(self, method: MethodDescriptor, context: grpc.aio.ServicerContext) -> Iterator[None]:
+        """Hold the call's place inside the block. Raises Unauthenticated, PermissionDenied, Overloaded."""
+        service = method.containing_service.full_name
+        callers = ACCESS[service].callers[method.name]
+        if callers:
+            if self._tls.on:
+                self._check_name(method, callers | set(self._tls.operators if service == _OPERATED else ()), context)
+            yield
+        elif self._tokens is None:
+            yield
+        else:
+            with self._tokens.admit(context.invocation_metadata() or (), counted=method.server_streaming):
+                yield
+
+    @staticmethod
+    def _check_name(method: MethodDescriptor, callers: frozenset[str], context: grpc.aio.ServicerContext) -> None:
+        names = [name.decode("utf-8", "replace") for name in context.peer_identities() or ()]
+        if not names:
+            raise Unauthenticated("a certificate is needed")
+        if callers.isdisjoint(names):
+            log.warning("refused", method=method.full_name, caller=names)
+            raise PermissionDenied(f"{method.full_name} is for {' and '.join(sorted(callers))}")

@@ -1,0 +1,137 @@
+"""A whole stack whose processes know each other by their certificates, and clients by their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from urllib.request import urlopen
+
+import grpc
+import pytest
+
+from coppice.adaptation.client import AdapterClient
+from coppice.adaptation.push import Replica
+from coppice.adaptation.weights import Weights
+from coppice.bench.reference import Reference
+from coppice.client import Client
+from coppice.errors import CoppiceError, PermissionDenied, Unauthenticated, Unavailable
+from coppice.launch import SERVICES, Stack
+from coppice.nn.layouts import load_specblock, public_weights
+from coppice.rpc.channels import Dialer
+from coppice.stack_spec import HeadSpec, StackSpec
+from coppice.wire.drafter import weights_to_wire
+from tests.certificates import Authority
+from tests.pipeline.test_feature_heads import PROMPTS, heads, target
+from tests.pushes import Push, altered
+from tests.signals import eventually
+
+__all__ = ["heads", "target"]  # fixtures
+
+TOKEN, NEW = "a token", 16
+ROLES = ("verifier", "drafter", "orchestrator", "adapter")
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def stack(
+    authority: Authority, target: Path, heads: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stack]:
+    tokens = authority.folder / "tokens"
+    tokens.write_text(f"tests {sha256(TOKEN.encode()).hexdigest()} 2\n")
+    extra = {role: authority.flags(role) for role in ROLES}
+    extra["orchestrator"] |= {"orchestrator.tokens": tokens, "orchestrator.draft_deadline_ms": 20_000}
+    spec = StackSpec(
+        target=target,
+        heads=(HeadSpec("block", "specblock", heads["block"]),),
+        dtype="float32",
+        verifier_threads=1,
+        drafter_threads=1,
+        adapt=True,
+        log_dir=tmp_path_factory.mktemp("logs"),
+        extra=extra,
+    )
+    with Stack(spec) as running:
+        yield running
+    assert not running.unclean
+
+
+def answers_are_the_targets(stack: Stack, dialer: Dialer, reference: Reference) -> None:
+    """With drafts of a head whose features come straight from the verifier."""
+    with Client(stack.address, dialer=dialer) as client:
+        for prompt in PROMPTS:
+            answer = client.generate(prompt, policy="single:block", max_new_tokens=NEW, ignore_eos=True)
+            assert answer.ids == tuple(reference.greedy(prompt, NEW).ids)
+            assert sum(answer.verified_nodes) > 0
+
+
+def test_the_text_is_the_targets(stack: Stack, authority: Authority, reference: Reference) -> None:
+    answers_are_the_targets(stack, authority.dialer(token=TOKEN), reference)
+    with urlopen(f"http://{stack.orchestrator.metrics}/metrics", timeout=10) as metrics:
+        told = metrics.read().decode()
+    assert f'coppice_client_requests_total{{client="tests",verdict="admitted"}} {len(PROMPTS)}.0' in told
+    assert TOKEN not in told
+    with Client(stack.address, dialer=authority.dialer()) as client, pytest.raises(Unauthenticated):
+        client.generate(PROMPTS[1])
+
+
+def test_the_adapter_reaches_its_drafters_and_listens_to_operators_alone(stack: Stack, authority: Authority) -> None:
+    address = stack.services["adapter"].address
+
+    def current() -> bool:
+        (head,) = operator.status()
+        return all(replica.current for replica in head.replicas)
+
+    with AdapterClient(address, dialer=authority.dialer("operator")) as operator:
+        assert eventually(current)
+    for role in ROLES:
+        with AdapterClient(address, dialer=authority.dialer(role)) as client, pytest.raises(PermissionDenied):
+            client.pause()
+
+
+def test_no_process_talks_to_the_nameless(stack: Stack, authority: Authority) -> None:
+    for ready in stack.services.values():
+        for dialer in (Dialer(), *([authority.dialer()] if ready.role != "orchestrator" else [])):
+            channel = dialer.open_blocking(ready.address)
+            with pytest.raises(grpc.RpcError) as error:
+                channel.unary_unary(f"/{SERVICES[ready.role]}/Describe")(b"", timeout=5)
+            assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+            channel.close()
+
+
+async def test_weights_are_the_adapters_to_push(
+    stack: Stack, authority: Authority, target: Path, heads: dict[str, Path]
+) -> None:
+    loaded = load_specblock(heads["block"], target)
+    first = Weights.of(public_weights(loaded.model, loaded.config))
+    push = Push.of("block", first, altered(first, 1, version=7))
+    address = stack.services["drafter-block"].address
+
+    header = weights_to_wire(push.header).SerializeToString()
+    async with Replica(address, authority.dialer("adapter")) as adapter:
+        before = await adapter.describe()
+        for role in ("orchestrator", "verifier", "drafter", "operator", "stranger"):
+            async with Replica(address, authority.dialer(role)) as replica:
+                with pytest.raises(CoppiceError):  # while it still sends, it may hear only that the stream broke
+                    await replica.push(push.header, push.parts)
+            async with authority.dialer(role).open(address) as channel:
+                call = channel.unary_unary("/coppice.v1.DrafterService/SyncWeights")(header, timeout=5)
+                assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert await adapter.describe() == before
+        synced = await adapter.push(push.header, push.parts)
+    assert synced.weights_hash == push.header.weights_hash != before.weights_hash
+
+
+def test_everything_goes_on_with_certificates_of_another_authority(
+    stack: Stack, authority: Authority, reference: Reference, tmp_path: Path
+) -> None:
+    old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")
+    old.replace_by(authority)
+    authority.replace_by(new)
+    answers_are_the_targets(stack, authority.dialer(token=TOKEN), reference)
+    with Client(stack.address, dialer=old.dialer(token=TOKEN)) as client, pytest.raises(Unavailable):
+        client.describe(timeout=2)

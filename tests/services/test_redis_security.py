@@ -1,0 +1,167 @@
+"""Records on their way through a Redis that wants TLS and passwords, with the access list of docs/security.md."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from redis import Redis
+from redis.exceptions import NoPermissionError, RedisError
+
+from coppice.adaptation.local_redis import find_server
+from coppice.adaptation.records import Demand, QueryRecord, Sample
+from coppice.adaptation.stream import Producer, connect
+from coppice.config import AdaptationSettings, load_settings
+from coppice.errors import InvalidField
+from coppice.telemetry import AdapterMetrics, SignalMetrics
+from services.adapter.inbox import Inbox
+from tests.certificates import Authority, documented
+from tests.signals import counts
+
+RECORD = QueryRecord("s", 1.0, 2, 3.0, 4, 5, 6.0, 7, 8, (9, 10), 1.0, "route")
+PASSWORDS = {"coppice-sender": "SENDER-PASSWORD", "coppice-adapter": "ADAPTER-PASSWORD"}
+
+
+class TlsRedis:
+    """A redis-server that speaks TLS alone, to whom its access list knows."""
+
+    def __init__(self, folder: Path) -> None:
+        self.authority = Authority(folder / "authority")
+        (folder / "users.acl").write_text(documented("acl") + "user root on >root ~* &* +@all\n")
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            self.port = taken.getsockname()[1]
+        tls = self.authority.tls("orchestrator")  # its names hold 127.0.0.1
+        told = {"port": 0, "tls-port": self.port, "bind": "127.0.0.1", "save": "", "dir": folder}
+        told |= {"tls-cert-file": tls.cert, "tls-key-file": tls.key, "tls-ca-cert-file": tls.ca}
+        told |= {"tls-auth-clients": "no", "aclfile": folder / "users.acl"}
+        command = [str(find_server()), *(str(part) for name, value in told.items() for part in (f"--{name}", value))]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def url(self, user: str, password: str | None = None, host: str = "127.0.0.1") -> str:
+        return f"rediss://{user}:{password or PASSWORDS[user]}@{host}:{self.port}/0"
+
+    def client(self, user: str, password: str | None = None) -> Redis:
+        return Redis.from_url(self.url(user, password), ssl_ca_certs=self.authority.tls().ca, socket_timeout=5)
+
+    def ready(self) -> bool:
+        until = time.monotonic() + 10
+        while self.process.poll() is None and time.monotonic() < until:
+            try:
+                return bool(self.client("root", "root").ping())
+            except RedisError:
+                time.sleep(0.02)
+        return False
+
+    def stop(self) -> str:
+        self.process.terminate()
+        return self.process.communicate(timeout=10)[0]
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsRedis]:
+    if find_server() is None:
+        pytest.skip("requires redis-server with TLS: there is none")
+    running = TlsRedis(tmp_path_factory.mktemp("redis"))
+    if not running.ready():
+        told = running.stop()
+        if "tls-port" in told:
+            pytest.skip("requires redis-server with TLS: this one was built without")
+        pytest.fail(told)
+    yield running
+    running.stop()
+
+
+class Head:
+    """A head's part of the adapter that wants samples and keeps what comes."""
+
+    name, vocab_size = "a", 300
+    demand: Demand = "full"
+
+    def __init__(self) -> None:
+        self.taken: list[QueryRecord] = []
+
+    def take_query(self, record: QueryRecord) -> None:
+        self.taken.append(record)
+
+    def take_sample(self, sample: Sample) -> None:
+        raise AssertionError("none is sent")
+
+
+def told(running: TlsRedis, user: str, **more: Any) -> AdaptationSettings:
+    settings: dict[str, Any] = {"redis": running.url(user), "redis_ca": running.authority.tls().ca, "timeout_s": 1.0}
+    return AdaptationSettings.model_validate(settings | more)
+
+
+async def test_records_pass_with_the_documented_rights_alone(redis: TlsRedis) -> None:
+    registry, head = CollectorRegistry(), Head()
+    producer = Producer(told(redis, "coppice-sender"), SignalMetrics(registry), "a")
+    inbox = asyncio.create_task(Inbox(told(redis, "coppice-adapter"), [head], AdapterMetrics()).run())
+    producer.start()
+    for _ in range(3):
+        producer.query("a", RECORD)
+    async with asyncio.timeout(10):
+        while len(head.taken) < 3 or producer.demand != "full":  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        head.demand = ""
+        while producer.demand:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    inbox.cancel()
+    await producer.stop()
+    assert head.taken == [RECORD] * 3
+    assert (counts(registry).sent, counts(registry).dropped.total()) == (3, 0)
+    async with connect(told(redis, "coppice-sender")) as orchestrators:  # asks for no demand: it pings
+        assert await orchestrators.ping()
+
+
+@pytest.mark.parametrize(
+    ("user", "command"),
+    [
+        ("coppice-sender", ("XREAD", "STREAMS", "coppice:a:queries", "0")),
+        ("coppice-sender", ("XADD", "elsewhere", "*", "a", "b")),
+        ("coppice-sender", ("SET", "coppice:a:demand", "full")),
+        ("coppice-sender", ("DEL", "coppice:a:queries")),
+        ("coppice-adapter", ("XADD", "coppice:a:queries", "*", "a", "b")),
+        ("coppice-adapter", ("SET", "elsewhere", "x")),
+        ("coppice-adapter", ("XGROUP", "DESTROY", "coppice:a:queries", "adapter")),
+        ("coppice-adapter", ("CONFIG", "GET", "*")),
+        ("coppice-adapter", ("FLUSHALL",)),
+        ("coppice-adapter", ("EVAL", "return 1", "0")),
+    ],
+)
+def test_nobody_may_do_more(redis: TlsRedis, user: str, command: tuple[str, ...]) -> None:
+    with redis.client(user) as client, pytest.raises(NoPermissionError):
+        client.execute_command(*command)
+
+
+@pytest.mark.parametrize("spoiled", ["password", "authority", "host"])
+async def test_what_redis_or_we_refuse_costs_records_and_nothing_else(redis: TlsRedis, spoiled: str) -> None:
+    changes: dict[str, dict[str, object]] = {
+        "password": {"redis": redis.url("coppice-sender", "wrong")},
+        "authority": {"redis_ca": ""},  # the system's do not know ours
+        "host": {"redis": redis.url("coppice-sender", host="localhost")},  # its certificate says 127.0.0.1
+    }
+    registry = CollectorRegistry()
+    producer = Producer(told(redis, "coppice-sender", **changes[spoiled]), SignalMetrics(registry), "a")
+    producer.start()
+    producer.query("a", RECORD)
+    await asyncio.sleep(0.3)
+    assert counts(registry).sent == 0
+    await producer.stop()
+    assert counts(registry).sent == 0
+    assert counts(registry).settled
+
+
+def test_an_authority_without_a_use_or_a_file_is_an_error(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing.pem")
+    with pytest.raises(InvalidField, match=r"adaptation\.redis_ca: .*is of use with a rediss:// URL only"):
+        load_settings(["--adaptation.redis", "redis://127.0.0.1:1", "--adaptation.redis_ca", missing])
+    with pytest.raises(InvalidField, match=r"adaptation\.redis_ca: .*no such file"):
+        load_settings(["--adaptation.redis", "rediss://127.0.0.1:1", "--adaptation.redis_ca", missing])

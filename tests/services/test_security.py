@@ -1,0 +1,499 @@
+"""Who gets in: real servers on loopback, certificates as the documentation makes them, tokens, and bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+from collections.abc import AsyncIterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from prometheus_client import CollectorRegistry, Counter
+
+from coppice.adaptation.client import AdapterClient
+from coppice.certificates import Certificates, TlsSettings
+from coppice.client import AsyncClient, Client
+from coppice.completion import Completion
+from coppice.config import ServerSettings, load_settings
+from coppice.errors import CoppiceError, InvalidField, NotFound, Overloaded, PermissionDenied, Unauthenticated
+from coppice.generation import ModelDescription
+from coppice.limits import Limits
+from coppice.rpc.access import ACCESS
+from coppice.rpc.channels import Dialer
+from coppice.rpc.server import Serving
+from coppice.rpc.tokens import Tokens, read_tokens
+from coppice.v1 import adapter_pb2, drafter_pb2, generation_pb2, verifier_pb2
+from coppice.wire import generation
+from tests.certificates import ROLES, Authority, documented
+
+SERVICES: dict[str, ServiceDescriptor] = {
+    service.name: service
+    for module in (verifier_pb2, drafter_pb2, adapter_pb2, generation_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+}
+SERVED_BY = {"VerifierService": "verifier", "DrafterService": "drafter", "AdapterService": "adapter"}
+# Written out once more: an edit of the product's table alone is not to pass.
+MAY_CALL = {
+    "Verify": {"orchestrator"},
+    "FetchFeatures": {"drafter"},
+    "DescribeTarget": {"orchestrator"},
+    "Draft": {"orchestrator"},
+    "DescribeHead": {"orchestrator", "adapter"},
+    "SyncWeights": {"adapter"},
+    "GetStatus": {"operator"},
+    "Pause": {"operator"},
+    "Resume": {"operator"},
+    "Rollback": {"operator"},
+    "Generate": set(ROLES),
+    "DescribeModel": set(ROLES),
+}
+TOKEN, OTHER = "t" * 64, "o" * 64
+MODEL = ModelDescription("echo", 300, 512, (), ("plain",), "plain", 31, True, True)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("other"))
+
+
+class Reached:
+    """A servicer of any service: whoever gets through to it is told so."""
+
+    def __init__(self, service: ServiceDescriptor) -> None:
+        for method in service.methods:
+            setattr(self, method.name, self._stream if method.server_streaming else self._unary)
+
+    async def _unary(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        if hasattr(request, "__aiter__"):
+            async for _ in request:
+                pass
+        raise NotFound("reached")
+
+    async def _stream(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        raise NotFound("reached")
+        yield
+
+
+class Echo:
+    """A GenerationService that waits until it is cancelled when the prompt is "wait", and breaks when it is "break"."""
+
+    def __init__(self) -> None:
+        self.running = 0
+
+    async def Generate(self, message: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        self.running += 1
+        try:
+            text = generation.read_request(message, 300, Limits()).text
+            if text == "break":
+                raise RuntimeError(f"secret of {text}")
+            if text == "wait":
+                await asyncio.sleep(60)
+        finally:
+            self.running -= 1
+        raise NotFound(f"{text}?")
+        yield
+
+    async def DescribeModel(self, message: Any, context: grpc.aio.ServicerContext) -> Any:
+        return generation.model_to_wire(MODEL)
+
+
+@contextlib.asynccontextmanager
+async def served(
+    name: str, tls: TlsSettings, servicer: Any = None, tokens: Tokens | None = None, **more: Any
+) -> AsyncIterator[str]:
+    """A server in this process; gives its address."""
+    limits = Limits(message_bytes=1 << 20)
+    serving = Serving(ServerSettings(grace_s=0, **more), limits, name, tls, tokens)
+    await serving.start(SERVICES[name], servicer or Reached(SERVICES[name]))
+    stopped = asyncio.create_task(serving.until_stopped())
+    try:
+        yield serving.address
+    finally:
+        serving.draining.set()
+        await stopped
+
+
+async def ended(channel: Any, method: MethodDescriptor, data: bytes = b"", **options: Any) -> tuple[str, str]:
+    """The status and details that a call ends with. On the wire a stream of one message is a unary request."""
+    make = channel.unary_stream if method.server_streaming else channel.unary_unary
+    call = make(f"/{method.containing_service.full_name}/{method.name}")(data, timeout=5, **options)
+    return (await call.code()).name, await call.details()
+
+
+# --- certificates ---
+
+
+def test_every_method_has_its_callers() -> None:
+    assert {name: set(access.callers) for name, access in ACCESS.items()} == {
+        service.full_name: {method.name for method in service.methods} for service in SERVICES.values()
+    }
+
+
+@pytest.mark.parametrize("name", SERVICES)
+async def test_each_method_is_for_its_callers_alone(name: str, authority: Authority) -> None:
+    server = SERVED_BY.get(name, "orchestrator")
+    async with served(name, authority.tls(server)) as address:
+        for role in ROLES:
+            async with authority.dialer(role).open(address) as channel:
+                for method in SERVICES[name].methods:
+                    code, details = await ended(channel, method)
+                    if role in MAY_CALL[method.name]:
+                        assert (code, details) == ("NOT_FOUND", "reached"), (role, method.name)
+                    else:
+                        assert code == "PERMISSION_DENIED", (role, method.name)
+                        assert details.startswith(f"{method.full_name} is for ")
+
+
+async def test_named_operators_steer_the_adapter_too(authority: Authority) -> None:
+    def ask(role: str) -> None:
+        with AdapterClient(address, dialer=authority.dialer(role)) as client:
+            client.status()
+
+    async with served("AdapterService", authority.tls("adapter", operators=["stranger"])) as address:
+        for role in ("operator", "stranger"):
+            with pytest.raises(NotFound, match="reached"):
+                await asyncio.to_thread(ask, role)
+        with pytest.raises(PermissionDenied):
+            await asyncio.to_thread(ask, "verifier")
+
+
+async def refused(dialer: Dialer, address: str) -> None:
+    """No connection, let alone an answer."""
+    method = SERVICES["DrafterService"].methods_by_name["DescribeHead"]
+    channel = dialer.open(address)
+    code, _ = await ended(channel, method)
+    await channel.close()
+    assert code == "UNAVAILABLE"
+
+
+async def test_plaintext_strangers_and_the_nameless_do_not_connect(authority: Authority, other: Authority) -> None:
+    async with served("DrafterService", authority.tls("drafter")) as address:
+        await refused(Dialer(), address)
+        await refused(authority.dialer(), address)  # without a certificate
+        await refused(other.dialer("orchestrator"), address)
+        mixed = authority.tls().ca, other.tls("orchestrator")
+        await refused(Dialer(tls=mixed[1].model_copy(update={"ca": mixed[0]})), address)  # trusts us, another's signed
+
+
+async def test_callers_refuse_what_is_not_the_server_it_should_be(authority: Authority) -> None:
+    async with served("DrafterService", authority.tls("verifier")) as address:  # a verifier that poses as a drafter
+        await refused(authority.dialer("orchestrator"), address)
+        method = SERVICES["DrafterService"].methods_by_name["DescribeHead"]
+        async with authority.dialer("orchestrator", server_name="verifier").open(address) as channel:
+            assert await ended(channel, method) == ("NOT_FOUND", "reached")
+
+
+async def test_clients_of_generation_need_a_certificate_only_where_it_is_required(authority: Authority) -> None:
+    async with served("GenerationService", authority.tls("orchestrator"), Echo()) as address:
+        async with AsyncClient(address, dialer=authority.dialer()) as client:
+            assert (await client.describe()).name == "echo"
+        _, _, port = address.rpartition(":")
+        async with authority.dialer().open(f"localhost:{port}") as channel:  # its certificate says 127.0.0.1
+            code, _ = await ended(channel, SERVICES["GenerationService"].methods_by_name["DescribeModel"])
+            assert code == "UNAVAILABLE"
+    async with served("GenerationService", authority.tls("orchestrator", require=True), Echo()) as address:
+        async with authority.dialer().open(address) as channel:
+            code, _ = await ended(channel, SERVICES["GenerationService"].methods_by_name["DescribeModel"])
+            assert code == "UNAVAILABLE"
+        async with AsyncClient(address, dialer=authority.dialer("stranger")) as client:
+            assert (await client.describe()).name == "echo"
+
+
+async def test_health_answers_without_a_certificate_and_the_service_port_has_no_health(
+    authority: Authority, tmp_path: Path
+) -> None:
+    ready, check = tmp_path / "ready.json", "/grpc.health.v1.Health/Check"
+    async with served("DrafterService", authority.tls("drafter"), ready_file=str(ready)) as address:
+        async with grpc.aio.insecure_channel(json.loads(ready.read_text())["health"]) as channel:
+            assert await channel.unary_unary(check)(b"", timeout=5) == b"\x08\x01"
+        async with authority.dialer("orchestrator", server_name="drafter").open(address) as channel:
+            call = channel.unary_unary(check)(b"", timeout=5)
+            assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_rotated_certificates_are_used_without_a_restart(
+    other: Authority, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The authority too. A stream that is open lives on, its channel's next call takes a new connection."""
+    authority = Authority(tmp_path_factory.mktemp("rotated"))
+    before = Authority(tmp_path_factory.mktemp("before"))
+    before.replace_by(authority)
+    echo = Echo()
+    async with (
+        served("GenerationService", authority.tls("orchestrator", require=True), echo) as address,
+        AsyncClient(address, dialer=authority.dialer("operator")) as client,
+    ):
+        stream = asyncio.create_task(client.generate("wait"))
+        await until(lambda: echo.running == 1)
+        for name in ("orchestrator.pem", "ca.pem"):  # half of a rotation: certificate and key do not fit
+            (authority.folder / name).write_bytes((other.folder / name).read_bytes())
+        async with AsyncClient(address, dialer=before.dialer("operator")) as late:
+            await late.describe()
+        authority.replace_by(other)
+        assert (await client.describe()).name == "echo"
+        async with AsyncClient(address, dialer=other.dialer("operator")) as new:
+            await new.describe()
+        async with before.dialer("operator").open(address) as channel:
+            code, _ = await ended(channel, SERVICES["GenerationService"].methods_by_name["DescribeModel"])
+            assert code == "UNAVAILABLE"
+        assert echo.running == 1
+        stream.cancel()
+        await until(lambda: echo.running == 0)
+
+
+async def until(claim: Any, within_s: float = 5.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not claim():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("told", "named"),
+    [
+        ({"cert": "drafter.pem", "key": "drafter.key"}, "tls.ca: is missing"),
+        ({"ca": "ca.pem", "cert": "drafter.pem"}, "tls.key: is missing"),
+        ({"ca": "ca.pem", "key": "drafter.key"}, "tls.cert: is missing"),
+        ({"ca": "nowhere.pem"}, "tls.ca: .*nowhere.pem cannot be read: No such file"),
+        ({"ca": "drafter.key"}, "tls.ca: .*drafter.key holds no PEM certificate"),
+        ({"ca": "ca.pem", "cert": "drafter.pem", "key": "adapter.key"}, "tls.cert: .* are no PEM pair: KEY_VALUES_MIS"),
+        ({"ca": "ca.pem", "cert": "drafter.key", "key": "drafter.key"}, "tls.cert: .* are no PEM pair"),
+    ],
+)
+def test_unusable_files_are_named(told: dict[str, str], named: str, authority: Authority) -> None:
+    tls = TlsSettings.model_validate({name: str(authority.folder / file) for name, file in told.items()})
+    assert tls.on
+    with pytest.raises(InvalidField, match=named):
+        Certificates.read(tls)
+    with pytest.raises(InvalidField, match=named):
+        Dialer(tls=tls).open_blocking("127.0.0.1:1")
+
+
+async def test_a_server_does_not_start_without_a_certificate_of_its_own(authority: Authority) -> None:
+    with pytest.raises(InvalidField, match=r"tls\.cert: is missing"):
+        async with served("DrafterService", authority.tls()):
+            pass
+
+
+# --- tokens ---
+
+
+def line(name: str, token: str, sessions: str = "") -> str:
+    return f"{name} {sha256(token.encode()).hexdigest()} {sessions}".strip() + "\n"
+
+
+class Door:
+    """A server of generation behind tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "tokens"
+        self.write(line("alice", TOKEN, "1"), line("bob", OTHER))
+        self.registry = CollectorRegistry()
+        requests = Counter("requests", "", ["client", "verdict"], registry=self.registry)
+        self.tokens, self.echo = Tokens(str(self.file), requests), Echo()
+
+    def write(self, *lines: str) -> None:
+        new = self.file.with_suffix(".new")
+        new.write_text("# clients\n\n" + "".join(lines))
+        new.replace(self.file)
+
+    def count(self, client: str, verdict: str) -> float:
+        return self.registry.get_sample_value("requests_total", {"client": client, "verdict": verdict}) or 0.0
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Door:
+    return Door(tmp_path)
+
+
+async def described(address: str, token: str) -> str:
+    async with AsyncClient(address, dialer=Dialer(token=token)) as client:
+        return (await client.describe()).name
+
+
+async def test_only_the_right_token_gets_an_answer_and_nobody_hears_why(
+    door: Door, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with served("GenerationService", TlsSettings(), door.echo, door.tokens) as address:
+        for token in (TOKEN, OTHER):
+            assert await described(address, token) == "echo"
+        reasons = set()
+        for token in ("", TOKEN[:-1], TOKEN + "t", TOKEN.upper(), sha256(TOKEN.encode()).hexdigest(), "alice"):
+            with pytest.raises(Unauthenticated) as error:
+                await described(address, token)
+            reasons.add(str(error.value))
+        method = SERVICES["GenerationService"].methods_by_name["Generate"]
+        right = ("authorization", f"Bearer {TOKEN}")
+        async with Dialer().open(address) as channel:
+            for told in (("authorization", TOKEN), ("authorization", f"Basic {TOKEN}"), ("token", TOKEN)):
+                code, details = await ended(channel, method, metadata=(told,))
+                assert code == "UNAUTHENTICATED"
+                reasons.add(details)
+            code, _ = await ended(channel, method, metadata=(right, ("authorization", "Bearer x")))
+            assert code == "UNAUTHENTICATED"
+            code, _ = await ended(channel, method, metadata=(("authorization", f"bearer {TOKEN}"),))
+            assert code == "INVALID_ARGUMENT"  # there was no prompt in it
+    assert len(reasons) == 1
+    assert (door.count("alice", "admitted"), door.count("bob", "admitted")) == (2, 1)
+    assert door.count("", "unauthenticated") == 10
+    told = capfd.readouterr()
+    assert TOKEN not in told.out + told.err + repr(Dialer(token=TOKEN)) + repr(vars(door.tokens))
+
+
+async def test_a_name_runs_as_many_requests_as_it_may(door: Door) -> None:
+    async with (
+        served("GenerationService", TlsSettings(), door.echo, door.tokens) as address,
+        AsyncClient(address, dialer=Dialer(token=TOKEN)) as alice,
+        AsyncClient(address, dialer=Dialer(token=OTHER)) as bob,
+    ):
+        running = [asyncio.create_task(client.generate("wait")) for client in (alice, bob, bob)]
+        await until(lambda: door.echo.running == 3)
+        with pytest.raises(Overloaded, match="alice has 1 requests running, which is its limit"):
+            await alice.generate("hi")
+        assert (await alice.describe()).name == "echo"  # is no session
+        assert door.count("alice", "limited") == 1
+        running[0].cancel()
+        await until(lambda: door.echo.running == 2)
+        with pytest.raises(NotFound, match=r"hi\?"):
+            await alice.generate("hi")
+        for task in running:
+            task.cancel()
+        await until(lambda: door.echo.running == 0)
+
+
+async def test_the_file_is_read_again_when_it_changes(door: Door) -> None:
+    async with served("GenerationService", TlsSettings(), door.echo, door.tokens) as address:
+        door.write(line("alice", OTHER), line("alice", "new"))  # two of one name
+        for token in (OTHER, "new"):
+            assert await described(address, token) == "echo"
+        with pytest.raises(Unauthenticated):
+            await described(address, TOKEN)
+        door.write(line("alice", TOKEN), "nonsense\n")
+        with pytest.raises(Unauthenticated):
+            await described(address, TOKEN)
+        assert await described(address, "new") == "echo"  # what held before the bad line holds
+        door.file.unlink()
+        assert await described(address, "new") == "echo"
+        door.write(line("alice", TOKEN))
+        assert await described(address, TOKEN) == "echo"
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("alice 12", "line 1: is not NAME SHA256HEX"),
+        (line("ok", "a") + line("al/ice", "b"), "line 2: is not NAME SHA256HEX"),
+        (line("alice", "a", "0"), "line 1"),
+        (line("alice", "a", "-1"), "line 1"),
+        (line("alice", "a", "4 5"), "line 1"),
+        (line("alice", ""), "line 1: is the hash of no token at all"),
+    ],
+)
+def test_a_bad_line_of_tokens_is_named_and_not_shown(content: str, named: str, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text(content)
+    with pytest.raises(InvalidField, match=f"orchestrator.tokens: .*{named}") as error:
+        read_tokens(str(tmp_path / "tokens"))
+    assert sha256(b"a").hexdigest() not in str(error.value)
+    with pytest.raises(InvalidField, match=r"orchestrator\.tokens: .* cannot be read"):
+        read_tokens(str(tmp_path / "missing"))
+
+
+def test_the_documented_command_makes_an_entry(tmp_path: Path) -> None:
+    told = subprocess.run(
+        ["sh", "-euc", documented("sh", "rand -hex")], cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    (entry,) = read_tokens(str(tmp_path / "tokens"))
+    assert (entry.name, entry.sessions) == ("alice", 4)
+    assert entry.digest == sha256(told.stdout.strip().encode()).digest()
+
+
+def test_tokens_cross_no_network_in_clear(door: Door) -> None:
+    def serving(host: str, tls: TlsSettings = TlsSettings()) -> Serving:  # noqa: B008
+        return Serving(ServerSettings(host=host), Limits(), "orchestrator", tls, door.tokens)
+
+    async def check() -> None:
+        with pytest.raises(InvalidField, match=r"tls\.tokens_in_clear: clients would send tokens to 0\.0\.0\.0"):
+            serving("0.0.0.0")
+        for host in ("127.0.0.1", "127.1.2.3", "localhost", "[::1]"):
+            serving(host)
+        serving("0.0.0.0", TlsSettings(tokens_in_clear=True))
+
+    asyncio.run(check())
+    with pytest.raises(InvalidField, match=r"token: would go to example\.com:1 in clear"):
+        Client("example.com:1", dialer=Dialer(token=TOKEN))
+    Client("example.com:1", dialer=Dialer(token=TOKEN, tls=TlsSettings(tokens_in_clear=True))).close()
+    with pytest.raises(InvalidField, match="token: is not printable ASCII"):
+        Client("127.0.0.1:1", dialer=Dialer(token="a\nb"))
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch, authority: Authority) -> pytest.MonkeyPatch:
+    monkeypatch.setenv("COPPICE_TLS__CA", str(authority.folder / "ca.pem"))
+    monkeypatch.setenv("COPPICE_TOKEN", TOKEN)
+    return monkeypatch
+
+
+async def test_a_client_takes_certificates_and_token_from_the_environment(
+    environment: pytest.MonkeyPatch, authority: Authority, door: Door
+) -> None:
+    def described_blocking() -> str:
+        with Client(address) as client:
+            assert isinstance(asked(client), CoppiceError)
+            return client.describe().name
+
+    def asked(client: Client) -> Completion | CoppiceError:
+        try:
+            return client.generate("hi")
+        except NotFound as error:
+            return error
+
+    async with served("GenerationService", authority.tls("orchestrator"), door.echo, door.tokens) as address:
+        assert await asyncio.to_thread(described_blocking) == "echo"
+        environment.delenv("COPPICE_TOKEN")
+        with pytest.raises(Unauthenticated):
+            await asyncio.to_thread(described_blocking)
+    environment.setenv("COPPICE_TOKEN", TOKEN)
+    assert load_settings([]).tls == authority.tls()  # a process started here reads the same, and knows both variables
+    environment.setenv("COPPICE_TLS__TOKENS_IN_CLEAR", "maybe")
+    with pytest.raises(InvalidField, match="COPPICE_TLS__TOKENS_IN_CLEAR"):
+        Client("127.0.0.1:1")
+
+
+# --- bounds, and what a caller learns ---
+
+
+async def test_too_much_metadata_and_too_large_a_message_are_refused() -> None:
+    method = SERVICES["DrafterService"].methods_by_name["DescribeHead"]
+    async with served("DrafterService", TlsSettings()) as address, Dialer().open(address) as channel:
+        for size, code in ((8 << 10, "NOT_FOUND"), (17 << 10, "RESOURCE_EXHAUSTED"), (64 << 10, "RESOURCE_EXHAUSTED")):
+            assert (await ended(channel, method, metadata=(("x", "y" * size),)))[0] == code, size
+        large = b"\x7a\x80\x80\x80\x01" + bytes(2 << 20)  # an unknown field of 2 MiB
+        for sent in (method, SERVICES["DrafterService"].methods_by_name["SyncWeights"]):
+            assert (await ended(channel, sent, large))[0] == "RESOURCE_EXHAUSTED", sent.name
+        assert await ended(channel, method) == ("NOT_FOUND", "reached")
+
+
+async def test_an_exceptions_text_never_reaches_a_client() -> None:
+    async with (
+        served("GenerationService", TlsSettings(), Echo()) as address,
+        AsyncClient(address) as client,
+    ):
+        with pytest.raises(CoppiceError, match=r"^internal error [0-9a-f]{16}$"):
+            await client.generate("break")
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_there_is_no_reflection(version: str) -> None:
+    async with served("DrafterService", TlsSettings()) as address, Dialer().open(address) as channel:
+        call = channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")(timeout=5)
+        assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
