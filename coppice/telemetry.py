@@ -105,6 +105,7 @@ class AdapterMetrics:
         self.signal = histogram("signal", "s of a query", ["head"], buckets=(0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500))
         self.value = gauge("value", "tokens/s gained for each unit of s", ["head", "action"])
         self.waiting = gauge("samples_waiting", "samples that wait for an update", ["head", "action"])
+        self.active = gauge("active", "1 while it is the active adapter, 0 while it stands by")
         self.version = gauge("version", "version that is to be in use", ["head"])
         self.live = gauge("replica_version", "version in use", ["head", "replica"])
         self.stale = gauge("replicas_stale", "replicas that do not use the weights they are to use", ["head"])

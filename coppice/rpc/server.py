@@ -24,6 +24,7 @@ from grpc_health.v1._async import HealthServicer
 from coppice.config import ServerSettings, Settings, load_settings
 from coppice.errors import CoppiceError, InvalidField
 from coppice.limits import Limits
+from coppice.rpc.directory import Registration
 from coppice.rpc.sessions import StreamWaits
 from coppice.telemetry import configure_logging
 
@@ -127,10 +128,14 @@ class Serving:
     Health "" answers SERVING from construction (liveness); the service's full name only while ready.
     """
 
-    def __init__(self, settings: ServerSettings, limits: Limits, role: str) -> None:
-        self.settings, self.limits, self.role = settings, limits, role
+    def __init__(
+        self, settings: ServerSettings, limits: Limits, role: str, registration: Registration | None = None
+    ) -> None:
+        """`registration`: how others find it, from `start` until it begins to drain."""
+        self.settings, self.limits, self.role, self._registration = settings, limits, role, registration
         self.server = grpc.aio.server(options=server_options(limits))
         self.draining = asyncio.Event()
+        self._leaving = asyncio.Event()
         self.waits = StreamWaits(limits.idle_s, self.draining)
         self.address = ""
         self._health_server = grpc.aio.server()
@@ -151,6 +156,8 @@ class Serving:
         health_port = _bind(self._health_server, host, self.settings.health_port)
         await self.server.start()
         await self._health_server.start()
+        if self._registration is not None:
+            self._registration.start(self.address)
         self._write_ready_file(f"{host}:{health_port}")
         log.info("serving", role=self.role, address=self.address, health=f"{host}:{health_port}")
 
@@ -165,16 +172,19 @@ class Serving:
         partial.replace(path)
 
     async def until_stopped(self, failed: asyncio.Event | None = None) -> int:
-        """Serve until SIGTERM, SIGINT or `failed`, then refuse new sessions, let running ones end and stop.
+        """Serve until SIGTERM, SIGINT or `failed`; leave the registry, refuse new sessions, let running ones end, stop.
 
         Returns the process's exit code.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.draining.set)
+            loop.add_signal_handler(number, self._leaving.set)
         failed = failed or asyncio.Event()
-        background = [loop.create_task(self.waits.end_on_drain()), loop.create_task(self._drain_on(failed))]
-        await self.draining.wait()
+        background = [loop.create_task(self.waits.end_on_drain()), loop.create_task(self._leave_on(failed))]
+        await self._leaving.wait()
+        if self._registration is not None:
+            await self._registration.stop()
+        self.draining.set()
         await self._health.set(self._service_name, health_pb2.HealthCheckResponse.NOT_SERVING)
         await self.server.stop(self.settings.grace_s)
         await self._health_server.stop(0)
@@ -183,9 +193,9 @@ class Serving:
         log.info("stopped", role=self.role)
         return 1 if failed.is_set() else 0
 
-    async def _drain_on(self, failed: asyncio.Event) -> None:
+    async def _leave_on(self, failed: asyncio.Event) -> None:
         await failed.wait()
-        self.draining.set()
+        self._leaving.set()
 
 
 def run_service(
