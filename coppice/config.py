@@ -46,7 +46,9 @@ class ServerSettings(_Section):
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one")
     health_port: int = Field(0, ge=0, le=65535, description="plaintext gRPC health port; 0 takes a free one")
     metrics_port: int = Field(0, ge=-1, le=65535, description="Prometheus port; 0 takes a free one, -1 serves none")
-    advertise: str = Field("", description="host name that other services reach this one by; empty: host")
+    advertise: str = Field(
+        "", description="host that others reach this one by, and that a registry is told; empty: host"
+    )
     ready_file: str = Field("", description="file to write addresses to once ready")
     grace_s: float = Field(90.0, ge=0, description="how long a stopping server lets requests finish, seconds")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line logged")
@@ -89,7 +91,10 @@ class DrafterSettings(TorchSettings):
     kind: HeadKind = Field("lookup", description="kind of head")
     path: str = Field("", description="folder of the head's weights; for bigram a JSON list of texts as ids")
     target: str = Field("", description="folder of the target, for heads that read its features")
-    verifiers: list[str] = Field(default_factory=list, description="verifiers features may come from; empty: any")
+    verifiers: list[str] = Field(
+        default_factory=list,
+        description="verifiers features may come from: HOST:PORT, dns:HOST:PORT or redis; empty: any",
+    )
     vocab_size: int = Field(0, ge=0, description="the target's vocabulary width; 0: any id will do, for lm its own")
     kv_tokens: int = Field(65_536, gt=0, description="KV capacity of lm, tokens over all sessions")
     top_k: int = Field(0, ge=0, le=MAX_HEAD_NODES, description="candidates kept per node of a tree; 0: 8, eagle3 10")
@@ -114,8 +119,10 @@ class OrchestratorSettings(_Section):
     """The step loop."""
 
     target: str = Field("", description="folder with the target's tokenizer; empty: ids only")
-    verifiers: list[str] = Field(default_factory=list, description="addresses of verifier replicas")
-    heads: list[str] = Field(default_factory=list, description="NAME=HOST:PORT of each drafter; replicas share NAME")
+    verifiers: list[str] = Field(default_factory=list, description="verifiers: HOST:PORT, dns:HOST:PORT or redis")
+    heads: list[str] = Field(
+        default_factory=list, description="NAME=HOST:PORT of each drafter, NAME=dns:HOST:PORT or NAME=redis of them all"
+    )
     policy: str = Field("", description="default policy; empty: route with two heads, single with one, else plain")
     budget: int = Field(31, ge=0, le=MAX_TREE_NODES, description="default draft nodes verified a step")
     max_new_tokens: int = Field(256, gt=0, description="default limit of new tokens")
@@ -135,29 +142,19 @@ class OrchestratorSettings(_Section):
         for head in heads:
             name, _, address = head.partition("=")
             if not name or ":" not in address:
-                raise ValueError(f"{head!r} is not NAME=HOST:PORT")
+                raise ValueError(f"{head!r} is not NAME=HOST:PORT, NAME=dns:HOST:PORT or NAME=redis")
         return heads
 
 
-class AdaptationSettings(_Section):
-    """What is told to the adapter, by way of Redis."""
+class RedisSettings(_Section):
+    """A Redis, and what is ours in it."""
 
-    redis: str = Field("", description="redis://, rediss:// or unix:// URL of the adapter's Redis; empty: tell nothing")
+    redis: str = Field("", description="redis://, rediss:// or unix:// URL; empty: none")
     redis_ca: str = Field(
         "", description="file with the authority of a rediss:// server (PEM); empty: those of the system"
     )
     prefix: str = Field("coppice", pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="what every Redis key begins with")
-    queue_entries: int = Field(4096, gt=0, description="records waiting to be sent; more are dropped and counted")
-    queue_bytes: int = Field(64 << 20, gt=0, description="the same in bytes")
-    entry_bytes: int = Field(8 << 20, gt=0, description="largest record, bytes; larger ones are dropped and counted")
-    bytes_per_s: int = Field(32 << 20, gt=0, description="bytes sent a second; what exceeds it is dropped and counted")
     timeout_s: float = Field(1.0, gt=0, description="how long Redis may take to answer, seconds")
-    queries_kept: int = Field(10_000, gt=0, description="query records a stream keeps, about")
-    samples_kept: int = Field(4096, gt=0, description="training samples a stream keeps, about")
-    stream_bytes: int = Field(256 << 20, gt=0, description="bytes of training samples a stream keeps, about")
-    window: int = Field(64, gt=1, le=MAX_WINDOW, description="positions of a full training sample")
-    stride: int = Field(32, gt=0, description="least positions between the full samples of one session")
-    top_n: int = Field(32, ge=0, le=MAX_TOP_N, description="the target's likeliest ids told with a rejection")
 
     @field_validator("redis")
     @classmethod
@@ -176,12 +173,39 @@ class AdaptationSettings(_Section):
         return file
 
 
+class DirectorySettings(RedisSettings):
+    """Where replicas are found: the registry that they keep themselves in, and how often one looks."""
+
+    redis: str = Field("", description="URL of the Redis with the registry of replicas; empty: there is none")
+    lease_s: float = Field(3.0, ge=0.2, le=60, description="how long the registry believes a replica, seconds")
+    poll_s: float = Field(1.0, ge=0.05, le=60, description="time between two looks at a registry or at DNS, seconds")
+
+
+class AdaptationSettings(RedisSettings):
+    """What is told to the adapter, by way of Redis."""
+
+    redis: str = Field("", description="redis://, rediss:// or unix:// URL of the adapter's Redis; empty: tell nothing")
+    queue_entries: int = Field(4096, gt=0, description="records waiting to be sent; more are dropped and counted")
+    queue_bytes: int = Field(64 << 20, gt=0, description="the same in bytes")
+    entry_bytes: int = Field(8 << 20, gt=0, description="largest record, bytes; larger ones are dropped and counted")
+    bytes_per_s: int = Field(32 << 20, gt=0, description="bytes sent a second; what exceeds it is dropped and counted")
+    queries_kept: int = Field(10_000, gt=0, description="query records a stream keeps, about")
+    samples_kept: int = Field(4096, gt=0, description="training samples a stream keeps, about")
+    stream_bytes: int = Field(256 << 20, gt=0, description="bytes of training samples a stream keeps, about")
+    window: int = Field(64, gt=1, le=MAX_WINDOW, description="positions of a full training sample")
+    stride: int = Field(32, gt=0, description="least positions between the full samples of one session")
+    top_n: int = Field(32, ge=0, le=MAX_TOP_N, description="the target's likeliest ids told with a rejection")
+
+
 class AdapterSettings(_Section):
     """The adapter: which heads it trains, where, and what it keeps."""
 
     target: str = Field("", description="folder of the target, whose embedding the heads share")
     heads: list[str] = Field(default_factory=list, description="NAME=DIR of each head, its weights as deployed")
-    drafters: list[str] = Field(default_factory=list, description="NAME=HOST:PORT of each drafter; replicas share NAME")
+    drafters: list[str] = Field(
+        default_factory=list, description="NAME=HOST:PORT of each drafter, NAME=dns:HOST:PORT or NAME=redis of them all"
+    )
+    lease_s: float = Field(10.0, ge=0.5, le=300, description="how long after the active adapter another one takes over")
     folder: str = Field("", description="folder for versions and state; empty: a temporary one, forgotten at the end")
     versions_kept: int = Field(8, ge=2, description="weight versions kept on disk for each head")
     canary: bool = Field(True, description="whether new weights go to one replica first, where there are several")
@@ -235,6 +259,7 @@ class Settings(BaseSettings):
     limits: Limits = Limits()
     verifier: VerifierSettings = VerifierSettings()
     drafter: DrafterSettings = DrafterSettings()
+    directory: DirectorySettings = DirectorySettings()
     orchestrator: OrchestratorSettings = OrchestratorSettings()
     adaptation: AdaptationSettings = AdaptationSettings()
     adapter: AdapterSettings = AdapterSettings()

@@ -65,6 +65,9 @@ class OrchestratorMetrics:
         self.late_drafts = counter("late_drafts", "drafts that missed the deadline", ["head"])
         self.benched = counter("heads_benched", "times a head was benched", ["head"])
         self.routed = counter("routed", "steps that verified a head's tree", ["head"])
+        self.replicas_fit = Gauge(
+            "replicas_fit", "replicas that may get a session", ["pool"], registry=self.registry, namespace="coppice"
+        )
         self.reopened = counter("verifier_sessions_reopened", "sessions re-opened on a verifier")
 
     def step(self, policy: str, verified: int, accepted: int, seconds: float) -> None:
@@ -108,6 +111,7 @@ class AdapterMetrics:
         self.signal = histogram("signal", "s of a query", ["head"], buckets=(0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500))
         self.value = gauge("value", "tokens/s gained for each unit of s", ["head", "action"])
         self.waiting = gauge("samples_waiting", "samples that wait for an update", ["head", "action"])
+        self.active = gauge("active", "1 while it is the active adapter, 0 while it stands by")
         self.version = gauge("version", "version that is to be in use", ["head"])
         self.live = gauge("replica_version", "version in use", ["head", "replica"])
         self.stale = gauge("replicas_stale", "replicas that do not use the weights they are to use", ["head"])

@@ -8,8 +8,8 @@ from typing import Any
 
 from coppice.adaptation.stream import Producer
 from coppice.config import Settings
-from coppice.errors import InvalidField
 from coppice.rpc.channels import Dialer
+from coppice.rpc.directory import Directory, directory
 from coppice.rpc.server import Serving, run_service
 from coppice.rpc.tokens import Tokens
 from coppice.telemetry import OrchestratorMetrics, SignalMetrics, serve_metrics
@@ -22,39 +22,51 @@ from orchestrator.target import TargetPool
 from orchestrator.text import TextCodec
 
 
-def _head_pools(settings: Settings, dialer: Dialer, metrics: OrchestratorMetrics) -> dict[str, HeadPool]:
-    """The heads in the order they were given; replicas share a name."""
-    addresses: dict[str, list[str]] = {}
-    for head in settings.orchestrator.heads:
-        name, _, address = head.partition("=")
-        addresses.setdefault(name, []).append(address)
-    return {name: HeadPool(name, pool, dialer, metrics) for name, pool in addresses.items()}
+def _directories(settings: Settings) -> tuple[Directory, dict[str, Directory]]:
+    """Where the verifiers are, and the drafters of each head in the order they were given. Raises InvalidField."""
+    told, where = settings.orchestrator, settings.directory
+    places: dict[str, list[str]] = {}
+    for head in told.heads:
+        name, _, place = head.partition("=")
+        places.setdefault(name, []).append(place)
+    heads = {name: directory(each, "drafter", name, where, "orchestrator.heads") for name, each in places.items()}
+    return directory(told.verifiers, "verifier", "", where, "orchestrator.verifiers"), heads
+
+
+async def _follow(pool: Pool[Any], where: Directory, metrics: OrchestratorMetrics) -> None:
+    """Keep a pool as its directory says, and look at its replicas, until cancelled."""
+    metrics.replicas_fit.labels(pool.name).set_function(lambda: sum(replica.fit for replica in pool.replicas))
+    async with asyncio.TaskGroup() as group:
+        group.create_task(where.run(pool.update))
+        group.create_task(pool.watch())
 
 
 async def serve(settings: Settings) -> int:
     """Reach the verifiers and serve until told to stop; returns the exit code."""
-    if not settings.orchestrator.verifiers:
-        raise InvalidField("orchestrator.verifiers", "name at least one verifier's HOST:PORT")
+    at, heads_at = _directories(settings)
     metrics, dialer = OrchestratorMetrics(), Dialer(settings.limits, settings.tls)
     codec = TextCodec.find(settings.orchestrator.target)
     told = settings.orchestrator
-    verifiers = TargetPool(told.verifiers, dialer, told.failover_s, told.reopens)
+    verifiers = TargetPool(at.addresses, dialer, told.failover_s, told.reopens)
+    heads = {name: HeadPool(name, where.addresses, dialer, metrics) for name, where in heads_at.items()}
+    following = [asyncio.create_task(_follow(verifiers, at, metrics))]
+    following += [asyncio.create_task(_follow(heads[name], where, metrics)) for name, where in heads_at.items()]
+    failed = asyncio.Event()
+    for task in following:
+        task.add_done_callback(lambda done: None if done.cancelled() else failed.set())
     target = await verifiers.first_target()
-    heads = _head_pools(settings, dialer, metrics)
     await feature_layers(list(heads.values()), "orchestrator.heads")
     producer = Producer(settings.adaptation, SignalMetrics(metrics.registry))
     signals = Signals(producer, settings.adaptation.top_n) if settings.adaptation.redis else None
     if signals is not None:
         producer.start()
     servicer = GenerationServicer(settings, target, verifiers, heads, codec, metrics, signals)
-    pools: list[Pool[Any]] = [verifiers, *heads.values()]
-    watching = [asyncio.create_task(pool.watch()) for pool in pools]
     tokens = Tokens(settings.orchestrator.tokens, metrics.client_requests) if settings.orchestrator.tokens else None
     serving = Serving(settings.server, settings.limits, "orchestrator", settings.tls, tokens)
     port = serve_metrics(metrics.registry, settings.server)
     await serving.start(generation_pb2.DESCRIPTOR.services_by_name["GenerationService"], servicer, port)
-    code = await serving.until_stopped()
-    for task in watching:
+    code = await serving.until_stopped(failed)
+    for task in following:
         task.cancel()
     if signals is not None:
         await signals.stop()

@@ -13,10 +13,12 @@ from typing import Any
 import grpc.aio
 import torch
 
+from coppice.config import DirectorySettings
 from coppice.limits import Limits
 from coppice.messages import Advance, Features, HeadDescription, OpenDraft, Rejection
 from coppice.nn.head import DraftJob, Growth, Head
 from coppice.rpc.channels import Dialer
+from coppice.rpc.directory import directory
 from coppice.rpc.server import add_service
 from coppice.rpc.sessions import StreamWaits
 from coppice.telemetry import SessionMetrics
@@ -105,7 +107,8 @@ async def drafter_of(head: Head, allowed: Sequence[str] = (), port: int = 0) -> 
     worker, bounds = Worker(lambda: head, SessionMetrics("drafter")), Limits()
     await worker.start()
     waits = StreamWaits(60.0, asyncio.Event())
-    servicer = DrafterServicer(worker, bounds, waits, FeatureSource(allowed, Dialer(bounds)))
+    verifiers = directory(allowed, "verifier", "", DirectorySettings(), "drafter.verifiers") if allowed else None
+    servicer = DrafterServicer(worker, bounds, waits, FeatureSource(Dialer(bounds), verifiers))
     async with server_of(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer, port) as server:
         yield server
     await worker.stop()

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from coppice.adaptation.status import Change, HeadStatus, QueryPoint
+from coppice.adaptation.status import STANDING_BY, Change, HeadStatus, QueryPoint
 
 SMOOTHING = 15
 """queries of a moving mean"""
@@ -21,6 +21,9 @@ _LATEST = 8
 
 def show(status: HeadStatus, console: Console) -> None:
     """One head as text."""
+    if status.doing == STANDING_BY and not status.weights_hash:
+        console.print(f"[bold]{status.head}[/bold]: {STANDING_BY}; another adapter is active, or redis is away")
+        return
     paused = ", paused" if status.paused else ""
     console.print(
         f"[bold]{status.head}[/bold]: policy {status.policy}{paused}, {status.doing}; version {status.version} "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+STANDING_BY = "standing by"
+
 
 @dataclass(frozen=True, slots=True)
 class ActionStatus:
@@ -78,7 +80,7 @@ class HeadStatus:
     policy: str
     paused: bool
     doing: str
-    """idle, training, syncing or canary"""
+    """idle, training, syncing or canary; STANDING_BY where another adapter is the active one, or redis is away"""
     version: int
     """that is to be in use"""
     weights_hash: bytes
@@ -91,3 +93,8 @@ class HeadStatus:
     versions: list[VersionStatus] = field(default_factory=list)
     history: list[QueryPoint] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
+
+
+def standing_by(head: str, policy: str) -> HeadStatus:
+    """The status of a head that another adapter looks after."""
+    return HeadStatus(head, policy, False, STANDING_BY, 0, b"", 0, 0, 0, 0)

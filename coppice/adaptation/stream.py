@@ -36,7 +36,7 @@ from coppice.adaptation.records import (
     samples_key,
     size_of,
 )
-from coppice.config import AdaptationSettings
+from coppice.config import AdaptationSettings, RedisSettings
 from coppice.telemetry import SignalMetrics
 
 log = structlog.get_logger()
@@ -223,7 +223,7 @@ class Producer:
             task.add_done_callback(self._closing.discard)
 
 
-def connect(settings: AdaptationSettings, wait_s: float = 0.0) -> Redis:
+def connect(settings: RedisSettings, wait_s: float = 0.0) -> Redis:
     """A client that never tries again by itself: what it sends again may have arrived. `wait_s`: its longest call's."""
     encrypted = settings.redis.startswith("rediss://")
     tls: dict[str, Any] = {"ssl_ca_certs": settings.redis_ca or None, "ssl_check_hostname": True} if encrypted else {}

@@ -27,6 +27,7 @@ from coppice.config import ServerSettings, Settings, load_settings
 from coppice.errors import RETRY_HINT, CoppiceError, InvalidField, Overloaded
 from coppice.limits import Limits
 from coppice.rpc.access import Access, needs_certificates
+from coppice.rpc.directory import Registration
 from coppice.rpc.sessions import StreamWaits
 from coppice.rpc.tls import server_credentials
 from coppice.rpc.tokens import Tokens
@@ -144,15 +145,19 @@ class Serving:
         role: str,
         tls: TlsSettings | None = None,
         tokens: Tokens | None = None,
+        registration: Registration | None = None,
     ) -> None:
-        """`tls` None: plaintext; `tokens` None: clients need none. Raises InvalidField."""
-        self.settings, self.limits, self.role = settings, limits, role
+        """`tls` None: plaintext; `tokens` None: clients need none; `registration`: how others find it, from `start`
+        until it begins to drain. Raises InvalidField.
+        """
+        self.settings, self.limits, self.role, self._registration = settings, limits, role, registration
         self._tls = tls or TlsSettings()
         if tokens and not (self._tls.on or self._tls.tokens_in_clear or is_loopback(settings.host)):
             raise InvalidField("tls.tokens_in_clear", f"clients would send tokens to {settings.host} without TLS")
         self._access = Access(self._tls, tokens)
         self.server = grpc.aio.server(options=server_options(limits))
         self.draining = asyncio.Event()
+        self._leaving = asyncio.Event()
         self.waits = StreamWaits(limits.idle_s, self.draining)
         self.address = ""
         self._health_server = grpc.aio.server()
@@ -175,6 +180,8 @@ class Serving:
         health_port = _bind(self._health_server, host, self.settings.health_port)
         await self.server.start()
         await self._health_server.start()
+        if self._registration is not None:
+            self._registration.start(self.address)
         self._write_ready_file(f"{host}:{health_port}")
         log.info("serving", role=self.role, address=self.address, health=f"{host}:{health_port}")
 
@@ -189,16 +196,19 @@ class Serving:
         partial.replace(path)
 
     async def until_stopped(self, failed: asyncio.Event | None = None) -> int:
-        """Serve until SIGTERM, SIGINT or `failed`, then refuse new sessions, let running ones end and stop.
+        """Serve until SIGTERM, SIGINT or `failed`; leave the registry, refuse new sessions, let running ones end, stop.
 
         Returns the process's exit code.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.draining.set)
+            loop.add_signal_handler(number, self._leaving.set)
         failed = failed or asyncio.Event()
-        background = [loop.create_task(self.waits.end_on_drain()), loop.create_task(self._drain_on(failed))]
-        await self.draining.wait()
+        background = [loop.create_task(self.waits.end_on_drain()), loop.create_task(self._leave_on(failed))]
+        await self._leaving.wait()
+        if self._registration is not None:
+            await self._registration.stop()
+        self.draining.set()
         await self._health.set(self._service_name, health_pb2.HealthCheckResponse.NOT_SERVING)
         await self.server.stop(self.settings.grace_s)
         await self._health_server.stop(0)
@@ -207,9 +217,9 @@ class Serving:
         log.info("stopped", role=self.role)
         return 1 if failed.is_set() else 0
 
-    async def _drain_on(self, failed: asyncio.Event) -> None:
+    async def _leave_on(self, failed: asyncio.Event) -> None:
         await failed.wait()
-        self.draining.set()
+        self._leaving.set()
 
 
 def run_service(

@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,28 @@ import torch
 from coppice.config import AdapterSettings, Settings
 from coppice.errors import InvalidField
 from coppice.rpc.channels import Dialer
+from coppice.rpc.directory import Directory, directory
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import AdapterMetrics, serve_metrics
 from coppice.v1 import adapter_pb2
 from services.adapter.copies import Copies
 from services.adapter.inbox import Inbox
+from services.adapter.lease import Lease
 from services.adapter.loop import HeadLoop, OnThread
 from services.adapter.replicas import Replicas
 from services.adapter.service import AdapterServicer
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class _Head:
+    """One head's weights, loaded, and where its drafters are."""
+
+    name: str
+    copies: Copies
+    drafters: Directory
+    folder: Path
 
 
 def _pairs(field: str, pairs: list[str]) -> Iterator[tuple[str, str]]:
@@ -39,25 +52,68 @@ def _pairs(field: str, pairs: list[str]) -> Iterator[tuple[str, str]]:
         raise InvalidField(field, "names none")
 
 
-async def _build(settings: Settings, on_thread: OnThread, metrics: AdapterMetrics, home: Path) -> list[HeadLoop]:
-    """A loop for each head, its weights loaded. Raises InvalidField."""
+async def _load(settings: Settings, on_thread: OnThread, home: Path) -> list[_Head]:
+    """The heads; nothing is read from `home`, or written there. Raises InvalidField."""
     told = settings.adapter
     drafters = list(_pairs("adapter.drafters", told.drafters))
-    heads = dict(_pairs("adapter.heads", told.heads))
-    for name, address in drafters:
-        if name not in heads:
-            raise InvalidField("adapter.drafters", f"{name}={address} serves none of {', '.join(heads)}")
-    loops = []
-    for name, path in heads.items():
-        addresses = [address for pool, address in drafters if pool == name]
-        if not addresses:
+    paths = dict(_pairs("adapter.heads", told.heads))
+    for name, place in drafters:
+        if name not in paths:
+            raise InvalidField("adapter.drafters", f"{name}={place} serves none of {', '.join(paths)}")
+    heads = []
+    for name, path in paths.items():
+        places = [place for pool, place in drafters if pool == name]
+        if not places:
             raise InvalidField("adapter.drafters", f"none serves {name}")
-        folder = home / name
-        folder.mkdir(parents=True, exist_ok=True)
-        copies = await on_thread(Copies, path, settings, folder)
-        replicas = Replicas(name, addresses, copies.checkpoint, Dialer(settings.limits, settings.tls), metrics)
-        loops.append(HeadLoop(name, copies, replicas, settings, folder, on_thread, metrics))
-    return loops
+        where = directory(places, "drafter", name, settings.directory, "adapter.drafters")
+        heads.append(_Head(name, await on_thread(Copies, path, settings, home / name), where, home / name))
+    return heads
+
+
+class _Adapter:
+    """Stands by until the lease is its own, then adapts for as long as it is."""
+
+    def __init__(self, settings: Settings, heads: list[_Head], on_thread: OnThread, metrics: AdapterMetrics) -> None:
+        self._settings, self._heads, self._on_thread, self._metrics = settings, heads, on_thread, metrics
+        self._lease = Lease(settings.adaptation, settings.adapter.lease_s)
+        metrics.active.set_function(self._lease.held)
+        self.servicer = AdapterServicer([head.name for head in heads], settings.bandit.policy)
+        self.decided = asyncio.Event()
+        """it adapts, or stands by, or failed"""
+
+    async def run(self) -> None:
+        """Adapt until cancelled. Raises an exception group with LeaseLost, or with what a task ended by."""
+        loops: list[HeadLoop] = []
+        try:
+            if not await self._lease.take():
+                log.info("standing by: another adapter is active, or redis is away")
+                self.decided.set()
+                await self._lease.wait()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._lease.keep())
+                for head in self._heads:
+                    replicas, loop = self._loop(head)
+                    loops.append(loop)
+                    await loop.start()
+                    group.create_task(replicas.follow())
+                    group.create_task(loop.run())
+                group.create_task(Inbox(self._settings.adaptation, loops, self._metrics).run())
+                self.servicer.adapt(loops)
+                self.decided.set()
+        finally:
+            self.decided.set()
+            for loop in loops:
+                await loop.stop()
+            await self._lease.give_back()
+
+    def _loop(self, head: _Head) -> tuple[Replicas, HeadLoop]:
+        head.folder.mkdir(parents=True, exist_ok=True)
+        held, dialer = self._lease.held, Dialer(self._settings.limits, self._settings.tls)
+        replicas = Replicas(head.name, head.drafters, head.copies.checkpoint, dialer, self._metrics, held)
+        loop = HeadLoop(
+            head.name, head.copies, replicas, self._settings, head.folder, self._on_thread, self._metrics, held
+        )
+        return replicas, loop
 
 
 def _yielding(told: AdapterSettings) -> None:
@@ -67,7 +123,7 @@ def _yielding(told: AdapterSettings) -> None:
 
 
 async def serve(settings: Settings) -> int:
-    """Load the heads and adapt them until told to stop; returns the exit code."""
+    """Load the heads and adapt them, or stand by, until told to stop; returns the exit code."""
     if not settings.adaptation.redis:
         raise InvalidField("adaptation.redis", "the adapter reads from Redis; give its URL")
     thread = ThreadPoolExecutor(1, "learner", _yielding, (settings.adapter,))
@@ -78,26 +134,19 @@ async def serve(settings: Settings) -> int:
     metrics = AdapterMetrics()
     with contextlib.ExitStack() as stack:
         home = settings.adapter.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="coppice-adapter-"))
-        loops = await _build(settings, on_thread, metrics, Path(home))
-        for loop in loops:
-            await loop.start()
-        inbox = Inbox(settings.adaptation, loops, metrics)
+        adapter = _Adapter(settings, await _load(settings, on_thread, Path(home)), on_thread, metrics)
         failed = asyncio.Event()
-        tasks = [asyncio.create_task(work) for work in (inbox.run(), *(loop.run() for loop in loops))]
-        for task in tasks:
-            task.add_done_callback(lambda done: None if done.cancelled() else failed.set())
+        adapting = asyncio.create_task(adapter.run())
+        adapting.add_done_callback(lambda done: None if done.cancelled() else failed.set())
+        await adapter.decided.wait()
         serving = Serving(settings.server, settings.limits, "adapter", settings.tls)
         port = serve_metrics(metrics.registry, settings.server)
-        servicer = AdapterServicer(loops)
-        await serving.start(adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"], servicer, port)
+        await serving.start(adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"], adapter.servicer, port)
         code = await serving.until_stopped(failed)
-        for task in tasks:
-            task.cancel()
-        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        adapting.cancel()
+        for outcome in await asyncio.gather(adapting, return_exceptions=True):
             if isinstance(outcome, Exception):
                 log.error("a task of the adapter ended", why=repr(outcome))
-        for loop in loops:
-            await loop.stop()
         thread.shutdown(wait=False, cancel_futures=True)
     return code
 

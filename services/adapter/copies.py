@@ -28,11 +28,13 @@ LEARNER_FILE = "learner.safetensors"
 class Copies:
     """theta_train, what it was deployed as, and what each version holds."""
 
+    versions: Versions
+    """since `open`"""
+
     def __init__(self, path: str, settings: Settings, folder: Path) -> None:
-        """Load the head of `path`; `folder` keeps its versions. Raises InvalidField."""
+        """Load the head of `path`; `folder`, not touched before `open`, keeps its versions. Raises InvalidField."""
         self._learner = Learner(path, settings.adapter.target, settings.learner)
-        self._folder = folder
-        self.versions = Versions(folder, settings.adapter.versions_kept)
+        self._folder, self._keep_versions = folder, settings.adapter.versions_kept
         self.checkpoint = Weights.of(self._learner.deployed())
         self.live = self.checkpoint
         self.vocab_size = self._learner.config.vocab_size
@@ -44,6 +46,7 @@ class Copies:
 
         A damaged file is no reason not to start: the last good version that can be read takes its place.
         """
+        self.versions = Versions(self._folder, self._keep_versions)
         if not number:
             return 0
         try:

@@ -17,7 +17,7 @@ from coppice.adaptation.buffers import Buffers
 from coppice.adaptation.checkpoints import BadVersion
 from coppice.adaptation.drift import Drift, canary_verdict
 from coppice.adaptation.records import Demand, Kind, QueryRecord, Sample
-from coppice.adaptation.status import ActionStatus, Change, HeadStatus, QueryPoint, VersionStatus
+from coppice.adaptation.status import STANDING_BY, ActionStatus, Change, HeadStatus, QueryPoint, VersionStatus
 from coppice.adaptation.weights import Weights
 from coppice.config import Settings
 from coppice.errors import InvalidField, StaleFence
@@ -48,11 +48,12 @@ class HeadLoop:
         folder: Path,
         on_thread: OnThread,
         metrics: AdapterMetrics,
+        active: Callable[[], bool],
     ) -> None:
-        """Goes on from what `folder` remembers of an earlier run."""
+        """Goes on from what `folder` remembers of an earlier run. While not `active` it begins and saves nothing."""
         self.name, self.vocab_size = name, copies.vocab_size
         self._copies, self._replicas, self._settings, self._on_thread = copies, replicas, settings, on_thread
-        self._metrics = metrics
+        self._metrics, self.active = metrics, active
         self.memory = Memory.load(folder)
         self._bandit = Bandit(settings.bandit, self.memory.bandit)
         self._drift = Drift(settings.drift, self.memory.drift)
@@ -70,11 +71,11 @@ class HeadLoop:
     async def start(self) -> None:
         """Take up the weights that were live, and let every replica that answers have them."""
         live = await self._on_thread(self._copies.open, self.memory.live)
-        seen = await self._replicas.look()
+        await self._replicas.look()
         if live != self.memory.live:
             self.memory.went_back(live)
             self._bandit.state, self._drift.state = self.memory.bandit, self.memory.drift
-        self.memory.newest = max([self.memory.newest, live, seen, *self._copies.versions.numbers()])
+        self.memory.newest = max([self.memory.newest, live, self._replicas.newest, *self._copies.versions.numbers()])
         self._note_live(self._copies.live)
         self._replicas.want(self._copies.live)
         await self._bring()
@@ -85,16 +86,17 @@ class HeadLoop:
         """Train, push and look after replicas for ever."""
         while True:
             try:
-                while self._work:
+                while self._work and self.active():
                     await self._work.popleft()()
                     self._save()
-                await self._bring()
+                if self.active():
+                    await self._bring()
                 self._save(every_s=_SAVE_S)
             except Exception:
                 log.exception("the loop goes on without what failed", head=self.name)
             self._doing = "canary" if self.memory.canary else "idle"
             self._wake.clear()
-            if not self._work:
+            if not self._work or not self.active():
                 try:
                     await asyncio.wait_for(self._wake.wait(), self._settings.adapter.poll_s)
                 except TimeoutError:
@@ -103,8 +105,8 @@ class HeadLoop:
     async def _bring(self) -> None:
         """See that replicas use what they are to. One with a higher number gets the same weights under a new one."""
         await self._replicas.bring()
+        self.memory.newest = max(self.memory.newest, self._replicas.newest)
         if not self.memory.canary and self._replicas.ahead > self._copies.live.version:
-            self.memory.newest = max(self.memory.newest, self._replicas.ahead)
             await self._go_live(await self._on_thread(self._copies.again, self.memory.next_number()), layers=False)
             self._bandit.state.version = self.memory.live
         if not self.memory.canary:
@@ -363,7 +365,7 @@ class HeadLoop:
             head=self.name,
             policy=self._settings.bandit.policy,
             paused=memory.paused,
-            doing=self._doing,
+            doing=self._doing if self.active() else STANDING_BY,
             version=memory.live,
             weights_hash=self._copies.live.hash,
             good_version=memory.good,
@@ -379,6 +381,6 @@ class HeadLoop:
 
     def _save(self, every_s: float = 0.0) -> None:
         now = time.monotonic()
-        if now - self._saved_at >= every_s:
+        if now - self._saved_at >= every_s and self.active():
             self._saved_at = now
             self.memory.save()

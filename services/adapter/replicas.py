@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -15,6 +16,7 @@ from coppice.adaptation.weights import Weights, pack_update
 from coppice.errors import CoppiceError
 from coppice.messages import HeadDescription
 from coppice.rpc.channels import Dialer
+from coppice.rpc.directory import Directory
 from coppice.telemetry import AdapterMetrics
 
 log = structlog.get_logger()
@@ -38,22 +40,53 @@ class Replicas:
     """Pushes what a replica lacks: the tensors that differ from what it uses, or from the checkpoint."""
 
     def __init__(
-        self, head: str, addresses: Sequence[str], checkpoint: Weights, dialer: Dialer, metrics: AdapterMetrics
+        self,
+        head: str,
+        where: Directory,
+        checkpoint: Weights,
+        dialer: Dialer,
+        metrics: AdapterMetrics,
+        may_push: Callable[[], bool],
     ) -> None:
-        """`checkpoint`: version 0."""
-        self._head, self._checkpoint, self._metrics = head, checkpoint, metrics
-        self._replicas = [_Replica(address, dialer, checkpoint) for address in addresses]
+        """`checkpoint`: version 0. `may_push` is asked before every push."""
+        self._head, self._where, self._dialer, self._metrics = head, where, dialer, metrics
+        self._checkpoint = self._wanted = checkpoint
+        self._may_push = may_push
+        self._replicas: list[_Replica] = []
+        self._gone: list[_Replica] = []  # whose channels a call may use yet
+        self._update(where.addresses)
         self._known: OrderedDict[bytes, Weights] = OrderedDict()
         self._busy = asyncio.Lock()
 
     def __len__(self) -> int:
         return len(self._replicas)
 
-    async def look(self) -> int:
-        """Ask every replica what it uses; returns the highest version that was seen, 0 when none answers."""
+    async def follow(self) -> None:
+        """Add replicas that the directory names anew and forget those it names no more, until cancelled."""
+        await self._where.run(self._update)
+
+    def _update(self, addresses: Sequence[str]) -> None:
+        known = {replica.address: replica for replica in self._replicas}
+        for address in known.keys() - set(addresses):
+            log.info("a replica is gone", head=self._head, replica=address)
+            self._gone.append(known[address])
+        self._replicas = [
+            known.get(address) or _Replica(address, self._dialer, self._wanted) for address in sorted(addresses)
+        ]
+
+    async def _forget(self) -> None:
+        """Of replicas that are gone, while no call runs."""
+        while self._gone:
+            replica = self._gone.pop()
+            await replica.link.close()
+            if all(replica.address != other.address for other in self._replicas):
+                with contextlib.suppress(KeyError):  # it never answered
+                    self._metrics.live.remove(self._head, replica.address)
+
+    async def look(self) -> None:
+        """Ask every replica what it uses."""
         async with self._busy:
             await asyncio.gather(*map(self._describe, self._replicas))
-        return max((replica.told.weights_version for replica in self._replicas if replica.told), default=0)
 
     def want(self, weights: Weights, first_only: bool = False) -> None:
         """What replicas are to use; `first_only`: the first one that answered last, which is the canary."""
@@ -61,6 +94,8 @@ class Replicas:
         self._known.move_to_end(weights.hash)
         while len(self._known) > _KNOWN:
             self._known.popitem(last=False)
+        if not first_only:
+            self._wanted = weights
         chosen = [replica for replica in self._replicas if replica.told] if first_only else self._replicas
         for replica in chosen[:1] if first_only else chosen:
             replica.wanted = weights
@@ -68,8 +103,14 @@ class Replicas:
     async def bring(self) -> None:
         """Give every replica what it is to use and does not."""
         async with self._busy:
+            await self._forget()
             await asyncio.gather(*map(self._bring, self._replicas))
         self._metrics.stale.labels(self._head).set(sum(not replica.current for replica in self._replicas))
+
+    @property
+    def newest(self) -> int:
+        """Highest version that a replica uses; 0: none answers."""
+        return max((replica.told.weights_version for replica in self._replicas if replica.told), default=0)
 
     @property
     def ahead(self) -> int:
@@ -90,7 +131,7 @@ class Replicas:
 
     async def close(self) -> None:
         """End the channels."""
-        await asyncio.gather(*(replica.link.close() for replica in self._replicas))
+        await asyncio.gather(*(replica.link.close() for replica in (*self._replicas, *self._gone)))
 
     async def _describe(self, replica: _Replica) -> None:
         try:
@@ -110,8 +151,10 @@ class Replicas:
             return
         known = self._known.get(told.weights_hash)
         parent = known if known is not None and known.version == told.weights_version else self._checkpoint
+        header, parts = await asyncio.to_thread(pack_update, self._head, parent, wanted)
+        if not self._may_push():
+            return
         try:
-            header, parts = await asyncio.to_thread(pack_update, self._head, parent, wanted)
             failpoints.hit("adapter.push")
             synced = await replica.link.push(header, parts)
             failpoints.hit("adapter.acknowledge")

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import grpc.aio
 
-from coppice.errors import InvalidField, NotFound
+from coppice.adaptation.status import standing_by
+from coppice.errors import InvalidField, NotFound, Unavailable
 from coppice.v1 import adapter_pb2
 from coppice.wire.adapter import (
     read_head_name,
@@ -19,25 +20,41 @@ from services.adapter.loop import HeadLoop
 
 
 class AdapterServicer:
-    """What an operator asks of the loops."""
+    """What an operator asks of the loops; until there are any it stands by."""
 
-    def __init__(self, loops: Sequence[HeadLoop]) -> None:
+    def __init__(self, heads: Sequence[str], policy: str) -> None:
+        self._heads, self._policy = heads, policy
+        self._loops: dict[str, HeadLoop] = {}
+
+    def adapt(self, loops: Sequence[HeadLoop]) -> None:
+        """Stand by no more: the loops of all heads run."""
         self._loops = {loop.name: loop for loop in loops}
 
+    def _named(self, head: str) -> Sequence[str]:
+        """One name, or all. Raises NotFound."""
+        if head and head not in self._heads:
+            raise NotFound(f"head {head} is not adapted here; there are {', '.join(self._heads)}")
+        return [head] if head else self._heads
+
     def _chosen(self, head: str) -> list[HeadLoop]:
-        """One loop by its name, or all. Raises NotFound."""
-        if not head:
-            return list(self._loops.values())
-        if head not in self._loops:
-            raise NotFound(f"head {head} is not adapted here; there are {', '.join(self._loops)}")
-        return [self._loops[head]]
+        """One loop by its name, or all. Raises NotFound, Unavailable."""
+        chosen = [self._loops.get(name) for name in self._named(head)]
+        active = [loop for loop in chosen if loop is not None and loop.active()]
+        if len(active) < len(chosen):
+            raise Unavailable("this adapter stands by: ask the active one")
+        return active
 
     async def GetStatus(
         self, request: adapter_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> adapter_pb2.GetStatusResponse:
         """What the loops did and know."""
         head, history = read_status_request(request)
-        return status_to_wire([loop.status(history) for loop in self._chosen(head)])
+        return status_to_wire(
+            [
+                self._loops[name].status(history) if name in self._loops else standing_by(name, self._policy)
+                for name in self._named(head)
+            ]
+        )
 
     async def Pause(
         self, request: adapter_pb2.PauseRequest, context: grpc.aio.ServicerContext
@@ -62,5 +79,5 @@ class AdapterServicer:
         head, version = read_rollback_request(request)
         chosen = self._chosen(head)
         if len(chosen) != 1:
-            raise InvalidField("head", f"say which: {', '.join(self._loops)}")
+            raise InvalidField("head", f"say which: {', '.join(self._heads)}")
         return rollback_to_wire(await chosen[0].rollback(version))

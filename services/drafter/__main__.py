@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 
 from coppice.adaptation.stream import Producer
 from coppice.config import Settings
 from coppice.nn.registry import build_head
 from coppice.rpc.channels import Dialer
+from coppice.rpc.directory import Directory, Registration, directory
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import SessionMetrics, SignalMetrics, serve_metrics
 from coppice.v1 import drafter_pb2
@@ -17,11 +19,19 @@ from services.drafter.service import DrafterServicer
 from services.drafter.worker import Worker
 
 
+def _verifiers(settings: Settings) -> Directory | None:
+    """Where features may come from; None: anywhere. Raises InvalidField."""
+    allowed = settings.drafter.verifiers
+    return directory(allowed, "verifier", "", settings.directory, "drafter.verifiers") if allowed else None
+
+
 async def serve(settings: Settings) -> int:
     """Build the head and serve it until told to stop; returns the exit code."""
     metrics = SessionMetrics("drafter")
-    serving = Serving(settings.server, settings.limits, "drafter", settings.tls)
     name = settings.drafter.name or settings.drafter.kind
+    registration = Registration.of(settings, "drafter", name)
+    serving = Serving(settings.server, settings.limits, "drafter", settings.tls, registration=registration)
+    source = FeatureSource(Dialer(settings.limits, settings.tls), _verifiers(settings))
     producer = Producer(settings.adaptation, SignalMetrics(metrics.registry), name)
     told = settings.adaptation
     samples = Samples(producer, name, told.window, told.stride) if told.redis else None
@@ -29,11 +39,12 @@ async def serve(settings: Settings) -> int:
     await worker.start()
     if samples is not None:
         producer.start()
-    source = FeatureSource(settings.drafter.verifiers, Dialer(settings.limits, settings.tls))
+    following = asyncio.create_task(source.follow())
     servicer = DrafterServicer(worker, settings.limits, serving.waits, source)
     port = serve_metrics(metrics.registry, settings.server)
     await serving.start(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer, port)
     code = await serving.until_stopped(worker.failed)
+    following.cancel()
     await worker.stop()
     await producer.stop()
     return code

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
 
 import grpc
 
 from coppice.errors import CoppiceError, InvalidField, Unavailable
 from coppice.messages import FeatureRef, Features
 from coppice.rpc.channels import Dialer
+from coppice.rpc.directory import Directory
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from coppice.wire.verifier import fetch_to_wire, read_feature_part
 
@@ -19,18 +20,42 @@ _MOST_CHANNELS = 64
 class FeatureSource:
     """Fetches windows of features, over one channel to each verifier."""
 
-    def __init__(self, allowed: Sequence[str], dialer: Dialer) -> None:
-        """`allowed` are the addresses that may be dialed, all when there is none."""
-        self._allowed, self._dialer = frozenset(allowed), dialer
+    def __init__(self, dialer: Dialer, allowed: Directory | None = None) -> None:
+        """`allowed` names the addresses that may be dialed; None: all may be."""
+        self._dialer, self._directory = dialer, allowed
+        self._allowed = frozenset(allowed.addresses if allowed else ())
+        self._news = asyncio.Event()  # another one for each list of addresses
         self._stubs: dict[str, VerifierServiceStub] = {}
+
+    async def follow(self) -> None:
+        """Let what may be dialed be what the directory names, until cancelled."""
+        if self._directory is not None:
+            await self._directory.run(self._allow)
+
+    def _allow(self, addresses: tuple[str, ...]) -> None:
+        self._allowed = frozenset(addresses)
+        for gone in self._stubs.keys() - self._allowed:
+            del self._stubs[gone]
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    async def _check(self, address: str) -> None:
+        """Raise InvalidField for one that may not be dialed. One that the directory does not name yet has a moment."""
+        if self._directory is None:
+            return
+        try:
+            async with asyncio.timeout(self._directory.news_s):
+                while address not in self._allowed:
+                    await self._news.wait()
+        except TimeoutError:
+            raise InvalidField("open.features.ref.verifier", "is not one of drafter.verifiers") from None
 
     async def fetch(self, ref: FeatureRef) -> Features:
         """Inline rows up to the window's end, from its start or the first position that the verifier still holds.
 
         Raises InvalidField for an address that may not be dialed, Unavailable when the rows do not come.
         """
-        if self._allowed and ref.verifier not in self._allowed:
-            raise InvalidField("open.features.ref.verifier", "is not one of drafter.verifiers")
+        await self._check(ref.verifier)
         try:
             return await self._fetch(ref)
         except (grpc.RpcError, CoppiceError) as error:

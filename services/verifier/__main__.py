@@ -8,6 +8,7 @@ from pathlib import Path
 
 from coppice.config import Settings, load_settings
 from coppice.errors import InvalidField
+from coppice.rpc.directory import Registration
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import SessionMetrics, serve_metrics
 from coppice.v1 import verifier_pb2
@@ -27,7 +28,8 @@ def _named(settings: Settings) -> Settings:
 async def serve(settings: Settings) -> int:
     """Load the target and serve it until told to stop; returns the exit code."""
     metrics = SessionMetrics("verifier")
-    serving = Serving(settings.server, settings.limits, "verifier", settings.tls)
+    registration = Registration.of(settings, "verifier")
+    serving = Serving(settings.server, settings.limits, "verifier", settings.tls, registration=registration)
     worker = Worker(settings.verifier, metrics)
     worker.start()
     info = await worker.loaded

@@ -104,6 +104,7 @@ class Bench:
             "adapter.head_samples": "4",
             "adapter.full_samples": "2",
             "adapter.poll_s": "0.2",
+            "adapter.lease_s": "1",
             "bandit.warmup_queries": "2",
             "bandit.interval": "3",
             "bandit.policy": "head-only",

@@ -1,0 +1,246 @@
+"""Where the replicas of a pool are: a static list, DNS, or a registry in Redis that replicas keep themselves in.
+
+Losing a directory takes nothing away: when it does not answer, or names nobody, the last known addresses hold. Which of
+them are alive is for health checks to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import structlog
+
+from coppice.config import DirectorySettings, Settings
+from coppice.errors import InvalidField, Unavailable
+from coppice.limits import MAX_ADDRESS_CHARS
+
+log = structlog.get_logger()
+
+Changed = Callable[[tuple[str, ...]], None]
+"""Told the sorted addresses; never none"""
+
+MAX_REPLICAS = 1024
+"""of a pool that are read from a registry"""
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+_ANY_HOST = frozenset({"0.0.0.0", "::", "[::]"})  # noqa: S104
+
+# A registry is a sorted set for each pool: addresses by the end of their lease. A member that begins with # says when
+# the set was made, so that a flush is seen even when the first replicas are back before anybody looks.
+_ENTER = """
+if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('ZADD', KEYS[1], '+inf', '#' .. now) end
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+return redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
+"""
+_LEAVE = "return redis.call('ZREM', KEYS[1], ARGV[1])"
+_LIST = "return redis.call('ZREVRANGEBYSCORE', KEYS[1], '+inf', now, 'LIMIT', 0, ARGV[1])"
+
+
+def registry_key(prefix: str, role: str, pool: str) -> str:
+    """The sorted set of a pool's replicas; `pool` is a drafter's name, empty for other roles."""
+    return f"{prefix}:directory:{role}:{pool}"
+
+
+def _split(address: str) -> tuple[str, int] | None:
+    """Host, without brackets, and port; None for what is no HOST:PORT."""
+    found = _ADDRESS.fullmatch(address)
+    if not found or len(address) > MAX_ADDRESS_CHARS or not 0 < int(found[2]) < 1 << 16:
+        return None
+    return found[1].strip("[]"), int(found[2])
+
+
+class _Source(Protocol):
+    name: str
+
+    async def look(self) -> frozenset[str]:
+        """The addresses now, one at least. Raises Unavailable."""
+
+    async def close(self) -> None:
+        """Let go of connections."""
+
+
+class _Dns:
+    """The A records of a name, or where it has none its AAAA records: a replica with both is one replica."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.name = f"dns:{host}:{port}"
+        self._host, self._port = host, port
+
+    async def look(self) -> frozenset[str]:
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            raise Unavailable(str(error)) from None
+        v4 = frozenset(f"{at[0]}:{self._port}" for family, *_, at in found if family == socket.AF_INET)
+        v6 = frozenset(f"[{at[0]}]:{self._port}" for family, *_, at in found if family == socket.AF_INET6)
+        if not v4 and not v6:
+            raise Unavailable("names nobody")
+        return v4 or v6
+
+    async def close(self) -> None:
+        """There is nothing to let go of."""
+
+
+class _Registry:
+    """The replicas whose lease runs."""
+
+    def __init__(self, settings: DirectorySettings, role: str, pool: str) -> None:
+        from coppice.adaptation.store import Store
+
+        self.name = "redis"
+        self._key = registry_key(settings.prefix, role, pool)
+        self._store = Store(settings)
+        self._made = ""
+
+    async def look(self) -> frozenset[str]:
+        members = [member.decode(errors="replace") for member in await self._store.run(_LIST, self._key, MAX_REPLICAS)]
+        found = frozenset(member for member in members if _split(member))
+        made = next((member for member in members if member.startswith("#")), "")
+        known, self._made = self._made, made or self._made
+        if not found:
+            raise Unavailable("names nobody")
+        if known not in ("", made):
+            raise Unavailable("was emptied")
+        return found
+
+    async def close(self) -> None:
+        await self._store.close()
+
+
+class Directory:
+    """Follows the places where the replicas of one pool are listed."""
+
+    def __init__(self, fixed: Sequence[str], sources: Sequence[_Source], settings: DirectorySettings) -> None:
+        self._fixed, self._sources, self._settings = frozenset(fixed), sources, settings
+        self._found: dict[str, frozenset[str]] = {}
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """What is known now, sorted: before `run` those of the static list."""
+        return tuple(sorted(self._fixed.union(*self._found.values())))
+
+    @property
+    def news_s(self) -> float:
+        """How long it may take until a new replica is known, seconds; 0: the list is static."""
+        return 2 * self._settings.poll_s if self._sources else 0.0
+
+    async def run(self, changed: Changed) -> None:
+        """Call `changed` with the addresses as soon as there are any, and whenever they change, until cancelled."""
+        told: tuple[str, ...] = ()
+
+        def tell() -> None:
+            nonlocal told
+            if self.addresses != told:
+                told = self.addresses
+                changed(told)
+
+        tell()
+        if not self._sources:
+            await asyncio.Event().wait()
+        async with asyncio.TaskGroup() as group:
+            for source in self._sources:
+                group.create_task(self._follow(source, tell))
+
+    async def _follow(self, source: _Source, tell: Callable[[], None]) -> None:
+        """Look again and again. For one lease after a trouble nobody is taken away: replicas need it to register."""
+        clock = asyncio.get_running_loop().time
+        troubled, hold_until = False, 0.0
+        try:
+            while True:
+                try:
+                    found = await source.look()
+                except Unavailable as error:
+                    if not troubled:
+                        log.warning("a directory is lost; the replicas known last hold", at=source.name, why=str(error))
+                    troubled = True
+                else:
+                    if troubled:
+                        log.info("a directory is back", at=source.name, replicas=len(found))
+                        troubled, hold_until = False, clock() + self._settings.lease_s
+                    last = self._found.get(source.name, frozenset())
+                    self._found[source.name] = found | last if clock() < hold_until else found
+                    tell()
+                await asyncio.sleep(self._settings.poll_s)
+        finally:
+            await source.close()
+
+
+def directory(places: Sequence[str], role: str, pool: str, settings: DirectorySettings, field: str) -> Directory:
+    """The directory that `places` make together: HOST:PORT, dns:HOST:PORT and redis in any mixture.
+
+    `role` is verifier or drafter, `pool` a drafter's name and empty for verifiers: a registry's prefix has one target.
+    Raises InvalidField naming the setting `field`.
+    """
+    if not places:
+        raise InvalidField(field, "names none")
+    fixed: list[str] = []
+    sources: dict[str, _Source] = {}
+    for place in places:
+        if place == "redis":
+            if not settings.redis:
+                raise InvalidField(field, "redis is the registry of directory.redis, which is not set")
+            sources.setdefault(place, _Registry(settings, role, pool))
+        elif place.startswith("dns:") and (name := _split(place.removeprefix("dns:"))):
+            sources.setdefault(place, _Dns(*name))
+        elif _split(place):
+            fixed.append(place)
+        else:
+            raise InvalidField(field, f"{place!r} is not HOST:PORT, dns:HOST:PORT or redis")
+    return Directory(fixed, list(sources.values()), settings)
+
+
+class Registration:
+    """Keeps one replica in the registry, by a lease that it renews. Redis may come and go."""
+
+    def __init__(self, settings: DirectorySettings, role: str, pool: str = "") -> None:
+        """`settings.redis` is set."""
+        from coppice.adaptation.store import Store
+
+        self._key = registry_key(settings.prefix, role, pool)
+        self._lease_s, self._store = settings.lease_s, Store(settings)
+        self._stopping = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    def of(cls, settings: Settings, role: str, pool: str = "") -> Registration | None:
+        """A service's, None without a registry. Raises InvalidField when nobody could reach what it would register."""
+        if not settings.directory.redis:
+            return None
+        host = settings.server.advertise or settings.server.host
+        if host in _ANY_HOST or not _split(f"{host}:1"):
+            raise InvalidField("server.advertise", f"a registry needs the host others reach this one by, not {host!r}")
+        return cls(settings.directory, role, pool)
+
+    def start(self, address: str) -> None:
+        """Begin to register HOST:PORT, on the running loop."""
+        self._task = asyncio.create_task(self._run(address))
+
+    async def stop(self) -> None:
+        """Leave the registry, if it answers within the time it has for that."""
+        self._stopping.set()
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def _run(self, address: str) -> None:
+        registered, troubled = False, False
+        while not self._stopping.is_set():
+            try:
+                await self._store.run(_ENTER, self._key, address, round(1000 * self._lease_s))
+                if not registered:
+                    log.info("registered", at=self._key, address=address)
+                registered, troubled = True, False
+            except Unavailable as error:
+                if not troubled:
+                    log.warning("not registered", at=self._key, why=str(error))
+                registered, troubled = False, True
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), self._lease_s / 3)
+        if registered:
+            with contextlib.suppress(Unavailable):
+                await self._store.run(_LEAVE, self._key, address)
+        await self._store.close()

@@ -1,0 +1,92 @@
+"""Which of several adapters is the active one: the one that holds a lease in Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+
+import structlog
+
+from coppice.adaptation.store import Store
+from coppice.config import AdaptationSettings
+from coppice.errors import Unavailable
+
+log = structlog.get_logger()
+
+_LOOKS = 5  # in the time of a lease, whoever has it
+
+# One hash: whose it is, and until when. It stays when it is over: a holder that was stopped or cut off takes its own
+# lease again, but not when somebody else had it meanwhile, for then it does not know what drafters use.
+_TAKE = """
+local held = redis.call('HMGET', KEYS[1], 'token', 'until')
+local over = not held[1] or tonumber(held[2]) <= now and ARGV[3] == 'any'
+if held[1] ~= ARGV[1] and not over then return 0 end
+redis.call('HSET', KEYS[1], 'token', ARGV[1], 'until', string.format('%.0f', now + ARGV[2]))
+return 1
+"""
+_GIVE_BACK = "if redis.call('HGET', KEYS[1], 'token') == ARGV[1] then redis.call('HSET', KEYS[1], 'until', 0) end"
+
+
+def lease_key(prefix: str) -> str:
+    """The hash with the active adapter's `token`, and the milliseconds `until` its lease ends."""
+    return f"{prefix}:adapter"
+
+
+class LeaseLost(Exception):
+    """Another adapter is the active one."""
+
+
+class Lease:
+    """One process's part: `take` it or `wait` for it, then `keep` it beside the work that asks whether it is `held`."""
+
+    def __init__(self, settings: AdaptationSettings, lease_s: float) -> None:
+        self._store, self._key, self._lease_s = Store(settings), lease_key(settings.prefix), lease_s
+        self._token = secrets.token_hex(16)
+        self._until = 0.0
+
+    def held(self) -> bool:
+        """Whether it surely runs, by this machine's clock: nobody else has it before."""
+        return time.monotonic() < self._until
+
+    async def take(self) -> bool:
+        """Have it, if nobody else does and Redis answers."""
+        try:
+            return await self._take("any")
+        except Unavailable:
+            return False
+
+    async def wait(self) -> None:
+        """Stand by until nobody else has it."""
+        while True:
+            if await self.take():
+                return
+            await asyncio.sleep(self._lease_s / _LOOKS)
+
+    async def keep(self) -> None:
+        """Renew it for ever; while Redis is away it may end, and begin again. Raises LeaseLost."""
+        had = True
+        while True:
+            await asyncio.sleep(self._lease_s / _LOOKS)
+            with contextlib.suppress(Unavailable):
+                if not await self._take("own"):
+                    raise LeaseLost("another adapter is the active one")
+            if self.held() != had:
+                had = self.held()
+                log.warning("the lease goes on" if had else "the lease ended; nothing is pushed until redis is back")
+
+    async def give_back(self) -> None:
+        """End it, so that another one may take it at once."""
+        self._until = 0.0
+        with contextlib.suppress(Unavailable):
+            await self._store.run(_GIVE_BACK, self._key, self._token)
+        await self._store.close()
+
+    async def _take(self, whose: str) -> bool:
+        """It begins when it is asked for: Redis counts from later on."""
+        asked = time.monotonic()
+        answer = await self._store.run(_TAKE, self._key, self._token, round(1000 * self._lease_s), whose)
+        taken = bool(answer == 1)
+        self._until = asked + self._lease_s if taken else 0.0
+        return taken

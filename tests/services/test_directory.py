@@ -1,0 +1,237 @@
+"""Replicas that come and go are found by DNS and by a registry in a real Redis, which is stopped and flushed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from coppice.adaptation.local_redis import LocalRedis
+from coppice.config import DirectorySettings, ServerSettings, Settings
+from coppice.errors import InvalidField
+from coppice.rpc.directory import Registration, directory, registry_key
+from tests.services.test_signal_stream import client_of, redis
+from tests.signals import eventually
+
+__all__ = ["redis"]  # the fixture
+
+WITHIN_S = 5.0
+"""in which an addition or a loss is to be noticed"""
+
+
+def told(url: str = "", **more: Any) -> DirectorySettings:
+    """A tenth of the usual times."""
+    return DirectorySettings(redis=url, **({"lease_s": 0.6, "poll_s": 0.1, "timeout_s": 0.3} | more))
+
+
+class Watcher:
+    """Every list that a directory told."""
+
+    def __init__(self) -> None:
+        self.lists: list[tuple[str, ...]] = []
+        self._news = asyncio.Event()
+
+    def changed(self, addresses: tuple[str, ...]) -> None:
+        self.lists.append(addresses)
+        self._news.set()
+
+    async def until(self, *addresses: str, within_s: float = WITHIN_S) -> float:
+        """Wait until it tells exactly these; returns how long that took, seconds."""
+        began = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(within_s):
+                while not self.lists or self.lists[-1] != addresses:
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            pytest.fail(f"{addresses} were never told; {self.lists}")
+        return asyncio.get_running_loop().time() - began
+
+
+@asynccontextmanager
+async def watching(
+    places: Sequence[str], settings: DirectorySettings, role: str = "drafter", pool: str = "block"
+) -> AsyncIterator[Watcher]:
+    watcher = Watcher()
+    task = asyncio.create_task(directory(places, role, pool, settings, "pool").run(watcher.changed))
+    yield watcher
+    assert not task.done()
+    task.cancel()
+    await asyncio.wait([task])
+
+
+@asynccontextmanager
+async def registered(
+    settings: DirectorySettings, *addresses: str, role: str = "drafter", pool: str = "block"
+) -> AsyncIterator[list[Registration]]:
+    made = [Registration(settings, role, pool) for _ in addresses]
+    for registration, address in zip(made, addresses, strict=True):
+        registration.start(address)
+    yield made
+    for registration in made:
+        await registration.stop()
+
+
+async def crash(registration: Registration) -> None:
+    """What a killed process does: nothing any more."""
+    assert registration._task is not None
+    registration._task.cancel()
+    await asyncio.wait([registration._task])
+
+
+async def test_replicas_are_found_when_they_come_when_they_leave_and_when_they_crash(redis: LocalRedis) -> None:
+    settings = DirectorySettings(redis=redis.url)  # the times a deployment has
+    async with AsyncExitStack() as stack:
+        seen = await stack.enter_async_context(watching(["redis"], settings))
+        (_, second) = await stack.enter_async_context(registered(settings, "a:1", "b:2"))
+        await stack.enter_async_context(registered(settings, "d:4", pool="other"))
+        await stack.enter_async_context(registered(settings, "e:5", role="verifier"))
+        await seen.until("a:1", "b:2")
+        (third,) = await stack.enter_async_context(registered(settings, "c:3"))
+        assert await seen.until("a:1", "b:2", "c:3") < 1.5
+        await third.stop()
+        assert await seen.until("a:1", "b:2") < 1.5
+        await crash(second)
+        assert await seen.until("a:1") < 4.5
+
+
+async def test_a_registry_that_is_away_takes_nothing_away_and_comes_back(redis: LocalRedis) -> None:
+    settings = told(redis.url)
+    async with watching(["redis"], settings) as seen, registered(settings, "a:1", "b:2") as (first, second):
+        await seen.until("a:1", "b:2")
+        known = len(seen.lists)
+        redis.stop()
+        await asyncio.sleep(0.8)
+        redis.start()
+        await asyncio.sleep(0.5)
+        assert redis.pid is not None
+        os.kill(redis.pid, signal.SIGSTOP)
+        await asyncio.sleep(0.8)
+        os.kill(redis.pid, signal.SIGCONT)
+        await asyncio.sleep(0.5)
+        assert len(seen.lists) == known
+        await first.stop()
+        await seen.until("b:2")
+        await second.stop()  # a registry that names nobody may have been flushed
+        await asyncio.sleep(0.5)
+        assert seen.lists[-1] == ("b:2",)
+
+
+async def test_a_flush_takes_nothing_away_however_soon_some_are_back(redis: LocalRedis) -> None:
+    fast, slow = told(redis.url, lease_s=0.2), told(redis.url, lease_s=3.0)  # renewed three times in a lease
+    async with watching(["redis"], slow) as seen, registered(fast, "a:1"):
+        async with registered(slow, "b:2"):
+            await seen.until("a:1", "b:2")
+            known = len(seen.lists)
+            client, key = client_of(redis), registry_key(fast.prefix, "drafter", "block")
+            client.flushall()
+            assert await asyncio.to_thread(eventually, lambda: client.zscore(key, "a:1") is not None)
+            assert client.zscore(key, "b:2") is None
+            await asyncio.sleep(1.2)  # by now it is back, too
+            assert len(seen.lists) == known
+        await seen.until("a:1")
+
+
+async def test_a_replica_that_comes_while_the_registry_is_away_is_found_when_it_is_back(redis: LocalRedis) -> None:
+    redis.stop()
+    settings = told(redis.url)
+    async with watching(["c:3", "redis"], settings) as seen, registered(settings, "a:1") as (first,):
+        await seen.until("c:3", within_s=0.5)
+        await asyncio.sleep(0.5)
+        redis.start()
+        await seen.until("a:1", "c:3")
+        await first.stop()
+    assert seen.lists == [("c:3",), ("a:1", "c:3")]
+
+
+async def test_what_is_no_address_is_not_told(redis: LocalRedis) -> None:
+    settings = told(redis.url)
+    key = registry_key(settings.prefix, "drafter", "block")
+    client_of(redis).zadd(key, {"a:1": "+inf", "unix:/tmp/x": "+inf", "x:99999": "+inf", b"\xff:1": "+inf"})
+    async with watching(["redis"], settings) as seen:
+        await seen.until("a:1")
+
+
+class Names:
+    """What a resolver would answer, by host; a host that is not there does not exist."""
+
+    def __init__(self) -> None:
+        self.hosts: dict[str, list[str]] = {}
+
+    async def getaddrinfo(self, host: str, port: int, **asked: Any) -> list[Any]:
+        if host not in self.hosts:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        families = [socket.AF_INET6 if ":" in ip else socket.AF_INET for ip in self.hosts[host]]
+        return [
+            (family, asked["type"], 6, "", (ip, port)) for family, ip in zip(families, self.hosts[host], strict=True)
+        ]
+
+
+@pytest.fixture
+async def names(monkeypatch: pytest.MonkeyPatch) -> Names:
+    made = Names()
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", made.getaddrinfo)
+    return made
+
+
+async def test_names_are_looked_up_again_and_again(names: Names) -> None:
+    async with watching(["dns:pods:70", "dns:six:80", "a:1"], told()) as seen:
+        await seen.until("a:1")
+        names.hosts["pods"] = ["10.0.0.2", "10.0.0.1", "fd00::1"]  # a replica has one address of each family
+        await seen.until("10.0.0.1:70", "10.0.0.2:70", "a:1")
+        names.hosts["six"] = ["fd00::2"]
+        await seen.until("10.0.0.1:70", "10.0.0.2:70", "[fd00::2]:80", "a:1")
+        names.hosts["pods"] = ["10.0.0.3"]
+        await seen.until("10.0.0.3:70", "[fd00::2]:80", "a:1")
+        known = len(seen.lists)
+        names.hosts.clear()
+        await asyncio.sleep(0.3)
+        assert len(seen.lists) == known
+        names.hosts["pods"] = ["10.0.0.4"]
+        await seen.until("10.0.0.4:70", "[fd00::2]:80", "a:1")
+
+
+async def test_a_name_of_this_machine_is_looked_up() -> None:
+    async with watching(["dns:localhost:70"], told()) as seen:
+        await seen.until("127.0.0.1:70")
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("", "'' is not HOST:PORT, dns:HOST:PORT or redis"),
+        ("host", "'host' is not"),
+        ("host:0", "'host:0' is not"),
+        ("host:65536", "'host:65536' is not"),
+        ("http://host:1", "'http://host:1' is not"),
+        ("fd00::1:5", "'fd00::1:5' is not"),
+        ("dns:host", "'dns:host' is not"),
+        ("dns:///host:1", "'dns:///host:1' is not"),
+        ("redis", "redis is the registry of directory.redis, which is not set"),
+    ],
+)
+def test_a_bad_place_names_its_setting(place: str, why: str) -> None:
+    with pytest.raises(InvalidField, match=r"^drafter\.verifiers: ") as error:
+        directory(["a:1", place], "verifier", "", told(), "drafter.verifiers")
+    assert why in str(error.value)
+
+
+def test_no_place_names_its_setting() -> None:
+    with pytest.raises(InvalidField, match=r"^adapter\.drafters: names none"):
+        directory([], "drafter", "block", told(), "adapter.drafters")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "no host"])
+async def test_what_nobody_can_reach_is_not_registered(host: str) -> None:
+    settings = Settings(server=ServerSettings(host=host), directory=told("redis://127.0.0.1:1"))
+    with pytest.raises(InvalidField, match=r"^server\.advertise: "):
+        Registration.of(settings, "verifier")
+    assert Registration.of(settings.model_copy(update={"directory": told()}), "verifier") is None
+    advertised = settings.server.model_copy(update={"advertise": "10.0.0.1"})
+    assert Registration.of(settings.model_copy(update={"server": advertised}), "verifier") is not None
