@@ -18,7 +18,7 @@ from coppice.errors import CoppiceError, InvalidField, NotFound, Overloaded, Una
 from coppice.generation import Chunk, Finished, GenerationRequest, ModelDescription, Origin, Started, Timings
 from coppice.limits import Limits
 from coppice.rpc.server import Serving
-from coppice.v1 import drafter_pb2, generation_pb2, verifier_pb2
+from coppice.v1 import adapter_pb2, drafter_pb2, generation_pb2, verifier_pb2
 from coppice.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from coppice.wire import generation
 
@@ -26,6 +26,7 @@ SERVICES = {
     "verifier": verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"],
     "drafter": drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"],
     "orchestrator": generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
+    "adapter": adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"],
 }
 ERRORS = {"busy": Overloaded, "lost": NotFound, "gone": Unavailable}
 
@@ -122,6 +123,8 @@ class _Anything:
 def _role(settings: Settings) -> str:
     if settings.orchestrator.verifiers:
         return "orchestrator"
+    if settings.adapter.heads:
+        return "adapter"
     return "drafter" if settings.drafter.name else "verifier"
 
 

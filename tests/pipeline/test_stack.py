@@ -93,6 +93,19 @@ def test_a_stack_starts_is_healthy_and_stops_cleanly(target: Path, tmp_path: Pat
     )
 
 
+def test_the_password_of_a_redis_is_on_no_command_line(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COPPICE_ADAPTATION__REDIS", "redis://user:secret@127.0.0.1:1/0")
+    logs, head = tmp_path / "logs", HeadSpec("block", "specblock", target)
+    with Stack(StackSpec(target=target, heads=(head,), adapt=True, log_dir=logs), FAKES) as stack:
+        assert "adapter" in stack.services
+    for log in logs.glob("*.log"):
+        told = _arguments(log)
+        assert "--adaptation.redis" not in told
+        assert not [argument for argument in told if "user:secret" in argument]
+
+
 def test_every_head_has_its_replicas(target: Path) -> None:
     spec = StackSpec(target=target, heads=(HeadSpec("look", "lookup"),), replicas=2)
     with Stack(spec, FAKES) as stack:

@@ -21,6 +21,7 @@ from coppice.certificates import Certificates, TlsSettings
 from coppice.client import AsyncClient, Client
 from coppice.completion import Completion
 from coppice.config import ServerSettings, load_settings
+from coppice.doctor import find
 from coppice.errors import CoppiceError, InvalidField, NotFound, Overloaded, PermissionDenied, Unauthenticated
 from coppice.generation import ModelDescription
 from coppice.limits import Limits
@@ -236,12 +237,16 @@ async def test_rotated_certificates_are_used_without_a_restart(
     ):
         stream = asyncio.create_task(client.generate("wait"))
         await until(lambda: echo.running == 1)
+        blocking = Client(address, dialer=authority.dialer("operator"))
+        await asyncio.to_thread(blocking.describe)
         for name in ("orchestrator.pem", "ca.pem"):  # half of a rotation: certificate and key do not fit
             (authority.folder / name).write_bytes((other.folder / name).read_bytes())
         async with AsyncClient(address, dialer=before.dialer("operator")) as late:
             await late.describe()
         authority.replace_by(other)
         assert (await client.describe()).name == "echo"
+        assert (await asyncio.to_thread(blocking.describe)).name == "echo"
+        blocking.close()
         async with AsyncClient(address, dialer=other.dialer("operator")) as new:
             await new.describe()
         async with before.dialer("operator").open(address) as channel:
@@ -462,6 +467,8 @@ async def test_a_client_takes_certificates_and_token_from_the_environment(
         environment.delenv("COPPICE_TOKEN")
         with pytest.raises(Unauthenticated):
             await asyncio.to_thread(described_blocking)
+        (found,) = [one for one in await asyncio.to_thread(lambda: list(find(address))) if one.name == "server"]
+        assert (found.value, found.ok) == (f"{address} refuses: a valid bearer token is needed", None)
     environment.setenv("COPPICE_TOKEN", TOKEN)
     assert load_settings([]).tls == authority.tls()  # a process started here reads the same, and knows both variables
     environment.setenv("COPPICE_TLS__TOKENS_IN_CLEAR", "maybe")

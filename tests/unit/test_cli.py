@@ -82,6 +82,8 @@ def test_a_bad_value_beside_a_good_target_is_named_too(
 def test_errors_have_their_exit_codes() -> None:
     assert exit_code(errors.InvalidField("a", "b")) == 2
     assert exit_code(errors.NotFound()) == 2
+    assert exit_code(errors.Unauthenticated()) == 2
+    assert exit_code(errors.PermissionDenied()) == 2
     assert exit_code(errors.Unavailable()) == 3
     assert exit_code(errors.DeadlineExceeded()) == 3
     assert exit_code(errors.Overloaded("full")) == 3
