@@ -149,6 +149,7 @@ class Directory:
     async def _follow(self, source: _Source, tell: Callable[[], None]) -> None:
         """Look again and again. For one lease after a trouble nobody is taken away: replicas need it to register."""
         clock = asyncio.get_running_loop().time
+        last: frozenset[str] = frozenset()
         troubled, hold_until = False, 0.0
         try:
             while True:
@@ -156,14 +157,14 @@ class Directory:
                     found = await source.look()
                 except Unavailable as error:
                     if not troubled:
-                        log.warning("a directory is lost; the replicas known last hold", at=source.name, why=str(error))
+                        log.warning("a directory is lost; what it named last holds", at=source.name, why=str(error))
                     troubled = True
                 else:
                     if troubled:
                         log.info("a directory is back", at=source.name, replicas=len(found))
-                        troubled, hold_until = False, clock() + self._settings.lease_s
-                    last = self._found.get(source.name, frozenset())
-                    self._found[source.name] = found | last if clock() < hold_until else found
+                        troubled, hold_until = False, clock() + self._settings.lease_s if last else 0.0
+                    last = found | last if clock() < hold_until else found
+                    self._found[source.name] = last
                     tell()
                 await asyncio.sleep(self._settings.poll_s)
         finally:

@@ -34,10 +34,10 @@ from coppice.adaptation.records import (
     sample_to_fields,
     samples_key,
 )
-from coppice.adaptation.status import HeadStatus
+from coppice.adaptation.status import STANDING_BY, HeadStatus
 from coppice.adaptation.weights import Weights, pack_update
 from coppice.config import load_settings
-from coppice.errors import InvalidField, NotFound
+from coppice.errors import InvalidField, NotFound, Unavailable
 from coppice.messages import HeadDescription
 from coppice.rpc.channels import Dialer
 from services.adapter.__main__ import serve
@@ -84,10 +84,10 @@ class Bench:
         self.drafters: list[Service] = []
         self.addresses: list[str] = []
 
-    def drafter(self, port: int = 0) -> Service:
+    def drafter(self, port: int = 0, *more: str) -> Service:
         flags = ["--drafter.kind", "specblock", "--drafter.name", HEAD, "--drafter.path", str(self._head)]
         flags += ["--drafter.target", str(self._target), "--drafter.threads", "1", "--server.port", str(port)]
-        made = self._start("services.drafter", *flags)
+        made = self._start("services.drafter", *flags, *more)
         self.drafters.append(made)
         if made.address not in self.addresses:
             self.addresses.append(made.address)
@@ -113,7 +113,8 @@ class Bench:
             "learner.head_rate": "0.01",
         } | dict(zip(flags[::2], flags[1::2], strict=True))
         pairs = [(f"--{name}", value) for name, value in told.items()]
-        pairs += [("--adapter.drafters", f"{HEAD}={address}") for address in self.addresses]
+        if "adapter.drafters" not in told:
+            pairs += [("--adapter.drafters", f"{HEAD}={address}") for address in self.addresses]
         return self._start("services.adapter", *itertools.chain(*pairs))
 
     @property
@@ -414,6 +415,34 @@ def test_weights_that_somebody_else_pushed_are_replaced(bench: Bench, first: Wei
     assert (status.weights_hash, bench.live()[0].weights_hash) == (first.hash, first.hash)
 
 
+def test_a_second_adapter_stands_by_takes_over_and_finds_drafters_that_come_and_go(bench: Bench) -> None:
+    registry = ("--directory.redis", bench.redis.url, "--directory.lease_s", "0.6")
+    following = ("adapter.drafters", f"{HEAD}=redis", "directory.redis", bench.redis.url, "directory.poll_s", "0.2")
+    bench.drafter(0, *registry)
+    flags = (*following, "adapter.canary", "false", "bandit.interval", "1")
+    active, other = bench.adapter(*flags), bench.adapter(*flags)
+    before = bench.until(active, lambda status: status.version >= 1, bench.answer)
+    standing = bench.until(other, lambda status: status.doing == STANDING_BY)
+    assert (standing.version, standing.replicas) == (0, [])
+    with AdapterClient(other.address) as client, pytest.raises(Unavailable, match="stands by"):
+        client.pause()
+    active.process.send_signal(signal.SIGSTOP)
+    taken = bench.until(other, lambda status: status.doing != STANDING_BY and status.replicas != [])
+    assert taken.version >= before.version  # the folder is shared
+    second = bench.drafter(0, *registry)
+    bench.until(other, lambda status: [one.current for one in status.replicas] == [True, True])
+    second.stop()
+    bench.addresses.remove(second.address)
+    bench.until(other, lambda status: len(status.replicas) == 1)
+    labels = [f'{{head="{HEAD}",replica="{address}"}}' for address in bench.addresses]
+    assert eventually(lambda: list(metric(other, "coppice_adapter_replica_version")) == labels)
+    active.process.send_signal(signal.SIGCONT)
+    assert active.process.wait(20) == 1
+    active.exit_code = 0  # as it should be
+    bench.until(other, lambda status: status.version > taken.version, bench.answer)
+    assert other.stop() == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
@@ -421,6 +450,7 @@ def test_weights_that_somebody_else_pushed_are_replaced(bench: Bench, first: Wei
         (["--adapter.heads", "block"], "adapter.heads: Value error, 'block' is not NAME=VALUE"),
         (["--adapter.drafters", "other=x:1"], "adapter.drafters: other=x:1 serves none of block"),
         (["--adapter.drafters", ""], "adapter.drafters"),
+        (["--adapter.drafters", "block=dns:x"], "adapter.drafters: 'dns:x' is not HOST:PORT, dns:HOST:PORT or redis"),
     ],
 )
 def test_unusable_settings_are_named(flags: list[str], why: str, head: Path, target: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -14,8 +14,14 @@ import pytest
 
 from coppice.adaptation.local_redis import LocalRedis
 from coppice.config import DirectorySettings, ServerSettings, Settings
-from coppice.errors import InvalidField
+from coppice.errors import InvalidField, Unavailable
+from coppice.limits import Limits
+from coppice.messages import FeatureRef
+from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Registration, directory, registry_key
+from coppice.rpc.server import Serving
+from coppice.v1 import drafter_pb2
+from services.drafter.features import FeatureSource
 from tests.services.test_signal_stream import client_of, redis
 from tests.signals import eventually
 
@@ -235,3 +241,49 @@ async def test_what_nobody_can_reach_is_not_registered(host: str) -> None:
     assert Registration.of(settings.model_copy(update={"directory": told()}), "verifier") is None
     advertised = settings.server.model_copy(update={"advertise": "10.0.0.1"})
     assert Registration.of(settings.model_copy(update={"server": advertised}), "verifier") is not None
+
+
+async def test_features_come_from_whom_the_directory_names(redis: LocalRedis) -> None:
+    settings = told(redis.url, poll_s=0.2)
+    source = FeatureSource(Dialer(), directory(["redis"], "verifier", "", settings, "drafter.verifiers"))
+    following = asyncio.create_task(source.follow())
+    ref = FeatureRef("127.0.0.1:1", "s", 0, 1)
+    with pytest.raises(InvalidField, match=r"is not one of drafter\.verifiers"):
+        await source.fetch(ref)
+    fetching = asyncio.create_task(source.fetch(ref))
+    async with registered(settings, ref.verifier, role="verifier", pool=""):  # a moment after an orchestrator knew
+        with pytest.raises(Unavailable, match=r"no features from the verifier at 127\.0\.0\.1:1"):
+            await fetching
+    following.cancel()
+    await asyncio.wait([following])
+
+
+async def test_a_service_leaves_the_registry_before_it_refuses_sessions(redis: LocalRedis) -> None:
+    settings = told(redis.url)
+    key = registry_key(settings.prefix, "drafter", "block")
+    registration = Registration(settings, "drafter", "block")
+    serving = Serving(ServerSettings(), Limits(), "drafter", registration)
+    await serving.start(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], Mute())
+    client = client_of(redis)
+    assert await asyncio.to_thread(eventually, lambda: client.zscore(key, serving.address) is not None)
+    refusing: list[bool] = []
+    leave = registration.stop
+
+    async def noticed() -> None:
+        refusing.append(serving.draining.is_set())
+        await leave()
+
+    registration.stop = noticed  # type: ignore[method-assign]
+    stopped = asyncio.create_task(serving.until_stopped())
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await stopped == 0
+    assert refusing == [False]
+    assert client.zscore(key, serving.address) is None
+
+
+class Mute:
+    """Answers nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None

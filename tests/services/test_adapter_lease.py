@@ -1,0 +1,103 @@
+"""Which adapter is the active one, by a lease in a real Redis: holders that end, hang, and are cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from coppice.adaptation.local_redis import LocalRedis
+from coppice.config import AdaptationSettings
+from services.adapter.lease import Lease, LeaseLost, lease_key
+from tests.services.test_signal_stream import client_of, redis
+from tests.signals import eventually
+
+__all__ = ["redis"]  # the fixture
+
+LEASE_S = 0.8
+LATE_S = LEASE_S / 5 + 0.6
+"""between the end of a lease and somebody's noticing it, on a busy machine"""
+
+
+def lease_of(redis: LocalRedis) -> Lease:
+    return Lease(AdaptationSettings(redis=redis.url, timeout_s=0.2), LEASE_S)
+
+
+@asynccontextmanager
+async def kept(lease: Lease) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(lease.keep())
+    yield task
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, LeaseLost):
+        await task
+
+
+async def soon(claim: Callable[[], bool], within_s: float) -> bool:
+    return await asyncio.to_thread(eventually, claim, within_s)
+
+
+async def test_one_has_it_and_another_when_it_is_given_back(redis: LocalRedis) -> None:
+    first, second = lease_of(redis), lease_of(redis)
+    assert await first.take()
+    assert first.held()
+    async with kept(first):
+        waiting = asyncio.create_task(second.wait())
+        await asyncio.sleep(2 * LEASE_S)
+        assert first.held()
+        assert not second.held()
+    await first.give_back()
+    assert not first.held()
+    await asyncio.wait_for(waiting, LATE_S)
+    assert second.held()
+    await first.give_back()  # changes nothing: it is not its own any more
+    assert not await first.take()
+    assert second.held()
+
+
+async def test_a_holder_that_hangs_is_succeeded_and_knows(redis: LocalRedis) -> None:
+    first, second = lease_of(redis), lease_of(redis)
+    assert await first.take()
+    assert not await second.take()
+    began = asyncio.get_running_loop().time()
+    await asyncio.wait_for(second.wait(), LEASE_S + LATE_S)
+    assert asyncio.get_running_loop().time() - began > LEASE_S / 2
+    assert not first.held()  # by its own clock, before it hears of it
+    with pytest.raises(LeaseLost):
+        await asyncio.wait_for(first.keep(), LATE_S)
+    await second.give_back()
+    with pytest.raises(LeaseLost):  # somebody else had it meanwhile
+        await asyncio.wait_for(first.keep(), LATE_S)
+
+
+async def test_a_holder_goes_on_after_redis_was_away_unless_somebody_else_had_it(redis: LocalRedis) -> None:
+    first = lease_of(redis)
+    assert await first.take()
+    async with kept(first) as keeping:
+        redis.stop()
+        assert await soon(lambda: not first.held(), LEASE_S + LATE_S)
+        redis.start()  # empty
+        assert await soon(first.held, LATE_S)
+        client_of(redis).flushall()
+        await asyncio.sleep(LEASE_S)
+        assert first.held()
+        redis.stop()
+        assert await soon(lambda: not first.held(), LEASE_S + LATE_S)
+        redis.start()
+        client_of(redis).hset(lease_key("coppice"), mapping={"token": "another's", "until": "0"})
+        await asyncio.wait([keeping], timeout=LATE_S)
+        with pytest.raises(LeaseLost):
+            keeping.result()
+
+
+async def test_nobody_has_it_while_redis_is_away(redis: LocalRedis) -> None:
+    redis.stop()
+    lease = lease_of(redis)
+    assert not await lease.take()
+    waiting = asyncio.create_task(lease.wait())
+    await asyncio.sleep(LEASE_S / 2)
+    redis.start()
+    await asyncio.wait_for(waiting, LATE_S)
+    assert lease.held()
