@@ -141,7 +141,7 @@ class OrchestratorSettings(_Section):
     def _heads_name_addresses(cls, heads: list[str]) -> list[str]:
         for head in heads:
             name, _, address = head.partition("=")
-            if not name or ":" not in address:
+            if not name or not address:
                 raise ValueError(f"{head!r} is not NAME=HOST:PORT, NAME=dns:HOST:PORT or NAME=redis")
         return heads
 

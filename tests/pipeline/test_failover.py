@@ -1,0 +1,145 @@
+"""Replicas that come, go and fail under a stack whose parts find each other in a registry; texts never notice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from coppice.adaptation.local_redis import LocalRedis
+from coppice.bench.reference import Reference
+from coppice.client import Client
+from coppice.generation import Chunk
+from coppice.launch import Stack
+from coppice.stack_spec import HeadSpec, StackSpec
+from tests.processes import Service
+
+PROMPT = tuple(range(7, 40))
+NEW = 200
+
+
+@pytest.fixture(scope="module")
+def registry() -> Iterator[LocalRedis]:
+    """Where replicas register."""
+    redis = LocalRedis()
+    redis.start()
+    yield redis
+    redis.stop()
+
+
+@pytest.fixture(scope="module")
+def found(target: Path, registry: LocalRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Two verifiers, two drafters and two orchestrators that know a registry and no address."""
+    at = {"directory.redis": registry.url, "directory.poll_s": 0.5}
+    found_there = {"orchestrator.verifiers": "redis", "orchestrator.heads": "self=redis"}
+    spec = StackSpec(
+        target=target,
+        heads=(HeadSpec("self", "lm", target),),
+        dtype="float32",
+        verifier_threads=1,
+        drafter_threads=1,
+        verifiers=2,
+        replicas=2,
+        orchestrators=2,
+        extra={"verifier": at, "drafter": at, "orchestrator": {**at, **found_there}},
+        log_dir=tmp_path_factory.mktemp("found"),
+    )
+    with Stack(spec) as running:
+        yield running
+
+
+def fit(stack: Stack, pool: str) -> int:
+    """Replicas that the first orchestrator would use."""
+    with urllib.request.urlopen(f"http://{stack.orchestrator.metrics}/metrics", timeout=5) as page:
+        lines = page.read().decode().splitlines()
+    return int(
+        float(next(line for line in lines if line.startswith(f'coppice_replicas_fit{{pool="{pool}"')).split()[-1])
+    )
+
+
+def within(seconds: float, condition: Callable[[], bool]) -> bool:
+    """Whether it comes true in time."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def interrupted(stack: Stack, blow: Callable[[], None], **told: object) -> tuple[int, ...]:
+    """An answer in whose middle something happens."""
+    ids: list[int] = []
+    with Client(stack.address) as client:
+        for event in client.stream(PROMPT, max_new_tokens=NEW, ignore_eos=True, **told):
+            if isinstance(event, Chunk):
+                before = len(ids)
+                ids += event.ids
+                if before < 20 <= len(ids):
+                    blow()
+    return tuple(ids)
+
+
+def test_replicas_are_noticed_when_they_come_and_when_they_leave(
+    found: Stack, registry: LocalRedis, target: Path, start_service: Callable[..., Service]
+) -> None:
+    assert within(5, lambda: (fit(found, "verifier"), fit(found, "self")) == (2, 2))
+    flags = ("--verifier.target", str(target), "--directory.redis", registry.url, "--server.host", "127.0.0.1")
+    third = start_service("services.verifier", *flags)
+    assert within(5, lambda: fit(found, "verifier") == 3)
+    third.stop()
+    assert within(5, lambda: fit(found, "verifier") == 2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "drained"])
+def test_a_lost_verifier_costs_no_token(
+    found: Stack, reference: Reference, number: signal.Signals, temperature: float
+) -> None:
+    assert within(10, lambda: fit(found, "verifier") == 2)
+    with Client(found.address) as client:
+        plain = client.generate(
+            PROMPT, policy="plain", temperature=temperature, seed=4, max_new_tokens=NEW, ignore_eos=True
+        )
+    assert temperature or plain.ids == reference.greedy(PROMPT, NEW).ids
+    for name in ("verifier-0", "verifier-1"):  # one of them has the session
+        pid = found.services[name].pid
+        said = interrupted(found, partial(os.kill, pid, number), temperature=temperature, seed=4)
+        assert said == plain.ids
+        found.restart(name)
+        assert within(10, lambda: fit(found, "verifier") == 2)
+
+
+def test_a_request_waits_for_the_only_verifiers_to_come_back(found: Stack, reference: Reference) -> None:
+    def restart() -> None:
+        for name in ("verifier-0", "verifier-1"):
+            os.kill(found.services[name].pid, signal.SIGKILL)
+        for name in ("verifier-0", "verifier-1"):
+            found.restart(name)
+
+    assert interrupted(found, restart) == reference.greedy(PROMPT, NEW).ids
+
+
+def test_the_list_holds_while_the_registry_is_away(found: Stack, registry: LocalRedis, reference: Reference) -> None:
+    assert within(10, lambda: fit(found, "verifier") == 2)
+    os.kill(registry.pid, signal.SIGSTOP)
+    try:
+        assert interrupted(found, lambda: time.sleep(4)) == reference.greedy(PROMPT, NEW).ids
+        assert (fit(found, "verifier"), fit(found, "self")) == (2, 2)
+    finally:
+        os.kill(registry.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_another_orchestrator_goes_on(found: Stack, reference: Reference, number: signal.Signals) -> None:
+    for name in ("orchestrator-0", "orchestrator-1"):
+        pid = found.services[name].pid
+        said = interrupted(found, partial(os.kill, pid, number))
+        assert said == reference.greedy(PROMPT, NEW).ids
+        os.kill(pid, signal.SIGCONT) if number == signal.SIGSTOP else found.restart(name)
