@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -23,6 +23,7 @@ from pydantic_settings import (
 from coppice.adaptation.bandit import BanditSettings
 from coppice.adaptation.drift import DriftSettings
 from coppice.errors import InvalidField
+from coppice.failpoints import parse as parse_failpoints
 from coppice.limits import MAX_HEAD_NODES, MAX_TOP_N, MAX_TREE_NODES, MAX_WINDOW, Limits
 
 # Variables that are no settings of a section: read by the SDK, the test suite and load_settings.
@@ -47,6 +48,15 @@ class ServerSettings(_Section):
     grace_s: float = Field(5.0, ge=0, description="how long a stopping server waits for calls to end, seconds")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line logged")
     log_json: bool = Field(False, description="log JSON lines instead of text")
+    production: bool = Field(False, description="whether people depend on this process: failpoints are refused")
+    failpoints: str = Field("", description="NAME=VALUE;... of coppice.failpoints: how to misbehave, for tests")
+
+    @field_validator("failpoints")
+    @classmethod
+    def _failpoints_exist(cls, failpoints: str, info: ValidationInfo) -> str:
+        if parse_failpoints(failpoints) and info.data.get("production"):
+            raise ValueError("are refused in production")
+        return failpoints
 
 
 class TorchSettings(_Section):

@@ -1,10 +1,11 @@
-"""A whole stack on one machine: a verifier, drafter pools and an orchestrator as processes of their own."""
+"""A whole stack on one machine: verifiers, drafter pools and orchestrators as processes of their own."""
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,8 +27,8 @@ SERVICES = {
     "adapter": "coppice.v1.AdapterService",
 }
 STOP_GRACE_S = 15.0
-ADAPTER = "adapter"
-# Only the orchestrator is for others; what settings say of listening is meant for it.
+ADAPTER, REDIS = "adapter", "redis"
+# Only the first orchestrator is for others; what settings say of listening is meant for it.
 _LOOPBACK = {
     "server.host": "127.0.0.1",
     "server.advertise": "127.0.0.1",
@@ -37,22 +38,39 @@ _LOOPBACK = {
 }
 
 
+@dataclass(slots=True)
+class _Part:
+    """One process, what it was started with, and the ports it has to come back on."""
+
+    role: str
+    flags: Mapping[str, Any]
+    process: ServiceProcess
+    ports: Mapping[str, int] = field(default_factory=dict)
+
+
 class Stack:
     """Starts the processes of a spec and stops them: a context manager.
 
-    A process that dies is not restarted: `check` raises with the tail of its log. After the end `unclean` names the
-    processes that did not stop by themselves with exit code 0.
+    A process that dies is restarted by `restart` only: `check` raises with the tail of its log. After the end `unclean`
+    names the processes that did not stop by themselves with exit code 0.
     """
 
-    def __init__(self, spec: StackSpec, modules: Mapping[str, str] = MODULES) -> None:
-        """`modules` are what is run for each role. Raises NoCheckout, or InvalidField for an unusable setting."""
+    def __init__(
+        self,
+        spec: StackSpec,
+        modules: Mapping[str, str] = MODULES,
+        via: Callable[[str, str], str] = lambda name, address: address,
+    ) -> None:
+        """`modules` are what is run for each role; `via` says, given a process's name and HOST:PORT, where the others
+        and clients are to reach it (a proxy). Raises NoCheckout, or InvalidField for an unusable setting.
+        """
         self.spec = spec
         self.settings = spec.settings()
         self.unclean: list[str] = []
-        self._modules, self._root = modules, checkout()
+        self._modules, self._root, self._via = modules, checkout(), via
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._folder = spec.log_dir
-        self._processes: list[ServiceProcess] = []  # in the order of their start
+        self._parts: dict[str, _Part] = {}  # by name, in the order of their start
         self._redis: LocalRedis | None = None
         self._signals: dict[str, Any] = {}
 
@@ -75,29 +93,48 @@ class Stack:
         self._folder.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + self.spec.ready_s
         self._signals = self._redis_flags()
-        verifier = self._launch("verifier", "verifier", self._verifier_flags())
+        spec, named = self.spec, _names
+        verifiers = [
+            self._launch(name, "verifier", self._verifier_flags()) for name in named("verifier", spec.verifiers)
+        ]
         drafters = []
-        for head in self.spec.heads:
+        for head in spec.heads:
             flags = self._drafter_flags(head)
-            if head.kind in FEATURE_KINDS:  # it fetches features from this verifier only, whose port is known by then
-                flags["drafter.verifiers"] = [verifier.wait_ready(deadline).address]
-            for replica in range(self.spec.replicas):
-                name = _drafter_name(head, replica, self.spec.replicas)
+            if head.kind in FEATURE_KINDS:  # it fetches features from these verifiers only, whose ports are known then
+                flags["drafter.verifiers"] = [verifier.wait_ready(deadline).address for verifier in verifiers]
+            for name in named(f"drafter-{head.name}", spec.replicas):
                 drafters.append((head, self._launch(name, "drafter", flags)))
-        verifiers = [verifier.wait_ready(deadline).address]
-        heads = [f"{head.name}={drafter.wait_ready(deadline).address}" for head, drafter in drafters]
-        if self.spec.adapted:
+        targets = [self._reached(verifier, deadline) for verifier in verifiers]
+        heads = [f"{head.name}={self._reached(drafter, deadline)}" for head, drafter in drafters]
+        if spec.adapted:
             self._launch(ADAPTER, "adapter", self._adapter_flags(heads)).wait_ready(deadline)
-        flags = {**self._orchestrator_flags(), "orchestrator.verifiers": verifiers, "orchestrator.heads": heads}
-        self._launch("orchestrator", "orchestrator", flags).wait_ready(deadline)
+        flags = {**self._orchestrator_flags(), "orchestrator.verifiers": targets, "orchestrator.heads": heads}
+        first, *others = named("orchestrator", spec.orchestrators)
+        orchestrators = [self._launch(first, "orchestrator", flags)]
+        orchestrators += [self._launch(name, "orchestrator", {**flags, **_LOOPBACK}) for name in others]
+        for orchestrator in orchestrators:
+            self._reached(orchestrator, deadline)
+
+    def restart(self, name: str, flags: Mapping[str, Any] | None = None, ready_s: float | None = None) -> bool:
+        """Start a process anew on its ports, as it was started first but for `flags`, and wait until it is healthy.
+
+        What still runs of it is stopped before; whether that ended well. Raises ProcessFailed.
+        """
+        part = self._parts[name]
+        part.ports = _ports(part.process.ready) if part.process.ready else part.ports
+        ended_well = part.process.stop(STOP_GRACE_S)
+        part.process.arguments = self._arguments(part.role, part.flags, {**part.ports, **(flags or {})})
+        part.process.start()
+        part.process.wait_ready(time.monotonic() + (ready_s or self.spec.ready_s))
+        return ended_well
 
     def stop(self) -> None:
         """Stop everything, the last started first."""
-        while self._processes:
-            process = self._processes[-1]
-            if not process.stop(STOP_GRACE_S):
-                self.unclean.append(process.name)
-            self._processes.pop()
+        while self._parts:
+            name = next(reversed(self._parts))
+            if not self._parts[name].process.stop(STOP_GRACE_S):
+                self.unclean.append(name)
+            del self._parts[name]
         if self._redis:
             self._redis.stop()
             self._redis = None
@@ -106,42 +143,51 @@ class Stack:
 
     def check(self) -> None:
         """Raise ProcessFailed if a process died. The adapter and Redis are not missed: text goes on without them."""
-        for process in self._processes:
-            if process.name != ADAPTER:
-                process.check()
+        for name, part in self._parts.items():
+            if name != ADAPTER:
+                part.process.check()
 
     def lost(self) -> str:
         """Why the adapter is no more; empty while it runs, and without one."""
         try:
-            for process in self._processes:
-                process.check()
+            for part in self._parts.values():
+                part.process.check()
         except ProcessFailed as error:
             return str(error)
         return ""
 
     @property
     def services(self) -> dict[str, Ready]:
-        """What runs, by name."""
-        return {process.name: process.ready for process in self._processes if process.ready}
+        """What runs, by name; addresses are the processes' own."""
+        return {name: part.process.ready for name, part in self._parts.items() if part.process.ready}
 
     @property
     def pids(self) -> list[int]:
         """Every process of the stack, its own Redis included."""
-        redis = self._redis.pid if self._redis else None
-        return [*(ready.pid for ready in self.services.values()), *([redis] if redis else [])]
+        return [*(ready.pid for ready in self.services.values()), *([self.redis_pid] if self.redis_pid else [])]
+
+    @property
+    def redis_pid(self) -> int | None:
+        """Of the stack's own Redis; None without one."""
+        return self._redis.pid if self._redis else None
 
     @property
     def orchestrator(self) -> Ready:
-        """Where clients go."""
-        ready = self._processes[-1].ready if self._processes else None
-        if ready is None:
-            raise ProcessFailed("the stack is not running")
-        return ready
+        """The first one."""
+        for ready in self.services.values():
+            if ready.role == "orchestrator":
+                return ready
+        raise ProcessFailed("the stack is not running")
 
     @property
     def address(self) -> str:
-        """HOST:PORT for clients."""
-        return self.orchestrator.address
+        """Where clients go: HOST:PORT of every orchestrator, with commas between."""
+        found = [
+            self._via(name, ready.address) for name, ready in self.services.items() if ready.role == "orchestrator"
+        ]
+        if not found:
+            raise ProcessFailed("the stack is not running")
+        return ",".join(found)
 
     def to_json(self) -> dict[str, Any]:
         """What `coppice up --ready-file` writes."""
@@ -149,15 +195,23 @@ class Stack:
             {"name": name, "role": ready.role, "address": ready.address, "pid": ready.pid}
             for name, ready in self.services.items()
         ]
-        return {"address": self.address, "metrics": self.orchestrator.metrics, "services": services}
+        first = self.orchestrator
+        return {"address": first.address, "metrics": first.metrics, "services": services}
 
     def _launch(self, name: str, role: str, flags: Mapping[str, Any]) -> ServiceProcess:
         assert self._folder
-        arguments = as_flags({**flags, **self._signals, **self.spec.extra.get(role, {})})
+        arguments = self._arguments(role, flags)
         process = ServiceProcess(name, self._modules[role], SERVICES[role], arguments, self._folder, self._root)
-        self._processes.append(process)
+        self._parts[name] = _Part(role, flags, process)
         process.start()
         return process
+
+    def _arguments(self, role: str, flags: Mapping[str, Any], last: Mapping[str, Any] | None = None) -> list[str]:
+        return as_flags({**flags, **self._signals, **self.spec.extra.get(role, {}), **(last or {})})
+
+    def _reached(self, process: ServiceProcess, deadline: float) -> str:
+        """Where a process is to be reached, once it is ready."""
+        return self._via(process.name, process.wait_ready(deadline).address)
 
     def _redis_flags(self) -> dict[str, Any]:
         """Where signals go: the settings' Redis, or one of our own. Nowhere when nothing is adapted."""
@@ -167,7 +221,7 @@ class Stack:
             return {"adaptation.redis": self.settings.adaptation.redis}
         self._redis = LocalRedis()
         self._redis.start()
-        return {"adaptation.redis": self._redis.url}
+        return {"adaptation.redis": f"redis://{self._via(REDIS, f'127.0.0.1:{self._redis.port}')}/0"}
 
     def _adapter_flags(self, drafters: Sequence[str]) -> dict[str, Any]:
         adapted = {head.name: head.path for head in self.spec.adapted}
@@ -212,5 +266,11 @@ class Stack:
         return {**flags, "orchestrator.policy": policy} if policy else flags
 
 
-def _drafter_name(head: HeadSpec, replica: int, replicas: int) -> str:
-    return f"drafter-{head.name}" if replicas == 1 else f"drafter-{head.name}-{replica}"
+def _names(stem: str, count: int) -> list[str]:
+    return [stem] if count == 1 else [f"{stem}-{number}" for number in range(count)]
+
+
+def _ports(ready: Ready) -> dict[str, int]:
+    """The ports a process took, as its flags."""
+    told = {"port": ready.address, "health_port": ready.health, "metrics_port": ready.metrics}
+    return {f"server.{name}": int(address.rpartition(":")[2]) for name, address in told.items() if address}

@@ -49,18 +49,20 @@ class ServiceProcess:
         self.ready: Ready | None = None
         self._service, self._path = service, path
         self._ready_file, self.log_file = folder / f"{name}.ready.json", folder / f"{name}.log"
-        ready = ("--server.ready_file", str(self._ready_file))
-        self._command = [sys.executable, "-m", "coppice.child", module, *arguments, *ready]
+        self._module, self.arguments = module, arguments
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it and return at once."""
+        """Start it, again if it has ended, and return at once. The log goes on."""
         self._ready_file.unlink(missing_ok=True)
+        self.ready = None
+        ready = ("--server.ready_file", str(self._ready_file))
+        command = [sys.executable, "-m", "coppice.child", self._module, *self.arguments, *ready]
         path = [str(self._path)] if self._path else []
         path += [inherited] if (inherited := os.environ.get("PYTHONPATH")) else []
-        with self.log_file.open("wb") as log:
+        with self.log_file.open("wb" if self._process is None else "ab") as log:
             self._process = subprocess.Popen(
-                self._command,
+                command,
                 stdin=subprocess.PIPE,  # closes when this process ends, see coppice.child
                 stdout=log,
                 stderr=subprocess.STDOUT,

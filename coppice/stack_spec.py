@@ -12,12 +12,14 @@ from typing import Any, Self, get_args
 from coppice.config import HeadKind, Settings, load_settings
 from coppice.errors import CoppiceError, InvalidField, Status
 from coppice.generation import POLICIES
+from coppice.limits import check_range
 from coppice.machine import Dtype, default_dtype, usable_cores
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 CPU_BUDGET, CUDA_BUDGET = 31, 60
 DEFAULT_PORT = 50051
 DEFAULT_ADAPTER_PORT = 50061
+MAX_REPLICAS = 64
 SHIPPED_HEADS: dict[str, HeadKind] = {
     "specblock-code": "specblock",
     "specblock-prose": "specblock",
@@ -90,7 +92,7 @@ COUNTED_HEADS = (HeadSpec("bigram", "bigram"), HeadSpec("lookup", "lookup"))
 
 @dataclass(frozen=True, kw_only=True)
 class StackSpec:
-    """A verifier, drafter pools and an orchestrator on loopback ports. None leaves a value to the settings, and where
+    """Verifiers, drafter pools and orchestrators on loopback ports. None leaves a value to the settings, and where
     those are silent to the machine: bfloat16 where it is fast, the verifier on all cores, a drafter on half of
     them. Beside an adapter the verifier has one core fewer: a forward waits for its last thread, training for none.
     """
@@ -101,12 +103,14 @@ class StackSpec:
     device: str | None = None
     dtype: Dtype | None = None
     port: int | None = 0
-    """the orchestrator's; 0 takes a free one"""
+    """the first orchestrator's; 0 takes a free one"""
     verifier_threads: int | None = None
     drafter_threads: int | None = None
     budget: int | None = None
+    verifiers: int = 1
     replicas: int = 1
     """drafters of each head"""
+    orchestrators: int = 1
     adapt: bool = False
     """whether an adapter trains the heads that read features; with a Redis of its own unless settings name one"""
     adapter_port: int = 0
@@ -122,6 +126,8 @@ class StackSpec:
             raise InvalidField("target", f"{self.target} holds no model (no config.json)")
         if self.dtype not in (None, *get_args(Dtype)):
             raise InvalidField("dtype", f"{self.dtype!r} is not one of {', '.join(get_args(Dtype))}")
+        for name in ("verifiers", "replicas", "orchestrators"):
+            check_range(name, getattr(self, name), 1, MAX_REPLICAS)
         names = [head.name for head in self.heads]
         for head in self.heads:
             if not _NAME.fullmatch(head.name) or names.count(head.name) > 1:

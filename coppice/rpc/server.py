@@ -21,6 +21,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
+from coppice import failpoints
 from coppice.config import ServerSettings, Settings, load_settings
 from coppice.errors import CoppiceError, InvalidField
 from coppice.limits import Limits
@@ -195,6 +196,7 @@ def run_service(
     try:
         settings = load()
         configure_logging(settings.server)
+        failpoints.enable(settings.server.failpoints)
         return asyncio.run(serve(settings))
     except CoppiceError as error:
         print(error, file=sys.stderr)

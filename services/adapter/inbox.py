@@ -15,6 +15,7 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
+from coppice import failpoints
 from coppice.adaptation.records import (
     GROUP,
     NUMBER,
@@ -129,6 +130,8 @@ class Inbox:
             await self._create_groups(client)
             return
         by_key = dict(found or ())
+        if by_key:
+            failpoints.hit("adapter.read")
         for key, entries in sorted(by_key.items(), key=lambda item: item[0] in self._queries):
             for _, fields in entries:
                 self._count(key, fields)

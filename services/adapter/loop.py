@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from coppice import failpoints
 from coppice.adaptation.bandit import Action, Bandit, Query, Trigger
 from coppice.adaptation.buffers import Buffers
 from coppice.adaptation.checkpoints import BadVersion
@@ -183,6 +184,7 @@ class HeadLoop:
             log.warning("an update was not finite", head=self.name, why=str(error))
             self._metrics.failed.labels(self.name, "not finite").inc()
             return
+        failpoints.hit("adapter.step")
         self._metrics.train_seconds.labels(self.name, kind).observe(update.seconds)
         if weights.hash == self._copies.live.hash:
             log.warning("an update changed nothing", head=self.name, samples=update.samples)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import structlog
 
+from coppice import failpoints
 from coppice.adaptation.push import Replica
 from coppice.adaptation.status import ReplicaStatus
 from coppice.adaptation.weights import Weights, pack_update
@@ -111,7 +112,9 @@ class Replicas:
         parent = known if known is not None and known.version == told.weights_version else self._checkpoint
         try:
             header, parts = await asyncio.to_thread(pack_update, self._head, parent, wanted)
+            failpoints.hit("adapter.push")
             synced = await replica.link.push(header, parts)
+            failpoints.hit("adapter.acknowledge")
         except CoppiceError as error:
             self._note(replica, f"refused version {wanted.version}: {error}")
             return

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from coppice import limits
+from coppice import failpoints, limits
 from coppice.errors import InvalidField, StaleFence
 from coppice.messages import (
     Advance,
@@ -286,6 +286,7 @@ class Worker:
     def _draft(self, waiting: list[_Waiting]) -> None:
         """One call of the head. When it fails, the sessions that have nothing yet are drafted one by one."""
         began, forward_before = time.perf_counter_ns(), self._head.forward_ns
+        failpoints.hit("drafter.slow")
         self._metrics.forwards.inc()
         self._metrics.rows.inc(len(waiting))
         try:
@@ -320,9 +321,11 @@ class Worker:
         one.sent, one.done = True, part.last
         asked = one.fence
         version = self._head.description.weights_version
-        fence = Fence(asked.step, asked.committed_len, asked.committed_hash, version, asked.deadline_ns)
+        step = asked.step - failpoints.hit("drafter.stale")
+        fence = Fence(step, asked.committed_len, asked.committed_hash, version, asked.deadline_ns)
+        nodes = failpoints.garbage(part.nodes) if failpoints.hit("drafter.garbage") else part.nodes
         total_ns = time.perf_counter_ns() - one.arrived_ns
-        return TreeDelta(fence, part.nodes, part.last, forward_ns, total_ns, part.q_rows, miss)
+        return TreeDelta(fence, nodes, part.last, forward_ns, total_ns, part.q_rows, miss)
 
     def _post(self, answers: list[tuple[Session, Answer]]) -> None:
         """Hand answers to the event loop in one wake-up."""

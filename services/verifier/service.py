@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from coppice import failpoints
 from coppice.config import Settings
 from coppice.errors import InvalidField
 from coppice.limits import CHUNK_BYTES, MAX_CONTEXT, MAX_TREE_DEPTH, MAX_TREE_NODES
@@ -48,7 +49,9 @@ class VerifierServicer:
                 while (step := await self._read(requests)) is not None:
                     if not isinstance(step, VerifyStep):
                         raise InvalidField("kind", "the session is open already")
-                    yield verifier.verdict_to_wire(await self.worker.verify(key, step))
+                    verdict = await self.worker.verify(key, step)
+                    failpoints.hit("verifier.verdict")
+                    yield verifier.verdict_to_wire(verdict)
             finally:
                 self._closed += 1
                 self.worker.close(key)

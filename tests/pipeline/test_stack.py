@@ -45,6 +45,10 @@ def _value(arguments: list[str], flag: str) -> str:
     return arguments[arguments.index(flag) + 1]
 
 
+def _values(arguments: list[str], flag: str) -> list[str]:
+    return [after for before, after in itertools.pairwise(arguments) if before == flag]
+
+
 def _ends(pid: int, within_s: float = 10.0) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(pid).wait(within_s)
@@ -81,7 +85,7 @@ def test_a_stack_starts_is_healthy_and_stops_cleanly(target: Path, tmp_path: Pat
     assert _value(verifier, "--verifier.threads") == "3"
     assert (_value(drafter, "--drafter.name"), _value(drafter, "--drafter.kind")) == ("lookup", "lookup")
     assert _value(orchestrator, "--orchestrator.verifiers") == addresses["verifier"]
-    heads = [after for flag, after in itertools.pairwise(orchestrator) if flag == "--orchestrator.heads"]
+    heads = _values(orchestrator, "--orchestrator.heads")
     assert heads == [f"bigram={addresses['drafter-bigram']}", f"lookup={addresses['drafter-lookup']}"]
     assert (_value(orchestrator, "--orchestrator.policy"), _value(orchestrator, "--orchestrator.budget")) == (
         "merge",
@@ -93,6 +97,54 @@ def test_every_head_has_its_replicas(target: Path) -> None:
     spec = StackSpec(target=target, heads=(HeadSpec("look", "lookup"),), replicas=2)
     with Stack(spec, FAKES) as stack:
         assert list(stack.services) == ["verifier", "drafter-look-0", "drafter-look-1", "orchestrator"]
+
+
+def test_several_verifiers_and_orchestrators_all_know_each_other(target: Path, tmp_path: Path) -> None:
+    heads = (HeadSpec("look", "lookup"), HeadSpec("block", "specblock", target))
+    spec = StackSpec(target=target, heads=heads, verifiers=2, orchestrators=2, log_dir=tmp_path)
+    with Stack(spec, FAKES, via=lambda name, address: f"{name}:{address.rpartition(':')[2]}") as stack:
+        verifiers, orchestrators = ["verifier-0", "verifier-1"], ["orchestrator-0", "orchestrator-1"]
+        assert list(stack.services) == [*verifiers, "drafter-look", "drafter-block", *orchestrators]
+        own = {name: ready.address for name, ready in stack.services.items()}
+        reached = {name: f"{name}:{address.rpartition(':')[2]}" for name, address in own.items()}
+        assert stack.address == ",".join(reached[name] for name in orchestrators)
+        assert stack.to_json()["address"] == own["orchestrator-0"]
+    assert stack.unclean == []
+    reader = _values(_arguments(tmp_path / "drafter-block.log"), "--drafter.verifiers")
+    assert reader == [own[name] for name in verifiers]
+    for name in orchestrators:
+        told = _arguments(tmp_path / f"{name}.log")
+        assert _values(told, "--orchestrator.verifiers") == [reached[verifier] for verifier in verifiers]
+        heads_told = [f"look={reached['drafter-look']}", f"block={reached['drafter-block']}"]
+        assert _values(told, "--orchestrator.heads") == heads_told
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, None], ids=["killed", "running"])
+def test_a_restarted_process_comes_back_where_it_was(
+    target: Path, tmp_path: Path, number: signal.Signals | None
+) -> None:
+    spec = StackSpec(
+        target=target, heads=(), budget=7, log_dir=tmp_path, extra={"verifier": {"verifier.kv_tokens": 64}}
+    )
+    with Stack(spec, FAKES) as stack:
+        before = stack.services["verifier"]
+        if number:
+            os.kill(before.pid, number)
+        assert stack.restart("verifier", {"verifier.kv_tokens": 4096}) == (number is None)
+        after = stack.services["verifier"]
+        assert (after.address, after.health) == (before.address, before.health)
+        assert after.pid != before.pid
+        stack.check()
+        assert stack.restart("verifier")  # what was told once is not told again
+    assert stack.unclean == []
+    runs = [line for line in (tmp_path / "verifier.log").read_text().splitlines() if line.startswith("arguments: ")]
+    assert [_value(run.split(), "--verifier.kv_tokens") for run in runs] == ["64", "4096", "64"]
+
+
+def test_a_stack_has_at_least_one_of_everything(target: Path) -> None:
+    for name in ("verifiers", "replicas", "orchestrators"):
+        with pytest.raises(InvalidField, match=name):
+            StackSpec(target=target, **{name: 0})
 
 
 def test_heads_that_read_features_fetch_them_from_this_stacks_verifier_only(target: Path, tmp_path: Path) -> None:

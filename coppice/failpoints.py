@@ -1,0 +1,108 @@
+"""Named places where a process can be told to misbehave, so that races repeat. Without the setting `server.failpoints`
+they do nothing; in production it is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import numpy as np
+
+from coppice.tree import DraftTree
+
+Action = Literal["delay", "garbage", "exit"]
+
+ACTIONS: Mapping[str, Action] = {
+    "drafter.slow": "delay",  # before a batch is drafted
+    "drafter.stale": "garbage",  # an answer names an earlier step
+    "drafter.garbage": "garbage",  # a tree is none
+    "verifier.verdict": "exit",  # a step is committed, its verdict not sent
+    "adapter.read": "exit",  # records were taken from Redis and nothing was done with them
+    "adapter.step": "exit",  # an update is trained and no replica has it
+    "adapter.push": "exit",  # an update is packed for a replica
+    "adapter.acknowledge": "exit",  # a replica uses an update, and nobody has heard it say so
+}
+"""Every failpoint, and what its value means: `delay` seconds, the share of answers that are `garbage`, or the number of
+the hit at which the process kills itself (`exit`, SIGKILL)."""
+
+_enabled: dict[str, float] = {}
+_hits: dict[str, Iterator[int]] = {}
+_lock = threading.Lock()
+
+
+def parse(text: str) -> dict[str, float]:
+    """Read NAME=VALUE;NAME=VALUE. Raises ValueError naming what is no failpoint or no value of one."""
+    told = {}
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        name, _, written = part.partition("=")
+        action = ACTIONS.get(name)
+        if action is None:
+            raise ValueError(f"{name!r} is no failpoint; there are {', '.join(ACTIONS)}")
+        try:
+            value = float(written)
+        except ValueError:
+            raise ValueError(f"{part!r} is not NAME=NUMBER") from None
+        fits = {"delay": 0 < value <= 60, "garbage": 0 < value <= 1, "exit": value >= 1 and value == int(value)}
+        if not fits[action]:
+            raise ValueError(f"{part!r}: {_MEANING[action]}")
+        told[name] = value
+    return told
+
+
+_MEANING: Mapping[Action, str] = {
+    "delay": "a delay is above 0 and at most 60 seconds",
+    "garbage": "a share of answers is above 0 and at most 1",
+    "exit": "the number of a hit is a whole one from 1",
+}
+
+
+def enable(text: str) -> None:
+    """Enable these failpoints and no others in this process. Raises ValueError."""
+    told = parse(text)
+    with _lock:
+        _enabled.clear()
+        _enabled.update(told)
+        _hits.clear()
+        _hits.update((name, itertools.count(1)) for name in told)
+
+
+def hit(name: str) -> bool:
+    """Come to a failpoint: wait or die here if told to; whether the caller is to answer with garbage."""
+    value = _enabled.get(name)
+    if value is None:
+        return False
+    with _lock:
+        count = next(_hits[name])
+    action = ACTIONS[name]
+    if action == "delay":
+        time.sleep(value)
+    elif action == "exit":
+        if count == value:
+            os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        return int(count * value) > int((count - 1) * value)  # evenly spread, and the same in every run
+    return False
+
+
+def garbage(tree: DraftTree) -> DraftTree:
+    """A tree of as many nodes that nobody may verify: a forward parent, an id that is none, a score that is no number.
+
+    tree: n nodes; an empty one gets one node, whose id is none.
+    """
+    n = max(1, len(tree))
+    parents, scores = np.arange(n), np.full(n, -0.5, np.float32)
+    tokens = np.resize(tree.tokens, n) if len(tree) else np.zeros(n, np.int64)
+    which = int(tokens.sum()) % 3 if n > 1 else 1
+    if which == 0:
+        parents[0] = n
+    elif which == 1:
+        tokens[0] = 2**31 - 1
+    else:
+        scores[-1] = np.nan
+    return DraftTree(tokens, parents, scores)
