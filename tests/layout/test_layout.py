@@ -36,6 +36,7 @@ STUB_USERS = {
     "coppice/wire/generation.py",
     "coppice/wire/verifier.py",
     "coppice/client.py",
+    "coppice/faults/calls.py",
     "orchestrator/__main__.py",
     "orchestrator/head.py",
     "orchestrator/service.py",

@@ -123,9 +123,7 @@ def test_several_verifiers_and_orchestrators_all_know_each_other(target: Path, t
 def test_a_restarted_process_comes_back_where_it_was(
     target: Path, tmp_path: Path, number: signal.Signals | None
 ) -> None:
-    spec = StackSpec(
-        target=target, heads=(), budget=7, log_dir=tmp_path, extra={"verifier": {"verifier.kv_tokens": 64}}
-    )
+    spec = StackSpec(target=target, heads=(), log_dir=tmp_path, extra={"verifier": {"verifier.kv_tokens": 64}})
     with Stack(spec, FAKES) as stack:
         before = stack.services["verifier"]
         if number:
