@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from itertools import cycle
 from typing import Any
 
@@ -23,7 +23,7 @@ from coppice.launch import ADAPTER, REDIS
 from coppice.rpc.channels import Dialer
 from coppice.stack_spec import FEATURE_KINDS
 
-QUICK = {
+QUICK: Mapping[str, Mapping[str, Any]] = {
     "adapter": {
         "adapter.head_samples": 8,
         "adapter.full_samples": 2,
@@ -178,11 +178,9 @@ async def _unaccounted(rig: Rig) -> list[str]:
 
 
 def _waiting(rig: Rig, name: str) -> float:
-    ready = rig.stack.services[name]
-    produced, sent, dropped = (
-        metric(ready, f"coppice_signals_{what}_total") for what in ("produced", "sent", "dropped")
-    )
-    return produced - sent - dropped
+    ready, signals = rig.stack.services[name], "coppice_signals"
+    ended = metric(ready, f"{signals}_sent_total") + metric(ready, f"{signals}_dropped_total")
+    return metric(ready, f"{signals}_produced_total") - ended
 
 
 async def random_weights(rig: Rig, row: FaultRow) -> None:
@@ -242,9 +240,7 @@ SCENARIOS = [
     ),
     Scenario("redis-stop", "redis", "a Redis that hangs costs signals only", redis_fault(_stopped), adapts=True),
     Scenario("redis-cut", "redis", "a Redis that is away costs signals only", redis_fault(_cut), adapts=True),
-    Scenario(
-        "redis-flush", "redis", "streams and groups that are gone are made again", redis_fault(_flushed), adapts=True
-    ),
+    Scenario("redis-flush", "redis", "streams that are gone are made again", redis_fault(_flushed), adapts=True),
     Scenario("redis-slow", "redis", "a slow Redis costs signals only", redis_fault(_slow), adapts=True),
     Scenario("weights-random", "weights", "random weights cost drafts, and are replaced", random_weights, adapts=True),
     Scenario("weights-corrupt", "weights", "no corruption of new weights gets through", corrupted, trains=True),

@@ -93,7 +93,7 @@ class Direct:
 
 
 class HealthWatch:
-    """Asks a process for its health again and again; `took` are the seconds of each answer, `missed` those not given."""
+    """Asks a process for its health again and again: `took` seconds each answer, `missed` were not given."""
 
     PERIOD_S = 0.1
 

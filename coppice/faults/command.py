@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -120,10 +120,8 @@ def _adapting(spec: StackSpec, folder: str) -> StackSpec:
     """The same beside an adapter that updates often."""
     from coppice.faults.adaptation import QUICK
 
-    extra: dict[str, Mapping[str, Any]] = {
-        role: {**QUICK.get(role, {}), **spec.extra.get(role, {})} for role in {*QUICK, *spec.extra}
-    }
-    extra["adapter"] = {**extra["adapter"], "adapter.folder": folder}
+    quick = {**QUICK, "adapter": {**QUICK["adapter"], "adapter.folder": folder}}
+    extra = {role: {**quick.get(role, {}), **spec.extra.get(role, {})} for role in (*quick, *spec.extra)}
     return replace(spec, adapt=True, extra=extra)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -61,7 +62,7 @@ class Stream:
         """The longest it went without a new token between two times, seconds; its end counts as one."""
         began, ended = max(since, self.began), min(until, self.ended if self.ended is not None else until)
         marks = [began, *(at for at in self.arrivals if began < at < ended), ended]
-        return max((after - before for before, after in zip(marks, marks[1:], strict=False)), default=0.0)
+        return max((after - before for before, after in itertools.pairwise(marks)), default=0.0)
 
 
 async def ask(client: AsyncClient, question: Question, stream: Stream, policy: str = "") -> None:

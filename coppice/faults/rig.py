@@ -209,7 +209,7 @@ class Rig:
     async def leaks(self) -> list[str]:
         """What has not been let go of in time, and which process has grown since it was first idle."""
         until = time.monotonic() + SETTLE_S
-        while (found := await self._unfreed() or self._growth()) and time.monotonic() < until:
+        while (found := await self._unfreed() or self._growth()) and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(5 * _POLL_S)
         for pid, size in self._sizes().values():
             self._idle.setdefault(pid, []).append(size)

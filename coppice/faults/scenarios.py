@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from itertools import cycle, islice
 
 from coppice.bench.report import Check
@@ -148,28 +149,30 @@ async def rolling_restart(rig: Rig, row: FaultRow) -> None:
                     row.leaks.append(f"{name} did not end well")
 
 
+_STRUCK: Mapping[str, Mapping[Fault, str]] = {
+    "drafter": {
+        "kill": "a drafter's death costs its drafts only",
+        "stop": "a drafter that hangs is not waited for",
+        "cut": "a lost connection is a lost drafter",
+    },
+    "verifier": {
+        "kill": "its sessions go on elsewhere, no token twice, none lost",
+        "stop": "a verifier that hangs is left like a dead one",
+        "cut": "a lost connection is a lost verifier",
+        "term": "a verifier that is told to end hands its sessions over and ends well",
+    },
+    "orchestrator": {
+        "kill": "the SDK resumes on another one from the tokens it holds",
+        "stop": "an orchestrator that hangs is left like a dead one",
+        "cut": "a lost connection is a lost orchestrator",
+        "term": "an orchestrator that is told to end finishes or hands over its requests and ends well",
+    },
+}
+
 SCENARIOS = [
     *(
         Scenario(f"{role}-{fault}", role, proves, struck(role, fault))
-        for role, of_role in {
-            "drafter": {
-                "kill": "a drafter's death costs its drafts only",
-                "stop": "a drafter that hangs is not waited for",
-                "cut": "a lost connection is a lost drafter",
-            },
-            "verifier": {
-                "kill": "its sessions go on elsewhere, no token twice, none lost",
-                "stop": "a verifier that hangs is left like a dead one",
-                "cut": "a lost connection is a lost verifier",
-                "term": "a verifier that is told to end hands its sessions over and ends well",
-            },
-            "orchestrator": {
-                "kill": "the SDK resumes on another one from the tokens it holds",
-                "stop": "an orchestrator that hangs is left like a dead one",
-                "cut": "a lost connection is a lost orchestrator",
-                "term": "an orchestrator that is told to end finishes or hands over its requests and ends well",
-            },
-        }.items()
+        for role, of_role in _STRUCK.items()
         for fault, proves in of_role.items()
     ),
     Scenario("drafter-slow", "drafter", "a drafter ten times slower is not waited for", misbehaving("")),
