@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -104,7 +105,7 @@ def campaign(
             continue
         say("starting")
         with tempfile.TemporaryDirectory(prefix="coppice-faults-") as folder:
-            with proxied(_adapting(spec, folder) if adapts else spec) as (stack, proxies):
+            with proxied(adapting(spec, Path(folder)) if adapts else spec) as (stack, proxies):
 
                 async def all_of_them(scenarios: Sequence[Scenario] = of_stack) -> None:
                     rig = await Rig.on(stack, proxies, plan, say)
@@ -116,8 +117,8 @@ def campaign(
             report.checks.append(Check("processes not stopped cleanly", unclean, "0", not unclean))
 
 
-def _adapting(spec: StackSpec, folder: str) -> StackSpec:
-    """The same beside an adapter that updates often."""
+def adapting(spec: StackSpec, folder: Path) -> StackSpec:
+    """The same beside an adapter that updates often and keeps its state in `folder`."""
     from coppice.faults.adaptation import QUICK
 
     quick = {**QUICK, "adapter": {**QUICK["adapter"], "adapter.folder": folder}}

@@ -67,13 +67,15 @@ class Rig:
     proxies: Proxies
     plan: Plan
     answers: Answers
-    say: Callable[[str], None] = lambda line: None
+    say: Callable[[str], None]
     _all: tuple[str, ...] = ()
     _idle: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """open files and threads of each process whenever it was idle, by pid"""
 
     @classmethod
-    async def on(cls, stack: Stack, proxies: Proxies, plan: Plan, say: Callable[[str], None]) -> Rig:
+    async def on(
+        cls, stack: Stack, proxies: Proxies, plan: Plan, say: Callable[[str], None] = lambda line: None
+    ) -> Rig:
         """Ask plain decoding everything once, and see what an idle stack looks like."""
         asked = await asyncio.to_thread(questions, stack.address.split(",")[0], PROMPTS)
         answers = await plain_answers(stack.address.split(",")[0], asked, plan.new_tokens)
