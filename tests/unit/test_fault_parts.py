@@ -184,7 +184,7 @@ async def test_a_load_ends_its_requests_and_compares_them() -> None:
     answers = {Question("one", SamplingParams()): tuple(b"one"), Question("two", SamplingParams()): tuple(b"TWO")}
     with echo_server() as (address, _):
         async with Load(address, answers, sessions=3) as load:
-            while len(load.streams) < 12:
+            while len(load.streams) < 12:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert not load.running
         made = FaultRow("none")
