@@ -3,11 +3,14 @@ that is refused without a second try."""
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import threading
 import time
 import urllib.request
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import grpc
 import grpc.aio
@@ -93,28 +96,47 @@ class Direct:
 
 
 class HealthWatch:
-    """Asks a process for its health again and again: `took` seconds each answer, `missed` were not given."""
+    """Asks a process for its health again and again: `took` seconds each answer, `missed` were not given.
+
+    It has a thread: an event loop that is busy with a load would add its own delay.
+    """
 
     PERIOD_S = 0.1
 
     def __init__(self, ready: Ready) -> None:
         self.took: list[float] = []
         self.missed = 0
-        self._ready = ready
+        self._ready, self._ended = ready, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="health-watch", daemon=True)
 
-    async def run(self) -> None:
-        """Until cancelled."""
-        async with grpc.aio.insecure_channel(self._ready.health) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            await channel.channel_ready()
-            while True:
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with grpc.insecure_channel(self._ready.health) as channel:
+            stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest(service="")
+            grpc.channel_ready_future(channel).result(CALL_S)
+            while not self._ended.wait(self.PERIOD_S):
                 began = time.monotonic()
                 try:
-                    await stub.Check(health_pb2.HealthCheckRequest(service=""), timeout=CALL_S)
+                    stub.Check(request, timeout=CALL_S)
                     self.took.append(time.monotonic() - began)
                 except grpc.RpcError:
                     self.missed += 1
-                await asyncio.sleep(self.PERIOD_S)
+
+
+@contextlib.contextmanager
+def watching(watches: Iterable[HealthWatch]) -> Iterator[None]:
+    """Ask all of them inside the block."""
+    with contextlib.ExitStack() as stack:
+        for watch in watches:
+            stack.enter_context(watch)
+        yield
 
 
 def metric(ready: Ready, name: str) -> float:

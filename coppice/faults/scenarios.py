@@ -120,18 +120,20 @@ async def verdict_lost(rig: Rig, row: FaultRow) -> None:
 
 
 async def kv_exhausted(rig: Rig, row: FaultRow) -> None:
-    """Verifiers with room for a quarter of the sessions: the others wait for their turn."""
+    """Verifiers with room for a quarter of the sessions: the others wait for their turn, which is no recovery."""
     names, most = rig.names("verifier"), 0
-    each = 2 * (max(len(asked.prompt) for asked in rig.answers) + rig.plan.new_tokens)
-    room = max(each, each * rig.plan.sessions // (4 * len(names)))
+    each = max(len(asked.prompt) for asked in rig.answers) + rig.plan.new_tokens
+    room = max(2 * each, each * rig.plan.sessions // (4 * len(names)))
     await rig.restart(*names, flags={"verifier.kv_tokens": -(-room // 32) * 32})
     try:
         for _ in range(rig.plan.repeat):
-            async with rig.watched(row) as load:
-                wanted = len(load.streams) + 2 * rig.plan.sessions
-                while len(load.streams) < wanted:
+            row.repetitions += 1
+            async with rig.load() as load:
+                while len(load.streams) < 2 * rig.plan.sessions:
                     most = max([most, *[(await held(rig.stack.services[name])).kv_tokens for name in names]])
                     await asyncio.sleep(0.02)
+            row.count(load.streams)
+            row.leaks += await rig.leaks()
     finally:
         await rig.restart(*names)
     if most < room / 2:
