@@ -93,6 +93,10 @@ class Rig:
         """Of a process."""
         return self.stack.services[name].pid
 
+    def runs(self, name: str) -> bool:
+        """Whether a process has not ended."""
+        return name in self.stack.services and runs(self.pid(name))
+
     def load(self, policy: str = "", sessions: int = 0) -> Load:
         """As many sessions as planned; by default under the policy that the stack was told."""
         return Load(self.stack.address, self.answers, sessions or self.plan.sessions, policy)
@@ -124,11 +128,12 @@ class Rig:
     async def repair(self) -> None:
         """Every process runs, answers and is connected again. Raises ProcessFailed."""
         for name in self._all:
-            await asyncio.to_thread(self.proxies.heal, name)
-            if name not in self.stack.services or not runs(self.pid(name)):
-                await self.restart(name)
-            else:
+            with contextlib.suppress(KeyError):  # nobody reaches an adapter by a proxy
+                await asyncio.to_thread(self.proxies.heal, name)
+            if self.runs(name):
                 os.kill(self.pid(name), signal.SIGCONT)
+            else:
+                await self.restart(name)
 
     # --- faults ---
 
@@ -223,7 +228,8 @@ class Rig:
 
     def _sizes(self) -> dict[str, tuple[int, tuple[int, int]]]:
         """Pid, open files and threads of each process, by name."""
-        processes = {name: psutil.Process(ready.pid) for name, ready in self.stack.services.items()}
+        running = [name for name in self.stack.services if self.runs(name)]
+        processes = {name: psutil.Process(self.pid(name)) for name in running}
         return {name: (one.pid, (one.num_fds(), one.num_threads())) for name, one in processes.items()}
 
     def _growth(self) -> list[str]:

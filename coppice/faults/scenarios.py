@@ -10,7 +10,7 @@ from itertools import cycle, islice
 from coppice.bench.report import Check
 from coppice.faults.calls import held, metric
 from coppice.faults.report import FaultRow, percentile
-from coppice.faults.rig import Fault, Rig, Run, Scenario, runs
+from coppice.faults.rig import Fault, Rig, Run, Scenario
 
 SLOWER = 10.0  # times
 GONE_SHARE = 0.9  # of plain's throughput that must be left without a drafter
@@ -104,10 +104,9 @@ async def verdict_lost(rig: Rig, row: FaultRow) -> None:
     """A verifier that kills itself between committing a step and saying so: no token twice, none lost."""
     for number, name in enumerate(islice(cycle(rig.names("verifier")), rig.plan.repeat)):
         await rig.restart(name, flags={"server.failpoints": f"verifier.verdict={50 + number}"})
-        pid = rig.pid(name)
         row.repetitions += 1
         async with rig.load() as load:
-            died = await rig.until(lambda pid=pid: not runs(pid), 60)  # type: ignore[misc]
+            died = await rig.until(lambda name=name: not rig.runs(name), 60)  # type: ignore[misc]
             met, began = load.answering, time.monotonic()
             await rig.until(lambda met=met: all(stream.ended for stream in met), 60)  # type: ignore[misc]
             ended = time.monotonic()
