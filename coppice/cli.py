@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 GOOD, CHECK_FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
 # What a missing one of these means to people: the extra that brings it.
-SERVE_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "jinja2", "matplotlib")
+SERVE_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "jinja2", "matplotlib", "psutil")
 WATCH_S = 0.5
 
 app = typer.Typer(
@@ -327,5 +327,6 @@ def _mount(name: str, module: str, help: str) -> None:
 
 _mount("train", "coppice.training.cli", "Train a target or a head.")
 _mount("bench", "coppice.bench.cli", "Measure speed and exactness.")
+_mount("faults", "coppice.faults.command", "Break processes under load and compare every answer.")
 _mount("adapter", "coppice.adaptation.cli", "Look at the adapter, and steer it.")
 _mount("convert", "coppice.convert", "Convert a head between public layouts.")

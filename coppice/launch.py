@@ -72,7 +72,7 @@ class Stack:
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._folder = spec.log_dir
         self._parts: dict[str, _Part] = {}  # by name, in the order of their start
-        self._redis: LocalRedis | None = None
+        self.redis: LocalRedis | None = None  # its own, when signals need one
         self._signals: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
@@ -94,23 +94,21 @@ class Stack:
         self._folder.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + self.spec.ready_s
         self._signals = self._redis_flags()
-        spec, named = self.spec, _names
-        verifiers = [
-            self._launch(name, "verifier", self._verifier_flags()) for name in named("verifier", spec.verifiers)
-        ]
+        spec, told = self.spec, self._verifier_flags()
+        verifiers = [self._launch(name, "verifier", told) for name in _names("verifier", spec.verifiers)]
         drafters = []
         for head in spec.heads:
             flags = self._drafter_flags(head)
             if head.kind in FEATURE_KINDS:  # it fetches features from these verifiers only, whose ports are known then
                 flags["drafter.verifiers"] = [verifier.wait_ready(deadline).address for verifier in verifiers]
-            for name in named(f"drafter-{head.name}", spec.replicas):
+            for name in _names(f"drafter-{head.name}", spec.replicas):
                 drafters.append((head, self._launch(name, "drafter", flags)))
         targets = [self._reached(verifier, deadline) for verifier in verifiers]
         heads = [f"{head.name}={self._reached(drafter, deadline)}" for head, drafter in drafters]
         if spec.adapted:
             self._launch(ADAPTER, "adapter", self._adapter_flags(heads)).wait_ready(deadline)
         flags = {**self._orchestrator_flags(), "orchestrator.verifiers": targets, "orchestrator.heads": heads}
-        first, *others = named("orchestrator", spec.orchestrators)
+        first, *others = _names("orchestrator", spec.orchestrators)
         orchestrators = [self._launch(first, "orchestrator", flags)]
         orchestrators += [self._launch(name, "orchestrator", {**flags, **_LOOPBACK}) for name in others]
         for orchestrator in orchestrators:
@@ -136,9 +134,9 @@ class Stack:
             if not self._parts[name].process.stop(STOP_GRACE_S):
                 self.unclean.append(name)
             del self._parts[name]
-        if self._redis:
-            self._redis.stop()
-            self._redis = None
+        if self.redis:
+            self.redis.stop()
+            self.redis = None
         if self._temporary:
             self._temporary.cleanup()
 
@@ -165,12 +163,8 @@ class Stack:
     @property
     def pids(self) -> list[int]:
         """Every process of the stack, its own Redis included."""
-        return [*(ready.pid for ready in self.services.values()), *([self.redis_pid] if self.redis_pid else [])]
-
-    @property
-    def redis_pid(self) -> int | None:
-        """Of the stack's own Redis; None without one."""
-        return self._redis.pid if self._redis else None
+        own = self.redis.pid if self.redis else None
+        return [*(ready.pid for ready in self.services.values()), *([own] if own else [])]
 
     @property
     def orchestrator(self) -> Ready:
@@ -183,12 +177,10 @@ class Stack:
     @property
     def address(self) -> str:
         """Where clients go: HOST:PORT of every orchestrator, with commas between."""
-        found = [
-            self._via(name, ready.address) for name, ready in self.services.items() if ready.role == "orchestrator"
-        ]
-        if not found:
+        orchestrators = {name: ready for name, ready in self.services.items() if ready.role == "orchestrator"}
+        if not orchestrators:
             raise ProcessFailed("the stack is not running")
-        return ",".join(found)
+        return ",".join(self._via(name, ready.address) for name, ready in orchestrators.items())
 
     def to_json(self) -> dict[str, Any]:
         """What `coppice up --ready-file` writes."""
@@ -218,9 +210,9 @@ class Stack:
         """Where signals go when settings, which every process reads by itself, name no Redis: to one of our own."""
         if not self.spec.adapted or self.settings.adaptation.redis:
             return {}
-        self._redis = LocalRedis()
-        self._redis.start()
-        return {"adaptation.redis": f"redis://{self._via(REDIS, f'127.0.0.1:{self._redis.port}')}/0"}
+        self.redis = LocalRedis()
+        self.redis.start()
+        return {"adaptation.redis": f"redis://{self._via(REDIS, f'127.0.0.1:{self.redis.port}')}/0"}
 
     def _adapter_flags(self, drafters: Sequence[str]) -> dict[str, Any]:
         adapted = {head.name: head.path for head in self.spec.adapted}

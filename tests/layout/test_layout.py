@@ -37,6 +37,7 @@ STUB_USERS = {
     "coppice/wire/verifier.py",
     "coppice/attempts.py",
     "coppice/client.py",
+    "coppice/faults/calls.py",
     "orchestrator/__main__.py",
     "orchestrator/head.py",
     "orchestrator/service.py",

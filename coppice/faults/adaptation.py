@@ -1,0 +1,247 @@
+"""Faults of the adapter and of Redis, and weights that must not get through: texts do not depend on any of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Mapping
+from itertools import cycle
+from typing import Any
+
+from coppice.adaptation.client import AdapterClient
+from coppice.adaptation.push import Replica
+from coppice.adaptation.records import GROUP, queries_key, samples_key
+from coppice.bench.report import Check
+from coppice.errors import CoppiceError
+from coppice.faults.calls import metric
+from coppice.faults.report import FaultRow
+from coppice.faults.rig import Rig, Run, Scenario
+from coppice.launch import ADAPTER, REDIS
+from coppice.process import ProcessFailed
+from coppice.rpc.channels import Dialer
+from coppice.stack_spec import FEATURE_KINDS
+
+QUICK: Mapping[str, Mapping[str, Any]] = {
+    "adapter": {
+        "adapter.head_samples": 8,
+        "adapter.full_samples": 2,
+        "adapter.poll_s": 0.3,
+        "bandit.warmup_queries": 2,
+        "bandit.interval": 2,
+        "bandit.exploration": 1.0,
+        "bandit.cold_events": 1000,
+        "bandit.patience": 16,
+        "adaptation.window": 12,
+        "adaptation.stride": 4,
+    },
+    "drafter": {"adaptation.window": 12, "adaptation.stride": 4},
+}
+"""Settings under which updates come every few queries"""
+COMES_S = 60.0  # in which an adapter has to come to its failpoint
+BACK_S = 30.0  # in which signals and weights have to flow again
+SLOW_S = 0.3
+FAULT_S = 3.0  # how long Redis stays away
+
+
+def killed_at(point: str) -> Run:
+    """The adapter kills itself at a failpoint, and a new one goes on."""
+
+    async def run(rig: Rig, row: FaultRow) -> None:
+        for _ in range(rig.plan.repeat):
+            async with rig.watched(row):
+                with contextlib.suppress(ProcessFailed):  # it comes there before it is ready: what it finds, it reads
+                    await rig.restart(ADAPTER, flags={"server.failpoints": f"{point}=1"})
+                if not await rig.until(lambda: not rig.runs(ADAPTER), COMES_S):
+                    row.weak.append(f"the adapter never came to {point}")
+            await rig.restart(ADAPTER)
+            await _flows_again(rig, row)
+
+    return run
+
+
+@contextlib.asynccontextmanager
+async def _stopped(rig: Rig) -> AsyncIterator[None]:
+    pid = rig.stack.pids[-1]  # Redis is the last one
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.asynccontextmanager
+async def _slow(rig: Rig) -> AsyncIterator[None]:
+    rig.proxies.slow(REDIS, SLOW_S)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(rig.proxies.heal, REDIS)
+
+
+@contextlib.asynccontextmanager
+async def _cut(rig: Rig) -> AsyncIterator[None]:
+    await asyncio.to_thread(rig.proxies.cut, REDIS)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(rig.proxies.heal, REDIS)
+
+
+@contextlib.asynccontextmanager
+async def _flushed(rig: Rig) -> AsyncIterator[None]:
+    with _redis(rig) as client:
+        client.flushall()
+        yield
+        client.flushall()
+
+
+def redis_fault(kind: Any) -> Run:
+    """Something happens to Redis for a while."""
+
+    async def run(rig: Rig, row: FaultRow) -> None:
+        for _ in range(rig.plan.repeat):
+            async with rig.watched(row), kind(rig):
+                await asyncio.sleep(FAULT_S)
+            await _flows_again(rig, row)
+
+    return run
+
+
+def _redis(rig: Rig) -> Any:
+    from redis import Redis
+
+    assert rig.stack.redis
+    return Redis.from_url(rig.stack.redis.url, socket_timeout=5.0)
+
+
+async def _flows_again(rig: Rig, row: FaultRow) -> None:
+    """Queries reach the adapter, replicas use its weights, nothing is pending, and every signal is accounted for."""
+    heads = [head.name for head in rig.stack.spec.adapted]
+    began, queries, current = time.monotonic(), 0, False
+    async with rig.load() as load:
+        first = await _status(rig)
+        while time.monotonic() < began + BACK_S:
+            await asyncio.sleep(0.2)
+            now = await _status(rig)
+            if first is None or now is None:
+                first = first or now
+                continue
+            queries = min(new.queries - old.queries for new, old in zip(now, first, strict=True))
+            current = all(replica.current for head in now for replica in head.replicas)
+            if queries > 0 and current:
+                break
+    row.count(load.streams)
+    if queries <= 0:
+        row.leaks.append(f"no query reached the adapter in {BACK_S:g} s")
+    if not current:
+        row.leaks.append(f"a replica did not use the adapter's weights in {BACK_S:g} s")
+    row.leaks += await _pending(rig, heads)
+    row.leaks += await _unaccounted(rig)
+
+
+async def _status(rig: Rig) -> Any:
+    def ask() -> Any:
+        with AdapterClient(rig.stack.services[ADAPTER].address) as client:
+            return client.status()
+
+    with contextlib.suppress(CoppiceError):
+        return await asyncio.to_thread(ask)
+    return None
+
+
+async def _pending(rig: Rig, heads: list[str]) -> list[str]:
+    """Entries that Redis keeps for a reader that took them."""
+
+    def count() -> int:
+        with _redis(rig) as client:
+            prefix = rig.stack.settings.adaptation.prefix
+            keys = [key(prefix, head) for head in heads for key in (queries_key, samples_key)]
+            groups = [group for key in keys for group in client.xinfo_groups(key) if group["name"] == GROUP.encode()]
+            return sum(group["pending"] for group in groups)
+
+    pending = await asyncio.to_thread(count)
+    return [f"{pending} entries are pending"] if pending else []
+
+
+async def _unaccounted(rig: Rig) -> list[str]:
+    """Signals that were made and neither sent nor dropped once everything is idle."""
+    names = [*rig.names("orchestrator"), *rig.names("drafter")]
+    until = time.monotonic() + 10.0
+    while True:
+        waiting = {name: await asyncio.to_thread(_waiting, rig, name) for name in names}
+        if not any(waiting.values()) or time.monotonic() > until:
+            return [f"{name}: {count:g} signals unaccounted for" for name, count in waiting.items() if count]
+        await asyncio.sleep(0.2)
+
+
+def _waiting(rig: Rig, name: str) -> float:
+    ready, signals = rig.stack.services[name], "coppice_signals"
+    ended = metric(ready, f"{signals}_sent_total") + metric(ready, f"{signals}_dropped_total")
+    return metric(ready, f"{signals}_produced_total") - ended
+
+
+async def random_weights(rig: Rig, row: FaultRow) -> None:
+    """Valid updates to random weights, pushed past the adapter: texts stay, and the adapter puts its own back."""
+    from coppice.faults.weights import Head
+
+    heads = [Head.of(head, rig.stack.spec.target) for head in rig.stack.spec.adapted]
+    for _ in range(rig.plan.repeat):
+        async with rig.watched(row) as load:
+            for head in heads:
+                for name in _drafters(rig, head.name):
+                    async with Replica(rig.stack.services[name].address, Dialer()) as link:
+                        await link.push(*head.random((await link.describe()).weights_version + 1, name=None))
+            wanted = len(load.streams) + rig.plan.sessions
+            await rig.until(lambda load=load, wanted=wanted: len(load.streams) >= wanted, 30)  # type: ignore[misc]
+        await _flows_again(rig, row)
+
+
+def _drafters(rig: Rig, head: str) -> list[str]:
+    """The replicas of a head."""
+    return [name for name in rig.names("drafter") if name.rpartition("-")[0] == f"drafter-{head}"]
+
+
+async def corrupted(rig: Rig, row: FaultRow) -> None:
+    """Every corruption pushed to every replica of every head that can be replaced, while it drafts."""
+    from coppice.faults.weights import CORRUPTIONS, Head
+
+    heads = [Head.of(head, rig.stack.spec.target) for head in rig.stack.spec.heads if head.kind in FEATURE_KINDS]
+    taken: list[str] = []
+    for head, _ in zip(cycle(heads), range(rig.plan.repeat), strict=False):
+        names = _drafters(rig, head.name)
+        async with rig.watched(row, names), contextlib.AsyncExitStack() as links:
+            for name in names:
+                link = await links.enter_async_context(Replica(rig.stack.services[name].address, Dialer()))
+                before = await link.describe()
+                for what, spoil in CORRUPTIONS.items():
+                    push = await asyncio.to_thread(spoil, head)
+                    with contextlib.suppress(CoppiceError):
+                        await link.push(*push)
+                        taken.append(f"{name} took {what}")
+                after = await link.describe()
+                if (after.weights_hash, after.weights_version) != (before.weights_hash, before.weights_version):
+                    taken.append(f"the weights of {name} have changed")
+    note = "; ".join(taken[:3])
+    row.checks.append(Check(f"{row.fault}: corruptions that got through", len(taken), "0", not taken, note))
+
+
+SCENARIOS = [
+    *(
+        Scenario(f"adapter-{point}", "adapter", proves, killed_at(f"adapter.{point}"), adapts=True)
+        for point, proves in {
+            "read": "records that were read and lost cost samples, never a text; none stays pending",
+            "step": "an update that nobody has is forgotten",
+            "push": "a push that never began leaves the replicas as they were",
+            "acknowledge": "weights that a replica uses and the adapter has not heard of are found by the next one",
+        }.items()
+    ),
+    Scenario("redis-stop", "redis", "a Redis that hangs costs signals only", redis_fault(_stopped), adapts=True),
+    Scenario("redis-cut", "redis", "a Redis that is away costs signals only", redis_fault(_cut), adapts=True),
+    Scenario("redis-flush", "redis", "streams that are gone are made again", redis_fault(_flushed), adapts=True),
+    Scenario("redis-slow", "redis", "a slow Redis costs signals only", redis_fault(_slow), adapts=True),
+    Scenario("weights-random", "weights", "random weights cost drafts, and are replaced", random_weights, adapts=True),
+    Scenario("weights-corrupt", "weights", "no corruption of new weights gets through", corrupted, trains=True),
+]

@@ -1,0 +1,208 @@
+"""Faults of clients: they cancel, vanish, read slowly, or are too many."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from itertools import cycle, islice
+
+from coppice.bench.report import Check
+from coppice.client import AsyncClient, build_request
+from coppice.errors import CoppiceError, Overloaded
+from coppice.faults.calls import Direct, HealthWatch, watching
+from coppice.faults.load import REQUEST_S, Question, Stream, ask
+from coppice.faults.report import FaultRow, percentile
+from coppice.faults.rig import Rig, Scenario
+from coppice.generation import Chunk, Started
+from coppice.wire.generation import request_to_wire
+
+CLIENTS = 100
+GOODPUT_SHARE, REJECTED_S, HEALTHY_S = 0.9, 0.050, 0.100
+PAUSE_S = 0.1  # of a client that was refused
+SLOW_S = 0.05  # between two reads of a client that reads slowly
+
+# Streams one answer and tells of its first token.
+_VANISHING = """
+import sys
+from coppice.client import Client
+from coppice.generation import Chunk
+with Client(sys.argv[1]) as client:
+    for event in client.stream([int(sign) for sign in sys.argv[2].split(",")], max_new_tokens=400, ignore_eos=True):
+        if isinstance(event, Chunk):
+            print("token", flush=True)
+"""
+
+
+async def cancelled(rig: Rig, row: FaultRow) -> None:
+    """Clients that leave before the first event, behind it, behind the first tokens, and in the middle."""
+    phases = {"called": 0, "started": 1, "answering": 2, "half": rig.plan.new_tokens // 2}
+    for _ in range(rig.plan.repeat):
+        async with rig.watched(row) as load, AsyncClient(rig.stack.address) as client:
+            left = [
+                asyncio.create_task(_leave(client, question, expected, behind))
+                for behind in phases.values()
+                for question, expected in rig.answers.items()
+            ]
+            load.streams += await asyncio.gather(*left)
+
+
+async def _leave(client: AsyncClient, question: Question, expected: tuple[int, ...], behind: int) -> Stream:
+    """Cancel a request: 0 before its first event, 1 behind Started, else behind so many tokens."""
+    stream = Stream(expected, time.monotonic(), left=True)
+    options = {"sampling": question.sampling, "max_new_tokens": len(expected)}
+    events = client.stream(question.prompt, **options, ignore_eos=True, timeout=REQUEST_S)  # type: ignore[arg-type]
+    try:
+        async with contextlib.aclosing(events) as answer:  # type: ignore[type-var]
+            if not behind:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.001):
+                        await anext(answer)
+                return stream
+            async for event in answer:
+                if isinstance(event, Chunk):
+                    stream.ids += event.ids
+                    stream.arrivals.append(time.monotonic())
+                if (behind == 1 and isinstance(event, Started)) or len(stream.ids) >= max(behind, 2):
+                    break
+    except CoppiceError as error:
+        stream.failure = f"{error.status.name}: {error}"
+    finally:
+        stream.ended = time.monotonic()
+    return stream
+
+
+async def vanished(rig: Rig, row: FaultRow) -> None:
+    """A client process that is killed in the middle of its answer: its session is freed all the same."""
+    for _ in range(rig.plan.repeat):
+        async with rig.watched(row):
+            command = [sys.executable, "-c", _VANISHING, rig.stack.address.split(",")[0], "5,6,7"]
+            process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+            assert process.stdout
+            if await process.stdout.readline() != b"token\n":
+                row.weak.append("the client ended before its first token")
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+async def slow_reader(rig: Rig, row: FaultRow) -> None:
+    """A client that takes its time over every event gets the same text, and keeps nobody waiting."""
+    for (question, expected), _ in zip(cycle(rig.answers.items()), range(rig.plan.repeat), strict=False):
+        async with rig.watched(row) as load, AsyncClient(rig.stack.address) as client:
+            stream = Stream(expected, time.monotonic())
+            options = {"sampling": question.sampling, "max_new_tokens": len(expected)}
+            events = client.stream(question.prompt, **options, ignore_eos=True)  # type: ignore[arg-type]
+            try:
+                async for event in events:
+                    if isinstance(event, Chunk):
+                        stream.ids += event.ids
+                        stream.arrivals.append(time.monotonic())
+                    await asyncio.sleep(SLOW_S)
+            except CoppiceError as error:
+                stream.failure = f"{error.status.name}: {error}"
+            stream.ended = time.monotonic()
+            load.streams.append(stream)
+
+
+async def hundred(rig: Rig, row: FaultRow) -> None:
+    """A hundred clients at once, none refused, and health answers all the while."""
+    row.repetitions += 1
+    watches = [HealthWatch(ready) for ready in rig.stack.services.values()]
+    with watching(watches):
+        await _asked(rig, row, rig.plan.requests)
+    row.checks.append(_healthy(row, watches))
+    row.leaks += await rig.leaks()
+
+
+async def _asked(rig: Rig, row: FaultRow, requests: int) -> None:
+    left = iter(list(islice(cycle(rig.answers.items()), requests)))
+    streams: list[Stream] = []
+
+    async def client() -> None:
+        async with AsyncClient(rig.stack.address) as connected:
+            for question, expected in left:
+                stream = Stream(expected, time.monotonic())
+                streams.append(stream)
+                await ask(connected, question, stream)
+
+    await asyncio.gather(*(client() for _ in range(CLIENTS)))
+    row.count(streams)
+
+
+async def overload(rig: Rig, row: FaultRow) -> None:
+    """One orchestrator with as many seats as there are sessions: as many clients, then twice as many."""
+    name, seats = rig.names("orchestrator")[0], rig.plan.sessions
+    await rig.restart(name, flags={"limits.sessions": seats, "limits.queued": 0})
+    row.repetitions += 1
+    rejections: list[float] = []
+    rates: dict[int, list[float]] = {seats: [], 2 * seats: []}
+    watches = [HealthWatch(ready) for ready in rig.stack.services.values()]
+    try:
+        await _goodput(rig, row, name, seats, [])  # channels and heads find each other
+        with watching(watches):
+            for clients in (seats, 2 * seats, 2 * seats, seats):
+                rates[clients].append(await _goodput(rig, row, name, clients, rejections))
+    finally:
+        await rig.restart(name)
+    share = percentile(rates[2 * seats], 1.0) / max(1e-9, percentile(rates[seats], 1.0))
+    bound = f"at least {GOODPUT_SHARE} of the peak"
+    row.checks.append(Check(f"{row.fault}: goodput at twice the load", share, bound, share >= GOODPUT_SHARE))
+    if len(rejections) < seats:
+        row.weak.append(f"{len(rejections)} rejections")
+    slowest, bound = percentile(rejections, 0.99), f"at most {REJECTED_S * 1e3:g} ms"
+    row.checks.append(Check(f"{row.fault}: rejection p99, s", slowest, bound, slowest <= REJECTED_S))
+    row.checks.append(_healthy(row, watches))
+    row.leaks += await rig.leaks()
+
+
+async def _goodput(rig: Rig, row: FaultRow, name: str, clients: int, rejections: list[float]) -> float:
+    """Tokens a second of the requests that were answered; how long each refusal took is added to `rejections`."""
+    streams: list[Stream] = []
+    until = time.monotonic() + rig.plan.window_s
+
+    async def client(number: int) -> None:
+        direct = Direct(rig.stack.services[name].address)
+        asked = list(rig.answers.items())
+        while time.monotonic() < until:
+            question, expected = asked[number % len(asked)]
+            number += 1
+            request = build_request(
+                question.prompt, sampling=question.sampling, max_new_tokens=len(expected), ignore_eos=True
+            )
+            stream = Stream(expected, time.monotonic())
+            try:
+                stream.ids = await direct.ask(request_to_wire(request), REQUEST_S)
+            except Overloaded:
+                rejections.append(time.monotonic() - stream.began)
+                await asyncio.sleep(PAUSE_S)
+                continue
+            except CoppiceError as error:
+                stream.failure = f"{error.status.name}: {error}"
+            stream.ended = time.monotonic()
+            streams.append(stream)
+        await direct.close()
+
+    began = time.monotonic()
+    await asyncio.gather(*(client(number) for number in range(clients)))
+    row.count(streams)
+    return sum(len(stream.ids) for stream in streams) / (time.monotonic() - began)  # to the last one's end
+
+
+def _healthy(row: FaultRow, watches: list[HealthWatch]) -> Check:
+    """Health was always given, and in time."""
+    took, missed = [seconds for watch in watches for seconds in watch.took], sum(watch.missed for watch in watches)
+    slowest, bound = max(took, default=float("inf")), f"at most {HEALTHY_S * 1e3:g} ms, none missed"
+    note = f"{len(took)} answers, p99 {percentile(took, 0.99) * 1e3:.0f} ms, {missed} missed"
+    ok = slowest <= HEALTHY_S and not missed
+    return Check(f"{row.fault}: slowest health answer, s", slowest, bound, ok, note)
+
+
+SCENARIOS = [
+    Scenario("client-cancel", "client", "a request that is cancelled in any phase frees everything", cancelled),
+    Scenario("client-vanish", "client", "a client that is gone without a word frees everything", vanished),
+    Scenario("client-slow", "client", "a client that reads slowly gets its text and delays nobody", slow_reader),
+    Scenario("overload-clients", "overload", "a hundred clients at once: none fails", hundred),
+    Scenario("overload-twice", "overload", "what is too much is refused at once; the rest keeps its speed", overload),
+]

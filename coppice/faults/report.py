@@ -1,0 +1,135 @@
+"""The campaign's table, its checks and its JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from coppice.bench.report import Check, Report
+from coppice.faults.load import Stream
+
+LIMIT_S = 5.0
+"""recovery p99 may take as long"""
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The nearest-rank percentile; 0 of nothing."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
+
+
+@dataclass(slots=True)
+class FaultRow:
+    """What one fault did, over all its repetitions."""
+
+    fault: str
+    repetitions: int = 0
+    requests: int = 0
+    failed: int = 0
+    wrong: int = 0
+    """tokens that are not plain's"""
+    tokens: int = 0
+    drafted: int = 0
+    """tokens that were accepted drafts"""
+    recoveries: list[float] = field(default_factory=list)
+    """of every affected stream, the longest it went without a new token from the fault on, seconds"""
+    leaks: list[str] = field(default_factory=list)
+    weak: list[str] = field(default_factory=list)
+    """why a repetition proves nothing"""
+    failures: list[str] = field(default_factory=list)
+    """what requests failed with, each said once"""
+    checks: list[Check] = field(default_factory=list)
+    """what this fault promises besides"""
+
+    def count(self, streams: Sequence[Stream]) -> None:
+        """Take in requests that ended."""
+        self.requests += sum(not stream.left for stream in streams)
+        self.failed += sum(bool(stream.failure) for stream in streams)
+        self.wrong += sum(stream.wrong for stream in streams)
+        self.tokens += sum(len(stream.ids) for stream in streams)
+        self.drafted += sum(stream.drafted for stream in streams)
+        self.failures += sorted({stream.failure for stream in streams if stream.failure} - {*self.failures})
+
+    def recovered(self, streams: Sequence[Stream], since: float, until: float) -> None:
+        """Note how long the streams that were affected by a fault between two times were silent."""
+        self.recoveries += [stream.silence(since, until) for stream in streams]
+
+    @property
+    def p50(self) -> float:
+        """Median recovery, seconds."""
+        return percentile(self.recoveries, 0.5)
+
+    @property
+    def p99(self) -> float:
+        """Recovery of all but the worst hundredth, seconds."""
+        return percentile(self.recoveries, 0.99)
+
+    def to_checks(self) -> list[Check]:
+        """Nothing failed, nothing wrong, back in time, nothing left behind, and the load was worth the name."""
+        name = self.fault
+        checks = [
+            Check(f"{name}: failed requests", self.failed, "0", self.failed == 0, "; ".join(self.failures[:3])),
+            Check(f"{name}: wrong tokens", self.wrong, "0", self.wrong == 0),
+            Check(f"{name}: left behind", len(self.leaks), "0", not self.leaks, "; ".join(self.leaks[:3])),
+        ]
+        if self.recoveries:
+            bound = f"at most {LIMIT_S:g} s"
+            checks.append(Check(f"{name}: recovery p99", self.p99, bound, self.p99 <= LIMIT_S))
+        if self.weak:
+            note = f"weak: {'; '.join(self.weak[:3])}"
+            checks.append(Check(f"{name}: repetitions that prove nothing", len(self.weak), "0", False, note))
+        return checks + self.checks
+
+    @property
+    def ok(self) -> bool:
+        """Whether all of it held."""
+        return all(check.ok for check in self.to_checks())
+
+    def to_json(self) -> dict[str, Any]:
+        """One entry of `rows`."""
+        told = asdict(self)
+        for name in ("recoveries", "checks"):
+            del told[name]
+        return {**told, "recovery_p50_s": self.p50, "recovery_p99_s": self.p99, "ok": self.ok}
+
+
+@dataclass(slots=True)
+class FaultReport(Report):
+    """One campaign."""
+
+    faults: list[FaultRow] = field(default_factory=list)
+
+    def add(self, row: FaultRow) -> None:
+        """Take in a fault that is done with."""
+        self.faults.append(row)
+        self.checks += row.to_checks()
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of `--json FILE`: a row a fault."""
+        # Slots make a new class, which a bare super() does not know.
+        return {**super(FaultReport, self).to_json(), "rows": [row.to_json() for row in self.faults]}
+
+    def print(self, console: Console) -> None:
+        """The table, what did not hold, and the verdict."""
+        title = "seconds from a fault to the next token of every stream it affected"
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        table.add_column("fault", no_wrap=True)
+        for heading in ("repetitions", "requests", "failed", "wrong", "recovery p50", "p99", ""):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in self.faults:
+            times = [f"{seconds:.2f}" if row.recoveries else "-" for seconds in (row.p50, row.p99)]
+            verdict = "ok" if row.ok else "weak" if row.weak else "FAILED"
+            table.add_row(row.fault, *map(str, (row.repetitions, row.requests, row.failed, row.wrong)), *times, verdict)
+        console.print(table)
+        shown = {check.name for row in self.faults for check in row.to_checks() if check not in row.checks}
+        for check in self.checks:
+            if not check.ok or check.name not in shown:
+                sign = "[green]ok[/]" if check.ok else "[red]FAILED[/]"
+                note = f" ({check.note})" if check.note else ""
+                console.print(f"{sign} {check.name}: {check.value:g}, bound {check.bound}{note}", highlight=False)
