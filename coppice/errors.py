@@ -83,9 +83,15 @@ _BY_STATUS: dict[str, type[CoppiceError]] = {
 }
 
 
+LOST = "Internal error from Core"
+"""what grpc.aio says, with INTERNAL, when a write finds the call ended: the status it ended with is lost then"""
+
+
 def from_rpc_error(error: grpc.RpcError) -> CoppiceError:
     """The typed error for what a call ended with."""
     status, details = error.code(), error.details() or ""
+    if details == LOST:
+        return Unavailable("the server ended the call")
     if status.name == InvalidField.status.name:
         field, _, why = details.partition(": ")
         return InvalidField(field, why)
