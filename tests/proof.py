@@ -45,6 +45,7 @@ CAMPAIGNS = (
     Campaign("weight syncs", (*PYTEST, "tests/services/test_weight_sync.py"), runs=3),
     Campaign("adapter", (*PYTEST, "tests/services/test_adapter.py", "tests/services/test_signal_stream.py"), runs=3),
     Campaign("adaptation", (*PYTEST, "tests/pipeline/test_adaptation.py"), runs=3),
+    Campaign("fuzzing", (*PYTEST, "tests/faults/test_fuzz.py")),
     Campaign("faults", (*PYTEST, "tests/pipeline/test_faults.py"), runs=20),
 )
 

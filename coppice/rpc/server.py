@@ -134,9 +134,7 @@ def add_service(
     Unary answers are awaitables, streamed ones async generators; they raise CoppiceError to refuse. A caller that
     neither sends the message of a unary call nor reads its answers for `idle_s` seconds is refused too.
     """
-    handlers = {
-        method.name: _rpc_handler(method, getattr(servicer, method.name), idle_s) for method in service.methods
-    }
+    handlers = {method.name: _rpc_handler(method, getattr(servicer, method.name), idle_s) for method in service.methods}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 
 

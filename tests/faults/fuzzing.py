@@ -132,7 +132,9 @@ class Mutator:
             lambda: self._flipped(data),
             lambda: data + data,
             lambda: data + self.made_up(message.DESCRIPTOR).SerializeToString(),
-            lambda: data + random.choice((b"\xf8\x7f\x01", b"\xfa\x7f\x03abc", b"\xf9\x7f" + bytes(8))),  # no such field
+            lambda: (
+                data + random.choice((b"\xf8\x7f\x01", b"\xfa\x7f\x03abc", b"\xf9\x7f" + bytes(8)))
+            ),  # no such field
             lambda: data + random.choice((b"\x0b", b"\x0c", b"\x0b" * 200, b"\xff" * 11, b"\x07", b"\x00")),
             lambda: data + b"\x0a\xff\xff\xff\xff\x0f",  # a length beyond the end
             lambda: data + self._not_utf8(message.DESCRIPTOR),
@@ -190,7 +192,9 @@ class Outcome:
 
     def __str__(self) -> str:
         """What is needed to see it again."""
-        shown = [f"  {len(data)} bytes {hashlib.sha256(data).hexdigest()[:8]}: {self._shown(data)}" for data in self.sent]
+        shown = [
+            f"  {len(data)} bytes {hashlib.sha256(data).hexdigest()[:8]}: {self._shown(data)}" for data in self.sent
+        ]
         head = f"{self.method.full_name} {self.number} of seed {SEED}: {self.code} after {self.slowest_s:.2f} s"
         return "\n".join((f"{head}: {self.details[:400]!r}", *shown))
 

@@ -185,11 +185,12 @@ def syncing(pushes: Sequence[Push]) -> Says:
         push = random.choice(pushes)
         if random.random() < 0.5:
             push = push.with_file(_another_file(random, push.file))
-        yield weights_to_wire(push.announcing(version=10 + int(name.rpartition("-")[2])).header), False
-        size = random.choice((CHUNK_BYTES, 40_000))
+        size = random.choice((CHUNK_BYTES, CHUNK_BYTES, 1 + len(push.file) // 3))
         parts = [push.file[at : at + size] for at in range(0, len(push.file), size)]
-        for part in push.parts if len(parts) != push.header.parts else map(WeightsPart, range(len(parts)), parts):
-            yield weights_to_wire(part), False
+        version = 10 + int(name.rpartition("-")[2])
+        yield weights_to_wire(push.announcing(version=version, parts=len(parts)).header), False
+        for number, data in enumerate(parts):
+            yield weights_to_wire(WeightsPart(number, data)), False
 
     return says
 

@@ -1,4 +1,4 @@
-"""Whatever is sent to a service, it answers in time with a documented status, forgets it, and serves the next caller."""
+"""Whatever is sent to a service, it answers in time with a documented status, forgets it and serves the next caller."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import re
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from coppice.adaptation.push import Replica
 from coppice.adaptation.weights import Weights
 from coppice.client import Client
 from coppice.launch import SERVICES, Stack
-from coppice.messages import Fence, committed_hash
 from coppice.nn.layouts import load_specblock, public_weights
 from coppice.process import Ready
 from coppice.rpc.channels import Dialer
@@ -44,7 +42,8 @@ from tests.unit.test_feature_heads import save_random
 
 MESSAGES = 100_000 if os.environ.get("COPPICE_PROOF") else 1_000  # to each method of each service
 WARM_UP = 150
-AT_ONCE = 12
+AT_ONCE = 8
+ALONE = {"SyncWeights": 2, "Rollback": 2}  # methods that do one thing at a time: more callers would only be refused
 MEMORY = 24 << 20  # bytes by which a process may grow between the warm-up and the end
 PROMPT = tuple(range(7, 30))
 DESCRIPTORS = {
@@ -76,7 +75,14 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         drafter_threads=1,
         adapt=True,
         log_dir=folder,
-        extra={"adapter": {"adapter.poll_s": 1e6}, "orchestrator": {"orchestrator.draft_deadline_ms": 500}},
+        extra={
+            "adapter": {"adapter.poll_s": 1e6},
+            "orchestrator": {
+                "orchestrator.draft_deadline_ms": 500,
+                "orchestrator.max_new_tokens": 4,
+                "limits.max_new_tokens": 16,
+            },
+        },
     )
     with Stack(spec) as running:
         yield running
@@ -121,6 +127,11 @@ class State:
         process = psutil.Process(ready.pid)
         return cls(process.memory_info().rss, process.num_fds(), process.num_threads())
 
+    def has_not_grown(self, before: State, memory: int) -> bool:
+        """Whether it holds what it held, up to `memory` bytes and what one connection takes."""
+        files, threads = self.files - before.files, self.threads - before.threads
+        return self.memory - before.memory < memory and files <= 4 and threads <= 4
+
 
 @contextlib.asynccontextmanager
 async def held(stack: Stack) -> AsyncIterator[None]:
@@ -160,10 +171,11 @@ async def described(ready: Ready) -> tuple[int, int, int]:
 
 
 async def eventually(told: Callable[[], Awaitable[Any]], wanted: Any) -> None:
-    until = time.monotonic() + 5
-    while (now := await told()) != wanted and time.monotonic() < until:
+    for _ in range(250):
+        if await told() == wanted:
+            return
         await asyncio.sleep(0.02)
-    assert now == wanted
+    assert await told() == wanted
 
 
 async def health(ready: Ready) -> int:
@@ -183,7 +195,7 @@ async def fuzz(address: str, method: MethodDescriptor, says: Says, first: int, m
             outcomes.append(await converse(channel, method, next(numbers), says))
 
     async with Dialer().open(address) as channel, asyncio.TaskGroup() as group:
-        for _ in range(AT_ONCE):
+        for _ in range(ALONE.get(method.name, AT_ONCE)):
             group.create_task(caller(channel))
     return outcomes
 
@@ -193,7 +205,7 @@ def judged(outcomes: list[Outcome], allowed: set[str]) -> Counter[str]:
     seen = [one for one in outcomes if not one.unseen]
     bad = [one for one in seen if one.slowest_s > HANG_S or one.code is None or one.code.name not in allowed]
     leaks = [one for one in outcomes if re.search(r"Traceback|Error parsing|DecodeError|\.py", one.details)]
-    assert not bad and not leaks, "\n".join(map(str, (bad + leaks)[:5]))
+    assert bad + leaks == [], "\n".join(map(str, (bad + leaks)[:5]))
     assert len(seen) > 0.8 * len(outcomes)
     return Counter(one.code.name for one in seen if one.code)
 
@@ -205,7 +217,7 @@ def case(service: str, method: str, says: Callable[[Stack, list[Push]], Says], *
 REFUSED = "INVALID_ARGUMENT"
 
 
-@pytest.mark.timeout(0 if MESSAGES > 1000 else 60)
+@pytest.mark.timeout(7200 if MESSAGES > 1000 else 60, func_only=True)
 @pytest.mark.parametrize(
     ("service", "method", "says", "expected"),
     [
@@ -256,17 +268,14 @@ async def test_a_method_survives_whatever_is_sent_to_it(
     await eventually(lambda: described(ready), (0, 0, 0))
     assert await health(ready) == health_pb2.HealthCheckResponse.SERVING
     after = State.of(ready)
-    assert after.memory - before.memory < MEMORY, (before, after)
-    assert after.files <= before.files + 4 and after.threads <= before.threads + 4, (before, after)
+    assert after.has_not_grown(before, MEMORY), (before, after)
     log = (Path(str(stack.spec.log_dir)) / f"{service}.log").read_text()
     assert not re.search(r"unexpected error|Traceback|forward failed|drafting failed|goes on without", log), log[-3000:]
     assert await asyncio.to_thread(answers, stack) == right
 
 
 def test_every_method_is_documented_and_fuzzed() -> None:
-    (mark,) = [
-        mark for mark in test_a_method_survives_whatever_is_sent_to_it.pytestmark if mark.name == "parametrize"
-    ]
+    (mark,) = [mark for mark in test_a_method_survives_whatever_is_sent_to_it.pytestmark if mark.name == "parametrize"]
     assert documented().keys() == DESCRIPTORS.keys() == {str(one.values[1]) for one in mark.args[1]}
 
 
