@@ -70,6 +70,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     spec = StackSpec(
         target=target,
         heads=(HeadSpec("lm", "lm", target), HeadSpec("lookup", "lookup"), HeadSpec("block", "specblock", block)),
+        policy="single:lookup",
         dtype="float32",
         verifier_threads=1,
         drafter_threads=1,

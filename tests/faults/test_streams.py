@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from coppice.errors import InvalidField
+from coppice.errors import LOST, InvalidField, Unavailable, from_rpc_error
 from coppice.limits import Limits
 from coppice.messages import Advance, DraftStep, Fence, OpenDraft, committed_hash
 from coppice.process import Ready
@@ -168,3 +168,9 @@ async def test_what_was_not_expected_stays_in_the_log() -> None:
         await call.done_writing()
         assert await call.code() is grpc.StatusCode.INTERNAL
         assert "secret" not in await call.details()
+
+
+def test_a_write_that_finds_the_call_ended_is_a_lost_server() -> None:
+    nothing = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, LOST)
+    assert type(from_rpc_error(error)) is Unavailable
