@@ -113,7 +113,8 @@ _BY_STATUS: dict[str, type[CoppiceError]] = {
 
 RETRY_HINT = "grpc-retry-pushback-ms"
 """the trailing metadata, gRPC's own, that says when to come back"""
-_TRANSPORT = ("RST_STREAM", "Stream removed", "GOAWAY")  # what a connection that breaks is called, among others
+# What a connection that breaks is called, among others; the last is grpc.aio's when a write finds the call ended.
+_TRANSPORT = ("RST_STREAM", "Stream removed", "GOAWAY", "Internal error from Core")
 
 
 def from_rpc_error(error: grpc.RpcError) -> CoppiceError:

@@ -45,7 +45,8 @@ CAMPAIGNS = (
     Campaign("weight syncs", (*PYTEST, "tests/services/test_weight_sync.py"), runs=3),
     Campaign("adapter", (*PYTEST, "tests/services/test_adapter.py", "tests/services/test_signal_stream.py"), runs=3),
     Campaign("adaptation", (*PYTEST, "tests/pipeline/test_adaptation.py"), runs=3),
-    Campaign("faults", (*PYTEST, "tests/faults")),
+    Campaign("fuzzing", (*PYTEST, "tests/faults/test_fuzz.py", "tests/faults/test_streams.py")),
+    Campaign("faults", (*PYTEST, "tests/faults/test_faults.py")),
 )
 
 

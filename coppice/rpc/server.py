@@ -24,7 +24,7 @@ from grpc_health.v1._async import HealthServicer
 from coppice import failpoints
 from coppice.certificates import TlsSettings, is_loopback
 from coppice.config import ServerSettings, Settings, load_settings
-from coppice.errors import RETRY_HINT, CoppiceError, InvalidField, Overloaded
+from coppice.errors import RETRY_HINT, CoppiceError, InvalidField, Overloaded, Unavailable
 from coppice.limits import Limits
 from coppice.rpc.access import Access, needs_certificates
 from coppice.rpc.directory import Registration
@@ -34,6 +34,8 @@ from coppice.rpc.tokens import Tokens
 from coppice.telemetry import configure_logging
 
 log = structlog.get_logger()
+
+MAX_DETAILS = 600  # characters of a status' details: a header holds 8 KiB, a character takes up to 12 bytes of it
 
 Handler = Callable[[Any, grpc.aio.ServicerContext], Any]
 
@@ -54,15 +56,23 @@ def _deserializer(method: MethodDescriptor) -> Callable[[bytes], Any]:
     return parse
 
 
-def _checked(request: Any) -> Any:
-    if isinstance(request, _Undecodable):
-        raise InvalidField("request", "the bytes are not a message of this method")
-    return request
-
-
-async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+async def _checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     async for request in requests:
-        yield _checked(request)
+        if isinstance(request, _Undecodable):
+            raise InvalidField("request", "the bytes are not a message of this method")
+        yield request
+
+
+async def _only(requests: AsyncIterator[Any], within_s: float) -> Any:
+    """The one message of a call. grpc's own handlers wait for it without a bound, and never answer when none comes."""
+    try:
+        async with asyncio.timeout(within_s):
+            request = await anext(requests, None)
+    except TimeoutError:
+        raise Unavailable(f"no message for {within_s:g} s") from None
+    if request is None:
+        raise InvalidField("request", "the call ended without a message")
+    return request
 
 
 @contextlib.asynccontextmanager
@@ -72,7 +82,7 @@ async def _guard(context: grpc.aio.ServicerContext, method: str) -> AsyncIterato
         yield
     except CoppiceError as error:
         hint = ((RETRY_HINT, str(int(error.retry_after_s * 1e3))),) if isinstance(error, Overloaded) else ()
-        await context.abort(grpc.StatusCode[error.status.name], str(error), hint)
+        await context.abort(grpc.StatusCode[error.status.name], _details(error), hint)
     except (asyncio.CancelledError, grpc.aio.AbortError):
         raise
     except Exception:
@@ -81,41 +91,64 @@ async def _guard(context: grpc.aio.ServicerContext, method: str) -> AsyncIterato
         await context.abort(grpc.StatusCode.INTERNAL, f"internal error {opaque}")
 
 
-def _rpc_handler(method: MethodDescriptor, behaviour: Handler, access: Access) -> grpc.RpcMethodHandler:
-    serialize = message_factory.GetMessageClass(method.output_type).SerializeToString
-    checked = _checked_stream if method.client_streaming else _checked
+def _details(error: CoppiceError) -> str:
+    """What the caller is told: it travels in a header, as UTF-8, and may quote what the caller made up."""
+    return str(error)[:MAX_DETAILS].encode(errors="replace").decode()
 
-    async def unary(request: Any, context: grpc.aio.ServicerContext) -> Any:
+
+def _rpc_handler(method: MethodDescriptor, behaviour: Handler, access: Access, idle_s: float) -> grpc.RpcMethodHandler:
+    """Every request is read as a stream: what a call brings is then ours to bound, one message or many."""
+
+    async def called(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
+        checked = _checked(requests)
+        return behaviour(checked if method.client_streaming else await _only(checked, idle_s), context)
+
+    async def unary(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
         async with _guard(context, method.full_name):
             with access.admit(method, context):
-                return await behaviour(checked(request), context)
+                return await (await called(requests, context))
 
-    async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+    async def stream(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
         async with _guard(context, method.full_name):
             with access.admit(method, context):
-                async with contextlib.aclosing(behaviour(checked(request), context)) as responses:
+                async with contextlib.aclosing(await called(requests, context)) as responses:
                     async for response in responses:
-                        yield response
+                        await _sent(context, response, idle_s)
 
-    kinds = {
-        (False, False): (grpc.unary_unary_rpc_method_handler, unary),
-        (False, True): (grpc.unary_stream_rpc_method_handler, stream),
-        (True, False): (grpc.stream_unary_rpc_method_handler, unary),
-        (True, True): (grpc.stream_stream_rpc_method_handler, stream),
-    }
-    make, guarded = kinds[method.client_streaming, method.server_streaming]
+    make, guarded = (
+        (grpc.stream_stream_rpc_method_handler, stream)
+        if method.server_streaming
+        else (grpc.stream_unary_rpc_method_handler, unary)
+    )
+    serialize = message_factory.GetMessageClass(method.output_type).SerializeToString
     return make(guarded, request_deserializer=_deserializer(method), response_serializer=serialize)
 
 
+async def _sent(context: grpc.aio.ServicerContext, response: Any, within_s: float) -> None:
+    """Send a part of the answer. Raises Unavailable when the caller has not read the ones before it for so long."""
+    try:
+        async with asyncio.timeout(within_s):
+            await context.write(response)
+    except TimeoutError:
+        raise Unavailable(f"the answer was not read for {within_s:g} s") from None
+
+
 def add_service(
-    server: grpc.aio.Server, service: ServiceDescriptor, servicer: object, access: Access | None = None
+    server: grpc.aio.Server,
+    service: ServiceDescriptor,
+    servicer: object,
+    access: Access | None = None,
+    idle_s: float = Limits().idle_s,
 ) -> None:
     """Register `servicer`, whose methods are named as in the proto, behind the guard and `access` (None: open to all).
 
-    Unary answers are awaitables, streamed ones async generators; they raise CoppiceError to refuse.
+    Unary answers are awaitables, streamed ones async generators; they raise CoppiceError to refuse. A caller that
+    neither sends the message of a unary call nor reads its answers for `idle_s` seconds is refused too.
     """
     access = access or Access(TlsSettings())
-    handlers = {method.name: _rpc_handler(method, getattr(servicer, method.name), access) for method in service.methods}
+    handlers = {
+        method.name: _rpc_handler(method, getattr(servicer, method.name), access, idle_s) for method in service.methods
+    }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 
 
@@ -167,7 +200,7 @@ class Serving:
 
     async def start(self, service: ServiceDescriptor, servicer: object, metrics_port: int = 0) -> None:
         """Bind, register and report ready. Raises OSError when a port is taken, InvalidField for bad certificates."""
-        add_service(self.server, service, servicer, self._access)
+        add_service(self.server, service, servicer, self._access, self.limits.idle_s)
         self._service_name, self._metrics_port = service.full_name, metrics_port
         host = self.settings.host
         require = self._tls.require or needs_certificates(service.full_name)

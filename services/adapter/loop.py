@@ -325,8 +325,8 @@ class HeadLoop:
 
     async def rollback(self, version: int | None) -> int:
         """Put back a version, None: the last good one; returns the new one. Raises InvalidField, StaleFence."""
-        if self._doing in ("training", "syncing"):
-            raise StaleFence(f"{self.name} is {self._doing}; pause it, and try again when it is idle")
+        if self._work or self._doing in ("training", "syncing"):
+            raise StaleFence(f"{self.name} is {self._doing} or about to; pause it, and try again when it is idle")
         back_to = self.memory.good if version is None else version
         if back_to and back_to not in self._copies.versions.numbers():
             there = ", ".join(map(str, [0, *self._copies.versions.numbers()]))
@@ -334,14 +334,18 @@ class HeadLoop:
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
         async def work() -> None:
+            self._doing = "syncing"
             try:
-                done.set_result(await self._back_to(back_to, "rollback", "asked for"))
+                made = await self._back_to(back_to, "rollback", "asked for")
                 self._forget_windows()
+                done.set_result(made)
             except BadVersion as error:
                 done.set_exception(InvalidField("version", str(error)))
+            except Exception as error:
+                done.set_exception(error)
 
         self._plan(work)
-        version_made: int = await done
+        version_made: int = await asyncio.shield(done)  # the operator may leave, the work is done all the same
         return version_made
 
     def status(self, history: int) -> HeadStatus:

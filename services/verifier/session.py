@@ -87,13 +87,15 @@ class Session:
             self.features.append(features)
 
     def check_fence(self, fence: Fence) -> None:
-        """Raise StaleFence unless the step continues exactly what is committed here."""
+        """Raise StaleFence unless the step continues exactly what is committed here, and that has room for a root."""
         expected = (self.step + 1, self.committed_len, self.hash)
         if (fence.step, fence.committed_len, fence.committed_hash) != expected:
             raise StaleFence(
                 f"step {fence.step} on {fence.committed_len} tokens with hash {fence.committed_hash:016x}; expected "
                 f"step {expected[0]} on {expected[1]} tokens with hash {expected[2]:016x}"
             )
+        if self.committed_len >= self.request.max_len:
+            raise StaleFence(f"step {fence.step} comes behind the end of the text at {self.request.max_len} tokens")
 
     def first_root(self, logits: Tensor) -> NextRoot:
         """Where the root behind the prompt comes from, given the (V,) logits of the prompt's last token."""

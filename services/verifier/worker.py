@@ -192,20 +192,23 @@ class Worker(threading.Thread):
 
     def _take_step(self, key: int, step: VerifyStep, answer: asyncio.Future[Any], arrived: int) -> None:
         try:
-            if key not in self._sessions:
-                raise NotFound("the session is not open")
-            session = self._sessions[key]
-            session.check_fence(step.fence)
-        except CoppiceError as error:
+            self._steps[key] = self._step_job(key, step, answer, arrived)
+        except Exception as error:
             self._answer(answer, error)
-            return
+
+    def _step_job(self, key: int, step: VerifyStep, answer: asyncio.Future[Any], arrived: int) -> _Job:
+        """The step with as much of its tree as there is room for. Raises NotFound, StaleFence."""
+        if key not in self._sessions:
+            raise NotFound("the session is not open")
+        session = self._sessions[key]
+        session.check_fence(step.fence)
         job = _Job(session, step, answer, arrived)
         room = session.table.capacity - session.committed_len - 1
         job.tree = step.tree
         if len(step.tree) > room:
             job.tree, kept = prune(step.tree, room)
             job.verified = tuple(int(node) for node in kept)
-        self._steps[key] = job
+        return job
 
     def _take_close(self, key: int) -> None:
         session = self._sessions.pop(key, None)

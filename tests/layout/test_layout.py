@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
+from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
 from hatchling.builders.wheel import WheelBuilder
 
 from coppice import limits
-from coppice.v1 import adapter_pb2, common_pb2, drafter_pb2, generation_pb2, verifier_pb2
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("coppice", "services", "orchestrator")
@@ -179,7 +181,7 @@ def test_the_wheel_holds_coppice_alone(tmp_path: Path) -> None:
 
 
 # What bounds each repeated, string and bytes field: a constant of coppice.limits, a setting of Limits, or one of two
-# words: "choice" is one of a few literals, "session" the pattern of session names. The whole message, `message_bytes`,
+# words: "choice" is one of a few values, "session" the pattern of session names. The whole message, `message_bytes`,
 # is the bound of bytes whose size follows from other fields, and of what a client reads of the server it chose.
 BOUNDS = {
     "MAX_TREE_NODES": """
@@ -222,28 +224,127 @@ BOUNDS = {
 }
 
 
-def sized_fields() -> list[str]:
-    """Every field of every message that has no size of its own."""
-    found: list[str] = []
+# What bounds each number that a service reads of a stranger: as above, or one of these words. "vocabulary" is the width
+# of the logits, "fence" that any other value than the expected one is refused, "unit" 0 to 1, "any" that each value
+# means something (a seed, the number of a version, ids that are only compared).
+NUMBERS = {
+    "any": """
+        Sampling.seed Sampling.top_k Fence.weights_version Rejection.target_id Rejection.top_ids Rejection.top_log_probs
+        Rejection.tail OpenSession.stop_ids RollbackRequest.version DraftOpened.weights_version TreeDelta.forward_ns
+        TreeDelta.total_ns
+    """,
+    "vocabulary": """
+        OpenSession.ids OpenDraft.ids Advance.ids TokenIds.ids GenerateRequest.resume_ids VerifyStep.root DraftStep.root
+        Tree.tokens
+    """,
+    "fence": """
+        Fence.step Fence.committed_hash WeightsHeader.version WeightsHeader.parent WeightsPart.number
+    """,
+    "unit": "Sampling.top_p TreeDelta.miss",
+    "choice": "GenerateRequest.accept_rule OpenSession.feature_layers",
+    "MAX_TREE_NODES": "Tree.parents Rejection.parent GenerateRequest.budget",
+    "LOG_PROB_TOLERANCE": "Tree.log_probs",
+    "MAX_HEAD_NODES": "DraftStep.budget",
+    "MAX_CONTEXT": """
+        Fence.committed_len FeatureRef.start FeatureRef.count Features.start Features.count Rejection.position
+        OpenSession.max_len
+    """,
+    "MAX_DEADLINE_NS": "Fence.deadline_ns",
+    "MAX_TEMPERATURE": "Sampling.temperature",
+    "MAX_TOP_N": "OpenSession.rejection_top_n",
+    "MAX_HISTORY": "GetStatusRequest.history",
+    "weights_bytes": "WeightsHeader.size WeightsHeader.parts",
+    "max_new_tokens": "GenerateRequest.max_new_tokens",
+}
+WORDS = {"choice", "session", "any", "vocabulary", "fence", "unit"}
 
-    def walk(message: Descriptor) -> None:
-        for field in message.fields:
-            if field.is_repeated or field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
-                found.append(f"{message.name}.{field.name}")
-        for inner in message.nested_types:
-            walk(inner)
 
-    for module in (adapter_pb2, common_pb2, drafter_pb2, generation_pb2, verifier_pb2):
-        for message in module.DESCRIPTOR.message_types_by_name.values():
-            walk(message)
+def protos() -> list[FileDescriptor]:
+    """Every file of the contract."""
+    names = sorted(file.stem for file in (ROOT / "protos" / "coppice" / "v1").glob("*.proto"))
+    return [importlib.import_module(f"coppice.v1.{name}_pb2").DESCRIPTOR for name in names]
+
+
+def messages_of(files: Iterable[FileDescriptor]) -> Iterator[Descriptor]:
+    """Every message, those inside others included."""
+    waiting = [message for file in files for message in file.message_types_by_name.values()]
+    while waiting:
+        message = waiting.pop()
+        yield message
+        waiting += message.nested_types
+
+
+def messages_read(files: Iterable[FileDescriptor]) -> set[Descriptor]:
+    """What a service reads of others: requests, a drafter's answers, and all that is in them."""
+    methods = [method for file in files for service in file.services_by_name.values() for method in service.methods]
+    waiting = [method.input_type for method in methods] + [each.output_type for each in methods if each.name == "Draft"]
+    found: set[Descriptor] = set()
+    while waiting:
+        message = waiting.pop()
+        if message not in found:
+            found.add(message)
+            waiting += [field.message_type for field in message.fields if field.message_type]
     return found
 
 
+def sized_fields(messages: Iterable[Descriptor]) -> list[str]:
+    """Every field that has no size of its own."""
+    sized = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+    return [
+        f"{message.name}.{field.name}"
+        for message in messages
+        for field in message.fields
+        if field.is_repeated or field.type in sized
+    ]
+
+
+def number_fields(messages: Iterable[Descriptor]) -> list[str]:
+    """Every field that holds numbers."""
+    others = (
+        *(FieldDescriptor.CPPTYPE_STRING, FieldDescriptor.CPPTYPE_MESSAGE),
+        FieldDescriptor.CPPTYPE_BOOL,
+    )
+    return [
+        f"{message.name}.{field.name}"
+        for message in messages
+        for field in message.fields
+        if field.cpp_type not in others
+    ]
+
+
+def stated(bounds: dict[str, str]) -> list[str]:
+    return sorted(field for fields in bounds.values() for field in fields.split())
+
+
 def test_every_field_without_a_size_of_its_own_has_a_bound() -> None:
-    bounded = [field for fields in BOUNDS.values() for field in fields.split()]
-    assert sorted(bounded) == sorted(sized_fields())
+    assert stated(BOUNDS) == sorted(sized_fields(messages_of(protos())))
+
+
+def test_every_number_that_a_service_reads_has_a_bound() -> None:
+    assert stated(NUMBERS) == sorted(number_fields(messages_read(protos())))
 
 
 def test_bounds_are_those_of_the_limits_module() -> None:
-    known = {"choice", "session", *vars(limits), *limits.Limits.model_fields}
-    assert set(BOUNDS) <= known
+    known = WORDS | {*vars(limits), *limits.Limits.model_fields, "LOG_PROB_TOLERANCE"}
+    assert BOUNDS.keys() | NUMBERS.keys() <= known
+
+
+def test_a_new_field_is_found_wherever_it_lies() -> None:
+    """The walk itself, over a proto that nobody has stated a bound for."""
+    inside = DescriptorProto(name="Inside")
+    inside.field.add(name="text", number=1, type="TYPE_STRING", label="LABEL_OPTIONAL")
+    told = DescriptorProto(name="Told", nested_type=[inside])
+    told.oneof_decl.add(name="kind")
+    told.field.add(name="data", number=1, type="TYPE_BYTES", label="LABEL_OPTIONAL", oneof_index=0)
+    told.field.add(name="count", number=2, type="TYPE_SINT32", label="LABEL_OPTIONAL", oneof_index=0)
+    told.field.add(name="flags", number=3, type="TYPE_BOOL", label="LABEL_REPEATED")
+    told.field.add(name="in", number=4, type="TYPE_MESSAGE", type_name=".new.Told.Inside", label="LABEL_OPTIONAL")
+    file = FileDescriptorProto(name="new.proto", package="new", syntax="proto3", message_type=[told])
+    method = {"name": "Say", "input_type": ".new.Told", "output_type": ".new.Told.Inside"}
+    file.service.add(name="New").method.add(**method)
+    pool = DescriptorPool()
+    pool.Add(file)
+    files = [pool.FindFileByName("new.proto")]
+    assert sorted(sized_fields(messages_of(files))) == ["Inside.text", "Told.data", "Told.flags"]
+    assert {message.name for message in messages_read(files)} == {"Told", "Inside"}
+    assert number_fields(messages_read(files)) == ["Told.count"]

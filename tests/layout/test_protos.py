@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coppice.v1 import common_pb2, drafter_pb2, generation_pb2, verifier_pb2
+from coppice.v1 import adapter_pb2, common_pb2, drafter_pb2, generation_pb2, verifier_pb2
 
 ROOT = Path(__file__).parents[2]
 PROTOS = sorted((ROOT / "protos" / "coppice" / "v1").glob("*.proto"))
@@ -69,7 +69,7 @@ def test_every_declaration_has_a_comment(proto: Path) -> None:
     assert [lines[number] for number in declared if not lines[number - 1].lstrip().startswith("// ")] == []
 
 
-@pytest.mark.parametrize("module", [common_pb2, drafter_pb2, generation_pb2, verifier_pb2])
+@pytest.mark.parametrize("module", [adapter_pb2, common_pb2, drafter_pb2, generation_pb2, verifier_pb2])
 def test_every_rpc_and_every_message_of_a_stub_is_in_its_proto(module: object) -> None:
     descriptor = module.DESCRIPTOR  # type: ignore[attr-defined]
     text = (ROOT / "protos" / descriptor.name).read_text(encoding="utf-8")
@@ -81,7 +81,7 @@ def test_every_rpc_and_every_message_of_a_stub_is_in_its_proto(module: object) -
 def test_enums_have_an_unspecified_zero() -> None:
     enums = [
         enum
-        for module in (common_pb2, drafter_pb2, generation_pb2, verifier_pb2)
+        for module in (adapter_pb2, common_pb2, drafter_pb2, generation_pb2, verifier_pb2)
         for enum in module.DESCRIPTOR.enum_types_by_name.values()
     ]
     assert enums

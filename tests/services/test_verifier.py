@@ -311,6 +311,16 @@ async def test_a_stale_fence_is_a_failed_precondition_that_says_what_was_expecte
         assert await client.call.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
+async def test_a_step_behind_the_end_of_the_text_is_refused(verifier: Service) -> None:
+    """Its KV has room for the longest text and a tree: a hundred such steps would find none."""
+    async with connected(verifier) as stub:
+        client = Client(stub, max_len=len(IDS) + 1)
+        await client.open()
+        assert (await client.verify()).next is None
+        with pytest.raises(StaleFence, match=f"step 2 comes behind the end of the text at {len(IDS) + 1} tokens"):
+            await client.verify(root=1)
+
+
 async def test_a_session_is_opened_first_and_once(verifier: Service) -> None:
     async with connected(verifier) as stub:
         unopened = Client(stub)

@@ -1,0 +1,299 @@
+"""Whatever is sent to a service, it answers in time with a documented status, forgets it and serves the next caller."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import psutil
+import pytest
+from google.protobuf.descriptor import MethodDescriptor
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from coppice.adaptation.client import AdapterClient
+from coppice.adaptation.push import Replica
+from coppice.adaptation.weights import Weights
+from coppice.client import Client
+from coppice.launch import SERVICES, Stack
+from coppice.nn.layouts import load_specblock, public_weights
+from coppice.process import Ready
+from coppice.rpc.channels import Dialer
+from coppice.sampling import SamplingParams
+from coppice.stack_spec import HeadSpec, StackSpec
+from coppice.v1 import adapter_pb2, drafter_pb2, generation_pb2, verifier_pb2
+from coppice.wire.drafter import read_head
+from coppice.wire.verifier import open_session_to_wire, read_target
+from tests.faults import talks
+from tests.faults.fuzzing import HANG_S, Outcome, converse
+from tests.faults.talks import HELD, VOCAB, Says
+from tests.proof import ROOT
+from tests.pushes import Push, altered
+from tests.tiny import make_target
+from tests.unit.test_feature_heads import save_random
+
+MESSAGES = 100_000 if os.environ.get("COPPICE_PROOF") else 1_000  # to each method of each service
+WARM_UP = 150
+AT_ONCE = 8
+ALONE = {"SyncWeights": 2, "Rollback": 2}  # methods that do one thing at a time: more callers would only be refused
+MEMORY = 24 << 20  # bytes by which a process may grow between the warm-up and the end
+PROMPT = tuple(range(7, 30))
+DESCRIPTORS = {
+    method.name: method
+    for module in (verifier_pb2, drafter_pb2, generation_pb2, adapter_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+}
+
+
+def documented() -> dict[str, set[str]]:
+    """What docs/protocol.md says that a method may end with."""
+    rows = re.findall(r"^\| `(\w+)` \| ([A-Z_, ]+) \|$", (ROOT / "docs" / "protocol.md").read_text(), re.MULTILINE)
+    anywhere = {"OK", "CANCELLED", "DEADLINE_EXCEEDED"}
+    return {method: anywhere | set(statuses.split(", ")) for method, statuses in rows}
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Every service there is, with room for a few sessions; the adapter does nothing unasked."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    target = make_target(folder / "target", VOCAB, layers=8, hidden=talks.HIDDEN)
+    block = save_random(folder / "block", "specblock", vocab_size=VOCAB)
+    spec = StackSpec(
+        target=target,
+        heads=(HeadSpec("lm", "lm", target), HeadSpec("lookup", "lookup"), HeadSpec("block", "specblock", block)),
+        policy="single:lookup",
+        dtype="float32",
+        verifier_threads=1,
+        drafter_threads=1,
+        adapt=True,
+        log_dir=folder,
+        extra={
+            "adapter": {"adapter.poll_s": 1e6},
+            "orchestrator": {
+                "orchestrator.draft_deadline_ms": 500,
+                "orchestrator.max_new_tokens": 4,
+                "limits.max_new_tokens": 16,
+            },
+        },
+    )
+    with Stack(spec) as running:
+        yield running
+    assert not running.unclean
+
+
+@pytest.fixture(scope="module")
+def pushes(stack: Stack) -> list[Push]:
+    """Weights for the block head, each over the checkpoint's."""
+    _, _, block = stack.spec.heads
+    assert block.path is not None
+    loaded = load_specblock(str(block.path), str(stack.spec.target))
+    first = Weights.of(public_weights(loaded.model, loaded.config))
+    return [Push.of(block.name, first, altered(first, seed)) for seed in range(4)]
+
+
+@pytest.fixture(scope="module")
+def right(stack: Stack) -> tuple[tuple[int, ...], ...]:
+    """What the stack answers before anything is done to it."""
+    return answers(stack)
+
+
+def answers(stack: Stack) -> tuple[tuple[int, ...], ...]:
+    drawn = (("plain", SamplingParams()), ("merge", SamplingParams()), ("route", SamplingParams(temperature=1, seed=3)))
+    with Client(stack.address) as client:
+        return tuple(
+            client.generate(PROMPT, policy=policy, sampling=sampling, max_new_tokens=12, ignore_eos=True).ids
+            for policy, sampling in drawn
+        )
+
+
+@dataclass(frozen=True)
+class State:
+    """What a process holds."""
+
+    memory: int
+    files: int
+    threads: int
+
+    @classmethod
+    def of(cls, ready: Ready) -> State:
+        process = psutil.Process(ready.pid)
+        return cls(process.memory_info().rss, process.num_fds(), process.num_threads())
+
+    def has_not_grown(self, before: State, memory: int) -> bool:
+        """Whether it holds what it held, up to `memory` bytes and what one connection takes."""
+        files, threads = self.files - before.files, self.threads - before.threads
+        return self.memory - before.memory < memory and files <= 4 and threads <= 4
+
+
+@contextlib.asynccontextmanager
+async def held(stack: Stack) -> AsyncIterator[None]:
+    """A session with features beside whatever is done meanwhile."""
+    async with Dialer().open(stack.services["verifier"].address) as channel:
+        call = channel.stream_stream("/coppice.v1.VerifierService/Verify")()
+        await call.write(open_session_to_wire(HELD).SerializeToString())
+        assert await call.read() is not grpc.aio.EOF
+        yield
+        call.cancel()
+
+
+async def described(ready: Ready) -> tuple[int, int, int]:
+    """Sessions open now, ever opened less ever closed, KV tokens in use. An adapter and an orchestrator have none."""
+    async with Dialer().open(ready.address) as channel:
+        if ready.role == "verifier":
+            message = await channel.unary_unary(
+                "/coppice.v1.VerifierService/DescribeTarget",
+                response_deserializer=verifier_pb2.DescribeTargetResponse.FromString,
+            )(b"")
+            target = read_target(message)
+            return target.sessions, target.sessions_opened - target.sessions_closed, target.kv_tokens_used
+        if ready.role == "drafter":
+            message = await channel.unary_unary(
+                "/coppice.v1.DrafterService/DescribeHead",
+                response_deserializer=drafter_pb2.DescribeHeadResponse.FromString,
+            )(b"")
+            head = read_head(message)
+            return head.sessions, head.sessions_opened - head.sessions_closed, 0
+        if ready.role == "orchestrator":
+            message = await channel.unary_unary(
+                "/coppice.v1.GenerationService/DescribeModel",
+                response_deserializer=generation_pb2.DescribeModelResponse.FromString,
+            )(b"")
+            return message.running, message.running, 0
+    return 0, 0, 0
+
+
+async def eventually(told: Callable[[], Awaitable[Any]], wanted: Any) -> None:
+    for _ in range(250):
+        if await told() == wanted:
+            return
+        await asyncio.sleep(0.02)
+    assert await told() == wanted
+
+
+async def health(ready: Ready) -> int:
+    async with grpc.aio.insecure_channel(ready.health) as channel:
+        asked = health_pb2.HealthCheckRequest(service=SERVICES[ready.role])
+        answer = await health_pb2_grpc.HealthStub(channel).Check(asked, timeout=5)
+        return int(answer.status)
+
+
+def wrong(one: Outcome, allowed: set[str]) -> bool:
+    """Whether a call ended late, with a status that is not documented, or with words that are not ours."""
+    if one.unseen:
+        return False
+    leaks = re.search(r"Traceback|Error parsing|DecodeError|\.py", one.details)
+    return one.slowest_s > HANG_S or one.code is None or one.code.name not in allowed or leaks is not None
+
+
+async def fuzz(address: str, method: MethodDescriptor, says: Says, first: int, messages: int) -> Counter[str]:
+    """At least that many messages, in conversations that are numbered from `first`: how often each status was seen.
+
+    Fails with what must not be, and what is needed to see it again.
+    """
+    allowed, ended, bad, sent = documented()[method.name], Counter[str](), list[Outcome](), 0
+    numbers = iter(range(first, first + 2 * messages))  # of some nothing is sent
+
+    async def caller(channel: grpc.aio.Channel) -> None:
+        nonlocal sent
+        while sent < messages and (number := next(numbers, None)) is not None:
+            outcome = await converse(channel, method, number, says)
+            sent += len(outcome.sent)
+            ended["unseen" if outcome.unseen or outcome.code is None else outcome.code.name] += 1
+            if wrong(outcome, allowed):
+                bad.append(outcome)
+
+    async with Dialer().open(address) as channel, asyncio.TaskGroup() as group:
+        for _ in range(ALONE.get(method.name, AT_ONCE)):
+            group.create_task(caller(channel))
+    assert bad == [], "\n".join(map(str, bad[:5]))
+    return ended
+
+
+def case(service: str, method: str, says: Callable[[Stack, list[Push]], Says], *expected: str) -> Any:
+    return pytest.param(service, method, says, set(expected), id=f"{method}-{service.removeprefix('drafter-')}")
+
+
+REFUSED = "INVALID_ARGUMENT"
+
+
+@pytest.mark.timeout(7200 if MESSAGES > 1000 else 60, func_only=True)
+@pytest.mark.parametrize(
+    ("service", "method", "says", "expected"),
+    [
+        case("verifier", "DescribeTarget", lambda *_: talks.saying(verifier_pb2.DescribeTargetRequest()), REFUSED),
+        case("verifier", "FetchFeatures", lambda *_: talks.fetching, REFUSED, "NOT_FOUND"),
+        case("verifier", "Verify", lambda *_: talks.verifying, REFUSED, "FAILED_PRECONDITION"),
+        case("drafter-lookup", "DescribeHead", lambda *_: talks.saying(drafter_pb2.DescribeHeadRequest()), REFUSED),
+        case("drafter-lookup", "Draft", lambda *_: talks.drafting(), REFUSED, "FAILED_PRECONDITION"),
+        case("drafter-lm", "Draft", lambda *_: talks.drafting(samples=True), REFUSED, "FAILED_PRECONDITION"),
+        case(
+            "drafter-block",
+            "Draft",
+            lambda stack, _: talks.drafting(stack.services["verifier"].address, features=True),
+            *(REFUSED, "FAILED_PRECONDITION"),
+        ),
+        case(
+            "drafter-block",
+            "SyncWeights",
+            lambda _, pushes: talks.syncing(pushes),
+            *(REFUSED, "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED"),
+        ),
+        case("orchestrator", "DescribeModel", lambda *_: talks.saying(generation_pb2.DescribeModelRequest()), REFUSED),
+        case("orchestrator", "Generate", lambda *_: talks.generating, REFUSED),
+        case("adapter", "GetStatus", lambda *_: talks.asking_status, REFUSED, "NOT_FOUND"),
+        case("adapter", "Pause", lambda *_: talks.pausing, REFUSED, "NOT_FOUND"),
+        case("adapter", "Resume", lambda *_: talks.resuming, REFUSED, "NOT_FOUND"),
+        case("adapter", "Rollback", lambda *_: talks.rolling_back, REFUSED, "NOT_FOUND", "FAILED_PRECONDITION"),
+    ],
+)
+async def test_a_method_survives_whatever_is_sent_to_it(
+    stack: Stack,
+    pushes: list[Push],
+    right: tuple[tuple[int, ...], ...],
+    service: str,
+    method: str,
+    says: Callable[[Stack, list[Push]], Says],
+    expected: set[str],
+) -> None:
+    ready, say = stack.services[service], says(stack, pushes)
+    async with held(stack):
+        await fuzz(ready.address, DESCRIPTORS[method], say, 0, WARM_UP)
+        before = State.of(ready)
+        ended = await fuzz(ready.address, DESCRIPTORS[method], say, 2 * WARM_UP, MESSAGES)
+    assert ended.keys() >= {"OK", *expected}, ended
+    assert ended["unseen"] < 0.2 * ended.total(), ended
+    stack.check()
+    await eventually(lambda: described(ready), (0, 0, 0))
+    assert await health(ready) == health_pb2.HealthCheckResponse.SERVING
+    after = State.of(ready)
+    assert after.has_not_grown(before, MEMORY), (before, after)
+    log = (Path(str(stack.spec.log_dir)) / f"{service}.log").read_text()
+    assert not re.search(r"unexpected error|Traceback|forward failed|drafting failed|goes on without", log), log[-3000:]
+    assert await asyncio.to_thread(answers, stack) == right
+
+
+def test_every_method_is_documented_and_fuzzed() -> None:
+    (mark,) = [mark for mark in test_a_method_survives_whatever_is_sent_to_it.pytestmark if mark.name == "parametrize"]
+    assert documented().keys() == DESCRIPTORS.keys() == {str(one.values[1]) for one in mark.args[1]}
+
+
+async def test_a_good_push_and_a_rollback_still_work(stack: Stack, pushes: list[Push]) -> None:
+    async with Replica(stack.services["drafter-block"].address, Dialer()) as replica:
+        push = pushes[0].announcing(version=(await replica.describe()).weights_version + 10**6)
+        assert (await replica.push(push.header, push.parts)).weights_hash == push.header.weights_hash
+
+        def roll_back() -> int:
+            with AdapterClient(stack.services["adapter"].address) as client:
+                return client.rollback("block", 0)
+
+        made = await asyncio.to_thread(roll_back)
+        assert (await replica.describe()).weights_version >= made

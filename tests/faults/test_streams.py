@@ -1,0 +1,176 @@
+"""Callers that say nothing, read nothing, leave in the middle or come in thousands."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from coppice.errors import LOST, InvalidField, Unavailable, from_rpc_error
+from coppice.limits import Limits
+from coppice.messages import Advance, DraftStep, Fence, OpenDraft, committed_hash
+from coppice.process import Ready
+from coppice.rpc.channels import Dialer
+from coppice.rpc.server import MAX_DETAILS, add_service, server_options
+from coppice.sampling import SamplingParams
+from coppice.v1 import drafter_pb2
+from coppice.wire.drafter import draft_step_to_wire, open_draft_to_wire
+from tests.faults.test_fuzz import State, described, eventually
+from tests.processes import Service
+
+SERVICE = "/coppice.v1.DrafterService"
+IDLE_S = 0.5
+OPEN = open_draft_to_wire(OpenDraft("s", [1, 2, 3], SamplingParams())).SerializeToString()
+STEP = draft_step_to_wire(DraftStep(Fence(1, 3, committed_hash([1, 2, 3])), 1, 4, Advance())).SerializeToString()
+STREAMS = 2000
+
+
+@pytest.fixture(scope="module")
+def lookup(start_service: Callable[..., Service]) -> Ready:
+    flags = ["--drafter.kind", "lookup", "--limits.idle_s", str(IDLE_S), "--drafter.depth", "4"]
+    service = start_service("services.drafter", *flags)
+    return Ready("drafter", service.address, service.health, service.metrics, service.process.pid)
+
+
+@asynccontextmanager
+async def called(address: str, method: str, **more: Any) -> AsyncIterator[Any]:
+    async with Dialer().open(address) as channel:
+        call = channel.stream_stream(f"{SERVICE}/{method}")(timeout=20, **more)
+        yield call
+        call.cancel()
+
+
+async def read_all(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+@pytest.mark.parametrize("method", ["Draft", "SyncWeights", "DescribeHead"])
+async def test_a_call_that_is_never_written_to_ends(lookup: Ready, method: str) -> None:
+    began = time.monotonic()
+    async with called(lookup.address, method) as call:
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        assert await call.details() == f"no message for {IDLE_S:g} s"
+    assert IDLE_S <= time.monotonic() - began < IDLE_S + 2
+
+
+@pytest.mark.parametrize(("said", "answers"), [((), 0), ((OPEN,), 1), ((OPEN, STEP), 2)])
+async def test_a_stream_may_be_closed_at_every_phase(lookup: Ready, said: tuple[bytes, ...], answers: int) -> None:
+    async with called(lookup.address, "Draft") as call:
+        for message in said:
+            await call.write(message)
+        await call.done_writing()
+        assert [await call.read() for _ in range(answers + 1)][-1] is grpc.aio.EOF
+        assert await call.code() is grpc.StatusCode.OK
+    await eventually(lambda: described(lookup), (0, 0, 0))
+
+
+async def test_a_unary_call_without_its_message_is_refused(lookup: Ready) -> None:
+    async with called(lookup.address, "DescribeHead") as call:
+        await call.done_writing()
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await call.details() == "request: the call ended without a message"
+
+
+async def test_huge_metadata_is_refused(lookup: Ready) -> None:
+    async with called(lookup.address, "DescribeHead", metadata=(("x", "y" * 40_000),)) as call:
+        assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert await described(lookup) == (0, 0, 0)
+
+
+async def test_a_message_beyond_the_bound_is_refused_packed_or_not(lookup: Ready) -> None:
+    """A gzip of zeros is a thousandth of what it becomes."""
+    data = b"\x7a\x80\x80\x80\x24" + bytes(72 << 20)  # a field that the message does not have, 72 MiB long
+    for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
+        options = [("grpc.max_send_message_length", -1)]
+        async with grpc.aio.insecure_channel(lookup.address, options=options) as channel:
+            call = channel.unary_unary(f"{SERVICE}/DescribeHead")(data, timeout=20, compression=compression)
+            assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_thousands_of_streams_that_are_cancelled_leave_nothing(lookup: Ready) -> None:
+    async def come_and_go(channel: grpc.aio.Channel, count: int) -> None:
+        for number in range(count):
+            call = channel.stream_stream(f"{SERVICE}/Draft")()
+            for message in (OPEN, STEP)[: number % 3]:
+                await call.write(message)
+            if number % 2:
+                await call.read() if number % 3 else await asyncio.sleep(0)
+            call.cancel()
+
+    async def storm(count: int) -> None:
+        async with Dialer().open(lookup.address) as channel, asyncio.TaskGroup() as group:
+            for _ in range(20):
+                group.create_task(come_and_go(channel, count // 20))
+        await eventually(lambda: described(lookup), (0, 0, 0))
+
+    await storm(STREAMS // 10)
+    before = State.of(lookup)
+    await storm(STREAMS)
+    after = State.of(lookup)
+    assert after.has_not_grown(before, 8 << 20), (before, after)
+
+
+class Careless:
+    """Answers more than anyone reads, and refuses in the words of the caller."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    async def Draft(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        try:
+            while True:
+                yield drafter_pb2.DraftResponse(delta=drafter_pb2.TreeDelta(q_rows=bytes(10_000)))
+        finally:
+            self.ended.set()
+
+    async def DescribeHead(self, request: Any, context: Any) -> Any:
+        raise InvalidField("name", "\ud800" + 2000 * "é")
+
+    async def SyncWeights(self, requests: AsyncIterator[Any], context: Any) -> Any:
+        raise RuntimeError("a secret")
+
+
+@asynccontextmanager
+async def careless() -> AsyncIterator[tuple[Careless, str]]:
+    server, servicer = grpc.aio.server(options=server_options(Limits())), Careless()
+    add_service(server, drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer, IDLE_S)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    await server.stop(0)
+
+
+async def test_a_caller_that_does_not_read_is_left() -> None:
+    async with careless() as (servicer, address), called(address, "Draft") as call:
+        await call.write(OPEN)
+        await asyncio.wait_for(servicer.ended.wait(), IDLE_S + 5)
+        with pytest.raises(grpc.aio.AioRpcError, match=f"the answer was not read for {IDLE_S:g} s") as ended:
+            await read_all(call)
+        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_details_fit_into_a_header_whatever_they_quote() -> None:
+    async with careless() as (_, address), called(address, "DescribeHead") as call:
+        await call.write(b"")
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await call.details() == ("name: ?" + 2000 * "é")[:MAX_DETAILS]
+
+
+async def test_what_was_not_expected_stays_in_the_log() -> None:
+    async with careless() as (_, address), called(address, "SyncWeights") as call:
+        await call.done_writing()
+        assert await call.code() is grpc.StatusCode.INTERNAL
+        assert "secret" not in await call.details()
+
+
+def test_a_write_that_finds_the_call_ended_is_a_lost_server() -> None:
+    nothing = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, LOST)
+    assert type(from_rpc_error(error)) is Unavailable
