@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from coppice.v1.generation_pb2_grpc import GenerationServiceStub
 
 TIMEOUT_S = limits.MAX_DEADLINE_NS / 1e9
-# Waits before a call is sent again, once every address was tried; longer than a channel's own first back-off.
+# Waits before a call to the only address is sent again; longer than a channel's own first back-off.
 RETRY_DELAYS_S = (0.25, 0.5)
-# How long a request that has begun looks for somebody who goes on with it, and how often it tries.
-PATIENCE_S, PATIENT_DELAY_S = 60.0, 0.5
+# How long a request that has begun looks for somebody who goes on with it, how often it tries, and how long one that has
+# not begun looks for anybody among several servers: they may be restarted one after another.
+PATIENCE_S, PATIENT_DELAY_S, RESTART_S = 60.0, 0.5, 15.0
 # With several addresses: silence after which a server is asked whether it still lives, and how long it may take to say.
 SILENCE_S, ALIVE_S = 1.0, 1.5
 
@@ -97,9 +98,10 @@ class Attempts:
         return delay
 
     def _pause(self) -> float | None:
-        if not self._started:
+        if not self._started and self._addresses == 1:
             return next(self._delays, None)
-        return PATIENT_DELAY_S if time.monotonic() - self._progress_at < PATIENCE_S else None
+        patience = PATIENCE_S if self._started else RESTART_S
+        return PATIENT_DELAY_S if time.monotonic() - self._progress_at < patience else None
 
     @functools.cached_property
     def _known(self) -> int:
