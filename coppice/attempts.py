@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 TIMEOUT_S = limits.MAX_DEADLINE_NS / 1e9
 # Waits before a call to the only address is sent again; longer than a channel's own first back-off.
 RETRY_DELAYS_S = (0.25, 0.5)
-# How long a request that has begun looks for somebody who goes on with it, how often it tries, and how long one that has
-# not begun looks for anybody among several servers: they may be restarted one after another.
+# How long a request that has begun looks for somebody who goes on with it, how often it tries, and how long one that
+# has not begun looks for anybody among several servers: they may be restarted one after another.
 PATIENCE_S, PATIENT_DELAY_S, RESTART_S = 60.0, 0.5, 15.0
 # With several addresses: silence after which a server is asked whether it still lives, and how long it may take to say.
 SILENCE_S, ALIVE_S = 1.0, 1.5
