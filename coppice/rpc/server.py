@@ -190,7 +190,8 @@ class Serving:
         self._access = Access(self._tls, tokens)
         self.server = grpc.aio.server(options=server_options(limits))
         self.draining = asyncio.Event()
-        self._leaving = asyncio.Event()
+        self.leaving = asyncio.Event()
+        """set to end it, as SIGTERM does"""
         self.waits = StreamWaits(limits.idle_s, self.draining)
         self.address = ""
         self._health_server = grpc.aio.server()
@@ -235,10 +236,10 @@ class Serving:
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._leaving.set)
+            loop.add_signal_handler(number, self.leaving.set)
         failed = failed or asyncio.Event()
         background = [loop.create_task(self.waits.end_on_drain()), loop.create_task(self._leave_on(failed))]
-        await self._leaving.wait()
+        await self.leaving.wait()
         if self._registration is not None:
             await self._registration.stop()
         self.draining.set()
@@ -252,7 +253,7 @@ class Serving:
 
     async def _leave_on(self, failed: asyncio.Event) -> None:
         await failed.wait()
-        self._leaving.set()
+        self.leaving.set()
 
 
 def run_service(

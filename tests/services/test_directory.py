@@ -262,7 +262,7 @@ async def test_a_service_leaves_the_registry_before_it_refuses_sessions(redis: L
     settings = told(redis.url)
     key = registry_key(settings.prefix, "drafter", "block")
     registration = Registration(settings, "drafter", "block")
-    serving = Serving(ServerSettings(), Limits(), "drafter", registration)
+    serving = Serving(ServerSettings(), Limits(), "drafter", registration=registration)
     await serving.start(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], Mute())
     client = client_of(redis)
     assert await asyncio.to_thread(eventually, lambda: client.zscore(key, serving.address) is not None)

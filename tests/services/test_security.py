@@ -121,7 +121,7 @@ async def served(
     try:
         yield serving.address
     finally:
-        serving.draining.set()
+        serving.leaving.set()
         await stopped
 
 
