@@ -395,7 +395,7 @@ def test_an_adapter_that_is_killed_at_any_moment_leaves_drafters_it_can_take_up_
         assert bench.live()[0].weights_version >= newest
         newest = bench.live()[0].weights_version
     adapter = bench.adapter("bandit.policy", "full-only", "bandit.interval", "1")
-    status = bench.until(adapter, lambda status: all(one.current for one in status.replicas))
+    status = bench.until(adapter, lambda status: [one.current for one in status.replicas] == [True])
     assert bench.live()[0].weights_hash == status.weights_hash
     assert status.version >= newest > 0
     bench.until(adapter, lambda now: now.version > status.version, bench.answer)
