@@ -270,7 +270,7 @@ def free_port() -> int:
 
 async def generate(client: AsyncClient, gate: threading.Event) -> list[int]:
     """300 ids of a text drafted by `reader`; the gate opens soon after its first draft was given up."""
-    threading.Timer(0.25, gate.set).start()
+    threading.Timer(0.4, gate.set).start()
     answer = await client.generate(IDS, policy="single:reader", max_new_tokens=300, ignore_eos=True)
     return list(answer.ids)
 
