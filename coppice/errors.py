@@ -113,14 +113,15 @@ _BY_STATUS: dict[str, type[CoppiceError]] = {
 
 RETRY_HINT = "grpc-retry-pushback-ms"
 """the trailing metadata, gRPC's own, that says when to come back"""
-# What a connection that breaks is called, among others; the last is grpc.aio's when a write finds the call ended.
-_TRANSPORT = ("RST_STREAM", "Stream removed", "GOAWAY", "Internal error from Core")
+LOST = "Internal error from Core"
+"""what grpc.aio says, with INTERNAL, when a write finds the call ended: the status it ended with is lost then"""
+_BROKEN = (LOST, "RST_STREAM", "Stream removed", "GOAWAY")  # what a connection that breaks is called, among others
 
 
 def from_rpc_error(error: grpc.RpcError) -> CoppiceError:
     """The typed error for what a call ended with; a connection that broke is Unavailable whatever gRPC calls it."""
     status, details = error.code(), error.details() or ""
-    if status.name in ("INTERNAL", "UNKNOWN") and any(sign in details for sign in _TRANSPORT):
+    if status.name in ("INTERNAL", "UNKNOWN") and any(sign in details for sign in _BROKEN):
         return Unavailable(details)
     if status.name == Overloaded.status.name:
         hint = dict(error.trailing_metadata() or ()).get(RETRY_HINT, "")
