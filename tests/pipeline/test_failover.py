@@ -97,22 +97,15 @@ def test_replicas_are_noticed_when_they_come_and_when_they_leave(
     assert within(5, lambda: fit(found, "verifier") == 2)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "drained"])
-def test_a_lost_verifier_costs_no_token(
-    found: Stack, reference: Reference, number: signal.Signals, temperature: float
-) -> None:
+def test_a_drained_verifier_hands_its_sessions_over(found: Stack) -> None:
     assert within(10, lambda: fit(found, "verifier") == 2)
     with Client(found.address) as client:
-        plain = client.generate(
-            PROMPT, policy="plain", temperature=temperature, seed=4, max_new_tokens=NEW, ignore_eos=True
-        )
-    assert temperature or plain.ids == reference.greedy(PROMPT, NEW).ids
+        told = {"temperature": 1.0, "seed": 4}
+        plain = client.generate(PROMPT, policy="plain", max_new_tokens=NEW, ignore_eos=True, **told)
     for name in ("verifier-0", "verifier-1"):  # one of them has the session
-        pid = found.services[name].pid
-        said = interrupted(found, partial(os.kill, pid, number), temperature=temperature, seed=4)
+        said = interrupted(found, partial(os.kill, found.services[name].pid, signal.SIGTERM), **told)
         assert said == plain.ids
-        found.restart(name)
+        assert found.restart(name)
         assert within(10, lambda: fit(found, "verifier") == 2)
 
 
@@ -134,12 +127,3 @@ def test_the_list_holds_while_the_registry_is_away(found: Stack, registry: Local
         assert (fit(found, "verifier"), fit(found, "self")) == (2, 2)
     finally:
         os.kill(registry.pid, signal.SIGCONT)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_another_orchestrator_goes_on(found: Stack, reference: Reference, number: signal.Signals) -> None:
-    for name in ("orchestrator-0", "orchestrator-1"):
-        pid = found.services[name].pid
-        said = interrupted(found, partial(os.kill, pid, number))
-        assert said == reference.greedy(PROMPT, NEW).ids
-        os.kill(pid, signal.SIGCONT) if number == signal.SIGSTOP else found.restart(name)
