@@ -45,7 +45,7 @@ CAMPAIGNS = (
     Campaign("weight syncs", (*PYTEST, "tests/services/test_weight_sync.py"), runs=3),
     Campaign("adapter", (*PYTEST, "tests/services/test_adapter.py", "tests/services/test_signal_stream.py"), runs=3),
     Campaign("adaptation", (*PYTEST, "tests/pipeline/test_adaptation.py"), runs=3),
-    Campaign("faults", (*PYTEST, "tests/faults")),
+    Campaign("faults", (*PYTEST, "tests/faults/test_faults.py")),
 )
 
 
