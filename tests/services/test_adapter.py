@@ -421,7 +421,7 @@ def test_a_second_adapter_stands_by_takes_over_and_finds_drafters_that_come_and_
     bench.drafter(0, *registry)
     flags = (*following, "adapter.canary", "false", "bandit.interval", "1")
     active, other = bench.adapter(*flags), bench.adapter(*flags)
-    before = bench.until(active, lambda status: status.version >= 1, bench.answer)
+    before = bench.until(active, lambda status: status.version >= 1 and status.doing == "idle", bench.answer)
     standing = bench.until(other, lambda status: status.doing == STANDING_BY)
     assert (standing.version, standing.replicas) == (0, [])
     with AdapterClient(other.address) as client, pytest.raises(Unavailable, match="stands by"):
