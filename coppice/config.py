@@ -39,6 +39,15 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+def _pairs(pairs: list[str], form: str) -> list[str]:
+    """The same, each with something on both sides of its first equals sign. Raises ValueError saying the form."""
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        if not name or not value:
+            raise ValueError(f"{pair!r} is not {form}")
+    return pairs
+
+
 class ServerSettings(_Section):
     """How a process listens and stops."""
 
@@ -139,11 +148,7 @@ class OrchestratorSettings(_Section):
     @field_validator("heads")
     @classmethod
     def _heads_name_addresses(cls, heads: list[str]) -> list[str]:
-        for head in heads:
-            name, _, address = head.partition("=")
-            if not name or not address:
-                raise ValueError(f"{head!r} is not NAME=HOST:PORT, NAME=dns:HOST:PORT or NAME=redis")
-        return heads
+        return _pairs(heads, "NAME=HOST:PORT, NAME=dns:HOST:PORT or NAME=redis")
 
 
 class RedisSettings(_Section):
@@ -218,11 +223,7 @@ class AdapterSettings(_Section):
     @field_validator("heads", "drafters")
     @classmethod
     def _are_pairs(cls, pairs: list[str]) -> list[str]:
-        for pair in pairs:
-            name, _, value = pair.partition("=")
-            if not name or not value:
-                raise ValueError(f"{pair!r} is not NAME=VALUE")
-        return pairs
+        return _pairs(pairs, "NAME=VALUE")
 
 
 class LearnerSettings(_Section):
