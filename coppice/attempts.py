@@ -41,6 +41,7 @@ class Attempts:
         self.silent = threading.Event()
         """the server that is asked was found dead"""
         self._addresses, self._tried = addresses, 0
+        self._full: Overloaded | None = None
         self._deadline = time.monotonic() + timeout
         self._delays = iter(RETRY_DELAYS_S)
         self._started = False
@@ -75,19 +76,22 @@ class Attempts:
     def delay_after(self, failure: CoppiceError, final: bool = False) -> float:
         """Seconds to wait before the next attempt, elsewhere if there is elsewhere; raises the failure at last.
 
-        Only what another attempt may mend is tried again. Behind the first token the answer goes on from what is held.
-        `final`: there is to be none.
+        Only what another attempt may mend is tried again: an answer that has begun goes on from what is held; one that
+        has not is refused when all were asked and one of them was full. `final`: there is to be no other attempt.
         """
         if self.silent.is_set():
             failure = Unavailable("the server stopped answering")
             self.silent.clear()
-        lost = isinstance(failure, Unavailable | Cancelled)
-        full = isinstance(failure, Overloaded) and (self._held or self._tried + 1 < self._addresses)
-        if final or not (lost or full):
+        if isinstance(failure, Overloaded):
+            self._full = failure
+        if final or not isinstance(failure, Unavailable | Cancelled | Overloaded):
             raise failure from None
         self._tried += 1
         self.at = (self.at + 1) % self._addresses
-        delay = 0.0 if self._tried % self._addresses else self._pause()
+        all_asked = self._tried % self._addresses == 0
+        if all_asked and self._full and not self._held:
+            raise self._full from None
+        delay = self._pause() if all_asked else 0.0
         if delay is None or delay >= self.timeout:
             raise failure from None
         if self._held:

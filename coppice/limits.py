@@ -39,6 +39,7 @@ class Limits(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     message_bytes: int = Field(64 << 20, gt=0, description="largest gRPC message, bytes")
+    request_bytes: int = Field(8 << 20, gt=0, description="largest message of a client, bytes")
     prompt_chars: int = Field(1 << 20, gt=0, description="longest text prompt, characters")
     max_new_tokens: int = Field(4096, gt=0, description="largest max_new_tokens of a request")
     weights_bytes: int = Field(4 << 30, gt=0, description="largest file of new weights for a head, bytes")

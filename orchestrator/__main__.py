@@ -9,7 +9,7 @@ from typing import Any
 from coppice.adaptation.stream import Producer
 from coppice.config import Settings
 from coppice.rpc.channels import Dialer
-from coppice.rpc.directory import Directory, directory
+from coppice.rpc.directory import Directory, directory, drafter_pools
 from coppice.rpc.server import Serving, run_service
 from coppice.rpc.tokens import Tokens
 from coppice.telemetry import OrchestratorMetrics, SignalMetrics, serve_metrics
@@ -22,17 +22,6 @@ from orchestrator.target import TargetPool
 from orchestrator.text import TextCodec
 
 
-def _directories(settings: Settings) -> tuple[Directory, dict[str, Directory]]:
-    """Where the verifiers are, and the drafters of each head in the order they were given. Raises InvalidField."""
-    told, where = settings.orchestrator, settings.directory
-    places: dict[str, list[str]] = {}
-    for head in told.heads:
-        name, _, place = head.partition("=")
-        places.setdefault(name, []).append(place)
-    heads = {name: directory(each, "drafter", name, where, "orchestrator.heads") for name, each in places.items()}
-    return directory(told.verifiers, "verifier", "", where, "orchestrator.verifiers"), heads
-
-
 async def _follow(pool: Pool[Any], where: Directory, metrics: OrchestratorMetrics) -> None:
     """Keep a pool as its directory says, and look at its replicas, until cancelled."""
     metrics.replicas_fit.labels(pool.name).set_function(lambda: sum(replica.fit for replica in pool.replicas))
@@ -43,10 +32,11 @@ async def _follow(pool: Pool[Any], where: Directory, metrics: OrchestratorMetric
 
 async def serve(settings: Settings) -> int:
     """Reach the verifiers and serve until told to stop; returns the exit code."""
-    at, heads_at = _directories(settings)
-    metrics, dialer = OrchestratorMetrics(), Dialer(settings.limits, settings.tls)
-    codec = TextCodec.find(settings.orchestrator.target)
     told = settings.orchestrator
+    at = directory(told.verifiers, "verifier", "", settings.directory, "orchestrator.verifiers")
+    heads_at = drafter_pools(told.heads, settings.directory, "orchestrator.heads")
+    metrics, dialer = OrchestratorMetrics(), Dialer(settings.limits, settings.tls)
+    codec = TextCodec.find(told.target)
     verifiers = TargetPool(at.addresses, dialer, told.failover_s, told.reopens)
     heads = {name: HeadPool(name, where.addresses, dialer, metrics) for name, where in heads_at.items()}
     following = [asyncio.create_task(_follow(verifiers, at, metrics))]
@@ -61,7 +51,7 @@ async def serve(settings: Settings) -> int:
     if signals is not None:
         producer.start()
     servicer = GenerationServicer(settings, target, verifiers, heads, codec, metrics, signals)
-    tokens = Tokens(settings.orchestrator.tokens, metrics.client_requests) if settings.orchestrator.tokens else None
+    tokens = Tokens(told.tokens, metrics.client_requests) if told.tokens else None
     serving = Serving(settings.server, settings.limits, "orchestrator", settings.tls, tokens)
     port = serve_metrics(metrics.registry, settings.server)
     await serving.start(generation_pb2.DESCRIPTOR.services_by_name["GenerationService"], servicer, port)

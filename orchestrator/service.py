@@ -57,7 +57,7 @@ class GenerationServicer:
         outcome = "failed"
         try:
             request = generation.read_request(message, self.target.vocab_size, self.settings.limits)
-            ids = self._prompt_ids(request)
+            ids = await self._prompt_ids(request)
             plan = self._plan(request, len(ids))
             async with self._seats.admit():
                 admitted = time.perf_counter_ns()
@@ -131,16 +131,16 @@ class GenerationServicer:
         opening = OpenDraft(session, [], request.sampling, request.coupled, None, request.pq, learns)
         return HeadSession(pool, opening, self.target.vocab_size)
 
-    def _prompt_ids(self, request: GenerationRequest) -> list[int]:
-        """The prompt's ids and what was resumed. Raises InvalidField."""
+    async def _prompt_ids(self, request: GenerationRequest) -> list[int]:
+        """The prompt's ids and what was resumed; a long text keeps no step of others waiting. Raises InvalidField."""
         if request.ids is not None:
             ids = list(request.ids)
         elif self.codec is None:
             raise InvalidField("prompt", "this target has no tokenizer.json: send ids")
         elif request.text is not None:
-            ids = self.codec.encode(request.text)
+            ids = await asyncio.to_thread(self.codec.encode, request.text)
         else:
-            ids = self.codec.encode_chat(request.chat or ())
+            ids = await asyncio.to_thread(self.codec.encode_chat, request.chat or ())
         if not ids:
             raise InvalidField("prompt", "holds no tokens")
         if request.stop and self.codec is None:

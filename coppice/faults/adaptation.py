@@ -64,7 +64,9 @@ def killed_at(point: str) -> Run:
 
 @contextlib.asynccontextmanager
 async def _stopped(rig: Rig) -> AsyncIterator[None]:
-    pid = rig.stack.pids[-1]  # Redis is the last one
+    assert rig.stack.redis
+    pid = rig.stack.redis.pid
+    assert pid
     os.kill(pid, signal.SIGSTOP)
     try:
         yield

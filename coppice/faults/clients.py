@@ -15,7 +15,7 @@ from coppice.faults.calls import Direct, HealthWatch, watching
 from coppice.faults.load import REQUEST_S, Question, Stream, ask
 from coppice.faults.report import FaultRow, percentile
 from coppice.faults.rig import Rig, Scenario
-from coppice.generation import Chunk, Started
+from coppice.generation import Started
 from coppice.wire.generation import request_to_wire
 
 CLIENTS = 100
@@ -61,9 +61,7 @@ async def _leave(client: AsyncClient, question: Question, expected: tuple[int, .
                         await anext(answer)
                 return stream
             async for event in answer:
-                if isinstance(event, Chunk):
-                    stream.ids += event.ids
-                    stream.arrivals.append(time.monotonic())
+                stream.hear(event)
                 if (behind == 1 and isinstance(event, Started)) or len(stream.ids) >= max(behind, 2):
                     break
     except CoppiceError as error:
@@ -92,17 +90,7 @@ async def slow_reader(rig: Rig, row: FaultRow) -> None:
     for (question, expected), _ in zip(cycle(rig.answers.items()), range(rig.plan.repeat), strict=False):
         async with rig.watched(row) as load, AsyncClient(rig.stack.address) as client:
             stream = Stream(expected, time.monotonic())
-            options = {"sampling": question.sampling, "max_new_tokens": len(expected)}
-            events = client.stream(question.prompt, **options, ignore_eos=True)  # type: ignore[arg-type]
-            try:
-                async for event in events:
-                    if isinstance(event, Chunk):
-                        stream.ids += event.ids
-                        stream.arrivals.append(time.monotonic())
-                    await asyncio.sleep(SLOW_S)
-            except CoppiceError as error:
-                stream.failure = f"{error.status.name}: {error}"
-            stream.ended = time.monotonic()
+            await ask(client, question, stream, pause_s=SLOW_S)
             load.streams.append(stream)
 
 

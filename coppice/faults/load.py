@@ -13,6 +13,7 @@ from typing import Self
 
 from coppice.bench.options import prompts_of
 from coppice.client import AsyncClient, Client
+from coppice.completion import StreamEvent
 from coppice.errors import CoppiceError
 from coppice.generation import Chunk, Finished, Origin
 from coppice.sampling import SamplingParams
@@ -50,6 +51,13 @@ class Stream:
     left: bool = False
     """its client went away on purpose"""
 
+    def hear(self, event: StreamEvent) -> None:
+        """Note the tokens that came."""
+        if isinstance(event, Chunk):
+            self.ids += event.ids
+            self.arrivals.append(time.monotonic())
+            self.drafted += sum(origin is Origin.DRAFT for origin in event.origins)
+
     @property
     def wrong(self) -> int:
         """Tokens that are not plain's; of a complete answer also those that are missing."""
@@ -65,8 +73,8 @@ class Stream:
         return max((after - before for before, after in itertools.pairwise(marks)), default=0.0)
 
 
-async def ask(client: AsyncClient, question: Question, stream: Stream, policy: str = "") -> None:
-    """One request, noted in `stream` while it runs; whatever it fails with is noted too."""
+async def ask(client: AsyncClient, question: Question, stream: Stream, policy: str = "", pause_s: float = 0.0) -> None:
+    """One request, noted in `stream` while it runs, and whatever it fails with. `pause_s`: behind each event."""
     options = {"policy": policy, "sampling": question.sampling, "max_new_tokens": len(stream.expected)}
     try:
         finished = False
@@ -74,10 +82,9 @@ async def ask(client: AsyncClient, question: Question, stream: Stream, policy: s
         async with contextlib.aclosing(events) as answer:  # type: ignore[type-var]
             async for event in answer:
                 finished = finished or isinstance(event, Finished)
-                if isinstance(event, Chunk):
-                    stream.ids += event.ids
-                    stream.arrivals.append(time.monotonic())
-                    stream.drafted += sum(origin is Origin.DRAFT for origin in event.origins)
+                stream.hear(event)
+                if pause_s:
+                    await asyncio.sleep(pause_s)
         if not finished:
             stream.failure = "the stream ended without its last event"
     except CoppiceError as error:

@@ -195,6 +195,15 @@ def directory(places: Sequence[str], role: str, pool: str, settings: DirectorySe
     return Directory(fixed, list(sources.values()), settings)
 
 
+def drafter_pools(pairs: Sequence[str], settings: DirectorySettings, field: str) -> dict[str, Directory]:
+    """Directories by pool, in the order of the NAME=PLACE `pairs`. Raises InvalidField naming the setting `field`."""
+    places: dict[str, list[str]] = {}
+    for pair in pairs:
+        name, _, place = pair.partition("=")
+        places.setdefault(name, []).append(place)
+    return {name: directory(each, "drafter", name, settings, field) for name, each in places.items()}
+
+
 class Registration:
     """Keeps one replica in the registry, by a lease that it renews. Redis may come and go."""
 

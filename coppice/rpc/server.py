@@ -152,10 +152,12 @@ def add_service(
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 
 
-def server_options(limits: Limits) -> list[tuple[str, int]]:
-    """Channel arguments of every server."""
+def server_options(limits: Limits, role: str) -> list[tuple[str, int]]:
+    """Channel arguments of a server. Clients send less than services do, and a message of many parts unpacks to many
+    times its size.
+    """
     return [
-        ("grpc.max_receive_message_length", limits.message_bytes),
+        ("grpc.max_receive_message_length", limits.request_bytes if role == "orchestrator" else limits.message_bytes),
         ("grpc.max_send_message_length", limits.message_bytes),
         ("grpc.max_metadata_size", 16 << 10),
         ("grpc.absolute_max_metadata_size", 16 << 10),  # between the two gRPC would refuse at random
@@ -188,7 +190,7 @@ class Serving:
         if tokens and not (self._tls.on or self._tls.tokens_in_clear or is_loopback(settings.host)):
             raise InvalidField("tls.tokens_in_clear", f"clients would send tokens to {settings.host} without TLS")
         self._access = Access(self._tls, tokens)
-        self.server = grpc.aio.server(options=server_options(limits))
+        self.server = grpc.aio.server(options=server_options(limits, role))
         self.draining = asyncio.Event()
         self.leaving = asyncio.Event()
         """set to end it, as SIGTERM does"""
@@ -200,7 +202,12 @@ class Serving:
         self._metrics_port = 0
 
     async def start(self, service: ServiceDescriptor, servicer: object, metrics_port: int = 0) -> None:
-        """Bind, register and report ready. Raises OSError when a port is taken, InvalidField for bad certificates."""
+        """Bind, register and report ready; from here on SIGTERM and SIGINT end it in order.
+
+        Raises OSError when a port is taken, InvalidField for bad certificates.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.leaving.set)
         add_service(self.server, service, servicer, self._access, self.limits.idle_s)
         self._service_name, self._metrics_port = service.full_name, metrics_port
         host = self.settings.host
@@ -234,11 +241,8 @@ class Serving:
 
         Returns the process's exit code.
         """
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.leaving.set)
         failed = failed or asyncio.Event()
-        background = [loop.create_task(self.waits.end_on_drain()), loop.create_task(self._leave_on(failed))]
+        background = [asyncio.create_task(self.waits.end_on_drain()), asyncio.create_task(self._leave_on(failed))]
         await self.leaving.wait()
         if self._registration is not None:
             await self._registration.stop()

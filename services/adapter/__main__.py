@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from coppice.config import AdapterSettings, Settings
 from coppice.errors import InvalidField
 from coppice.rpc.channels import Dialer
-from coppice.rpc.directory import Directory, directory
+from coppice.rpc.directory import Directory, drafter_pools
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import AdapterMetrics, serve_metrics
 from coppice.v1 import adapter_pb2
@@ -44,29 +44,21 @@ class _Head:
     folder: Path
 
 
-def _pairs(field: str, pairs: list[str]) -> Iterator[tuple[str, str]]:
-    for pair in pairs:
-        name, _, value = pair.partition("=")
-        yield name, value
-    if not pairs:
-        raise InvalidField(field, "names none")
-
-
 async def _load(settings: Settings, on_thread: OnThread, home: Path) -> list[_Head]:
     """The heads; nothing is read from `home`, or written there. Raises InvalidField."""
     told = settings.adapter
-    drafters = list(_pairs("adapter.drafters", told.drafters))
-    paths = dict(_pairs("adapter.heads", told.heads))
-    for name, place in drafters:
-        if name not in paths:
-            raise InvalidField("adapter.drafters", f"{name}={place} serves none of {', '.join(paths)}")
+    paths = dict(pair.split("=", 1) for pair in told.heads)
+    drafters = drafter_pools(told.drafters, settings.directory, "adapter.drafters")
+    if not paths:
+        raise InvalidField("adapter.heads", "names none")
+    if unknown := [name for name in drafters if name not in paths]:
+        raise InvalidField("adapter.drafters", f"{unknown[0]} is none of {', '.join(paths)}")
     heads = []
     for name, path in paths.items():
-        places = [place for pool, place in drafters if pool == name]
-        if not places:
+        if name not in drafters:
             raise InvalidField("adapter.drafters", f"none serves {name}")
-        where = directory(places, "drafter", name, settings.directory, "adapter.drafters")
-        heads.append(_Head(name, await on_thread(Copies, path, settings, home / name), where, home / name))
+        copies = await on_thread(Copies, path, settings, home / name)
+        heads.append(_Head(name, copies, drafters[name], home / name))
     return heads
 
 

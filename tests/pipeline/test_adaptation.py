@@ -168,7 +168,9 @@ def test_texts_are_plains_without_redis_and_without_the_adapter(
     plain = dict(list(plain.items())[: len(SAMPLINGS)])  # each way of drawing once
     with Stack(replace(spec, log_dir=tmp_path / "logs", extra=extra)) as stack, Client(stack.address) as client:
         answers_are_plains(client, plain, "merge")
-        for pid in (stack.pids[-1], stack.services["adapter"].pid):  # Redis is the last one
+        assert stack.redis
+        assert stack.redis.pid
+        for pid in (stack.redis.pid, stack.services["adapter"].pid):
             os.kill(pid, signal.SIGSTOP)
             answers_are_plains(client, plain, "merge")
             os.kill(pid, signal.SIGCONT)

@@ -114,8 +114,8 @@ async def served(
     name: str, tls: TlsSettings, servicer: Any = None, tokens: Tokens | None = None, **more: Any
 ) -> AsyncIterator[str]:
     """A server in this process; gives its address."""
-    limits = Limits(message_bytes=1 << 20)
-    serving = Serving(ServerSettings(grace_s=0, **more), limits, name, tls, tokens)
+    limits = Limits(message_bytes=1 << 20, request_bytes=1 << 18)
+    serving = Serving(ServerSettings(grace_s=0, **more), limits, SERVED_BY.get(name, "orchestrator"), tls, tokens)
     await serving.start(SERVICES[name], servicer or Reached(SERVICES[name]))
     stopped = asyncio.create_task(serving.until_stopped())
     try:
@@ -488,6 +488,13 @@ async def test_too_much_metadata_and_too_large_a_message_are_refused() -> None:
         for sent in (method, SERVICES["DrafterService"].methods_by_name["SyncWeights"]):
             assert (await ended(channel, sent, large))[0] == "RESOURCE_EXHAUSTED", sent.name
         assert await ended(channel, method) == ("NOT_FOUND", "reached")
+
+
+async def test_a_client_may_send_less_than_a_service() -> None:
+    method = SERVICES["GenerationService"].methods_by_name["DescribeModel"]
+    async with served("GenerationService", TlsSettings()) as address, Dialer().open(address) as channel:
+        for data, code in ((b"\x7a\x80\x80\x08" + bytes(1 << 17), "NOT_FOUND"), (bytes(1 << 19), "RESOURCE_EXHAUSTED")):
+            assert (await ended(channel, method, data))[0] == code
 
 
 async def test_an_exceptions_text_never_reaches_a_client() -> None:

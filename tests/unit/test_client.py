@@ -214,10 +214,10 @@ def test_another_server_goes_on_where_one_is_lost_full_or_away() -> None:
         assert [client.generate(text).text for text in ("break", "break", "hi")] == ["break", "break", "hi"]
         assert time.monotonic() - began < 2.0
         assert {request.resume_ids for request in (*first.requests, *second.requests)} == {(), (98,)}
-        calls = first.calls + second.calls
-        with pytest.raises(Overloaded):
-            client.generate("busy")
-        assert first.calls + second.calls == calls + 2
+        for calls in range(first.calls + second.calls, first.calls + second.calls + 6, 2):  # begun with each of them
+            with pytest.raises(Overloaded):
+                client.generate("busy")
+            assert first.calls + second.calls == calls + 2
 
 
 def test_a_server_that_says_nothing_any_more_is_left() -> None:

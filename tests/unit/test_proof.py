@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from coppice.faults.report import FaultRow
 from tests.proof import CAMPAIGNS, ROOT, Campaign, Outcome, commit_now, report, run_all
 
 QUIET = Console(quiet=True)
@@ -65,6 +67,14 @@ def test_a_failed_run_ends_its_campaign_only_and_is_tried_again_from_there(tmp_p
     assert (times_run(tmp_path / "a"), times_run(tmp_path / "b")) == (5, 1)
 
 
+def test_some_campaigns_can_be_run_and_the_others_are_known_as_before(tmp_path: Path) -> None:
+    campaigns = [fake(tmp_path / name) for name in ("apple", "ant", "bee")]
+    run_all(campaigns, tmp_path / ".proof", "c0ffee", QUIET, ["bee"])
+    made = run_all(campaigns, tmp_path / ".proof", "c0ffee", QUIET, ["an"])
+    assert [times_run(tmp_path / name) for name in ("apple", "ant", "bee")] == [0, 1, 1]
+    assert [outcome.cells(campaign)[2] for campaign, outcome in made.items()] == ["not run", "ok", "ok"]
+
+
 def test_an_interruption_loses_the_run_that_was_interrupted_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +106,17 @@ def test_the_result_names_commit_date_machine_and_every_campaign(tmp_path: Path)
     assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
 
 
+def test_the_result_has_a_row_for_every_fault(tmp_path: Path) -> None:
+    row = FaultRow("drafter-kill", 20, 300, recoveries=[0.1, 0.25])
+    told = json.dumps({"rows": [row.to_json()]})
+    writes = f"import sys; open(sys.argv[2], 'w').write({told!r})"
+    campaigns = [Campaign("faults", (sys.executable, "-c", writes), tells_faults=True)]
+    for _ in range(2):  # the second time from the state
+        made = run_all(campaigns, tmp_path / ".proof", "c0ffee", QUIET)
+        report(made, "c0ffee", tmp_path / "proof.md", QUIET)
+        assert "| drafter-kill | 20 | 300 | 0 | 0 | 0.10 | 0.25 | ok |" in (tmp_path / "proof.md").read_text()
+
+
 def test_a_changed_file_makes_the_commit_dirty_and_the_result_itself_does_not(tmp_path: Path) -> None:
     def git(*arguments: str) -> None:
         identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
@@ -123,7 +144,7 @@ def test_the_campaigns_are_told_apart_and_their_tests_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    "campaign", [each for each in CAMPAIGNS if each.name.startswith("bench")], ids=lambda c: c.name
+    "campaign", [each for each in CAMPAIGNS if each.name.startswith(("bench", "faults re"))], ids=lambda c: c.name
 )
 def test_the_commands_of_the_campaigns_exist_with_their_options(campaign: Campaign) -> None:
     asked = dataclasses.replace(campaign, command=(*campaign.command, "--help"))
