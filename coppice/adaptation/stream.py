@@ -166,7 +166,8 @@ class Producer:
             if last:
                 return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await self._stopping.wait()
 
     async def _poll(self) -> None:
         """Look at the demand, at most once a second: that is also how a Redis that is back is noticed."""
@@ -223,13 +224,17 @@ class Producer:
             task.add_done_callback(self._closing.discard)
 
 
-def connect(settings: RedisSettings, wait_s: float = 0.0) -> Redis:
-    """A client that never tries again by itself: what it sends again may have arrived. `wait_s`: its longest call's."""
+def connect(settings: RedisSettings) -> Redis:
+    """A client that never tries again by itself: what it sends again may have arrived.
+
+    Bound its calls with asyncio.timeout. redis-py bounds them with asyncio.wait_for, which on Python 3.11 loses a
+    cancellation that comes when what it waits for is just done.
+    """
     encrypted = settings.redis.startswith("rediss://")
     tls: dict[str, Any] = {"ssl_ca_certs": settings.redis_ca or None, "ssl_check_hostname": True} if encrypted else {}
     return Redis.from_url(
         settings.redis,
-        socket_timeout=settings.timeout_s + wait_s,
+        socket_timeout=None,
         socket_connect_timeout=settings.timeout_s,
         retry=Retry(NoBackoff(), 0),
         **tls,

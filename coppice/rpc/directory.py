@@ -249,7 +249,8 @@ class Registration:
                     log.warning("not registered", at=self._key, why=str(error))
                 registered, troubled = False, True
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), self._lease_s / 3)
+                async with asyncio.timeout(self._lease_s / 3):
+                    await self._stopping.wait()
         if registered:
             with contextlib.suppress(Unavailable):
                 await self._store.run(_LEAVE, self._key, address)

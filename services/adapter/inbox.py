@@ -80,13 +80,16 @@ class Inbox:
         """Read for ever; Redis may come and go."""
         backoff_s = _FIRST_BACKOFF_S
         while True:
-            client = connect(self._settings, _BLOCK_MS / 1000)
+            client = connect(self._settings)
             try:
-                await self._create_groups(client)
+                async with self._in_time():
+                    await self._create_groups(client)
                 self.connected, backoff_s = True, _FIRST_BACKOFF_S
                 while True:
-                    await self._ask(client)
-                    await self._read(client)
+                    async with self._in_time():
+                        await self._ask(client)
+                    async with self._in_time(_BLOCK_MS / 1000):
+                        await self._read(client)
             except (RedisError, OSError, TimeoutError) as error:
                 if self.connected:
                     log.warning("redis is away", why=type(error).__name__)
@@ -96,6 +99,9 @@ class Inbox:
                 await disconnect(client)
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
+
+    def _in_time(self, more_s: float = 0.0) -> asyncio.Timeout:
+        return asyncio.timeout(self._settings.timeout_s + more_s)
 
     async def _create_groups(self, client: Redis) -> None:
         for key in (*self._queries, *self._samples):

@@ -98,7 +98,8 @@ class HeadLoop:
             self._wake.clear()
             if not self._work or not self.active():
                 try:
-                    await asyncio.wait_for(self._wake.wait(), self._settings.adapter.poll_s)
+                    async with asyncio.timeout(self._settings.adapter.poll_s):
+                        await self._wake.wait()
                 except TimeoutError:
                     continue
 

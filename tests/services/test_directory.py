@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from coppice.adaptation.local_redis import LocalRedis
+from coppice.adaptation.store import Store
 from coppice.config import DirectorySettings, ServerSettings, Settings
 from coppice.errors import InvalidField, Unavailable
 from coppice.limits import Limits
@@ -287,3 +288,18 @@ class Mute:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None
+
+
+async def test_a_cancellation_is_never_lost_wherever_a_call_of_redis_is(redis: LocalRedis) -> None:
+    store = Store(told(redis.url))
+    lost = []
+    for turns in range(40):
+        await store.run("return 1", "key")  # connected
+        call = asyncio.create_task(store.run("return 1", "key"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if call.cancel():
+            await asyncio.wait([call])
+            lost += [] if call.cancelled() else [turns]
+    await store.close()
+    assert lost == []
