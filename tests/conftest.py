@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,6 +11,8 @@ from coppice import process
 from tests import nursery
 from tests.processes import Service
 
+# Two workers with two threads each on two cores wait for one another most of the time: a test took four times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A fork of a process that has imported torch is a process like any other, seconds sooner.
 process.spawn = nursery.spawn  # type: ignore[assignment]
 
