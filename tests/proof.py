@@ -29,9 +29,8 @@ COLUMNS = ("campaign", "runs", "result", "minutes", "last line")
 FAULT_COLUMNS = ("fault", "repetitions", "requests", "failed", "wrong", "recovery p50, s", "p99, s", "result")
 UNIT = ("tree", "sampling", "acceptance", "routing")
 PYTEST = (sys.executable, "-m", "pytest", "--timeout", "7200")
-COPPICE = (sys.executable, "-c", "from coppice.cli import main; main()")
-BENCH = (*COPPICE, "bench")
-FAULTS = (*COPPICE, "faults", "--repeat", "20")
+BENCH = (sys.executable, "-c", "from coppice.cli import main; main()", "bench")
+FAULTS = (sys.executable, "-m", "tests.faults.campaign", "--repeat", "20")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,23 @@
+"""`coppice faults` on tiny models made for it, so that processes and not forwards are what takes time.
+
+`python -m tests.faults.campaign --kinds verifier --repeat 20 --json FILE`, and any other option of `coppice faults`.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from coppice.cli import main
+from tests.tiny import make_target
+from tests.unit.test_feature_heads import save_random
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(prefix="coppice-tiny-") as made:
+        folder = Path(made)
+        target = make_target(folder / "target", 32, layers=8, tokenizer=False)  # so few ids that a random head is right
+        block = save_random(folder / "block", "specblock", vocab_size=32, draft_vocab_size=24)
+        heads = f"self=lm:{target},block=specblock:{block}"
+        sys.argv = ["coppice", "faults", "--target", str(target), "--heads", heads, *sys.argv[1:]]
+        main()
