@@ -32,7 +32,8 @@ from orchestrator.replicas import Pool, Replica
 
 log = structlog.get_logger()
 
-_MISSES_TO_BENCH = 2
+_MISSES_TO_BENCH = 2.0
+_FORGIVEN = 0.125  # of a miss, by a draft in time: more than one miss in nine steps adds up
 _LEAST_DEADLINE_S = 0.020
 _FIRST_DEADLINE_S = 0.250
 _MOST_UNTOLD_BYTES = 16 << 20
@@ -143,7 +144,10 @@ class Signal:
 
 
 class HeadSession:
-    """One request's stream to one replica of a head; re-opened after trouble, benched after two misses."""
+    """One request's stream to one replica of a head; re-opened after trouble.
+
+    Two misses in a row bench the replica, and so do misses that keep coming back: each cost a whole deadline.
+    """
 
     def __init__(self, pool: HeadPool, opening: OpenDraft, vocab_size: int) -> None:
         self.pool, self.opening, self.vocab_size = pool, opening, vocab_size
@@ -157,7 +161,7 @@ class HeadSession:
         self._opened = False
         self._waited_to_open = False
         self._told = 0  # committed ids the drafter knows of
-        self._misses = 0
+        self._misses = 0.0
         self._step = 0
         self._budget = 0
         self._asked_at = 0.0
@@ -175,7 +179,7 @@ class HeadSession:
         if self._replica is None:
             return
         self._replica.taken()
-        self._opened, self._misses, self._told = False, 0, len(ids)
+        self._opened, self._misses, self._told = False, 0.0, len(ids)
         self._untold.clear()
         self._rejection, self._owed = None, 0  # this drafter knows no earlier tree
         self._call = self._replica.stub.Draft()
@@ -276,7 +280,7 @@ class HeadSession:
 
     def _judge(self, missed: bool) -> None:
         if not missed:
-            self._misses = 0
+            self._misses = max(0.0, self._misses - _FORGIVEN)
             return
         self._misses += 1
         if self._misses >= _MISSES_TO_BENCH and self._replica is not None:
@@ -330,8 +334,6 @@ class HeadSession:
         if said.last:
             if self._budget:
                 self.pool.drafted(time.perf_counter() - self._asked_at)
-            if self._replica is not None:
-                self._replica.well()
             self._answer.set_result(None)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -44,10 +44,12 @@ class Replica:
         return not (self.silent or self.unfit) and self.benched_until <= time.monotonic()
 
     def bench(self) -> bool:
-        """Leave it alone for a while, longer each time; False when it is benched already."""
+        """Leave it alone for a while, longer than lately; False when it is benched already."""
         now = time.monotonic()
         if self.benched_until > now:
             return False
+        if now - self.benched_until > _LONGEST_BACKOFF_S:
+            self._backoff_s = _FIRST_BACKOFF_S
         self.benched_until = now + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, _LONGEST_BACKOFF_S)
         return True

@@ -56,6 +56,7 @@ class GenerationServicer:
         arrived = time.perf_counter_ns()
         outcome = "failed"
         try:
+            self._seats.check()  # before anything is done for what will be refused
             request = generation.read_request(message, self.target.vocab_size, self.settings.limits)
             ids = await self._prompt_ids(request)
             plan = self._plan(request, len(ids))

@@ -181,8 +181,8 @@ async def _unaccounted(rig: Rig) -> list[str]:
 
 def _waiting(rig: Rig, name: str) -> float:
     ready, signals = rig.stack.services[name], "coppice_signals"
-    ended = metric(ready, f"{signals}_sent_total") + metric(ready, f"{signals}_dropped_total")
-    return metric(ready, f"{signals}_produced_total") - ended
+    ended = metric(ready.metrics, f"{signals}_sent_total") + metric(ready.metrics, f"{signals}_dropped_total")
+    return metric(ready.metrics, f"{signals}_produced_total") - ended
 
 
 async def random_weights(rig: Rig, row: FaultRow) -> None:

@@ -1,20 +1,13 @@
-"""What the campaign asks of single processes, past the SDK: what they hold, whether they are healthy, and a request
-that is refused without a second try."""
+"""What the campaign asks of single processes, past the SDK: what they hold, and a request without a second try."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import time
 import urllib.request
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from coppice.errors import from_rpc_error
@@ -95,53 +88,9 @@ class Direct:
         await self._channel.close()
 
 
-class HealthWatch:
-    """Asks a process for its health again and again: `took` seconds each answer, `missed` were not given.
-
-    It has a thread: an event loop that is busy with a load would add its own delay.
-    """
-
-    PERIOD_S = 0.1
-
-    def __init__(self, ready: Ready) -> None:
-        self.took: list[float] = []
-        self.missed = 0
-        self._ready, self._ended = ready, threading.Event()
-        self._thread = threading.Thread(target=self._run, name="health-watch", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        with grpc.insecure_channel(self._ready.health) as channel:
-            stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest(service="")
-            grpc.channel_ready_future(channel).result(CALL_S)
-            while not self._ended.wait(self.PERIOD_S):
-                began = time.monotonic()
-                try:
-                    stub.Check(request, timeout=CALL_S)
-                    self.took.append(time.monotonic() - began)
-                except grpc.RpcError:
-                    self.missed += 1
-
-
-@contextlib.contextmanager
-def watching(watches: Iterable[HealthWatch]) -> Iterator[None]:
-    """Ask all of them inside the block."""
-    with contextlib.ExitStack() as stack:
-        for watch in watches:
-            stack.enter_context(watch)
-        yield
-
-
-def metric(ready: Ready, name: str) -> float:
-    """The sum over all labels of one of a process's metrics; 0 when it has none of that name. Raises OSError."""
-    with urllib.request.urlopen(f"http://{ready.metrics}/metrics", timeout=CALL_S) as page:
+def metric(address: str, name: str) -> float:
+    """The sum over all labels of a metric at HOST:PORT; 0 when there is none of that name. Raises OSError."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=CALL_S) as page:
         text = page.read().decode()
     samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
     return sum(sample.value for sample in samples if sample.name == name)

@@ -11,16 +11,16 @@ from itertools import cycle, islice
 from coppice.bench.report import Check
 from coppice.client import AsyncClient, build_request
 from coppice.errors import CoppiceError, Overloaded
-from coppice.faults.calls import Direct, HealthWatch, watching
+from coppice.faults.calls import Direct
 from coppice.faults.load import REQUEST_S, Question, Stream, ask
 from coppice.faults.report import FaultRow, percentile
 from coppice.faults.rig import Rig, Scenario
+from coppice.faults.watch import Watched, watching
 from coppice.generation import Started
 from coppice.wire.generation import request_to_wire
 
 CLIENTS = 100
 GOODPUT_SHARE, REJECTED_S, HEALTHY_S = 0.9, 0.050, 0.100
-PAUSE_S = 0.1  # of a client that was refused
 SLOW_S = 0.05  # between two reads of a client that reads slowly
 
 # Streams one answer and tells of its first token.
@@ -97,10 +97,9 @@ async def slow_reader(rig: Rig, row: FaultRow) -> None:
 async def hundred(rig: Rig, row: FaultRow) -> None:
     """A hundred clients at once, none refused, and health answers all the while."""
     row.repetitions += 1
-    watches = [HealthWatch(ready) for ready in rig.stack.services.values()]
-    with watching(watches):
+    async with watching(tuple(rig.stack.services.values())) as seen:
         await _asked(rig, row, rig.plan.requests)
-    row.checks.append(_healthy(row, watches))
+    row.checks.append(_healthy(row, seen))
     row.leaks += await rig.leaks()
 
 
@@ -120,37 +119,43 @@ async def _asked(rig: Rig, row: FaultRow, requests: int) -> None:
 
 
 async def overload(rig: Rig, row: FaultRow) -> None:
-    """One orchestrator with as many seats as there are sessions: as many clients, then twice as many."""
+    """One orchestrator with as many seats as there are sessions: as many clients, then twice as many.
+
+    A client that is refused waits as long as it was told, as the SDK does.
+    """
     name, seats = rig.names("orchestrator")[0], rig.plan.sessions
     await rig.restart(name, flags={"limits.sessions": seats, "limits.queued": 0})
     row.repetitions += 1
-    rejections: list[float] = []
+    refusals = 0
     rates: dict[int, list[float]] = {seats: [], 2 * seats: []}
-    watches = [HealthWatch(ready) for ready in rig.stack.services.values()]
     try:
-        await _goodput(rig, row, name, seats, [])  # channels and heads find each other
-        with watching(watches):
+        await _goodput(rig, row, name, seats)  # channels and heads find each other
+        async with watching(tuple(rig.stack.services.values()), rig.stack.services[name].address) as seen:
             for clients in (seats, 2 * seats, 2 * seats, seats):
-                rates[clients].append(await _goodput(rig, row, name, clients, rejections))
+                rate, refused = await _goodput(rig, row, name, clients)
+                rates[clients].append(rate)
+                refusals += refused
     finally:
         await rig.restart(name)
     share = percentile(rates[2 * seats], 1.0) / max(1e-9, percentile(rates[seats], 1.0))
     bound = f"at least {GOODPUT_SHARE} of the peak"
     row.checks.append(Check(f"{row.fault}: goodput at twice the load", share, bound, share >= GOODPUT_SHARE))
-    if len(rejections) < seats:
-        row.weak.append(f"{len(rejections)} rejections")
-    slowest, bound = percentile(rejections, 0.99), f"at most {REJECTED_S * 1e3:g} ms"
+    if min(refusals, len(seen.refused)) < seats:
+        row.weak.append(f"{refusals} requests were refused, {len(seen.refused)} of those that were timed")
+    slowest, bound = percentile(seen.refused, 0.99), f"at most {REJECTED_S * 1e3:g} ms"
     row.checks.append(Check(f"{row.fault}: rejection p99, s", slowest, bound, slowest <= REJECTED_S))
-    row.checks.append(_healthy(row, watches))
+    row.checks.append(_healthy(row, seen))
     row.leaks += await rig.leaks()
 
 
-async def _goodput(rig: Rig, row: FaultRow, name: str, clients: int, rejections: list[float]) -> float:
-    """Tokens a second of the requests that were answered; how long each refusal took is added to `rejections`."""
+async def _goodput(rig: Rig, row: FaultRow, name: str, clients: int) -> tuple[float, int]:
+    """Tokens a second of the requests that were answered, and how many were refused."""
     streams: list[Stream] = []
+    refused = 0
     until = time.monotonic() + rig.plan.window_s
 
     async def client(number: int) -> None:
+        nonlocal refused
         direct = Direct(rig.stack.services[name].address)
         asked = list(rig.answers.items())
         while time.monotonic() < until:
@@ -162,9 +167,9 @@ async def _goodput(rig: Rig, row: FaultRow, name: str, clients: int, rejections:
             stream = Stream(expected, time.monotonic())
             try:
                 stream.ids = await direct.ask(request_to_wire(request), REQUEST_S)
-            except Overloaded:
-                rejections.append(time.monotonic() - stream.began)
-                await asyncio.sleep(PAUSE_S)
+            except Overloaded as error:
+                refused += 1
+                await asyncio.sleep(error.retry_after_s)
                 continue
             except CoppiceError as error:
                 stream.failure = f"{error.status.name}: {error}"
@@ -175,12 +180,12 @@ async def _goodput(rig: Rig, row: FaultRow, name: str, clients: int, rejections:
     began = time.monotonic()
     await asyncio.gather(*(client(number) for number in range(clients)))
     row.count(streams)
-    return sum(len(stream.ids) for stream in streams) / (time.monotonic() - began)  # to the last one's end
+    return sum(len(stream.ids) for stream in streams) / (time.monotonic() - began), refused  # to the last one's end
 
 
-def _healthy(row: FaultRow, watches: list[HealthWatch]) -> Check:
+def _healthy(row: FaultRow, seen: Watched) -> Check:
     """Health was always given, and in time."""
-    took, missed = [seconds for watch in watches for seconds in watch.took], sum(watch.missed for watch in watches)
+    took, missed = seen.took, seen.missed
     slowest, bound = max(took, default=float("inf")), f"at most {HEALTHY_S * 1e3:g} ms, none missed"
     note = f"{len(took)} answers, p99 {percentile(took, 0.99) * 1e3:.0f} ms, {missed} missed"
     ok = slowest <= HEALTHY_S and not missed

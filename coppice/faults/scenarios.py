@@ -60,7 +60,8 @@ async def _draft_s(rig: Rig) -> float:
     ready = [rig.stack.services[name] for name in rig.names("drafter")]
     stem = "coppice_drafter_forward_seconds"
     seconds, count = [
-        sum([await asyncio.to_thread(metric, one, f"{stem}_{part}") for one in ready]) for part in ("sum", "count")
+        sum([await asyncio.to_thread(metric, one.metrics, f"{stem}_{part}") for one in ready])
+        for part in ("sum", "count")
     ]
     return max(0.005, seconds / max(1.0, count))
 
@@ -68,7 +69,7 @@ async def _draft_s(rig: Rig) -> float:
 async def _felt(rig: Rig) -> float:
     """Drafts that orchestrators dropped or did not get in time, and heads they left alone."""
     ready = [rig.stack.services[name] for name in rig.names("orchestrator")]
-    return sum([await asyncio.to_thread(metric, one, counter) for one in ready for counter in FELT])
+    return sum([await asyncio.to_thread(metric, one.metrics, counter) for one in ready for counter in FELT])
 
 
 async def drafters_gone(rig: Rig, row: FaultRow) -> None:

@@ -43,14 +43,20 @@ class Admission:
         turns = (len(self._waiting) + 1) / self.capacity
         return Overloaded(why, min(_LONGEST_HINT_S, max(_SHORTEST_HINT_S, self._held_s * turns)))
 
-    async def _acquire(self, units: int) -> None:
+    def check(self, units: int = 1) -> bool:
+        """Whether `admit` would have them hold at once; else they wait. Raises Overloaded when it would, at once."""
         if units > self.capacity:
             raise Overloaded(f"{units} {self.what} asked for, {self.capacity} is all there is")
         if not self._waiting and self.used + units <= self.capacity:
-            self.used += units
-            return
+            return True
         if len(self._waiting) >= self.queued:
             raise self._full(f"no {self.what} free and {len(self._waiting)} requests waiting")
+        return False
+
+    async def _acquire(self, units: int) -> None:
+        if self.check(units):
+            self.used += units
+            return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (units, turn)
         self._waiting.append(entry)

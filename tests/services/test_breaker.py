@@ -1,0 +1,68 @@
+"""Heads that keep a session waiting are left alone, though never twice in a row."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from coppice.client import AsyncClient
+from coppice.faults.calls import metric
+from coppice.nn.head import DraftJob, Growth
+from coppice.rpc.channels import Dialer
+from orchestrator import replicas
+from orchestrator.replicas import Replica
+from tests.processes import Service
+from tests.recorder import Recorder, drafter_of
+from tests.services.test_features import IDS, model, start_verifier, target, truth, verifier
+
+__all__ = ["model", "start_verifier", "target", "truth", "verifier"]  # fixtures
+
+NEW = 40
+
+
+class Erratic(Recorder):
+    """Late at every fourth step."""
+
+    LATE_S = 0.14
+    steps = 0
+
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        self.steps += 1
+        if self.steps % 4 == 0:
+            time.sleep(self.LATE_S)
+        yield from super().draft(jobs)
+
+
+async def test_a_drafter_that_is_late_now_and_then_is_left_alone(
+    start_service: Callable[..., Service], verifier: Service, truth: list[int]
+) -> None:
+    head = Erratic(layers=(), truth=truth)
+    async with drafter_of(head) as drafter:
+        flags = ["--orchestrator.verifiers", verifier.address, "--orchestrator.draft_deadline_ms", "100"]
+        service = await asyncio.to_thread(
+            start_service, "orchestrator", *flags, "--orchestrator.heads", f"erratic={drafter.address}"
+        )
+        async with AsyncClient(service.address) as client:
+            answer = await client.generate(IDS, policy="single:erratic", max_new_tokens=NEW, ignore_eos=True)
+        assert list(answer.ids) == truth[len(IDS) :][:NEW]
+        assert 2 <= answer.late_drafts <= 4
+        assert await asyncio.to_thread(metric, service.metrics, "coppice_heads_benched_total") == 1
+        await asyncio.to_thread(service.stop)
+
+
+async def test_trouble_that_comes_back_is_left_alone_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(replicas.time, "monotonic", lambda: now)
+    replica = Replica("127.0.0.1:1", Dialer())
+    pauses = []
+    for well_s in (0.0, 0.1, 0.1, 9.0, 11.0):
+        now = max(now, replica.benched_until) + well_s
+        assert replica.fit
+        assert replica.bench()
+        assert not replica.bench()
+        pauses.append(replica.benched_until - now)
+    assert pauses == pytest.approx([0.5, 1.0, 2.0, 4.0, 0.5])
+    await replica.channel.close()
