@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +19,7 @@ if __name__ == "__main__":
         folder = Path(made)
         target = make_target(folder / "target", 32, layers=8, tokenizer=False)  # so few ids that a random head is right
         block = save_random(folder / "block", "specblock", vocab_size=32, draft_vocab_size=24)
-        heads = f"self=lm:{target},block=specblock:{block}"
-        sys.argv = ["coppice", "faults", "--target", str(target), "--heads", heads, *sys.argv[1:]]
+        told = ["--target", str(target), "--heads", f"self=lm:{target}", "--heads", f"block=specblock:{block}"]
+        os.environ |= {"COPPICE_VERIFIER__THREADS": "1", "COPPICE_DRAFTER__THREADS": "1", "OMP_NUM_THREADS": "1"}
+        sys.argv = ["coppice", "faults", *told, *sys.argv[1:]]
         main()

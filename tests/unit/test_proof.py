@@ -150,3 +150,10 @@ def test_the_commands_of_the_campaigns_exist_with_their_options(campaign: Campai
     asked = dataclasses.replace(campaign, command=(*campaign.command, "--help"))
     told = subprocess.run(asked.command, capture_output=True, text=True, cwd=ROOT)
     assert told.returncode == 0, told.stderr
+
+
+def test_the_campaigns_models_and_options_are_what_the_command_takes() -> None:
+    command = [sys.executable, "-m", "tests.faults.campaign", "--kinds", "lightning"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert told.returncode == 2
+    assert "'lightning' is none of" in told.stderr
