@@ -135,7 +135,9 @@ class OrchestratorSettings(_Section):
     policy: str = Field("", description="default policy; empty: route with two heads, single with one, else plain")
     budget: int = Field(31, ge=0, le=MAX_TREE_NODES, description="default draft nodes verified a step")
     max_new_tokens: int = Field(256, gt=0, description="default limit of new tokens")
-    draft_deadline_ms: float = Field(0.0, ge=0, description="wait for drafts; 0: max(20, 4 x median draft time)")
+    draft_deadline_ms: float = Field(
+        0.0, ge=0, description="wait for drafts; 0: max(20, 4 x median draft time), at most 1000"
+    )
     failover_s: float = Field(60.0, gt=0, description="how long a request waits for a verifier, seconds")
     reopens: int = Field(4, gt=0, description="lost sessions that are prefilled again at once; others wait")
     chunk_tokens: int = Field(

@@ -34,7 +34,7 @@ log = structlog.get_logger()
 
 _MISSES_TO_BENCH = 2.0
 _FORGIVEN = 0.125  # of a miss, by a draft in time: more than one miss in nine steps adds up
-_LEAST_DEADLINE_S = 0.020
+_LEAST_DEADLINE_S, _MOST_DEADLINE_S = 0.020, 1.0
 _FIRST_DEADLINE_S = 0.250
 _MOST_UNTOLD_BYTES = 16 << 20
 
@@ -87,10 +87,10 @@ class HeadPool(Pool[DrafterReplica]):
 
     @property
     def deadline_s(self) -> float:
-        """How long to wait for a draft: max(20 ms, 4 x the median draft time); longer while none is known."""
+        """How long to wait for a draft: max(20 ms, 4 x the median draft time), at most a second; 250 ms at first."""
         if not self._draft_s:
             return _FIRST_DEADLINE_S
-        return max(_LEAST_DEADLINE_S, 4 * statistics.median(self._draft_s))
+        return min(_MOST_DEADLINE_S, max(_LEAST_DEADLINE_S, 4 * statistics.median(self._draft_s)))
 
 
 async def feature_layers(pools: Sequence[HeadPool], field: str) -> tuple[int, ...]:

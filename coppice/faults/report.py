@@ -120,7 +120,7 @@ class FaultReport(Report):
         title = "seconds from a fault to the next token of every stream it affected"
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         table.add_column("fault", no_wrap=True)
-        for heading in ("repetitions", "requests", "failed", "wrong", "recovery p50", "p99", ""):
+        for heading in ("times", "requests", "failed", "wrong", "recovery p50", "p99", "held"):
             table.add_column(heading, justify="right", no_wrap=True)
         for row in self.faults:
             times = [f"{seconds:.2f}" if row.recoveries else "-" for seconds in (row.p50, row.p99)]

@@ -90,8 +90,8 @@ async def drafters_gone(rig: Rig, row: FaultRow) -> None:
     for number in range(2 * max(3, rig.plan.repeat)):
         policy = "plain" if number % 4 in (0, 3) else ""
         async with rig.load(policy) as load:
-            await asyncio.sleep(rig.plan.window_s / 2)
-            rates[policy].append(load.tokens / (rig.plan.window_s / 2))
+            await asyncio.sleep(rig.plan.window_s)
+            rates[policy].append(load.tokens / rig.plan.window_s)
         row.count(load.streams)
     for name in names:
         await rig.restart(name)
