@@ -21,8 +21,8 @@ setup: $(BIN)/.installed ## make .venv with everything the services, training an
 demo: setup ## start the whole pipeline with the shipped target, stream three answers, print the table
 	$(BIN)/coppice demo
 
-test: setup ## everything that makes a change safe (at most 10 minutes)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+test: setup ## everything that makes a change safe
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 
 proof: setup ## the same checks at full counts, resumable; writes docs/proof.md
 	$(BIN)/python tests/proof.py

@@ -18,8 +18,9 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice.client import build_request
+from coppice.errors import CoppiceError, Overloaded
+from coppice.faults.calls import Direct
 from coppice.process import Ready
-from coppice.v1.generation_pb2_grpc import GenerationServiceStub
 from coppice.wire.generation import request_to_wire
 
 PERIOD_S = 0.1
@@ -72,19 +73,17 @@ async def _health(address: str, seen: Watched, ended: asyncio.Event) -> None:
 
 
 async def _refusals(address: str, seen: Watched, ended: asyncio.Event) -> None:
-    """A request that is admitted all the same is left at its first event."""
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub, request = GenerationServiceStub(channel), request_to_wire(build_request([1], max_new_tokens=1))
-        while not ended.is_set():
-            await asyncio.sleep(PERIOD_S)
-            began, call = time.monotonic(), stub.Generate(request, timeout=CALL_S)
-            try:
-                await call.read()
-            except grpc.RpcError as error:
-                if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                    seen.refused.append(time.monotonic() - began)
-            finally:
-                call.cancel()
+    request, direct = request_to_wire(build_request([1], max_new_tokens=1)), Direct(address)
+    while not ended.is_set():
+        await asyncio.sleep(PERIOD_S)
+        began = time.monotonic()
+        try:
+            await direct.ask(request, CALL_S)
+        except Overloaded:
+            seen.refused.append(time.monotonic() - began)
+        except CoppiceError:
+            continue  # the load counts what fails
+    await direct.close()
 
 
 async def _watch(full: str, addresses: Sequence[str]) -> Watched:

@@ -32,7 +32,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         log_dir=tmp_path_factory.mktemp("logs"),
     )
     with proxied(spec) as (stack, proxies):
-        yield asyncio.run(Rig.on(stack, proxies, Plan(repeat=3, sessions=16, new_tokens=48)))
+        yield asyncio.run(Rig.on(stack, proxies, Plan(repeat=3, sessions=16, new_tokens=32)))
     assert stack.unclean == []
 
 
