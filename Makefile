@@ -22,7 +22,7 @@ demo: setup ## start the whole pipeline with the shipped target, stream three an
 	$(BIN)/coppice demo
 
 test: setup ## everything that makes a change safe
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 proof: setup ## the same checks at full counts, resumable; writes docs/proof.md
 	$(BIN)/python tests/proof.py

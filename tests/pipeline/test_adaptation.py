@@ -128,7 +128,9 @@ def test_texts_are_plains_beside_pushes(
         nonlocal pushed
         async with Replica(address, Dialer()) as replica:
             version = (await replica.describe()).weights_version
-            for number in range(PUSHES):
+            for number in itertools.count():
+                if number >= PUSHES and generated > 2:
+                    break
                 names = None if number % 10 == 0 else ["lm_head.weight"]
                 new = altered(first, number, names, version + number + 1)
                 await replica.push(*pack_update("block", first, new))
@@ -154,7 +156,7 @@ def test_texts_are_plains_beside_pushes(
         asyncio.run(both())
     finally:
         os.kill(adapter, signal.SIGCONT)
-    assert (pushed, generated > 2) == (PUSHES, True)
+    assert pushed >= PUSHES
     until = time.monotonic() + 30
     while not all(one.current for one in status(stack)["block"].replicas):  # the adapter's own weights again
         assert time.monotonic() < until

@@ -232,7 +232,7 @@ def test_a_death_is_noticed_and_counts_as_unclean(target: Path) -> None:
 
 
 def test_a_process_that_ignores_sigterm_is_killed_and_named(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "STOP_GRACE_S", 1.0)
+    monkeypatch.setattr(launch, "STOP_GRACE_S", 4.0)
     spec = StackSpec(target=target, heads=(), extra={"verifier": {"verifier.name": "stubborn"}})
     with Stack(spec, FAKES) as stack:
         pid = stack.services["verifier"].pid
