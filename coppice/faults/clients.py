@@ -97,7 +97,7 @@ async def slow_reader(rig: Rig, row: FaultRow) -> None:
 async def hundred(rig: Rig, row: FaultRow) -> None:
     """A hundred clients at once, none refused, and health answers all the while."""
     row.repetitions += 1
-    async with watching(tuple(rig.stack.services.values())) as seen:
+    async with watching(rig.stack.services.values()) as seen:
         await _asked(rig, row, rig.plan.requests)
     row.checks.append(_healthy(row, seen))
     row.leaks += await rig.leaks()
@@ -130,7 +130,7 @@ async def overload(rig: Rig, row: FaultRow) -> None:
     rates: dict[int, list[float]] = {seats: [], 2 * seats: []}
     try:
         await _goodput(rig, row, name, seats)  # channels and heads find each other
-        async with watching(tuple(rig.stack.services.values()), rig.stack.services[name].address) as seen:
+        async with watching(rig.stack.services.values(), rig.stack.services[name].address) as seen:
             for clients in (seats, 2 * seats, 2 * seats, seats):
                 rate, refused = await _goodput(rig, row, name, clients)
                 rates[clients].append(rate)

@@ -1,7 +1,8 @@
 """How fast processes answer for their health, and how fast one that is full refuses, seen from a process of its own.
 
-`python -m coppice.faults.watch HEALTH_ADDRESS...` asks until its input ends, then prints a `Watched` as JSON. A process
-of its own, because in the one that makes the load an answer waits for a hundred clients' turns too.
+`python -m coppice.faults.watch FULL HEALTH_ADDRESS...`, where FULL is an orchestrator's address or empty, asks until
+its input ends, then prints a `Watched` as JSON. A process of its own, because in the one that makes the load an answer
+waits for a hundred clients' turns too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 import grpc.aio
@@ -19,12 +20,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice.client import build_request
 from coppice.errors import CoppiceError, Overloaded
-from coppice.faults.calls import Direct
+from coppice.faults.calls import CALL_S, Direct
 from coppice.process import Ready
 from coppice.wire.generation import request_to_wire
 
 PERIOD_S = 0.1
-CALL_S = 5.0
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class Watched:
 
 
 @contextlib.asynccontextmanager
-async def watching(services: Sequence[Ready], full: str = "") -> AsyncIterator[Watched]:
+async def watching(services: Iterable[Ready], full: str = "") -> AsyncIterator[Watched]:
     """Ask these for their health inside the block, and the orchestrator at `full`, if any, for answers.
 
     What was seen is there behind the block.
