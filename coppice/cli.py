@@ -304,9 +304,26 @@ def demo(
 
 
 @app.command()
-def doctor(address: Address = None) -> None:
-    """Look for what is needed here, and for a server."""
+def doctor(
+    address: Address = None,
+    size: Annotated[
+        bool, typer.Option("--size", help="Instead: the memory that targets, heads and sessions take.")
+    ] = False,
+    target: Annotated[
+        list[str] | None, typer.Option(help="With --size: a folder with a config.json, 8B or 70B. May be repeated.")
+    ] = None,
+    context: Annotated[int, typer.Option(help="With --size: tokens of a session, prompt and answer.")] = 8192,
+    dtype: Annotated[str, typer.Option(help="With --size: of weights, KV and features.")] = "bfloat16",
+    memory: Annotated[float, typer.Option(help="With --size: a device's memory, GiB.")] = 80.0,
+) -> None:
+    """Look for what is needed here, and for a server; or say how large a deployment must be."""
     from rich.console import Console
+
+    if size:
+        from coppice.size import report
+
+        report(Console(), target or (), context, dtype, memory)
+        return
 
     from coppice.doctor import doctor as run
 

@@ -37,6 +37,7 @@ _FORGIVEN = 0.125  # of a miss, by a draft in time: more than one miss in nine s
 _LEAST_DEADLINE_S, _MOST_DEADLINE_S = 0.020, 1.0
 _FIRST_DEADLINE_S = 0.250
 _MOST_UNTOLD_BYTES = 16 << 20
+_MOST_MOVING = 4  # sessions of a pool at a time: a replica that is no good gets no more
 
 
 class DrafterReplica(Replica):
@@ -55,6 +56,8 @@ class HeadPool(Pool[DrafterReplica]):
         self.calibration = Calibration()
         self.feature_layers: tuple[int, ...] | None = None
         """target layers whose features the head reads; None until a replica has said so"""
+        self.moving: set[HeadSession] = set()
+        """sessions on their way to a replica that has fewer, until it drafts for them"""
         self._draft_s: deque[float] = deque(maxlen=64)
         super().__init__(name, addresses, dialer)
 
@@ -73,6 +76,11 @@ class HeadPool(Pool[DrafterReplica]):
         """Leave a replica alone for a while."""
         if replica.bench():
             self.metrics.benched.labels(self.name).inc()
+
+    def has_better(self, replica: DrafterReplica) -> bool:
+        """Whether a session of `replica` should go on at the least loaded one: that evens out how many they have."""
+        best = self.pick()
+        return best is not None and best.sessions + 1 < replica.sessions and len(self.moving) < _MOST_MOVING
 
     async def learn(self) -> None:
         """Find out `feature_layers` unless they are known, from the replicas that are not known to be silent."""
@@ -146,7 +154,8 @@ class Signal:
 class HeadSession:
     """One request's stream to one replica of a head; re-opened after trouble.
 
-    Two misses in a row bench the replica, and so do misses that keep coming back: each cost a whole deadline.
+    Two misses in a row bench the replica, and so do misses that keep coming back: each cost a whole deadline. Between
+    two steps the stream moves to a replica with fewer sessions, such as one that has just come.
     """
 
     def __init__(self, pool: HeadPool, opening: OpenDraft, vocab_size: int) -> None:
@@ -208,6 +217,11 @@ class HeadSession:
 
     def ask(self, fence: Fence, root: int, ids: list[int], budget: int) -> asyncio.Future[None] | None:
         """Ask for a tree below `root`; the future is done when it is complete. None when the head sits this out."""
+        if self._opened and self._replica is not None and self.pool.has_better(self._replica):
+            self.close()
+            self.open(ids)
+            self._waited_to_open = True  # it had drafts until now
+            self.pool.moving.add(self)
         if self._call is None:
             self.open(ids)
         if self._call is None or not self._may_wait():
@@ -269,6 +283,7 @@ class HeadSession:
 
     def close(self) -> None:
         """End the stream; the drafter frees the session."""
+        self.pool.moving.discard(self)
         if self._call is not None:
             self._call.cancel()
             self._call = None
@@ -332,6 +347,7 @@ class HeadSession:
         if said.q_rows is not None:
             draft.q_rows.append(said.q_rows)
         if said.last:
+            self.pool.moving.discard(self)
             if self._budget:
                 self.pool.drafted(time.perf_counter() - self._asked_at)
             self._answer.set_result(None)

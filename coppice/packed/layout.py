@@ -58,7 +58,10 @@ def read_layout(model: PreTrainedModel) -> KVLayout:
     name = type(model).__name__
     try:
         with torch.inference_mode(), using(record):
-            logits = model(input_ids=row, position_ids=row, use_cache=False, logits_to_keep=0).logits
+            present = torch.ones_like(row, dtype=torch.bool)
+            logits = model(
+                input_ids=row, attention_mask=present, position_ids=row, use_cache=False, logits_to_keep=0
+            ).logits
     except (AttributeError, TypeError) as error:  # a model that reads its mask, or knows no such arguments
         raise UnsupportedModel(f"{name} cannot run packed: {error}") from error
     layers = model.config.get_text_config().num_hidden_layers

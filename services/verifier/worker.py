@@ -21,6 +21,7 @@ from torch import Tensor
 
 from coppice.config import VerifierSettings
 from coppice.errors import CoppiceError, InvalidField, NotFound, Unavailable
+from coppice.limits import TREE_ROOM
 from coppice.messages import FeatureRef, Features, OpenSession, SessionOpened, VerifyStep, VerifyTimings
 from coppice.packed.batch import Piece, pack
 from coppice.packed.engine import Engine, EngineInfo, ForwardOutput
@@ -30,8 +31,6 @@ from coppice.tree import DraftTree, prune
 from services.verifier.session import Session
 
 log = structlog.get_logger()
-
-TREE_ROOM = 128  # KV tokens reserved behind a session's longest text for rows in flight
 
 
 def reserved_tokens(request: OpenSession, settings: VerifierSettings) -> int:

@@ -6,14 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-import pytest
-
 from coppice.client import AsyncClient
 from coppice.faults.calls import metric
 from coppice.nn.head import DraftJob, Growth
-from coppice.rpc.channels import Dialer
-from orchestrator import replicas
-from orchestrator.replicas import Replica
 from tests.processes import Service
 from tests.recorder import Recorder, drafter_of
 from tests.services.test_features import IDS, model, start_verifier, target, truth, verifier
@@ -51,18 +46,3 @@ async def test_a_drafter_that_is_late_now_and_then_is_left_alone(
         assert 2 <= answer.late_drafts <= 4
         assert await asyncio.to_thread(metric, service.metrics, "coppice_heads_benched_total") == 1
         await asyncio.to_thread(service.stop)
-
-
-async def test_trouble_that_comes_back_is_left_alone_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr(replicas.time, "monotonic", lambda: now)
-    replica = Replica("127.0.0.1:1", Dialer())
-    pauses = []
-    for well_s in (0.0, 0.1, 0.1, 9.0, 11.0):
-        now = max(now, replica.benched_until) + well_s
-        assert replica.fit
-        assert replica.bench()
-        assert not replica.bench()
-        pauses.append(replica.benched_until - now)
-    assert pauses == pytest.approx([0.5, 1.0, 2.0, 4.0, 0.5])
-    await replica.channel.close()
