@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from coppice.client import AsyncClient
-from coppice.faults.calls import metric
 from coppice.nn.head import DraftJob, Growth
 from coppice.rpc.channels import Dialer
+from coppice.telemetry import metric
 from orchestrator import replicas
 from orchestrator.replicas import Replica
 from tests.processes import Service
