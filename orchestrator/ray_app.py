@@ -73,7 +73,7 @@ class Pool(_Told):
     sessions_per_replica: float = Field(32.0, gt=0, description="sessions that a replica is meant to hold")
     upscale_delay_s: float = Field(10.0, ge=0, description="how long more replicas must be wanted, seconds")
     downscale_delay_s: float = Field(300.0, ge=0, description="how long fewer replicas must be wanted, seconds")
-    look_back_s: float = Field(10.0, gt=0, description="time over which sessions are averaged, seconds")
+    look_back_s: float = Field(15.0, gt=10, description="time over which sessions are averaged, seconds")
     ray_actor_options: dict[str, Any] = Field(
         default_factory=dict, description="what Ray gives each replica: num_cpus, num_gpus, resources, runtime_env"
     )
