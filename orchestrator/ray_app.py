@@ -27,10 +27,10 @@ from ray.serve.grpc_util import RayServegRPCContext
 
 from coppice.certificates import TlsSettings, is_loopback
 from coppice.config import HeadKind, ServerSettings, Settings
-from coppice.errors import CoppiceError
+from coppice.errors import CoppiceError, InvalidField
 from coppice.launch import MODULES, SERVICES
 from coppice.limits import Limits
-from coppice.process import ServiceProcess
+from coppice.process import ProcessFailed, Ready, ServiceProcess
 from coppice.rpc.channels import Dialer
 from coppice.stack_spec import COUNTING_KINDS, FEATURE_KINDS, MAX_REPLICAS, as_flags, checkout
 from coppice.telemetry import metric
@@ -40,6 +40,7 @@ from coppice.v1.generation_pb2_grpc import GenerationServiceStub
 _log = logging.getLogger("ray.serve")  # a replica's own log
 _LOG_BYTES, _LOG_POLL_S = 1 << 20, 0.2
 _STOP_S = 10.0  # what a process that is told to end may take beyond its grace
+_MISSING = 3  # what a process ends with when a service it needs does not answer
 _HEALTH_S = 2.0  # Serve gives a replica up at the third failure
 _CALLS = 10_000  # under way in one ingress; how many may be is for orchestrators to say
 
@@ -147,7 +148,7 @@ class ServiceReplica:
 
     def __init__(self, name: str, role: str, flags: Mapping[str, Any], sections: Sections, ready_s: float) -> None:
         """`flags` hold over variables, and those over `sections`. Raises ProcessFailed with the end of its log."""
-        self._role, self._grace_s = role, _grace_s(sections)
+        self._role, self._grace_s, self._draining = role, _grace_s(sections), False
         self._folder = tempfile.TemporaryDirectory(prefix="coppice-")
         folder = Path(self._folder.name)
         file = folder / "settings.yaml"  # not flags, which others on the machine could read
@@ -158,11 +159,21 @@ class ServiceReplica:
         self._relay = threading.Thread(target=_relay, args=(self._process.log_file,), name="relay", daemon=True)
         self._relay.start()
         try:
-            self._ready = self._process.wait_ready(time.monotonic() + ready_s)
+            self._ready = self._wait_ready(time.monotonic() + ready_s)
         except BaseException:
             self._process.stop(0)
             raise
         file.unlink()
+
+    def _wait_ready(self, until: float) -> Ready:
+        """Start it again while it misses a verifier that still loads: Serve gives up what fails to start too often."""
+        while True:
+            try:
+                return self._process.wait_ready(until)
+            except ProcessFailed:
+                if self._process.exit_code != _MISSING or time.monotonic() > until:
+                    raise
+            self._process.start()
 
     def address(self) -> str:
         """Where its gRPC server is, HOST:PORT."""
@@ -174,11 +185,12 @@ class ServiceReplica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What `scale_by_sessions` is told. Raises OSError."""
-        return {"sessions": sessions(self._role, self._ready.metrics)}
+        return {} if self._draining else {"sessions": sessions(self._role, self._ready.metrics)}
 
     def __del__(self) -> None:
         """Drain: SIGTERM, and as long as requests may take to end. Serve calls it, then perhaps the interpreter."""
         if hasattr(self, "_process"):
+            self._draining = True
             self._process.stop(self._grace_s + _STOP_S)
             self._folder.cleanup()
             self._relay.join(10 * _LOG_POLL_S)
@@ -265,11 +277,13 @@ def _passed(context: RayServegRPCContext) -> list[tuple[str, str]]:
 def _deployed(
     name: str, role: str, pool: Pool, args: Args, defaults: Sections, flags: Mapping[str, Any]
 ) -> serve.Application:
-    """One deployment. Settings of the pool hold over those of all, and those over the defaults."""
+    """One deployment. Settings of the pool hold over those of all, and those over the defaults. Raises InvalidField."""
     sections: Sections = {}
     for each in (defaults, args.settings, pool.settings):
         for section, values in each.items():
             sections[section] = {**sections.get(section, {}), **values}
+    if pool.max_replicas is not None and sections.get("server", {}).get("metrics_port", 0) < 0:
+        raise InvalidField("server.metrics_port", f"{name} is scaled by what it says there")
     deployment = serve.deployment(ServiceReplica).options(
         name=name,
         ray_actor_options=pool.ray_actor_options,
@@ -311,7 +325,7 @@ def _drafters(pool: DrafterPool, args: Args, target: str) -> serve.Application:
 
 
 def build(args: Args) -> serve.Application:
-    """The application, for `serve run` and RayService. Raises pydantic.ValidationError."""
+    """The application, for `serve run` and RayService. Raises pydantic.ValidationError, InvalidField."""
     args = Args.model_validate(args)  # Serve hands over a dict: it does not read annotations that are text
     target = str(checkout() / args.target)
     verifiers = _deployed("verifier", "verifier", args.verifier, args, {"verifier": {"target": target}}, {})

@@ -13,6 +13,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext
 from ray.serve.schema import ServeDeploySchema
 
 from coppice.config import load_settings
+from coppice.errors import InvalidField
 from orchestrator.ray_app import Args, build, scale_by_sessions
 from tests.layout.test_layout import ROOT
 
@@ -106,6 +107,13 @@ def test_what_cannot_be_meant_is_refused_by_name(told: dict[str, Any], named: st
     with pytest.raises(ValidationError) as refused:
         Args.model_validate({"target": "models/demo/target", "settings": REDIS, **told})
     assert named in str(refused.value)
+
+
+def test_a_pool_that_says_nothing_cannot_be_scaled() -> None:
+    silent = {"settings": {"server": {"metrics_port": -1}}}
+    assert build(Args.model_validate({"target": "t", "verifier": silent}))
+    with pytest.raises(InvalidField, match="metrics_port"):
+        build(Args.model_validate({"target": "t", "verifier": {**silent, "max_replicas": 2}}))
 
 
 def deployments(args: dict[str, Any]) -> dict[str, Any]:
