@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 BUF    := npx --yes --package=@bufbuild/buf@1.75.0 buf
 SHELL  := /bin/bash
 
-.PHONY: help setup demo test proof bench lint protos clean
+.PHONY: help setup demo test ray proof bench lint protos clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -21,8 +21,11 @@ setup: $(BIN)/.installed ## make .venv with everything the services, training an
 demo: setup ## start the whole pipeline with the shipped target, stream three answers, print the table
 	$(BIN)/coppice demo
 
-test: setup ## everything that makes a change safe
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+test: setup ## everything that makes a change safe, but for `make ray`
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/ray
+
+ray: setup ## the Ray Serve application on a real local Ray, which takes minutes
+	$(BIN)/python -m pytest tests/ray
 
 proof: setup ## the same checks at full counts, resumable; writes docs/proof.md
 	$(BIN)/python tests/proof.py

@@ -92,9 +92,19 @@ class ServiceProcess:
 
     def check(self) -> None:
         """Raise ProcessFailed if it is not running."""
-        code = self._process.poll() if self._process else None
-        if code is not None:
+        if (code := self.exit_code) is not None:
             raise ProcessFailed(f"{self.name} ended with {_exit_name(code)}{self._tail()}")
+
+    def check_health(self) -> None:
+        """Raise ProcessFailed if it is not running, or does not answer that it serves. It was ready once."""
+        self.check()
+        if self.ready is None or not _healthy(self.ready.health, self._service):
+            raise ProcessFailed(f"{self.name} is not healthy{self._tail()}")
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the process, negative for a signal; None while it runs, and before."""
+        return self._process.poll() if self._process else None
 
     def stop(self, grace_s: float) -> bool:
         """SIGTERM, after `grace_s` SIGKILL; whether it ended well. One that was never ready need not."""

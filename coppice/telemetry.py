@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import sys
+import urllib.request
 from functools import partial
 from typing import Any
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.parser import text_string_to_metric_families
 
 from coppice.config import ServerSettings
 
+SCRAPE_S = 5.0
 _STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 
@@ -37,6 +40,14 @@ def serve_metrics(registry: CollectorRegistry, settings: ServerSettings) -> int:
         return 0
     server, _ = start_http_server(settings.metrics_port, addr=settings.host, registry=registry)
     return int(server.server_port)
+
+
+def metric(address: str, name: str) -> float:
+    """The sum over all labels of a metric at HOST:PORT; 0 when there is none of that name. Raises OSError."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=SCRAPE_S) as page:
+        text = page.read().decode()
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return sum(sample.value for sample in samples if sample.name == name)
 
 
 class OrchestratorMetrics:

@@ -16,13 +16,13 @@ from coppice.adaptation.push import Replica
 from coppice.adaptation.records import GROUP, queries_key, samples_key
 from coppice.bench.report import Check
 from coppice.errors import CoppiceError
-from coppice.faults.calls import metric
 from coppice.faults.report import FaultRow
 from coppice.faults.rig import Rig, Run, Scenario
 from coppice.launch import ADAPTER, REDIS
 from coppice.process import ProcessFailed
 from coppice.rpc.channels import Dialer
 from coppice.stack_spec import FEATURE_KINDS
+from coppice.telemetry import metric
 
 QUICK: Mapping[str, Mapping[str, Any]] = {
     "adapter": {

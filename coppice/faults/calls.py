@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
-from prometheus_client.parser import text_string_to_metric_families
 
 from coppice.errors import from_rpc_error
 from coppice.generation import Chunk
@@ -86,11 +84,3 @@ class Direct:
     async def close(self) -> None:
         """End the connection."""
         await self._channel.close()
-
-
-def metric(address: str, name: str) -> float:
-    """The sum over all labels of a metric at HOST:PORT; 0 when there is none of that name. Raises OSError."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=CALL_S) as page:
-        text = page.read().decode()
-    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
-    return sum(sample.value for sample in samples if sample.name == name)

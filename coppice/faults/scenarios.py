@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from itertools import cycle, islice
 
 from coppice.bench.report import Check
-from coppice.faults.calls import held, metric
+from coppice.faults.calls import held
 from coppice.faults.report import FaultRow, percentile
 from coppice.faults.rig import Fault, Rig, Run, Scenario
+from coppice.telemetry import metric
 
 SLOWER = 10.0  # times
 GONE_SHARE = 0.9  # of plain's throughput that must be left without a drafter

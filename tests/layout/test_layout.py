@@ -42,6 +42,7 @@ STUB_USERS = {
     "coppice/faults/calls.py",
     "orchestrator/__main__.py",
     "orchestrator/head.py",
+    "orchestrator/ray_app.py",
     "orchestrator/service.py",
     "orchestrator/target.py",
     "services/adapter/__main__.py",
@@ -99,6 +100,10 @@ def test_the_orchestrator_imports_no_service() -> None:
 
 def test_coppice_imports_neither_services_nor_the_orchestrator() -> None:
     assert importing("coppice", "services", "orchestrator", "tests") == set()
+
+
+def test_one_file_knows_of_ray() -> None:
+    assert {path for package in PACKAGES for path, _ in importing(package, "ray")} == {"orchestrator/ray_app.py"}
 
 
 def test_only_these_files_import_the_stubs() -> None:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from coppice.client import AsyncClient
-from coppice.faults.calls import metric
 from coppice.nn.head import DraftJob, Growth
+from coppice.telemetry import metric
 from tests.processes import Service
 from tests.recorder import Recorder, drafter_of
 from tests.services.test_features import IDS, model, start_verifier, target, truth, verifier

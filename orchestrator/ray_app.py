@@ -1,0 +1,343 @@
+"""The pipeline as a Ray Serve application: a deployment for each drafter pool, one of verifiers, one of orchestrators.
+
+A replica is an actor that keeps one service process. Processes find each other in the registry of `directory.redis` and
+talk over gRPC streams of their own, so no step passes through Ray: it places, watches, replaces and scales them, by the
+sessions they say they hold, and its gRPC proxy is a front door.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import grpc.aio
+import ray
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+from ray.serve.grpc_util import RayServegRPCContext
+
+from coppice.certificates import TlsSettings, is_loopback
+from coppice.config import HeadKind, ServerSettings, Settings
+from coppice.errors import CoppiceError, InvalidField
+from coppice.launch import MODULES, SERVICES
+from coppice.limits import Limits
+from coppice.process import ProcessFailed, Ready, ServiceProcess
+from coppice.rpc.channels import Dialer
+from coppice.stack_spec import COUNTING_KINDS, FEATURE_KINDS, MAX_REPLICAS, as_flags, checkout
+from coppice.telemetry import metric
+from coppice.v1 import generation_pb2
+from coppice.v1.generation_pb2_grpc import GenerationServiceStub
+
+_log = logging.getLogger("ray.serve")  # a replica's own log
+_LOG_BYTES, _LOG_POLL_S = 1 << 20, 0.2
+_STOP_S = 10.0  # what a process that is told to end may take beyond its grace
+_MISSING = 3  # what a process ends with when a service it needs does not answer
+_HEALTH_S = 2.0  # Serve gives a replica up at the third failure
+_CALLS = 10_000  # under way in one ingress; how many may be is for orchestrators to say
+
+
+def _known(sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The same, when every section and name in it is a setting. What values are worth the service itself says."""
+    for section, values in sections.items():
+        field = Settings.model_fields.get(section)
+        if field is None:
+            raise ValueError(f"{section}: no such section of settings")
+        model: Any = field.annotation
+        if unknown := values.keys() - model.model_fields.keys():
+            raise ValueError(f"{section}.{min(unknown)}: no such setting")
+    return sections
+
+
+Sections = Annotated[dict[str, dict[str, Any]], AfterValidator(_known)]
+"""Settings by section and name, as in a service's YAML file"""
+
+
+class _Told(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Pool(_Told):
+    """The replicas of one deployment: a fixed number, or as many as their sessions ask for."""
+
+    replicas: int | None = Field(None, ge=1, le=MAX_REPLICAS, description="how many; empty: 1, or as scaled")
+    min_replicas: int = Field(1, ge=1, le=MAX_REPLICAS, description="fewest, where max_replicas is given")
+    max_replicas: int | None = Field(None, ge=1, le=MAX_REPLICAS, description="most; empty: the number is fixed")
+    sessions_per_replica: float = Field(32.0, gt=0, description="sessions that a replica is meant to hold")
+    upscale_delay_s: float = Field(10.0, ge=0, description="how long more replicas must be wanted, seconds")
+    downscale_delay_s: float = Field(300.0, ge=0, description="how long fewer replicas must be wanted, seconds")
+    look_back_s: float = Field(15.0, gt=10, description="time over which sessions are averaged, seconds")
+    ray_actor_options: dict[str, Any] = Field(
+        default_factory=dict, description="what Ray gives each replica: num_cpus, num_gpus, resources, runtime_env"
+    )
+    settings: Sections = Field(default_factory=dict, description="settings of these replicas, over the common ones")
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> Self:
+        if self.max_replicas is None and "min_replicas" in self.model_fields_set:
+            raise ValueError("min_replicas: is of use with max_replicas only")
+        if self.max_replicas is not None and self.replicas is not None:
+            raise ValueError("replicas: max_replicas says that the number is not fixed")
+        if self.max_replicas is not None and self.max_replicas < self.min_replicas:
+            raise ValueError("max_replicas: is below min_replicas")
+        return self
+
+
+class DrafterPool(Pool):
+    """The replicas of one head."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="the head's name")
+    kind: HeadKind = Field("lookup", description="kind of head")
+    path: str = Field("", description="folder of the head's weights, seen from the checkout")
+
+    @model_validator(mode="after")
+    def _has_weights(self) -> Self:
+        if not self.path and self.kind not in COUNTING_KINDS:
+            raise ValueError(f"path: a head of kind {self.kind} has a folder")
+        return self
+
+
+class FrontDoor(_Told):
+    """The replicas of the ingress, which passes calls on to orchestrators."""
+
+    replicas: int = Field(1, ge=1, le=MAX_REPLICAS, description="how many")
+    ray_actor_options: dict[str, Any] = Field(default_factory=dict, description="what Ray gives each replica")
+
+
+class Args(_Told):
+    """What the application is told: `args` in a Serve config file. An unknown key is an error."""
+
+    target: str = Field(min_length=1, description="folder of the target, seen from the checkout")
+    settings: Sections = Field(default_factory=dict, description="settings of every process; directory.redis is needed")
+    verifier: Pool = Pool()
+    drafters: list[DrafterPool] = Field(default_factory=list, description="one deployment each")
+    orchestrator: Pool = Pool()
+    ingress: FrontDoor = FrontDoor()
+    ready_s: float = Field(300.0, gt=0, description="how long a process may take to load, seconds")
+
+    @model_validator(mode="after")
+    def _heads_differ(self) -> Self:
+        names = [drafter.name for drafter in self.drafters]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"drafters: {min(twice)} occurs twice")
+        return self
+
+
+def scale_by_sessions(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+    """Serve's policy: replicas for all sessions held, averaged over the look-back; Serve applies delays and bounds.
+
+    A running replica that has not said yet what it holds counts as busy: nothing is taken away meanwhile.
+    """
+    held = (context.aggregated_metrics or {}).get("sessions", {})
+    wanted = math.ceil(round(sum(held.values()) / context.config.target_ongoing_requests, 3))
+    if held.keys() >= set(context.running_replicas):
+        return wanted, {}
+    return max(wanted, context.target_num_replicas), {}
+
+
+class ServiceReplica:
+    """One service process, kept as Serve expects: it is up when this is constructed, and down when that is deleted."""
+
+    def __init__(self, name: str, role: str, flags: Mapping[str, Any], sections: Sections, ready_s: float) -> None:
+        """`flags` hold over variables, and those over `sections`. Raises ProcessFailed with the end of its log."""
+        self._role, self._grace_s, self._draining = role, _grace_s(sections), False
+        self._folder = tempfile.TemporaryDirectory(prefix="coppice-")
+        folder = Path(self._folder.name)
+        file = folder / "settings.yaml"  # not flags, which others on the machine could read
+        file.write_text(yaml.safe_dump({**sections, "server": _at_node(sections.get("server", {}))}), encoding="utf-8")
+        arguments = [*as_flags(flags), "--config", str(file)]
+        self._process = ServiceProcess(name, MODULES[role], SERVICES[role], arguments, folder, checkout())
+        self._process.start()
+        self._relay = threading.Thread(target=_relay, args=(self._process.log_file,), name="relay", daemon=True)
+        self._relay.start()
+        try:
+            self._ready = self._wait_ready(time.monotonic() + ready_s)
+        except BaseException:
+            self._process.stop(0)
+            raise
+        file.unlink()
+
+    def _wait_ready(self, until: float) -> Ready:
+        """Start it again while it misses a verifier that still loads: Serve gives up what fails to start too often."""
+        while True:
+            try:
+                return self._process.wait_ready(until)
+            except ProcessFailed:
+                if self._process.exit_code != _MISSING or time.monotonic() > until:
+                    raise
+            self._process.start()
+
+    def address(self) -> str:
+        """Where its gRPC server is, HOST:PORT."""
+        return self._ready.address
+
+    def check_health(self) -> None:
+        """Raises ProcessFailed when the process has ended or says that it does not serve: Serve replaces it."""
+        self._process.check_health()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `scale_by_sessions` is told. Raises OSError."""
+        return {} if self._draining else {"sessions": sessions(self._role, self._ready.metrics)}
+
+    def __del__(self) -> None:
+        """Drain: SIGTERM, and as long as requests may take to end. Serve calls it, then perhaps the interpreter."""
+        if hasattr(self, "_process"):
+            self._draining = True
+            self._process.stop(self._grace_s + _STOP_S)
+            self._folder.cleanup()
+            self._relay.join(10 * _LOG_POLL_S)
+
+
+def _at_node(server: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a server that others find at this node's address, unless they say otherwise."""
+    node = ray.util.get_node_ip_address()
+    host = server.get("host", node)
+    return {"host": host, "advertise": "" if is_loopback(host) else node, **server}
+
+
+def sessions(role: str, metrics: str) -> float:
+    """Sessions of a service by its metrics at HOST:PORT; an orchestrator's are running requests. Raises OSError."""
+    if role == "orchestrator":
+        return metric(metrics, "coppice_requests_running")
+    opened, closed = (metric(metrics, f"coppice_{role}_sessions_{what}_total") for what in ("opened", "closed"))
+    return opened - closed
+
+
+def _relay(file: Path) -> None:
+    """Copy what is written to a file into the replica's own log, and keep the file short, until it is deleted."""
+    with file.open("r+", encoding="utf-8", errors="replace") as log:
+        ended = False
+        while not ended:
+            ended = not file.exists()
+            while line := log.readline():
+                _log.info(line.rstrip())
+            if log.tell() > _LOG_BYTES:
+                log.truncate(0)
+                log.seek(0)
+            time.sleep(_LOG_POLL_S)
+
+
+class Ingress:
+    """GenerationService behind Serve's gRPC proxy: each call goes on to some orchestrator, and its status comes back.
+
+    A caller that cancels, or whose deadline passes, is gone for Serve, and the call to the orchestrator is cancelled.
+    """
+
+    def __init__(self, orchestrators: Any, others: list[Any], sections: Sections) -> None:
+        """`orchestrators` is their handle; `others` are the handles of what is deployed beside them."""
+        self._orchestrators = orchestrators
+        self._dialer = Dialer(Limits(**sections.get("limits", {})), TlsSettings(**sections.get("tls", {})))
+
+    async def Generate(
+        self, request: generation_pb2.GenerateRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        """As of the orchestrator."""
+        async with self._stub(grpc_context) as stub:
+            async for response in stub.Generate(request, metadata=_passed(grpc_context)):
+                yield response
+
+    async def DescribeModel(
+        self, request: generation_pb2.DescribeModelRequest, grpc_context: RayServegRPCContext
+    ) -> generation_pb2.DescribeModelResponse:
+        """As of the orchestrator."""
+        async with self._stub(grpc_context) as stub:
+            response: generation_pb2.DescribeModelResponse = await stub.DescribeModel(
+                request, metadata=_passed(grpc_context)
+            )
+            return response
+
+    @contextlib.asynccontextmanager
+    async def _stub(self, grpc_context: RayServegRPCContext) -> AsyncIterator[GenerationServiceStub]:
+        """A call's orchestrator. What the call ends with becomes what the caller is told."""
+        address = await self._orchestrators.address.remote()
+        channel = self._dialer.open(address)
+        try:
+            yield GenerationServiceStub(channel)
+        except grpc.aio.AioRpcError as error:
+            grpc_context.set_code(error.code())
+            grpc_context.set_details(error.details() or "")
+            raise CoppiceError(str(error.details())) from None  # one that another process can read
+        finally:
+            await channel.close()
+
+
+def _passed(context: RayServegRPCContext) -> list[tuple[str, str]]:
+    """The caller's bearer token, if it has one."""
+    return [(key, value) for key, value in context.invocation_metadata() if key == "authorization"]
+
+
+def _deployed(
+    name: str, role: str, pool: Pool, args: Args, defaults: Sections, flags: Mapping[str, Any]
+) -> serve.Application:
+    """One deployment. Settings of the pool hold over those of all, and those over the defaults. Raises InvalidField."""
+    sections: Sections = {}
+    for each in (defaults, args.settings, pool.settings):
+        for section, values in each.items():
+            sections[section] = {**sections.get(section, {}), **values}
+    if pool.max_replicas is not None and sections.get("server", {}).get("metrics_port", 0) < 0:
+        raise InvalidField("server.metrics_port", f"{name} is scaled by what it says there")
+    deployment = serve.deployment(ServiceReplica).options(
+        name=name,
+        ray_actor_options=pool.ray_actor_options,
+        health_check_period_s=_HEALTH_S,
+        graceful_shutdown_timeout_s=_grace_s(sections) + 2 * _STOP_S,
+        **_size(pool),
+    )
+    return deployment.bind(name, role, flags, sections, args.ready_s)
+
+
+def _grace_s(sections: Sections) -> float:
+    return ServerSettings(**sections.get("server", {})).grace_s
+
+
+def _size(pool: Pool) -> dict[str, Any]:
+    """How many replicas, as a deployment's options."""
+    if pool.max_replicas is None:
+        return {"num_replicas": pool.replicas or 1}
+    scaling = AutoscalingConfig(
+        min_replicas=pool.min_replicas,
+        max_replicas=pool.max_replicas,
+        target_ongoing_requests=pool.sessions_per_replica,
+        upscale_delay_s=pool.upscale_delay_s,
+        downscale_delay_s=pool.downscale_delay_s,
+        look_back_period_s=pool.look_back_s,
+        policy=AutoscalingPolicy(policy_function=scale_by_sessions),
+    )
+    return {"autoscaling_config": scaling}
+
+
+def _drafters(pool: DrafterPool, args: Args, target: str) -> serve.Application:
+    defaults: Sections = {"drafter": {"target": target}}
+    if pool.kind in FEATURE_KINDS:
+        defaults["drafter"]["verifiers"] = ["redis"]
+    flags = {"drafter.name": pool.name, "drafter.kind": pool.kind}
+    if pool.path:
+        flags["drafter.path"] = str(checkout() / pool.path)
+    return _deployed(f"drafter-{pool.name}", "drafter", pool, args, defaults, flags)
+
+
+def build(args: Args) -> serve.Application:
+    """The application, for `serve run` and RayService. Raises pydantic.ValidationError, InvalidField."""
+    args = Args.model_validate(args)  # Serve hands over a dict: it does not read annotations that are text
+    target = str(checkout() / args.target)
+    verifiers = _deployed("verifier", "verifier", args.verifier, args, {"verifier": {"target": target}}, {})
+    drafters = [_drafters(pool, args, target) for pool in args.drafters]
+    heads = [f"{pool.name}=redis" for pool in args.drafters]
+    told: Sections = {"orchestrator": {"target": target, "verifiers": ["redis"], "heads": heads}}
+    orchestrators = _deployed("orchestrator", "orchestrator", args.orchestrator, args, told, {})
+    door = serve.deployment(Ingress).options(
+        name="ingress",
+        num_replicas=args.ingress.replicas,
+        ray_actor_options=args.ingress.ray_actor_options,
+        max_ongoing_requests=_CALLS,
+        graceful_shutdown_timeout_s=_grace_s(args.settings) + _STOP_S,
+    )
+    return door.bind(orchestrators, [verifiers, *drafters], args.settings)

@@ -1,0 +1,218 @@
+"""The application on a real Ray: pools follow their load, what is killed comes back, texts stay plain decoding's."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coppice.adaptation.local_redis import LocalRedis
+from coppice.bench.reference import Reference
+from coppice.client import Client
+from coppice.errors import DeadlineExceeded, InvalidField, Unauthenticated
+from coppice.faults.load import Load, plain_answers, questions
+from coppice.generation import Chunk
+from coppice.rpc.channels import Dialer
+from coppice.telemetry import metric
+from tests.ray.cluster import APPLICATION, Cluster, free_port, within
+from tests.tiny import make_target
+
+pytestmark = pytest.mark.timeout(900)
+TOKEN = "a token of these tests"
+PROMPT = tuple(range(7, 40))
+NEW = 300
+SCALED = {"max_replicas": 3, "sessions_per_replica": 2, "upscale_delay_s": 1, "downscale_delay_s": 5, "look_back_s": 11}
+LONG_S = 240.0  # Ray starts a replica in seconds, on a busy machine in a minute
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), layers=4)
+
+
+@pytest.fixture(scope="module")
+def address() -> str:
+    """The orchestrator's own port."""
+    return f"127.0.0.1:{free_port()}"
+
+
+@pytest.fixture(scope="module")
+def cluster(target: Path, address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two pools, a verifier, an orchestrator that wants a token, and the front door."""
+    folder = tmp_path_factory.mktemp("ray")
+    tokens = folder / "tokens"
+    tokens.write_text(f"tests {hashlib.sha256(TOKEN.encode()).hexdigest()}\n")
+    free = {"ray_actor_options": {"num_cpus": 0}}
+    told = {"server": {"port": int(address.rpartition(":")[2])}, "orchestrator": {"tokens": str(tokens)}}
+    with LocalRedis() as redis:
+        args: dict[str, Any] = {
+            "target": str(target),
+            "settings": {
+                "server": {"host": "127.0.0.1", "grace_s": 20},
+                "directory": {"redis": redis.url, "poll_s": 0.5},
+                "verifier": {"threads": 1},
+                "drafter": {"threads": 1},
+                # The machine that runs tests may be busy: no head is to be benched for that.
+                "orchestrator": {"draft_deadline_ms": 1000},
+            },
+            "verifier": free,
+            "drafters": [
+                {"name": "near", "kind": "lm", "path": str(target), **SCALED, **free},
+                {"name": "lookup", "kind": "lookup", **SCALED, **free},
+            ],
+            "orchestrator": {"settings": told, **free},
+            "ingress": free,
+        }
+        with Cluster(args, folder) as running, pytest.MonkeyPatch.context() as patch:
+            patch.setenv("COPPICE_TOKEN", TOKEN)
+            if not within(LONG_S, lambda: bool(running.services("orchestrator")) and answers(running.door)):
+                pytest.fail(f"the application does not come up:\n{running.log[-8000:]}")
+            yield running
+
+
+def answers(address: str) -> bool:
+    """Whether generation is served there."""
+    try:
+        with Client(address) as client:
+            return "near" in client.describe(timeout=5).heads
+    except Exception:
+        return False
+
+
+@pytest.fixture(scope="module")
+def reference(target: Path) -> Reference:
+    return Reference(target, "float32", threads=1)
+
+
+async def settled(cluster: Cluster, name: str, replicas: int) -> bool:
+    """Whether a deployment comes to have so many processes."""
+    return await asyncio.to_thread(within, LONG_S, lambda: len(cluster.services(name)) == replicas)
+
+
+def opened(cluster: Cluster, name: str) -> list[float]:
+    """Sessions that each drafter of a pool has had."""
+    return [metric(one.ready.metrics, "coppice_drafter_sessions_opened_total") for one in cluster.services(name)]
+
+
+def held_to(load: Load) -> None:
+    """Every request was answered, as plain decoding answers it."""
+    assert load.streams
+    assert [stream.failure for stream in load.streams if stream.failure] == []
+    assert [stream.wrong for stream in load.streams if stream.wrong] == []
+    assert all(len(stream.ids) == len(stream.expected) for stream in load.streams)
+
+
+async def test_a_pool_follows_its_load_up_and_down_and_the_other_stays(cluster: Cluster, address: str) -> None:
+    plain = await plain_answers(address, await asyncio.to_thread(questions, address, 3), NEW)
+    assert [len(cluster.services(f"drafter-{name}")) for name in ("near", "lookup")] == [1, 1]
+    async with Load(address, plain, 1, "single:near") as light:
+        async with Load(address, plain, 5, "single:near") as load:
+            assert await settled(cluster, "drafter-near", 3), cluster.log[-4000:]
+            assert await asyncio.to_thread(within, 60, lambda: min(opened(cluster, "drafter-near")) > 0)
+            assert len(cluster.services("drafter-lookup")) == 1
+        assert await settled(cluster, "drafter-near", 1), cluster.log[-4000:]
+    assert len(cluster.services("drafter-lookup")) == 1
+    held_to(load)
+    held_to(light)
+    assert sum(stream.drafted for stream in load.streams) > load.tokens / 4
+
+
+@pytest.mark.parametrize("name", ["drafter-near", "verifier"])
+@pytest.mark.parametrize("whom", ["process", "actor"])
+async def test_what_is_killed_is_replaced_and_no_request_fails(
+    cluster: Cluster, address: str, name: str, whom: str
+) -> None:
+    plain = await plain_answers(address, await asyncio.to_thread(questions, address, 2), NEW)
+    (before,) = cluster.services(name)
+    async with Load(address, plain, 2, "single:near") as load:
+        assert await asyncio.to_thread(within, 60, lambda: len(load.answering) > 0)
+        os.kill(getattr(before, whom).pid, signal.SIGKILL)
+        assert await asyncio.to_thread(within, 30, lambda: not before.process.is_running()), "an orphan"
+        assert await settled(cluster, name, 1), cluster.log[-4000:]
+        seen = len(load.streams)
+        assert await asyncio.to_thread(within, 60, lambda: len(load.streams) > seen + 2)
+    held_to(load)
+    (after,) = cluster.services(name)
+    assert after.process.pid != before.process.pid
+    if whom == "actor":
+        assert after.actor.pid != before.actor.pid
+
+
+def test_the_front_door_streams_what_the_orchestrator_says(cluster: Cluster, reference: Reference) -> None:
+    with Client(cluster.door) as client:
+        events = list(client.stream(PROMPT, max_new_tokens=64, ignore_eos=True, policy="single:near"))
+        told = {"max_new_tokens": 64, "ignore_eos": True, "temperature": 1.0, "seed": 3}
+        drawn = [client.generate(PROMPT, policy=policy, **told).ids for policy in ("plain", "merge")]
+    chunks = [event for event in events if isinstance(event, Chunk)]
+    assert len(chunks) > 4
+    assert tuple(token for chunk in chunks for token in chunk.ids) == reference.greedy(PROMPT, 64).ids
+    assert drawn[0] == drawn[1]
+
+
+def test_the_front_door_passes_statuses_and_tokens_on(cluster: Cluster) -> None:
+    refusals = []
+    for at in (cluster.door, cluster.services("orchestrator")[0].ready.address):
+        with Client(at) as client, pytest.raises(InvalidField, match="ids: token id 5000") as refused:
+            client.generate([1, 5_000])
+        refusals.append(str(refused.value))
+    assert refusals[0] == refusals[1]
+    with Client(cluster.door, dialer=Dialer()) as stranger:
+        with pytest.raises(Unauthenticated):
+            stranger.generate(PROMPT)
+        with pytest.raises(Unauthenticated):
+            stranger.describe()
+
+
+def test_the_front_door_passes_deadlines_and_cancellation_on(cluster: Cluster) -> None:
+    (orchestrator,) = cluster.services("orchestrator")
+    idle = lambda: metric(orchestrator.ready.metrics, "coppice_requests_running") == 0  # noqa: E731
+    with Client(cluster.door) as client:
+        for event in client.stream(PROMPT, max_new_tokens=400, ignore_eos=True):
+            if isinstance(event, Chunk):
+                assert not idle()
+                break
+        assert within(5, idle)
+        with pytest.raises(DeadlineExceeded):
+            client.generate(PROMPT, max_new_tokens=400, ignore_eos=True, timeout=0.4)
+        assert within(5, idle)
+
+
+def test_an_answer_at_the_front_door_outlives_its_orchestrator(cluster: Cluster, reference: Reference) -> None:
+    (before,) = cluster.services("orchestrator")
+    ids: list[int] = []
+    with Client(cluster.door) as client:
+        for event in client.stream(PROMPT, max_new_tokens=NEW, ignore_eos=True):
+            if isinstance(event, Chunk):
+                if not ids:
+                    before.process.kill()
+                ids += event.ids
+    assert tuple(ids) == reference.greedy(PROMPT, NEW).ids
+    (after,) = cluster.services("orchestrator")
+    assert after.process.pid != before.process.pid
+
+
+def test_the_dashboard_is_for_this_machine_and_wants_a_token(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    import ray
+    from ray import serve
+
+    context = ray.init(address="auto", namespace="serve", log_to_driver=False)
+    try:
+        assert context.dashboard_url.startswith("127.0.0.1:")
+        states = {name: one.status for name, one in serve.status().applications[APPLICATION].deployments.items()}
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"http://{context.dashboard_url}/api/serve/applications/", timeout=10)
+        assert refused.value.code == 401
+    finally:
+        ray.shutdown()
+    assert set(states) == {"verifier", "drafter-near", "drafter-lookup", "orchestrator", "ingress"}
+    assert set(states.values()) == {"HEALTHY"}
