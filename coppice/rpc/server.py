@@ -268,7 +268,9 @@ def run_service(
         settings = load()
         configure_logging(settings.server)
         failpoints.enable(settings.server.failpoints)
-        return asyncio.run(serve(settings))
+        code = asyncio.run(serve(settings))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it has been obeyed; taking down libraries lasts a while
+        return code
     except CoppiceError as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, InvalidField) else 3
