@@ -95,10 +95,10 @@ class ServiceProcess:
         if (code := self.exit_code) is not None:
             raise ProcessFailed(f"{self.name} ended with {_exit_name(code)}{self._tail()}")
 
-    def check_health(self) -> None:
-        """Raise ProcessFailed if it is not running, or does not answer that it serves. It was ready once."""
+    def check_health(self, timeout_s: float) -> None:
+        """Raise ProcessFailed if it is not running, or was never ready, or does not say in time that it serves."""
         self.check()
-        if self.ready is None or not _healthy(self.ready.health, self._service):
+        if self.ready is None or not _healthy(self.ready.health, self._service, timeout_s):
             raise ProcessFailed(f"{self.name} is not healthy{self._tail()}")
 
     @property
@@ -130,11 +130,11 @@ def _exit_name(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def _healthy(address: str, service: str) -> bool:
+def _healthy(address: str, service: str, timeout_s: float = 1.0) -> bool:
     request = health_pb2.HealthCheckRequest(service=service)
     with grpc.insecure_channel(address) as channel:
         try:
-            reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=1.0)
+            reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
         except grpc.RpcError:
             return False
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

@@ -25,11 +25,10 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from ray.serve.grpc_util import RayServegRPCContext
 
-from coppice.certificates import TlsSettings, is_loopback
-from coppice.config import HeadKind, ServerSettings, Settings
+from coppice.certificates import is_loopback
+from coppice.config import HeadKind, Settings, load_settings
 from coppice.errors import CoppiceError, InvalidField
 from coppice.launch import MODULES, SERVICES
-from coppice.limits import Limits
 from coppice.process import ProcessFailed, Ready, ServiceProcess
 from coppice.rpc.channels import Dialer
 from coppice.stack_spec import COUNTING_KINDS, FEATURE_KINDS, MAX_REPLICAS, as_flags, checkout
@@ -41,7 +40,7 @@ _log = logging.getLogger("ray.serve")  # a replica's own log
 _LOG_BYTES, _LOG_POLL_S = 1 << 20, 0.2
 _STOP_S = 10.0  # what a process that is told to end may take beyond its grace
 _MISSING = 3  # what a process ends with when a service it needs does not answer
-_HEALTH_S = 2.0  # Serve gives a replica up at the third failure
+_HEALTH_S, _ANSWER_S = 2.0, 5.0  # between two looks, and for an answer; Serve gives a replica up at the third failure
 _CALLS = 10_000  # under way in one ingress; how many may be is for orchestrators to say
 
 
@@ -148,7 +147,8 @@ class ServiceReplica:
 
     def __init__(self, name: str, role: str, flags: Mapping[str, Any], sections: Sections, ready_s: float) -> None:
         """`flags` hold over variables, and those over `sections`. Raises ProcessFailed with the end of its log."""
-        self._role, self._grace_s, self._draining = role, _grace_s(sections), False
+        self._role, self._draining = role, False
+        self._grace_s = load_settings([], sections).server.grace_s
         self._folder = tempfile.TemporaryDirectory(prefix="coppice-")
         folder = Path(self._folder.name)
         file = folder / "settings.yaml"  # not flags, which others on the machine could read
@@ -181,7 +181,7 @@ class ServiceReplica:
 
     def check_health(self) -> None:
         """Raises ProcessFailed when the process has ended or says that it does not serve: Serve replaces it."""
-        self._process.check_health()
+        self._process.check_health(_ANSWER_S)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What `scale_by_sessions` is told. Raises OSError."""
@@ -234,7 +234,8 @@ class Ingress:
     def __init__(self, orchestrators: Any, others: list[Any], sections: Sections) -> None:
         """`orchestrators` is their handle; `others` are the handles of what is deployed beside them."""
         self._orchestrators = orchestrators
-        self._dialer = Dialer(Limits(**sections.get("limits", {})), TlsSettings(**sections.get("tls", {})))
+        settings = load_settings([], sections)
+        self._dialer = Dialer(settings.limits, settings.tls)
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, grpc_context: RayServegRPCContext
@@ -282,20 +283,17 @@ def _deployed(
     for each in (defaults, args.settings, pool.settings):
         for section, values in each.items():
             sections[section] = {**sections.get(section, {}), **values}
-    if pool.max_replicas is not None and sections.get("server", {}).get("metrics_port", 0) < 0:
+    server = load_settings([], sections).server
+    if pool.max_replicas is not None and server.metrics_port < 0:
         raise InvalidField("server.metrics_port", f"{name} is scaled by what it says there")
     deployment = serve.deployment(ServiceReplica).options(
         name=name,
         ray_actor_options=pool.ray_actor_options,
         health_check_period_s=_HEALTH_S,
-        graceful_shutdown_timeout_s=_grace_s(sections) + 2 * _STOP_S,
+        graceful_shutdown_timeout_s=server.grace_s + 2 * _STOP_S,
         **_size(pool),
     )
     return deployment.bind(name, role, flags, sections, args.ready_s)
-
-
-def _grace_s(sections: Sections) -> float:
-    return ServerSettings(**sections.get("server", {})).grace_s
 
 
 def _size(pool: Pool) -> dict[str, Any]:
@@ -338,6 +336,6 @@ def build(args: Args) -> serve.Application:
         num_replicas=args.ingress.replicas,
         ray_actor_options=args.ingress.ray_actor_options,
         max_ongoing_requests=_CALLS,
-        graceful_shutdown_timeout_s=_grace_s(args.settings) + _STOP_S,
+        graceful_shutdown_timeout_s=load_settings([], args.settings).server.grace_s + _STOP_S,
     )
     return door.bind(orchestrators, [verifiers, *drafters], args.settings)
