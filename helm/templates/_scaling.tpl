@@ -77,7 +77,7 @@ spec:
     {{- if or .role.callers (eq .component.role "orchestrator") }}
     - ports: [{port: {{ .role.port }}}]
       from:
-        {{- range .role.callers }}
+        {{- range ternary .role.callers (without .role.callers "adapter") (and .root.Values.adapter.enabled .values.adapt | default false) }}
         - {{ include "coppice.peer" (list $root .) }}
         {{- end }}
         {{- if eq .component.role "orchestrator" }}{{ toYaml $root.Values.networkPolicy.clients | nindent 8 }}{{ end }}
