@@ -3,9 +3,7 @@
 {{- $root := .root }}{{ $values := .values }}{{ $component := .component }}
 {{- $models := $root.Values.models }}
 {{- $image := include "coppice.image" (list $root (gt (int $values.gpu) 0)) }}
-{{- $fetched := list }}
-{{- range $component.weights }}{{ if .hub }}{{ $fetched = append $fetched . }}{{ end }}{{ end }}
-{{- if and $fetched $models.claim }}{{ fail "models.claim and hub exclude each other: the volume is mounted read-only" }}{{ end }}
+{{- $fetched := include "coppice.fetched" (list $root $component.weights) | fromYamlArray }}
 {{- include "coppice.pod" $root }}
 terminationGracePeriodSeconds: {{ add 15 (ceil (float64 .variables.COPPICE_SERVER__GRACE_S)) }}
 topologySpreadConstraints: # replicas on different nodes where that is possible
@@ -28,19 +26,7 @@ tolerations:
 {{- end }}
 {{- if or $fetched (eq $component.role "orchestrator") }}
 initContainers:
-  {{- range $number, $each := $fetched }}
-  - name: fetch-{{ $number }}
-    image: {{ $image }}
-    imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-    command: [hf, download, {{ quote .hub }}, --local-dir, {{ quote .path }}]
-    args: {{ concat (empty .revision | ternary list (list "--revision" .revision)) (.include | default list) | toJson }}
-    {{- with $models.tokenSecret }}
-    env:
-      - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ . }}, key: token}}}
-    {{- end }}
-    {{- include "coppice.container" $root | nindent 4 }}
-    volumeMounts: [{name: tmp, mountPath: /tmp}, {name: models, mountPath: /models}]
-  {{- end }}
+  {{- include "coppice.fetch" (list $root $fetched $image) | nindent 2 }}
   {{- if eq $component.role "orchestrator" }}
   - name: wait # it gives up after 30 s without a verifier, which may take minutes to load
     image: {{ $image }}
@@ -78,9 +64,7 @@ containers:
       timeoutSeconds: 5
       failureThreshold: 6
     lifecycle: {preStop: {exec: {command: [sleep, "5"]}}} # endpoints forget it before it refuses anybody
-    {{- $gpu := gt (int $values.gpu) 0 | ternary (dict $values.gpuResource $values.gpu) dict }}
-    {{- $limits := dict "limits" (include "coppice.layers" (list (dig "limits" dict $values.resources) $gpu) | fromYaml) }}
-    resources: {{ include "coppice.layers" (list $values.resources $limits) | nindent 6 }}
+    resources: {{ include "coppice.resources" $values | nindent 6 }}
     {{- include "coppice.container" $root | nindent 4 }}
     volumeMounts:
       - {name: tmp, mountPath: /tmp}
@@ -112,4 +96,37 @@ volumes:
   {{- with $values.storage }}
   - {name: versions, persistentVolumeClaim: {claimName: {{ .claim | default $.name }}}}
   {{- end }}
+{{- end }}
+
+{{/* Those weights that come from the hub: (list ROOT WEIGHTS). */}}
+{{- define "coppice.fetched" -}}
+{{- $fetched := list }}
+{{- range index . 1 }}{{ if .hub }}{{ $fetched = append $fetched . }}{{ end }}{{ end }}
+{{- if and $fetched (index . 0).Values.models.claim }}{{ fail "models.claim and hub exclude each other: the volume is mounted read-only" }}{{ end }}
+{{- toYaml $fetched }}
+{{- end }}
+
+{{/* Init containers that fetch them: (list ROOT FETCHED IMAGE). */}}
+{{- define "coppice.fetch" -}}
+{{- $root := index . 0 }}
+{{- range $number, $each := index . 1 }}
+- name: fetch-{{ $number }}
+  image: {{ index $ 2 }}
+  imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+  command: [hf, download, {{ quote .hub }}, --local-dir, {{ quote .path }}]
+  args: {{ concat (empty .revision | ternary list (list "--revision" .revision)) (.include | default list) | toJson }}
+  {{- with $root.Values.models.tokenSecret }}
+  env:
+    - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ . }}, key: token}}}
+  {{- end }}
+  {{- include "coppice.container" $root | nindent 2 }}
+  volumeMounts: [{name: tmp, mountPath: /tmp}, {name: models, mountPath: /models}]
+{{- end }}
+{{- end }}
+
+{{/* Resources with the GPUs in their limits; takes {resources, gpu, gpuResource}. */}}
+{{- define "coppice.resources" -}}
+{{- $gpu := gt (int .gpu) 0 | ternary (dict .gpuResource .gpu) dict }}
+{{- $limits := dict "limits" (include "coppice.layers" (list (dig "limits" dict .resources) $gpu) | fromYaml) }}
+{{- include "coppice.layers" (list .resources $limits) }}
 {{- end }}

@@ -32,10 +32,27 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "adapter": {"replicas": 1, "gpu": 0, "storage": {"claim": "versions"}},
         },
     ),
+    "ray": (
+        "cluster",
+        {
+            "adapter": {"enabled": False},
+            "tls": {"enabled": False},
+            "orchestrator": {"tokensSecret": "", "autoscaling": {"min": 2, "max": 4, "sessions": 24}},
+            "rayService": {
+                "enabled": True,
+                "workers": [
+                    {"name": "gpu", "replicas": 4, "gpu": 4, "resources": {"requests": {"cpu": 16, "memory": "128Gi"}}},
+                    {"name": "cpu", "replicas": 2, "gpu": 0, "resources": {"requests": {"cpu": 16, "memory": "32Gi"}}},
+                ],
+            },
+        },
+    ),
     "registry": ("cluster", {"discovery": "redis", "adapter": {"enabled": False}, "tls": {"issuerRef": {"name": "ours"}}}),
 }
 VARIATIONS["given"][1]["tls"]["secrets"] |= {"adapter": "adapter-pair", "operator": "operator-pair"}
 ALL = (*FILES, *VARIATIONS)
+PLAIN = tuple(name for name in ALL if name != "ray")
+"""Those with a Deployment for each component"""
 
 
 @cache
@@ -90,6 +107,11 @@ def of_kind(found: list[dict[str, Any]], *kinds: str) -> dict[str, dict[str, Any
 def pods(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Pods and templates of pods, {metadata, spec}, by what they belong to."""
     templates = {name: each["spec"]["template"] for name, each in of_kind(found, "Deployment").items()}
+    for name, service in of_kind(found, "RayService").items():
+        cluster = service["spec"]["rayClusterConfig"]
+        templates[f"{name}-ray-head"] = cluster["headGroupSpec"]["template"]
+        for group in cluster["workerGroupSpecs"]:
+            templates[f"{name}-ray-{group['groupName']}"] = group["template"]
     return {**templates, **of_kind(found, "Pod")}
 
 

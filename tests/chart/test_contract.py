@@ -17,6 +17,7 @@ from coppice.rpc.access import ACCESS
 from coppice.telemetry import AdapterMetrics, OrchestratorMetrics, SessionMetrics, SignalMetrics
 from tests.chart.chart import (
     ALL,
+    PLAIN,
     FILES,
     FOLDER,
     component,
@@ -47,7 +48,7 @@ def settings_of(container: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> S
         return load_settings([])
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", PLAIN)
 def test_services_are_told_settings_that_they_know(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for where, pod in services(objects(name)).items():
         (container,) = pod["spec"]["containers"]
@@ -63,7 +64,7 @@ def test_services_are_told_settings_that_they_know(name: str, monkeypatch: pytes
         assert container["command"] == ["python", "-m", MODULES[component(pod)]]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", PLAIN)
 def test_probes_ask_what_the_services_answer(name: str) -> None:
     for pod in services(objects(name)).values():
         (container,) = pod["spec"]["containers"]
@@ -76,7 +77,7 @@ def test_probes_ask_what_the_services_answer(name: str) -> None:
         assert patience >= (120 if name == "cpu" else 900)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", PLAIN)
 def test_a_pod_has_the_time_to_drain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for pod in services(objects(name)).values():
         (container,) = pod["spec"]["containers"]
@@ -100,7 +101,7 @@ def test_pods_may_do_nothing_that_they_need_not(name: str) -> None:
             }
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", PLAIN)
 def test_gpus_are_limited_tolerated_and_never_doubled(name: str) -> None:
     devices = set()
     for deployment in of_kind(objects(name), "Deployment").values():
@@ -120,7 +121,7 @@ def test_gpus_are_limited_tolerated_and_never_doubled(name: str) -> None:
     assert devices == ({"cpu"} if name == "cpu" else {"cpu", "cuda"})
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", PLAIN)
 def test_what_is_scaled_has_no_number_of_replicas(name: str) -> None:
     scaled = of_kind(objects(name), "HorizontalPodAutoscaler", "ScaledObject")
     targets = {each["spec"]["scaleTargetRef"]["name"] for each in scaled.values()}
@@ -160,7 +161,7 @@ def test_large_numbers_stay_whole() -> None:
     assert told == str(1 << 40)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", PLAIN)
 def test_every_file_that_is_named_is_mounted(name: str) -> None:
     for where, pod in services(objects(name)).items():
         (container,) = pod["spec"]["containers"]
@@ -238,7 +239,7 @@ def test_scaling_asks_about_services_that_are_watched() -> None:
             assert services_asked == {where} <= monitors.keys()
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", PLAIN)
 def test_services_lead_to_their_pods(name: str) -> None:
     for where, service in of_kind(objects(name), "Service").items():
         reached = {
