@@ -18,7 +18,12 @@ class Service:
     """One `python -m MODULE` on free ports, ready to be called; a context manager that stops it."""
 
     def __init__(
-        self, module: str, *flags: str, folder: Path, ready_s: float = 60.0, variables: Mapping[str, str] = MappingProxyType({})
+        self,
+        module: str,
+        *flags: str,
+        folder: Path,
+        ready_s: float = 60.0,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Start with COPPICE_ `variables` and none but these, and wait for the ready file.
 

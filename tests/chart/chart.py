@@ -47,7 +47,10 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "registry": ("cluster", {"discovery": "redis", "adapter": {"enabled": False}, "tls": {"issuerRef": {"name": "ours"}}}),
+    "registry": (
+        "cluster",
+        {"discovery": "redis", "adapter": {"enabled": False}, "tls": {"issuerRef": {"name": "ours"}}},
+    ),
 }
 VARIATIONS["given"][1]["tls"]["secrets"] |= {"adapter": "adapter-pair", "operator": "operator-pair"}
 ALL = (*FILES, *VARIATIONS)

@@ -134,8 +134,14 @@ def test_zero_and_false_are_kept() -> None:
     values = {
         "settings": {"verifier": {"feature_window": 7, "threads": 3}, "server": {"log_json": True, "grace_s": 0}},
         "defaults": {"replicas": 2, "gpu": 1},
-        "verifier": {"replicas": 0, "gpu": 0, "settings": {"verifier": {"feature_window": 0}, "server": {"log_json": False}}},
-        "drafters": [{"name": "a", "kind": "lookup", "settings": {"drafter": {"chain": False, "widths": [0, 1, 2, 3]}}}],
+        "verifier": {
+            "replicas": 0,
+            "gpu": 0,
+            "settings": {"verifier": {"feature_window": 0}, "server": {"log_json": False}},
+        },
+        "drafters": [
+            {"name": "a", "kind": "lookup", "settings": {"drafter": {"chain": False, "widths": [0, 1, 2, 3]}}}
+        ],
     }
     found = of_kind(objects_in(manifests(values)), "Deployment")
     verifier, drafter = (found[f"coppice-{name}"]["spec"] for name in ("verifier", "drafter-a"))
@@ -170,7 +176,11 @@ def test_every_file_that_is_named_is_mounted(name: str) -> None:
         volumes = {each["name"] for each in pod["spec"]["volumes"]}
         assert {each["name"] for each in container["volumeMounts"]} <= volumes
         paths = re.findall(r'(?:^|[="])(/[a-z][^"\n]*)', "\n".join(environment(container).values()), re.MULTILINE)
-        unmounted = [path for path in paths if not any(f"{path}/".startswith(f"{mount}/") for mount in [*mounts, "/app/models/demo"])]
+        unmounted = [
+            path
+            for path in paths
+            if not any(f"{path}/".startswith(f"{mount}/") for mount in [*mounts, "/app/models/demo"])
+        ]
         assert not unmounted, where
 
 

@@ -83,7 +83,13 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def commands() -> set[tuple[str, ...]]:
     """Every command that the chart runs in our image or any other, without its arguments."""
-    found = {tuple(each["command"]) for name in ALL for pod in pods(objects(name)).values() for each in containers(pod) if "command" in each}
+    found = {
+        tuple(each["command"])
+        for name in ALL
+        for pod in pods(objects(name)).values()
+        for each in containers(pod)
+        if "command" in each
+    }
     return {words[:3] if words[0] == "python" else words[:1] for words in found}
 
 
@@ -97,7 +103,9 @@ def test_every_command_of_the_chart_is_in_the_image() -> None:
     assert all(shutil.which(command, path=Path(sys.executable).parent) for command in own)
 
 
-@pytest.mark.parametrize("words", sorted(words for words in commands() if words[0] == "python"), ids=lambda words: words[-1])
+@pytest.mark.parametrize(
+    "words", sorted(words for words in commands() if words[0] == "python"), ids=lambda words: words[-1]
+)
 def test_a_service_starts_from_what_the_image_holds(words: tuple[str, ...], app: Path) -> None:
     """It gets as far as its settings: an unknown variable ends it with the exit code of a usage error."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("COPPICE_", "PYTHONPATH"))}

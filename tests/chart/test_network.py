@@ -38,7 +38,11 @@ def allowed(found: list[dict[str, Any]], way: str) -> set[Call]:
     """What policies let in (Ingress) or out (Egress), DNS apart."""
     calls: set[Call] = set()
     for name, pod in pods(found).items():
-        policies = [each["spec"] for each in of_kind(found, "NetworkPolicy").values() if selects(each["spec"]["podSelector"], pod)]
+        policies = [
+            each["spec"]
+            for each in of_kind(found, "NetworkPolicy").values()
+            if selects(each["spec"]["podSelector"], pod)
+        ]
         assert any(way in policy["policyTypes"] for policy in policies), f"{name} is open"
         for rule in [rule for policy in policies for rule in policy.get(way.lower()) or []]:
             for port in rule["ports"]:
@@ -51,7 +55,12 @@ def allowed(found: list[dict[str, Any]], way: str) -> set[Call]:
 def made(found: list[dict[str, Any]]) -> set[Call]:
     """What the pods' environments tell them to call."""
     own = of_kind(found, "Service")
-    owner = {name: next(each for each, pod in pods(found).items() if selects({"matchLabels": service["spec"]["selector"]}, pod)) for name, service in own.items()}
+    owner = {
+        name: next(
+            each for each, pod in pods(found).items() if selects({"matchLabels": service["spec"]["selector"]}, pod)
+        )
+        for name, service in own.items()
+    }
     calls: set[Call] = set()
     for caller, pod in pods(found).items():
         told = environment(pod["spec"]["containers"][0])
@@ -60,7 +69,11 @@ def made(found: list[dict[str, Any]]) -> set[Call]:
         for variable, value in told.items():
             if '"redis"' in value or '=redis"' in value:  # found in the registry
                 role = "verifier" if variable.endswith("VERIFIERS") else "drafter"
-                calls |= {(caller, each, port_of(pods(found)[each])) for each in pods(found) if component(pods(found)[each]) == role}
+                calls |= {
+                    (caller, each, port_of(pods(found)[each]))
+                    for each in pods(found)
+                    if component(pods(found)[each]) == role
+                }
     return calls
 
 
@@ -79,7 +92,11 @@ def test_policies_let_exactly_the_calls_through_that_are_made(name: str) -> None
     assert {call[1] for call in wanted} - inside <= {"outside"}
     assert {(caller, port) for caller, called, port in out if called not in inside} == {
         *((caller, port) for caller, called, port in wanted if called == "outside"),
-        *((each, 443) for each, pod in pods(found).items() if any(one["name"].startswith("fetch") for one in pod["spec"].get("initContainers", []))),
+        *(
+            (each, 443)
+            for each, pod in pods(found).items()
+            if any(one["name"].startswith("fetch") for one in pod["spec"].get("initContainers", []))
+        ),
     }
 
 
@@ -107,6 +124,10 @@ def test_strangers_reach_the_orchestrator_and_prometheus_the_metrics(name: str) 
 
 def test_everybody_may_ask_dns_and_nobody_else_for_nothing() -> None:
     for pod in pods(objects("cluster")).values():
-        policies = [each["spec"] for each in of_kind(objects("cluster"), "NetworkPolicy").values() if selects(each["spec"]["podSelector"], pod)]
+        policies = [
+            each["spec"]
+            for each in of_kind(objects("cluster"), "NetworkPolicy").values()
+            if selects(each["spec"]["podSelector"], pod)
+        ]
         asks = {port["port"] for policy in policies for rule in policy.get("egress") or [] for port in rule["ports"]}
         assert (53 in asks) == (component(pod) != "redis"), NAMESPACE

@@ -11,7 +11,18 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.chart.chart import ROOT, chart, component, environment, laid_over, manifests, objects, of_kind, pods, values_of
+from tests.chart.chart import (
+    ROOT,
+    chart,
+    component,
+    environment,
+    laid_over,
+    manifests,
+    objects,
+    of_kind,
+    pods,
+    values_of,
+)
 
 
 def ray_service() -> dict[str, Any]:

@@ -86,7 +86,11 @@ def reference(models: Path) -> Reference:
 def address(running: dict[str, Service], addresses: dict[str, str]) -> str:
     """Where the Service that clients dial leads to."""
     service = of_kind(objects("one-gpu"), "Service")["coppice"]["spec"]
-    (pod,) = [name for name in running if service["selector"]["app.kubernetes.io/component"] == component(pods(objects("one-gpu"))[name])]
+    (pod,) = [
+        name
+        for name in running
+        if service["selector"]["app.kubernetes.io/component"] == component(pods(objects("one-gpu"))[name])
+    ]
     return f"{addresses[pod]}:{service['ports'][0]['port']}"
 
 
