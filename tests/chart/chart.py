@@ -13,6 +13,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "helm"
+CERTIFIED = ("verifier", "drafter", "orchestrator", "adapter", "operator")
 RELEASE, NAMESPACE = "coppice", "serving"
 FILES = {path.stem.removeprefix("values-"): path for path in sorted(FOLDER.glob("values-*.yaml"))}
 
@@ -28,7 +29,7 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "drafters": [{"name": "mine", "kind": "specblock", "path": "/models/mine", "adapt": True}],
             "defaults": {"nodeSelector": {"pool": "gpu"}, "tolerations": [{"key": "spot", "operator": "Exists"}]},
             "redis": {"enabled": False, "secret": "redis", "peers": [{"ipBlock": {"cidr": "10.9.0.0/16"}}]},
-            "tls": {"secrets": {role: f"{role}-pair" for role in ("verifier", "drafter", "orchestrator")}},
+            "tls": {"secrets": {role: f"{role}-pair" for role in CERTIFIED}},
             "adapter": {"replicas": 1, "gpu": 0, "storage": {"claim": "versions"}},
         },
     ),
@@ -52,7 +53,6 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
         {"discovery": "redis", "adapter": {"enabled": False}, "tls": {"issuerRef": {"name": "ours"}}},
     ),
 }
-VARIATIONS["given"][1]["tls"]["secrets"] |= {"adapter": "adapter-pair", "operator": "operator-pair"}
 ALL = (*FILES, *VARIATIONS)
 PLAIN = tuple(name for name in ALL if name != "ray")
 """Those with a Deployment for each component"""

@@ -92,7 +92,8 @@ def test_the_schema_knows_every_setting_that_is_not_the_charts_own() -> None:
     text = file.read_text(encoding="utf-8")
     if REGENERATE:
         lines = ",\n".join(f'        "{section}": {json.dumps(each)}' for section, each in known.items())
-        made = f'"settings": {{\n      "type": "object",\n      "additionalProperties": false,\n      "properties": {{\n{lines}\n      }}\n    }}'
+        head = '      "type": "object",\n      "additionalProperties": false,\n      "properties": {\n'
+        made = f'"settings": {{\n{head}{lines}\n      }}\n    }}'
         begin = text.rindex('"settings": {')
         file.write_text(f"{text[:begin]}{made}\n  }}\n}}\n", encoding="utf-8")
     assert json.loads(file.read_text(encoding="utf-8"))["$defs"]["settings"] == expected, "REGENERATE=1 rewrites it"

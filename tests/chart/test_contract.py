@@ -17,9 +17,9 @@ from coppice.rpc.access import ACCESS
 from coppice.telemetry import AdapterMetrics, OrchestratorMetrics, SessionMetrics, SignalMetrics
 from tests.chart.chart import (
     ALL,
-    PLAIN,
     FILES,
     FOLDER,
+    PLAIN,
     component,
     containers,
     environment,

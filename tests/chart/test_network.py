@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 from typing import Any
 
 import pytest
 
 from coppice.launch import MODULES, SERVICES
 from coppice.rpc.access import ACCESS
-from tests.chart.chart import NAMESPACE, PLAIN, component, environment, objects, of_kind, pods
+from tests.chart.chart import PLAIN, component, containers, environment, objects, of_kind, pods
 
+DNS = 53
+HOST_PORT = re.compile(r"(?:dns:|@|^)([a-z][a-z0-9-]*):([0-9]+)")
 Call = tuple[str, str, int]
 """Who calls, who is called, at which port; ends outside the release are called by what a policy says of them"""
 
@@ -34,46 +37,41 @@ def peers(found: list[dict[str, Any]], told: list[dict[str, Any]] | None) -> set
     return names
 
 
+def policies(found: list[dict[str, Any]], pod: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those that hold for a pod."""
+    told = [each["spec"] for each in of_kind(found, "NetworkPolicy").values()]
+    return [policy for policy in told if selects(policy["podSelector"], pod)]
+
+
 def allowed(found: list[dict[str, Any]], way: str) -> set[Call]:
     """What policies let in (Ingress) or out (Egress), DNS apart."""
     calls: set[Call] = set()
     for name, pod in pods(found).items():
-        policies = [
-            each["spec"]
-            for each in of_kind(found, "NetworkPolicy").values()
-            if selects(each["spec"]["podSelector"], pod)
-        ]
-        assert any(way in policy["policyTypes"] for policy in policies), f"{name} is open"
-        for rule in [rule for policy in policies for rule in policy.get(way.lower()) or []]:
-            for port in rule["ports"]:
-                for peer in peers(found, rule.get("from" if way == "Ingress" else "to")):
-                    if port["port"] != 53:
-                        calls.add((peer, name, port["port"]) if way == "Ingress" else (name, peer, port["port"]))
+        assert any(way in policy["policyTypes"] for policy in policies(found, pod)), f"{name} is open"
+        for rule in [rule for policy in policies(found, pod) for rule in policy.get(way.lower()) or []]:
+            others = peers(found, rule.get("from" if way == "Ingress" else "to"))
+            for port, other in product({each["port"] for each in rule["ports"]} - {DNS}, others):
+                calls.add((other, name, port) if way == "Ingress" else (name, other, port))
     return calls
 
 
 def made(found: list[dict[str, Any]]) -> set[Call]:
     """What the pods' environments tell them to call."""
-    own = of_kind(found, "Service")
-    owner = {
-        name: next(
-            each for each, pod in pods(found).items() if selects({"matchLabels": service["spec"]["selector"]}, pod)
-        )
-        for name, service in own.items()
+    behind = {
+        service: name
+        for service, each in of_kind(found, "Service").items()
+        for name, pod in pods(found).items()
+        if selects({"matchLabels": each["spec"]["selector"]}, pod)
     }
     calls: set[Call] = set()
     for caller, pod in pods(found).items():
-        told = environment(pod["spec"]["containers"][0])
-        for host, port in re.findall(r"(?:dns:|@|//|^)([a-z][a-z0-9-]*):(\d+)", "\n".join(told.values()), re.MULTILINE):
-            calls.add((caller, owner.get(host, host), int(port)))
-        for variable, value in told.items():
+        for variable, value in environment(pod["spec"]["containers"][0]).items():
+            for host, port in HOST_PORT.findall(value):
+                calls.add((caller, behind.get(host, host), int(port)))
             if '"redis"' in value or '=redis"' in value:  # found in the registry
                 role = "verifier" if variable.endswith("VERIFIERS") else "drafter"
-                calls |= {
-                    (caller, each, port_of(pods(found)[each]))
-                    for each in pods(found)
-                    if component(pods(found)[each]) == role
-                }
+                listed = {name: each for name, each in pods(found).items() if component(each) == role}
+                calls |= {(caller, name, port_of(each)) for name, each in listed.items()}
     return calls
 
 
@@ -90,14 +88,10 @@ def test_policies_let_exactly_the_calls_through_that_are_made(name: str) -> None
     both = {call for call in out & into if call[1] in inside}
     assert both == {call for call in wanted if call[1] in inside}
     assert {call[1] for call in wanted} - inside <= {"outside"}
-    assert {(caller, port) for caller, called, port in out if called not in inside} == {
-        *((caller, port) for caller, called, port in wanted if called == "outside"),
-        *(
-            (each, 443)
-            for each, pod in pods(found).items()
-            if any(one["name"].startswith("fetch") for one in pod["spec"].get("initContainers", []))
-        ),
-    }
+    leaving = {(caller, port) for caller, called, port in wanted if called == "outside"}
+    for name_of, pod in pods(found).items():
+        leaving |= {(name_of, 443) for each in containers(pod) if each["name"].startswith("fetch")}
+    assert {(caller, port) for caller, called, port in out if called not in inside} == leaving
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -122,12 +116,9 @@ def test_strangers_reach_the_orchestrator_and_prometheus_the_metrics(name: str) 
     }
 
 
-def test_everybody_may_ask_dns_and_nobody_else_for_nothing() -> None:
-    for pod in pods(objects("cluster")).values():
-        policies = [
-            each["spec"]
-            for each in of_kind(objects("cluster"), "NetworkPolicy").values()
-            if selects(each["spec"]["podSelector"], pod)
-        ]
-        asks = {port["port"] for policy in policies for rule in policy.get("egress") or [] for port in rule["ports"]}
-        assert (53 in asks) == (component(pod) != "redis"), NAMESPACE
+def test_everybody_but_redis_may_ask_dns() -> None:
+    found = objects("cluster")
+    for pod in pods(found).values():
+        rules = [rule for policy in policies(found, pod) for rule in policy.get("egress") or []]
+        asks = {port["port"] for rule in rules for port in rule["ports"]}
+        assert (DNS in asks) == (component(pod) != "redis")

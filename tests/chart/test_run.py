@@ -86,11 +86,8 @@ def reference(models: Path) -> Reference:
 def address(running: dict[str, Service], addresses: dict[str, str]) -> str:
     """Where the Service that clients dial leads to."""
     service = of_kind(objects("one-gpu"), "Service")["coppice"]["spec"]
-    (pod,) = [
-        name
-        for name in running
-        if service["selector"]["app.kubernetes.io/component"] == component(pods(objects("one-gpu"))[name])
-    ]
+    selected = service["selector"]["app.kubernetes.io/component"]
+    (pod,) = [name for name in running if component(pods(objects("one-gpu"))[name]) == selected]
     return f"{addresses[pod]}:{service['ports'][0]['port']}"
 
 
