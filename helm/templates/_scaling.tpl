@@ -15,9 +15,10 @@ spec:
   maxReplicas: {{ $scaling.max }}
   metrics:
     - type: Resource
-      resource: {name: cpu, target: {type: Utilization, averageUtilization: {{ $scaling.cpu }}}}
+      resource: {name: cpu, target: {type: Utilization, averageUtilization: {{ required "orchestrator.autoscaling.cpu: percent of what it requests" $scaling.cpu }}}}
   behavior: {{ include "coppice.behaviour" . | nindent 4 }}
 {{- else }}
+{{- if not (or $scaling.sessions $scaling.kvTokens) }}{{ fail (printf "%s: autoscaling takes sessions or kvTokens" .component.component) }}{{ end }}
 apiVersion: keda.sh/v1alpha1
 kind: ScaledObject
 metadata:

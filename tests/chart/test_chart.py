@@ -169,8 +169,10 @@ def test_values_that_cannot_work_are_refused(values: dict[str, Any]) -> None:
         ({"discovery": "redis"}, "redis.secret"),
         ({"target": {"hub": "a/b"}, "models": {"claim": "c"}}, "exclude each other"),
         ({"tls": {"enabled": True, "secrets": {"verifier": "v"}}}, "tls.secrets"),
+        ({"orchestrator": {"autoscaling": {"min": 1, "max": 2, "sessions": 3}}}, "orchestrator.autoscaling.cpu"),
+        ({"verifier": {"autoscaling": {"min": 1, "max": 2, "cpu": 70}}}, "verifier: autoscaling takes sessions"),
     ],
-    ids=["adapter", "redis", "weights", "tls"],
+    ids=["adapter", "redis", "weights", "tls", "cpu", "sessions"],
 )
 def test_a_contradiction_is_named(values: dict[str, Any], why: str) -> None:
     with pytest.raises(helm_python.errors.HelmError, match=why):

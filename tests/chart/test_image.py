@@ -103,3 +103,18 @@ def test_a_service_starts_from_what_the_image_holds(module: str, app: Path) -> N
     run = subprocess.run([sys.executable, "-m", module], cwd=app, env=variables, capture_output=True, text=True)
     assert run.returncode == 2, run.stderr
     assert "did you mean COPPICE_SERVER__PORT?" in run.stderr
+
+
+def test_the_hubs_client_takes_the_flags_of_the_init_containers(tmp_path: Path) -> None:
+    """Offline: it fails to find the repository, and finds nothing wrong with what it is told."""
+    found = {
+        tuple(each["command"] + each["args"]) for pod in pods(objects("cluster")).values() for each in fetches(pod)
+    }
+    assert len(found) == 3, "target, tokenizer, head"
+    for words in found:
+        command = [str(Path(sys.executable).parent / words[0]), *words[1:]]
+        told = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+        run = subprocess.run(command, cwd=tmp_path, env=told, capture_output=True, text=True)
+        assert run.returncode == 1, run.stderr
+            assert "offline" in run.stderr
+        assert "Ignoring" not in run.stderr
