@@ -4,8 +4,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 BUF    := npx --yes --package=@bufbuild/buf@1.75.0 buf
 SHELL  := /bin/bash
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' coppice/__init__.py)
 
-.PHONY: help setup demo test ray proof bench lint protos clean
+.PHONY: help setup demo test ray chart proof bench lint protos image clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -51,6 +52,13 @@ $(BIN)/.protoc: | setup
 	$(PYTHON) -m venv $(BIN)/protoc-env
 	$(BIN)/protoc-env/bin/python -m pip install --quiet 'grpcio-tools==1.62.3' 'setuptools<81'
 	@touch $@
+
+image: ## build the images coppice:VERSION-cpu and -cuda (CPU_INDEX=URL of an index with CPU builds of torch)
+	docker build --target cpu --build-arg TORCH_INDEX=$(CPU_INDEX) --tag coppice:$(VERSION)-cpu .
+	docker build --target cuda --tag coppice:$(VERSION)-cuda .
+
+chart: setup ## render the Helm chart with every values file, check and run what it renders
+	$(BIN)/python -m pytest tests/chart
 
 clean: ## remove what the targets above made
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -26,9 +27,9 @@ def start_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
     """
     services: list[Service] = []
 
-    def start(module: str, *flags: str, ready_s: float = 60.0) -> Service:
+    def start(module: str, *flags: str, **told: Any) -> Service:
         folder = tmp_path_factory.mktemp("service") / module
-        services.append(Service(module, *flags, folder=folder, ready_s=ready_s))
+        services.append(Service(module, *flags, folder=folder, **told))
         return services[-1]
 
     yield start

@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 from tests import nursery
 
@@ -16,13 +17,24 @@ from tests import nursery
 class Service:
     """One `python -m MODULE` on free ports, ready to be called; a context manager that stops it."""
 
-    def __init__(self, module: str, *flags: str, folder: Path, ready_s: float = 60.0) -> None:
-        """Start and wait for the ready file. Raises RuntimeError with the log when there is none in `ready_s`."""
+    def __init__(
+        self,
+        module: str,
+        *flags: str,
+        folder: Path,
+        ready_s: float = 60.0,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Start with COPPICE_ `variables` and none but these, and wait for the ready file.
+
+        Raises RuntimeError with the log when there is none in `ready_s`.
+        """
         folder.mkdir(parents=True)
         ready = folder / "ready.json"
         self.log_path = folder / "log"
         self.exit_code: int | None = None
         environment = {name: value for name, value in os.environ.items() if not name.startswith("COPPICE_")}
+        environment |= variables
         arguments = ["--server.ready_file", str(ready), "--server.grace_s", "5", *flags]
         self.process = nursery.spawn(module, arguments, self.log_path, environment)
         until = time.monotonic() + ready_s

@@ -1,0 +1,33 @@
+# syntax=docker/dockerfile:1
+# The image of every component: `docker build --target cpu .`, `docker build --target cuda .`
+# torch comes from the index that pip is pointed at: PyPI's Linux builds hold CUDA; for `cpu` give --build-arg
+# TORCH_INDEX=URL of an index with CPU builds. EXTRAS=serve,ray adds Ray, for values with rayService.
+ARG PYTHON=3.12
+
+FROM python:${PYTHON}-slim AS build
+ARG TORCH_INDEX=""
+ARG EXTRAS=serve
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/venv/bin:$PATH
+WORKDIR /build
+RUN python -m venv /venv
+# What is installed changes rarely, so that the code below does not install it anew.
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY coppice/__init__.py coppice/
+RUN if [ -n "$TORCH_INDEX" ]; then pip install --constraint constraints.txt --index-url "$TORCH_INDEX" torch; fi \
+    && pip install --constraint constraints.txt ".[$EXTRAS]"
+COPY coppice coppice
+RUN pip install --no-deps --force-reinstall . && pip uninstall --yes pip
+
+FROM python:${PYTHON}-slim AS cpu
+ENV PATH=/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
+WORKDIR /app
+COPY --from=build /venv /venv
+COPY services services
+COPY orchestrator orchestrator
+COPY models/demo models/demo
+USER 10001:10001
+EXPOSE 50051 8081 9090
+CMD ["python", "-m", "orchestrator"]
+
+FROM cpu AS cuda
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility

@@ -1,0 +1,116 @@
+{{/* What every object's name begins with. */}}
+{{- define "coppice.name" -}}
+{{ .Release.Name | trunc 30 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "coppice.selector" -}}
+app.kubernetes.io/name: coppice
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "coppice.labels" -}}
+{{ include "coppice.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end }}
+
+{{/* The services: what runs, the gRPC service whose health is readiness, the port, which roles call it, and the section
+     of settings with the device it computes on. */}}
+{{- define "coppice.roles" -}}
+verifier: {module: services.verifier, service: coppice.v1.VerifierService, port: 50052, callers: [orchestrator, drafter], computes: verifier}
+drafter: {module: services.drafter, service: coppice.v1.DrafterService, port: 50053, callers: [orchestrator, adapter], computes: drafter}
+orchestrator: {module: orchestrator, service: coppice.v1.GenerationService, port: 50051, callers: [test]}
+adapter: {module: services.adapter, service: coppice.v1.AdapterService, port: 50061, callers: [], computes: learner}
+redis: {port: {{ .Values.redis.port }}, callers: [verifier, drafter, orchestrator, adapter]}
+{{- end }}
+
+{{/* Mappings laid over one another by key, the later ones above; not sprig's merge, which loses 0 and false. */}}
+{{- define "coppice.layers" -}}
+{{- $all := dict }}
+{{- range . }}{{ range $key, $value := . }}{{ $_ := set $all $key $value }}{{ end }}{{ end }}
+{{- toYaml $all }}
+{{- end }}
+
+{{/* Environment variables of settings {SECTION: {NAME: VALUE}} laid over one another: strings as they are, else JSON. */}}
+{{- define "coppice.variables" -}}
+{{- $all := dict }}
+{{- range . }}{{ range $section, $settings := . }}{{ range $name, $value := $settings }}
+{{- $_ := set $all (printf "COPPICE_%s__%s" $section $name | upper) (kindIs "string" $value | ternary $value (toJson $value)) }}
+{{- end }}{{ end }}{{ end }}
+{{- toYaml $all }}
+{{- end }}
+
+{{/* Where the replicas of a component are found: (list ROOT COMPONENT ROLE). */}}
+{{- define "coppice.place" -}}
+{{- $root := index . 0 }}
+{{- $role := index (include "coppice.roles" $root | fromYaml) (index . 2) }}
+{{- eq $root.Values.discovery "redis" | ternary "redis" (printf "dns:%s-%s:%v" (include "coppice.name" $root) (index . 1) $role.port) }}
+{{- end }}
+
+{{/* Variables with the URL of Redis for settings: (list ROOT SETTING...). */}}
+{{- define "coppice.redis" -}}
+{{- $redis := (first .).Values.redis }}
+{{- $secret := required "redis.secret: the name of a Secret" $redis.secret }}
+{{- if $redis.enabled }}
+- name: REDIS_PASSWORD
+  valueFrom: {secretKeyRef: {name: {{ $secret }}, key: password}}
+{{- end }}
+{{- range rest . }}
+- name: {{ . }}
+  {{- if $redis.enabled }}
+  value: redis://:$(REDIS_PASSWORD)@{{ include "coppice.name" (first $) }}-redis:{{ $redis.port }}/0
+  {{- else }}
+  valueFrom: {secretKeyRef: {name: {{ $secret }}, key: url}}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* The Secret with a role's certificate: (list ROOT ROLE). */}}
+{{- define "coppice.tlsSecret" -}}
+{{- $root := index . 0 }}{{ $role := index . 1 }}
+{{- if $root.Values.tls.secrets }}
+{{- required (printf "tls.secrets.%s: the name of a Secret" $role) (get $root.Values.tls.secrets $role) }}
+{{- else }}
+{{- include "coppice.name" $root }}-{{ $role }}-tls
+{{- end }}
+{{- end }}
+
+{{/* The image: (list ROOT GPUS). */}}
+{{- define "coppice.image" -}}
+{{- $root := index . 0 }}{{ $image := $root.Values.image }}
+{{- $image.repository }}:{{ $image.tag | default $root.Chart.AppVersion }}-{{ index . 1 | ternary "cuda" "cpu" }}
+{{- end }}
+
+{{/* Who a pod is and what it may do; every container adds coppice.container. */}}
+{{- define "coppice.pod" -}}
+serviceAccountName: {{ include "coppice.name" . }}
+automountServiceAccountToken: false
+enableServiceLinks: false # COPPICE_... variables that are no settings are errors
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 10001
+  runAsGroup: 10001
+  fsGroup: 10001
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile: {type: RuntimeDefault}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "coppice.container" -}}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities: {drop: [ALL]}
+{{- end }}
+
+{{/* A NetworkPolicy peer: the pods of a role, (list ROOT ROLE). */}}
+{{- define "coppice.peer" -}}
+{{- $labels := set (include "coppice.selector" (index . 0) | fromYaml) "app.kubernetes.io/component" (index . 1) }}
+{{- dict "podSelector" (dict "matchLabels" $labels) | toJson }}
+{{- end }}

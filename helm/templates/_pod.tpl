@@ -1,0 +1,132 @@
+{{/* The pod of a component; takes what coppice.component made. */}}
+{{- define "coppice.podSpec" -}}
+{{- $root := .root }}{{ $values := .values }}{{ $component := .component }}
+{{- $models := $root.Values.models }}
+{{- $image := include "coppice.image" (list $root (gt (int $values.gpu) 0)) }}
+{{- $fetched := include "coppice.fetched" (list $root $component.weights) | fromYamlArray }}
+{{- include "coppice.pod" $root }}
+terminationGracePeriodSeconds: {{ add 15 (ceil (float64 .variables.COPPICE_SERVER__GRACE_S)) }}
+topologySpreadConstraints: # replicas on different nodes where that is possible
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "coppice.selector" $root | nindent 8 }}
+        {{- include "coppice.componentLabels" $component | nindent 8 }}
+{{- with $values.nodeSelector }}
+nodeSelector: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- if or $values.gpu $values.tolerations }}
+tolerations:
+  {{- if $values.gpu }}
+  - {key: {{ $values.gpuResource }}, operator: Exists, effect: NoSchedule}
+  {{- end }}
+  {{- with $values.tolerations }}{{ toYaml . | nindent 2 }}{{ end }}
+{{- end }}
+{{- if or $fetched (eq $component.role "orchestrator") }}
+initContainers:
+  {{- include "coppice.fetch" (list $root $fetched $image) | nindent 2 }}
+  {{- if eq $component.role "orchestrator" }}
+  - name: wait # it gives up after 30 s without a verifier, which may take minutes to load
+    image: {{ $image }}
+    imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+    command: [sh, -c, 'until getent hosts "$0"; do sleep 2; done', {{ include "coppice.name" $root }}-verifier]
+    {{- include "coppice.container" $root | nindent 4 }}
+  {{- end }}
+{{- end }}
+containers:
+  - name: {{ $component.role }}
+    image: {{ $image }}
+    imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+    command: [python, -m, {{ .role.module }}]
+    env:
+      {{- range $variable, $value := .variables }}
+      - {name: {{ $variable }}, value: {{ quote $value }}}
+      {{- end }}
+      - {name: COPPICE_SERVER__ADVERTISE, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
+      {{- with $component.redis }}{{ include "coppice.redis" (prepend . $root) | nindent 6 }}{{ end }}
+    ports:
+      - {name: grpc, containerPort: {{ .role.port }}}
+      - {name: health, containerPort: 8081}
+      - {name: metrics, containerPort: 9090}
+    startupProbe: # nothing listens before the weights are loaded
+      grpc: {port: 8081, service: {{ .role.service }}}
+      periodSeconds: 5
+      failureThreshold: {{ max 1 (div $values.startupSeconds 5) }}
+    readinessProbe: # false while it drains
+      grpc: {port: 8081, service: {{ .role.service }}}
+      periodSeconds: 5
+      timeoutSeconds: 2
+    livenessProbe:
+      grpc: {port: 8081}
+      periodSeconds: 10
+      timeoutSeconds: 5
+      failureThreshold: 6
+    lifecycle: {preStop: {exec: {command: [sleep, "5"]}}} # endpoints forget it before it refuses anybody
+    resources: {{ include "coppice.resources" $values | nindent 6 }}
+    {{- include "coppice.container" $root | nindent 4 }}
+    volumeMounts:
+      - {name: tmp, mountPath: /tmp}
+      {{- if and $component.weights (or $models.claim $fetched) }}
+      - {name: models, mountPath: /models, readOnly: true}
+      {{- end }}
+      {{- if $root.Values.tls.enabled }}
+      - {name: tls, mountPath: /tls, readOnly: true}
+      {{- end }}
+      {{- if $values.tokensSecret }}
+      - {name: tokens, mountPath: /tokens, readOnly: true}
+      {{- end }}
+      {{- if $values.storage }}
+      - {name: versions, mountPath: /versions}
+      {{- end }}
+volumes:
+  - {name: tmp, emptyDir: {}}
+  {{- if $fetched }}
+  - {name: models, emptyDir: {sizeLimit: {{ $models.size }}}}
+  {{- else if and $component.weights $models.claim }}
+  - {name: models, persistentVolumeClaim: {claimName: {{ $models.claim }}, readOnly: true}}
+  {{- end }}
+  {{- if $root.Values.tls.enabled }}
+  - {name: tls, secret: {secretName: {{ include "coppice.tlsSecret" (list $root $component.role) }}, defaultMode: 0440}}
+  {{- end }}
+  {{- with $values.tokensSecret }}
+  - {name: tokens, secret: {secretName: {{ . }}, items: [{key: tokens, path: tokens}], defaultMode: 0440}}
+  {{- end }}
+  {{- with $values.storage }}
+  - {name: versions, persistentVolumeClaim: {claimName: {{ .claim | default $.name }}}}
+  {{- end }}
+{{- end }}
+
+{{/* Those weights that come from the hub: (list ROOT WEIGHTS). */}}
+{{- define "coppice.fetched" -}}
+{{- $fetched := list }}
+{{- range index . 1 }}{{ if .hub }}{{ $fetched = append $fetched . }}{{ end }}{{ end }}
+{{- if and $fetched (index . 0).Values.models.claim }}{{ fail "models.claim and hub exclude each other: the volume is mounted read-only" }}{{ end }}
+{{- toYaml $fetched }}
+{{- end }}
+
+{{/* Init containers that fetch them: (list ROOT FETCHED IMAGE). */}}
+{{- define "coppice.fetch" -}}
+{{- $root := index . 0 }}
+{{- range $number, $each := index . 1 }}
+- name: fetch-{{ $number }}
+  image: {{ index $ 2 }}
+  imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+  command: [hf, download, {{ quote .hub }}, --local-dir, {{ quote .path }}]
+  args: {{ concat (empty .revision | ternary list (list "--revision" .revision)) (.include | default list) | toJson }}
+  {{- with $root.Values.models.tokenSecret }}
+  env:
+    - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ . }}, key: token}}}
+  {{- end }}
+  {{- include "coppice.container" $root | nindent 2 }}
+  volumeMounts: [{name: tmp, mountPath: /tmp}, {name: models, mountPath: /models}]
+{{- end }}
+{{- end }}
+
+{{/* Resources with the GPUs in their limits; takes {resources, gpu, gpuResource}. */}}
+{{- define "coppice.resources" -}}
+{{- $gpu := gt (int .gpu) 0 | ternary (dict .gpuResource .gpu) dict }}
+{{- $limits := dict "limits" (include "coppice.layers" (list (dig "limits" dict .resources) $gpu) | fromYaml) }}
+{{- include "coppice.layers" (list .resources $limits) }}
+{{- end }}

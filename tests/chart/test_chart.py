@@ -1,0 +1,179 @@
+"""What the chart renders: objects that Kubernetes takes, the same as yesterday, and nothing for a misspelt key.
+
+`REGENERATE=1 pytest tests/chart/test_chart.py` rewrites the golden renders and the settings that the schema knows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import helm_python
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from coppice.config import Settings
+from tests.chart.chart import ALL, FILES, FOLDER, ROOT, chart, laid_over, manifests, objects, rendered, values_of
+
+GOLDEN = ROOT / "tests" / "chart" / "golden"
+REGENERATE = os.environ.get("REGENERATE") == "1"
+OLDEST, NEWEST = "1.27", kubernetes_validate.latest_version()
+# Settings that are the chart's to make: addresses, paths, what comes out of Secrets, and what is for tests.
+OWN = {
+    "server": {"host", "port", "health_port", "metrics_port", "advertise", "ready_file", "failpoints"},
+    "tls": {"ca", "cert", "key"},
+    "verifier": {"target", "device"},
+    "drafter": {"name", "kind", "path", "target", "verifiers", "device"},
+    "directory": {"redis"},
+    "orchestrator": {"target", "verifiers", "heads", "tokens"},
+    "adaptation": {"redis"},
+    "adapter": {"target", "heads", "drafters", "folder"},
+    "learner": {"device"},
+}
+# Mappings of values in which any key goes, since they are names that others choose.
+FREE = {"labels", "annotations", "podAnnotations", "nodeSelector", "matchLabels", "requests", "limits"}
+
+
+@cache
+def custom() -> dict[str, Any]:
+    """Our schemas of custom resources, by kind."""
+    return dict(yaml.safe_load((ROOT / "tests/chart/schemas/custom.yaml").read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_object_is_one_that_kubernetes_knows(name: str) -> None:
+    for found in objects(name):
+        if found["kind"] in custom():
+            schema = {**custom()[found["kind"]]["spec"], "$defs": custom()["$defs"]}
+            assert found["apiVersion"] == custom()[found["kind"]]["apiVersion"]
+            jsonschema.Draft202012Validator(schema).validate(found["spec"])
+        else:
+            for version in (OLDEST, NEWEST):
+                kubernetes_validate.validate(found, version, strict=True)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_two_objects_share_a_name_and_all_say_whose_they_are(name: str) -> None:
+    keys = [(found["kind"], found["metadata"]["name"]) for found in objects(name)]
+    assert len(keys) == len(set(keys))
+    assert {found["metadata"]["labels"]["app.kubernetes.io/instance"] for found in objects(name)} == {"coppice"}
+    assert max(len(found) for _, found in keys) <= 63
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_renders_are_the_golden_ones(name: str) -> None:
+    made = "".join(f"# {file}\n{text.strip()}\n" for file, text in sorted(rendered(name).items()) if text.strip())
+    golden = GOLDEN / f"{name}.yaml"
+    if REGENERATE:
+        golden.write_text(made, encoding="utf-8")
+    assert made == golden.read_text(encoding="utf-8"), "REGENERATE=1 rewrites it"
+
+
+def test_helm_finds_nothing_to_say() -> None:
+    for file in FILES:
+        report = helm_python.lint(FOLDER, values_of(file), strict=True)
+        assert not [each for each in report["messages"] if each["severity"] > 1], report
+
+
+def test_the_schema_knows_every_setting_that_is_not_the_charts_own() -> None:
+    sections = {name: set(field.annotation.model_fields) for name, field in Settings.model_fields.items()}  # type: ignore[union-attr]
+    assert all(OWN[section] <= sections[section] for section in OWN)
+    known = {
+        section: {"type": "object", "propertyNames": {"enum": sorted(names - OWN.get(section, set()))}}
+        for section, names in sections.items()
+    }
+    expected = {"type": "object", "additionalProperties": False, "properties": known}
+    file = FOLDER / "values.schema.json"
+    text = file.read_text(encoding="utf-8")
+    if REGENERATE:
+        lines = ",\n".join(f'        "{section}": {json.dumps(each)}' for section, each in known.items())
+        head = '      "type": "object",\n      "additionalProperties": false,\n      "properties": {\n'
+        made = f'"settings": {{\n{head}{lines}\n      }}\n    }}'
+        begin = text.rindex('"settings": {')
+        file.write_text(f"{text[:begin]}{made}\n  }}\n}}\n", encoding="utf-8")
+    assert json.loads(file.read_text(encoding="utf-8"))["$defs"]["settings"] == expected, "REGENERATE=1 rewrites it"
+
+
+def mappings(values: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Where the values have mappings whose keys are the chart's."""
+    if isinstance(values, dict):
+        if not path or path[-1] not in FREE:
+            yield path
+        for key, value in values.items():
+            yield from mappings(value, (*path, key))
+    elif isinstance(values, list):
+        for number, value in enumerate(values):
+            yield from mappings(value, (*path, number))
+
+
+def with_key(values: Any, path: tuple[str | int, ...], key: str) -> Any:
+    """The same with one more key in the mapping at a path."""
+    if not path:
+        return {**values, key: "x"}
+    if isinstance(values, list):
+        return [with_key(each, path[1:], key) if number == path[0] else each for number, each in enumerate(values)]
+    return {**values, path[0]: with_key(values[path[0]], path[1:], key)}
+
+
+def refuses(values: dict[str, Any]) -> bool:
+    """Whether the schema knows better, and says which key it means."""
+    try:
+        chart().validate_schema(values)
+    except helm_python.errors.HelmError as error:
+        return "replicsa" in str(error)
+    return False
+
+
+@pytest.mark.parametrize("name", ["cluster", "given"])
+def test_a_misspelt_key_is_refused_wherever_it_is(name: str) -> None:
+    values = laid_over(chart().values, values_of(name))
+    chart().validate_schema(values)
+    places = list(mappings(values))
+    assert len(places) > 25
+    assert [place for place in places if not refuses(with_key(values, place, "replicsa"))] == []
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"settings": {"verifier": {"kv_token": 1}}},
+        {"settings": {"verifer": {"kv_tokens": 1}}},
+        {"settings": {"server": {"port": 1}}},
+        {"drafters": [{"name": "a", "kind": "lookup", "settings": {"drafter": {"toop_k": 1}}}]},
+        {"drafters": [{"name": "a", "kind": "eagle3"}]},
+        {"drafters": [{"name": "A_b", "kind": "lookup"}]},
+        {"drafters": [{"name": "a", "kind": "lookup", "adapt": True}]},
+        {"target": {"path": "models"}},
+        {"target": {"path": "/elsewhere", "hub": "a/b"}},
+        {"adapter": {"replicas": 2}},
+        {"adapter": {"autoscaling": {"min": 1, "max": 2, "cpu": 3}}},
+        {"verifier": {"autoscaling": {"min": 1, "max": 2}}},
+        {"verifier": {"gpu": -1}},
+    ],
+    ids=str,
+)
+def test_values_that_cannot_work_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(helm_python.errors.HelmError, match=r"(?i)schema|values|valid"):
+        manifests(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"adapter": {"enabled": True}, "redis": {"secret": "s"}}, "no pool of drafters has adapt"),
+        ({"discovery": "redis"}, "redis.secret"),
+        ({"target": {"hub": "a/b"}, "models": {"claim": "c"}}, "exclude each other"),
+        ({"tls": {"enabled": True, "secrets": {"verifier": "v"}}}, "tls.secrets"),
+        ({"orchestrator": {"autoscaling": {"min": 1, "max": 2, "sessions": 3}}}, "orchestrator.autoscaling.cpu"),
+        ({"verifier": {"autoscaling": {"min": 1, "max": 2, "cpu": 70}}}, "verifier: autoscaling takes sessions"),
+    ],
+    ids=["adapter", "redis", "weights", "tls", "cpu", "sessions"],
+)
+def test_a_contradiction_is_named(values: dict[str, Any], why: str) -> None:
+    with pytest.raises(helm_python.errors.HelmError, match=why):
+        manifests(values)

@@ -1,0 +1,271 @@
+"""What the chart promises the services, and they it: settings, ports, health, files, time to drain, metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from coppice.config import Settings, load_settings
+from coppice.launch import MODULES, SERVICES
+from coppice.rpc.access import ACCESS
+from coppice.telemetry import AdapterMetrics, OrchestratorMetrics, SessionMetrics, SignalMetrics
+from tests.chart.chart import (
+    ALL,
+    FILES,
+    FOLDER,
+    PLAIN,
+    component,
+    containers,
+    environment,
+    manifests,
+    objects,
+    objects_in,
+    of_kind,
+    pods,
+)
+
+PRE_STOP_S = 5
+
+
+def services(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Pods of our processes, by their Deployment."""
+    return {name: pod for name, pod in pods(found).items() if component(pod) in MODULES}
+
+
+def settings_of(container: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """What a process would be told by its container's environment alone."""
+    for name in [name for name in os.environ if name.startswith("COPPICE_")]:
+        monkeypatch.delenv(name)
+    with monkeypatch.context() as patch:
+        for name, value in environment(container).items():
+            patch.setenv(name, value)
+        return load_settings([])
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_services_are_told_settings_that_they_know(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for where, pod in services(objects(name)).items():
+        (container,) = pod["spec"]["containers"]
+        told = settings_of(container, monkeypatch)
+        ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+        assert ports == {
+            "grpc": told.server.port,
+            "health": told.server.health_port,
+            "metrics": told.server.metrics_port,
+        }, where
+        assert (told.server.host, told.server.advertise) == ("0.0.0.0", "10.1.2.3")
+        assert told.server.production
+        assert container["command"] == ["python", "-m", MODULES[component(pod)]]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_probes_ask_what_the_services_answer(name: str) -> None:
+    for pod in services(objects(name)).values():
+        (container,) = pod["spec"]["containers"]
+        (health,) = [each["containerPort"] for each in container["ports"] if each["name"] == "health"]
+        ready = {"port": health, "service": SERVICES[component(pod)]}
+        assert container["startupProbe"]["grpc"] == ready
+        assert container["readinessProbe"]["grpc"] == ready
+        assert container["livenessProbe"]["grpc"] == {"port": health}, "the empty name: it lives, ready or not"
+        patience = container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"]
+        assert patience >= (120 if name == "cpu" else 900)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_pod_has_the_time_to_drain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for pod in services(objects(name)).values():
+        (container,) = pod["spec"]["containers"]
+        assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", str(PRE_STOP_S)]
+        grace_s = settings_of(container, monkeypatch).server.grace_s
+        assert pod["spec"]["terminationGracePeriodSeconds"] >= math.ceil(grace_s) + PRE_STOP_S + 5
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_pods_may_do_nothing_that_they_need_not(name: str) -> None:
+    for pod in pods(objects(name)).values():
+        spec = pod["spec"]
+        assert (spec["automountServiceAccountToken"], spec["enableServiceLinks"]) == (False, False)
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in containers(pod):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_gpus_are_limited_tolerated_and_never_doubled(name: str) -> None:
+    devices = set()
+    for deployment in of_kind(objects(name), "Deployment").values():
+        spec = deployment["spec"]["template"]["spec"]
+        (container,) = spec["containers"]
+        gpus = container.get("resources", {}).get("limits", {}).get("nvidia.com/gpu", 0)
+        told = environment(container)
+        device = [value for variable, value in told.items() if variable.endswith("__DEVICE")]
+        assert device in ([], ["cuda" if gpus else "cpu"])
+        devices.update(device)
+        if not container["image"].startswith("redis"):
+            assert container["image"].endswith("-cuda" if gpus else "-cpu")
+        if gpus:
+            assert "nvidia.com/gpu" in [each.get("key") for each in spec["tolerations"]]
+            strategy = deployment["spec"]["strategy"]
+            assert strategy == {"type": "Recreate"} or strategy["rollingUpdate"]["maxSurge"] == 0
+    assert devices == ({"cpu"} if name == "cpu" else {"cpu", "cuda"})
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_is_scaled_has_no_number_of_replicas(name: str) -> None:
+    scaled = of_kind(objects(name), "HorizontalPodAutoscaler", "ScaledObject")
+    targets = {each["spec"]["scaleTargetRef"]["name"] for each in scaled.values()}
+    deployments = of_kind(objects(name), "Deployment")
+    assert {where for where, each in deployments.items() if "replicas" not in each["spec"]} == targets
+    assert bool(targets) == (name not in ("cpu", "one-gpu"))
+
+
+def test_zero_and_false_are_kept() -> None:
+    values = {
+        "settings": {"verifier": {"feature_window": 7, "threads": 3}, "server": {"log_json": True, "grace_s": 0}},
+        "defaults": {"replicas": 2, "gpu": 1},
+        "verifier": {
+            "replicas": 0,
+            "gpu": 0,
+            "settings": {"verifier": {"feature_window": 0}, "server": {"log_json": False}},
+        },
+        "drafters": [
+            {"name": "a", "kind": "lookup", "settings": {"drafter": {"chain": False, "widths": [0, 1, 2, 3]}}}
+        ],
+    }
+    found = of_kind(objects_in(manifests(values)), "Deployment")
+    verifier, drafter = (found[f"coppice-{name}"]["spec"] for name in ("verifier", "drafter-a"))
+    assert (verifier["replicas"], drafter["replicas"]) == (0, 2)
+    told = environment(verifier["template"]["spec"]["containers"][0])
+    assert told["COPPICE_VERIFIER__FEATURE_WINDOW"] == "0"
+    assert told["COPPICE_VERIFIER__THREADS"] == "3"
+    assert told["COPPICE_SERVER__LOG_JSON"] == "false"
+    assert told["COPPICE_SERVER__GRACE_S"] == "0"
+    assert told["COPPICE_VERIFIER__DEVICE"] == "cpu"
+    told = environment(drafter["template"]["spec"]["containers"][0])
+    assert told["COPPICE_DRAFTER__CHAIN"] == "false"
+    assert told["COPPICE_DRAFTER__WIDTHS"] == "[0,1,2,3]"
+    assert told["COPPICE_DRAFTER__DEVICE"] == "cuda"
+
+
+def test_large_numbers_stay_whole() -> None:
+    values = {"settings": {"adaptation": {"stream_bytes": 1 << 40}, "drift": {}}}
+    (told,) = {
+        environment(pod["spec"]["containers"][0])["COPPICE_ADAPTATION__STREAM_BYTES"]
+        for pod in services(objects_in(manifests(values))).values()
+    }
+    assert told == str(1 << 40)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_every_file_that_is_named_is_mounted(name: str) -> None:
+    for where, pod in services(objects(name)).items():
+        (container,) = pod["spec"]["containers"]
+        mounts = [each["mountPath"] for each in container["volumeMounts"]]
+        assert len(mounts) == len(set(mounts))
+        volumes = {each["name"] for each in pod["spec"]["volumes"]}
+        assert {each["name"] for each in container["volumeMounts"]} <= volumes
+        paths = re.findall(r'(?:^|[="])(/[a-z][^"\n]*)', "\n".join(environment(container).values()), re.MULTILINE)
+        unmounted = [
+            path
+            for path in paths
+            if not any(f"{path}/".startswith(f"{mount}/") for mount in [*mounts, "/app/models/demo"])
+        ]
+        assert not unmounted, where
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_secrets_are_named_and_never_written(name: str) -> None:
+    for pod in pods(objects(name)).values():
+        for container in containers(pod):
+            for each in container.get("env", []):
+                if re.search(r"TOKEN$|PASSWORD|__REDIS$", each["name"]):
+                    assert "secretKeyRef" in each.get("valueFrom", {}) or "$(REDIS_PASSWORD)" in each["value"]
+
+
+def test_each_role_has_the_certificate_that_says_what_it_may_do() -> None:
+    certificates = of_kind(objects("cluster"), "Certificate")
+    names = {each["spec"]["secretName"]: set(each["spec"].get("dnsNames", [])) for each in certificates.values()}
+    roles = {role for access in ACCESS.values() for callers in access.callers.values() for role in callers}
+    for pod in services(objects("cluster")).values():
+        (secret,) = [each["secret"]["secretName"] for each in pod["spec"]["volumes"] if each["name"] == "tls"]
+        others = (roles | {"verifier"}) - {component(pod)}
+        assert component(pod) in names[secret]
+        assert not names[secret] & others
+    address = environment(pods(objects("cluster"))["coppice-test"]["spec"]["containers"][0])["COPPICE_ADDRESS"]
+    assert {address.partition(":")[0], "coppice.example.com"} <= names["coppice-orchestrator-tls"]
+    assert [each for each in certificates.values() if each["spec"].get("isCA")]
+
+
+def known_metrics() -> set[str]:
+    """Every name that a service exposes."""
+    registries = [OrchestratorMetrics().registry, AdapterMetrics().registry]
+    registries += [SessionMetrics(role).registry for role in ("verifier", "drafter")]
+    SignalMetrics(signals := CollectorRegistry())
+    found = set()
+    for metric in [metric for registry in (*registries, signals) for metric in registry.collect()]:
+        ends = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(metric.type, [""])
+        found |= {metric.name + end for end in ends}
+    return found
+
+
+def named_metrics(query: str) -> set[str]:
+    return set(re.findall(r"coppice_[a-z_]+", re.sub(r'"[^"]*"', "", query)))
+
+
+def test_every_metric_that_is_asked_for_exists() -> None:
+    dashboard = json.loads((FOLDER / "dashboard.json").read_text(encoding="utf-8"))
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [each["query"] for each in dashboard["templating"]["list"] if each["type"] == "query"]
+    assert len(queries) > 20
+    for scaled in of_kind(objects("cluster"), "ScaledObject").values():
+        queries += [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
+    assert all(named_metrics(query) for query in queries)
+    assert {name for query in queries for name in named_metrics(query)} <= known_metrics()
+    (shown,) = of_kind(objects("cluster"), "ConfigMap").values()
+    assert json.loads(shown["data"]["coppice.json"]) == dashboard
+
+
+def test_scaling_asks_about_services_that_are_watched() -> None:
+    monitors = of_kind(objects("cluster"), "ServiceMonitor")
+    headless = of_kind(objects("cluster"), "Service")
+    for where, monitor in monitors.items():
+        labels = monitor["spec"]["selector"]["matchLabels"]
+        watched = [name for name, each in headless.items() if labels.items() <= each["metadata"]["labels"].items()]
+        assert watched == [where]
+    for where, scaled in of_kind(objects("cluster"), "ScaledObject").items():
+        for trigger in scaled["spec"]["triggers"]:
+            services_asked = set(re.findall(r'service="([^"]+)"', trigger["metadata"]["query"]))
+            assert services_asked == {where} <= monitors.keys()
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_services_lead_to_their_pods(name: str) -> None:
+    for where, service in of_kind(objects(name), "Service").items():
+        reached = {
+            deployment: pod
+            for deployment, pod in pods(objects(name)).items()
+            if service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+        }
+        assert len(reached) == 1, where
+        (pod,) = reached.values()
+        known = {each["name"]: each["containerPort"] for each in pod["spec"]["containers"][0]["ports"]}
+        assert all(known[each["targetPort"]] == each["port"] for each in service["spec"]["ports"])
+        if component(pod) in MODULES and where != "coppice":
+            assert service["spec"]["clusterIP"] == "None"
+
+
+def test_the_cluster_file_shows_everything() -> None:
+    kinds = {each["kind"] for each in objects("cluster")}
+    assert {"ScaledObject", "HorizontalPodAutoscaler", "ServiceMonitor", "Certificate", "Issuer", "ConfigMap"} <= kinds
+    assert set(FILES) == {"cpu", "one-gpu", "cluster"}

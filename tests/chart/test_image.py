@@ -1,0 +1,119 @@
+"""The Dockerfile, without building it: what it copies exists, and what the chart starts works on what it copied."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.chart.chart import ALL, ROOT, containers, objects, pods
+
+MODULES = ("services.verifier", "services.drafter", "services.adapter", "orchestrator")
+# What of the image is no folder of ours: commands of its operating system and of Redis' own image.
+SYSTEM = {"sh", "sleep", "redis-server"}
+
+
+@cache
+def stages() -> dict[str, list[list[str]]]:
+    """The instructions of each stage, as words."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    found: dict[str, list[list[str]]] = {}
+    for line in text.splitlines():
+        words = line.split()
+        if words and words[0] == "FROM":
+            found[words[-1]] = [words]
+        elif words and not line.startswith("#") and found:
+            found[list(found)[-1]].append(words)
+    return found
+
+
+def copied(stage: str) -> list[str]:
+    """What a stage copies out of the repository."""
+    copies = [words[1:-1] for words in stages()[stage] if words[0] == "COPY" and not words[1].startswith("--from")]
+    return [source for sources in copies for source in sources]
+
+
+def left_out(path: str) -> bool:
+    """Whether .dockerignore keeps a path of the repository from the builder."""
+    out = False
+    for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            pattern = line.lstrip("!").removeprefix("**/")
+            whole = fnmatch.fnmatch(path, pattern) or path.startswith(f"{pattern}/")
+            within = line.startswith("**/") and any(fnmatch.fnmatch(part, pattern) for part in path.split("/"))
+            out = not line.startswith("!") if whole or within else out
+    return out
+
+
+def test_every_source_exists_and_reaches_the_builder() -> None:
+    sources = [*copied("build"), *copied("cpu")]
+    assert {"coppice", "services", "orchestrator"} <= set(sources)
+    for source in sources:
+        assert (ROOT / source).exists(), source
+        assert not left_out(source), source
+    assert left_out(".git/config")
+    assert left_out("tests/tiny.py")
+    assert left_out("services/drafter/__pycache__/x.pyc")
+
+
+def test_the_final_layers_are_nobodys_and_hold_no_build_tools() -> None:
+    assert list(stages()) == ["build", "cpu", "cuda"]
+    assert ["USER", "10001:10001"] in stages()["cpu"]
+    assert stages()["cuda"][0][1] == "cpu"
+    for stage in ("cpu", "cuda"):
+        assert not [words for words in stages()[stage] if words[0] in ("RUN", "ADD")]
+    assert not re.search(r"apt|gcc|build-essential", " ".join(map(" ".join, stages()["build"])))
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """/app with what the final stage copies, and coppice beside it as the wheel brings it."""
+    folder = tmp_path_factory.mktemp("app")
+    for source in [*copied("cpu"), "coppice"]:
+        shutil.copytree(ROOT / source, folder / source, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+    return folder
+
+
+def commands() -> set[tuple[str, ...]]:
+    """Every command that the chart runs in our image or any other, without its arguments."""
+    run = [each for name in ALL for pod in pods(objects(name)).values() for each in containers(pod)]
+    found = {tuple(each["command"]) for each in run if "command" in each}  # those of Ray are KubeRay's
+    return {words[:3] if words[0] == "python" else words[:1] for words in found}
+
+
+def test_every_command_of_the_chart_is_in_the_image() -> None:
+    assert {words[2] for words in commands() if words[0] == "python"} == set(MODULES)
+    own = {words[0] for words in commands()} - SYSTEM - {"python"}
+    assert own == {"coppice", "hf"}
+    assert all(shutil.which(command, path=Path(sys.executable).parent) for command in own)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_service_starts_from_what_the_image_holds(module: str, app: Path) -> None:
+    """It gets as far as its settings: an unknown variable ends it with the exit code of a usage error."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("COPPICE_", "PYTHONPATH"))}
+    variables = {**clean, "COPPICE_SERVER__PROT": "1"}
+    run = subprocess.run([sys.executable, "-m", module], cwd=app, env=variables, capture_output=True, text=True)
+    assert run.returncode == 2, run.stderr
+    assert "did you mean COPPICE_SERVER__PORT?" in run.stderr
+
+
+def test_the_hubs_client_takes_the_flags_of_the_init_containers(tmp_path: Path) -> None:
+    """Offline: it fails to find the repository, and finds nothing wrong with what it is told."""
+    first = [each for pod in pods(objects("cluster")).values() for each in pod["spec"].get("initContainers", [])]
+    found = {tuple(each["command"] + each["args"]) for each in first if each["command"][0] == "hf"}
+    assert len(found) == 3, "target, tokenizer, head"
+    for words in found:
+        command = [str(Path(sys.executable).parent / words[0]), *words[1:]]
+        told = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+        run = subprocess.run(command, cwd=tmp_path, env=told, capture_output=True, text=True)
+        assert run.returncode == 1, run.stderr
+        assert "offline" in run.stderr
+        assert "Ignoring" not in run.stderr

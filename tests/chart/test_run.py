@@ -1,0 +1,133 @@
+"""What the chart runs is what is tested: the containers of values-one-gpu.yaml, started here by their own commands and
+environments, answer through the port of the orchestrator's Service with the target's own text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from coppice.bench.reference import Reference
+from coppice.client import Client
+from coppice.sampling import SamplingParams
+from tests.chart.chart import component, objects, of_kind, pods
+from tests.processes import Service
+from tests.tiny import make_target
+from tests.unit.test_feature_heads import save_random
+
+VOCAB, NEW = 300, 32
+SERVING = health_pb2.HealthCheckResponse.SERVING
+# Every pod has an address of its own, as in a cluster, so that ports are the chart's.
+NETWORK = f"127.{1 + os.getpid() % 250}.{os.getpid() // 250 % 250}"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The volume: a tiny target and a random EAGLE-3 head of it."""
+    folder = tmp_path_factory.mktemp("models")
+    make_target(folder / "target", VOCAB, layers=8, max_len=1024)
+    (folder / "eagle").mkdir()
+    save_random(folder / "eagle", "eagle3", vocab_size=VOCAB, draft_vocab_size=200)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def addresses() -> dict[str, str]:
+    """An address on this machine for each pod."""
+    return {name: f"{NETWORK}.{number}" for number, name in enumerate(sorted(pods(objects("one-gpu"))), 1)}
+
+
+@pytest.fixture(scope="module")
+def variables(models: Path, addresses: dict[str, str]) -> dict[str, dict[str, str]]:
+    """Each pod's environment; what a cluster with a GPU has and this machine has not is replaced."""
+
+    def here(pod: str, told: dict[str, Any]) -> str:
+        value = addresses[pod] if "valueFrom" in told else str(told["value"])
+        for host in addresses:
+            value = value.replace(f"dns:{host}:", f"dns:{addresses[host]}:")
+        value = value.replace("coppice:50051", f"{addresses['coppice-orchestrator']}:50051")
+        value = value.replace("/models/", f"{models}/")
+        return {"0.0.0.0": addresses[pod], "cuda": "cpu", "bfloat16": "float32"}.get(value, value)
+
+    return {
+        name: {told["name"]: here(name, told) for told in pod["spec"]["containers"][0].get("env", [])}
+        for name, pod in pods(objects("one-gpu")).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def running(start_service: Callable[..., Service], variables: dict[str, dict[str, str]]) -> dict[str, Service]:
+    """Every service's container as a process; the orchestrator starts when there is a verifier."""
+    found = {name: pod for name, pod in pods(objects("one-gpu")).items() if component(pod) != "test"}
+    started = {}
+    for name in sorted(found, key=lambda name: ("verifier", "drafter", "orchestrator").index(component(found[name]))):
+        (container,) = found[name]["spec"]["containers"]
+        python, option, module = container["command"]
+        assert (python, option, container.get("args")) == ("python", "-m", None)
+        started[name] = start_service(module, variables=variables[name])
+    return started
+
+
+@pytest.fixture(scope="module")
+def reference(models: Path) -> Reference:
+    return Reference(models / "target", "float32", threads=1)
+
+
+@pytest.fixture(scope="module")
+def address(running: dict[str, Service], addresses: dict[str, str]) -> str:
+    """Where the Service that clients dial leads to."""
+    service = of_kind(objects("one-gpu"), "Service")["coppice"]["spec"]
+    selected = service["selector"]["app.kubernetes.io/component"]
+    (pod,) = [name for name in running if component(pods(objects("one-gpu"))[name]) == selected]
+    return f"{addresses[pod]}:{service['ports'][0]['port']}"
+
+
+def test_a_generation_through_the_service_is_the_targets_own(address: str, reference: Reference) -> None:
+    with Client(address) as client:
+        prompt = (5, 9, 13, 5, 9)
+        for policy in ("route", "merge", "single:eagle", "single:lookup"):
+            answer = client.generate(prompt, policy=policy, max_new_tokens=NEW, ignore_eos=True)
+            assert answer.ids == reference.greedy(prompt, NEW).ids
+            assert answer.heads or policy == "plain"
+        drawn = SamplingParams(temperature=1.0, seed=3)
+        told = {"sampling": drawn, "max_new_tokens": NEW, "ignore_eos": True}
+        plain = client.generate(prompt, policy="plain", **told)
+        assert client.generate(prompt, **told).ids == plain.ids
+
+
+def test_both_heads_draft(address: str, running: dict[str, Service]) -> None:
+    with Client(address) as client:
+        answer = client.generate((5, 9, 13, 5, 9), policy="merge-full", max_new_tokens=NEW, ignore_eos=True)
+    assert set(answer.heads) == {"eagle", "lookup"}
+    assert sum(answer.verified_nodes) > NEW, "an EAGLE-3 head drafts trees, from features that it fetched"
+
+
+def test_helm_test_passes(address: str, variables: dict[str, dict[str, str]], reference: Reference) -> None:
+    (container,) = pods(objects("one-gpu"))["coppice-test"]["spec"]["containers"]
+    assert variables["coppice-test"]["COPPICE_ADDRESS"] == address
+    command = [str(Path(sys.executable).parent / container["command"][0]), *container["command"][1:]]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("COPPICE_")}
+    run = subprocess.run(command, env=clean | variables["coppice-test"], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    answer = json.loads(run.stdout)
+    assert answer["ids"]
+    assert answer["ids"] == list(reference.greedy(reference.encode("Once upon a time"), 16).ids[: len(answer["ids"])])
+
+
+def test_the_probes_find_every_process(running: dict[str, Service], addresses: dict[str, str]) -> None:
+    for name in running:
+        (container,) = pods(objects("one-gpu"))[name]["spec"]["containers"]
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            asked = container[probe]["grpc"]
+            request = health_pb2.HealthCheckRequest(service=asked.get("service", ""))
+            with grpc.insecure_channel(f"{addresses[name]}:{asked['port']}") as channel:
+                assert health_pb2_grpc.HealthStub(channel).Check(request, timeout=10).status == SERVING
