@@ -114,7 +114,9 @@ volumes:
   image: {{ index $ 2 }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
   command: [hf, download, {{ quote .hub }}, --local-dir, {{ quote .path }}]
-  args: {{ concat (empty .revision | ternary list (list "--revision" .revision)) (.include | default list) | toJson }}
+  {{- with concat (empty .revision | ternary list (list "--revision" .revision)) (.include | default list) }}
+  args: {{ toJson . }}
+  {{- end }}
   {{- with $root.Values.models.tokenSecret }}
   env:
     - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ . }}, key: token}}}

@@ -108,7 +108,7 @@ def test_a_service_starts_from_what_the_image_holds(module: str, app: Path) -> N
 def test_the_hubs_client_takes_the_flags_of_the_init_containers(tmp_path: Path) -> None:
     """Offline: it fails to find the repository, and finds nothing wrong with what it is told."""
     first = [each for pod in pods(objects("cluster")).values() for each in pod["spec"].get("initContainers", [])]
-    found = {tuple(each["command"] + each["args"]) for each in first if each["command"][0] == "hf"}
+    found = {tuple(each["command"] + each.get("args", [])) for each in first if each["command"][0] == "hf"}
     assert len(found) == 3, "target, tokenizer, head"
     for words in found:
         command = [str(Path(sys.executable).parent / words[0]), *words[1:]]
