@@ -52,7 +52,7 @@ CAMPAIGNS = (
     Campaign("weight syncs", (*PYTEST, "tests/services/test_weight_sync.py"), runs=3),
     Campaign("adapter", (*PYTEST, "tests/services/test_adapter.py", "tests/services/test_signal_stream.py"), runs=3),
     Campaign("adaptation", (*PYTEST, "tests/pipeline/test_adaptation.py"), runs=3),
-    Campaign("ray", (*PYTEST, "tests/ray"), runs=3),
+    Campaign("ray", (*PYTEST, "tests/ray/test_ray_app.py"), runs=3),
     *(
         Campaign(f"faults {group}", (*FAULTS, "--kinds", group), tells_faults=True)
         for group in dict.fromkeys(one.group for one in every())

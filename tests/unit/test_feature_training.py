@@ -55,7 +55,7 @@ def test_later_blocks_of_some_rows_are_those_of_all(target: Path, tmp_path: Path
     SpecBlockLoss(teacher, every=3)(student, ids, ids)
     assert torch.equal(states[0], whole[0])
     for block in (1, 2):
-        assert torch.allclose(states[block], whole[block][:, first::3], atol=1e-5)
+        assert torch.allclose(states[block], whole[block][:, first::3], atol=1e-4)
 
 
 @pytest.fixture(scope="module")
