@@ -89,7 +89,8 @@ def up(
         list[str] | None,
         typer.Option(
             metavar="NAME=KIND[:DIR]",
-            help="A draft head (repeatable); its KIND: bigram, lookup, lm, eagle3, specblock.",
+            help="A draft head (repeatable); its KIND: bigram, lookup, lm, eagle3, specblock, medusa, parallelspec or "
+            "falcon.",
         ),
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Default policy.")] = None,
@@ -172,7 +173,9 @@ def generate(
     ] = None,
     address: Address = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message.")] = False,
-    policy: Annotated[str, typer.Option(help="plain, single:HEAD, route, merge, ...; default: the server's.")] = "",
+    policy: Annotated[
+        str, typer.Option(help="plain, single:HEAD, route, merge, auto, ...; default: the server's.")
+    ] = "",
     budget: Annotated[int | None, typer.Option(help="Draft nodes verified a step.")] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus mass.")] = 1.0,

@@ -32,7 +32,11 @@ _OTHER_VARIABLES = frozenset(
     {"COPPICE_ADAPTER_ADDRESS", "COPPICE_ADDRESS", "COPPICE_CONFIG", "COPPICE_PROOF", "COPPICE_TOKEN"}
 )
 
-HeadKind = Literal["bigram", "lookup", "lm", "eagle3", "specblock"]
+HeadKind = Literal["bigram", "lookup", "lm", "eagle3", "specblock", "medusa", "parallelspec", "falcon"]
+FEATURE_KINDS: tuple[HeadKind, ...] = ("eagle3", "specblock", "medusa", "parallelspec", "falcon")
+"""Heads that read the target's features."""
+ADAPTED_KINDS: tuple[HeadKind, ...] = ("eagle3", "specblock")
+"""Those of them that an adapter can train while they serve."""
 
 
 class _Section(BaseModel):
@@ -91,6 +95,7 @@ class VerifierSettings(TorchSettings):
     prefill_rows: int = Field(512, gt=0, description="prompt rows added to one forward at most")
     batch_wait_ms: float = Field(1.0, ge=0, description="longest wait for sessions to join a forward, milliseconds")
     feature_window: int = Field(4096, ge=0, description="positions whose features a session keeps for fetching")
+    prune: bool = Field(True, description="time forwards and leave out draft nodes that cost more than they promise")
 
 
 class DrafterSettings(TorchSettings):
@@ -105,11 +110,11 @@ class DrafterSettings(TorchSettings):
         description="verifiers features may come from: HOST:PORT, dns:HOST:PORT or redis; empty: any",
     )
     vocab_size: int = Field(0, ge=0, description="the target's vocabulary width; 0: any id will do, for lm its own")
-    kv_tokens: int = Field(65_536, gt=0, description="KV capacity of lm, tokens over all sessions")
+    kv_tokens: int = Field(65_536, gt=0, description="KV capacity of a head that has any, tokens over all sessions")
     top_k: int = Field(0, ge=0, le=MAX_HEAD_NODES, description="candidates kept per node of a tree; 0: 8, eagle3 10")
     depth: int = Field(0, ge=0, le=32, description="deepest draft; 0: 6, eagle3 7")
     chain: bool = Field(False, description="draft a single chain instead of a tree")
-    blocks: int = Field(2, gt=0, le=4, description="forwards of a specblock draft")
+    blocks: int = Field(2, gt=0, le=4, description="forwards of a specblock or falcon draft")
     widths: tuple[int, int, int, int] = Field(
         (2, 4, 6, 10), description="tokens a specblock slot branches into, by the rank head's bucket; 0 ends the block"
     )
@@ -119,9 +124,11 @@ class DrafterSettings(TorchSettings):
     max_context: int = Field(0, ge=0, description="positions a session may hold; 0: the model's own limit")
 
     def of_kind(self) -> DrafterSettings:
-        """The same with top_k and depth filled in; EAGLE-3's are those it was published with."""
+        """The same with top_k and depth filled in; EAGLE-3's are those it was published with. A chain has no width."""
         top_k, depth = (10, 7) if self.kind == "eagle3" else (8, 6)
-        return self.model_copy(update={"top_k": self.top_k or top_k, "depth": self.depth or depth})
+        told = {"top_k": self.top_k or top_k, "depth": self.depth or depth}
+        narrow = {"top_k": 1, "widths": (1, 1, 1, 1), "rank_guided": False}
+        return self.model_copy(update=told | (narrow if self.chain else {}))
 
 
 class OrchestratorSettings(_Section):

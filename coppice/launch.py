@@ -11,8 +11,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from coppice.adaptation.local_redis import LocalRedis
+from coppice.config import FEATURE_KINDS
 from coppice.process import ProcessFailed, Ready, ServiceProcess
-from coppice.stack_spec import FEATURE_KINDS, HeadSpec, StackSpec, as_flags, checkout
+from coppice.stack_spec import HeadSpec, StackSpec, as_flags, checkout
 
 MODULES = {
     "verifier": "services.verifier",
@@ -245,7 +246,7 @@ class Stack:
             "drafter.dtype": told.dtype,
             "drafter.threads": told.threads,
         }
-        return {**flags, "drafter.path": head.path} if head.path else flags
+        return {**flags, **({"drafter.path": head.path} if head.path else {}), **dict(head.flags)}
 
     def _orchestrator_flags(self) -> dict[str, Any]:
         flags = {

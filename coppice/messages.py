@@ -87,7 +87,10 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class VerifyTimings:
-    """Times of one request inside the verifier, nanoseconds; rows and sessions of its packed forward."""
+    """Times of one request inside the verifier, nanoseconds; rows and sessions of its packed forward.
+
+    `plain_ns` is what that forward would have taken without a draft node; 0 when the verifier does not know.
+    """
 
     queue_ns: int = 0
     forward_ns: int = 0
@@ -95,6 +98,7 @@ class VerifyTimings:
     total_ns: int = 0
     rows: int = 0
     sessions: int = 0
+    plain_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +127,25 @@ class SessionOpened:
 
 @dataclass(frozen=True, slots=True)
 class VerifyStep:
-    """Verify root + tree. `q_rows` (n, vocab) float32 asks for p/q rejection of a chain."""
+    """Verify root + tree. `q_rows` (n, vocab) float32 asks for p/q rejection of a chain.
+
+    The tree's log-scores are calibrated, and the verifier may leave out nodes that do not pay, unless `whole_tree`.
+    """
 
     fence: Fence
     root: int
     tree: DraftTree
     q_rows: NDArray[np.float32] | None = None
+    whole_tree: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the target said about one tree; `next` is None when the text ended inside the path."""
+    """What the target said about one tree; `next` is None when the text ended inside the path.
+
+    `verified`: the nodes that were, when `pruned` says that others were left out. `budget_hint`: how many nodes to
+    draft for the next step at the present load; None: any number.
+    """
 
     fence: Fence
     accepted: tuple[int, ...]
@@ -143,6 +155,8 @@ class Verdict:
     features: Features | None = None
     rejection: Rejection | None = None
     log_probs: tuple[float, ...] = ()
+    pruned: bool = False
+    budget_hint: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

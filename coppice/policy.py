@@ -32,7 +32,10 @@ class Policy:
 
     @classmethod
     def parse(cls, name: str, heads: Sequence[str]) -> Policy:
-        """Read `name` for a deployment with these heads. Raises InvalidField."""
+        """Read `name` for a deployment with these heads: of all of them, or of some, as in `route:A/B`.
+
+        Raises InvalidField.
+        """
         if name == "plain":
             return cls(name, ())
         if name.startswith("single:"):
@@ -40,11 +43,18 @@ class Policy:
             if head not in heads:
                 raise InvalidField("policy", f"there is no head {head!r}; heads are {', '.join(heads) or 'none'}")
             return cls(name, (head,))
-        if name not in POLICIES:
+        kind, colon, named = name.partition(":")
+        if kind not in POLICIES[1:]:
             raise InvalidField("policy", f"{name[:80]!r} is not one of {', '.join((*POLICIES, 'single:HEAD'))}")
-        if not heads:
-            raise InvalidField("policy", f"{name} needs heads and this deployment has none")
-        return cls(name, tuple(heads))
+        chosen = named.split("/") if colon else list(heads)
+        for head in chosen:
+            if head not in heads:
+                raise InvalidField("policy", f"there is no head {head!r}; heads are {', '.join(heads) or 'none'}")
+        if colon and (len(chosen) < 2 or len(set(chosen)) < len(chosen)):
+            raise InvalidField("policy", f"{name[:80]!r} is to name two heads or more, each once")
+        if not chosen:
+            raise InvalidField("policy", f"{kind} needs heads and this deployment has none")
+        return cls(kind, tuple(chosen))
 
     @classmethod
     def default(cls, heads: Sequence[str]) -> Policy:

@@ -9,11 +9,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self, get_args
 
-from coppice.config import HeadKind, Settings, load_settings
+from coppice.config import ADAPTED_KINDS, HeadKind, Settings, load_settings
 from coppice.errors import CoppiceError, InvalidField, Status
-from coppice.generation import POLICIES
 from coppice.limits import check_range
 from coppice.machine import Dtype, default_dtype, usable_cores
+from coppice.policy import Policy
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 CPU_BUDGET, CUDA_BUDGET = 31, 60
@@ -62,6 +62,8 @@ class HeadSpec:
     name: str
     kind: HeadKind
     path: Path | None = None
+    flags: tuple[tuple[str, Any], ...] = ()
+    """more settings of its drafters, such as ("drafter.chain", True)"""
 
     @classmethod
     def shipped(cls, name: str) -> Self:
@@ -84,8 +86,6 @@ class HeadSpec:
 
 
 COUNTING_KINDS = ("bigram", "lookup")
-FEATURE_KINDS = ("eagle3", "specblock")
-"""Heads that read the target's features."""
 COUNTED_HEADS = (HeadSpec("bigram", "bigram"), HeadSpec("lookup", "lookup"))
 """The heads of a target that comes without any: they count the session's own text."""
 
@@ -112,7 +112,7 @@ class StackSpec:
     """drafters of each head"""
     orchestrators: int = 1
     adapt: bool = False
-    """whether an adapter trains the heads that read features; with a Redis of its own unless settings name one"""
+    """whether an adapter trains the heads of ADAPTED_KINDS; with a Redis of its own unless settings name one"""
     adapter_port: int = 0
     extra: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """more settings by role: {"verifier": {"verifier.kv_tokens": 4096}}"""
@@ -137,14 +137,14 @@ class StackSpec:
             if head.path and not head.path.exists():
                 raise InvalidField("head", f"{head.name}: {head.path} does not exist")
         if self.adapt and not self.adapted:
-            raise InvalidField("adapt", f"no head can be adapted; those of these kinds can: {', '.join(FEATURE_KINDS)}")
-        if self.policy and self.policy not in POLICIES and self.policy not in [f"single:{name}" for name in names]:
-            raise InvalidField("policy", f"{self.policy!r} is not {', '.join(POLICIES)} or single:HEAD")
+            raise InvalidField("adapt", f"no head can be adapted; those of these kinds can: {', '.join(ADAPTED_KINDS)}")
+        if self.policy:
+            Policy.parse(self.policy, names)
 
     @property
     def adapted(self) -> tuple[HeadSpec, ...]:
         """The heads that an adapter trains."""
-        return tuple(head for head in self.heads if self.adapt and head.kind in FEATURE_KINDS)
+        return tuple(head for head in self.heads if self.adapt and head.kind in ADAPTED_KINDS)
 
     @classmethod
     def demo(cls, **changes: Any) -> Self:

@@ -76,6 +76,7 @@ class OrchestratorMetrics:
         self.late_drafts = counter("late_drafts", "drafts that missed the deadline", ["head"])
         self.benched = counter("heads_benched", "times a head was benched", ["head"])
         self.routed = counter("routed", "steps that verified a head's tree", ["head"])
+        self.auto_choices = counter("auto_choices", "steps of the policy auto by what it chose", ["choice"])
         self.replicas_fit = Gauge(
             "replicas_fit", "replicas that may get a session", ["pool"], registry=self.registry, namespace="coppice"
         )

@@ -215,15 +215,26 @@ def prune(tree: DraftTree, budget: int) -> tuple[DraftTree, IntArray]:
         raise ValueError(f"budget must not be negative, is {budget}")
     if len(tree) <= budget:
         return tree, np.arange(1, len(tree) + 1)
+    # A parent is never below its child and has the lower number, so a stable order lists it first.
+    ranked = np.argsort(-path_scores(tree), kind="stable")
+    kept = np.sort(ranked[:budget]) + 1
+    return select(tree, kept), kept
+
+
+def path_scores(tree: DraftTree) -> NDArray[np.float64]:
+    """(n,) log-score of each node or of its least likely ancestor, whichever is less: never above the parent's."""
     scores = [0.0]
     for score, parent in zip(tree.log_probs.tolist(), tree.parents.tolist(), strict=True):
         scores.append(min(score, scores[parent]))
-    # A parent is never below its child and has the lower number, so a stable order lists it first.
-    ranked = np.argsort(-np.array(scores[1:]), kind="stable")
-    kept = np.sort(ranked[:budget])
+    return np.array(scores[1:])
+
+
+def select(tree: DraftTree, kept: IntArray) -> DraftTree:
+    """The tree of these nodes, ascending and with all their ancestors, numbered anew in their order."""
     new_numbers = np.zeros(len(tree) + 1, np.int64)
-    new_numbers[kept + 1] = np.arange(1, kept.size + 1)
-    return DraftTree(tree.tokens[kept], new_numbers[tree.parents[kept]], tree.log_probs[kept]), kept + 1
+    new_numbers[kept] = np.arange(1, kept.size + 1)
+    at = kept - 1
+    return DraftTree(tree.tokens[at], new_numbers[tree.parents[at]], tree.log_probs[at])
 
 
 def paths(tree: DraftTree) -> list[tuple[int, ...]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from coppice.auto import Arm, Chooser, StepSeen
 from coppice.errors import CoppiceError, InternalError, InvalidField
 from coppice.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, StepTree
 from coppice.messages import Fence, NextRoot, Rejection, Verdict, VerifyStep, committed_hash
@@ -16,7 +17,7 @@ from coppice.policy import UNION, Choice, Policy
 from coppice.routing import first_miss, outcomes, step_log_probs
 from coppice.sampling import draw
 from coppice.telemetry import OrchestratorMetrics
-from coppice.tree import forwards_of, made_by
+from coppice.tree import DraftTree, forwards_of, made_by, prune, select
 from orchestrator.head import Draft, HeadSession
 from orchestrator.target import LOST, TargetSession
 from orchestrator.text import TextStream
@@ -31,6 +32,7 @@ class Plan:
     stop_ids: frozenset[int]
     max_new_tokens: int
     draft_deadline_s: float  # 0: each head's own
+    whole_tree: bool = False  # verify what is drafted, whether or not it pays
 
 
 class Decoding:
@@ -46,15 +48,21 @@ class Decoding:
         text: TextStream,
         metrics: OrchestratorMetrics,
         emit: Callable[[Chunk], None],
+        auto: Chooser | None = None,
     ) -> None:
-        """`ids`: the prompt and what is resumed behind it. Raises InvalidField when that goes on behind an end."""
+        """`ids`: the prompt and what is resumed behind it; `auto` chooses among the heads, else the policy asks all.
+
+        Raises InvalidField when `ids` go on behind an end.
+        """
         self.request, self.plan, self.verifier, self.heads = request, plan, verifier, heads
-        self.text, self.metrics, self.emit = text, metrics, emit
+        self.text, self.metrics, self.emit, self.auto = text, metrics, emit, auto
+        self.arm = Arm(plan.policy.name, plan.policy, tuple(range(len(heads))))
         self.ids = ids  # committed: prompt, what was resumed, and new tokens but for the root
         self.hash = committed_hash(ids)
         self.prompt_tokens = len(ids) - len(request.resume_ids)
         self.left = plan.max_new_tokens
         self.step = 0
+        self.hint: int | None = None  # of the last verdict: how many nodes to draft
         self.finish: FinishReason | None = None
         self.result = Finished("length", self.prompt_tokens, 0, [], [], [])
         self.timings = self.result.timings
@@ -66,8 +74,9 @@ class Decoding:
             self.result.finish_reason = self.finish
             return self.result
         began = time.perf_counter_ns()
-        for head in self.heads if self.plan.budget else ():
-            head.open(self.ids)
+        self._choose()
+        for at in self.arm.heads if self.plan.budget else ():
+            self.heads[at].open(self.ids)
         opened = await self.verifier.open(self.ids)
         for head in self.heads:
             head.learn(opened.features)
@@ -76,14 +85,17 @@ class Decoding:
         self.timings.prefill_ns = first - began
         while self.finish is None:
             self.step += 1
+            drafted, opening = self.timings.draft_ns, self._opening()
             drafts = await self._draft(root)
-            choice = self.plan.policy.choose(
-                [draft.tree for draft in drafts], [head.pool.calibration for head in self.heads], self.plan.budget
+            drafted = self.timings.draft_ns - drafted
+            choice = self.arm.policy.choose(
+                [draft.tree for draft in drafts], [head.pool.calibration for head in self.heads], self._budget
             )
             verdict = await self._verify(root, choice, drafts)
             root = self._settle(root, drafts, choice, verdict)
             now = time.perf_counter_ns()
             self._account(now - last, drafts, choice, verdict)
+            self._learn(now - last, drafted, opening, drafts, verdict)
             last = now
         timings = self.timings
         timings.decode_ns = last - first
@@ -101,20 +113,65 @@ class Decoding:
             self.left -= 1
             self.finish = self._finish_reason(token, stopped)
 
+    # --- choose ---
+
+    def _choose(self) -> None:
+        """Whom the next step asks."""
+        if self.auto is not None:
+            self.arm = self.auto.decide(self.hint)
+
+    def _opening(self) -> bool:
+        """Whether a head that is asked has still to take in the text."""
+        return self.auto is not None and any(self.heads[at].still_opening for at in self.arm.heads)
+
+    def _learn(self, step_ns: int, draft_ns: int, opening: bool, drafts: list[Draft], verdict: Verdict) -> None:
+        """Tell `auto` what the step came to, and choose the next one's arm."""
+        if self.auto is None:
+            return
+        times, nodes = verdict.timings, self.result.verified_nodes[-1]
+        self.auto.observe(
+            StepSeen(
+                seconds=step_ns / 1e9,
+                draft_s=draft_ns / 1e9,
+                forward_s=times.forward_ns / 1e9,
+                plain_forward_s=times.plain_ns / 1e9,
+                accepted=len(verdict.accepted),
+                nodes=nodes,
+                rows=times.rows,
+                sessions=times.sessions,
+                opening=opening,
+            )
+        )
+        if len(self.arm.heads) > 1 and (nodes or not verdict.pruned):  # each as if it had been verified alone
+            start = len(self.ids) - len(verdict.accepted)
+            for at in self.arm.heads:
+                tree = prune(drafts[at].tree, nodes)[0] if verdict.pruned else drafts[at].tree
+                self.auto.drafted(self.plan.policy.heads[at], start, tree)
+        self.auto.committed(self.ids)
+        self.metrics.auto_choices.labels(self.arm.name).inc()
+        self._choose()
+
     # --- draft ---
 
+    @property
+    def _budget(self) -> int:
+        """How many nodes to draft; at a hint of 0 one to see what it gains, by `auto`'s rare tries as many as ever."""
+        if self.hint is None or self.plan.whole_tree or (self.auto and not self.hint):
+            return self.plan.budget
+        return min(self.plan.budget, max(1, self.hint))
+
     async def _draft(self, root: int) -> list[Draft]:
-        """Every head's tree, as far as it came within the deadline."""
-        if not self.heads or not self.plan.budget:
+        """The tree of every head of the arm, as far as it came within the deadline."""
+        if not self.arm.heads or not self.plan.budget:
             return [Draft() for _ in self.heads]
         began = time.perf_counter_ns()
-        deadline_s = self.plan.draft_deadline_s or max(head.pool.deadline_s for head in self.heads)
+        asked = {at: self.heads[at] for at in self.arm.heads}
+        deadline_s = self.plan.draft_deadline_s or max(head.pool.deadline_s for head in asked.values())
         fence = self._fence(deadline_s)
-        asked = [(head, head.ask(fence, root, self.ids, self.plan.budget)) for head in self.heads]
-        answers = [answer for _, answer in asked if answer is not None]
-        if answers:
-            await asyncio.wait(answers, timeout=deadline_s)
-        drafts = [head.collect() if answer is not None else Draft() for head, answer in asked]
+        answers = {at: head.ask(fence, root, self.ids, self._budget) for at, head in asked.items()}
+        if waited := [answer for answer in answers.values() if answer is not None]:
+            await asyncio.wait(waited, timeout=deadline_s)
+        drafts = [Draft() if answers.get(at) is None else head.collect() for at, head in enumerate(self.heads)]
         self.timings.draft_ns += time.perf_counter_ns() - began
         return drafts
 
@@ -127,10 +184,13 @@ class Decoding:
         began = time.perf_counter_ns()
         draft = drafts[choice.routed] if choice.routed >= 0 else Draft()
         q_rows = np.concatenate(draft.q_rows)[: len(choice.tree)] if self.request.pq and draft.q_rows else None
+        tree, whole = choice.tree, self.plan.whole_tree
+        if choice.routed >= 0 and not whole:  # a union is calibrated already
+            tree = DraftTree(tree.tokens, tree.parents, self.heads[choice.routed].pool.calibration.apply(tree))
         while True:
             fence = self._fence(self.verifier.deadline_s, draft.weights_version)
             try:
-                verdict = await self.verifier.verify(VerifyStep(fence, root, choice.tree, q_rows))
+                verdict = await self.verifier.verify(VerifyStep(fence, root, tree, q_rows, whole))
                 break
             except LOST as error:
                 await self._reopen(error)
@@ -139,6 +199,7 @@ class Decoding:
         self.timings.verify_ns += times.total_ns - times.accept_ns
         self.timings.accept_ns += times.accept_ns
         self.timings.target_forward_ns += times.forward_ns
+        self.hint = verdict.budget_hint
         return verdict
 
     async def _reopen(self, why: CoppiceError) -> None:
@@ -182,7 +243,8 @@ class Decoding:
         return token, 0.0 if row.raw_log_probs is None else float(row.raw_log_probs[at])
 
     def _shown(self, root: int, drafts: list[Draft], choice: Choice, verdict: Verdict) -> StepTree:
-        tree = choice.tree
+        verified = np.array(verdict.verified if verdict.pruned else range(1, len(choice.tree) + 1), np.int64)
+        tree = select(choice.tree, verified)
         return StepTree(
             root=root,
             tokens=tuple(tree.tokens.tolist()),
@@ -192,7 +254,7 @@ class Decoding:
                 tree, [(draft.tree, made_by(draft.tree, draft.deltas, draft.kept)) for draft in drafts]
             ),
             pieces=tuple(self.text.alone(token) for token in tree.tokens.tolist()),
-            accepted=verdict.accepted,
+            accepted=tuple(int(at) + 1 for at in np.searchsorted(verified, verdict.accepted)),
         )
 
     def _commit(
@@ -245,7 +307,7 @@ class Decoding:
         self.timings.step_ns.append(step_ns)
         self.timings.split_ns.append(step_ns - verdict.timings.forward_ns - head_ns)
         result, policy = self.result, self.plan.policy
-        verified = len(verdict.verified) or len(choice.tree)
+        verified = len(verdict.verified) if verdict.pruned else len(choice.tree)
         result.routed.append(choice.routed)
         result.verified_nodes.append(verified)
         result.late_drafts += sum(draft.late for draft in drafts)

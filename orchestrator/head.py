@@ -258,6 +258,11 @@ class HeadSession:
         if answer is not None:
             await asyncio.wait([answer], timeout=timeout_s)
 
+    @property
+    def still_opening(self) -> bool:
+        """Whether the next draft would be waited for while the drafter takes in the text."""
+        return not self._opened and not self._waited_to_open
+
     def _may_wait(self) -> bool:
         """Whether a draft can be expected: a stream that is still opening is waited for once in a session."""
         if self._opened:

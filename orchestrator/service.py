@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 import coppice
+from coppice.auto import Chooser, Experience
 from coppice.config import Settings
 from coppice.errors import CoppiceError, InvalidField
 from coppice.generation import POLICIES, Chunk, Finished, GenerationRequest, ModelDescription, Started
@@ -46,6 +47,7 @@ class GenerationServicer:
         self.heads, self.codec, self.metrics = heads, codec, metrics
         wanted = settings.orchestrator.policy
         self.default_policy = Policy.parse(wanted, list(heads)) if wanted else Policy.default(list(heads))
+        self._experience = Experience()  # of `auto`
         bounds = settings.limits
         self._seats = Admission("sessions", bounds.sessions, bounds.queued, bounds.queue_s)
 
@@ -104,7 +106,8 @@ class GenerationServicer:
         verifier = TargetSession(self.verifiers, opening)
         text = TextStream(self.codec, ids[:prompt_tokens], request.stop)
         chunks = Chunks(events.put_nowait, 0 if request.want_trees else self.settings.orchestrator.chunk_tokens)
-        decoding = Decoding(request, ids, plan, verifier, heads, text, self.metrics, chunks.add)
+        auto = Chooser(self._experience, plan.policy.heads) if plan.policy.name == "auto" and plan.budget else None
+        decoding = Decoding(request, ids, plan, verifier, heads, text, self.metrics, chunks.add, auto)
         running = asyncio.create_task(decoding.run())
         running.add_done_callback(lambda _: chunks.flush())
         running.add_done_callback(lambda _: events.put_nowait(None))
@@ -120,6 +123,8 @@ class GenerationServicer:
             running.cancel()
             self.metrics.running.dec()
             verifier.close()
+            if auto is not None:
+                auto.close()
             if self.signals is not None and asks and finished:
                 self.signals.ended(session, decoding, heads, (load + self._seats.used) / 2)
             else:
@@ -166,6 +171,7 @@ class GenerationServicer:
             stop_ids=frozenset() if request.ignore_eos else frozenset(self.target.eos_ids),
             max_new_tokens=new,
             draft_deadline_s=settings.draft_deadline_ms / 1e3,
+            whole_tree=(request.budget is not None and policy.name != "auto") or policy.name == "merge-full",
         )
 
     async def DescribeModel(

@@ -18,6 +18,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 process.spawn = nursery.spawn  # type: ignore[assignment]
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What is marked `gpu` needs one."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+
+
 @pytest.fixture(scope="module")
 def start_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Service]]:
     """`start_service(module, *flags)` starts a service process on free ports and waits until it is ready.

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from coppice.adaptation.files import replace_safetensors
 from coppice.adaptation.records import Kind, Sample
 from coppice.adaptation.windows import DraftVocabulary, Windows
-from coppice.config import LearnerSettings
+from coppice.config import ADAPTED_KINDS, LearnerSettings
+from coppice.errors import InvalidField
 from coppice.nn.features import target_ids
-from coppice.nn.layouts import layout_of, load_eagle3, load_specblock, public_state
+from coppice.nn.layouts import OWN, layout_of, load_eagle3, load_specblock, public_state
 from coppice.training.checkpoint import load_optimisers, optimiser_tensors
 from coppice.training.feature_losses import (
     Anchor,
@@ -74,7 +75,11 @@ class Learner:
     def __init__(self, folder: str | Path, target: str | Path, settings: LearnerSettings | None = None) -> None:
         """Load the head of `folder` for the target of another folder. Raises InvalidField."""
         self.settings = settings or LearnerSettings()
-        load: Any = load_specblock if layout_of(folder) == "specblock" else load_eagle3
+        layout = layout_of(folder)
+        if layout in OWN:
+            kinds = " and ".join(ADAPTED_KINDS)
+            raise InvalidField("adapter.heads", f"{folder} is a {layout} head; {kinds} heads are adapted, no others")
+        load: Any = load_specblock if layout == "specblock" else load_eagle3
         loaded = load(folder, target)
         self.config = loaded.config
         embedding = loaded.embedding.to(self.settings.device)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from coppice.bench.head_cache import HeadCache
+from coppice.bench.replay import Replay
 from coppice.bench.report import Check
-from coppice.training import feature_heads
+from coppice.errors import InvalidField
 from coppice.training.acceptance import Acceptance
-from coppice.training.export import write_run
 from coppice.training.lessons import Lessons
 
 FULL, NO_SHIFT = "full", "no-layer-shift"
@@ -26,45 +32,77 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """what train_feature_head is told"""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Every variant sees the same lessons, in the same order, from the same start."""
+GUIDED, UNIFORM = "rank-guided 2,4,6,4 (released)", "uniform 4"
+"""trees of coppice.bench.rank, of equally many nodes"""
+ARCHITECTURE = (
+    ("SpecBlock", FULL, GUIDED),
+    ("- prefix broadcast", "no-prefix-broadcast", GUIDED),
+    ("- layer-wise shift", NO_SHIFT, GUIDED),
+    ("- valid-prefix curriculum", UNMASKED, GUIDED),
+    ("- rank-guided branching", FULL, UNIFORM),
+)
+ADAPTATION = (
+    ("SpecBlock+adapt", "bandit"),
+    ("- cost-aware bandit", "always"),
+    ("- head-only action", "full-only"),
+    ("head-only action alone", "head-only"),
+    ("SpecBlock", "never"),
+)
 
-    lines: list[str]
-    target: Path
-    cache: Path
-    tokens: int
-    variants: tuple[str, ...]
-    num_workers: int = 1
-    seed: int = 0
+
+@dataclass(frozen=True, slots=True)
+class Ablation:
+    """A row of SpecBlock's table 2: tau, and over the row that lacks nothing; an adapted head's speed over never's."""
+
+    variant: str
+    tau: float
+    over_whole: float
+    speedup: float | None = None
 
 
-def trained(plan: Plan, lessons: Lessons) -> dict[str, Path]:
-    """A head's folder for every variant; those that the cache holds already are not trained again."""
-    folders = {}
-    for name in plan.variants:
-        out = plan.cache / f"{name}-{plan.tokens}"
-        work = out.with_name(out.name + ".work")
-        if not (out / "config.json").exists():
-            flags = {"kind": "specblock", "target": plan.target.name, "out": out.name, "tokens": str(plan.tokens)}
-            write_run(work, "head", plan.lines, flags | ({} if name == FULL else {name: ""}))
-            lessons.describe(work / "data")
-            done = feature_heads.train_feature_head(
-                "specblock",
-                lessons,
-                plan.target,
-                work,
-                feature_heads.head_schedule(plan.tokens),
-                resume=True,
-                num_workers=plan.num_workers,
-                seed=plan.seed,
-                **VARIANTS[name],
-            )
-            if not done:
-                raise KeyboardInterrupt
-            feature_heads.export_feature_head(work, out, lessons, plan.target)
-        folders[name] = out
-    return folders
+def ablations(gains: Mapping[str, Mapping[str, Replay]], adapted: Path | None) -> list[Ablation]:
+    """The rows of the variants that were trained, and of the policies in what `bench adapt --json` wrote.
+
+    Raises InvalidField for a file that it did not write, or without the bandit.
+    """
+    found = [(name, gains[variant][tree].tau) for name, variant, tree in ARCHITECTURE if variant in gains]
+    rows = [Ablation(name, tau, tau / found[0][1]) for name, tau in found]
+    told = read_adapted(adapted) if adapted else {}
+    for name, policy in ADAPTATION:
+        if row := told.get(policy):
+            rows.append(Ablation(name, row["tau"], row["tau"] / told["bandit"]["tau"], row["speedup"]))
+    return rows
+
+
+def read_adapted(file: Path) -> dict[str, dict[str, Any]]:
+    """The rows of a `bench adapt --json` by policy. Raises InvalidField."""
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))
+        rows = {row["method"]: row for row in told["rows"] if str(told["command"]).startswith("bench adapt")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidField("adaptation", f"{file}: {error}") from None
+    if "bandit" not in rows:
+        raise InvalidField("adaptation", f"{file} holds no bandit of `coppice bench adapt`")
+    return rows
+
+
+def ablation_table(rows: Iterable[Ablation], title: str) -> Table:
+    """Table 2 of SpecBlock at this scale."""
+    table = Table("variant", title=title, title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("tau", "over whole", "tokens/s x never"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        speedup = "-" if row.speedup is None else f"{row.speedup:.2f}"
+        table.add_row(row.variant, f"{row.tau:.2f}", f"{row.over_whole:.2f}", speedup)
+    return table
+
+
+def trained(cache: HeadCache, variants: Sequence[str], lessons: Lessons) -> dict[str, Path]:
+    """A head's folder for every variant."""
+    return {
+        name: cache.head(name, "specblock", lessons, {} if name == FULL else {name: ""}, **VARIANTS[name])
+        for name in variants
+    }
 
 
 def effect_checks(found: dict[str, Acceptance]) -> list[Check]:

@@ -26,6 +26,17 @@ LEAST_GAIN = 0.5
 """tau that the bandit is to gain over never in the last third of the shifted part"""
 MOST_UPDATES = 1
 """updates in 100 queries after its cold start, on a stream that it serves well"""
+DEMO_FLAGS = {
+    "bandit.interval": "10",
+    "bandit.certainty": "0",
+    "bandit.alpha": "0.3",
+    "adapter.full_samples": "44",
+    "adapter.head_samples": "128",
+    "adaptation.window": "32",
+    "adaptation.stride": "8",
+    "drift.window": "10",
+}
+"""Intervals and buffers fit for a stream of a few hundred queries; all else is the settings' defaults."""
 
 
 @dataclass(frozen=True, slots=True)

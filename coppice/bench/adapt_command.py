@@ -11,17 +11,6 @@ if TYPE_CHECKING:
     from coppice.stack_spec import HeadSpec, StackSpec
 
 WHAT = ("shift", "devices", "passes", "kv")
-DEMO_FLAGS = {
-    "bandit.interval": "10",
-    "bandit.certainty": "0",
-    "bandit.alpha": "0.3",
-    "adapter.full_samples": "44",
-    "adapter.head_samples": "128",
-    "adaptation.window": "32",
-    "adaptation.stride": "8",
-    "drift.window": "10",
-}
-"""Intervals and buffers fit for a stream of a few hundred queries; all else is the settings' defaults."""
 
 
 def adapt(
@@ -60,6 +49,7 @@ def adapt(
 
     from coppice.adaptation.bandit import UPDATES
     from coppice.bench.adapt import (
+        DEMO_FLAGS,
         AdaptReport,
         adapt_row,
         device_lanes,
@@ -71,7 +61,8 @@ def adapt(
     from coppice.bench.lanes import run_lanes
     from coppice.bench.report import Check
     from coppice.bench.shift import mixed, programs, shifted
-    from coppice.stack_spec import FEATURE_KINDS, HeadSpec
+    from coppice.config import ADAPTED_KINDS
+    from coppice.stack_spec import HeadSpec
 
     if what not in WHAT:
         raise typer.BadParameter(f"{what!r} is not one of {', '.join(WHAT)}", param_hint="--what")
@@ -80,8 +71,9 @@ def adapt(
         if policy not in UPDATES:
             raise typer.BadParameter(f"{policy!r} is not one of {', '.join(UPDATES)}", param_hint="--methods")
     chosen = HeadSpec.parse(head)
-    if chosen.kind not in FEATURE_KINDS:
-        raise typer.BadParameter(f"{chosen.kind} heads are not adapted", param_hint="--head")
+    if chosen.kind not in ADAPTED_KINDS:
+        why = f"{chosen.kind} heads are not adapted; those of these kinds are: {', '.join(ADAPTED_KINDS)}"
+        raise typer.BadParameter(why, param_hint="--head")
     if n > (most := 2 * len(programs())):
         raise typer.BadParameter(f"there are {most} different prompts", param_hint="--n")
     if what == "kv":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from coppice.config import Settings
+from coppice.config import DrafterSettings, Settings
 from coppice.limits import MAX_TREE_NODES
 from coppice.messages import Advance, Features, OpenDraft
 from coppice.nn.head import DraftJob, Head
@@ -18,7 +18,7 @@ from coppice.nn.registry import build_head
 from coppice.packed.batch import Piece, pack
 from coppice.packed.engine import Engine
 from coppice.sampling import SamplingParams
-from coppice.stack_spec import COUNTING_KINDS, StackSpec
+from coppice.stack_spec import COUNTING_KINDS, HeadSpec, StackSpec
 
 STRIDE = 3  # tokens committed between two timed drafts, about what a draft is good for
 
@@ -35,31 +35,36 @@ class Bare:
     """The target and the heads of a stack, set up as its services are. Belongs to the thread that makes it."""
 
     def __init__(self, spec: StackSpec, settings: Settings, sessions: int, longest: int) -> None:
-        """`longest`: tokens of the longest text. Heads that only count have nothing to time."""
+        """`sessions`: at once, at most; `longest`: tokens of the longest text. Heads that only count are not timed."""
         verifier, drafter = settings.verifier, settings.drafter
         self._threads, self._drafter_threads = verifier.threads, drafter.threads
-        self._sessions = sessions
         kv_tokens = sessions * (longest + 2 * MAX_TREE_NODES)
         self._engine = Engine.load(spec.target, device=verifier.device, dtype=verifier.dtype, kv_tokens=kv_tokens)
         shared = drafter.model_copy(update={"target": str(spec.target), "kv_tokens": kv_tokens})
         with _torch_threads(self._drafter_threads, self._threads):
             self._heads: dict[str, Head] = {
-                head.name: build_head(
-                    shared.model_copy(update={"name": head.name, "kind": head.kind, "path": str(head.path)})
-                )
+                head.name: build_head(_settings_of(head, shared))
                 for head in spec.heads
                 if head.kind not in COUNTING_KINDS
             }
 
-    def forward_ms(self, rows: int, context: int) -> float:
+    def forward_ms(self, rows: int, context: int, sessions: int = 1) -> float:
         """Median milliseconds of one forward over `rows` rows a session behind `context` tokens."""
-        self._engine.timings((rows,), sessions=self._sessions, context=context, repeats=3)  # warm-up
-        return self._engine.timings((rows,), sessions=self._sessions, context=context)[rows] / 1e6
+        self._engine.timings((rows,), sessions=sessions, context=context, repeats=3)  # warm-up
+        return self._engine.timings((rows,), sessions=sessions, context=context)[rows] / 1e6
 
     def draft(
-        self, name: str, prompt: Sequence[int], answer: Sequence[int], sampling: SamplingParams, budget: int
+        self,
+        name: str,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        sampling: SamplingParams,
+        budget: int,
+        sessions: int = 1,
+        pq: bool = False,
+        coupled: bool = True,
     ) -> BareDraft:
-        """One head's drafts along a recorded answer, as many sessions at once as the run has; zeros if it counts."""
+        """One head's drafts along a recorded answer, of so many sessions at once; zeros if it counts."""
         if name not in self._heads:
             return BareDraft()
         head, text = self._heads[name], [*prompt, *answer]
@@ -67,21 +72,23 @@ class Bare:
         took = []
         with _torch_threads(self._drafter_threads, self._threads):
             try:
-                for key in range(self._sessions):
-                    opening = OpenDraft(str(key), list(prompt), sampling, features=features.part(0, len(prompt)))
+                for key in range(sessions):
+                    opening = OpenDraft(
+                        str(key), list(prompt), sampling, coupled, features.part(0, len(prompt)), want_q_rows=pq
+                    )
                     for _ in head.open(key, opening):
                         pass
                 for at in range(len(prompt), len(text), STRIDE):
-                    jobs = [DraftJob(key, text[at], at, budget, sampling) for key in range(self._sessions)]
+                    jobs = [DraftJob(key, text[at], at, budget, sampling, coupled, pq) for key in range(sessions)]
                     before, began = head.forward_ns, time.perf_counter_ns()
                     for _ in head.draft(jobs):
                         pass
                     took.append((head.forward_ns - before, time.perf_counter_ns() - began))
                     step = Advance(text[at : at + STRIDE], features.part(at, at + STRIDE))
-                    for key in range(self._sessions):
+                    for key in range(sessions):
                         head.advance(key, step)
             finally:
-                for key in range(self._sessions):
+                for key in range(sessions):
                     head.close(key)
         forward_ns, total_ns = np.median(took, axis=0)
         return BareDraft(float(forward_ns) / 1e6, float(total_ns) / 1e6)
@@ -97,6 +104,11 @@ class Bare:
         finally:
             pool.free(table)
         return _TextFeatures(made, self._engine.info.dtype)
+
+
+def _settings_of(head: HeadSpec, shared: DrafterSettings) -> DrafterSettings:
+    told = {"name": head.name, "kind": head.kind, "path": str(head.path)}
+    return shared.model_copy(update=told | {name.removeprefix("drafter."): value for name, value in head.flags})
 
 
 @dataclass(frozen=True)

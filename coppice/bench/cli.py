@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from coppice.bench.adapt_command import adapt
-from coppice.bench.heads import ablate, drafting, rank
+from coppice.bench.heads import ablate, baselines, drafting, rank
 from coppice.bench.options import (
     Category,
     Count,
@@ -27,61 +26,15 @@ from coppice.bench.options import (
     prompt_ids,
     prompts_of,
     reference_of,
-    shipped_heads,
     spec_of,
 )
+from coppice.bench.run_command import run
+from coppice.bench.synthetic_command import synthetic
 
 app = typer.Typer(
     help="Measure: speed, exactness, the sampling law, the cost of a step, rows of a forward, coupled drafting.",
     no_args_is_help=True,
 )
-
-
-@app.command()
-def run(
-    target: Target = None,
-    heads: Heads = None,
-    prompts: Prompts = None,
-    category: Category = None,
-    n: Count = 16,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=16, help="Tokens made for each prompt, past end-of-text ids too.")
-    ] = 128,
-    methods: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Policies, head names, hf-generate, hf-assisted, hf-lookup (commas between, or repeatable); default: "
-            "plain, all heads, route, merge, hf-generate."
-        ),
-    ] = None,
-    budgets: Annotated[int | None, typer.Option(min=0, max=256, help="Draft nodes verified a step.")] = None,
-    temperatures: Annotated[str, typer.Option(help="Comma-separated.")] = "0,1",
-    rounds: Annotated[int, typer.Option(min=1, help="How often every method answers each prompt.")] = 1,
-    sessions: Annotated[int, typer.Option(min=1, help="Prompts answered at once.")] = 1,
-    seed: Seed = 1,
-    dtype: Dtype = None,
-    json_file: JsonFile = None,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the speedups.")] = None,
-) -> None:
-    """Speed of every method on the same prompts, in alternating order, against plain decoding and transformers."""
-    from coppice.bench.run import RunPlan, read_methods
-    from coppice.bench.run import run as run_methods
-    from coppice.bench.run_report import RunReport, draw
-    from coppice.client import Client
-
-    spec = spec_of(target, heads or (shipped_heads(methods or ()) if target is None else None), dtype)
-    chosen = read_methods(methods or (), spec.heads, sessions)
-    levels = numbers("temperatures", temperatures, float)
-    measured = measuring("bench run", spec, json_file, RunReport)
-    with measured as (console, stack, report), Client(stack.address) as client:
-        budget = stack.settings.orchestrator.budget if budgets is None else budgets
-        plan = RunPlan(chosen, budget, levels, max_new_tokens, rounds, sessions, seed)
-        reference = reference_of(stack)
-        ids = prompt_ids(prompts, n, client, reference, category)
-        with console.status("starting") as status:
-            run_methods(stack, client, reference, ids, plan, report, target is None, lambda line: status.update(line))
-        if png:
-            draw(report.rows, png)
 
 
 @app.command()
@@ -254,7 +207,10 @@ def rows(
         report.checks.append(plain_over_bare(stack.address, bare_ms, ids, max_new_tokens, rounds))
 
 
+app.command()(run)
+app.command()(synthetic)
 app.command()(adapt)
 app.command()(drafting)
 app.command()(rank)
 app.command()(ablate)
+app.command()(baselines)

@@ -14,11 +14,12 @@ from coppice.bench.reference import Reference
 from coppice.bench.report import Check, Report, Row, make_row
 from coppice.client import Client
 from coppice.completion import Completion
+from coppice.config import FEATURE_KINDS
 from coppice.errors import InvalidField
 from coppice.sampling import SamplingParams
 from coppice.stack_spec import HeadSpec
 
-KINDS = ("lm", "specblock", "eagle3")
+KINDS = ("lm", *FEATURE_KINDS)
 GAINS = {"lm": 1.15, "specblock": 1.15}
 """what coupling multiplies tau by at T=1, at least, by kind of head"""
 

@@ -1,8 +1,8 @@
-"""`coppice bench drafting`, `rank` and `ablate`: heads that read features, without a stack."""
+"""`coppice bench drafting`, `rank`, `ablate` and `baselines`: heads that read features, without a stack."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -42,9 +42,9 @@ def drafting(
 
     from coppice.bench.drafting import measure, read_text
     from coppice.bench.report import Report
+    from coppice.config import FEATURE_KINDS
     from coppice.nn.features import FeatureHead
     from coppice.nn.registry import build_head
-    from coppice.stack_spec import FEATURE_KINDS
 
     if target is None and heads is None:
         heads = ["specblock-code", "eagle3-code"]
@@ -120,12 +120,16 @@ def ablate(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens that every variant learns from.")] = 131_072,
     methods: Annotated[list[str] | None, typer.Option(help="Variants (repeatable); default: all.")] = None,
     budget: Annotated[int, typer.Option(min=1, help="Nodes of every tree.")] = 31,
+    adaptation: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What `bench adapt --json` wrote: adds its policies' rows.")
+    ] = None,
     n: Count = 8,
     seed: Seed = 0,
     json_file: JsonFile = None,
 ) -> None:
     """What each part of SpecBlock is worth: heads without it, trained alike on the target's answers."""
     from coppice.bench import ablate as parts
+    from coppice.bench.head_cache import HeadCache
     from coppice.bench.rank import alpha_table, gains_table, said_along, tree_gains
     from coppice.machine import usable_cores
     from coppice.training.cli import LESSONS_SHARE
@@ -135,11 +139,13 @@ def ablate(
     variants = tuple(methods or parts.VARIANTS)
     if parts.FULL not in variants or not set(variants) <= set(parts.VARIANTS):
         raise typer.BadParameter(f"{parts.FULL} and any of {', '.join(parts.VARIANTS)}", param_hint="--methods")
+    if adaptation:
+        parts.read_adapted(adaptation)  # before hours of training
     console, report = offline("bench ablate", spec)
     wanted = LessonPlan(int(tokens * LESSONS_SHARE), seed=seed)
     recorded = record_lessons(data, spec.target, lessons or cache / "lessons", wanted)
-    plan = parts.Plan(data, spec.target, cache, tokens, variants, usable_cores(), seed)
-    folders = parts.trained(plan, recorded)
+    kept = HeadCache(data, spec.target, cache, tokens, usable_cores(), seed)
+    folders = parts.trained(kept, variants, recorded)
     texts = recorded.greedy_texts(n)
     said = {name: said_along(folder, spec.target, texts) for name, folder in folders.items()}
     told = [(text, len(text.ids) // 4) for text in texts]
@@ -150,5 +156,55 @@ def ablate(
         name: {"alpha": list(of.alphas.values()), "trees": {tree: gain.tau for tree, gain in gains[name].items()}}
         for name, of in said.items()
     }
+    rows = parts.ablations(gains, adaptation)
+    console.print(parts.ablation_table(rows, f"one part less each: trees of {budget} nodes, policies of adaptation"))
+    report.figures["table_2"] = [asdict(row) for row in rows]
     report.checks += parts.effect_checks(said)
+    finish(console, report, json_file)
+
+
+def baselines(
+    out: Annotated[Path, typer.Option("--out", metavar="CACHE", help="Where trained heads and lessons are kept.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens that every head learns from.")],
+    kinds: Annotated[
+        list[str] | None,
+        typer.Option(help="Kinds of heads (commas between, or repeatable); default: those that none is shipped of."),
+    ] = None,
+    target: Target = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", help="As for `coppice train head`; default: what the lessons are of, else Python code."),
+    ] = None,
+    lessons: Annotated[Path | None, typer.Option("--lessons", help="Recorded answers; default: CACHE/lessons.")] = None,
+    device: Annotated[str, typer.Option("--device", help="A torch device to train on.")] = "cpu",
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Train the heads that SpecBlock is compared with, each on the same data and steps; those that are there stay."""
+    import torch
+
+    from coppice.bench import baselines as parts
+    from coppice.bench.head_cache import HeadCache
+    from coppice.config import FEATURE_KINDS
+    from coppice.machine import usable_cores
+    from coppice.training.cli import LESSONS_SHARE
+    from coppice.training.dtype import fast_dtype
+    from coppice.training.lessons import LessonPlan, record_lessons, recorded_lines
+
+    chosen = [kind for part in kinds or parts.BASELINES for kind in part.split(",")]
+    if unknown := [kind for kind in chosen if kind not in FEATURE_KINDS]:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(FEATURE_KINDS)}", param_hint="--kinds")
+    spec = spec_of(target, None, "float32")
+    folder = lessons or out / "lessons"
+    lines = data or recorded_lines(folder) or ["code=python:stdlib"]
+    console, report = offline("bench baselines", spec)
+    dtype = str(fast_dtype(torch.device(device))).removeprefix("torch.")
+    plan = LessonPlan(int(tokens * LESSONS_SHARE), seed=seed)
+    recorded = record_lessons(lines, spec.target, folder, plan, device=device, dtype=dtype)
+    cache = HeadCache(lines, spec.target, out, tokens, usable_cores() if device == "cpu" else 1, seed, device)
+    found = list(parts.trained(cache, chosen, recorded))
+    console.print(parts.baselines_table(found, f"heads after {tokens:,} tokens, on held-out text"))
+    for one in found:
+        console.print(f"--heads {one.kind}={one.kind}:{one.folder}", soft_wrap=True, highlight=False)
+    report.figures = {one.kind: one.to_json() for one in found}
     finish(console, report, json_file)

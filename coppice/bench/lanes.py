@@ -48,7 +48,7 @@ class Lane:
     def start(self) -> None:
         """Start the stack, warm it up and hold it still."""
         stack = self._exit.enter_context(self._stack)
-        self._client = self._exit.enter_context(Client(stack.address))
+        self.client = self._exit.enter_context(Client(stack.address))
         if "adapter" in stack.services:
             self._adapter = self._exit.enter_context(AdapterClient(stack.services["adapter"].address))
         for ready in stack.services.values():
@@ -60,11 +60,11 @@ class Lane:
     def warm(self, prompt: str) -> None:
         """Answer once, as a plain request: an adapter hears nothing of it."""
         with self.running():
-            self._client.generate(prompt, policy="plain", max_new_tokens=WARM_TOKENS)
+            self.client.generate(prompt, policy="plain", max_new_tokens=WARM_TOKENS)
 
     def serve(self, query: StreamQuery, new_tokens: int) -> None:
         """Answer one query; the lane runs."""
-        self.served.answers.append(self._client.generate(query.prompt, max_new_tokens=new_tokens, ignore_eos=True))
+        self.served.answers.append(self.client.generate(query.prompt, max_new_tokens=new_tokens, ignore_eos=True))
 
     def stop(self) -> None:
         """Ask the adapter what it did, and stop everything. Raises what the stack's end raises."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -37,12 +38,18 @@ Category = Annotated[
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the keyed noise and of the prompts' order.")]
 Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Alternating rounds; medians are reported.")]
+MarkdownFile = Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Also write the tables there.")]
+Plots = Annotated[Path | None, typer.Option("--plots", metavar="DIR", help="Also draw PNGs into this folder.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures as JSON.")]
 
 
 @contextmanager
 def measuring(
-    command: str, spec: StackSpec, json_file: Path | None, kind: type[Report] | None = None
+    command: str,
+    spec: StackSpec,
+    json_file: Path | None,
+    kind: type[Report] | None = None,
+    markdown: Path | None = None,
 ) -> Iterator[tuple[Console, Stack, Report]]:
     """A running stack and a report that is printed and written at the end; exits 1 when a check failed."""
     from rich.console import Console
@@ -57,7 +64,7 @@ def measuring(
     with stack:
         yield console, stack, report
     report.checks.append(Check("processes not stopped cleanly", len(stack.unclean), "0", not stack.unclean))
-    finish(console, report, json_file)
+    finish(console, report, json_file, markdown)
 
 
 def spec_of(target: Path | None, heads: list[str] | None, dtype: str | None) -> StackSpec:
@@ -70,7 +77,7 @@ def shipped_heads(methods: Sequence[str]) -> list[str] | None:
     """The shipped heads that methods name; None when they name none."""
     from coppice.stack_spec import SHIPPED_HEADS
 
-    named = {part.removeprefix("single:") for method in methods for part in method.split(",")}
+    named = {head for method in methods for head in re.split("[,:+/]", method)}
     return [head for head in SHIPPED_HEADS if head in named or (head == "lm" and "hf-assisted" in named)] or None
 
 
@@ -78,12 +85,19 @@ def prompts_of(
     file: Path | None, count: int, client: Client, category: str | None = None
 ) -> list[str | tuple[int, ...]]:
     """The first `count` prompts of a file or of Coppice's own; random ids for a target without a tokenizer."""
-    from coppice.prompt_file import demo_prompts, read_prompts
+    return [one.prompt for one in file_prompts(file, count, client, category)]
+
+
+def file_prompts(file: Path | None, count: int, client: Client, category: str | None = None) -> list[FilePrompt]:
+    """As prompts_of, with what the file says of each."""
+    from coppice.prompt_file import FilePrompt, demo_prompts, read_prompts
 
     model = client.describe()
     if file is None and not model.has_tokenizer:
         rng = random.Random(0)  # noqa: S311
-        return [tuple(rng.randrange(model.vocab_size) for _ in range(8 + 5 * number)) for number in range(count)]
+        return [
+            FilePrompt(tuple(rng.randrange(model.vocab_size) for _ in range(8 + 5 * number))) for number in range(count)
+        ]
     found = read_prompts(file) if file else demo_prompts()
     if category:
         found = [prompt for prompt in found if prompt.category in category.split(",")]
@@ -91,7 +105,7 @@ def prompts_of(
             raise typer.BadParameter(f"no prompt is of {category!r}", param_hint="--category")
     if file is None:
         found = spread(found, count)
-    return [prompt.prompt for prompt in found[:count]]
+    return found[:count]
 
 
 def spread(prompts: list[FilePrompt], count: int) -> list[FilePrompt]:
@@ -134,9 +148,11 @@ def offline(command: str, spec: StackSpec) -> tuple[Console, Report]:
     return Console(), Report(command, "float32", told.threads, "cpu")
 
 
-def finish(console: Console, report: Report, json_file: Path | None) -> None:
+def finish(console: Console, report: Report, json_file: Path | None, markdown: Path | None = None) -> None:
     """Print and write a report; exits 1 when a check failed."""
     report.print(console)
+    if markdown:
+        report.write_markdown(markdown)
     if json_file:
         report.write(json_file)
     if not report.ok:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
 from coppice.bench.peers import PEERS
+from coppice.bench.questions import Question
 from coppice.bench.report import repeat_share
 from coppice.completion import Completion
 
@@ -37,6 +39,9 @@ class Pairs:
     answers: Mapping[str, Sequence[Completion]]
     sessions: int
     seed: int
+    questions: Sequence[Question] = ()
+    """what was asked, in the order of the answers; empty when nobody wants figures by benchmark"""
+    budget: int = 0
 
     def __len__(self) -> int:
         return len(next(iter(self.answers.values())))
@@ -48,8 +53,19 @@ class Pairs:
             for at, several in enumerate(zip(*self.answers.values(), strict=True))
             if all(repeat_share(answer.ids) <= MAX_REPEAT for answer in several)
         ]
+        return self._some(kept)
+
+    def by_benchmark(self) -> dict[str, Pairs]:
+        """The pairs of each benchmark, in the order of the questions."""
+        places: dict[str, list[int]] = {}
+        for at, question in enumerate(self.questions):
+            places.setdefault(question.benchmark, []).append(at)
+        return {name: self._some(kept) for name, kept in places.items()}
+
+    def _some(self, kept: Sequence[int]) -> Pairs:
         answers = {method: [mine[at] for at in kept] for method, mine in self.answers.items()}
-        return Pairs(self.temperature, answers, self.sessions, self.seed)
+        questions = [self.questions[at] for at in kept] if self.questions else ()
+        return replace(self, answers=answers, questions=questions)
 
     def tau(self, method: str) -> float:
         """Tokens a target forward behind the prefill."""
@@ -80,6 +96,22 @@ class Pairs:
         """Mean time a step waited for drafts, milliseconds."""
         answers = self.answers[method]
         return sum(answer.timings.draft_ns for answer in answers) / sum(answer.steps for answer in answers) / 1e6
+
+    def draft_share(self, method: str) -> float:
+        """Waiting for drafts over step time (T_D% of SpecBlock's table 1, as the pipeline sees it)."""
+        timings = [answer.timings for answer in self.answers[method]]
+        step_ns = sum(sum(timing.step_ns) for timing in timings)
+        return sum(timing.draft_ns for timing in timings) / step_ns if step_ns else 0.0
+
+    def accepted(self, method: str) -> list[float]:
+        """alpha_k: of the steps that accepted k - 1 drafts, the share that accepted one more (k = 1, 2, ...).
+
+        An answer's last step is left out, for the limit of tokens cuts it. Unlike in SpecBlock's figure 5 it is the
+        verified tree that is followed, not a greedy chain: it ends where trees do.
+        """
+        depths = [length - 1 for answer in self.answers[method] for length in answer.accept_lengths[:-1]]
+        reached = [sum(depth >= k for depth in depths) for k in range(max(depths, default=0) + 2)]
+        return [more / some for some, more in pairwise(reached) if some] if reached[1] else []
 
     def chosen(self, method: str) -> dict[str, float]:
         """Share of the steps that verified each head's tree; empty unless the method routes between heads."""

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,9 +25,12 @@ if TYPE_CHECKING:
     from coppice.completion import Completion
 
 # How far an emitted token may lie below the best one and still be a tie, in logits at temperature 1. In bfloat16 a
-# row's logits depend on how many rows are computed together and on where their keys lie: a logit moves by up to 0.06,
-# so the gap between two by twice that. In float32 nothing may differ; a tie there is reported as one and fails.
-EPS = 0.125
+# row's logits depend on how many rows are computed together and on where their keys lie. Neighbours of 16 to 32 are
+# 0.125 apart, so two logits that are each rounded the other way move by 0.25 against each other; of 34,128 decisions
+# that transformers made row by row or 13 rows at once on a CPU with AMX, 385 were others than in one forward over the
+# text, by at most 0.185. In float32 nothing may differ; a tie there is reported as one and fails.
+EPS = 0.25
+_TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +109,27 @@ class Reference:
         model.generation_config = transformers.GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=None)
         return model
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text, as the tokenizer alone gives them."""
+    def encode(self, text: str, chat: bool = False) -> tuple[int, ...]:
+        """Token ids of a text, as the tokenizer alone gives them, or of a user's message in the chat template."""
+        if chat:
+            transformers: Any = import_module("transformers")
+            tokenizer = transformers.AutoTokenizer.from_pretrained(self._target, local_files_only=True)
+            message = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=not chat).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Their text; the ids themselves with spaces between where there is no tokenizer."""
+        if not (self._target / _TOKENIZER).is_file():
+            return " ".join(map(str, ids))
+        text: str = self._tokenizer.decode(list(ids))
+        return text
+
+    @cached_property
+    def _tokenizer(self) -> Any:
         from tokenizers import Tokenizer
 
-        return tuple(Tokenizer.from_file(str(self._target / "tokenizer.json")).encode(text).ids)
+        return Tokenizer.from_file(str(self._target / _TOKENIZER))
 
     def greedy(self, ids: Sequence[int], max_new_tokens: int) -> ReferenceAnswer:
         """`generate(do_sample=False)` of exactly `max_new_tokens`, end-of-text ids included like any other."""

@@ -101,6 +101,10 @@ class Report:
         """Write the JSON object to a file."""
         file.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
+    def write_markdown(self, file: Path) -> None:
+        """Write the tables and the checks as Markdown."""
+        file.write_text(f"{machine_line(self.device)}\n\n" + markdown(self.tables(), self.checks), encoding="utf-8")
+
     def print(self, console: Console) -> None:
         """The tables and the checks below them."""
         if self.rows:
@@ -129,6 +133,25 @@ class Report:
                 "-" if row.method == HF_GENERATE else f"{row.identical}/{row.ties}/{row.wrong}",
             )
         return [table]
+
+
+def markdown(tables: Iterable[Table], checks: Iterable[Check]) -> str:
+    """Tables, each behind its title, and the checks as one more."""
+    parts = []
+    for table in tables:
+        lines = [[str(column.header) for column in table.columns]]
+        lines += (list(line) for line in zip(*(map(str, column.cells) for column in table.columns), strict=True))
+        parts.append(
+            _markdown_table(str(table.title).replace("\n", "; "), lines)
+            + (f"\n{table.caption}\n" if table.caption else "")
+        )
+    told = [[each.name, f"{each.value:g}", each.bound, "yes" if each.ok else "NO", each.note] for each in checks]
+    return "\n".join([*parts, _markdown_table("Checks", [["check", "value", "bound", "held", "note"], *told])])
+
+
+def _markdown_table(title: str, lines: Sequence[Sequence[str]]) -> str:
+    first, *others = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([f"### {title}", "", first, "|---" * len(lines[0]) + "|", *others, ""])
 
 
 def make_row(

@@ -1,15 +1,22 @@
-"""`coppice bench run`: how fast every method answers, in alternating order on the same prompts, and why."""
+"""`coppice bench run`: how fast every method answers, in alternating order on the same questions, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
 
 from coppice.bench.bare import Bare, BareDraft
 from coppice.bench.exact import judged
+from coppice.bench.lanes import Lane
+from coppice.bench.methods import CHAIN, Method
 from coppice.bench.pairs import Pairs
-from coppice.bench.peers import HF_ASSISTED, PEERS, Peers
+from coppice.bench.peers import HF_ASSISTED, Peers
+from coppice.bench.questions import Question, write_answers
 from coppice.bench.reference import Reference
 from coppice.bench.report import HF_GENERATE, Report, Verdict, exactness_checks, make_row
 from coppice.bench.run_checks import speed_checks
@@ -17,179 +24,231 @@ from coppice.bench.run_report import RunRow, run_row
 from coppice.client import Client
 from coppice.completion import Completion
 from coppice.errors import InvalidField
-from coppice.generation import POLICIES
 from coppice.launch import Stack
-from coppice.policy import Policy
 from coppice.sampling import SamplingParams
-from coppice.stack_spec import HeadSpec
+from coppice.stack_spec import StackSpec
 
 TUNING_PROMPTS = 2
 
 Prompt = tuple[int, ...]
+Asked = list[tuple[Prompt, SamplingParams]]
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What is compared. Every method answers each prompt once a round; the first ones fill up the last group of
-    concurrent sessions."""
+    """What is compared: all methods, at every temperature, budget and number of sessions. Every method answers each
+    prompt once a round; the first ones fill up the last group of concurrent sessions."""
 
-    methods: tuple[str, ...]
-    budget: int
+    methods: tuple[Method, ...]
+    budgets: tuple[int, ...]
     temperatures: tuple[float, ...]
     new_tokens: int
     rounds: int
-    sessions: int
+    sessions: tuple[int, ...]
     """prompts answered at once"""
     seed: int
+    answers: Path | None = None
+    """folder for answer files"""
 
 
-def read_methods(wanted: Sequence[str], heads: Sequence[HeadSpec], sessions: int) -> tuple[str, ...]:
-    """The methods to run, plain first; each of `wanted` may hold several with commas between.
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One temperature, budget and number of sessions; its methods are compared with one another."""
 
-    Without any: all heads, route and merge if there are several, and transformers' `generate`. Raises InvalidField for
-    what this stack cannot run.
-    """
-    names = [head.name for head in heads]
-    told = [name for text in wanted for name in text.split(",")]
-    if not told:
-        told = [*names, *(["route", "merge"] if len(names) > 1 else []), *([HF_GENERATE] if sessions == 1 else [])]
-    methods = dict.fromkeys(("plain", *(f"single:{name}" if name in names else name for name in told)))
-    for method in methods:
-        if method in PEERS:
-            if sessions > 1:
-                raise InvalidField("methods", f"{method} answers one prompt at a time, not {sessions} sessions")
-            if method == HF_ASSISTED and not any(head.kind == "lm" for head in heads):
-                raise InvalidField("methods", f"{method} needs a head of kind lm to draft with")
-        elif method in POLICIES[1:] and len(names) < 2:
-            raise InvalidField("methods", f"{method} needs at least two heads, there are {len(names)}")
-        else:
-            Policy.parse(method, names)
-    return tuple(methods)
+    temperature: float
+    budget: int
+    sessions: int
+
+    def __str__(self) -> str:
+        return f"T={self.temperature:g}, budget {self.budget}, {self.sessions} sessions"
 
 
 def run(
     stack: Stack,
     client: Client,
     reference: Reference,
-    prompts: Sequence[Prompt],
+    questions: Sequence[Question],
     plan: RunPlan,
+    lanes: Mapping[str, StackSpec],
     report: Report,
     trained: bool,
     say: Callable[[str], None],
 ) -> None:
-    """Fill the report's rows and checks. `trained`: heads too weak to prove anything are a failure."""
-    kinds = {head.name: head.kind for head in stack.spec.heads}
-    bench = _Bench(stack, client, reference, prompts, plan)
+    """Fill the report's rows and checks. `lanes`: by method the stack of those that have one of their own, run while
+    no other method is. `trained`: heads too weak to prove anything are a failure.
+    """
+    kinds = {head.name: head.kind for head in stack.spec.heads if CHAIN not in head.flags}
     rows: list[RunRow] = []
-    for temperature in plan.temperatures:
-        pairs, verdicts = bench.measure(temperature, say)
-        say(f"T={temperature:g}: bare loops")
-        mine = bench.rows(pairs, verdicts)
-        rows += mine
-        report.checks += speed_checks(pairs, mine, kinds)
+    with ExitStack() as started:
+        running = {name: _start(started, name, spec, say) for name, spec in lanes.items()}
+        bench = _Bench(stack, client, reference, questions, plan, running)
+        for cell in (Cell(*one) for one in product(plan.temperatures, plan.budgets, plan.sessions)):
+            pairs, verdicts = bench.measure(cell, say)
+            say(f"{cell}: bare loops")
+            mine = bench.rows(cell, pairs, verdicts)
+            rows += mine
+            report.checks += speed_checks(pairs, mine, kinds, _which(cell, plan))
+    for name, lane in running.items():
+        changes = lane.served.status.changes if lane.served.status else ()
+        report.figures.setdefault("adaptation", {})[name] = [asdict(change) for change in changes]
     report.rows += rows
     ours = [row for row in rows if row.policy]
     report.checks += exactness_checks(ours, stack.settings.verifier.dtype, trained, plan.new_tokens)
 
 
+def _which(cell: Cell, plan: RunPlan) -> str:
+    """What tells a cell from others of its temperature."""
+    budget = f", budget {cell.budget}" if len(plan.budgets) > 1 else ""
+    return budget + (f", {cell.sessions} sessions" if len(plan.sessions) > 1 else "")
+
+
+def _start(started: ExitStack, name: str, spec: StackSpec, say: Callable[[str], None]) -> Lane:
+    say(f"starting {name}")
+    lane = Lane(name, spec)
+    started.callback(lane.stop)
+    lane.start()
+    return lane
+
+
 class _Bench:
-    """One stack, the peers and the bare loops beside it."""
+    """The stacks, the peers and the bare loops beside them."""
 
     def __init__(
-        self, stack: Stack, client: Client, reference: Reference, prompts: Sequence[Prompt], plan: RunPlan
+        self,
+        stack: Stack,
+        client: Client,
+        reference: Reference,
+        questions: Sequence[Question],
+        plan: RunPlan,
+        lanes: Mapping[str, Lane],
     ) -> None:
-        self._stack, self._client, self._reference = stack, client, reference
-        self._prompts, self._plan = prompts, plan
-        assistants = [head.path for head in stack.spec.heads if head.kind == "lm" and HF_ASSISTED in plan.methods]
+        self._stack, self._client, self._reference, self._lanes = stack, client, reference, lanes
+        self._questions, self._plan = questions, plan
+        assisted = any(method.name == HF_ASSISTED for method in plan.methods)
+        assistants = [head.path for head in stack.spec.heads if head.kind == "lm" and assisted]
         self._peers = Peers(reference, next(iter(assistants), None))
-        longest = max(map(len, prompts)) + plan.new_tokens
-        self._bare = Bare(stack.spec, stack.settings, plan.sessions, longest)
+        longest = max(len(question.ids) for question in questions) + plan.new_tokens
+        self._bare = Bare(stack.spec, stack.settings, max(plan.sessions), longest)
         lookup = next((f"single:{head.name}" for head in stack.spec.heads if head.kind == "lookup"), None)
-        self._lookup = lookup if lookup in plan.methods else None
+        self._drafts: dict[tuple[Any, ...], BareDraft] = {}
+        self._lookup = lookup if lookup in [method.name for method in plan.methods] else None
 
-    def measure(self, temperature: float, say: Callable[[str], None]) -> tuple[Pairs, dict[str, list[Verdict]]]:
-        """All answers at one temperature, and the verdicts of those that are judged."""
-        plan, where = self._plan, f"T={temperature:g}"
-        sampling = SamplingParams(temperature=temperature, seed=plan.seed)
-        say(f"{where}: warming up")
-        for method in plan.methods:
-            if method in PEERS:
-                self._peers.tune(method, self._prompts[:TUNING_PROMPTS], plan.new_tokens, sampling)
-            self._answer(method, self._prompts[: plan.sessions], sampling)
-        answers: dict[str, list[Completion]] = {method: [] for method in plan.methods}
-        asked: list[tuple[Prompt, SamplingParams]] = []
-        for number in range(plan.rounds):
-            for at in range(0, len(self._prompts), plan.sessions):
-                say(f"{where}: round {number + 1} of {plan.rounds}, prompt {at + 1} of {len(self._prompts)}")
-                group = [self._prompts[one % len(self._prompts)] for one in range(at, at + plan.sessions)]
-                seeded = sampling.model_copy(update={"seed": plan.seed + number * len(self._prompts) + at})
-                turned = (number + at // plan.sessions) % 2
-                for method in reversed(plan.methods) if turned else plan.methods:
-                    answers[method] += self._answer(method, group, seeded)
-                asked += ((ids, seeded) for ids in group)
-                self._stack.check()
-        say(f"{where}: judging")
-        return Pairs(temperature, answers, plan.sessions, plan.seed), self._judge(answers, asked)
-
-    def rows(self, pairs: Pairs, verdicts: dict[str, list[Verdict]]) -> list[RunRow]:
-        """A row for each method, with bare loops at its own number of rows."""
+    def measure(self, cell: Cell, say: Callable[[str], None]) -> tuple[Pairs, dict[str, list[Verdict]]]:
+        """All answers of a cell, and the verdicts of those that are judged."""
         plan = self._plan
-        sampling = SamplingParams(temperature=pairs.temperature, seed=plan.seed)
-        drafts = {
-            head.name: self._bare.draft(
-                head.name, self._prompts[0], pairs.answers["plain"][0].ids, sampling, plan.budget
-            )
-            for head in self._stack.spec.heads
-        }
-        context = sum(map(len, self._prompts)) // len(self._prompts) + plan.new_tokens // 2
+        sampling = SamplingParams(temperature=cell.temperature, seed=plan.seed)
+        methods = [method for method in plan.methods if cell.sessions == 1 or not method.peer]
+        say(f"{cell}: warming up")
+        first = [question.ids for question in self._questions]
+        for method in methods:
+            if method.peer:
+                self._peers.tune(method.name, first[:TUNING_PROMPTS], plan.new_tokens, sampling)
+            warm = self._answer(method, cell, first[: cell.sessions], sampling)
+            if method.sampled_chain and cell.budget and not any(sum(answer.verified_nodes) for answer in warm):
+                raise InvalidField("methods", f"{method.name}: this head does not sample its drafts")
+        answers: dict[str, list[Completion]] = {method.name: [] for method in methods}
+        asked, questions = Asked(), list[Question]()
+        for turned, group, seeded in self._groups(cell, sampling):
+            say(f"{cell}: {len(asked)} of {plan.rounds * len(self._questions)} answered")
+            for method in reversed(methods) if turned else methods:
+                answers[method.name] += self._answer(method, cell, [one.ids for one in group], seeded)
+            asked += ((one.ids, seeded) for one in group)
+            questions += group
+            self._stack.check()
+        say(f"{cell}: judging")
+        pairs = Pairs(cell.temperature, answers, cell.sessions, plan.seed, questions, cell.budget)
+        if plan.answers:
+            for name, mine in answers.items():
+                where = _which(cell, plan).replace(", ", "-").replace(" ", "-")
+                model_id = f"{name}-temperature-{cell.temperature:g}{where}"
+                write_answers(plan.answers, model_id, questions, mine, self._reference)
+        return pairs, self._judge(methods, answers, asked)
+
+    def _groups(self, cell: Cell, sampling: SamplingParams) -> Iterator[tuple[bool, list[Question], SamplingParams]]:
+        """Whether the last method begins, what is asked at once, and how: every question once a round."""
+        count = len(self._questions)
+        for number in range(self._plan.rounds):
+            for at in range(0, count, cell.sessions):
+                group = [self._questions[one % count] for one in range(at, at + cell.sessions)]
+                seeded = sampling.model_copy(update={"seed": self._plan.seed + number * count + at})
+                yield (number + at // cell.sessions) % 2 > 0, group, seeded
+
+    def rows(self, cell: Cell, pairs: Pairs, verdicts: dict[str, list[Verdict]]) -> list[RunRow]:
+        """A row for each method, with bare loops at its own number of rows."""
+        plan, questions = self._plan, self._questions
+        context = sum(len(question.ids) for question in questions) // len(questions) + plan.new_tokens // 2
         forwards_ms: dict[int, float] = {}  # by rows: what several methods share is timed once
         rows = []
-        for method, answers in pairs.answers.items():
+        for method in plan.methods:
+            answers = pairs.answers.get(method.name)
+            if not answers:
+                continue
             heads = answers[0].heads
-            row = make_row(method, answers, verdicts[method], plan.budget if heads else 0, plan.sessions)
-            at = 0 if method in PEERS else round(row.verified_nodes + 1)
+            row = make_row(method.name, answers, verdicts[method.name], cell.budget if heads else 0, cell.sessions)
+            at = 0 if method.peer else round(row.verified_nodes + 1)
             if at and at not in forwards_ms:
-                forwards_ms[at] = self._bare.forward_ms(at, context)
-            t_d = max((drafts[head] for head in heads), key=lambda draft: draft.forward_ms, default=BareDraft())
-            settings = str(self._peers.settings.get(method, ""))
+                forwards_ms[at] = self._bare.forward_ms(at, context, cell.sessions)
+            drafts = [self._draft(cell, head, method, pairs.answers["plain"][0]) for head in heads]
+            t_d = max(drafts, key=lambda draft: draft.forward_ms, default=BareDraft())
+            settings = str(self._peers.settings.get(method.name, ""))
             rows.append(run_row(row, pairs, settings, forwards_ms.get(at, 0.0), t_d, self._lookup))
         return rows
 
-    def _answer(self, method: str, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+    def _draft(self, cell: Cell, head: str, method: Method, along: Completion) -> BareDraft:
+        """A head's bare drafts as the method wants them; what several methods share is timed once."""
+        key = (cell, head, *method.options.values())
+        if key not in self._drafts:
+            sampling = SamplingParams(temperature=cell.temperature, seed=self._plan.seed)
+            self._drafts[key] = self._bare.draft(
+                head, self._questions[0].ids, along.ids, sampling, cell.budget, cell.sessions, **method.options
+            )
+        return self._drafts[key]
+
+    def _answer(
+        self, method: Method, cell: Cell, prompts: Sequence[Prompt], sampling: SamplingParams
+    ) -> list[Completion]:
         """One method's answers; ours to all prompts at once."""
         plan = self._plan
-        if method in PEERS:
-            return [self._peers.answer(method, ids, plan.new_tokens, sampling) for ids in prompts]
+        if method.peer:
+            return [self._peers.answer(method.name, ids, plan.new_tokens, sampling) for ids in prompts]
+        with ExitStack() as awake:
+            client = self._client
+            if lane := self._lanes.get(method.name):
+                awake.enter_context(lane.running())
+                client = lane.client
 
-        def ask(ids: Prompt) -> Completion:
-            return self._client.generate(
-                ids,
-                policy=method,
-                budget=plan.budget,
-                sampling=sampling,
-                max_new_tokens=plan.new_tokens,
-                ignore_eos=True,
-            )
+            def ask(ids: Prompt) -> Completion:
+                return client.generate(
+                    ids,
+                    policy=method.policy,
+                    budget=cell.budget,
+                    sampling=sampling,
+                    max_new_tokens=plan.new_tokens,
+                    ignore_eos=True,
+                    **method.options,
+                )
 
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(ask, prompts))
+            with ThreadPoolExecutor(len(prompts)) as pool:
+                return list(pool.map(ask, prompts))
 
     def _judge(
-        self, answers: dict[str, list[Completion]], asked: Sequence[tuple[Prompt, SamplingParams]]
+        self, methods: Sequence[Method], answers: dict[str, list[Completion]], asked: Asked
     ) -> dict[str, list[Verdict]]:
-        """Greedy answers by transformers' own; sampled ones by plain's, itself re-scored, and peers' not at all."""
+        """Greedy answers by transformers' own; sampled ones by plain's, itself re-scored; those of peers and of p/q
+        rejection, whose draws are others, not at all."""
         greedy = asked[0][1].temperature == 0
         expected: list[tuple[int, ...]] = [answer.ids for answer in answers["plain"]]
         if greedy and HF_GENERATE in answers:
             expected = [answer.ids for answer in answers[HF_GENERATE]]
         elif greedy:
-            own = {ids: self._reference.greedy(ids, self._plan.new_tokens).ids for ids in self._prompts}
+            own = {ids: self._reference.greedy(ids, self._plan.new_tokens).ids for ids in {ids for ids, _ in asked}}
             expected = [own[ids] for ids, _ in asked]
         verdicts: dict[str, list[Verdict]] = {}
-        for method, mine in answers.items():
-            if method == HF_GENERATE or (method in PEERS and not greedy):
-                verdicts[method] = []
+        for method in methods:
+            free = method.peer or method.sampled_chain
+            if method.name == HF_GENERATE or (free and not greedy):
+                verdicts[method.name] = []
             else:
-                wanted = None if method == "plain" and not greedy else expected
-                verdicts[method] = judged(self._reference, asked, mine, wanted)
+                wanted = None if method.name == "plain" and not greedy else expected
+                verdicts[method.name] = judged(self._reference, asked, answers[method.name], wanted)
         return verdicts

@@ -10,14 +10,18 @@ from coppice.bench.report import HF_GENERATE, Check
 from coppice.bench.run_report import ALL, FEW_REPEATS, Figures, RunRow
 
 
-def speed_checks(pairs: Pairs, rows: Iterable[RunRow], kinds: Mapping[str, str]) -> list[Check]:
-    """The checks of one temperature, for all answers and for those that repeat little. `kinds`: of heads, by name."""
+def speed_checks(pairs: Pairs, rows: Iterable[RunRow], kinds: Mapping[str, str], where: str = "") -> list[Check]:
+    """The checks of one temperature, for all answers and for those that repeat little. `kinds`: of heads, by name.
+
+    `where`: what else their names say.
+    """
     by_method = {row.method: row for row in rows}
-    checks = list(_drafting(pairs, by_method, kinds))
+    where = f", T={pairs.temperature:g}{where}"
+    checks = list(_drafting(pairs, by_method, kinds, where))
     for name, some in ((ALL, pairs), (FEW_REPEATS, pairs.few_repeats())):
         if len(some):
             figures = {method: row.figures[name] for method, row in by_method.items()}
-            checks += _Compared(some, figures, kinds, "" if name == ALL else ", few repeats").checks()
+            checks += _Compared(some, figures, kinds, where + ("" if name == ALL else ", few repeats")).checks()
     return checks
 
 
@@ -27,21 +31,21 @@ def _best(kind: str, kinds: Mapping[str, str], pairs: Pairs) -> str | None:
     return max((method for method in methods if method in pairs.answers), key=pairs.tokens_per_s, default=None)
 
 
-def _drafting(pairs: Pairs, rows: Mapping[str, RunRow], kinds: Mapping[str, str]) -> Iterator[Check]:
+def _drafting(pairs: Pairs, rows: Mapping[str, RunRow], kinds: Mapping[str, str], where: str) -> Iterator[Check]:
     block, eagle = _best("specblock", kinds, pairs), _best("eagle3", kinds, pairs)
     if block and eagle:
         bare = round(rows[block].t_d_ms / rows[eagle].t_d_ms, 3)
         piped = rows[block].draft_ms / rows[eagle].draft_ms if rows[eagle].draft_ms else 0.0
-        name = f"drafting time of {block} over {eagle}, T={pairs.temperature:g}"
+        name = f"drafting time of {block} over {eagle}{where}"
         yield Check(name, bare, "<= 0.6", bare <= 0.6, f"in the pipeline {piped:.2f}")
 
 
 class _Compared:
     """The checks over one set of pairs."""
 
-    def __init__(self, pairs: Pairs, figures: Mapping[str, Figures], kinds: Mapping[str, str], which: str) -> None:
+    def __init__(self, pairs: Pairs, figures: Mapping[str, Figures], kinds: Mapping[str, str], where: str) -> None:
         self._pairs, self._figures, self._kinds = pairs, figures, kinds
-        self._where = f", T={pairs.temperature:g}{which}"
+        self._where = where
         self._weak = f"weak: {len(pairs)} pairs" if len(pairs) < ENOUGH else ""
 
     def checks(self) -> Iterator[Check]:

@@ -15,13 +15,13 @@ from coppice.adaptation.client import AdapterClient
 from coppice.adaptation.push import Replica
 from coppice.adaptation.records import GROUP, queries_key, samples_key
 from coppice.bench.report import Check
+from coppice.config import ADAPTED_KINDS
 from coppice.errors import CoppiceError
 from coppice.faults.report import FaultRow
 from coppice.faults.rig import Rig, Run, Scenario
 from coppice.launch import ADAPTER, REDIS
 from coppice.process import ProcessFailed
 from coppice.rpc.channels import Dialer
-from coppice.stack_spec import FEATURE_KINDS
 from coppice.telemetry import metric
 
 QUICK: Mapping[str, Mapping[str, Any]] = {
@@ -210,7 +210,7 @@ async def corrupted(rig: Rig, row: FaultRow) -> None:
     """Every corruption pushed to every replica of every head that can be replaced, while it drafts."""
     from coppice.faults.weights import CORRUPTIONS, Head
 
-    heads = [Head.of(head, rig.stack.spec.target) for head in rig.stack.spec.heads if head.kind in FEATURE_KINDS]
+    heads = [Head.of(head, rig.stack.spec.target) for head in rig.stack.spec.heads if head.kind in ADAPTED_KINDS]
     taken: list[str] = []
     for head, _ in zip(cycle(heads), range(rig.plan.repeat), strict=False):
         names = _drafters(rig, head.name)

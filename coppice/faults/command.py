@@ -76,8 +76,8 @@ def choose(kinds: Sequence[str], spec: StackSpec) -> tuple[list[Scenario], list[
 
     Raises InvalidField for what is neither, and for what was asked for by name and cannot be done.
     """
+    from coppice.config import ADAPTED_KINDS
     from coppice.errors import InvalidField
-    from coppice.stack_spec import FEATURE_KINDS
 
     scenarios = every()
     asked = {part for kind in kinds for part in kind.split(",") if part}
@@ -85,10 +85,10 @@ def choose(kinds: Sequence[str], spec: StackSpec) -> tuple[list[Scenario], list[
     if unknown := sorted(asked - known):
         raise InvalidField("kinds", f"{unknown[0]!r} is none of {', '.join(sorted(known))}")
     chosen = [one for one in scenarios if not asked or {one.name, one.group} & asked]
-    learns = any(head.kind in FEATURE_KINDS for head in spec.heads)
+    learns = any(head.kind in ADAPTED_KINDS for head in spec.heads)
     impossible = [one for one in chosen if (one.trains or one.adapts) and not learns]
     if asked and impossible:
-        raise InvalidField("kinds", f"{impossible[0].name} needs a head of these kinds: {', '.join(FEATURE_KINDS)}")
+        raise InvalidField("kinds", f"{impossible[0].name} needs a head of these kinds: {', '.join(ADAPTED_KINDS)}")
     return [one for one in chosen if one not in impossible], impossible
 
 

@@ -10,7 +10,6 @@ mixture until it ends. That costs accepted tokens at worst, and to make all rows
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -224,9 +223,12 @@ class FeatureHead(Head, Generic[M]):
         value = 1.0 - float(found[-1]) if len(places) else 1.0
         return Miss(float(np.float32(min(1.0, max(0.0, value)))), found[: normed.shape[1]].copy())
 
-    @abstractmethod
     def _score(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """(N, hidden) un-normed states to (N, hidden) normed ones and their (N, draft vocabulary) logits."""
+        """(N, hidden) un-normed states to (N, hidden) normed ones and their (N, draft vocabulary) logits.
+
+        Asked of kinds that recall their drafts; the others say of no miss.
+        """
+        raise NotImplementedError
 
     # --- rows ---
 
@@ -247,9 +249,12 @@ class FeatureHead(Head, Generic[M]):
         tokens = session.ids[session.done + 1 : upto + 1]
         if root is not None:
             tokens = [*tokens[: upto - session.done - 1], root]
-        entries = len(tokens) * self.slots
-        tail = Tail(session.table, self._entry(session, session.done), np.tri(entries, dtype=np.bool_))
+        tail = Tail(session.table, self._entry(session, session.done), self._visible(len(tokens)))
         return Rows(session.take(upto), tokens, range(session.done, upto), (tail,))
+
+    def _visible(self, rows: int) -> NDArray[np.bool_]:
+        """(rows * slots, rows * slots) which entries of rows in a row each of them sees."""
+        return np.tri(rows * self.slots, dtype=np.bool_)
 
     def _query_rows(self, jobs: Sequence[DraftJob]) -> tuple[Rows, Tensor]:
         """All jobs' rows up to the one that reads the root, and the (J,) indices of those last ones."""
@@ -304,9 +309,12 @@ class FeatureHead(Head, Generic[M]):
         self.timed(self._states, inputs)
         session.done = upto
 
-    @abstractmethod
     def _states(self, inputs: Inputs) -> Tensor:
-        """The forward over rows of target features, keys and values stored; states of each row."""
+        """The forward over rows of target features, keys and values stored; states of each row.
+
+        Asked of kinds that keep KV.
+        """
+        raise NotImplementedError
 
     # --- scores ---
 

@@ -55,6 +55,13 @@ class Growing:
         self.frontier_tokens, self.frontier_scores = self.levels[-1][0][chosen], new[chosen]
         self.count += len(new)
 
+    def cross(self, tokens: Ints, scores: NDArray[np.floating]) -> None:
+        """Add all paths over slots that know nothing of one another: (K, W) tokens, each slot's best first."""
+        for depth, (of_slot, values) in enumerate(zip(tokens, scores, strict=True), start=1):
+            shape = len(self.frontier), tokens.shape[1]
+            deeper = depth < min(len(tokens), self.job.budget)
+            self.extend(np.broadcast_to(of_slot, shape), np.broadcast_to(values, shape), self.job.budget, deeper)
+
     def candidates(self) -> tuple[Ints, Ints, Floats]:
         """Tokens, parents and cumulative scores of all candidates; there is at least one level."""
         tokens, parents, scores = zip(*self.levels, strict=True)

@@ -1,4 +1,5 @@
-"""Checkpoints of draft heads in the layouts that others publish: SpecBlock's own, EAGLE-3's, and speculators' (vLLM).
+"""Checkpoints of draft heads in the layouts that others publish: SpecBlock's own, EAGLE-3's, and speculators' (vLLM);
+for the kinds that nobody else has in our shape (`OWN`) in one of ours.
 
 A folder holds config.json and model.safetensors. Every key and shape must be the layout's; nothing is unpickled. The
 token embedding comes from the target.
@@ -23,15 +24,32 @@ from transformers import AutoConfig
 from coppice.errors import InvalidField
 from coppice.nn.decoder import HeadConfig
 from coppice.nn.eagle3_model import Eagle3Config, Eagle3Model
+from coppice.nn.falcon_model import FalconConfig, FalconModel
+from coppice.nn.medusa_model import MedusaConfig, MedusaModel
+from coppice.nn.parallelspec_model import ParallelSpecConfig, ParallelSpecModel
 from coppice.nn.specblock_model import SpecBlockConfig, SpecBlockModel
 
 M = TypeVar("M", bound=nn.Module)
 C = TypeVar("C", bound=HeadConfig)
 Layout = Literal["specblock", "eagle3", "speculators"]
 LAYOUTS: tuple[Layout, ...] = ("specblock", "eagle3", "speculators")
+"""those that others read, too"""
+OwnLayout = Literal["medusa", "parallelspec", "falcon"]
+OWN: tuple[OwnLayout, ...] = ("medusa", "parallelspec", "falcon")
+SHAPES: Mapping[str, tuple[type[HeadConfig], Callable[[Any], nn.Module]]] = MappingProxyType(
+    {
+        "specblock": (SpecBlockConfig, SpecBlockModel),
+        "eagle3": (Eagle3Config, Eagle3Model),
+        "medusa": (MedusaConfig, MedusaModel),
+        "parallelspec": (ParallelSpecConfig, ParallelSpecModel),
+        "falcon": (FalconConfig, FalconModel),
+    }
+)
+"""Configuration and model of each kind of head."""
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _PATH = "drafter.path"
+_KIND = "coppice_head"  # in config.json of a layout of our own: which one
 _NULLABLE = {"rank_norm_topk"}  # null says something else than nothing
 _OPTIONAL = {"embed_tokens.weight", "input_layer.embed_tokens.weight", "verifier_norm.weight", "t2d"}
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
@@ -95,12 +113,25 @@ def _find_tensor(folder: Path, names: tuple[str, ...]) -> Tensor | None:
     return None
 
 
-def layout_of(folder: str | Path) -> Layout:
+def layout_of(folder: str | Path) -> Layout | OwnLayout:
     """Which layout a folder's config.json announces. Raises InvalidField."""
     config = _read_config(Path(folder))
+    if _KIND in config:
+        for own in OWN:
+            if config[_KIND] == own:
+                return own
+        raise InvalidField(_PATH, f"{folder} holds a {config[_KIND]!r} head; there are {', '.join(OWN)}")
     if "speculators_model_type" in config or "Eagle3Speculator" in config.get("architectures", ()):
         return "speculators"
     return "specblock" if "diffspec_draft_token_num" in config else "eagle3"
+
+
+def load_head(kind: OwnLayout, folder: str | Path, target: str | Path) -> Loaded[Any, Any]:
+    """A head in a layout of our own. Raises InvalidField naming the first thing that does not fit."""
+    path = Path(folder)
+    if (found := layout_of(path)) != kind:
+        raise InvalidField(_PATH, f"{folder} is a checkpoint in the layout {found}, not a {kind} head")
+    return _for_target(path, _read(path, _read_config(path), *SHAPES[kind]), read_target(target))
 
 
 def load_specblock(folder: str | Path, target: str | Path) -> Loaded[SpecBlockModel, SpecBlockConfig]:
@@ -123,8 +154,8 @@ def read_specblock(folder: Path) -> SpecBlockModel:
 def read_eagle3(folder: Path) -> Eagle3Model:
     """An EAGLE-3 checkpoint by itself, in its own layout or speculators', in float32. Raises InvalidField."""
     layout, told = layout_of(folder), _read_config(folder)
-    if layout == "specblock":
-        raise InvalidField(_PATH, f"{folder} is a SpecBlock checkpoint, not one of EAGLE-3")
+    if layout in ("specblock", *OWN):
+        raise InvalidField(_PATH, f"{folder} is a {_TITLES.get(layout, layout)} checkpoint, not one of EAGLE-3")
     if layout == "eagle3":
         return _read(folder, told, Eagle3Config, Eagle3Model)
     nested = told.get("transformer_layer_config")
@@ -149,7 +180,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read(folder: Path, told: Mapping[str, Any], shape: type[C], build: Callable[[C], M], layer: str = "") -> M:
+def _read(folder: Path, told: Mapping[str, Any], shape: type[C], build: Callable[[Any], M], layer: str = "") -> M:
     """`layer`: what the file calls EAGLE-3's midlayer, when it has another name for it."""
     given = {name: value for name, value in told.items() if value is not None or name in _NULLABLE}
     try:
@@ -226,6 +257,8 @@ def _check_ids(d2t: Tensor, config: HeadConfig, file: Path) -> None:
         raise InvalidField(_PATH, f"{file}: d2t does not name {config.draft_vocab_size} ids of {config.vocab_size}")
 
 
+_TITLES = {"specblock": "SpecBlock", "eagle3": "EAGLE-3"}
+_ARCHITECTURES = {"specblock": "SpecBlock", "eagle3": "LlamaForCausalLMEagle3"}
 _FUSED = MappingProxyType({"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")})
 
 
@@ -261,14 +294,19 @@ def public_weights(model: nn.Module, config: HeadConfig) -> dict[str, Tensor]:
     return {name: tensor.float() for name, tensor in public_state(model, config).items() if tensor.is_floating_point()}
 
 
-def save_head(folder: Path, model: nn.Module, config: HeadConfig, layout: Layout, target: str = "") -> None:
-    """Write a head as others would: its own layout, or speculators' for EAGLE-3. Embeddings stay with the target.
+def kind_of(config: HeadConfig) -> str:
+    """The kind of head that a configuration is of."""
+    return next(kind for kind, (shape, _) in SHAPES.items() if type(config) is shape)
+
+
+def save_head(folder: Path, model: nn.Module, config: HeadConfig, layout: Layout | OwnLayout, target: str = "") -> None:
+    """Write a head: in the layout of its kind, or speculators' for EAGLE-3. Embeddings stay with the target.
 
     Raises InvalidField when the layout cannot hold this kind of head. `target` is told to speculators' readers.
     """
-    block = isinstance(config, SpecBlockConfig)
-    if block != (layout == "specblock"):
-        raise InvalidField("layout", f"{layout} does not hold a {'SpecBlock' if block else 'EAGLE-3'} head")
+    kind = kind_of(config)
+    if layout not in ((kind, "speculators") if kind == "eagle3" else (kind,)):
+        raise InvalidField("layout", f"{layout} does not hold a {_TITLES.get(kind, kind)} head")
     tensors = public_state(model, config)
     known = torch.zeros(config.vocab_size, dtype=torch.bool)
     known[torch.arange(config.draft_vocab_size) + tensors["d2t"]] = True
@@ -281,7 +319,7 @@ def save_head(folder: Path, model: nn.Module, config: HeadConfig, layout: Layout
         }
         told = _speculators_config(told, target)
     else:
-        told["architectures"] = ["SpecBlock" if block else "LlamaForCausalLMEagle3"]
+        told |= {"architectures": [_ARCHITECTURES[kind]]} if kind in _ARCHITECTURES else {_KIND: kind}
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
     (folder / CONFIG).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")

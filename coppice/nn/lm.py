@@ -135,7 +135,7 @@ class LanguageModelHead(Head):
     def _grow(self, tree: _Growing, logits: Tensor, depth: int) -> None:
         """Add the children of the frontier and choose the next one."""
         job = tree.job
-        wanted = 1 if self.settings.chain or job.want_q_rows else self.settings.top_k
+        wanted = 1 if job.want_q_rows else self.settings.top_k
         last = min(self.settings.depth, job.budget)
         if job.want_q_rows:
             token, score = self._sample(tree, logits, depth)

@@ -146,8 +146,7 @@ class NgramHead(Head):
     def __init__(self, settings: DrafterSettings, new_model: Callable[[], TextModel]) -> None:
         self.description = HeadDescription(settings.name or settings.kind, settings.kind, settings.vocab_size)
         settings = settings.of_kind()
-        self._depth = settings.depth
-        self._width = 1 if settings.chain else settings.top_k
+        self._depth, self._width = settings.depth, settings.top_k
         self._new_model = new_model
         self._models: dict[int, TextModel] = {}
 

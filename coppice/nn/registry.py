@@ -18,6 +18,9 @@ _BUILDERS = MappingProxyType(
         "lm": ("coppice.nn.lm", "LanguageModelHead"),
         "eagle3": ("coppice.nn.eagle3", "Eagle3Head"),
         "specblock": ("coppice.nn.specblock", "SpecBlockHead"),
+        "medusa": ("coppice.nn.medusa", "MedusaHead"),
+        "parallelspec": ("coppice.nn.parallelspec", "ParallelSpecHead"),
+        "falcon": ("coppice.nn.falcon", "FalconHead"),
     }
 )
 

@@ -63,7 +63,7 @@ def make_spare(head: FeatureHead[M], staging: Staging) -> SpareModel[M]:
 
 def with_tensors(model: M, state: Mapping[str, Tensor]) -> M:
     """The same model with the tensors of `state`, which names all of its own, and no copy of any."""
-    shared = [*model.parameters(), *model.buffers(), model.rotary, model.config]
+    shared = [*model.parameters(), *model.buffers(), getattr(model, "rotary", None), model.config]
     copy = deepcopy(model, {id(one): one for one in shared})
     copy.load_state_dict(dict(state), assign=True)
     return copy

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from coppice.training.feature_losses import Eagle3Loss, Said, SpecBlockLoss, bucket_of
+from coppice.training.parallel_loss import ParallelLoss
 
 BUCKETS = 4
+HeadLoss = SpecBlockLoss | Eagle3Loss | ParallelLoss
 
 
 @dataclass
@@ -69,8 +71,11 @@ class Acceptance:
 
 
 @torch.no_grad()
-def measure(student: Any, loss: SpecBlockLoss | Eagle3Loss, texts: Sequence[Tensor], blocks: int = 2) -> Acceptance:
-    """Draft greedily behind every token of texts at (N + 1,) positions, `blocks` blocks (or 8 EAGLE-3 steps) deep."""
+def measure(student: Any, loss: HeadLoss, texts: Sequence[Tensor], blocks: int = 2) -> Acceptance:
+    """Draft greedily behind every token of texts at (N + 1,) positions.
+
+    `blocks` blocks deep, or 8 EAGLE-3 steps, or all slots of a head that says them at once.
+    """
     found = Acceptance()
     if isinstance(loss, SpecBlockLoss):
         slots = student.model.config.slots
@@ -81,11 +86,13 @@ def measure(student: Any, loss: SpecBlockLoss | Eagle3Loss, texts: Sequence[Tens
             every=1,
             restart=False,
             valid_prefix=True,
-            rank_on=lambda: True,
+            rank_on=lambda: hasattr(student.model, "rank_head"),
             heard=found.hear,
         )
-    else:
+    elif isinstance(loss, Eagle3Loss):
         chain = replace(loss, steps=8, valid_prefix=True, heard=found.hear)
+    else:
+        chain = replace(loss, valid_prefix=True, heard=found.hear)
     for text in texts:
         chain(student, text[None], text[None])
     return found

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers import PreTrainedModel
 
+from coppice.nn.layouts import OWN
 from coppice.training.acceptance import Acceptance
 from coppice.training.tokenizer import load_tokenizer
 
@@ -46,9 +47,10 @@ def write_card(folder: Path, model: PreTrainedModel, run: Run) -> None:
 def write_head_card(folder: Path, kind: str, model: nn.Module, found: Acceptance, run: Run) -> None:
     """Write README.md into the folder of a head that reads the target's features."""
     parameters = sum(p.numel() for p in model.parameters())
+    layout = "a layout of Coppice's own" if kind in OWN else f"the layout others publish {kind} heads in"
     what = (
-        f"# A {kind} draft head of Coppice's demo\n\n{parameters / 1e6:.1f}M parameters, bfloat16 safetensors in the "
-        f"layout others publish {kind} heads in; the token embedding is the target's."
+        f"# A {kind} draft head of Coppice's demo\n\n{parameters / 1e6:.1f}M parameters, bfloat16 safetensors in "
+        f"{layout}; the token embedding is the target's."
     )
     alphas = " | ".join(f"{alpha:.3f}" for alpha in found.alphas.values())
     places = range(1, len(found.alphas) + 1)

@@ -6,9 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
+from coppice.config import FEATURE_KINDS
+
 app = typer.Typer(help="Train a target of your own, or a draft head for a target.", no_args_is_help=True)
 
-HEAD_KINDS = ("specblock", "eagle3", "lm")
+HEAD_KINDS = (*FEATURE_KINDS, "lm")
 TARGET_TOKENS, HEAD_TOKENS = 4_000_000, 400_000
 LESSONS_SHARE = 1 / 3
 """Tokens recorded for a token of training: each is read three times."""
@@ -84,7 +86,7 @@ def train_head(
         ),
     ] = None,
     adamw: Annotated[
-        bool, typer.Option("--adamw", help="specblock and eagle3: AdamW for all weights instead of Muon for matrices.")
+        bool, typer.Option("--adamw", help="Heads that read features: AdamW for all weights, not Muon for matrices.")
     ] = False,
     prefix_broadcast: Kept = True,
     layer_shift: Kept = True,

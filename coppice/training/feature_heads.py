@@ -1,4 +1,4 @@
-"""Training SpecBlock and EAGLE-3 heads: a small draft model learns from a target's features and distributions."""
+"""Training heads that read features: a small draft model learns from a target's features and distributions."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from coppice.nn.decoder import HeadConfig
-from coppice.nn.eagle3_model import Eagle3Config, Eagle3Model
-from coppice.nn.layouts import TargetParts, read_output, read_target, save_head
-from coppice.nn.specblock_model import SpecBlockConfig, SpecBlockModel
-from coppice.training.acceptance import measure
+from coppice.nn.layouts import SHAPES, TargetParts, kind_of, read_output, read_target, save_head
+from coppice.training.acceptance import HeadLoss, measure
 from coppice.training.card import write_head_card
 from coppice.training.checkpoint import load_weights
 from coppice.training.export import read_run
 from coppice.training.feature_losses import Eagle3Loss, SpecBlockLoss, Student
 from coppice.training.lessons import Lessons
 from coppice.training.packing import held_out_rows
+from coppice.training.parallel_loss import ParallelLoss
 from coppice.training.progress import Progress
 from coppice.training.report import write_report
 from coppice.training.schedule import Schedule
-from coppice.training.teacher import Teacher
+from coppice.training.teacher import Teacher, Teaches
 from coppice.training.trainer import Rates, Trainer
 
 RATES = Rates(muon=0.02, adam=2e-3, clip=0.5, eval_tokens=100_000, eval_rows=8, micro_tokens=256)
@@ -38,6 +37,13 @@ RANK_AFTER = 0.1
 LATER_ROWS = 3
 """later blocks learn from one row in so many"""
 MEASURED_ROWS = 12
+LOSS_IS = {
+    "specblock": "nats, all slots of two blocks",
+    "falcon": "nats, all slots of two blocks",
+    "eagle3": "nats a token, mean of seven steps",
+    "medusa": "nats a token, mean of all slots, each weighing 0.8 of the one before",
+    "parallelspec": "nats a token, mean of all slots, each weighing 0.8 of the one before",
+}
 HEAD = "head.json"
 """in a run's work folder: kind, configuration and draft vocabulary"""
 
@@ -71,31 +77,41 @@ def head_config(kind: str, config: Any, parts: TargetParts, draft_vocab: int, **
         "rope_parameters": config.rope_parameters,
         "feature_layers": parts.feature_layers,
     }
-    if kind == "eagle3":
-        return Eagle3Config.model_validate(shape)
-    return SpecBlockConfig.model_validate(
-        shape | {"rank_norm_topk": None, "block_rope_advance": True, "prefix_broadcast": True} | switches
-    )
+    if kind == "specblock":
+        shape |= {"rank_norm_topk": None, "block_rope_advance": True, "prefix_broadcast": True} | switches
+    return SHAPES[kind][0].model_validate(shape)
 
 
 def build_student(config: HeadConfig, embedding: Tensor, output: Tensor, draft_ids: Tensor, seed: int) -> Student:
     """A fresh draft model whose output layer starts as the target's."""
     torch.manual_seed(seed)
-    model: Any = SpecBlockModel(config) if isinstance(config, SpecBlockConfig) else Eagle3Model(config)  # type: ignore[arg-type]
+    model: Any = SHAPES[kind_of(config)][1](config)
     model.d2t.copy_(draft_ids - torch.arange(len(draft_ids)))
     for parameter in model.parameters():
         if parameter.ndim == 2:
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+            if name.endswith(("o_proj.weight", "down_proj.weight", "residual.weight")):
                 parameter.zero_()
-        if isinstance(config, SpecBlockConfig):
-            nn.init.normal_(model.input_layer.position_queries.weight, std=0.02)
-            for shift in model.shift_proj:  # starts as the identity: slot k of the layer before
-                shift.weight.copy_(torch.eye(config.hidden_size, 2 * config.hidden_size))
-        model.lm_head.weight.copy_(output[draft_ids])
+            elif name.endswith(("position_queries.weight", "mask_tokens.weight")):
+                nn.init.normal_(parameter, std=0.02)
+            elif name.startswith("shift_proj"):  # starts as the identity: slot k of the layer before
+                parameter.copy_(torch.eye(config.hidden_size, 2 * config.hidden_size))
+            elif name.endswith("lm_head.weight"):
+                parameter.copy_(output[draft_ids])
     return Student(model, embedding.float())
+
+
+def head_loss(kind: str, teacher: Teaches, valid_prefix: bool = True, cross_block: bool = True) -> HeadLoss:
+    """What a kind learns by; the switches are SpecBlock's."""
+    if kind == "eagle3":
+        return Eagle3Loss(teacher)
+    if kind == "specblock":
+        return SpecBlockLoss(teacher, blocks=3 if cross_block else 1, valid_prefix=valid_prefix, every=LATER_ROWS)
+    if kind == "falcon":
+        return SpecBlockLoss(teacher, blocks=2, valid_prefix=False, rank_on=lambda: False, every=LATER_ROWS)
+    return ParallelLoss(teacher)
 
 
 def train_feature_head(
@@ -126,10 +142,7 @@ def train_feature_head(
     told = {"kind": kind, "config": config.model_dump(by_alias=True), "draft_ids": draft_ids.tolist()}
     work.mkdir(parents=True, exist_ok=True)
     (work / HEAD).write_text(json.dumps(told) + "\n", encoding="utf-8")
-    loss: SpecBlockLoss | Eagle3Loss = Eagle3Loss(teacher)
-    if kind == "specblock":
-        blocks = 3 if cross_block else 1
-        loss = SpecBlockLoss(teacher, blocks=blocks, valid_prefix=valid_prefix, every=LATER_ROWS)
+    loss = head_loss(kind, teacher, valid_prefix, cross_block)
     # The mask admits more and harder rows as a head learns, so a masked loss rises when the head gets better.
     everywhere: Any = loss
     if isinstance(loss, SpecBlockLoss):
@@ -140,7 +153,7 @@ def train_feature_head(
         return {"accepted length": measure(student, loss, texts).length}
 
     trainer = Trainer(student, loss, lessons.domains(), schedule, work, rates, seed, num_workers, everywhere, figures)
-    if isinstance(loss, SpecBlockLoss):
+    if isinstance(loss, SpecBlockLoss) and kind == "specblock":
         loss.rank_on = lambda: trainer.counters.tokens >= RANK_AFTER * schedule.tokens
     if resume:
         trainer.resume()
@@ -150,22 +163,20 @@ def train_feature_head(
 def export_feature_head(work: Path, out: Path, lessons: Lessons, target: Path, device: str = "cpu") -> None:
     """Write the head folder `out` from the best weights in `work`, in its public layout, with card and report."""
     told = json.loads((work / HEAD).read_text(encoding="utf-8"))
-    shape = SpecBlockConfig if told["kind"] == "specblock" else Eagle3Config
-    config, draft_ids = shape.model_validate(told["config"]), torch.tensor(told["draft_ids"])
+    kind, draft_ids = told["kind"], torch.tensor(told["draft_ids"])
+    config = SHAPES[kind][0].model_validate(told["config"])
     output = read_output(target)
     student = build_student(config, read_target(target).embedding, output, draft_ids, 0)
     load_weights(work / "best.safetensors", dict(student.named_parameters()))
     student.bfloat16().float()  # what is measured is what is shipped: the rounded weights
     teacher = Teacher(lessons.read, output.to(device), draft_ids)
-    loss: Any = SpecBlockLoss(teacher) if told["kind"] == "specblock" else Eagle3Loss(teacher)
-    found = measure(student.to(device), loss, held_out_texts(lessons, device))
+    found = measure(student.to(device), head_loss(kind, teacher), held_out_texts(lessons, device))
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    save_head(partial, student.model.cpu().bfloat16(), config, told["kind"])
+    save_head(partial, student.model.cpu().bfloat16(), config, kind)
     log = [json.loads(line) for line in (work / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     write_report(partial, found, log)
-    loss_is = "nats, all slots of two blocks" if told["kind"] == "specblock" else "nats a token, mean of seven steps"
-    write_head_card(partial, told["kind"], student.model, found, replace(read_run(work), loss=loss_is))
+    write_head_card(partial, kind, student.model, found, replace(read_run(work), loss=LOSS_IS[kind]))
     for file in partial.iterdir():
         file.chmod(0o644)
     shutil.rmtree(out, ignore_errors=True)

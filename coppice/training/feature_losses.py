@@ -1,4 +1,4 @@
-"""Losses of heads that read features: SpecBlock's blocks under the valid-prefix mask, EAGLE-3's training-time test."""
+"""Losses of heads that draft step by step: SpecBlock's and Falcon's blocks, EAGLE-3's training-time test."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coppice.nn.block_model import BlockModel
 from coppice.nn.eagle3_model import Eagle3Model
-from coppice.nn.specblock_model import SpecBlockModel
 from coppice.training.lessons import Lesson
 from coppice.training.paths import PathAttention
 from coppice.training.teacher import Teaches
@@ -128,7 +128,10 @@ def bucket_of(logits: Tensor, gold: Tensor) -> Tensor:
 
 @dataclass
 class SpecBlockLoss:
-    """Draft and rank losses over blocks (SpecBlock, section 3.3). Each switch is one ablation."""
+    """Draft and rank losses over blocks (SpecBlock, section 3.3). Each switch is one ablation.
+
+    Falcon's blocks learn by the same, without the mask; they have no rank head.
+    """
 
     teacher: Teaches
     blocks: int = 3
@@ -169,10 +172,10 @@ class SpecBlockLoss:
 
     def _walk(self, student: Any, lesson: Lesson, targets: Targets, later: Tensor, cuts: list[int]) -> Iterator[Tensor]:
         """(B, n, K, hidden) states of a block behind every row, then of blocks behind the cuts of the `later` rows."""
-        model: SpecBlockModel = student.model
+        model: BlockModel = student.model
         config, rows = model.config, len(targets.rows)
         condition, offset = model.condition(lesson.features[:, :rows]), 0
-        attention = PathAttention(rows, config.slots, config.num_hidden_layers, later)
+        attention = PathAttention(rows, config.slots, config.num_hidden_layers, later, config.relaxed)
         for block, cut in enumerate(cuts):
             position = targets.rows[None] + 1 + (offset if config.block_rope_advance else 0)
             token = student.embedding[targets.token(offset)]
@@ -186,7 +189,7 @@ class SpecBlockLoss:
 
     def _block(
         self,
-        model: SpecBlockModel,
+        model: Any,
         states: Tensor,
         of_anchor: Tensor | None,
         targets: Targets,

@@ -33,6 +33,8 @@ from coppice.training.tokenizer import copy_tokenizer, load_tokenizer
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 PREFIX_LENGTHS = (16, 32, 64, 96)
+LINES = "lines.json"
+"""in the data folder of lessons: what they were made from"""
 
 
 @dataclass(frozen=True)
@@ -181,9 +183,16 @@ def _planned(domains: Sequence[Packed], plan: LessonPlan) -> list[_Shard]:
     return shards
 
 
+def recorded_lines(folder: Path) -> list[str]:
+    """The corpora that a folder's lessons were recorded from; none without any."""
+    record = folder / "data" / LINES
+    lines: list[str] = json.loads(record.read_text(encoding="utf-8"))["lines"] if record.exists() else []
+    return lines
+
+
 def _prepare(lines: list[str], target: Path, folder: Path, plan: LessonPlan) -> list[Packed]:
     """The corpora in the target's tokens."""
-    record, told = folder / "lines.json", {"lines": lines, "target": str(target.resolve()), "seed": plan.seed}
+    record, told = folder / LINES, {"lines": lines, "target": str(target.resolve()), "seed": plan.seed}
     if record.exists():
         held = json.loads(record.read_text(encoding="utf-8"))
         if held != told:

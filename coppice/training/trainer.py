@@ -18,7 +18,7 @@ from coppice.training.progress import Progress
 from coppice.training.schedule import Schedule
 from coppice.training.workers import LossFunction, Workers
 
-OUTSIDE = re.compile(r"embed|lm_head|position_queries|rank_head")
+OUTSIDE = re.compile(r"embed|lm_head|position_queries|mask_tokens|rank_head")
 """matrices that read or write tokens, slots or buckets"""
 
 

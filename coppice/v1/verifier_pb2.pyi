@@ -55,19 +55,21 @@ class SessionOpened(_message.Message):
     def __init__(self, fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., next: _Optional[_Union[NextRoot, _Mapping]] = ..., features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ..., timings: _Optional[_Union[VerifyTimings, _Mapping]] = ...) -> None: ...
 
 class VerifyStep(_message.Message):
-    __slots__ = ("fence", "root", "tree", "q_rows")
+    __slots__ = ("fence", "root", "tree", "q_rows", "whole_tree")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     ROOT_FIELD_NUMBER: _ClassVar[int]
     TREE_FIELD_NUMBER: _ClassVar[int]
     Q_ROWS_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_TREE_FIELD_NUMBER: _ClassVar[int]
     fence: _common_pb2.Fence
     root: int
     tree: _common_pb2.Tree
     q_rows: bytes
-    def __init__(self, fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., root: _Optional[int] = ..., tree: _Optional[_Union[_common_pb2.Tree, _Mapping]] = ..., q_rows: _Optional[bytes] = ...) -> None: ...
+    whole_tree: bool
+    def __init__(self, fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., root: _Optional[int] = ..., tree: _Optional[_Union[_common_pb2.Tree, _Mapping]] = ..., q_rows: _Optional[bytes] = ..., whole_tree: bool = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("fence", "accepted", "next", "verified", "features", "rejection", "log_probs", "timings")
+    __slots__ = ("fence", "accepted", "next", "verified", "features", "rejection", "log_probs", "timings", "pruned", "budget_hint")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     NEXT_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +78,8 @@ class Verdict(_message.Message):
     REJECTION_FIELD_NUMBER: _ClassVar[int]
     LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    PRUNED_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_HINT_FIELD_NUMBER: _ClassVar[int]
     fence: _common_pb2.Fence
     accepted: _containers.RepeatedScalarFieldContainer[int]
     next: NextRoot
@@ -84,7 +88,9 @@ class Verdict(_message.Message):
     rejection: _common_pb2.Rejection
     log_probs: _containers.RepeatedScalarFieldContainer[float]
     timings: VerifyTimings
-    def __init__(self, fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., accepted: _Optional[_Iterable[int]] = ..., next: _Optional[_Union[NextRoot, _Mapping]] = ..., verified: _Optional[_Iterable[int]] = ..., features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ..., rejection: _Optional[_Union[_common_pb2.Rejection, _Mapping]] = ..., log_probs: _Optional[_Iterable[float]] = ..., timings: _Optional[_Union[VerifyTimings, _Mapping]] = ...) -> None: ...
+    pruned: bool
+    budget_hint: int
+    def __init__(self, fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., accepted: _Optional[_Iterable[int]] = ..., next: _Optional[_Union[NextRoot, _Mapping]] = ..., verified: _Optional[_Iterable[int]] = ..., features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ..., rejection: _Optional[_Union[_common_pb2.Rejection, _Mapping]] = ..., log_probs: _Optional[_Iterable[float]] = ..., timings: _Optional[_Union[VerifyTimings, _Mapping]] = ..., pruned: bool = ..., budget_hint: _Optional[int] = ...) -> None: ...
 
 class NextRoot(_message.Message):
     __slots__ = ("row", "drawn_id", "drawn_log_prob")
@@ -97,20 +103,22 @@ class NextRoot(_message.Message):
     def __init__(self, row: _Optional[_Union[_common_pb2.Row, _Mapping]] = ..., drawn_id: _Optional[int] = ..., drawn_log_prob: _Optional[float] = ...) -> None: ...
 
 class VerifyTimings(_message.Message):
-    __slots__ = ("queue_ns", "forward_ns", "accept_ns", "total_ns", "rows", "sessions")
+    __slots__ = ("queue_ns", "forward_ns", "accept_ns", "total_ns", "rows", "sessions", "plain_ns")
     QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_NS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_NS_FIELD_NUMBER: _ClassVar[int]
     queue_ns: int
     forward_ns: int
     accept_ns: int
     total_ns: int
     rows: int
     sessions: int
-    def __init__(self, queue_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., accept_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., rows: _Optional[int] = ..., sessions: _Optional[int] = ...) -> None: ...
+    plain_ns: int
+    def __init__(self, queue_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., accept_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., rows: _Optional[int] = ..., sessions: _Optional[int] = ..., plain_ns: _Optional[int] = ...) -> None: ...
 
 class FetchFeaturesRequest(_message.Message):
     __slots__ = ("ref",)

@@ -122,7 +122,8 @@ def _read_open_session(message: verifier.OpenSession, vocab_size: int, max_len: 
 def _read_verify_step(message: verifier.VerifyStep, vocab_size: int) -> VerifyStep:
     limits.check_range("step.root", message.root, 0, vocab_size - 1)
     tree = read_tree("step.tree", message.tree, limits.MAX_TREE_NODES)
-    return VerifyStep(read_fence(message.fence), message.root, tree, read_q_rows("step.q_rows", message, len(tree)))
+    q_rows = read_q_rows("step.q_rows", message, len(tree))
+    return VerifyStep(read_fence(message.fence), message.root, tree, q_rows, message.whole_tree)
 
 
 def verify_step_to_wire(step: VerifyStep) -> verifier.VerifyRequest:
@@ -133,6 +134,7 @@ def verify_step_to_wire(step: VerifyStep) -> verifier.VerifyRequest:
             root=step.root,
             tree=tree_to_wire(step.tree),
             q_rows=q_rows_to_wire(step.q_rows),
+            whole_tree=step.whole_tree,
         )
     )
 
@@ -145,12 +147,19 @@ def _timings_to_wire(timings: VerifyTimings) -> verifier.VerifyTimings:
         total_ns=timings.total_ns,
         rows=timings.rows,
         sessions=timings.sessions,
+        plain_ns=timings.plain_ns,
     )
 
 
 def _read_timings(message: verifier.VerifyTimings) -> VerifyTimings:
     return VerifyTimings(
-        message.queue_ns, message.forward_ns, message.accept_ns, message.total_ns, message.rows, message.sessions
+        message.queue_ns,
+        message.forward_ns,
+        message.accept_ns,
+        message.total_ns,
+        message.rows,
+        message.sessions,
+        message.plain_ns,
     )
 
 
@@ -178,6 +187,8 @@ def verdict_to_wire(verdict: Verdict) -> verifier.VerifyResponse:
             rejection=rejection_to_wire(verdict.rejection),
             log_probs=verdict.log_probs,
             timings=_timings_to_wire(verdict.timings),
+            pruned=verdict.pruned,
+            budget_hint=verdict.budget_hint,
         )
     )
 
@@ -197,6 +208,7 @@ def read_verify_response(message: verifier.VerifyResponse) -> SessionOpened | Ve
     limits.check_count("verdict.accepted", len(verdict.accepted), 0, limits.MAX_TREE_NODES)
     limits.check_count("verdict.verified", len(verdict.verified), 0, limits.MAX_TREE_NODES)
     limits.check_count("verdict.log_probs", len(verdict.log_probs), 0, limits.MAX_TREE_NODES)
+    limits.check_range("verdict.budget_hint", verdict.budget_hint, 0, limits.MAX_TREE_NODES)
     return Verdict(
         fence=read_fence(verdict.fence),
         accepted=tuple(verdict.accepted),
@@ -206,6 +218,8 @@ def read_verify_response(message: verifier.VerifyResponse) -> SessionOpened | Ve
         features=read_features("verdict.features", verdict),
         rejection=read_rejection("verdict.rejection", verdict),
         log_probs=tuple(verdict.log_probs),
+        pruned=verdict.pruned,
+        budget_hint=verdict.budget_hint if verdict.HasField("budget_hint") else None,
     )
 
 

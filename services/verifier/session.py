@@ -125,7 +125,7 @@ class Session:
         path, start = outcome.path, self.committed_len
         kept = (0, *path)
         ids = [step.root, *tree.tokens[np.array(path, np.int64) - 1].tolist()]
-        rejection = self._rejection(tree, outcome, rows, start)
+        rejection = self._rejection(step.tree, verified, outcome, rows, start)
         new_features = None if features is None else features[list(kept)].cpu()
         self.step = step.fence.step
         self.commit(ids, new_features)
@@ -141,6 +141,7 @@ class Session:
             features=None if new_features is None else _inline(start, new_features),
             rejection=rejection,
             log_probs=rows.log_probs_along(kept, ids[1:]) if self.request.want_log_probs else (),
+            pruned=len(tree) < len(step.tree),
         )
         return verdict, kept
 
@@ -155,14 +156,20 @@ class Session:
         except TreeError as error:
             raise InvalidField(f"step.{error.field}", str(error)) from None
 
-    def _rejection(self, tree: DraftTree, outcome: Walk, rows: _Rows, start: int) -> Rejection | None:
-        """Where the walk left the tree; None after a full accept (seeds/specblock section 3.4)."""
+    def _rejection(
+        self, tree: DraftTree, verified: tuple[int, ...], outcome: Walk, rows: _Rows, start: int
+    ) -> Rejection | None:
+        """Where the walk ended above nodes of the sender's tree, verified or not; None after a full accept.
+
+        Source: seeds/specblock section 3.4. A node that was left out may have held the drawn token: the sender sees.
+        """
         end = outcome.path[-1] if outcome.path else 0
-        if outcome.drawn is None or end not in tree.parents:
+        parent = verified[end - 1] if end and verified else end
+        if outcome.drawn is None or parent not in tree.parents:
             return None
         top_n = self.request.rejection_top_n
         ids, log_probs, tail = rows.top(end, top_n) if top_n else (np.empty(0, np.int64), np.empty(0, np.float32), 1.0)
-        return Rejection(start + len(outcome.path) + 1, end, outcome.drawn, ids, log_probs, tail)
+        return Rejection(start + len(outcome.path) + 1, parent, outcome.drawn, ids, log_probs, tail)
 
 
 class _Rows:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -27,7 +26,8 @@ from coppice.packed.batch import Piece, pack
 from coppice.packed.engine import Engine, EngineInfo, ForwardOutput
 from coppice.packed.kv import OutOfBlocks
 from coppice.telemetry import SessionMetrics
-from coppice.tree import DraftTree, prune
+from services.verifier.job import Job
+from services.verifier.pruner import Pruner, measure
 from services.verifier.session import Session
 
 log = structlog.get_logger()
@@ -37,26 +37,6 @@ def reserved_tokens(request: OpenSession, settings: VerifierSettings) -> int:
     """KV tokens a session is admitted with, whole blocks and at most all there are, so that nothing is ever evicted."""
     wanted = -(-(request.max_len + TREE_ROOM) // settings.block_size)
     return min(wanted, settings.kv_tokens // settings.block_size) * settings.block_size
-
-
-@dataclass
-class _Job:
-    """An open or a step on its way through the worker."""
-
-    session: Session
-    step: VerifyStep | None
-    answer: asyncio.Future[Any]
-    arrived: int
-    started: int = 0
-    forward_ns: int = 0
-    tree: DraftTree = field(default_factory=DraftTree.empty)
-    verified: tuple[int, ...] = ()
-    answered: bool = False
-
-    @property
-    def prefill_left(self) -> list[int]:
-        """Prompt ids whose KV is still missing (prefill only)."""
-        return self.session.request.ids[self.session.committed_len :]
 
 
 class Worker(threading.Thread):
@@ -71,11 +51,12 @@ class Worker(threading.Thread):
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sessions: dict[int, Session] = {}
         self._by_name: dict[str, Session] = {}
-        self._prefills: deque[_Job] = deque()
-        self._steps: dict[int, _Job] = {}
+        self._prefills: deque[Job] = deque()
+        self._steps: dict[int, Job] = {}
         self._expected: set[int] = set()  # sessions answered by the last forward: likely back at once
         self._answers: list[tuple[asyncio.Future[Any], Any]] = []
         self._forward_s = 0.0  # moving average
+        self._pruner: Pruner | None = None
         self._open = True
         self.kv_tokens_used = 0
         self.failed = asyncio.Event()  # the thread ended by an error; the process is of no more use
@@ -139,6 +120,8 @@ class Worker(threading.Thread):
                 block_size=self.settings.block_size,
             )
             self.engine.timings((1, 32), context=64, repeats=3)  # warm-up
+            if self.settings.prune:
+                self._pruner = Pruner(measure(self.engine, self.settings.kv_tokens))
             self._answer(self.loaded, self.engine.info)
         except Exception as error:
             self._answer(self.loaded, error)
@@ -187,7 +170,7 @@ class Worker(threading.Thread):
         session = Session(key, request, table, self.settings.feature_window)
         self._sessions[key] = self._by_name[request.session] = session
         self.metrics.opened.inc()
-        self._prefills.append(_Job(session, None, answer, arrived))
+        self._prefills.append(Job(session, None, answer, arrived))
 
     def _take_step(self, key: int, step: VerifyStep, answer: asyncio.Future[Any], arrived: int) -> None:
         try:
@@ -195,18 +178,16 @@ class Worker(threading.Thread):
         except Exception as error:
             self._answer(answer, error)
 
-    def _step_job(self, key: int, step: VerifyStep, answer: asyncio.Future[Any], arrived: int) -> _Job:
+    def _step_job(self, key: int, step: VerifyStep, answer: asyncio.Future[Any], arrived: int) -> Job:
         """The step with as much of its tree as there is room for. Raises NotFound, StaleFence."""
         if key not in self._sessions:
             raise NotFound("the session is not open")
         session = self._sessions[key]
         session.check_fence(step.fence)
-        job = _Job(session, step, answer, arrived)
+        job = Job(session, step, answer, arrived)
         room = session.table.capacity - session.committed_len - 1
         job.tree = step.tree
-        if len(step.tree) > room:
-            job.tree, kept = prune(step.tree, room)
-            job.verified = tuple(int(node) for node in kept)
+        job.cut(room)
         return job
 
     def _take_close(self, key: int) -> None:
@@ -243,12 +224,15 @@ class Worker(threading.Thread):
                 self._finish(job, error)
             self._forget_answered()
             return
+        ended = time.perf_counter_ns()
         took = output.forward_ns / 1e9
         self._forward_s = 0.9 * (self._forward_s or took) + 0.1 * took
         rows = sum(len(piece.tokens) for piece in pieces)
+        packed = self._packed(rows, jobs, started, ended, output.forward_ns)
         self.metrics.forwards.inc()
         self.metrics.rows.inc(rows)
         self.metrics.forward_seconds.observe(took)
+        hint = self._pruner.hint(len(self._steps)) if self._pruner and self._steps else None
         self._expected = set()
         first_row = first_kept = 0
         for job, piece in zip(jobs, pieces, strict=True):
@@ -257,7 +241,7 @@ class Worker(threading.Thread):
             job.started = job.started or started
             job.forward_ns += output.forward_ns
             try:
-                self._settle(job, piece, part, layers, VerifyTimings(rows=rows, sessions=len(jobs)))
+                self._settle(job, piece, part, layers, packed, hint)
             except Exception as error:
                 self._finish(job, error)
         self._forget_answered()
@@ -267,9 +251,26 @@ class Worker(threading.Thread):
         self.kv_tokens_used = self.engine.pool.used_tokens
         self.metrics.kv_tokens.set(self.kv_tokens_used)
 
-    def _pieces(self) -> tuple[list[_Job], list[Piece]]:
-        jobs = list(self._steps.values())
-        pieces = [_step_piece(job) for job in jobs]
+    def _packed(self, rows: int, jobs: list[Job], started: int, ended: int, forward_ns: int) -> VerifyTimings:
+        """What all sessions of a forward are told of it; the pruner learns from it."""
+        plain_ns = 0
+        if self._pruner is not None:
+            decoded, awaited = len(jobs) == len(self._steps), not self._expected.isdisjoint(self._steps)
+            share = self._pruner.ran(rows, started / 1e9, ended / 1e9, decoded=decoded, awaited=awaited)
+            plain_ns = int(share * forward_ns)
+        return VerifyTimings(rows=rows, sessions=len(jobs), plain_ns=plain_ns)
+
+    def _pieces(self) -> tuple[list[Job], list[Piece]]:
+        """Every waiting step with the nodes that pay, and the prefills that fit."""
+        prefills, chunks = self._prefill_pieces()
+        steps = list(self._steps.values())
+        if self._pruner is not None:
+            self._pruner.cut(steps, sum(len(piece.tokens) for piece in chunks))
+        return [*steps, *prefills], [*map(Job.piece, steps), *chunks]
+
+    def _prefill_pieces(self) -> tuple[list[Job], list[Piece]]:
+        jobs: list[Job] = []
+        pieces: list[Piece] = []
         room = self.settings.prefill_rows
         for job in self._prefills:
             if room <= 0:
@@ -282,7 +283,13 @@ class Worker(threading.Thread):
         return jobs, pieces
 
     def _settle(
-        self, job: _Job, piece: Piece, part: ForwardOutput, layers: tuple[int, ...], packed: VerifyTimings
+        self,
+        job: Job,
+        piece: Piece,
+        part: ForwardOutput,
+        layers: tuple[int, ...],
+        packed: VerifyTimings,
+        hint: int | None,
     ) -> None:
         """Commit one session's part of a forward and answer it if it is complete."""
         session = job.session
@@ -299,7 +306,7 @@ class Worker(threading.Thread):
             verdict, kept = session.judge(job.step, job.tree, job.verified, part.logits, features)
             self.engine.pool.compact(session.table, base, kept)
             self._expected.add(session.key)
-            answer = verdict
+            answer = dataclasses.replace(verdict, budget_hint=hint)
         ended = time.perf_counter_ns()
         timings = dataclasses.replace(
             packed,
@@ -321,7 +328,7 @@ class Worker(threading.Thread):
 
     # --- answers ---
 
-    def _finish(self, job: _Job, value: Any) -> None:
+    def _finish(self, job: Job, value: Any) -> None:
         job.answered = True
         self._answer(job.answer, value)
 
@@ -347,20 +354,6 @@ def _resolve(answers: list[tuple[asyncio.Future[Any], Any]]) -> None:
             future.set_exception(value)
         else:
             future.set_result(value)
-
-
-def _step_piece(job: _Job) -> Piece:
-    """Root and tree as rows: node i is row i, so parents are the tree's own numbers."""
-    assert job.step is not None
-    tree = job.tree
-    return Piece(
-        table=job.session.table,
-        prefix_len=job.session.committed_len,
-        tokens=[job.step.root, *tree.tokens.tolist()],
-        parents=[-1, *tree.parents.tolist()],
-        depths=tree.depths().tolist(),
-        keep=range(len(tree) + 1),
-    )
 
 
 def _part(output: ForwardOutput, first_row: int, rows: int, first_kept: int, kept: int) -> ForwardOutput:

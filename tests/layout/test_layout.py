@@ -23,7 +23,10 @@ from coppice import limits
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("coppice", "services", "orchestrator")
 SERVICES = sorted(folder.name for folder in (ROOT / "services").iterdir() if (folder / "__main__.py").exists())
-PURE = ("tree", "routing", "policy", "sampling", "acceptance", "adaptation.bandit", "adaptation.drift")
+PURE = (
+    *("tree", "routing", "policy", "budget", "auto", "sampling", "acceptance"),
+    *("adaptation.bandit", "adaptation.drift"),
+)
 HEAVY = ("torch", "transformers", "tokenizers", "ray", "redis")
 MAX_LINES = 400
 

@@ -2,52 +2,86 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from coppice.bench.coupling import CouplingReport, coupled_heads, run_coupling
+from coppice.bench.methods import read_methods
 from coppice.bench.peers import PEERS
+from coppice.bench.questions import Question
 from coppice.bench.reference import Reference
-from coppice.bench.run import RunPlan, read_methods, run
+from coppice.bench.run import RunPlan, run
 from coppice.bench.run_report import ALL, RunReport, RunRow
 from coppice.client import Client
+from coppice.errors import InvalidField
 from coppice.launch import Stack
 
 PROMPTS = [tuple(range(30, 50)) * 2, tuple(range(100, 130)), (5, 6, 7, 8)]
 
 
-@pytest.mark.parametrize("sessions", [1, 2])
-def test_every_method_is_timed_and_judged(stack: Stack, client: Client, reference: Reference, sessions: int) -> None:
-    peers = PEERS if sessions == 1 else ()
-    methods = read_methods(["self,lookup", "route,merge", *peers], stack.spec.heads, sessions)
-    plan = RunPlan(methods, 6, (0.0, 1.0), 24, 2 if sessions == 1 else 1, sessions, seed=3)
+QUESTIONS = [Question(ids, "abb"[at], question_id=str(at)) for at, ids in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("sessions", [(1,), (2, 3)])
+def test_every_method_is_timed_and_judged(
+    stack: Stack, client: Client, reference: Reference, sessions: tuple[int, ...], tmp_path: Path
+) -> None:
+    peers = PEERS if sessions == (1,) else ()
+    wanted = ["self,lookup", "route,merge", "self+pq,self+uncoupled,route:lookup/self", *peers]
+    methods = read_methods(wanted, stack.spec.heads, sessions)
+    rounds = 2 if peers else 1
+    plan = RunPlan(methods, (6,), (0.0, 1.0), 24, rounds, sessions, 3, tmp_path)
     report = RunReport("bench run", "float32", 1)
     said: list[str] = []
-    run(stack, client, reference, PROMPTS, plan, report, False, said.append)
-    rows = [row for row in report.rows if isinstance(row, RunRow)]
-    assert [(row.method, row.temperature) for row in rows] == [(name, t) for t in (0.0, 1.0) for name in methods]
-    answers = {1: 2 * 3, 2: 3 + 1}[sessions]
-    for row in rows:
+    run(stack, client, reference, QUESTIONS, plan, {}, report, False, said.append)
+    rows = {(row.method, row.temperature, row.sessions): row for row in report.rows if isinstance(row, RunRow)}
+    assert list(rows) == [(method.name, t, count) for t in (0.0, 1.0) for count in sessions for method in methods]
+    for (method, temperature, count), row in rows.items():
+        answers = rounds * 3 if count != 2 else 3 + 1  # the last group is filled up
         every = row.figures[ALL]
         assert (row.prompts, row.tokens, every.answers) == (answers, 24 * answers, answers)
+        assert sum(figures.answers for figures in row.benchmarks.values()) == answers
+        assert list(row.benchmarks) == ["a", "b"]
         assert (row.wrong, row.ties) == (0, 0)
         assert every.over_plain is not None
         assert every.over_plain.low <= every.over_plain.value <= every.over_plain.high
-        if row.method in PEERS:
-            assert (every.efficiency, row.t_m_ms, row.draft_ms) == (None, 0, 0)
-            assert (row.identical > 0) == (row.temperature == 0 and row.method != "hf-generate")
-            assert bool(row.settings) == (row.method != "hf-generate")
+        if method in PEERS:
+            assert (every.efficiency, row.t_m_ms, row.draft_ms, row.parts_ms) == (None, 0, 0, {})
+            assert (row.identical > 0) == (temperature == 0 and method != "hf-generate")
+            assert bool(row.settings) == (method != "hf-generate")
         else:
-            assert row.identical == row.prompts
+            # p/q rejection draws on its own: its sampled text is plain decoding's in law only.
+            assert row.identical == (0 if temperature and "+pq" in method else row.prompts)
             assert every.efficiency is not None
             assert row.t_m_ms > 0
         assert (row.t_d_ms > 0) == ("self" in row.heads)
-    chosen = next(row for row in rows if row.method == "route").figures[ALL].chosen
-    assert list(chosen) == ["self", "lookup"]
-    assert chosen["self"] > 0
-    assert ("tokens/s of plain over hf-generate, T=1" in [check.name for check in report.checks]) == (sessions == 1)
-    assert any("round 1 of" in line for line in said)
+        text = (tmp_path / "b" / f"{answer_file(method, temperature, count if not peers else 0)}.jsonl").read_text()
+        assert [json.loads(line)["question_id"] for line in text.splitlines()] == [1, 2]
+        assert len(json.loads(text.splitlines()[0])["choices"]) == rounds
+    one = sessions[0]
+    assert list(rows["route", 0.0, one].figures[ALL].chosen) == ["self", "lookup"]
+    assert rows["route", 0.0, one].figures[ALL].chosen["self"] > 0
+    assert rows["route:lookup/self", 0.0, one].heads == ("lookup", "self")
+    assert rows["single:self+pq", 1.0, one].tau > 1.5  # the target drafts a chain for itself
+    assert rows["single:self", 1.0, one].tau > rows["single:self+uncoupled", 1.0, one].tau
+    assert ("tokens/s of plain over hf-generate, T=1" in [check.name for check in report.checks]) == bool(peers)
+    assert any("T=1, budget 6" in line for line in said)
+
+
+def answer_file(method: str, temperature: float, sessions: int) -> str:
+    """The name of a method's file; `sessions` where there were several numbers of them."""
+    name = f"{method}-temperature-{temperature:g}" + (f"-{sessions}-sessions" if sessions else "")
+    return name.replace(":", "-").replace("/", "-").replace(" ", "-")
+
+
+def test_a_head_that_does_not_sample_has_no_sampled_chain(stack: Stack, client: Client, reference: Reference) -> None:
+    methods = read_methods(["lookup+pq"], stack.spec.heads, (1,))
+    plan = RunPlan(methods, (6,), (1.0,), 24, 1, (1,), 3)
+    report = RunReport("bench run", "float32", 1)
+    with pytest.raises(InvalidField, match=r"single:lookup\+pq: this head does not sample"):
+        run(stack, client, reference, QUESTIONS, plan, {}, report, False, lambda _: None)
 
 
 def test_coupling_changes_drafts_and_no_text(

@@ -1,4 +1,4 @@
-"""SpecBlock and EAGLE-3 heads in a stack of real processes: whatever they draft and suffer, the text is the target's.
+"""Heads that read features in a stack of real processes: whatever they draft and suffer, the text is the target's.
 
 The heads are random; a vocabulary of 32 makes them right now and then.
 """
@@ -13,9 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from coppice.bench.baselines import BASELINES
 from coppice.bench.reference import Reference
 from coppice.client import AsyncClient, Client
 from coppice.completion import Completion
@@ -116,6 +118,28 @@ async def test_many_sessions_at_once_are_plain_decoding_under_every_policy_and_b
         lengths[case.policy] |= set(answer.accept_lengths)
     for policy, seen in lengths.items():  # steps that accepted nothing, and several tokens
         assert {1, 2} <= seen, policy
+
+
+def test_baseline_heads_leave_the_text_as_it_is(
+    target: Path, client: Client, reference: Reference, tmp_path: Path
+) -> None:
+    sizes = {"vocab_size": VOCAB, "draft_vocab_size": DRAFT_VOCAB}
+    heads = tuple(HeadSpec(kind, kind, save_random(tmp_path / kind, kind, **sizes)) for kind in BASELINES)
+    spec = StackSpec(target=target, heads=heads, dtype="float32", verifier_threads=1, drafter_threads=1)
+    told: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
+    with Stack(spec) as baselines, Client(baselines.address) as drafting:
+        for prompt in PROMPTS[1:]:
+            truth = {
+                0.0: reference.greedy(prompt, NEW).ids,
+                1.0: client.generate(prompt, policy="plain", sampling=SAMPLED, **told).ids,
+            }
+            for policy, sampling, coupled in product(
+                (*(f"single:{kind}" for kind in BASELINES), "merge"), (GREEDY, SAMPLED), (True, False)
+            ):
+                asked = {"policy": policy, "sampling": sampling, "coupled": coupled, "budget": 31}
+                answer = drafting.generate(prompt, **asked, **told)
+                assert answer.ids == truth[sampling.temperature], asked
+                assert (answer.bad_drafts, max(answer.verified_nodes)) == (0, 31)
 
 
 def chunks(client: Client, policy: str, sampling: SamplingParams = GREEDY) -> Iterator[Chunk]:

@@ -285,7 +285,7 @@ def test_a_canary_is_refused_or_promoted_by_its_tau(bench: Bench, first: Weights
         bench.query(version=version, tau=3.0, samples=0)
         bench.query(version=0, tau=3.0, samples=0)  # the other replica's number of the same weights
         bench.query(version=canary, tau=3.5, samples=0)
-    status = bench.until(adapter, lambda status: status.version == canary)
+    status = bench.until(adapter, lambda now: now.version == canary and all(one.current for one in now.replicas))
     assert {one.weights_hash for one in bench.live()} == {status.weights_hash} != {first.hash}
     assert metric(adapter, "coppice_adapter_canaries_total") == {
         f'{{head="{HEAD}",verdict="refused"}}': 1.0,

@@ -74,12 +74,15 @@ def verifier(start_service: StartService, target: Path) -> Service:
 
 
 SMALL = ("--verifier.kv_tokens", "520", "--verifier.feature_window", "16", "--limits.queue_s", "0.4")
+UNPRUNED = ("--verifier.prune", "false")
 
 
 @pytest.fixture(scope="module")
 def small(start_service: StartService, target: Path) -> Service:
     """520 KV tokens are 16 blocks of 32 and a rest: room for two sessions of up to 128 tokens and their trees."""
-    return start_service("services.verifier", "--verifier.target", str(target), "--verifier.threads", "1", *SMALL)
+    return start_service(
+        "services.verifier", "--verifier.target", str(target), "--verifier.threads", "1", *SMALL, *UNPRUNED
+    )
 
 
 @asynccontextmanager
@@ -118,9 +121,9 @@ class Client:
         return draw(said.next.row.ids, said.next.row.log_probs, self.sampling.seed, len(self.committed))
 
     async def verify(self, tree: DraftTree | None = None, **changes: Any) -> Verdict:
-        """One step: commit the root and what is accepted, and draw the next root."""
+        """One step: commit the root and what is accepted, and draw the next root. The whole tree is verified."""
         tree = DraftTree.empty() if tree is None else tree
-        step = VerifyStep(self.fence(self.step_number + 1), self.root, tree)
+        step = VerifyStep(self.fence(self.step_number + 1), self.root, tree, whole_tree=True)
         verdict = await self.ask(verify_step_to_wire(replace(step, **changes)))
         assert isinstance(verdict, Verdict)
         self.step_number += 1
@@ -264,6 +267,92 @@ async def test_sessions_packed_together_change_nothing(verifier: Service, model:
     async with connected(verifier) as stub:
         made = await asyncio.gather(*(decode(stub, number) for number in range(6)))
     assert made == [text[: len(ids)] for ids, text in zip(made, expected, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["greedy", "full rows"])
+async def test_what_is_left_out_of_packed_trees_changes_no_text(verifier: Service, model: Any, name: str) -> None:
+    sampling = SAMPLINGS[name]
+    texts = [IDS[: 3 + 2 * number] for number in range(4)]
+    expected = [continuation(model, text, 24, sampling) for text in texts]
+
+    async def decode(stub: Any, number: int) -> tuple[list[int], int]:
+        rng, pruned = random.Random(number), 0
+        client = Client(stub, f"pruned-{number}", texts[number], sampling=sampling or SamplingParams())
+        await client.open()
+        while len(client.committed) < len(texts[number]) + 16:
+            made = len(client.committed) - len(texts[number])
+            drafted = junk_tree(rng, expected[number][made + 1 :], rng.choice([0, 5, 40]))
+            unlikely = replace(drafted, log_probs=8 * drafted.log_probs)
+            verdict = await client.verify(unlikely, whole_tree=False)
+            pruned += verdict.pruned
+            left = verdict.verified if verdict.pruned else range(1, len(drafted) + 1)
+            assert verdict.pruned == (len(left) < len(drafted))
+            assert set(verdict.accepted) <= set(left)
+        return client.committed[len(texts[number]) :], pruned
+
+    async with connected(verifier) as stub:
+        made = await asyncio.gather(*(decode(stub, number) for number in range(4)))
+    assert [ids for ids, _ in made] == [text[: len(ids)] for (ids, _), text in zip(made, expected, strict=True)]
+    assert sum(pruned for _, pruned in made) > 0
+
+
+def hopeless(good: Sequence[int]) -> DraftTree:
+    """The true continuation, by a head that expects none of it to be accepted: exp(-800) is 0."""
+    return DraftTree.chain(good, [-800.0] * len(good))
+
+
+async def test_nodes_that_promise_nothing_are_not_verified_and_the_next_budget_is_0(
+    verifier: Service, model: Any
+) -> None:
+    good = continuation(model, IDS, 20)
+    async with connected(verifier) as stub:
+        client = Client(stub, "hopeless")
+        await client.open()
+        for made in range(3):
+            verdict = await client.verify(hopeless(good[made + 1 : made + 9]), whole_tree=False)
+            assert (verdict.pruned, verdict.verified, verdict.accepted) == (True, (), ())
+            assert verdict.rejection is not None  # the sender looks whether it had drafted the token after all
+            assert (verdict.rejection.parent, verdict.rejection.target_id) == (0, good[made + 1])
+            assert verdict.timings.rows == 1
+            assert verdict.timings.plain_ns == verdict.timings.forward_ns
+        certain = DraftTree.chain(good[4:6], [0.0, -800.0])
+        verdict = await client.verify(certain, whole_tree=False)
+        assert (verdict.verified, verdict.accepted) == ((1,), (1,))
+
+
+async def test_the_hint_falls_to_0_when_nothing_pays_and_plain_steps_cost_less(
+    start_service: StartService, target: Path, model: Any
+) -> None:
+    service = start_service("services.verifier", "--verifier.target", str(target), "--verifier.threads", "1")
+    good = continuation(model, IDS, 4)
+    async with connected(service) as stub:
+        client = Client(stub, "hint")
+        await client.open()
+        assert (await client.verify()).budget_hint is None  # nobody drafted yet
+        assert (await client.verify(hopeless(good), whole_tree=False)).budget_hint == 0
+        assert (await client.verify()).budget_hint == 0
+        whole = (await client.verify(DraftTree.chain([5] * 60, [-1.0] * 60))).timings
+        assert whole.rows == 61
+        assert 0 < whole.plain_ns < whole.forward_ns
+
+
+async def test_a_whole_tree_sampled_nodes_and_a_verifier_that_does_not_prune_lose_none(
+    verifier: Service, small: Service, model: Any
+) -> None:
+    good = continuation(model, IDS, 9)
+    async with connected(verifier) as stub, connected(small) as plain_stub:
+        await until_idle(plain_stub)
+        client, unpruned = Client(stub, "whole"), Client(plain_stub, "unpruned")
+        await client.open()
+        await unpruned.open()
+        verdict = await client.verify(hopeless(good[1:3]))
+        assert (verdict.pruned, verdict.accepted) == (False, (1, 2))
+        q_rows = np.full((2, VOCAB), 1 / VOCAB, np.float32)
+        verdict = await client.verify(hopeless(good[4:6]), q_rows=q_rows, whole_tree=False)
+        assert (verdict.pruned, verdict.timings.rows) == (False, 3)
+        verdict = await unpruned.verify(hopeless(good[1:3]), whole_tree=False)
+        assert (verdict.pruned, verdict.accepted, verdict.budget_hint) == (False, (1, 2), None)
+        assert verdict.timings.plain_ns == 0
 
 
 async def test_a_stop_id_or_the_length_inside_the_path_ends_the_text(verifier: Service, model: Any) -> None:

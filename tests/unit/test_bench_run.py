@@ -13,15 +13,18 @@ from rich.console import Console
 
 from coppice.bench.bare import Bare, BareDraft
 from coppice.bench.coupling import CouplingReport, CouplingRow, coupled_heads
+from coppice.bench.methods import lane_specs, main_spec, read_methods
 from coppice.bench.pairs import Pairs, Ratio
 from coppice.bench.peers import CHOICES, HF_ASSISTED, HF_LOOKUP, Peers
+from coppice.bench.questions import Question, write_answers
 from coppice.bench.reference import Reference
 from coppice.bench.report import HF_GENERATE, make_row
-from coppice.bench.run import read_methods
 from coppice.bench.run_checks import speed_checks
-from coppice.bench.run_report import ALL, FEW_REPEATS, RunReport, RunRow, draw, run_row
+from coppice.bench.run_plots import draw_all
+from coppice.bench.run_report import ALL, FEW_REPEATS, RunReport, RunRow, crossover, run_row
 from coppice.cli import main
 from coppice.completion import Accumulator, Completion
+from coppice.config import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.generation import Chunk, Finished, Origin, Started, Timings
 from coppice.sampling import SamplingParams
@@ -38,11 +41,51 @@ SEVERAL = ("a", "b", "e", "s")
 
 
 def test_methods_are_policies_heads_and_peers() -> None:
-    default = ("plain", "single:a", "single:b", "single:e", "single:s", "route", "merge", HF_GENERATE)
-    assert read_methods((), HEADS, 1) == default
-    assert read_methods((), HEADS, 2) == default[:-1]
-    assert read_methods((), HEADS[:1], 1) == ("plain", "single:a", HF_GENERATE)
-    assert read_methods(["s,plain", "hf-assisted"], HEADS, 1) == ("plain", "single:s", HF_ASSISTED)
+    def names(wanted: Sequence[str], heads: Sequence[HeadSpec] = HEADS, sessions: Sequence[int] = (1,)) -> list[str]:
+        return [method.name for method in read_methods(wanted, heads, sessions)]
+
+    default = ["plain", "single:a", "single:b", "single:e", "single:s", "route", "merge", HF_GENERATE]
+    assert names(()) == names((), sessions=(1, 4)) == default
+    assert names((), sessions=(2,)) == default[:-1]
+    assert names((), HEADS[:1]) == ["plain", "single:a", HF_GENERATE]
+    assert names(["s,plain", "hf-assisted", "single:s"]) == ["plain", "single:s", HF_ASSISTED]
+
+
+def test_suffixes_say_how_a_head_is_asked() -> None:
+    wanted = ["s+pq,route:a/e,merge+uncoupled,a+uncoupled+chain,b+osd,b+adapt"]
+    _, sampled, routed, merged, chain, osd, adapt = read_methods(wanted, HEADS, (1,))
+    assert (sampled.name, sampled.policy) == ("single:s+pq", "single:s")
+    assert sampled.options == {"pq": True, "coupled": True}
+    assert (routed.name, routed.policy, routed.head) == ("route:a/e", "route:a/e", "")
+    # The head that drafts chains is in the stack too, but no part of a union.
+    assert (merged.name, merged.policy, merged.options["coupled"]) == ("merge+uncoupled", "merge:a/b/e/s", False)
+    assert (chain.name, chain.policy, chain.head) == ("single:a+chain+uncoupled", "single:a-chain", "a-chain")
+    assert (osd.adaptation, adapt.adaptation, chain.adaptation) == ("always", "bandit", "")
+
+
+def test_stacks_follow_from_the_methods(target: Path, tmp_path: Path) -> None:
+    head = HeadSpec("block", "specblock", save_random(tmp_path / "block", "specblock"))
+    spec = StackSpec(target=target, heads=(head, *COUNTED_HEADS))
+    methods = read_methods(["bigram+pq,lookup+chain,block+osd,block+adapt"], spec.heads, (1,))
+    heads = {one.name: one for one in main_spec(spec, methods).heads}
+    assert list(heads) == ["block", "bigram", "lookup", "lookup-chain"]
+    assert dict(heads["bigram"].flags) == {"drafter.vocab_size": VOCAB}
+    assert (heads["lookup-chain"].kind, dict(heads["lookup-chain"].flags)) == ("lookup", {"drafter.chain": True})
+    assert heads["block"] == head
+    lanes = lane_specs(spec, methods, 9)
+    assert {name: lane.extra["adapter"]["bandit.policy"] for name, lane in lanes.items()} == {
+        "single:block+osd": "always",
+        "single:block+adapt": "bandit",
+    }
+    assert all((lane.heads, lane.adapt, lane.budget) == ((head,), True, 9) for lane in lanes.values())
+    with pytest.raises(InvalidField, match="no head can be adapted"):
+        lane_specs(spec, read_methods(["lookup+osd"], spec.heads, (1,)), 9)
+
+
+def test_a_chain_has_no_branches_whatever_the_kind() -> None:
+    told = DrafterSettings(kind="eagle3", chain=True).of_kind()
+    assert (told.top_k, told.widths, told.rank_guided, told.depth) == (1, (1, 1, 1, 1), False, 7)
+    assert DrafterSettings(kind="eagle3").of_kind().top_k == 10
 
 
 @pytest.mark.parametrize(
@@ -54,13 +97,23 @@ def test_methods_are_policies_heads_and_peers() -> None:
         (HF_GENERATE, HEADS, 2, "one prompt at a time"),
         ("best", HEADS, 1, "'best' is not one of"),
         ("single:x", HEADS, 1, "there is no head 'x'"),
+        ("route:a/x", HEADS, 1, "'route:a/x': there is no head 'x'"),
+        ("route:a", HEADS, 1, "two heads or more"),
+        ("merge:a/a", HEADS, 1, "each once"),
+        ("plain:a/b", HEADS, 1, "is not one of"),
+        ("s+best", HEADS, 1, r"\+best is not one of pq, chain"),
+        ("s+pq+pq", HEADS, 1, "each once"),
+        ("s+pq+uncoupled", HEADS, 1, r"\+pq: stands alone"),
+        ("route+pq", HEADS, 1, r"\+pq: is for a single head"),
+        ("plain+uncoupled", HEADS, 1, "plain drafts nothing"),
+        ("hf-lookup+pq", HEADS, 1, "takes no suffix"),
     ],
 )
 def test_a_method_this_stack_cannot_run_is_named(
     method: str, heads: Sequence[HeadSpec], sessions: int, why: str
 ) -> None:
     with pytest.raises(InvalidField, match=why):
-        read_methods([method], heads, sessions)
+        read_methods([method], heads, (sessions,))
 
 
 def test_too_few_heads_are_a_usage_error(
@@ -86,7 +139,9 @@ def _answer(
     answer.add(Started(3, "route" if heads else "plain", heads, 8))
     ids = (7,) * new if loops else tuple(range(new))
     answer.add(Chunk("", ids, (Origin.ROOT,) * new, ("",) * new))
-    timings = Timings(decode_ns=int(seconds * 1e9), draft_ns=int(1e6 * steps), step_ns=[10**7] * steps)
+    timings = Timings(
+        decode_ns=int(seconds * 1e9), draft_ns=int(1e6 * steps), step_ns=[10**7] * steps, split_ns=[10**6] * steps
+    )
     routed = list(routed) or [0] * steps
     answer.add(Finished("length", 3, new, list(lengths), routed, [7] * steps, 0, 0, timings))
     return answer.completion()
@@ -119,7 +174,8 @@ def _pairs(count: int = 16, sampled: bool = False) -> Pairs:
         HF_GENERATE: [_peer(24, 1.02 * factor) for factor in slower],
         HF_ASSISTED: [_peer(24, 0.9 * factor) for factor in slower],
     }
-    return Pairs(1.0 if sampled else 0.0, answers, 1, 5)
+    questions = [Question((1, 2), "abc"[at % 2], question_id=str(at)) for at in range(count)]
+    return Pairs(1.0 if sampled else 0.0, answers, 1, 5, questions, 8)
 
 
 def test_pairs_pool_tokens_and_seconds() -> None:
@@ -189,9 +245,88 @@ def test_tables_fit_a_terminal_and_json_tells_all(tmp_path: Path) -> None:
     assert (told["method"], told["t_d_ms"], told["t_d_total_ms"], told["t_m_ms"]) == ("single:a", 3.0, 4.0, 40.0)
 
 
-def test_a_picture_has_every_method_and_temperature(tmp_path: Path) -> None:
-    draw([*_rows(_pairs()), *_rows(_pairs(sampled=True))], tmp_path / "run.png")
-    assert (tmp_path / "run.png").stat().st_size > 5000
+def test_figures_by_benchmark_share_answers_out() -> None:
+    pairs = _pairs()
+    assert {name: len(some) for name, some in pairs.by_benchmark().items()} == {"a": 8, "b": 8}
+    assert pairs.draft_share("single:a") == pytest.approx(0.1)
+    row = next(row for row in _rows(pairs) if row.method == "single:a")
+    assert {name: (figures.answers, figures.tau) for name, figures in row.benchmarks.items()} == {
+        "a": (8, 4.0),
+        "b": (8, 4.0),
+    }
+    assert sum(row.parts_ms.values()) == pytest.approx(1.0)  # only waiting for drafts is timed here
+    assert 500 < row.ttft_ms + 500 < row.answer_ms < 650
+
+
+def test_alpha_is_of_the_steps_that_came_so_far() -> None:
+    answers = {"x": [_answer(("x",), [3, 2, 1, 1, 3, 1], 1.0)], "plain": [_answer((), [1] * 11, 1.0)]}
+    pairs = Pairs(0.0, answers, 1, 0)
+    assert pairs.accepted("x") == pytest.approx([3 / 5, 2 / 3, 0.0])  # the last step was cut
+    assert pairs.accepted("plain") == []
+
+
+def test_plain_overtakes_where_the_speedup_falls_below_one() -> None:
+    row = _rows(_pairs())[1]
+    some = [replace(row, sessions=count, speedup=x) for count, x in ((8, 0.8), (1, 1.6), (4, 1.2))]
+    assert crossover(some, row.method) == pytest.approx(6.0)
+    assert crossover(some[1:], row.method) is None
+    assert crossover(some[:1], row.method) == 8.0
+
+
+def _several() -> list[RunRow]:
+    """Two temperatures, and for the first also another budget and more sessions."""
+    rows = _rows(_pairs())
+    more = [replace(row, sessions=4, speedup=0.5, tokens_per_s=2 * row.tokens_per_s) for row in rows]
+    wider = [replace(row, budget=16 if row.heads else 0, cell_budget=16) for row in rows]
+    return [*rows, *more, *wider, *_rows(_pairs(sampled=True))]
+
+
+def test_pictures_show_every_question(tmp_path: Path) -> None:
+    names = {"speedup", "tau_and_draft_share", "alpha", "step", "tau_by_budget", "sessions"}
+    files = draw_all(_several(), tmp_path / "plots")
+    assert {file.stem for file in files} == names
+    for file in files:
+        drawn = file.read_bytes()
+        assert drawn.startswith(b"\x89PNG")
+        assert len(drawn) > 10_000
+    assert len(draw_all(_rows(_pairs()), tmp_path / "few")) == 4  # no budgets or sessions to compare
+
+
+def test_markdown_holds_every_table_and_check(tmp_path: Path) -> None:
+    pairs = _pairs()
+    checks = speed_checks(pairs, _rows(pairs), KINDS)
+    RunReport("bench run", "float32", 2, rows=list(_several()), checks=checks).write_markdown(tmp_path / "run.md")
+    text = (tmp_path / "run.md").read_text()
+    titles = [line for line in text.splitlines() if line.startswith("### ")]
+    assert len(titles) == 4 * 3 + 2  # by cell speed, benchmarks and time; sessions and checks
+    assert "| method | a (8) | b (8) | all |\n|---|---|---|---|\n| plain |" in text
+    assert "| a | 2.00 / 4.00 / 10% |" in text
+    assert "| a, T=0, budget 8 |" in text
+    assert "| tau of single:a, T=0 | 4 | >= 3 | yes |  |" in text
+    for line in text.splitlines():
+        assert not line.startswith("|") or line.endswith("|")
+
+
+def test_answer_files_are_those_of_the_usual_harness(tmp_path: Path, target: Path) -> None:
+    asked = [Question((1, 2), "maths", "sums", str(number)) for number in (81, 82)] * 2  # two rounds
+    answers = [_answer(("a",), [3, 2], 0.5) for _ in asked]
+    write_answers(tmp_path, "single:a-temperature-0", asked, answers, Reference(target, "float32", threads=1))
+    file = tmp_path / "maths" / "single-a-temperature-0.jsonl"
+    first, second = map(json.loads, file.read_text().splitlines())
+    assert (first["question_id"], second["question_id"], first["category"]) == (81, 82, "sums")
+    assert (first["model_id"], first["tstamp"] > 0) == ("single:a-temperature-0", True)
+    assert first["answer_id"] != second["answer_id"]
+    once, again = first["choices"]
+    assert (once["index"], again["index"]) == (0, 1)
+    wall_time = once.pop("wall_time")
+    assert wall_time == [pytest.approx(answers[0].ttft_s + 0.5)]
+    assert once == {
+        "index": 0,
+        "turns": ["0 1 2 3 4 5"],  # a target without a tokenizer
+        "decoding_steps": [2],
+        "new_tokens": [6],
+        "accept_lengths": [3, 2],
+    }
 
 
 def test_checks_go_by_kind_for_all_answers_and_few_repeats() -> None:

@@ -209,7 +209,10 @@ def test_every_setting_says_what_it_is_and_cannot_be_changed_later() -> None:
         assert [name for name, field in type(part).model_fields.items() if not field.description] == []
 
 
-@pytest.mark.parametrize(("flags", "drafted"), [([], (8, 6)), (["--drafter.kind", "eagle3"], (10, 7))])
+@pytest.mark.parametrize(
+    ("flags", "drafted"),
+    [([], (8, 6)), (["--drafter.kind", "eagle3"], (10, 7)), (["--drafter.kind", "medusa"], (8, 6))],
+)
 def test_a_head_drafts_as_its_kind_does_unless_told(flags: list[str], drafted: tuple[int, int]) -> None:
     settings = load_settings(flags).drafter.of_kind()
     assert (settings.top_k, settings.depth) == drafted

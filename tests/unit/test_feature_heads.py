@@ -1,11 +1,13 @@
-"""SpecBlock and EAGLE-3 heads against slow, obvious references: loops, one dense forward for each node, no cache."""
+"""Heads that read features against slow, obvious references: loops, one dense forward for each node, no cache."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,17 +17,16 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from coppice.config import DrafterSettings
+from coppice.config import FEATURE_KINDS, DrafterSettings
 from coppice.errors import InvalidField
-from coppice.messages import Advance, Features, OpenDraft
-from coppice.nn.decoder import HeadConfig, Rotary, largest
-from coppice.nn.eagle3 import Eagle3Head
+from coppice.messages import Advance, Features, OpenDraft, Rejection
+from coppice.nn.decoder import Rotary, largest
 from coppice.nn.eagle3_model import Eagle3Config, Eagle3Model
+from coppice.nn.falcon import prior
 from coppice.nn.features import FeatureHead
 from coppice.nn.head import DraftJob, Growth
-from coppice.nn.layouts import load_eagle3, load_specblock, read_target, save_head
-from coppice.nn.specblock import SpecBlockHead
-from coppice.nn.specblock_model import SpecBlockConfig, SpecBlockModel
+from coppice.nn.layouts import SHAPES, Loaded, load_eagle3, load_head, load_specblock, read_target, save_head
+from coppice.nn.registry import build_head
 from coppice.sampling import SamplingParams
 from coppice.sampling_torch import noise
 from tests.tiny import make_target
@@ -50,20 +51,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def save_random(folder: Path, kind: str, seed: int = 0, **more: object) -> Path:
     """A head of random weights, large enough that slots and nodes differ clearly."""
     torch.manual_seed(seed)
-    config: HeadConfig
-    model: torch.nn.Module
-    if kind == "specblock":
-        config = SpecBlockConfig.model_validate(SIZES | {"feature_layers": (2, 4, 5)} | more)
-        model = SpecBlockModel(config)
-    else:
-        config = Eagle3Config.model_validate(SIZES | {"feature_layers": (2, 4, 5)} | more)
-        model = Eagle3Model(config)
+    shape, architecture = SHAPES[kind]
+    config = shape.model_validate(SIZES | {"feature_layers": (2, 4, 5)} | more)
+    model = architecture(config)
     for parameter in model.parameters():
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=2.0 / parameter.shape[1] ** 0.5)
     chosen = torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values
     model.get_buffer("d2t").copy_(chosen - torch.arange(config.draft_vocab_size))
-    save_head(folder, model, config, "specblock" if kind == "specblock" else "eagle3")
+    save_head(folder, model, config, kind)  # type: ignore[arg-type]
     return folder
 
 
@@ -150,13 +146,34 @@ def log_scores(logits: Tensor, job: DraftJob, depth: int, ids: Tensor) -> Tensor
 class SlowSpecBlock:
     """SpecBlock by the book: every start recomputes all committed blocks and those on its path."""
 
+    relaxed = False
+
     def __init__(self, folder: Path, target: Path, settings: DrafterSettings) -> None:
-        loaded = load_specblock(folder, target)
+        loaded = self.load(folder, target)
         self.model, self.embedding, self.settings = loaded.model, loaded.embedding, settings
         self.ids = torch.arange(DRAFT_VOCAB) + loaded.model.d2t
         self.slots = loaded.config.slots
         self.said: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         """of the last tree: normed state and logits that the children of each node came from"""
+
+    def load(self, folder: Path, target: Path) -> Loaded[Any, Any]:
+        return load_specblock(folder, target)
+
+    def widths(self, logits: Tensor, normed: Tensor) -> tuple[list[int], list[int]]:
+        """What the rank head says of each slot, and into how many tokens the slot branches."""
+        guided = self.settings.rank_guided
+        buckets = self.model.rank(normed, logits).argmax(-1).tolist() if guided else [1] * self.slots
+        return buckets, [self.settings.widths[bucket] for bucket in buckets]
+
+    def worth(self, score: float, place: int) -> float:
+        """What a node adds to that of its parent when nodes are compared; `place` in its slot's list."""
+        return score
+
+    def sent(
+        self, nodes: dict[tuple[int, ...], float], worth: dict[tuple[int, ...], float], budget: int
+    ) -> dict[tuple[int, ...], float]:
+        """All of them: the receiver keeps the likeliest."""
+        return nodes
 
     def states(self, text: Text, start: int, job: DraftJob, path: list[tuple[Tensor, int, int, int]]) -> Tensor:
         """(K, hidden) of the last block of `path`: (condition, token, depth, slots seen of the block before)."""
@@ -177,7 +194,7 @@ class SlowSpecBlock:
                     if behind >= 0 and other < row:
                         seen = path[behind][3]
                     if other == row:
-                        seen = slot + 1
+                        seen = slots if self.relaxed else slot + 1
                     mask[row * slots + slot, other * slots : other * slots + seen] = True
         rope = self.model.rope(torch.tensor([first]), torch.float32)
         attends = [lambda q, k, v: attention(q, k, v, mask)] * self.model.config.num_hidden_layers
@@ -187,6 +204,7 @@ class SlowSpecBlock:
 
     def tree(self, text: Text, start: int, job: DraftJob) -> dict[tuple[int, ...], float]:
         nodes: dict[tuple[int, ...], float] = {}
+        worth: dict[tuple[int, ...], float] = {}
         self.said.clear()
         starts: list[tuple[tuple[int, ...], list[tuple[Tensor, int, int, int]]]] = [((), [])]
         for _ in range(self.settings.blocks):
@@ -195,21 +213,21 @@ class SlowSpecBlock:
                 states = self.states(text, start, job, blocks)
                 with torch.inference_mode():
                     logits, normed = self.model.read(states)
-                    guided = self.settings.rank_guided
-                    buckets = self.model.rank(normed, logits).argmax(-1).tolist() if guided else [1] * self.slots
+                    buckets, widths = self.widths(logits, normed)
                 chain, end = path, None
                 for slot in range(self.slots):
-                    width = self.settings.widths[buckets[slot]]
+                    width = widths[slot]
                     if not width:
                         break
                     self.said[chain] = normed[slot], logits[slot]
                     scores = log_scores(logits[slot], job, len(chain) + 1, self.ids)
                     greedy = int(logits[slot].argmax())  # what the block goes on from, whatever the noise prefers
-                    best = scores.argsort(descending=True).tolist()
-                    listed, spine = best[:width], best.index(greedy)
+                    order = scores.argsort(descending=True).tolist()
+                    listed, spine = order[:width], order.index(greedy)
                     for place, at in enumerate(listed if greedy in listed else [*listed, greedy]):
                         child = (*chain, int(self.ids[at]))
                         nodes[child] = nodes.get(chain, 0.0) + float(scores[at])
+                        worth[child] = worth.get(chain, 0.0) + self.worth(float(scores[at]), place)
                         begins = (child, [*blocks, (states[slot], child[-1], len(child), slot + 1)])
                         if at == greedy:
                             end = begins
@@ -219,11 +237,31 @@ class SlowSpecBlock:
                     chain = end[0]
                 if end is not None:
                     following.append(end)
-            edge = sorted(nodes.values(), reverse=True)[job.budget - 1] if len(nodes) >= job.budget else -np.inf
-            following.sort(key=lambda one: -nodes[one[0]])
+            edge = sorted(worth.values(), reverse=True)[job.budget - 1] if len(worth) >= job.budget else -np.inf
+            following.sort(key=lambda one: -worth[one[0]])
             most = min(12, max(1, job.budget // (4 if job.coupled and job.sampling.temperature else 8)))
-            starts = [one for one in following[:most] if nodes[one[0]] > edge]
-        return nodes
+            starts = [one for one in following[:most] if worth[one[0]] > edge]
+        return self.sent(nodes, worth, job.budget)
+
+
+class SlowFalcon(SlowSpecBlock):
+    """Falcon by the book: slots of a block see one another, and where a node stands in its slot's list is its worth."""
+
+    relaxed = True
+
+    def load(self, folder: Path, target: Path) -> Loaded[Any, Any]:
+        return load_head("falcon", folder, target)
+
+    def widths(self, logits: Tensor, normed: Tensor) -> tuple[list[int], list[int]]:
+        return [1] * self.slots, [self.settings.top_k] * self.slots
+
+    def worth(self, score: float, place: int) -> float:
+        return float(prior(place + 1)[place])
+
+    def sent(
+        self, nodes: dict[tuple[int, ...], float], worth: dict[tuple[int, ...], float], budget: int
+    ) -> dict[tuple[int, ...], float]:
+        return {path: nodes[path] for path in best(worth, budget)}
 
 
 class SlowEagle3:
@@ -269,15 +307,70 @@ class SlowEagle3:
         return best(nodes, job.budget)
 
 
-Slow = SlowSpecBlock | SlowEagle3
+class SlowMedusa:
+    """Medusa by the book, and every combination of what its heads say."""
+
+    def __init__(self, folder: Path, target: Path, settings: DrafterSettings) -> None:
+        loaded = self.load(folder, target)
+        self.model, self.embedding, self.settings = loaded.model, loaded.embedding, settings
+        self.ids = torch.arange(DRAFT_VOCAB) + loaded.model.d2t
+        self.slots = min(loaded.config.slots, settings.depth)
+
+    def load(self, folder: Path, target: Path) -> Loaded[Any, Any]:
+        return load_head("medusa", folder, target)
+
+    def said(self, text: Text, start: int, job: DraftJob) -> list[Tensor]:
+        """(draft vocabulary,) logits of each slot."""
+        fused = self.model.norm(self.model.fc(text.features[job.committed_len - 1]))
+        return [head.lm_head(fused + F.silu(head.residual(fused))) for head in self.model.heads]
+
+    def tree(self, text: Text, start: int, job: DraftJob) -> dict[tuple[int, ...], float]:
+        with torch.inference_mode():
+            said = self.said(text, start, job)[: self.slots]
+        slots = []
+        for depth, logits in enumerate(said, start=1):
+            scores = log_scores(logits, job, depth, self.ids)
+            top = scores.argsort(descending=True)[: self.settings.top_k].tolist()
+            slots.append([(int(self.ids[at]), float(scores[at])) for at in top])
+        paths = (path for depth in range(1, self.slots + 1) for path in product(*slots[:depth]))
+        every = {tuple(token for token, _ in path): sum(score for _, score in path) for path in paths}
+        return best(every, job.budget)
+
+
+class SlowParallelSpec(SlowMedusa):
+    """ParallelSpec by the book: all committed rows and the masks behind them in one dense forward."""
+
+    def load(self, folder: Path, target: Path) -> Loaded[Any, Any]:
+        return load_head("parallelspec", folder, target)
+
+    def states(self, text: Text, start: int, job: DraftJob) -> Tensor:
+        """(K, hidden) of the masks."""
+        length, masks = job.committed_len, self.model.mask_tokens.weight
+        tokens = torch.tensor([*text.ids[start + 1 : length], job.root])
+        rows = torch.cat((self.model.prefix(text.features[start:length], self.embedding[tokens]), masks))
+        mask = torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
+        rope = self.model.rope(torch.arange(start, start + len(rows))[None], torch.float32)
+        out: Tensor = self.model(rows[None], rope, [lambda q, k, v: attention(q, k, v, mask)])
+        return out[0, -len(masks) :]
+
+    def said(self, text: Text, start: int, job: DraftJob) -> list[Tensor]:
+        return list(self.model.read(self.states(text, start, job)))
+
+
+SLOW = {
+    "specblock": SlowSpecBlock,
+    "eagle3": SlowEagle3,
+    "medusa": SlowMedusa,
+    "parallelspec": SlowParallelSpec,
+    "falcon": SlowFalcon,
+}
+Slow = SlowSpecBlock | SlowEagle3 | SlowMedusa
 
 
 def build(kind: str, folder: Path, target: Path, **more: object) -> tuple[FeatureHead[torch.nn.Module], Slow]:
     told = {"kind": kind, "path": str(folder), "target": str(target), "kv_tokens": 2048, "threads": 1} | more
     settings = DrafterSettings.model_validate(told).of_kind()
-    if kind == "specblock":
-        return SpecBlockHead(settings), SlowSpecBlock(folder, target, settings)  # type: ignore[return-value]
-    return Eagle3Head(settings), SlowEagle3(folder, target, settings)  # type: ignore[return-value]
+    return build_head(settings), SLOW[kind](folder, target, settings)  # type: ignore[return-value]
 
 
 VARIANTS = [
@@ -289,6 +382,12 @@ VARIANTS = [
     ("specblock", {"prefix_broadcast": False, "layer_shift": False}, {}),
     ("eagle3", {}, {"top_k": 4, "depth": 5}),
     ("eagle3", {"norm_before_residual": True, "norm_before_fc": True}, {"top_k": 10, "depth": 7}),
+    ("medusa", {}, {"top_k": 4}),
+    ("medusa", {"slots": 3}, {"top_k": 10}),
+    ("parallelspec", {}, {"top_k": 4}),
+    ("parallelspec", {"slots": 8}, {"top_k": 6, "depth": 3}),
+    ("falcon", {}, {}),
+    ("falcon", {"slots": 3, "lstm_layers": 1, "num_hidden_layers": 2}, {"top_k": 3, "blocks": 3}),
 ]
 
 
@@ -297,7 +396,8 @@ VARIANTS = [
 def test_a_session_of_many_steps_drafts_what_the_slow_reference_drafts(
     kind: str, shape: dict[str, object], told: dict[str, object], sampling: SamplingParams, target: Path, tmp_path: Path
 ) -> None:
-    shape = {("diffspec_draft_token_num" if name == "slots" else name): value for name, value in shape.items()}
+    if kind == "specblock":
+        shape = {("diffspec_draft_token_num" if name == "slots" else name): value for name, value in shape.items()}
     head, slow = build(kind, save_random(tmp_path, kind, **shape), target, **told)
     texts = [Text.random(40, seed) for seed in range(3)]
     lengths, starts = [5, 9, 1], [0, 3, 0]
@@ -321,7 +421,7 @@ def test_a_session_of_many_steps_drafts_what_the_slow_reference_drafts(
     head.pool.check_integrity()
 
 
-@pytest.mark.parametrize("kind", ["specblock", "eagle3"])
+@pytest.mark.parametrize("kind", FEATURE_KINDS)
 def test_small_budgets_and_long_texts(kind: str, target: Path, tmp_path: Path) -> None:
     head, slow = build(kind, save_random(tmp_path, kind), target, max_context=30)
     text = Text.random(40, 1)
@@ -334,7 +434,7 @@ def test_small_budgets_and_long_texts(kind: str, target: Path, tmp_path: Path) -
     assert drafted(head, [DraftJob(0, text.ids[29], 29, 31, GREEDY)]) == [{}]
 
 
-@pytest.mark.parametrize("kind", ["specblock", "eagle3"])
+@pytest.mark.parametrize("kind", FEATURE_KINDS)
 def test_features_that_do_not_fit_are_refused(kind: str, target: Path, tmp_path: Path) -> None:
     head, _ = build(kind, save_random(tmp_path, kind), target)
     text = Text.random(20, 1)
@@ -358,6 +458,28 @@ def test_without_the_rank_head_every_slot_branches_alike(target: Path, tmp_path:
     opened(head, 0, text, 12)
     (tree,) = drafted(head, [DraftJob(0, text.ids[12], 12, 60, GREEDY)])
     assert sorted(Counter(map(len, tree)).items()) == [(1, 3), (2, 3), (3, 3), (4, 3)]
+
+
+def test_a_falcon_tree_has_the_same_shape_whatever_the_weights_say(target: Path, tmp_path: Path) -> None:
+    text, shapes = Text.random(20, 1), []
+    for seed in range(2):
+        head, _ = build("falcon", save_random(tmp_path / str(seed), "falcon", seed), target)
+        opened(head, 0, text, 12)
+        (growth,) = [grown for part in head.draft([DraftJob(0, text.ids[12], 12, 31, GREEDY)]) for grown in part]
+        shapes.append(growth.nodes.parents.tolist())
+        assert growth.nodes.log_probs.tolist() != sorted(growth.nodes.log_probs.tolist(), reverse=True)
+    assert shapes[0] == shapes[1]
+    assert len(shapes[0]) == 31
+
+
+@pytest.mark.parametrize("kind", ["medusa", "parallelspec"])
+def test_a_head_that_no_adapter_trains_says_of_no_miss(kind: str, target: Path, tmp_path: Path) -> None:
+    head, _ = build(kind, save_random(tmp_path, kind), target)
+    text = Text.random(20, 1)
+    opened(head, 0, text, 9, misses=True)
+    assert drafted(head, [DraftJob(0, text.ids[9], 9, 31, GREEDY)])[0]
+    rejection = Rejection(10, 0, text.ids[10], np.empty(0, np.int64), np.empty(0, np.float32), 1.0)
+    assert head.advance(0, Advance(text.ids[9:12], text.inline(9, 12), rejection)) is None
 
 
 @pytest.mark.parametrize("shape", [(1, 256), (40, 256), (3, 7, 640), (40, 100), (20, 320)])
@@ -397,3 +519,18 @@ def test_rotary_factors_are_transformers_own_whatever_the_weights_dtype(scaling:
 
 def test_the_target_says_which_features(target: Path) -> None:
     assert read_target(target).feature_layers == (2, 4, 5)
+
+
+@pytest.mark.parametrize("kind", ["specblock", "eagle3"])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_a_chain_is_one_path_to_the_heads_depth(
+    target: Path, tmp_path: Path, kind: str, sampling: SamplingParams
+) -> None:
+    head, _ = build(kind, save_random(tmp_path / "head", kind), target, chain=True)
+    text = Text.random(60, 3)
+    opened(head, 1, text, 40)
+    (tree,) = drafted(head, [DraftJob(1, text.ids[40], 40, 30, sampling)])
+    longest = max(tree, key=len)
+    assert set(tree) == {longest[:depth] for depth in range(1, len(longest) + 1)}
+    deepest = 8 if kind == "specblock" else 7
+    assert len(longest) == deepest if sampling == GREEDY or kind == "eagle3" else 2 <= len(longest) <= deepest

@@ -11,13 +11,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from coppice.bench.ablate import FULL, GUIDED, UNIFORM, Ablation, ablations
 from coppice.bench.cli import app as bench
-from coppice.bench.replay import replay
+from coppice.bench.replay import Replay, replay
 from coppice.config import DrafterSettings
+from coppice.errors import InvalidField
 from coppice.messages import Advance, OpenDraft
 from coppice.nn.eagle3 import Eagle3Head
 from coppice.nn.head import DraftJob, Growth
-from coppice.nn.layouts import load_eagle3, load_specblock
+from coppice.nn.layouts import load_eagle3, load_head, load_specblock
 from coppice.nn.specblock import SpecBlockHead
 from coppice.training import feature_heads
 from coppice.training.cli import app as train
@@ -77,6 +79,29 @@ def test_an_eagle3_head_is_trained_and_written(place: Path) -> None:
     Eagle3Head(DrafterSettings(kind="eagle3", path=str(folder), target=str(place / "target")))
 
 
+def test_baselines_are_trained_once_each_on_the_same_lessons(place: Path, tmp_path: Path) -> None:
+    target, file, kinds = place / "target", tmp_path / "out.json", ("medusa", "parallelspec", "falcon")
+    flags = ("baselines", "--out", str(tmp_path), "--tokens", "1024", "--lessons", str(place / "lessons"))
+    told = run(bench, place, *flags, "--json", str(file))
+    figures = json.loads(file.read_text())["figures"]
+    assert tuple(figures) == kinds
+    for kind, depth in zip(kinds, (5, 5, 8), strict=True):
+        folder = tmp_path / f"{kind}-1024"
+        assert f"--heads {kind}={kind}:{folder}" in told
+        assert len(figures[kind]["alpha"]) == depth
+        assert figures[kind]["loss"] == json.loads((folder / "report.json").read_text())["log"][-1]["held_out"]["words"]
+        model = load_head(kind, folder, target).model  # type: ignore[arg-type]
+        assert figures[kind]["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+        assert f"--kind {kind}" in (folder / "README.md").read_text()
+    stamps = [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("*/model.safetensors"))]
+    again = CliRunner().invoke(bench, [*flags, "--target", str(target), "--kinds", "falcon,medusa"])  # data as recorded
+    assert again.exit_code == 0, again.output
+    assert [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("*/model.safetensors"))] == stamps
+    unknown = CliRunner().invoke(bench, [*flags, "--target", str(target), "--kinds", "medusa,hydra"])
+    assert unknown.exit_code == 2
+    assert "hydra" in unknown.output
+
+
 def test_a_finished_run_goes_on_when_more_tokens_are_asked_for(place: Path) -> None:
     folder = head(place, "specblock")
     before = (folder / "model.safetensors").read_bytes()
@@ -125,12 +150,32 @@ def test_ablate_trains_each_variant_once_and_compares_them(place: Path, tmp_path
         "alpha_4 of full over no-layer-shift",
     }
     assert told["ok"] == all(check["ok"] for check in told["checks"])
+    table = {row["variant"]: row for row in told["figures"]["table_2"]}
+    assert list(table) == ["SpecBlock", "- layer-wise shift", "- rank-guided branching"]
+    assert table["SpecBlock"]["over_whole"] == 1.0
+    assert table["- rank-guided branching"]["tau"] == told["figures"]["full"]["trees"]["uniform 4"]
     assert not load_specblock(tmp_path / "no-layer-shift-512", place / "target").config.layer_shift
     stamps = [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("*/model.safetensors"))]
     assert len(stamps) == 2
     again = run(bench, place, *flags, *chosen)
     assert [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("*/model.safetensors"))] == stamps
     assert first.splitlines()[-4:] == again.splitlines()[-4:]
+
+
+def test_rows_of_adaptation_come_from_what_bench_adapt_wrote(tmp_path: Path) -> None:
+    rows = [{"method": name, "tau": tau, "speedup": x} for name, tau, x in (("never", 2.0, 1.0), ("bandit", 4.0, 1.5))]
+    (tmp_path / "adapt.json").write_text(json.dumps({"command": "bench adapt --what shift", "rows": rows}))
+    gains = {FULL: {GUIDED: Replay(10, 30), UNIFORM: Replay(10, 15)}}
+    assert ablations(gains, tmp_path / "adapt.json") == [
+        Ablation("SpecBlock", 3.0, 1.0),
+        Ablation("- rank-guided branching", 1.5, 0.5),
+        Ablation("SpecBlock+adapt", 4.0, 1.0, 1.5),
+        Ablation("SpecBlock", 2.0, 0.5, 1.0),
+    ]
+    (tmp_path / "run.json").write_text(json.dumps({"command": "bench run", "rows": rows}))
+    for file, why in (("run.json", "holds no bandit"), ("none.json", "No such file")):
+        with pytest.raises(InvalidField, match=why):
+            ablations(gains, tmp_path / file)
 
 
 def test_rank_reports_the_rank_head_and_the_trees(place: Path, tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
+from coppice.adaptation.training import Learner
 from coppice.convert import app
 from coppice.errors import InvalidField
-from coppice.nn.layouts import convert, layout_of, load_eagle3, load_specblock, public_state
+from coppice.nn.layouts import OWN, convert, layout_of, load_eagle3, load_head, load_specblock, public_state, save_head
 from tests.tiny import make_target
+from tests.unit.test_feature_heads import save_random
 
 H, HEADS, KV, DIM, FF, VOCAB, DRAFT, K = 32, 4, 2, 8, 48, 96, 40, 4
 
@@ -228,6 +230,45 @@ def test_other_folders_are_refused(target: Path, tmp_path: Path) -> None:
         load_specblock(folder, target)
     with pytest.raises(InvalidField, match="is a SpecBlock checkpoint"):
         load_eagle3(written(tmp_path / "other", specblock()), target)
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_head_in_a_layout_of_our_own_comes_back_as_it_was(kind: Any, target: Path, tmp_path: Path) -> None:
+    folder = save_random(tmp_path / "in", kind)
+    assert layout_of(folder) == kind
+    loaded = load_head(kind, folder, target)
+    save_head(tmp_path / "out", loaded.model, loaded.config, kind)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("in", "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert load_head(kind, tmp_path / "out", target).config == loaded.config
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_what_does_not_fit_a_layout_of_our_own_is_named(kind: Any, target: Path, tmp_path: Path) -> None:
+    folder = save_random(tmp_path / "in", kind)
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    some = next(name for name in tensors if name.endswith("norm.weight"))
+    for at, (put_in, why) in enumerate(
+        (
+            ({some: None}, f"{some} is missing"),
+            ({"extra.weight": torch.ones(3)}, "extra.weight is unknown"),
+            ({some: torch.ones(3)}, f"{some} has shape"),
+        )
+    ):
+        spoiled = {name: tensor for name, tensor in (tensors | put_in).items() if tensor is not None}
+        with pytest.raises(InvalidField, match=why):
+            load_head(kind, written(tmp_path / str(at), (config, spoiled)), target)
+    with pytest.raises(InvalidField, match="slots"):
+        load_head(kind, written(tmp_path / "slots", (config | {"slots": 0}, tensors)), target)
+    with pytest.raises(InvalidField, match="there are medusa, parallelspec, falcon"):
+        layout_of(written(tmp_path / "hydra", (config | {"coppice_head": "hydra"}, tensors)))
+    with pytest.raises(InvalidField, match=f"is a {kind} checkpoint, not one of EAGLE-3"):
+        load_eagle3(folder, target)
+    with pytest.raises(InvalidField, match=f"in the layout eagle3, not a {kind} head"):
+        load_head(kind, written(tmp_path / "eagle", eagle3()), target)
+    with pytest.raises(InvalidField, match=f"is a {kind} head; eagle3 and specblock heads are adapted"):
+        Learner(folder, target)
 
 
 def test_the_command_converts_and_refuses(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ REF = FeatureRef("127.0.0.1:50052", "session-1", 3, 9)
 INLINE = Features(10, 2, "bfloat16", inline=bytes(range(24)))
 BY_REF = Features(3, 9, "float32", ref=REF)
 Q_ROWS = np.arange(12, dtype=np.float32).reshape(3, 4) + 1
-TIMES = VerifyTimings(1, 2, 3, 4, 5, 6)
+TIMES = VerifyTimings(1, 2, 3, 4, 5, 6, 7)
 CHAT = (ChatMessage("system", "be short"), ChatMessage("user", "hé"))
 REQUEST = GenerationRequest(
     ids=(1, 2),
@@ -116,7 +116,7 @@ SAMPLES: dict[str, Case] = {
         verifier.open_session_to_wire,
         read_verify,
     ),
-    "verify step": (VerifyStep(FENCE, 99, TREE, Q_ROWS), verifier.verify_step_to_wire, read_verify),
+    "verify step": (VerifyStep(FENCE, 99, TREE, Q_ROWS, True), verifier.verify_step_to_wire, read_verify),
     "verify step without q rows": (VerifyStep(FENCE, 0, TREE), verifier.verify_step_to_wire, read_verify),
     "verify step without a tree": (VerifyStep(FENCE, 4, DraftTree.empty()), verifier.verify_step_to_wire, read_verify),
     "opened": (
@@ -130,7 +130,7 @@ SAMPLES: dict[str, Case] = {
         verifier.read_verify_response,
     ),
     "verdict": (
-        Verdict(FENCE, (1, 3), NextRoot(None, 17, -0.5), TIMES, (1, 3, 4), INLINE, REJECTION, (-0.5, -1.5)),
+        Verdict(FENCE, (1, 3), NextRoot(None, 17, -0.5), TIMES, (1, 3, 4), INLINE, REJECTION, (-0.5, -1.5), True, 0),
         verifier.verdict_to_wire,
         verifier.read_verify_response,
     ),
@@ -501,6 +501,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("verdict", "verdict.accepted", [1] * 257, "verdict.accepted"),
     ("verdict", "verdict.verified", [1] * 257, "verdict.verified"),
     ("verdict", "verdict.log_probs", [0.0] * 257, "verdict.log_probs"),
+    ("verdict", "verdict.budget_hint", 257, "verdict.budget_hint"),
     ("verdict", "verdict.rejection.position", limits.MAX_CONTEXT + 1, "verdict.rejection.position"),
     ("verdict", "verdict.rejection.parent", 257, "verdict.rejection.parent"),
     ("verdict", "verdict.rejection.top_ids", [1] * 65, "verdict.rejection.top_ids"),

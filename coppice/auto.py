@@ -1,0 +1,316 @@
+"""`auto`: which heads to ask in a step, if any, and what to verify, from what steps lately gained and took.
+
+A choice is an *arm*: plain, one head, or all heads routed or merged. Its rate is the tokens a step commits over the
+seconds it takes,
+
+    rate = (1 + gain) / (plain step + extra),
+
+where gain is the accepted drafts and extra what drafting and the additional rows take beside a plain step. Only the
+gain belongs to a text; seconds belong to the machine and its load and are shared by all sessions, and so is the gain
+that a text begins with. As every step says what a plain one would have taken, plain need not be tried to be known.
+
+Trying an arm that is not the best so far costs what it loses against that one, and such losses are paid from an
+allowance: a small share of all time (TRIED). So what exploring costs is bounded, whatever the arms are like; arms that
+cost little are tried often, hopeless ones hardly ever. Deterministic given what it is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from coppice.policy import Policy
+from coppice.routing import outcomes
+from coppice.tree import DraftTree
+
+PLAIN = "plain"
+TRIED = 0.015  # share of the time that trying other arms may lose
+MOST_SAVED_S = 1.0  # of allowance
+TEXT_STEPS = 12.0  # steps of a text that weigh as much as what was known before it
+ALIKE = 0.5  # how far all arms gain more when one does: 0 not at all, 1 by the same factor
+TEXT_MEMORY = 64.0  # steps of a text that count
+MEMORY = 256.0  # steps of an arm, over all texts, that count
+FIRST_GAIN, FIRST_STEPS = 1.0, 4.0  # what an arm is thought to gain before it was tried, and how many steps that weighs
+FORGET_STEPS = 4096.0  # after so many steps without it an arm is nearly unknown again
+RATE = 0.1  # of the averages of seconds
+STAY = 1.01  # how much better another arm must be
+HOPE = 1.0  # standard deviations an untried arm may be better than it looks
+RUN = 4  # steps an arm is tried in a row: the first one may have to open streams and catch up
+NEAR = 4  # steps between a plain and a drafting step that are compared
+COMPARISONS = 8  # that are enough, and that the mean is taken of
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One choice: how the trees become one, and the request's heads that are asked, by index."""
+
+    name: str
+    policy: Policy
+    heads: tuple[int, ...]
+
+
+def arms_of(heads: Sequence[str]) -> tuple[Arm, ...]:
+    """Plain, each head alone, and with several heads route and merge."""
+    alone = [Arm(f"single:{name}", Policy("route", tuple(heads)), (at,)) for at, name in enumerate(heads)]
+    every = tuple(range(len(heads)))
+    joint = [Arm(name, Policy(name, tuple(heads)), every) for name in ("route", "merge")] if len(heads) > 1 else []
+    return (Arm(PLAIN, Policy(PLAIN, ()), ()), *alone, *joint)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeen:
+    """What a step came to, in seconds.
+
+    plain_forward_s: what its forward would have taken without any session's draft nodes, 0 when nobody knows. nodes:
+    that were verified of this session. rows and sessions: of the packed forward. opening: a head that was asked had
+    first to take in the text, so that the step says nothing of later ones.
+    """
+
+    seconds: float
+    draft_s: float
+    forward_s: float
+    plain_forward_s: float
+    accepted: int
+    nodes: int
+    rows: int
+    sessions: int
+    opening: bool = False
+
+    @property
+    def rows_s(self) -> float:
+        """What all sessions' draft nodes took."""
+        return self.forward_s - (self.plain_forward_s or self.forward_s)
+
+    @property
+    def own_rows_s(self) -> float:
+        """What draft nodes would have taken if every session had as many as this one.
+
+        Others wait for a session's nodes as it does for theirs: what it alone would save by them is no measure.
+        """
+        drafted = self.rows - self.sessions
+        return self.rows_s * self.nodes * self.sessions / drafted if drafted > 0 else 0.0
+
+
+@dataclass(slots=True)
+class Known:
+    """What is known of an arm over all texts: its gain as a fading mean, and what it takes beside a plain step."""
+
+    total: float = 0.0
+    weight: float = 0.0
+    extra_s: float | None = None
+    at: int = 0  # when it was seen last, in steps of all sessions
+
+    def left(self, now: int) -> float:
+        """How many steps of it still count."""
+        return self.weight * math.exp(-(now - self.at) / FORGET_STEPS)
+
+    def gain(self, now: int) -> float:
+        """Accepted drafts a step."""
+        weight = self.left(now)
+        mean = self.total / self.weight if self.weight else FIRST_GAIN
+        return (FIRST_GAIN * FIRST_STEPS + mean * weight) / (FIRST_STEPS + weight)
+
+    def gained(self, accepted: int, now: int) -> None:
+        """Take in a step."""
+        kept = math.exp(-(now - self.at) / FORGET_STEPS) * (1 - 1 / MEMORY)
+        self.total, self.weight, self.at = kept * self.total + accepted, kept * self.weight + 1, now
+
+
+@dataclass(slots=True)
+class Experience:
+    """What all sessions of a process know together, and the arm that they play together.
+
+    Sessions that draft for different times would fall into groups that wait for each other's forwards, so all of them
+    play the same arm, chosen anew when each had a step.
+    """
+
+    arms: dict[str, Known] = field(default_factory=dict)
+    texts: list[Chooser] = field(default_factory=list)  # of the sessions under way
+    plain_s: float | None = None  # a plain step at the present load
+    beside_s: float = 0.0  # what drafting costs beside the wait for it and the rows
+    compared: int = 0  # how often that was seen at this load, up to COMPARISONS
+    load: int = 1  # sessions of the forward that it was seen at
+    allowance_s: float = 0.0
+    steps: int = 0
+    best: str = PLAIN
+    now: str = PLAIN
+    trying: int = 0  # rounds that the present arm is still to be tried
+    chosen_until: int = 0  # the step at which the arm is chosen anew
+
+    def known(self, arm: str) -> Known:
+        """What is known of an arm."""
+        return self.arms.setdefault(arm, Known())
+
+    def spent(self, seconds: float, sessions: int) -> None:
+        """Take in a step's time: a share of it may be lost by trying. Other loads are compared anew."""
+        self.steps += 1
+        self.allowance_s = min(MOST_SAVED_S, self.allowance_s + TRIED * seconds)
+        if not self.load / 2 < sessions < self.load * 2:
+            self.load, self.compared = sessions, 0
+
+    def compare(self, beside_s: float) -> None:
+        """Take in how much less a plain step took than a drafting one nearby, but for its wait and its rows."""
+        beside_s = min(beside_s, self.plain_s or beside_s)  # more is a stall
+        self.compared = min(COMPARISONS, self.compared + 1)
+        self.beside_s = max(0.0, self.beside_s + (beside_s - self.beside_s) / self.compared)
+
+    def choose(self, arms: Sequence[str], hint: int | None) -> str:
+        """The arm of the next round."""
+        if self.plain_s is None:
+            return PLAIN
+        gains = [text.gains() for text in self.texts]
+        worth = {name: self._worth(name, sum(each[name] for each in gains) / len(gains)) for name in arms}
+        rates = {name: tokens / seconds for name, (tokens, _, seconds) in worth.items()}
+        best = PLAIN if hint == 0 else max(rates, key=rates.__getitem__)
+        if hint != 0 and rates[best] < STAY * rates[self.best]:
+            best = self.best
+        # All nodes would be left out at a hint of 0.
+        losses = {
+            name: len(self.texts) * (seconds - (1.0 if hint == 0 else tokens) / rates[best])
+            for name, (tokens, _, seconds) in worth.items()
+            if name != best
+        }
+        hopes = {name: (tokens + HOPE * doubt) / seconds for name, (tokens, doubt, seconds) in worth.items()}
+        affordable = {name: hopes[name] for name, loss in losses.items() if loss <= self.allowance_s}
+        if hint != 0:
+            affordable = {name: hope for name, hope in affordable.items() if hope > rates[best] or self._unsure(name)}
+        self.best, self.now = best, self._tried(affordable) or best
+        self.allowance_s -= max(0.0, losses.get(self.now, 0.0))
+        return self.now
+
+    def _worth(self, name: str, gain: float) -> tuple[float, float, float]:
+        """Tokens a step, how far they are in doubt, and seconds; an arm never tried is thought to cost nothing.
+
+        Accepted drafts vary like geometric counts, and both what is known of all texts and of these is a mean of some.
+        """
+        assert self.plain_s is not None
+        if name == PLAIN:
+            return 1.0, 0.0, self.plain_s
+        weight = sum(text.weight(name) for text in self.texts) / len(self.texts)
+        known = self.known(name)
+        doubt = math.sqrt(gain * (1 + gain) * (1 / (TEXT_STEPS + weight) + 1 / (FIRST_STEPS + known.left(self.steps))))
+        return 1 + gain, doubt, self.plain_s + (known.extra_s or 0.0)
+
+    def _unsure(self, name: str) -> bool:
+        """Whether a plain step is to be seen for the sake of `beside_s`."""
+        return name == PLAIN and self.compared < COMPARISONS
+
+    def _tried(self, affordable: dict[str, float]) -> str:
+        """The arm to try instead of the best one; empty for none."""
+        if self.trying and self.now in affordable:
+            self.trying -= 1
+            return self.now
+        self.trying = RUN - 1 if affordable else 0
+        if PLAIN in affordable and self._unsure(PLAIN):
+            return PLAIN
+        return max(affordable, key=affordable.__getitem__) if affordable else ""
+
+
+class Chooser:
+    """One session's part in the choice: what its own text gained. To be closed at its end."""
+
+    def __init__(self, experience: Experience, heads: Sequence[str]) -> None:
+        self.arms = {arm.name: arm for arm in arms_of(heads)}
+        self._experience = experience
+        self._played = PLAIN
+        self._hint: int | None = None
+        self._total = dict.fromkeys(self.arms, 0.0)
+        self._weight = dict.fromkeys(self.arms, 0.0)
+        self._plain: dict[bool, tuple[int, float]] = {}  # by whether it drafted: the last step, and that as a plain one
+        self._steps = 0
+        self._pending: list[tuple[str, int, DraftTree]] = []
+
+    def close(self) -> None:
+        """The session ends, or never began."""
+        if self in self._experience.texts:
+            self._experience.texts.remove(self)
+
+    def decide(self, hint: int | None) -> Arm:
+        """The arm of the next step. `hint` is the verifier's: 0 says that at the present load no node pays."""
+        known, self._hint = self._experience, hint
+        if not self._steps and self not in known.texts:
+            known.texts.append(self)
+        if known.steps >= known.chosen_until:
+            known.choose(tuple(self.arms), hint)
+            known.chosen_until = known.steps + len(known.texts)
+        self._played = known.now
+        return self.arms[self._played]
+
+    def gains(self) -> dict[str, float]:
+        """Accepted drafts a step to be expected of this text: first those of all texts, then more and more its own.
+
+        A text that is easier than most for the arms it was tried with is thought to be so for the others too.
+        """
+        known = self._experience
+        usual = {name: 0.0 if name == PLAIN else known.known(name).gain(known.steps) for name in self.arms}
+        expected = sum(usual[name] * weight for name, weight in self._weight.items())
+        before = TEXT_STEPS * max(usual.values())
+        ease = ((before + sum(self._total.values())) / (before + expected)) ** ALIKE if before else 1.0
+        return {
+            name: (TEXT_STEPS * usual[name] * ease + self._total[name]) / (TEXT_STEPS + self._weight[name])
+            for name in self.arms
+        }
+
+    def weight(self, name: str) -> float:
+        """Steps of this text that say what an arm gains."""
+        return self._weight[name]
+
+    def observe(self, step: StepSeen) -> None:
+        """Take in what the step of the last choice came to."""
+        known, name = self._experience, self._played
+        drafted = name != PLAIN
+        self._steps += 1
+        known.spent(step.seconds, step.sessions)
+        plain_s = step.seconds - step.draft_s - step.rows_s
+        if not step.opening and (drafted or step.rows <= step.sessions):
+            self._compare(drafted, plain_s)
+        plain_s -= known.beside_s if drafted else 0.0
+        known.plain_s = plain_s if known.plain_s is None else _near(known.plain_s, plain_s)
+        if not drafted:
+            return
+        arm, extra_s = known.known(name), step.draft_s + step.own_rows_s + known.beside_s
+        if step.opening:
+            if name != known.best:
+                known.allowance_s -= max(0.0, extra_s - (arm.extra_s or 0.0))
+            return
+        arm.extra_s = extra_s if arm.extra_s is None else arm.extra_s + RATE * (extra_s - arm.extra_s)
+        if self._hint != 0:  # else all of it was left out, which says nothing of other loads
+            self.gained(name, step.accepted)
+
+    def gained(self, name: str, accepted: int) -> None:
+        """Take in what an arm gained in a step, or would have gained."""
+        self._experience.known(name).gained(accepted, self._experience.steps)
+        kept = 1 - 1 / TEXT_MEMORY
+        self._total[name] = kept * self._total[name] + accepted
+        self._weight[name] = kept * self._weight[name] + 1
+
+    def drafted(self, head: str, start: int, tree: DraftTree) -> None:
+        """Remember a tree that a head drafted, verified or not, for the tokens from `start` on: the text will tell."""
+        self._pending.append((f"single:{head}", start, tree))
+
+    def committed(self, ids: Sequence[int]) -> None:
+        """Learn what the remembered trees would have gained, as far as the text says by now.
+
+        Noise is keyed to positions, so that the text is the same whatever was verified.
+        """
+        waiting = []
+        for name, start, tree in self._pending:
+            _, accepted = outcomes(tree, ids[start:])
+            gain = int(accepted.sum())
+            if gain < len(ids) - start or not len(tree):
+                self.gained(name, gain)
+            else:
+                waiting.append((name, start, tree))
+        self._pending = waiting
+
+    def _compare(self, drafted: bool, plain_s: float) -> None:
+        """Hold what a drafting step says of plain ones against a plain step close to it that nobody drafted beside."""
+        self._plain[drafted] = self._steps, plain_s
+        if len(self._plain) == 2 and abs(self._plain[True][0] - self._plain[False][0]) <= NEAR:
+            self._experience.compare(self._plain[True][1] - self._plain[False][1])
+
+
+def _near(mean: float, seen: float) -> float:
+    """The moving average; a stall counts as twice the mean."""
+    return mean + RATE * (min(max(seen, 0.0), 2 * mean) - mean)

@@ -1,0 +1,125 @@
+"""Policy auto: what it chooses in made-up worlds, on what it bases that, and what trying others may cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from coppice.auto import TRIED, Chooser, Experience, StepSeen, arms_of
+from coppice.tree import DraftTree
+from tests.worlds import TUNING, World, against, held_out, play
+
+STEP = StepSeen(0.013, 0.0, 0.010, 0.010, accepted=0, nodes=0, rows=1, sessions=1)
+
+
+def drafting(accepted: int, draft_s: float = 0.003, **changes: object) -> StepSeen:
+    """A step of eight nodes that took a millisecond more in its forward."""
+    seen = StepSeen(0.014 + draft_s, draft_s, 0.011, 0.010, accepted, nodes=8, rows=9, sessions=1)
+    return replace(seen, **changes)  # type: ignore[arg-type]
+
+
+def live(chooser: Chooser, gains: dict[str, int], steps: int, hint: int | None = None) -> list[str]:
+    """The choices of a text in which every arm gains just so much."""
+    chosen = []
+    for _ in range(steps):
+        name = chooser.decide(hint).name
+        chosen.append(name)
+        chooser.observe(STEP if name == "plain" else drafting(gains[name]))
+    return chosen
+
+
+def test_the_arms_are_plain_every_head_alone_and_all_of_them_together() -> None:
+    assert [arm.name for arm in arms_of(())] == ["plain"]
+    assert [arm.name for arm in arms_of(("a",))] == ["plain", "single:a"]
+    both = {arm.name: arm.heads for arm in arms_of(("a", "b"))}
+    assert both == {"plain": (), "single:a": (0,), "single:b": (1,), "route": (0, 1), "merge": (0, 1)}
+
+
+def test_a_head_that_pays_is_kept_and_one_that_does_not_is_left() -> None:
+    good = live(Chooser(Experience(), ("a",)), {"single:a": 3}, 200)
+    assert good[:1] == ["plain"]  # nothing is known yet
+    assert good.count("single:a") > 190
+    bad = live(Chooser(Experience(), ("a",)), {"single:a": 0}, 2000)
+    assert bad[40:].count("single:a") < 0.03 * len(bad)
+
+
+def test_what_one_text_taught_the_next_one_begins_with() -> None:
+    experience = Experience()
+    gains = {"single:a": 1, "single:b": 3, "route": 2, "merge": 2}
+    first = Chooser(experience, ("a", "b"))
+    live(first, gains, 300)
+    first.close()
+    assert live(Chooser(experience, ("a", "b")), gains, 20).count("single:b") >= 17
+
+
+def test_a_hint_of_0_is_plain_but_for_tries_that_the_allowance_pays() -> None:
+    chooser = Chooser(Experience(), ("a",))
+    live(chooser, {"single:a": 3}, 100)
+    hinted = live(chooser, {"single:a": 0}, 1000, hint=0)
+    drafted = hinted.count("single:a")
+    assert 0 < drafted * 0.004 <= TRIED * len(hinted) * 0.013 + 0.03  # saved before, and a run of tries
+    assert live(chooser, {"single:a": 3}, 20).count("single:a") >= 19  # what it gains was not forgotten
+
+
+def test_all_sessions_play_one_arm_and_a_closed_one_counts_no_more() -> None:
+    experience = Experience()
+    texts = [Chooser(experience, ("a", "b")) for _ in range(3)]
+    for _ in range(50):
+        arms = {text.decide(None).name for text in texts}
+        assert len(arms) == 1
+        for text in texts:
+            text.observe(STEP if arms == {"plain"} else drafting(2))
+    for text in texts:
+        text.close()
+    assert experience.texts == []
+
+
+def test_trees_that_were_not_verified_are_judged_by_the_text_once_it_is_long_enough() -> None:
+    chooser = Chooser(Experience(), ("a", "b"))
+    chooser.drafted("a", 2, DraftTree.chain([7, 8, 9], [-0.1, -0.2, -0.3]))
+    chooser.drafted("b", 2, DraftTree.chain([5], [-0.1]))
+    chooser.drafted("b", 2, DraftTree.empty())
+    chooser.committed([1, 2, 7])
+    assert (chooser.weight("single:a"), chooser.weight("single:b")) == (0, pytest.approx(2, abs=0.1))
+    chooser.committed([1, 2, 7, 8, 1])
+    assert chooser.weight("single:a") == 1
+    assert chooser.gains()["single:a"] > chooser.gains()["single:b"]
+
+
+def test_own_rows_cost_what_they_would_if_all_sessions_had_as_many() -> None:
+    seen = StepSeen(0.03, 0.0, 0.020, 0.012, accepted=0, nodes=4, rows=24, sessions=8)
+    assert seen.own_rows_s == pytest.approx(0.016)  # 0.5 ms a row, 32 rows
+    assert replace(seen, rows=8).own_rows_s == 0
+    assert replace(seen, plain_forward_s=0.0).own_rows_s == 0
+
+
+@pytest.mark.parametrize("name", ["one good head", "a random head", "on the edge"])
+def test_a_world_with_one_head_is_played_as_its_best_arm_would(name: str) -> None:
+    world = replace(TUNING[name], texts=8)
+    best, plain = against(world)
+    assert best >= 0.97
+    assert plain >= 0.97
+
+
+def test_under_load_it_is_plain_when_plain_is_best() -> None:
+    world = replace(TUNING["eight sessions"], texts=8)
+    best, plain = against(world)
+    assert min(best, plain) >= 0.94
+
+
+def test_the_same_world_is_played_the_same_way_twice() -> None:
+    world = replace(TUNING["two domains"], texts=5)
+    assert play(world, 1) == play(world, 1)
+
+
+def test_worlds_it_was_not_tuned_on() -> None:
+    ratios = np.array([against(replace(held_out(seed), texts=8, sessions=1)) for seed in range(4)])
+    assert ratios[:, 0].mean() >= 0.9
+    assert ratios.min() >= 0.75
+
+
+def test_a_dead_head_costs_a_few_steps() -> None:
+    world = World({"a": (0.0,)}, {"a": 20.0}, texts=8)
+    assert against(world)[0] >= 0.97

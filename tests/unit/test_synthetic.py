@@ -1,0 +1,192 @@
+"""`bench synthetic`: profiles of acceptance, random weights of any shape, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from transformers import LlamaConfig
+
+from coppice.bench.bare import BareDraft
+from coppice.bench.profiles import PROFILES, Published, drawn_taus, expected_tau, read_profile
+from coppice.bench.shapes import SHAPES, make_weights, read_shape
+from coppice.bench.synthetic import BareTimes, SyntheticPlan, expected_rows
+from coppice.bench.synthetic_report import NOTE, SyntheticReport, compare
+from coppice.cli import main
+from coppice.errors import InvalidField
+from coppice.nn.layouts import read_target
+from coppice.stack_spec import StackSpec
+
+KINDS = ("eagle3", "specblock")
+MODELS = Path(__file__).parents[2] / "models" / "demo"
+
+
+# --- profiles ---
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_preset_has_the_published_tau_and_last_rate(name: str) -> None:
+    for kind, published in PROFILES[name].items():
+        alphas = read_profile(name, [kind])[kind]
+        assert len(alphas) == published.depth
+        assert expected_tau(alphas) == pytest.approx(published.tau)
+        assert alphas[-1] == pytest.approx(published.last or alphas[0])
+        assert list(alphas) == sorted(alphas, reverse=True)
+
+
+def test_the_first_rates_of_specblock_are_above_those_of_figure_5() -> None:
+    assert PROFILES["llama-3.1-8b"]["specblock"].alphas()[0] > 0.8
+    assert PROFILES["qwen3-8b"]["specblock"].alphas()[0] > 0.8
+
+
+def test_given_rates_are_every_heads() -> None:
+    assert read_profile("0.5,0.2", KINDS) == {"eagle3": (0.5, 0.2), "specblock": (0.5, 0.2)}
+    assert expected_tau((0.5, 0.2)) == pytest.approx(1.6)
+    assert expected_tau(()) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [("best", "neither rates"), ("0.5,1.2", "not between 0 and 1"), ("qwen3-8b", "nothing of lm")]
+)
+def test_an_unusable_profile_says_why(text: str, why: str) -> None:
+    with pytest.raises(InvalidField, match=why):
+        read_profile(text, ["lm"])
+
+
+def test_drawn_answers_have_the_expected_tau() -> None:
+    alphas = Published(4.41, 8, 0.544).alphas()
+    taus = drawn_taus(alphas, 300, 400, seed=1)
+    assert np.mean(taus) == pytest.approx(4.41, rel=0.01)
+    assert taus == drawn_taus(alphas, 300, 400, seed=1)
+    assert drawn_taus((), 2, 9, 0) == [1.0, 1.0]
+    assert drawn_taus((1.0, 1.0), 1, 10, 0) == [3.0]
+
+
+# --- shapes ---
+
+
+def test_the_demo_preset_is_the_demos_shape() -> None:
+    shipped = json.loads((MODELS / "target" / "config.json").read_text())
+    assert SHAPES["demo"] == {name: shipped[name] for name in SHAPES["demo"]}
+    assert read_shape("demo").head_dim == shipped["head_dim"]
+
+
+@pytest.mark.parametrize(("name", "billions"), [("0.5b", 0.494), ("llama-3.1-8b", 8.03), ("qwen3-8b", 8.19)])
+def test_presets_have_as_many_parameters_as_the_models_they_are_named_for(name: str, billions: float) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(read_shape(name))
+    assert model.num_parameters() / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_a_shape_that_is_none_is_named() -> None:
+    with pytest.raises(InvalidField, match="'huge' is neither a folder"):
+        read_shape("huge")
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with nothing but a tiny configuration."""
+    folder = tmp_path_factory.mktemp("shape")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=200, num_hidden_layers=8, max_position_embeddings=512, eos_token_id=0, **sizes)
+    config.save_pretrained(folder)
+    return folder
+
+
+def test_weights_are_made_once_and_fit_together(shape: Path, tmp_path: Path) -> None:
+    target, heads = make_weights(tmp_path, read_shape(str(shape)), KINDS, "bfloat16", "cpu", 0)
+    parts = read_target(target)
+    assert (parts.hidden_size, parts.vocab_size, parts.embedding.dtype.itemsize) == (32, 200, 2)
+    assert [(head.name, head.kind) for head in heads] == [(kind, kind) for kind in KINDS]
+    before = [head.path.stat().st_mtime_ns for head in heads if head.path]
+    assert make_weights(tmp_path, read_shape(str(shape)), KINDS, "bfloat16", "cpu", 1) == (target, heads)
+    assert [head.path.stat().st_mtime_ns for head in heads if head.path] == before
+    assert StackSpec(target=target, heads=heads).heads == heads
+
+
+# --- figures ---
+
+
+def test_expected_figures_follow_from_times_and_profile(shape: Path, tmp_path: Path) -> None:
+    target, heads = make_weights(tmp_path, read_shape(str(shape)), KINDS, "float32", "cpu", 0)
+    profile = {"eagle3": (1.0,) * 3, "specblock": (1.0,) * 2}
+    plan = SyntheticPlan((1, 9), (1, 4), 8, 40, 13, profile, 200, 0)
+    forwards = {(1, 1): 10.0, (1, 9): 12.0, (4, 1): 14.0, (4, 9): 40.0}
+    drafts = {(count, "eagle3"): BareDraft(8.0, 9.0) for count in (1, 4)}
+    drafts |= {(count, "specblock"): BareDraft(3.0, 5.0) for count in (1, 4)}
+    rows = expected_rows(StackSpec(target=target, heads=heads), plan, BareTimes(forwards, drafts))
+    plain, eagle, block = rows[:3]
+    assert (plain.tau, plain.tokens_per_s, plain.speedup, plain.draft_share) == (1.0, 100.0, 1.0, 0.0)
+    assert (eagle.tau, eagle.tokens_per_s, eagle.speedup) == (4.0, pytest.approx(200.0), pytest.approx(2.0))
+    assert (eagle.draft_share, eagle.t_d_total_ms, eagle.drawn_tau) == (0.4, 9.0, (4.0, 4.0, 4.0))
+    assert (block.speedup, block.draft_share) == (pytest.approx(2.0), 0.2)
+    assert rows[4].speedup == pytest.approx(4 / 48 * 14)  # four sessions: plain shares its forward too
+    one, four = compare(rows)
+    assert (one["speed"], one["t_d"], four["sessions"]) == (pytest.approx(1.0), 0.375, 4)
+    assert compare(rows[:2]) == []
+    figures = {"shape": "tiny", "profile_name": "ones", "budget": 8, "specblock_over_eagle3": [one]}
+    report = SyntheticReport("bench synthetic", "float32", 1, rows=list(rows))
+    report.figures = figures | {"forward_ms": BareTimes(forwards, drafts).by_sessions()}
+    console = Console(width=120, record=True)
+    report.print(console)
+    text = console.export_text()
+    assert text.count(NOTE) == 2
+    assert "speed 1.00, T_D 0.38, draft share 20% against 40%" in text
+
+
+def _measured(arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict:
+    told = [
+        "--json",
+        str(tmp_path / "s.json"),
+        "--markdown",
+        str(tmp_path / "s.md"),
+        "--plots",
+        str(tmp_path / "plots"),
+    ]
+    monkeypatch.setattr(sys, "argv", ["coppice", "bench", "synthetic", *arguments, *told])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    return json.loads((tmp_path / "s.json").read_text())
+
+
+def test_a_tiny_shape_is_measured_bare_and_through_the_services(
+    shape: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes = ["--rows", "1,4", "--sessions", "1,2", "--budget", "6", "--context", "24", "--n", "1"]
+    arguments = ["--shape", str(shape), "--dtype", "float32", "--profile", "0.9,0.5", "--max-new-tokens", "12"]
+    told = _measured([*arguments, *sizes], monkeypatch, tmp_path)
+    assert (told["synthetic"], told["ok"]) == (NOTE, True)
+    assert {count: list(by_rows) for count, by_rows in told["figures"]["forward_ms"].items()} == {
+        "1": ["1", "4", "7"],
+        "2": ["1", "4", "7"],
+    }
+    methods = ["plain", "single:eagle3", "single:specblock"]
+    assert [(row["method"], row["sessions"]) for row in told["rows"]] == [(name, n) for n in (1, 2) for name in methods]
+    for row in told["rows"]:
+        assert row["tau"] == pytest.approx(2.35 if row["heads"] else 1.0)
+        assert (row["t_d_ms"] > 0) == (row["draft_share"] > 0) == bool(row["heads"])
+        assert (row["pipeline_step_ms"] > 0) == (row["efficiency"] > 0) == (row["sessions"] == 1)
+        if row["sessions"] == 1:
+            assert 1 <= row["pipeline_tau"] < 2  # random heads
+            assert sum(row["parts_ms"].values()) == pytest.approx(row["pipeline_step_ms"], rel=0.1)
+    assert (tmp_path / "s.md").read_text().count(NOTE) == 3
+    files = sorted(file.name for file in (tmp_path / "plots").iterdir())
+    assert files == ["synthetic_expected.png", "synthetic_forward.png", "synthetic_step.png"]
+    assert all((tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG") for name in files)
+
+
+@pytest.mark.gpu
+def test_a_shape_is_measured_on_an_accelerator(shape: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = ["--shape", str(shape), "--device", "cuda", "--no-pipeline", "--sessions", "1,8", "--budget", "60"]
+    told = _measured([*arguments, "--context", "64"], monkeypatch, tmp_path)
+    assert told["dtype"] == "bfloat16"
+    assert all(row["t_m_ms"] > 0 for row in told["rows"])
+    assert [one["sessions"] for one in told["figures"]["specblock_over_eagle3"]] == [1, 8]
