@@ -74,8 +74,8 @@ def trained(cache: HeadCache, kinds: Sequence[str], lessons: Lessons) -> Iterato
 
 def baselines_table(found: Sequence[Baseline], title: str) -> Table:
     """A row for each head. `length`: tokens a step of a greedy chain; losses compare within a kind only."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("kind", "parameters", "alpha 1", "2", "3", "4", "length", "loss", "minutes"):
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0), collapse_padding=True)
+    for heading in ("kind", "params", "alpha 1", "2", "3", "4", "length", "loss", "minutes"):
         table.add_column(heading, no_wrap=True)
     for one in found:
         alphas = [f"{alpha:.2f}" for alpha in one.alpha[:4]]
