@@ -217,7 +217,8 @@ class HeadSession:
 
     def ask(self, fence: Fence, root: int, ids: list[int], budget: int) -> asyncio.Future[None] | None:
         """Ask for a tree below `root`; the future is done when it is complete. None when the head sits this out."""
-        if self._opened and self._replica is not None and self.pool.has_better(self._replica):
+        # A step that asks for no node is to hear of the last tree's miss, which only this replica knows.
+        if budget and self._opened and self._replica is not None and self.pool.has_better(self._replica):
             self.close()
             self.open(ids)
             self._waited_to_open = True  # it had drafts until now
