@@ -19,7 +19,7 @@ COPY coppice coppice
 RUN pip install --no-deps --force-reinstall . && pip uninstall --yes pip
 
 FROM python:${PYTHON}-slim AS cpu
-ENV PATH=/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
+ENV PATH=/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp GOMP_SPINCOUNT=50000
 WORKDIR /app
 COPY --from=build /venv /venv
 COPY services services

@@ -279,6 +279,7 @@ def serve(
     arguments: Annotated[list[str] | None, typer.Argument(help="Its settings, such as --verifier.target DIR.")] = None,
 ) -> None:
     """Become one service."""
+    from coppice.child import OPENMP_SPINS
     from coppice.launch import MODULES
     from coppice.stack_spec import checkout
 
@@ -286,6 +287,7 @@ def serve(
         raise typer.BadParameter(f"{role!r} is not one of {', '.join(MODULES)}", param_hint="ROLE")
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(checkout()), *([inherited] if inherited else [])])
+    os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)
     os.execv(sys.executable, [sys.executable, "-m", MODULES[role], *(arguments or [])])  # noqa: S606
 
 

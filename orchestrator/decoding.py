@@ -61,6 +61,7 @@ class Decoding:
         self.hash = committed_hash(ids)
         self.prompt_tokens = len(ids) - len(request.resume_ids)
         self.left = plan.max_new_tokens
+        self.chunk: Chunk | None = None  # certain and not sent yet
         self.step = 0
         self.hint: int | None = None  # of the last verdict: how many nodes to draft
         self.finish: FinishReason | None = None
@@ -97,6 +98,7 @@ class Decoding:
             self._account(now - last, drafts, choice, verdict)
             self._learn(now - last, drafted, opening, drafts, verdict)
             last = now
+        self._send()
         timings = self.timings
         timings.decode_ns = last - first
         elsewhere = timings.draft_ns + timings.transport_ns + timings.verify_ns + timings.accept_ns
@@ -163,12 +165,14 @@ class Decoding:
     async def _draft(self, root: int) -> list[Draft]:
         """The tree of every head of the arm, as far as it came within the deadline."""
         if not self.arm.heads or not self.plan.budget:
+            self._send()
             return [Draft() for _ in self.heads]
         began = time.perf_counter_ns()
         asked = {at: self.heads[at] for at in self.arm.heads}
         deadline_s = self.plan.draft_deadline_s or max(head.pool.deadline_s for head in asked.values())
         fence = self._fence(deadline_s)
         answers = {at: head.ask(fence, root, self.ids, self._budget) for at, head in asked.items()}
+        self._send()  # behind the questions, which the step waits for
         if waited := [answer for answer in answers.values() if answer is not None]:
             await asyncio.wait(waited, timeout=deadline_s)
         drafts = [Draft() if answers.get(at) is None else head.collect() for at, head in enumerate(self.heads)]
@@ -260,7 +264,7 @@ class Decoding:
     def _commit(
         self, accepted: list[tuple[int, float]], root: tuple[int, float] | None, tree: StepTree | None = None
     ) -> int:
-        """Send new tokens to the client up to where the text ends; returns the next root."""
+        """Take new tokens for the client up to where the text ends; returns the next root."""
         new = [(*token, Origin.DRAFT) for token in accepted]
         if root is not None:
             new.append((*root, Origin.ROOT))
@@ -277,21 +281,25 @@ class Decoding:
         if self.finish in ("eos", "length"):
             pieces[-1] += self.text.flush()
         sent = new[: len(ids)]
-        self.emit(
-            Chunk(
-                text="".join(pieces),
-                ids=tuple(ids),
-                origins=tuple(origin for _, _, origin in sent),
-                pieces=tuple(pieces),
-                log_probs=tuple(log_prob for _, log_prob, _ in sent) if self.request.want_log_probs else (),
-                tree=tree,
-            )
+        self.chunk = Chunk(
+            text="".join(pieces),
+            ids=tuple(ids),
+            origins=tuple(origin for _, _, origin in sent),
+            pieces=tuple(pieces),
+            log_probs=tuple(log_prob for _, log_prob, _ in sent) if self.request.want_log_probs else (),
+            tree=tree,
         )
         self.result.new_tokens += len(ids)
         if self.step:
             self.result.accept_lengths.append(len(ids))
         self.metrics.tokens.inc(len(ids))
         return root[0] if root is not None else -1
+
+    def _send(self) -> None:
+        """Pass on to the client what the last commit made."""
+        chunk, self.chunk = self.chunk, None
+        if chunk is not None:
+            self.emit(chunk)
 
     def _finish_reason(self, token: int, stopped: bool) -> FinishReason | None:
         if token in self.plan.stop_ids:

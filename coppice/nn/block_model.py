@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
@@ -51,11 +52,11 @@ class BlockInput(nn.Module):
 
     def forward(self, condition: Tensor, token: Tensor, broadcast: bool = True) -> Tensor:
         """(B, N, hidden) conditions and token embeddings -> (B, N, K, hidden); broadcast: into every slot."""
-        hidden = condition.shape[-1]
-        shared = torch.cat((self.condition_norm(condition), self.token_norm(token)), dim=-1)
-        # fuse [c, t, q] = A [c, t] + B q: the first term is the same in every slot.
-        of_prefix: Tensor = shared @ self.fuse.weight[:, : 2 * hidden].T
-        of_query: Tensor = self.query_norm(self.position_queries.weight) @ self.fuse.weight[:, 2 * hidden :].T
+        shared = self.condition_norm(condition), self.token_norm(token), torch.zeros_like(condition)
+        # fuse [c, t, q] = fuse [c, t, 0] + fuse [0, 0, q]: the first term is the same in every slot.
+        of_prefix: Tensor = self.fuse(torch.cat(shared, dim=-1))
+        query = self.query_norm(self.position_queries.weight)
+        of_query: Tensor = self.fuse(F.pad(query, (2 * query.shape[-1], 0)))
         if broadcast:
             return of_prefix[..., None, :] + of_query
         slots = of_query.expand(*of_prefix.shape[:-1], -1, -1)

@@ -15,6 +15,7 @@ from coppice.adaptation.weights import Weights
 from coppice.errors import StaleFence
 from coppice.nn.head import Spare
 from coppice.nn.layouts import fused_tensor, public_names
+from coppice.packed.linear import prepack
 
 if TYPE_CHECKING:
     from coppice.nn.features import FeatureHead
@@ -66,4 +67,5 @@ def with_tensors(model: M, state: Mapping[str, Tensor]) -> M:
     shared = [*model.parameters(), *model.buffers(), getattr(model, "rotary", None), model.config]
     copy = deepcopy(model, {id(one): one for one in shared})
     copy.load_state_dict(dict(state), assign=True)
+    prepack(copy)
     return copy

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import structlog
@@ -75,8 +75,14 @@ class _Waiting:
     arrived_ns: int
     job: DraftJob
     missed: _Missed | None
+    held: list[TreeDelta] = field(default_factory=list)  # deltas that go out with the next one
     sent: bool = False  # some of its deltas are out
     done: bool = False
+
+    @property
+    def early(self) -> bool:
+        """Whether the rest of the tree will be in time too: less than a quarter of the time there is has passed."""
+        return time.perf_counter_ns() - self.arrived_ns < self.fence.deadline_ns / 4
 
 
 class Worker:
@@ -291,16 +297,14 @@ class Worker:
         self._metrics.rows.inc(len(waiting))
         try:
             for grown in self._head.draft([one.job for one in waiting]):
-                forward_ns = self._head.forward_ns - forward_before
-                self._post(
-                    [(waiting[part.job].session, self._delta(waiting[part.job], part, forward_ns)) for part in grown]
-                )
+                self._send(waiting, grown, self._head.forward_ns - forward_before)
             if not all(one.done for one in waiting):
                 raise RuntimeError("the head left a draft without an end")
         except Exception as error:
             unfinished = [one for one in waiting if not one.done]
             log.warning("drafting failed", sessions=len(waiting), unfinished=len(unfinished), error=repr(error))
             for one in unfinished:
+                one.held.clear()
                 if one.sent or len(waiting) == 1:
                     self._fail(one.session, error)
                 else:
@@ -308,6 +312,22 @@ class Worker:
         self._metrics.forward_seconds.observe((time.perf_counter_ns() - began) / 1e9)
         for one in waiting:
             self._offer(one)
+
+    def _send(self, waiting: list[_Waiting], grown: list[Growth], forward_ns: int) -> None:
+        """Post what grew; a part whose tree is not complete goes with the next one while there is time.
+
+        Each wakes this process's event loop, which takes the interpreter from the thread, and the orchestrator.
+        """
+        answers: list[tuple[Session, Answer]] = []
+        for part in grown:
+            one = waiting[part.job]
+            one.held.append(self._delta(one, part, forward_ns))
+            if part.last or not one.early:
+                answers += ((one.session, delta) for delta in one.held)
+                one.held.clear()
+                one.sent, one.done = True, part.last
+        if answers:
+            self._post(answers)
 
     def _offer(self, one: _Waiting) -> None:
         """Make a sample of what was missed, now that the draft is out."""
@@ -317,8 +337,7 @@ class Worker:
             self._samples.offer(live.name, live.window, missed.version, missed.rejection, missed.miss)
 
     def _delta(self, one: _Waiting, part: Growth, forward_ns: int) -> TreeDelta:
-        miss = one.missed.miss.value if one.missed and not one.sent else None
-        one.sent, one.done = True, part.last
+        miss = one.missed.miss.value if one.missed and not one.sent and not one.held else None
         asked = one.fence
         version = self._head.description.weights_version
         step = asked.step - failpoints.hit("drafter.stale")

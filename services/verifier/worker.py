@@ -32,6 +32,8 @@ from services.verifier.session import Session
 
 log = structlog.get_logger()
 
+_MOST_WAIT = 0.5  # of a forward, for sessions on their way back: what they would wait for the next one, at least
+
 
 def reserved_tokens(request: OpenSession, settings: VerifierSettings) -> int:
     """KV tokens a session is admitted with, whole blocks and at most all there are, so that nothing is ever evicted."""
@@ -134,18 +136,23 @@ class Worker(threading.Thread):
         """Take what came in; wait for work, and a moment for the sessions that were answered last."""
         if not (self._steps or self._prefills):
             self._take(self._inbox.get())
-        until = time.perf_counter() + min(self.settings.batch_wait_ms / 1e3, 0.1 * self._forward_s)
+        latest = time.perf_counter() + min(self.settings.batch_wait_ms / 1e3, _MOST_WAIT * self._forward_s)
         while self._open:
             try:
                 self._take(self._inbox.get_nowait())
             except queue.Empty:
-                left = until - time.perf_counter()
-                if left <= 0 or not self._steps or self._expected <= self._steps.keys():
+                left = self._all_back(latest) - time.perf_counter()
+                if left <= 0 or not self._steps:
                     return
                 try:
                     self._take(self._inbox.get(timeout=left))
                 except queue.Empty:
                     return
+
+    def _all_back(self, latest: float) -> float:
+        """When those that were answered last should be back, of those that usually are by `latest`; 0: they are."""
+        missing = [self._sessions[key].due(latest) for key in self._expected - self._steps.keys()]
+        return max((due for due in missing if due <= latest), default=0.0)
 
     def _take(self, message: Callable[[], None] | None) -> None:
         if message is None:
@@ -184,6 +191,7 @@ class Worker(threading.Thread):
             raise NotFound("the session is not open")
         session = self._sessions[key]
         session.check_fence(step.fence)
+        session.came_back(arrived / 1e9)
         job = Job(session, step, answer, arrived)
         room = session.table.capacity - session.committed_len - 1
         job.tree = step.tree
@@ -245,6 +253,7 @@ class Worker(threading.Thread):
             except Exception as error:
                 self._finish(job, error)
         self._forget_answered()
+        self._deliver()
         self._note_kv()
 
     def _note_kv(self) -> None:
@@ -308,6 +317,7 @@ class Worker(threading.Thread):
             self._expected.add(session.key)
             answer = dataclasses.replace(verdict, budget_hint=hint)
         ended = time.perf_counter_ns()
+        session.answered_s = ended / 1e9
         timings = dataclasses.replace(
             packed,
             queue_ns=job.started - job.arrived,
