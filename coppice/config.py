@@ -93,7 +93,7 @@ class VerifierSettings(TorchSettings):
     kv_tokens: int = Field(65_536, gt=0, description="KV capacity, tokens over all sessions")
     block_size: int = Field(32, gt=0, description="tokens of one KV block")
     prefill_rows: int = Field(512, gt=0, description="prompt rows added to one forward at most")
-    batch_wait_ms: float = Field(10.0, ge=0, description="longest wait for sessions to join a forward, milliseconds")
+    batch_wait_ms: float = Field(50.0, ge=0, description="longest wait for sessions to join a forward, milliseconds")
     feature_window: int = Field(4096, ge=0, description="positions whose features a session keeps for fetching")
     prune: bool = Field(True, description="time forwards and leave out draft nodes that cost more than they promise")
 

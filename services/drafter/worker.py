@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from coppice.messages import (
     committed_hash,
 )
 from coppice.nn.head import DraftJob, Growth, Head, Miss, Spare
+from coppice.returns import MOST_WAIT, Returns
 from coppice.sampling import SamplingParams
 from coppice.telemetry import SessionMetrics
 from services.drafter.samples import Samples, Window
@@ -108,6 +110,8 @@ class Worker:
         self._live: dict[Session, _Live] = {}
         self._openings: deque[tuple[Session, Iterator[None]]] = deque()
         self._waiting: dict[Session, _Waiting] = {}
+        self._returns = Returns()
+        self._draft_s = 0.0  # moving average of a batch
 
     async def start(self) -> None:
         """Start the thread and wait for the head. Raises what `build` raises."""
@@ -183,18 +187,25 @@ class Worker:
             self._loop.call_soon_threadsafe(self.failed.set)
 
     def _collect(self) -> None:
-        """Take all that came in; wait for something only when there is nothing to do."""
-        idle = not (self._waiting or self._openings)
+        """Take what came in; wait for work, and for the sessions drafted for last that usually are back soon."""
+        if not (self._waiting or self._openings):
+            self._take(self._inbox.get())
+        latest = time.perf_counter() + MOST_WAIT * self._draft_s
         while self._running:
             try:
-                message = self._inbox.get(block=idle)
+                self._take(self._inbox.get_nowait())
             except queue.Empty:
-                return
-            idle = False
-            if message is None:
-                self._running = False
-            else:
-                message()
+                left = self._returns.wait_until(self._waiting, latest) - time.perf_counter()
+                if left <= 0 or not self._waiting or self._openings:
+                    return
+                with suppress(queue.Empty):
+                    self._take(self._inbox.get(timeout=left))
+
+    def _take(self, message: Callable[[], None] | None) -> None:
+        if message is None:
+            self._running = False
+        else:
+            message()
 
     def _take_open(self, session: Session, opening: OpenDraft) -> None:
         learns = self._samples is not None and opening.want_misses and opening.features is not None
@@ -236,6 +247,7 @@ class Worker:
         except Exception as error:
             self._fail(session, error)
             return
+        self._returns.came(session, arrived_ns / 1e9)
         job = DraftJob(session.key, step.root, live.length, step.budget, live.sampling, live.coupled, live.want_q_rows)
         self._waiting[session] = _Waiting(session, step.fence, arrived_ns, job, missed)
 
@@ -287,6 +299,7 @@ class Worker:
     def _forget(self, session: Session) -> None:
         self._live.pop(session, None)
         self._waiting.pop(session, None)
+        self._returns.closed(session)
         self._openings = deque(opening for opening in self._openings if opening[0] is not session)
 
     def _draft(self, waiting: list[_Waiting]) -> None:
@@ -309,7 +322,11 @@ class Worker:
                     self._fail(one.session, error)
                 else:
                     self._draft([one])
-        self._metrics.forward_seconds.observe((time.perf_counter_ns() - began) / 1e9)
+        ended = time.perf_counter_ns()
+        took = (ended - began) / 1e9
+        self._draft_s = 0.9 * (self._draft_s or took) + 0.1 * took
+        self._returns.answered([one.session for one in waiting if one.done], ended / 1e9)
+        self._metrics.forward_seconds.observe(took)
         for one in waiting:
             self._offer(one)
 

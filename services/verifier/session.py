@@ -29,8 +29,6 @@ from coppice.sampling import Row as SampledRow
 from coppice.sampling import decode_row, draw
 from coppice.tree import DraftTree, TreeError
 
-_RATE, _SLACK = 0.2, 1.5
-
 
 @dataclass
 class FeatureWindow:
@@ -75,19 +73,6 @@ class Session:
         self.committed_len = 0
         self.hash = committed_hash(())
         self.features = FeatureWindow(feature_window)
-        self.answered_s = 0.0
-        """when the last answer went out, seconds"""
-        self._away_s = 0.0  # usual time from there to the next step
-
-    def came_back(self, now: float) -> None:
-        """Note when a step came, seconds."""
-        if self.answered_s:
-            away = now - self.answered_s
-            self._away_s += _RATE * (away - self._away_s) if self._away_s else away
-
-    def due(self, otherwise: float) -> float:
-        """By when the next step should be here, in the clock of `answered_s`; `otherwise` while nothing is known."""
-        return self.answered_s + _SLACK * self._away_s if self._away_s else otherwise
 
     @property
     def fence(self) -> Fence:

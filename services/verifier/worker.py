@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import structlog
@@ -25,14 +26,13 @@ from coppice.messages import FeatureRef, Features, OpenSession, SessionOpened, V
 from coppice.packed.batch import Piece, pack
 from coppice.packed.engine import Engine, EngineInfo, ForwardOutput
 from coppice.packed.kv import OutOfBlocks
+from coppice.returns import MOST_WAIT, Returns
 from coppice.telemetry import SessionMetrics
 from services.verifier.job import Job
 from services.verifier.pruner import Pruner, measure
 from services.verifier.session import Session
 
 log = structlog.get_logger()
-
-_MOST_WAIT = 0.5  # of a forward, for sessions on their way back: what they would wait for the next one, at least
 
 
 def reserved_tokens(request: OpenSession, settings: VerifierSettings) -> int:
@@ -55,7 +55,7 @@ class Worker(threading.Thread):
         self._by_name: dict[str, Session] = {}
         self._prefills: deque[Job] = deque()
         self._steps: dict[int, Job] = {}
-        self._expected: set[int] = set()  # sessions answered by the last forward: likely back at once
+        self._returns = Returns()
         self._answers: list[tuple[asyncio.Future[Any], Any]] = []
         self._forward_s = 0.0  # moving average
         self._pruner: Pruner | None = None
@@ -133,26 +133,19 @@ class Worker(threading.Thread):
         return True
 
     def _collect(self) -> None:
-        """Take what came in; wait for work, and a moment for the sessions that were answered last."""
+        """Take what came in; wait for work, and for the sessions answered last that usually are back soon."""
         if not (self._steps or self._prefills):
             self._take(self._inbox.get())
-        latest = time.perf_counter() + min(self.settings.batch_wait_ms / 1e3, _MOST_WAIT * self._forward_s)
+        latest = time.perf_counter() + min(self.settings.batch_wait_ms / 1e3, MOST_WAIT * self._forward_s)
         while self._open:
             try:
                 self._take(self._inbox.get_nowait())
             except queue.Empty:
-                left = self._all_back(latest) - time.perf_counter()
+                left = self._returns.wait_until(self._steps, latest) - time.perf_counter()
                 if left <= 0 or not self._steps:
                     return
-                try:
+                with suppress(queue.Empty):
                     self._take(self._inbox.get(timeout=left))
-                except queue.Empty:
-                    return
-
-    def _all_back(self, latest: float) -> float:
-        """When those that were answered last should be back, of those that usually are by `latest`; 0: they are."""
-        missing = [self._sessions[key].due(latest) for key in self._expected - self._steps.keys()]
-        return max((due for due in missing if due <= latest), default=0.0)
 
     def _take(self, message: Callable[[], None] | None) -> None:
         if message is None:
@@ -191,7 +184,7 @@ class Worker(threading.Thread):
             raise NotFound("the session is not open")
         session = self._sessions[key]
         session.check_fence(step.fence)
-        session.came_back(arrived / 1e9)
+        self._returns.came(key, arrived / 1e9)
         job = Job(session, step, answer, arrived)
         room = session.table.capacity - session.committed_len - 1
         job.tree = step.tree
@@ -205,7 +198,7 @@ class Worker(threading.Thread):
         del self._by_name[session.request.session]
         self._steps.pop(key, None)
         self._prefills = deque(job for job in self._prefills if job.session is not session)
-        self._expected.discard(key)
+        self._returns.closed(key)
         self.engine.pool.free(session.table)
         self.metrics.closed.inc()
         self._note_kv()
@@ -241,7 +234,7 @@ class Worker(threading.Thread):
         self.metrics.rows.inc(rows)
         self.metrics.forward_seconds.observe(took)
         hint = self._pruner.hint(len(self._steps)) if self._pruner and self._steps else None
-        self._expected = set()
+        answered: list[int] = []
         first_row = first_kept = 0
         for job, piece in zip(jobs, pieces, strict=True):
             part = _part(output, first_row, len(piece.tokens), first_kept, len(piece.keep))
@@ -252,6 +245,9 @@ class Worker(threading.Thread):
                 self._settle(job, piece, part, layers, packed, hint)
             except Exception as error:
                 self._finish(job, error)
+            else:
+                answered += [job.session.key] if job.step else []
+        self._returns.answered(answered, time.perf_counter())
         self._forget_answered()
         self._deliver()
         self._note_kv()
@@ -264,7 +260,7 @@ class Worker(threading.Thread):
         """What all sessions of a forward are told of it; the pruner learns from it."""
         plain_ns = 0
         if self._pruner is not None:
-            decoded, awaited = len(jobs) == len(self._steps), not self._expected.isdisjoint(self._steps)
+            decoded, awaited = len(jobs) == len(self._steps), not self._returns.expected.isdisjoint(self._steps)
             share = self._pruner.ran(rows, started / 1e9, ended / 1e9, decoded=decoded, awaited=awaited)
             plain_ns = int(share * forward_ns)
         return VerifyTimings(rows=rows, sessions=len(jobs), plain_ns=plain_ns)
@@ -314,10 +310,8 @@ class Worker(threading.Thread):
             base = session.committed_len
             verdict, kept = session.judge(job.step, job.tree, job.verified, part.logits, features)
             self.engine.pool.compact(session.table, base, kept)
-            self._expected.add(session.key)
             answer = dataclasses.replace(verdict, budget_hint=hint)
         ended = time.perf_counter_ns()
-        session.answered_s = ended / 1e9
         timings = dataclasses.replace(
             packed,
             queue_ns=job.started - job.arrived,
