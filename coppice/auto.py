@@ -9,9 +9,11 @@ where gain is the accepted drafts and extra what drafting and the additional row
 gain belongs to a text; seconds belong to the machine and its load and are shared by all sessions, and so is the gain
 that a text begins with. As every step says what a plain one would have taken, plain need not be tried to be known.
 
-Trying an arm that is not the best so far costs what it loses against that one, and such losses are paid from an
-allowance: a small share of all time (TRIED). So what exploring costs is bounded, whatever the arms are like; arms that
-cost little are tried often, hopeless ones hardly ever. Deterministic given what it is told.
+A head that is new is played for a few steps (LEARN), once in a process's life; what all heads together would gain and
+take is guessed from theirs. From then on trying an arm that is not the best so far costs what it loses against that
+one, and such losses are paid from an allowance: a small share of all time (TRIED). So what exploring costs is bounded,
+whatever the arms are like; arms that cost little are tried often, hopeless ones hardly ever. Deterministic given what
+it is told.
 """
 
 from __future__ import annotations
@@ -25,11 +27,15 @@ from coppice.routing import outcomes
 from coppice.tree import DraftTree
 
 PLAIN = "plain"
+SINGLE = "single:"
+LEARN = 5  # steps that a new head is played for
+COLD = 3  # of them: the least time counts, as the first calls of anything are slow
+JOINT_GAIN, JOINT_TIME = 1.1, 1.3  # of the best head's gain and the slowest one's time, before route or merge was tried
 TRIED = 0.015  # share of the time that trying other arms may lose
 MOST_SAVED_S = 1.0  # of allowance
 TEXT_STEPS = 12.0  # steps of a text that weigh as much as what was known before it
 ALIKE = 0.5  # how far all arms gain more when one does: 0 not at all, 1 by the same factor
-TEXT_MEMORY = 64.0  # steps of a text that count
+TEXT_MEMORY = 24.0  # steps of a text that count
 MEMORY = 256.0  # steps of an arm, over all texts, that count
 FIRST_GAIN, FIRST_STEPS = 1.0, 4.0  # what an arm is thought to gain before it was tried, and how many steps that weighs
 FORGET_STEPS = 4096.0  # after so many steps without it an arm is nearly unknown again
@@ -52,7 +58,7 @@ class Arm:
 
 def arms_of(heads: Sequence[str]) -> tuple[Arm, ...]:
     """Plain, each head alone, and with several heads route and merge."""
-    alone = [Arm(f"single:{name}", Policy("route", tuple(heads)), (at,)) for at, name in enumerate(heads)]
+    alone = [Arm(SINGLE + name, Policy("route", tuple(heads)), (at,)) for at, name in enumerate(heads)]
     every = tuple(range(len(heads)))
     joint = [Arm(name, Policy(name, tuple(heads)), every) for name in ("route", "merge")] if len(heads) > 1 else []
     return (Arm(PLAIN, Policy(PLAIN, ()), ()), *alone, *joint)
@@ -99,17 +105,26 @@ class Known:
     total: float = 0.0
     weight: float = 0.0
     extra_s: float | None = None
+    timed: int = 0  # steps that extra_s was learnt from
     at: int = 0  # when it was seen last, in steps of all sessions
 
     def left(self, now: int) -> float:
         """How many steps of it still count."""
         return self.weight * math.exp(-(now - self.at) / FORGET_STEPS)
 
-    def gain(self, now: int) -> float:
-        """Accepted drafts a step."""
+    def gain(self, now: int, first: float = FIRST_GAIN) -> float:
+        """Accepted drafts a step, `first` as long as it was not tried."""
         weight = self.left(now)
-        mean = self.total / self.weight if self.weight else FIRST_GAIN
-        return (FIRST_GAIN * FIRST_STEPS + mean * weight) / (FIRST_STEPS + weight)
+        mean = self.total / self.weight if self.weight else first
+        return (first * FIRST_STEPS + mean * weight) / (FIRST_STEPS + weight)
+
+    def took(self, extra_s: float) -> None:
+        """Take in what a step took beside a plain one."""
+        self.timed += 1
+        if self.extra_s is None:
+            self.extra_s = extra_s
+        else:
+            self.extra_s = min(self.extra_s, extra_s) if self.timed <= COLD else _near(self.extra_s, extra_s)
 
     def gained(self, accepted: int, now: int) -> None:
         """Take in a step."""
@@ -159,6 +174,11 @@ class Experience:
         """The arm of the next round."""
         if self.plain_s is None:
             return PLAIN
+        if hint != 0 and (
+            new := [name for name in arms if name.startswith(SINGLE) and self.known(name).weight < LEARN]
+        ):
+            self.now = self.now if self.now in new else new[0]
+            return self.now
         gains = [text.gains() for text in self.texts]
         worth = {name: self._worth(name, sum(each[name] for each in gains) / len(gains)) for name in arms}
         rates = {name: tokens / seconds for name, (tokens, _, seconds) in worth.items()}
@@ -190,7 +210,16 @@ class Experience:
         weight = sum(text.weight(name) for text in self.texts) / len(self.texts)
         known = self.known(name)
         doubt = math.sqrt(gain * (1 + gain) * (1 / (TEXT_STEPS + weight) + 1 / (FIRST_STEPS + known.left(self.steps))))
-        return 1 + gain, doubt, self.plain_s + (known.extra_s or 0.0)
+        return 1 + gain, doubt, self.plain_s + self._extra_s(name)
+
+    def _extra_s(self, name: str) -> float:
+        """What an arm takes beside a plain step, as far as is known."""
+        known = self.known(name)
+        if known.extra_s is not None or name.startswith(SINGLE):
+            return known.extra_s or 0.0
+        return JOINT_TIME * max(
+            (arm.extra_s or 0.0 for one, arm in self.arms.items() if one.startswith(SINGLE)), default=0.0
+        )
 
     def _unsure(self, name: str) -> bool:
         """Whether a plain step is to be seen for the sake of `beside_s`."""
@@ -243,7 +272,10 @@ class Chooser:
         A text that is easier than most for the arms it was tried with is thought to be so for the others too.
         """
         known = self._experience
-        usual = {name: 0.0 if name == PLAIN else known.known(name).gain(known.steps) for name in self.arms}
+        usual = {name: known.known(name).gain(known.steps) for name in self.arms if name.startswith(SINGLE)}
+        joint = JOINT_GAIN * max(usual.values(), default=0.0)
+        usual |= {name: known.known(name).gain(known.steps, joint) for name in self.arms if name not in usual}
+        usual[PLAIN] = 0.0
         expected = sum(usual[name] * weight for name, weight in self._weight.items())
         before = TEXT_STEPS * max(usual.values())
         ease = ((before + sum(self._total.values())) / (before + expected)) ** ALIKE if before else 1.0
@@ -269,12 +301,12 @@ class Chooser:
         known.plain_s = plain_s if known.plain_s is None else _near(known.plain_s, plain_s)
         if not drafted:
             return
-        arm, extra_s = known.known(name), step.draft_s + step.own_rows_s + known.beside_s
+        arm, extra_s = known.known(name), step.draft_s + max(0.0, step.own_rows_s) + known.beside_s
         if step.opening:
             if name != known.best:
                 known.allowance_s -= max(0.0, extra_s - (arm.extra_s or 0.0))
             return
-        arm.extra_s = extra_s if arm.extra_s is None else arm.extra_s + RATE * (extra_s - arm.extra_s)
+        arm.took(extra_s)
         if self._hint != 0:  # else all of it was left out, which says nothing of other loads
             self.gained(name, step.accepted)
 
@@ -287,7 +319,7 @@ class Chooser:
 
     def drafted(self, head: str, start: int, tree: DraftTree) -> None:
         """Remember a tree that a head drafted, verified or not, for the tokens from `start` on: the text will tell."""
-        self._pending.append((f"single:{head}", start, tree))
+        self._pending.append((SINGLE + head, start, tree))
 
     def committed(self, ids: Sequence[int]) -> None:
         """Learn what the remembered trees would have gained, as far as the text says by now.

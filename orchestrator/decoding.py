@@ -64,6 +64,7 @@ class Decoding:
         self.chunk: Chunk | None = None  # certain and not sent yet
         self.step = 0
         self.hint: int | None = None  # of the last verdict: how many nodes to draft
+        self.aside: dict[int, DraftTree] = {}  # of a step: trees of heads that the arm does not ask
         self.finish: FinishReason | None = None
         self.result = Finished("length", self.prompt_tokens, 0, [], [], [])
         self.timings = self.result.timings
@@ -144,11 +145,13 @@ class Decoding:
                 opening=opening,
             )
         )
-        if len(self.arm.heads) > 1 and (nodes or not verdict.pruned):  # each as if it had been verified alone
+        trees = {at: drafts[at].tree for at in self.arm.heads if len(self.arm.heads) > 1} | self.aside
+        self.aside = {}
+        if nodes or not verdict.pruned:  # each as if it had been verified alone
             start = len(self.ids) - len(verdict.accepted)
-            for at in self.arm.heads:
-                tree = prune(drafts[at].tree, nodes)[0] if verdict.pruned else drafts[at].tree
-                self.auto.drafted(self.plan.policy.heads[at], start, tree)
+            for at, tree in trees.items():
+                alone = prune(tree, nodes)[0] if verdict.pruned else tree
+                self.auto.drafted(self.plan.policy.heads[at], start, alone)
         self.auto.committed(self.ids)
         self.metrics.auto_choices.labels(self.arm.name).inc()
         self._choose()
@@ -169,15 +172,23 @@ class Decoding:
             return [Draft() for _ in self.heads]
         began = time.perf_counter_ns()
         asked = {at: self.heads[at] for at in self.arm.heads}
+        aside = [at for at, head in enumerate(self.heads) if self.auto and at not in asked and self._is_free(head)]
         deadline_s = self.plan.draft_deadline_s or max(head.pool.deadline_s for head in asked.values())
         fence = self._fence(deadline_s)
         answers = {at: head.ask(fence, root, self.ids, self._budget) for at, head in asked.items()}
+        beside = [at for at in aside if self.heads[at].ask(fence, root, self.ids, self._budget) is not None]
         self._send()  # behind the questions, which the step waits for
         if waited := [answer for answer in answers.values() if answer is not None]:
             await asyncio.wait(waited, timeout=deadline_s)
         drafts = [Draft() if answers.get(at) is None else head.collect() for at, head in enumerate(self.heads)]
+        self.aside = {at: self.heads[at].collect().tree for at in beside}
         self.timings.draft_ns += time.perf_counter_ns() - began
         return drafts
+
+    def _is_free(self, head: HeadSession) -> bool:
+        """Whether a head drafts while the step waits for the arm's anyway, so that the text may tell what it gains."""
+        waits = [self.heads[at].pool.usual_s or 0.0 for at in self.arm.heads]
+        return head.pool.usual_s is not None and head.pool.usual_s < max(waits) / 2
 
     # --- verify ---
 

@@ -96,9 +96,13 @@ class HeadPool(Pool[DrafterReplica]):
     @property
     def deadline_s(self) -> float:
         """How long to wait for a draft: max(20 ms, 4 x the median draft time), at most a second; 250 ms at first."""
-        if not self._draft_s:
-            return _FIRST_DEADLINE_S
-        return min(_MOST_DEADLINE_S, max(_LEAST_DEADLINE_S, 4 * statistics.median(self._draft_s)))
+        usual = self.usual_s
+        return _FIRST_DEADLINE_S if usual is None else min(_MOST_DEADLINE_S, max(_LEAST_DEADLINE_S, 4 * usual))
+
+    @property
+    def usual_s(self) -> float | None:
+        """The median of how long drafts lately took; None before the first one."""
+        return statistics.median(self._draft_s) if self._draft_s else None
 
 
 async def feature_layers(pools: Sequence[HeadPool], field: str) -> tuple[int, ...]:
