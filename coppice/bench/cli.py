@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
@@ -161,12 +161,13 @@ def steps(
         title = "milliseconds a step: means, and the median split cost"
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         table.add_column("method", no_wrap=True)
-        for heading in (*parts[:6], "T_M", "T_D", "split"):
-            table.add_column(heading, justify="right", overflow="ellipsis")
+        for heading in ("step", "draft", "wire", "verify", "accept", "commit", "T_M", "T_D", "split"):
+            table.add_column(heading, justify="right", no_wrap=True)
         for method in methods_of(client.describe(), methods or ()):
             measured = measure(client, texts, method, max_new_tokens)
-            figures = [*(getattr(measured, part) for part in parts), measured.split_median]
-            table.add_row(method, *(f"{figure:.2f}" for figure in figures))
+            figures = [getattr(measured, part) for part in parts]
+            table.add_row(method, *(f"{figure:.1f}" for figure in figures), f"{measured.split_median:.2f}")
+            report.figures.setdefault("steps", []).append(asdict(measured))
             report.checks.append(split_check(measured))
         console.print(table)
 

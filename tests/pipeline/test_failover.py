@@ -19,6 +19,7 @@ from coppice.generation import Chunk
 from coppice.launch import Stack
 from coppice.stack_spec import HeadSpec, StackSpec
 from tests.processes import Service
+from tests.signals import eventually
 
 PROMPT = tuple(range(7, 40))
 NEW = 200
@@ -63,16 +64,6 @@ def fit(stack: Stack, pool: str) -> int:
     )
 
 
-def within(seconds: float, condition: Callable[[], bool]) -> bool:
-    """Whether it comes true in time."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def interrupted(stack: Stack, blow: Callable[[], None], **told: object) -> tuple[int, ...]:
     """An answer in whose middle something happens."""
     ids: list[int] = []
@@ -89,16 +80,16 @@ def interrupted(stack: Stack, blow: Callable[[], None], **told: object) -> tuple
 def test_replicas_are_noticed_when_they_come_and_when_they_leave(
     found: Stack, registry: LocalRedis, target: Path, start_service: Callable[..., Service]
 ) -> None:
-    assert within(5, lambda: (fit(found, "verifier"), fit(found, "self")) == (2, 2))
+    assert eventually(lambda: (fit(found, "verifier"), fit(found, "self")) == (2, 2), 5)
     flags = ("--verifier.target", str(target), "--directory.redis", registry.url, "--server.host", "127.0.0.1")
     third = start_service("services.verifier", *flags)
-    assert within(5, lambda: fit(found, "verifier") == 3)
+    assert eventually(lambda: fit(found, "verifier") == 3, 5)
     third.stop()
-    assert within(5, lambda: fit(found, "verifier") == 2)
+    assert eventually(lambda: fit(found, "verifier") == 2, 5)
 
 
 def test_a_drained_verifier_hands_its_sessions_over(found: Stack) -> None:
-    assert within(10, lambda: fit(found, "verifier") == 2)
+    assert eventually(lambda: fit(found, "verifier") == 2, 10)
     with Client(found.address) as client:
         told = {"temperature": 1.0, "seed": 4}
         plain = client.generate(PROMPT, policy="plain", max_new_tokens=NEW, ignore_eos=True, **told)
@@ -106,7 +97,7 @@ def test_a_drained_verifier_hands_its_sessions_over(found: Stack) -> None:
         said = interrupted(found, partial(os.kill, found.services[name].pid, signal.SIGTERM), **told)
         assert said == plain.ids
         assert found.restart(name)
-        assert within(10, lambda: fit(found, "verifier") == 2)
+        assert eventually(lambda: fit(found, "verifier") == 2, 10)
 
 
 def test_a_request_waits_for_the_only_verifiers_to_come_back(found: Stack, reference: Reference) -> None:
@@ -120,7 +111,7 @@ def test_a_request_waits_for_the_only_verifiers_to_come_back(found: Stack, refer
 
 
 def test_the_list_holds_while_the_registry_is_away(found: Stack, registry: LocalRedis, reference: Reference) -> None:
-    assert within(10, lambda: fit(found, "verifier") == 2)
+    assert eventually(lambda: fit(found, "verifier") == 2, 10)
     os.kill(registry.pid, signal.SIGSTOP)
     try:
         assert interrupted(found, lambda: time.sleep(4)) == reference.greedy(PROMPT, NEW).ids

@@ -22,7 +22,8 @@ from coppice.faults.load import Load, plain_answers, questions
 from coppice.generation import Chunk
 from coppice.rpc.channels import Dialer
 from coppice.telemetry import metric
-from tests.ray.cluster import APPLICATION, Cluster, free_port, within
+from tests.ray.cluster import APPLICATION, Cluster, free_port
+from tests.signals import eventually
 from tests.tiny import make_target
 
 pytestmark = pytest.mark.timeout(1500)
@@ -73,7 +74,7 @@ def cluster(target: Path, address: str, tmp_path_factory: pytest.TempPathFactory
         }
         with Cluster(args, folder) as running, pytest.MonkeyPatch.context() as patch:
             patch.setenv("COPPICE_TOKEN", TOKEN)
-            if not within(LONG_S, lambda: bool(running.services("orchestrator")) and answers(running.door)):
+            if not eventually(lambda: bool(running.services("orchestrator")) and answers(running.door), LONG_S):
                 pytest.fail(f"the application does not come up:\n{running.log[-8000:]}")
             yield running
 
@@ -94,7 +95,7 @@ def reference(target: Path) -> Reference:
 
 async def settled(cluster: Cluster, name: str, replicas: int) -> bool:
     """Whether a deployment comes to have so many processes."""
-    return await asyncio.to_thread(within, LONG_S, lambda: len(cluster.services(name)) == replicas)
+    return await asyncio.to_thread(eventually, lambda: len(cluster.services(name)) == replicas, LONG_S)
 
 
 def opened(cluster: Cluster, name: str) -> list[float]:
@@ -116,7 +117,7 @@ async def test_a_pool_follows_its_load_up_and_down_and_the_other_stays(cluster: 
     async with Load(address, plain, 1, "single:near") as light:
         async with Load(address, plain, 5, "single:near") as load:
             assert await settled(cluster, "drafter-near", 3), cluster.log[-4000:]
-            assert await asyncio.to_thread(within, 60, lambda: min(opened(cluster, "drafter-near")) > 0)
+            assert await asyncio.to_thread(eventually, lambda: min(opened(cluster, "drafter-near")) > 0, 60)
             assert len(cluster.services("drafter-lookup")) == 1
         assert await settled(cluster, "drafter-near", 1), cluster.log[-4000:]
     assert len(cluster.services("drafter-lookup")) == 1
@@ -133,12 +134,12 @@ async def test_what_is_killed_is_replaced_and_no_request_fails(
     plain = await plain_answers(address, await asyncio.to_thread(questions, address, 2), NEW)
     (before,) = cluster.services(name)
     async with Load(address, plain, 2, "single:near") as load:
-        assert await asyncio.to_thread(within, 60, lambda: len(load.answering) > 0)
+        assert await asyncio.to_thread(eventually, lambda: len(load.answering) > 0, 60)
         os.kill(getattr(before, whom).pid, signal.SIGKILL)
-        assert await asyncio.to_thread(within, 30, lambda: not before.process.is_running()), "an orphan"
+        assert await asyncio.to_thread(eventually, lambda: not before.process.is_running(), 30), "an orphan"
         assert await settled(cluster, name, 1), cluster.log[-4000:]
         seen = len(load.streams)
-        assert await asyncio.to_thread(within, 60, lambda: len(load.streams) > seen + 2)
+        assert await asyncio.to_thread(eventually, lambda: len(load.streams) > seen + 2, 60)
     held_to(load)
     (after,) = cluster.services(name)
     assert after.process.pid != before.process.pid
@@ -179,10 +180,10 @@ def test_the_front_door_passes_deadlines_and_cancellation_on(cluster: Cluster) -
             if isinstance(event, Chunk):
                 assert not idle()
                 break
-        assert within(5, idle)
+        assert eventually(idle, 5)
         with pytest.raises(DeadlineExceeded):
             client.generate(PROMPT, max_new_tokens=400, ignore_eos=True, timeout=0.4)
-        assert within(5, idle)
+        assert eventually(idle, 5)
 
 
 def test_an_answer_at_the_front_door_outlives_its_orchestrator(cluster: Cluster, reference: Reference) -> None:
