@@ -45,6 +45,7 @@ HOPE = 1.0  # standard deviations an untried arm may be better than it looks
 RUN = 4  # steps an arm is tried in a row: the first one may have to open streams and catch up
 NEAR = 4  # steps between a plain and a drafting step that are compared
 COMPARISONS = 8  # that are enough, and that the mean is taken of
+FIRST_COMPARISONS = 2  # that are made at once at every load
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ class Known:
     total: float = 0.0
     weight: float = 0.0
     extra_s: float | None = None
+    tries: int = 0  # steps of it, those that had to open streams included
     timed: int = 0  # steps that extra_s was learnt from
     at: int = 0  # when it was seen last, in steps of all sessions
 
@@ -145,7 +147,7 @@ class Experience:
     plain_s: float | None = None  # a plain step at the present load
     beside_s: float = 0.0  # what drafting costs beside the wait for it and the rows
     compared: int = 0  # how often that was seen at this load, up to COMPARISONS
-    load: int = 1  # sessions of the forward that it was seen at
+    load: int = 1  # texts that were under way then
     allowance_s: float = 0.0
     steps: int = 0
     best: str = PLAIN
@@ -157,12 +159,12 @@ class Experience:
         """What is known of an arm."""
         return self.arms.setdefault(arm, Known())
 
-    def spent(self, seconds: float, sessions: int) -> None:
+    def spent(self, seconds: float) -> None:
         """Take in a step's time: a share of it may be lost by trying. Other loads are compared anew."""
         self.steps += 1
         self.allowance_s = min(MOST_SAVED_S, self.allowance_s + TRIED * seconds)
-        if not self.load / 2 < sessions < self.load * 2:
-            self.load, self.compared = sessions, 0
+        if not self.load / 2 <= len(self.texts) <= self.load * 2:
+            self.load, self.compared = len(self.texts), 0
 
     def compare(self, beside_s: float) -> None:
         """Take in how much less a plain step took than a drafting one nearby, but for its wait and its rows."""
@@ -174,10 +176,11 @@ class Experience:
         """The arm of the next round."""
         if self.plain_s is None:
             return PLAIN
-        if hint != 0 and (
-            new := [name for name in arms if name.startswith(SINGLE) and self.known(name).weight < LEARN]
-        ):
+        if hint != 0 and (new := [name for name in arms if name.startswith(SINGLE) and self.known(name).tries < LEARN]):
             self.now = self.now if self.now in new else new[0]
+            return self.now
+        if hint != 0 and self.now != PLAIN and self.compared < FIRST_COMPARISONS:
+            self.now = PLAIN
             return self.now
         gains = [text.gains() for text in self.texts]
         worth = {name: self._worth(name, sum(each[name] for each in gains) / len(gains)) for name in arms}
@@ -293,7 +296,7 @@ class Chooser:
         known, name = self._experience, self._played
         drafted = name != PLAIN
         self._steps += 1
-        known.spent(step.seconds, step.sessions)
+        known.spent(step.seconds)
         plain_s = step.seconds - step.draft_s - step.rows_s
         if not step.opening and (drafted or step.rows <= step.sessions):
             self._compare(drafted, plain_s)
@@ -301,9 +304,11 @@ class Chooser:
         known.plain_s = plain_s if known.plain_s is None else _near(known.plain_s, plain_s)
         if not drafted:
             return
-        arm, extra_s = known.known(name), step.draft_s + max(0.0, step.own_rows_s) + known.beside_s
+        arm = known.known(name)
+        arm.tries += 1
+        extra_s = step.draft_s + max(0.0, step.own_rows_s) + known.beside_s
         if step.opening:
-            if name != known.best:
+            if name != known.best and arm.tries > LEARN:
                 known.allowance_s -= max(0.0, extra_s - (arm.extra_s or 0.0))
             return
         arm.took(extra_s)

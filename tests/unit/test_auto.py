@@ -95,6 +95,20 @@ def test_own_rows_cost_what_they_would_if_all_sessions_had_as_many() -> None:
     assert replace(seen, plain_forward_s=0.0).own_rows_s == 0
 
 
+def test_at_another_load_plain_steps_are_seen_at_once() -> None:
+    experience = Experience()
+    chooser = Chooser(experience, ("a",))
+    live(chooser, {"single:a": 3}, 60)
+    others = [Chooser(experience, ("a",)) for _ in range(3)]
+    rounds = []
+    for _ in range(12):
+        rounds.append({text.decide(None).name for text in (chooser, *others)})
+        for text in (chooser, *others):
+            text.observe(replace(STEP if rounds[-1] == {"plain"} else drafting(3), sessions=4))
+    assert {"plain"} in rounds
+    assert rounds.count({"single:a"}) >= 9
+
+
 @pytest.mark.parametrize("name", ["one good head", "a random head", "on the edge"])
 def test_a_world_with_one_head_is_played_as_its_best_arm_would(name: str) -> None:
     world = replace(TUNING[name], texts=8)
@@ -145,8 +159,8 @@ def test_a_new_head_is_played_for_some_steps_and_its_first_calls_do_not_say_what
 
 def test_what_all_heads_together_are_worth_is_guessed_from_each() -> None:
     experience = Experience()
-    live(Chooser(experience, ("a", "b")), {"single:a": 2, "single:b": 3, "route": 0, "merge": 0}, 14)
+    live(Chooser(experience, ("a", "b")), {"single:a": 2, "single:b": 3, "route": 0, "merge": 0}, 12)
     known = {name: experience.known(name) for name in ("single:a", "single:b", "merge")}
     assert known["merge"].extra_s is None
-    gains = experience.texts[0].gains()
+    gains = Chooser(experience, ("a", "b")).gains()
     assert gains["single:b"] < gains["merge"] < 1.3 * gains["single:b"]
