@@ -203,7 +203,7 @@ class Experience:
         return self.now
 
     def _worth(self, name: str, gain: float) -> tuple[float, float, float]:
-        """Tokens a step, how far they are in doubt, and seconds; an arm never tried is thought to cost nothing.
+        """Tokens a step, how far they are in doubt, and seconds, all as far as is known.
 
         Accepted drafts vary like geometric counts, and both what is known of all texts and of these is a mean of some.
         """

@@ -172,11 +172,10 @@ class Decoding:
             return [Draft() for _ in self.heads]
         began = time.perf_counter_ns()
         asked = {at: self.heads[at] for at in self.arm.heads}
-        aside = [at for at, head in enumerate(self.heads) if self.auto and at not in asked and self._is_free(head)]
         deadline_s = self.plan.draft_deadline_s or max(head.pool.deadline_s for head in asked.values())
         fence = self._fence(deadline_s)
         answers = {at: head.ask(fence, root, self.ids, self._budget) for at, head in asked.items()}
-        beside = [at for at in aside if self.heads[at].ask(fence, root, self.ids, self._budget) is not None]
+        beside = [at for at in self._aside() if self.heads[at].ask(fence, root, self.ids, self._budget) is not None]
         self._send()  # behind the questions, which the step waits for
         if waited := [answer for answer in answers.values() if answer is not None]:
             await asyncio.wait(waited, timeout=deadline_s)
@@ -185,10 +184,14 @@ class Decoding:
         self.timings.draft_ns += time.perf_counter_ns() - began
         return drafts
 
-    def _is_free(self, head: HeadSession) -> bool:
-        """Whether a head drafts while the step waits for the arm's anyway, so that the text may tell what it gains."""
-        waits = [self.heads[at].pool.usual_s or 0.0 for at in self.arm.heads]
-        return head.pool.usual_s is not None and head.pool.usual_s < max(waits) / 2
+    def _aside(self) -> list[int]:
+        """Heads that draft while the step waits for the arm's anyway, so that the text may tell what they gain."""
+        if self.auto is None:
+            return []
+        usual = [head.pool.usual_s for head in self.heads]
+        wait_s = max(usual[at] or 0.0 for at in self.arm.heads)
+        known = [(at, took) for at, took in enumerate(usual) if took is not None and at not in self.arm.heads]
+        return [at for at, took in known if took < wait_s / 2]
 
     # --- verify ---
 

@@ -249,7 +249,6 @@ class Worker(threading.Thread):
                 answered += [job.session.key] if job.step else []
         self._returns.answered(answered, time.perf_counter())
         self._forget_answered()
-        self._deliver()
         self._note_kv()
 
     def _note_kv(self) -> None:
