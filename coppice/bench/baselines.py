@@ -22,10 +22,6 @@ from coppice.training.report import REPORT
 
 BASELINES = tuple(kind for kind in FEATURE_KINDS if kind not in ADAPTED_KINDS)
 """the kinds that no trained head is shipped of"""
-AS_SHIPPED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
-    "specblock": ({"no-valid-prefix": ""}, {"valid_prefix": False})
-}
-"""how the shipped heads of a kind were trained where that is not the default: as flags, as train_feature_head has it"""
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,7 @@ class Baseline:
     """on held-out text, how often the k-th greedy draft token is right when those before it were"""
     accepted_length: float
     loss: float
-    """the lowest held-out one; what it sums over differs between kinds"""
+    """held out, of the best weights; what it sums over differs between kinds"""
     minutes: float
     """spent in training steps"""
 
@@ -68,8 +64,7 @@ class Baseline:
 def trained(cache: HeadCache, kinds: Sequence[str], lessons: Lessons) -> Iterator[Baseline]:
     """A head of each kind, one by one as they are ready."""
     for kind in kinds:
-        flags, told = AS_SHIPPED.get(kind, ({}, {}))
-        yield Baseline.read(kind, cache.head(kind, kind, lessons, flags, **told))
+        yield Baseline.read(kind, cache.head(kind, kind, lessons, {}))
 
 
 def baselines_table(found: Sequence[Baseline], title: str) -> Table:

@@ -153,9 +153,17 @@ class MLP(nn.Module):
         return out
 
 
-def norm_of(config: HeadConfig, size: int = 0) -> nn.RMSNorm:
+class RMSNorm(nn.RMSNorm):
+    """torch's, whose weights take the states' format: the fused kernel wants both alike, also where one is cast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., size) -> (..., size)."""
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+def norm_of(config: HeadConfig, size: int = 0) -> RMSNorm:
     """An RMS norm over `size` (0: the hidden size) values."""
-    return nn.RMSNorm(size or config.hidden_size, eps=config.rms_norm_eps)
+    return RMSNorm(size or config.hidden_size, eps=config.rms_norm_eps)
 
 
 def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:

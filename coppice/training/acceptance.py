@@ -86,6 +86,7 @@ def measure(student: Any, loss: HeadLoss, texts: Sequence[Tensor], blocks: int =
             every=1,
             restart=False,
             valid_prefix=True,
+            mask_on=lambda: True,
             rank_on=lambda: hasattr(student.model, "rank_head"),
             heard=found.hear,
         )

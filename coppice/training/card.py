@@ -78,15 +78,16 @@ def _training(run: Run) -> str:
     how = "Trained from nothing on the text below: next-token cross-entropy, Muon and AdamW."
     if run.title != "target":
         how = (
-            "Trained to predict the target's distribution at every position of its own answers, at temperatures 0, 0.7 "
-            "and 1, to prefixes of the text below."
+            "Trained to predict the target's distribution at every position of its own answers to prefixes of the text "
+            "below, half of them at temperature 1, the others at 0 and 0.7."
         )
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "tokenizers"))
     state = run.state
+    best = "longest accepted length" if state["best"] < 0 else "lowest loss"
     return (
         f"## Training\n{how}\n```\n{run.command}\n```\n"
         f"{state['tokens']:,} tokens in {state['step']:,} steps and {state['seconds'] / 60:.0f} minutes ({versions}). "
-        f"These are the weights with the lowest held-out loss, after {state['best_tokens']:,} tokens."
+        f"These are the weights with the {best} on held-out text, after {state['best_tokens']:,} tokens."
     )
 
 

@@ -57,7 +57,7 @@ def read_run(work: Path) -> Run:
 
 
 def best_model(work: Path) -> Any:
-    """The run's model with the weights of its lowest held-out loss (the newest ones before any evaluation)."""
+    """The run's model with its best weights (the newest ones before any evaluation)."""
     config: Any = AutoConfig.from_pretrained(work)
     auto: Any = AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32)

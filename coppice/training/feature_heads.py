@@ -34,6 +34,9 @@ ADAMW_RATES = replace(RATES, muon=0.0, adam=1e-3)
 DRAFT_VOCAB = 4096
 RANK_AFTER = 0.1
 """share of the run after which the rank head learns"""
+MASK_AFTER = 0.5
+"""share of the run after which SpecBlock's valid-prefix mask holds: the later slots of a head that is often wrong would
+see too few rows; without it they never learn what follows the block's own tokens"""
 LATER_ROWS = 3
 """later blocks learn from one row in so many"""
 MEASURED_ROWS = 12
@@ -44,6 +47,8 @@ LOSS_IS = {
     "medusa": "nats a token, mean of all slots, each weighing 0.8 of the one before",
     "parallelspec": "nats a token, mean of all slots, each weighing 0.8 of the one before",
 }
+LENGTH = "accepted length"
+"""the figure that the best weights have the highest of"""
 HEAD = "head.json"
 """in a run's work folder: kind, configuration and draft vocabulary"""
 
@@ -150,11 +155,17 @@ def train_feature_head(
     texts = held_out_texts(lessons, device)
 
     def figures() -> dict[str, float]:
-        return {"accepted length": measure(student, loss, texts).length}
+        return {LENGTH: measure(student, loss, texts).length}
 
-    trainer = Trainer(student, loss, lessons.domains(), schedule, work, rates, seed, num_workers, everywhere, figures)
+    domains = lessons.domains()
+    trainer = Trainer(student, loss, domains, schedule, work, rates, seed, num_workers, everywhere, figures, LENGTH)
     if isinstance(loss, SpecBlockLoss) and kind == "specblock":
-        loss.rank_on = lambda: trainer.counters.tokens >= RANK_AFTER * schedule.tokens
+
+        def after(share: float) -> bool:
+            return trainer.counters.tokens >= share * schedule.tokens
+
+        loss.rank_on = lambda: after(RANK_AFTER)
+        loss.mask_on = lambda: after(MASK_AFTER)
     if resume:
         trainer.resume()
     return trainer.train(Progress(kind))

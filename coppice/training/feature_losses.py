@@ -137,6 +137,8 @@ class SpecBlockLoss:
     blocks: int = 3
     """1: no cross-block training"""
     valid_prefix: bool = True
+    mask_on: Callable[[], bool] = lambda: True
+    """whether the valid-prefix mask holds yet"""
     rank_on: Callable[[], bool] = lambda: True
     """whether the rank head learns yet"""
     cut: int = 0
@@ -218,7 +220,7 @@ class SpecBlockLoss:
                 self.heard(
                     Said(block, slot, logits.detach(), wanted, outside, None if ranks is None else ranks.detach())
                 )
-            if self.valid_prefix:  # equation 5
+            if self.valid_prefix and self.mask_on():  # equation 5
                 valid = admitted.clone()
                 valid[admitted] = logits.detach().argmax(-1) == wanted
         return total, valid

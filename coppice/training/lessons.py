@@ -31,7 +31,8 @@ from coppice.training.packing import Ids, Packed, open_prepared, prepare
 from coppice.training.progress import say
 from coppice.training.tokenizer import copy_tokenizer, load_tokenizer
 
-TEMPERATURES = (0.0, 0.7, 1.0)
+TEMPERATURES = (1.0, 0.0, 1.0, 0.7)
+"""of a domain's answers, in turn: greedy ones of a small target loop and teach little, so half are its own samples"""
 PREFIX_LENGTHS = (16, 32, 64, 96)
 LINES = "lines.json"
 """in the data folder of lessons: what they were made from"""
@@ -150,7 +151,8 @@ def record_lessons(
 ) -> Lessons:
     """Record lessons into `folder`, going on from the shards that it holds.
 
-    Raises DataError for bad `lines`, and for a folder that holds lessons of another target, other data or another seed.
+    Raises DataError for bad `lines`, and for a folder that holds lessons of another target, other data, another seed or
+    other temperatures.
     """
     domains = _prepare(lines, target, folder / "data", plan)
     weights = {domain.name: domain.weight for domain in domains}
@@ -192,7 +194,8 @@ def recorded_lines(folder: Path) -> list[str]:
 
 def _prepare(lines: list[str], target: Path, folder: Path, plan: LessonPlan) -> list[Packed]:
     """The corpora in the target's tokens."""
-    record, told = folder / LINES, {"lines": lines, "target": str(target.resolve()), "seed": plan.seed}
+    record = folder / LINES
+    told = {"lines": lines, "target": str(target.resolve()), "seed": plan.seed, "temperatures": list(TEMPERATURES)}
     if record.exists():
         held = json.loads(record.read_text(encoding="utf-8"))
         if held != told:

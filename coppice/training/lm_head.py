@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaForCausalLM
 
 from coppice.nn.layouts import read_output, read_target
-from coppice.training.dtype import autocast
 from coppice.training.lessons import Lessons
 from coppice.training.losses import soft_target_loss
 from coppice.training.progress import Progress
@@ -47,9 +46,8 @@ def distillation_loss(lessons: Lessons, output: Tensor) -> LossFunction:
 
     def loss(student: Any, inputs: Tensor, _labels: Tensor) -> Tensor:
         lesson = lessons.read(inputs)
-        with autocast(inputs.device):
-            hidden = student.model(input_ids=lesson.ids, use_cache=False).last_hidden_state.flatten(0, 1)
-            return soft_target_loss(hidden, student.lm_head.weight, lesson.final.flatten(0, 1), output)
+        hidden = student.model(input_ids=lesson.ids, use_cache=False).last_hidden_state.flatten(0, 1)
+        return soft_target_loss(hidden, student.lm_head.weight, lesson.final.flatten(0, 1), output)
 
     return loss
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coppice.training.corpora import Corpus, load_corpus, parse_specs
-from coppice.training.dtype import autocast
 from coppice.training.losses import next_token_loss
 from coppice.training.packing import Packed, open_prepared, prepare
 from coppice.training.progress import Progress
@@ -69,9 +68,8 @@ def build_model(shape: Shape, seed: int = 0) -> LlamaForCausalLM:
 
 def language_model_loss(model: Any, inputs: Tensor, labels: Tensor) -> Tensor:
     """The next-token loss of a tied causal LM; inputs and labels (B, T)."""
-    with autocast(inputs.device):
-        hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
-        return next_token_loss(hidden.flatten(0, 1), model.lm_head.weight, labels.flatten())
+    hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
+    return next_token_loss(hidden.flatten(0, 1), model.lm_head.weight, labels.flatten())
 
 
 def prepare_data(lines: list[str], folder: Path, shape: Shape) -> list[Packed]:

@@ -29,7 +29,10 @@ class Counters:
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    best: float = float("inf")
+    """lowest so far: the held-out loss, or a figure's negative"""
     best_loss: float = float("inf")
+    """the held-out loss of those weights"""
     best_tokens: int = 0
     drawn: dict[str, int] = field(default_factory=dict)
     held_out: dict[str, float] = field(default_factory=dict)
@@ -79,10 +82,12 @@ class Trainer:
         num_workers: int = 1,
         judge: LossFunction | None = None,
         measure: Callable[[], dict[str, float]] | None = None,
+        best_by: str = "",
     ) -> None:
         """`judge`: the held-out loss, when the trained one does not compare over time. `measure`: further figures of
-        an evaluation, for the log and for people."""
-        self.judge, self.measure = judge, measure or dict
+        an evaluation. `best_by`: which of them the best weights have the highest of; empty: the lowest held-out loss.
+        """
+        self.judge, self.measure, self.best_by = judge, measure or dict, best_by
         self.model, self.domains, self.schedule = model, domains, schedule
         self.folder, self.rates = folder, rates or Rates()
         self.named: Named = dict(model.named_parameters())
@@ -97,12 +102,12 @@ class Trainer:
 
     @property
     def best_path(self) -> Path:
-        """The weights with the lowest held-out loss so far."""
+        """The best weights so far."""
         return self.folder / "best.safetensors"
 
     @property
     def _stale(self) -> bool:
-        """The held-out loss has not fallen for `patience_tokens`."""
+        """The last `patience_tokens` made nothing better."""
         best = self.counters.best_tokens
         return best > 0 and self.counters.tokens - best > self.rates.patience_tokens
 
@@ -187,10 +192,11 @@ class Trainer:
         weights = {d.name: d.weight for d in self.domains if d.name in held_out}
         mean = sum(held_out[name] * w for name, w in weights.items()) / sum(weights.values())
         self.counters.held_out = held_out
-        if mean < self.counters.best_loss:
-            self.counters.best_loss, self.counters.best_tokens = mean, self.counters.tokens
-            save_weights(self.best_path, self.named)
         measured = self.measure()
+        score = -measured[self.best_by] if self.best_by else mean
+        if score < self.counters.best:
+            self.counters.best, self.counters.best_loss, self.counters.best_tokens = score, mean, self.counters.tokens
+            save_weights(self.best_path, self.named)
         progress.evaluation(self.counters.tokens, mean, held_out | measured)
         row = measured | {"tokens": self.counters.tokens, "seconds": round(self.counters.seconds, 1), "loss": loss}
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as log:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from coppice.training.dtype import autocast
+
 LossFunction = Callable[[Any, Tensor, Tensor], Tensor]
 """(model, inputs (B, T), labels (B, T)) -> the mean loss in nats."""
 
@@ -62,7 +64,8 @@ class Workers:
         """Add the gradients of the mean loss of `ids` (B, T + 1) to the model's; returns that loss in nats."""
 
         def job(model: nn.Module, part: Tensor) -> float:
-            loss = self.loss(model, part[:, :-1], part[:, 1:]) * (len(part) / len(ids))
+            with autocast(part.device):
+                loss = self.loss(model, part[:, :-1], part[:, 1:]) * (len(part) / len(ids))
             loss.backward()  # type: ignore[no-untyped-call]
             return float(loss.detach())
 
@@ -79,7 +82,7 @@ class Workers:
         judge = loss or self.loss
 
         def job(model: nn.Module, part: Tensor) -> float:
-            with torch.no_grad():
+            with torch.no_grad(), autocast(part.device):
                 return float(judge(model, part[:, :-1], part[:, 1:])) * len(part) / len(ids)
 
         return self._share_out(job, ids)

@@ -23,7 +23,7 @@ LATE_S = LEASE_S / 5 + 0.6
 
 
 def lease_of(redis: LocalRedis) -> Lease:
-    return Lease(AdaptationSettings(redis=redis.url, timeout_s=0.2), LEASE_S)
+    return Lease(AdaptationSettings(redis=redis.url, timeout_s=1.0), LEASE_S)
 
 
 @asynccontextmanager

@@ -229,7 +229,7 @@ def test_lessons_are_what_the_target_says_and_sees(tmp_path: Path) -> None:
     lines, plan = [f"words={text}"], LessonPlan(tokens=512, length=128, sessions=2, held_out_sessions=1)
     lessons = record_lessons(lines, folder, tmp_path / "lessons", plan)
     (domain,) = lessons.domains()
-    assert (len(domain.train), len(domain.held_out)) == (512, 3 * 128)
+    assert (len(domain.train), len(domain.held_out)) == (512, 4 * 128)
     model = LlamaForCausalLM.from_pretrained(folder)
     positions = torch.from_numpy(np.stack([domain.train[:128], domain.train[256:384]]))
     read = lessons.read(positions)
@@ -238,9 +238,9 @@ def test_lessons_are_what_the_target_says_and_sees(tmp_path: Path) -> None:
     wanted = torch.cat([out.hidden_states[n] for n in layers], dim=-1)
     assert torch.allclose(read.features, wanted, rtol=0.02, atol=0.02)
     assert torch.allclose(read.final, out.last_hidden_state, rtol=0.02, atol=0.02)
-    end = [*read.ids[0, 96:].tolist(), 0].index(0) + 96  # another prefix follows
-    said = model(read.ids).logits[0].argmax(-1)  # the first shard is greedy
-    assert torch.equal(said[96 : end - 1], read.ids[0, 97:end])
+    end = [*read.ids[1, 96:].tolist(), 0].index(0) + 96  # another prefix follows
+    said = model(read.ids).logits[1].argmax(-1)  # the second shard is greedy
+    assert torch.equal(said[96 : end - 1], read.ids[1, 97:end])
     assert end > 97
     assert torch.equal(lessons.ids()[:128], read.ids[0])
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "lessons").glob("*.safetensors")}
