@@ -87,10 +87,10 @@ class Profile:
     def hint(self, sessions: int, rows: int, seconds: Seconds) -> int | None:
         """How many nodes each of `sessions` should draft if all drafted alike; `rows` are those of no tree.
 
-        Twice what pays for the mean tree, as trees differ and the surplus is cut anyway; 0 when not one node pays, and
-        None when all of the largest tree would, or nothing is known.
+        What pays for the mean tree, as drafting costs too; 0 when not one node pays, and None when all of the largest
+        tree would, or nothing is known.
         """
         means = np.minimum.accumulate(self._means[: self._known])
         promised = sessions * (1 + np.concatenate((np.zeros(1), np.cumsum(means))))
         best = int(np.argmax(promised / seconds(rows + sessions * np.arange(len(promised)))))
-        return None if best == self._known else 2 * best
+        return None if best == self._known else best
