@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One prompt as ids; the benchmark is its file's name where there are several files, else its category."""
+    """One prompt as ids; the benchmark is its file where there are several files, else its category."""
 
     ids: tuple[int, ...]
     benchmark: str = ""
@@ -40,13 +40,20 @@ def read_questions(
     if chat and not client.describe().has_chat_template:
         raise InvalidField("chat", "this target has no chat template")
     found = []
-    for file in files or (None,):
+    names = benchmark_names(files) if files else ["prompts"]
+    for file, name in zip(files or (None,), names, strict=True):
         for number, one in enumerate(file_prompts(file, count, client, category), 1):
-            stem = file.stem if file else "prompts"
             ids = reference.encode(one.prompt, chat) if isinstance(one.prompt, str) else one.prompt
-            benchmark = stem if len(files) > 1 else one.category or stem
+            benchmark = name if len(files) > 1 else one.category or name
             found.append(Question(ids, benchmark, one.category, one.question_id or str(number)))
     return found
+
+
+def benchmark_names(files: Sequence[Path]) -> list[str]:
+    """A name for each file: its own, or its folder's where several are called alike (gsm8k/question.jsonl), or all."""
+    full = [file.resolve() for file in files]
+    ways = [file.stem for file in full], [file.parent.name for file in full], list(map(str, full))
+    return next(names for names in ways if len(set(names)) == len(set(full)))
 
 
 def write_answers(

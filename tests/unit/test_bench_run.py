@@ -16,7 +16,7 @@ from coppice.bench.coupling import CouplingReport, CouplingRow, coupled_heads
 from coppice.bench.methods import lane_specs, main_spec, read_methods
 from coppice.bench.pairs import Pairs, Ratio
 from coppice.bench.peers import CHOICES, HF_ASSISTED, HF_LOOKUP, Peers
-from coppice.bench.questions import Question, write_answers
+from coppice.bench.questions import Question, benchmark_names, write_answers
 from coppice.bench.reference import Reference
 from coppice.bench.report import HF_GENERATE, make_row
 from coppice.bench.run_checks import speed_checks
@@ -305,6 +305,14 @@ def test_markdown_holds_every_table_and_check(tmp_path: Path) -> None:
     assert "| tau of single:a, T=0 | 4 | >= 3 | yes |  |" in text
     for line in text.splitlines():
         assert not line.startswith("|") or line.endswith("|")
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders() -> None:
+    gsm8k, humaneval = Path("a/gsm8k/question.jsonl"), Path("a/humaneval/question.jsonl")
+    assert benchmark_names([gsm8k, Path("b/mine.jsonl")]) == ["question", "mine"]
+    assert benchmark_names([gsm8k, humaneval]) == ["gsm8k", "humaneval"]
+    assert benchmark_names([gsm8k, gsm8k]) == ["question", "question"]
+    assert len(set(benchmark_names([gsm8k, humaneval, Path("b/gsm8k/question.jsonl")]))) == 3
 
 
 def test_answer_files_are_those_of_the_usual_harness(tmp_path: Path, target: Path) -> None:
