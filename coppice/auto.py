@@ -42,6 +42,8 @@ FORGET_STEPS = 4096.0  # after so many steps without it an arm is nearly unknown
 RATE = 0.1  # of the averages of seconds
 STAY = 1.01  # how much better another arm must be
 HOPE = 1.0  # standard deviations an untried arm may be better than it looks
+HOPELESS = 0.9  # of the best rate: a head that even with that has less drafts along unseen only
+SELDOM = 8  # every so many steps
 RUN = 4  # steps an arm is tried in a row: the first one may have to open streams and catch up
 NEAR = 4  # steps between a plain and a drafting step that are compared
 COMPARISONS = 8  # that are enough, and that the mean is taken of
@@ -151,6 +153,7 @@ class Experience:
     allowance_s: float = 0.0
     steps: int = 0
     best: str = PLAIN
+    hopeless: frozenset[str] = frozenset()
     now: str = PLAIN
     trying: int = 0  # rounds that the present arm is still to be tried
     chosen_until: int = 0  # the step at which the arm is chosen anew
@@ -195,6 +198,7 @@ class Experience:
             if name != best
         }
         hopes = {name: (tokens + HOPE * doubt) / seconds for name, (tokens, doubt, seconds) in worth.items()}
+        self.hopeless = frozenset(name for name, hope in hopes.items() if hope < HOPELESS * rates[best])
         affordable = {name: hopes[name] for name, loss in losses.items() if loss <= self.allowance_s}
         if hint != 0:
             affordable = {name: hope for name, hope in affordable.items() if hope > rates[best] or self._unsure(name)}
@@ -321,6 +325,10 @@ class Chooser:
         kept = 1 - 1 / TEXT_MEMORY
         self._total[name] = kept * self._total[name] + accepted
         self._weight[name] = kept * self._weight[name] + 1
+
+    def hears(self, head: str) -> bool:
+        """Whether to learn in this step what a head would gain that the arm does not ask."""
+        return SINGLE + head not in self._experience.hopeless or self._steps % SELDOM == 0
 
     def drafted(self, head: str, start: int, tree: DraftTree) -> None:
         """Remember a tree that a head drafted, verified or not, for the tokens from `start` on: the text will tell."""

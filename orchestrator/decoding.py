@@ -191,7 +191,7 @@ class Decoding:
         usual = [head.pool.usual_s for head in self.heads]
         wait_s = max(usual[at] or 0.0 for at in self.arm.heads)
         known = [(at, took) for at, took in enumerate(usual) if took is not None and at not in self.arm.heads]
-        return [at for at, took in known if took < wait_s / 2]
+        return [at for at, took in known if took < wait_s / 2 and self.auto.hears(self.plan.policy.heads[at])]
 
     # --- verify ---
 

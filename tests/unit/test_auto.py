@@ -88,6 +88,19 @@ def test_trees_that_were_not_verified_are_judged_by_the_text_once_it_is_long_eno
     assert chooser.gains()["single:a"] > chooser.gains()["single:b"]
 
 
+def test_a_head_far_behind_drafts_along_seldom() -> None:
+    chooser = Chooser(Experience(), ("a", "b", "c"))
+    gains = {"single:a": 4, "single:b": 3, "single:c": 0, "route": 3, "merge": 3}
+    live(chooser, gains, 400)
+    heard = dict.fromkeys("abc", 0)
+    for _ in range(80):
+        live(chooser, gains, 1)
+        for head in heard:
+            heard[head] += chooser.hears(head)
+    assert heard["a"] == 80
+    assert heard["c"] == 10
+
+
 def test_own_rows_cost_what_they_would_if_all_sessions_had_as_many() -> None:
     seen = StepSeen(0.03, 0.0, 0.020, 0.012, accepted=0, nodes=4, rows=24, sessions=8)
     assert seen.own_rows_s == pytest.approx(0.016)  # 0.5 ms a row, 32 rows
