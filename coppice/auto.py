@@ -5,15 +5,15 @@ seconds it takes,
 
     rate = (1 + gain) / (plain step + extra),
 
-where gain is the accepted drafts and extra what drafting and the additional rows take beside a plain step. Only the
-gain belongs to a text; seconds belong to the machine and its load and are shared by all sessions, and so is the gain
-that a text begins with. As every step says what a plain one would have taken, plain need not be tried to be known.
+where gain is the accepted drafts and extra all that a step of the arm takes beside a plain one: drafting, additional
+rows, and waiting for others that draft too. Only the gain belongs to a text; seconds belong to the machine and its
+load, each load's are its own, and all sessions share them, and so the gain that a text begins with.
 
 A head that is new is played for a few steps (LEARN), once in a process's life; what all heads together would gain and
-take is guessed from theirs. From then on trying an arm that is not the best so far costs what it loses against that
-one, and such losses are paid from an allowance: a small share of all time (TRIED). So what exploring costs is bounded,
-whatever the arms are like; arms that cost little are tried often, hopeless ones hardly ever. Deterministic given what
-it is told.
+take is guessed from theirs. At every load a few plain steps come first. From then on trying an arm that is not the best
+so far costs what it loses against that one, and such losses are paid from an allowance: a small share of all time
+(TRIED). So what exploring costs is bounded, whatever the arms are like; arms that cost little are tried often, hopeless
+ones hardly ever. Deterministic given what it is told.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ HOPE = 1.0  # standard deviations an untried arm may be better than it looks
 HOPELESS = 0.9  # of the best rate: a head that even with that has less drafts along unseen only
 SELDOM = 8  # every so many steps
 RUN = 4  # steps an arm is tried in a row: the first one may have to open streams and catch up
-NEAR = 4  # steps between a plain and a drafting step that are compared
-COMPARISONS = 8  # that are enough, and that the mean is taken of
-FIRST_COMPARISONS = 2  # that are made at once at every load
+FIRST_PLAIN = 2  # plain steps that are seen at once at every load
+PLAIN_STEPS = 8  # that are tried for, as far as the allowance goes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,36 +68,42 @@ def arms_of(heads: Sequence[str]) -> tuple[Arm, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StepSeen:
-    """What a step came to, in seconds.
+    """What a step came to.
 
-    plain_forward_s: what its forward would have taken without any session's draft nodes, 0 when nobody knows. nodes:
-    that were verified of this session. rows and sessions: of the packed forward. opening: a head that was asked had
+    rows_s: what all sessions' draft nodes took of its forward, 0 when nobody knows. opening: a head that was asked had
     first to take in the text, so that the step says nothing of later ones.
     """
 
     seconds: float
-    draft_s: float
-    forward_s: float
-    plain_forward_s: float
+    rows_s: float
     accepted: int
-    nodes: int
-    rows: int
-    sessions: int
     opening: bool = False
 
-    @property
-    def rows_s(self) -> float:
-        """What all sessions' draft nodes took."""
-        return self.forward_s - (self.plain_forward_s or self.forward_s)
 
-    @property
-    def own_rows_s(self) -> float:
-        """What draft nodes would have taken if every session had as many as this one.
+@dataclass(slots=True)
+class Seconds:
+    """A moving average by load, of `count` steps there."""
 
-        Others wait for a session's nodes as it does for theirs: what it alone would save by them is no measure.
-        """
-        drafted = self.rows - self.sessions
-        return self.rows_s * self.nodes * self.sessions / drafted if drafted > 0 else 0.0
+    by_load: dict[int, tuple[float, int]] = field(default_factory=dict)
+
+    def see(self, load: int, seconds: float, least: int = 0) -> None:
+        """Take in a step, a stall as twice the mean; of the first `least` the shortest counts."""
+        mean, count = self.by_load.get(load, (seconds, 0))
+        count += 1
+        if count <= least:
+            mean = min(mean, seconds)
+        else:
+            mean += (min(seconds, 2 * mean) - mean) * max(RATE, 1 / count)
+        self.by_load[load] = max(0.0, mean), count
+
+    def at(self, load: int) -> float | None:
+        """The mean at a load; where it was never seen, at the nearest one."""
+        nearest = min(self.by_load, key=lambda known: (abs(known - load), known), default=None)
+        return None if nearest is None else self.by_load[nearest][0]
+
+    def count(self, load: int) -> int:
+        """Steps seen at a load."""
+        return self.by_load.get(load, (0.0, 0))[1]
 
 
 @dataclass(slots=True)
@@ -107,9 +112,8 @@ class Known:
 
     total: float = 0.0
     weight: float = 0.0
-    extra_s: float | None = None
+    extra: Seconds = field(default_factory=Seconds)
     tries: int = 0  # steps of it, those that had to open streams included
-    timed: int = 0  # steps that extra_s was learnt from
     at: int = 0  # when it was seen last, in steps of all sessions
 
     def left(self, now: int) -> float:
@@ -121,14 +125,6 @@ class Known:
         weight = self.left(now)
         mean = self.total / self.weight if self.weight else first
         return (first * FIRST_STEPS + mean * weight) / (FIRST_STEPS + weight)
-
-    def took(self, extra_s: float) -> None:
-        """Take in what a step took beside a plain one."""
-        self.timed += 1
-        if self.extra_s is None:
-            self.extra_s = extra_s
-        else:
-            self.extra_s = min(self.extra_s, extra_s) if self.timed <= COLD else _near(self.extra_s, extra_s)
 
     def gained(self, accepted: int, now: int) -> None:
         """Take in a step."""
@@ -146,10 +142,7 @@ class Experience:
 
     arms: dict[str, Known] = field(default_factory=dict)
     texts: list[Chooser] = field(default_factory=list)  # of the sessions under way
-    plain_s: float | None = None  # a plain step at the present load
-    beside_s: float = 0.0  # what drafting costs beside the wait for it and the rows
-    compared: int = 0  # how often that was seen at this load, up to COMPARISONS
-    load: int = 1  # texts that were under way then
+    plain: Seconds = field(default_factory=Seconds)  # of plain steps
     allowance_s: float = 0.0
     steps: int = 0
     best: str = PLAIN
@@ -162,28 +155,23 @@ class Experience:
         """What is known of an arm."""
         return self.arms.setdefault(arm, Known())
 
+    @property
+    def load(self) -> int:
+        """Texts under way, in powers of two: 1; 2 and 3; 4 to 7."""
+        return len(self.texts).bit_length()
+
     def spent(self, seconds: float) -> None:
-        """Take in a step's time: a share of it may be lost by trying. Other loads are compared anew."""
+        """Take in a step's time: a share of it may be lost by trying."""
         self.steps += 1
         self.allowance_s = min(MOST_SAVED_S, self.allowance_s + TRIED * seconds)
-        if not self.load / 2 <= len(self.texts) <= self.load * 2:
-            self.load, self.compared = len(self.texts), 0
-
-    def compare(self, beside_s: float) -> None:
-        """Take in how much less a plain step took than a drafting one nearby, but for its wait and its rows."""
-        beside_s = min(beside_s, self.plain_s or beside_s)  # more is a stall
-        self.compared = min(COMPARISONS, self.compared + 1)
-        self.beside_s = max(0.0, self.beside_s + (beside_s - self.beside_s) / self.compared)
 
     def choose(self, arms: Sequence[str], hint: int | None) -> str:
         """The arm of the next round."""
-        if self.plain_s is None:
-            return PLAIN
+        if self.plain.count(self.load) < FIRST_PLAIN:
+            self.now = PLAIN
+            return self.now
         if hint != 0 and (new := [name for name in arms if name.startswith(SINGLE) and self.known(name).tries < LEARN]):
             self.now = self.now if self.now in new else new[0]
-            return self.now
-        if hint != 0 and self.now != PLAIN and self.compared < FIRST_COMPARISONS:
-            self.now = PLAIN
             return self.now
         gains = [text.gains() for text in self.texts]
         worth = {name: self._worth(name, sum(each[name] for each in gains) / len(gains)) for name in arms}
@@ -211,26 +199,25 @@ class Experience:
 
         Accepted drafts vary like geometric counts, and both what is known of all texts and of these is a mean of some.
         """
-        assert self.plain_s is not None
+        plain_s = self.plain.at(self.load) or 0.0
         if name == PLAIN:
-            return 1.0, 0.0, self.plain_s
+            return 1.0, 0.0, plain_s
         weight = sum(text.weight(name) for text in self.texts) / len(self.texts)
         known = self.known(name)
         doubt = math.sqrt(gain * (1 + gain) * (1 / (TEXT_STEPS + weight) + 1 / (FIRST_STEPS + known.left(self.steps))))
-        return 1 + gain, doubt, self.plain_s + self._extra_s(name)
+        return 1 + gain, doubt, plain_s + self._extra_s(name)
 
     def _extra_s(self, name: str) -> float:
         """What an arm takes beside a plain step, as far as is known."""
-        known = self.known(name)
-        if known.extra_s is not None or name.startswith(SINGLE):
-            return known.extra_s or 0.0
-        return JOINT_TIME * max(
-            (arm.extra_s or 0.0 for one, arm in self.arms.items() if one.startswith(SINGLE)), default=0.0
-        )
+        known = self.known(name).extra
+        if name.startswith(SINGLE) or known.count(self.load):
+            return known.at(self.load) or 0.0
+        alone = (arm.extra.at(self.load) or 0.0 for one, arm in self.arms.items() if one.startswith(SINGLE))
+        return max(known.at(self.load) or 0.0, JOINT_TIME * max(alone, default=0.0))
 
     def _unsure(self, name: str) -> bool:
-        """Whether a plain step is to be seen for the sake of `beside_s`."""
-        return name == PLAIN and self.compared < COMPARISONS
+        """Whether a plain step is to be seen for the sake of its time."""
+        return name == PLAIN and self.plain.count(self.load) < PLAIN_STEPS
 
     def _tried(self, affordable: dict[str, float]) -> str:
         """The arm to try instead of the best one; empty for none."""
@@ -253,7 +240,7 @@ class Chooser:
         self._hint: int | None = None
         self._total = dict.fromkeys(self.arms, 0.0)
         self._weight = dict.fromkeys(self.arms, 0.0)
-        self._plain: dict[bool, tuple[int, float]] = {}  # by whether it drafted: the last step, and that as a plain one
+        self._before = PLAIN  # the arm of the step before
         self._steps = 0
         self._pending: list[tuple[str, int, DraftTree]] = []
 
@@ -298,24 +285,21 @@ class Chooser:
     def observe(self, step: StepSeen) -> None:
         """Take in what the step of the last choice came to."""
         known, name = self._experience, self._played
-        drafted = name != PLAIN
+        fresh, self._before = self._before != name, name
         self._steps += 1
         known.spent(step.seconds)
-        plain_s = step.seconds - step.draft_s - step.rows_s
-        if not step.opening and (drafted or step.rows <= step.sessions):
-            self._compare(drafted, plain_s)
-        plain_s -= known.beside_s if drafted else 0.0
-        known.plain_s = plain_s if known.plain_s is None else _near(known.plain_s, plain_s)
-        if not drafted:
+        if name == PLAIN:
+            if not fresh or len(known.texts) == 1:  # others still end what they drafted
+                known.plain.see(known.load, step.seconds - step.rows_s)
             return
         arm = known.known(name)
         arm.tries += 1
-        extra_s = step.draft_s + max(0.0, step.own_rows_s) + known.beside_s
+        extra_s = max(0.0, step.seconds - (known.plain.at(known.load) or step.seconds))
         if step.opening:
             if name != known.best and arm.tries > LEARN:
-                known.allowance_s -= max(0.0, extra_s - (arm.extra_s or 0.0))
+                known.allowance_s -= max(0.0, extra_s - (arm.extra.at(known.load) or 0.0))
             return
-        arm.took(extra_s)
+        arm.extra.see(known.load, extra_s, COLD)
         if self._hint != 0:  # else all of it was left out, which says nothing of other loads
             self.gained(name, step.accepted)
 
@@ -348,14 +332,3 @@ class Chooser:
             else:
                 waiting.append((name, start, tree))
         self._pending = waiting
-
-    def _compare(self, drafted: bool, plain_s: float) -> None:
-        """Hold what a drafting step says of plain ones against a plain step close to it that nobody drafted beside."""
-        self._plain[drafted] = self._steps, plain_s
-        if len(self._plain) == 2 and abs(self._plain[True][0] - self._plain[False][0]) <= NEAR:
-            self._experience.compare(self._plain[True][1] - self._plain[False][1])
-
-
-def _near(mean: float, seen: float) -> float:
-    """The moving average; a stall counts as twice the mean."""
-    return mean + RATE * (min(max(seen, 0.0), 2 * mean) - mean)

@@ -87,9 +87,8 @@ class Decoding:
         self.timings.prefill_ns = first - began
         while self.finish is None:
             self.step += 1
-            drafted, opening = self.timings.draft_ns, self._opening()
+            opening = self._opening()
             drafts = await self._draft(root)
-            drafted = self.timings.draft_ns - drafted
             choice = self.arm.policy.choose(
                 [draft.tree for draft in drafts], [head.pool.calibration for head in self.heads], self._budget
             )
@@ -97,7 +96,7 @@ class Decoding:
             root = self._settle(root, drafts, choice, verdict)
             now = time.perf_counter_ns()
             self._account(now - last, drafts, choice, verdict)
-            self._learn(now - last, drafted, opening, drafts, verdict)
+            self._learn(now - last, opening, drafts, verdict)
             last = now
         self._send()
         timings = self.timings
@@ -127,24 +126,13 @@ class Decoding:
         """Whether a head that is asked has still to take in the text."""
         return self.auto is not None and any(self.heads[at].still_opening for at in self.arm.heads)
 
-    def _learn(self, step_ns: int, draft_ns: int, opening: bool, drafts: list[Draft], verdict: Verdict) -> None:
+    def _learn(self, step_ns: int, opening: bool, drafts: list[Draft], verdict: Verdict) -> None:
         """Tell `auto` what the step came to, and choose the next one's arm."""
         if self.auto is None:
             return
         times, nodes = verdict.timings, self.result.verified_nodes[-1]
-        self.auto.observe(
-            StepSeen(
-                seconds=step_ns / 1e9,
-                draft_s=draft_ns / 1e9,
-                forward_s=times.forward_ns / 1e9,
-                plain_forward_s=times.plain_ns / 1e9,
-                accepted=len(verdict.accepted),
-                nodes=nodes,
-                rows=times.rows,
-                sessions=times.sessions,
-                opening=opening,
-            )
-        )
+        rows_ns = times.forward_ns - (times.plain_ns or times.forward_ns)
+        self.auto.observe(StepSeen(step_ns / 1e9, rows_ns / 1e9, len(verdict.accepted), opening))
         trees = {at: drafts[at].tree for at in self.arm.heads if len(self.arm.heads) > 1} | self.aside
         self.aside = {}
         if nodes or not verdict.pruned:  # each as if it had been verified alone

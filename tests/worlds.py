@@ -169,8 +169,7 @@ class Machine:
             text.left -= 1 + accepted
             spent += took
             if self.fixed is None:
-                seen = StepSeen(took, text.draft_s, forward, plain, accepted, nodes, rows, count, text.opening)
-                text.chooser.observe(seen)
+                text.chooser.observe(StepSeen(took, forward - plain, accepted, text.opening))
                 if len(text.lengths) > 1 and nodes:
                     for head, right in zip(self.names, text.lengths, strict=True):
                         text.chooser.gained(f"single:{head}", min(right, nodes))

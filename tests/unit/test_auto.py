@@ -11,13 +11,12 @@ from coppice.auto import LEARN, TRIED, Chooser, Experience, StepSeen, arms_of
 from coppice.tree import DraftTree
 from tests.worlds import TUNING, World, against, held_out, play
 
-STEP = StepSeen(0.013, 0.0, 0.010, 0.010, accepted=0, nodes=0, rows=1, sessions=1)
+STEP = StepSeen(0.013, 0.0, accepted=0)
 
 
-def drafting(accepted: int, draft_s: float = 0.003, **changes: object) -> StepSeen:
-    """A step of eight nodes that took a millisecond more in its forward."""
-    seen = StepSeen(0.014 + draft_s, draft_s, 0.011, 0.010, accepted, nodes=8, rows=9, sessions=1)
-    return replace(seen, **changes)  # type: ignore[arg-type]
+def drafting(accepted: int, draft_s: float = 0.003) -> StepSeen:
+    """A step whose nodes took a millisecond of its forward."""
+    return StepSeen(0.014 + draft_s, 0.001, accepted)
 
 
 def live(chooser: Chooser, gains: dict[str, int], steps: int, hint: int | None = None) -> list[str]:
@@ -101,11 +100,12 @@ def test_a_head_far_behind_drafts_along_seldom() -> None:
     assert heard["c"] == 10
 
 
-def test_own_rows_cost_what_they_would_if_all_sessions_had_as_many() -> None:
-    seen = StepSeen(0.03, 0.0, 0.020, 0.012, accepted=0, nodes=4, rows=24, sessions=8)
-    assert seen.own_rows_s == pytest.approx(0.016)  # 0.5 ms a row, 32 rows
-    assert replace(seen, rows=8).own_rows_s == 0
-    assert replace(seen, plain_forward_s=0.0).own_rows_s == 0
+def test_what_others_drafts_take_is_no_part_of_a_plain_step() -> None:
+    experience = Experience()
+    chooser = Chooser(experience, ("a",))
+    chooser.decide(None)
+    chooser.observe(replace(STEP, seconds=0.020, rows_s=0.007))
+    assert experience.plain.at(experience.load) == pytest.approx(0.013)
 
 
 def test_at_another_load_plain_steps_are_seen_at_once() -> None:
@@ -117,7 +117,7 @@ def test_at_another_load_plain_steps_are_seen_at_once() -> None:
     for _ in range(12):
         rounds.append({text.decide(None).name for text in (chooser, *others)})
         for text in (chooser, *others):
-            text.observe(replace(STEP if rounds[-1] == {"plain"} else drafting(3), sessions=4))
+            text.observe(STEP if rounds[-1] == {"plain"} else drafting(3))
     assert {"plain"} in rounds
     assert rounds.count({"single:a"}) >= 9
 
@@ -152,6 +152,24 @@ def test_a_dead_head_costs_a_few_steps() -> None:
     assert against(world)[0] >= 0.97
 
 
+def test_seconds_of_a_load_are_its_own() -> None:
+    experience = Experience()
+    chooser = Chooser(experience, ("a",))
+    live(chooser, {"single:a": 3}, 60)
+    others = [Chooser(experience, ("a",)) for _ in range(3)]
+    for _ in range(40):
+        for text in (chooser, *others):
+            plain = text.decide(None).name == "plain"
+            text.observe(replace(STEP if plain else drafting(3), seconds=0.02 if plain else 0.06))
+    extra = experience.known("single:a").extra
+    assert (experience.load, experience.plain.at(3)) == (3, pytest.approx(0.02))
+    assert (extra.at(3), extra.at(1)) == (pytest.approx(0.04, abs=0.002), pytest.approx(0.004, abs=0.0005))
+    assert extra.at(4) == extra.at(3)  # where it was never seen, the nearest one's
+    for text in others:
+        text.close()
+    assert experience.load == 1
+
+
 def test_a_new_head_is_played_for_some_steps_and_its_first_calls_do_not_say_what_it_takes() -> None:
     experience = Experience()
     chooser = Chooser(experience, ("slow", "cold"))
@@ -174,6 +192,6 @@ def test_what_all_heads_together_are_worth_is_guessed_from_each() -> None:
     experience = Experience()
     live(Chooser(experience, ("a", "b")), {"single:a": 2, "single:b": 3, "route": 0, "merge": 0}, 12)
     known = {name: experience.known(name) for name in ("single:a", "single:b", "merge")}
-    assert known["merge"].extra_s is None
+    assert not known["merge"].extra.by_load
     gains = Chooser(experience, ("a", "b")).gains()
     assert gains["single:b"] < gains["merge"] < 1.3 * gains["single:b"]
