@@ -28,11 +28,11 @@ from coppice.tree import DraftTree
 
 PLAIN = "plain"
 SINGLE = "single:"
-LEARN = 5  # steps that a new head is played for
+LEARN = 5  # rounds that a new head is played for
 COLD = 3  # of them: the least time counts, as the first calls of anything are slow
 JOINT_GAIN, JOINT_TIME = 1.1, 1.3  # of the best head's gain and the slowest one's time, before route or merge was tried
 TRIED = 0.015  # share of the time that trying other arms may lose
-MOST_SAVED_S = 1.0  # of allowance
+FIRST_SAVED_S, MOST_SAVED_S = 0.1, 1.0  # of allowance: at the start, and ever
 TEXT_STEPS = 12.0  # steps of a text that weigh as much as what was known before it
 ALIKE = 0.5  # how far all arms gain more when one does: 0 not at all, 1 by the same factor
 TEXT_MEMORY = 24.0  # steps of a text that count
@@ -143,7 +143,7 @@ class Experience:
     arms: dict[str, Known] = field(default_factory=dict)
     texts: list[Chooser] = field(default_factory=list)  # of the sessions under way
     plain: Seconds = field(default_factory=Seconds)  # of plain steps
-    allowance_s: float = 0.0
+    allowance_s: float = FIRST_SAVED_S
     steps: int = 0
     best: str = PLAIN
     hopeless: frozenset[str] = frozenset()
@@ -170,7 +170,8 @@ class Experience:
         if self.plain.count(self.load) < FIRST_PLAIN:
             self.now = PLAIN
             return self.now
-        if hint != 0 and (new := [name for name in arms if name.startswith(SINGLE) and self.known(name).tries < LEARN]):
+        rounds = {name: self.known(name).tries / len(self.texts) for name in arms if name.startswith(SINGLE)}
+        if hint != 0 and (new := [name for name, played in rounds.items() if played < LEARN]):
             self.now = self.now if self.now in new else new[0]
             return self.now
         gains = [text.gains() for text in self.texts]

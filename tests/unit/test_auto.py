@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coppice.auto import LEARN, TRIED, Chooser, Experience, StepSeen, arms_of
+from coppice.auto import FIRST_SAVED_S, LEARN, TRIED, Chooser, Experience, StepSeen, arms_of
 from coppice.tree import DraftTree
 from tests.worlds import TUNING, World, against, held_out, play
 
@@ -50,7 +50,7 @@ def test_what_one_text_taught_the_next_one_begins_with() -> None:
     first = Chooser(experience, ("a", "b"))
     live(first, gains, 300)
     first.close()
-    assert live(Chooser(experience, ("a", "b")), gains, 20).count("single:b") >= 16  # less one run of tries
+    assert live(Chooser(experience, ("a", "b")), gains, 60).count("single:b") >= 48  # less three runs of tries
 
 
 def test_a_hint_of_0_is_plain_but_for_tries_that_the_allowance_pays() -> None:
@@ -58,7 +58,7 @@ def test_a_hint_of_0_is_plain_but_for_tries_that_the_allowance_pays() -> None:
     live(chooser, {"single:a": 3}, 100)
     hinted = live(chooser, {"single:a": 0}, 1000, hint=0)
     drafted = hinted.count("single:a")
-    assert 0 < drafted * 0.004 <= TRIED * len(hinted) * 0.013 + 0.03  # saved before, and a run of tries
+    assert 0 < drafted * 0.004 <= TRIED * len(hinted) * 0.013 + FIRST_SAVED_S + 0.03  # saved before, and a run of tries
     assert live(chooser, {"single:a": 3}, 20).count("single:a") >= 19  # what it gains was not forgotten
 
 
