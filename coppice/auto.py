@@ -7,7 +7,7 @@ seconds it takes,
 
 where gain is the accepted drafts and extra all that a step of the arm takes beside a plain one: drafting, additional
 rows, and waiting for others that draft too. Only the gain belongs to a text; seconds belong to the machine and its
-load, each load's are its own, and all sessions share them, and so the gain that a text begins with.
+load, each load's are its own, and all sessions share them, and so the gain that a greedy or a sampled text begins with.
 
 A head that is new is played for a few steps (LEARN), once in a process's life; what all heads together would gain and
 take is guessed from theirs. At every load a few plain steps come first. From then on trying an arm that is not the best
@@ -107,29 +107,36 @@ class Seconds:
 
 
 @dataclass(slots=True)
-class Known:
-    """What is known of an arm over all texts: its gain as a fading mean, and what it takes beside a plain step."""
+class Gain:
+    """What an arm gains over all texts, a fading mean."""
 
     total: float = 0.0
     weight: float = 0.0
-    extra: Seconds = field(default_factory=Seconds)
-    tries: int = 0  # steps of it, those that had to open streams included
     at: int = 0  # when it was seen last, in steps of all sessions
 
     def left(self, now: int) -> float:
         """How many steps of it still count."""
         return self.weight * math.exp(-(now - self.at) / FORGET_STEPS)
 
-    def gain(self, now: int, first: float = FIRST_GAIN) -> float:
+    def mean(self, now: int, first: float = FIRST_GAIN) -> float:
         """Accepted drafts a step, `first` as long as it was not tried."""
         weight = self.left(now)
         mean = self.total / self.weight if self.weight else first
         return (first * FIRST_STEPS + mean * weight) / (FIRST_STEPS + weight)
 
-    def gained(self, accepted: int, now: int) -> None:
+    def see(self, accepted: int, now: int) -> None:
         """Take in a step."""
         kept = math.exp(-(now - self.at) / FORGET_STEPS) * (1 - 1 / MEMORY)
         self.total, self.weight, self.at = kept * self.total + accepted, kept * self.weight + 1, now
+
+
+@dataclass(slots=True)
+class Known:
+    """What is known of an arm: what it takes beside a plain step, and what it gains in greedy and in sampled texts."""
+
+    extra: Seconds = field(default_factory=Seconds)
+    tries: int = 0  # steps of it, those that had to open streams included
+    gains: tuple[Gain, Gain] = field(default_factory=lambda: (Gain(), Gain()))
 
 
 @dataclass(slots=True)
@@ -204,8 +211,8 @@ class Experience:
         if name == PLAIN:
             return 1.0, 0.0, plain_s
         weight = sum(text.weight(name) for text in self.texts) / len(self.texts)
-        known = self.known(name)
-        doubt = math.sqrt(gain * (1 + gain) * (1 / (TEXT_STEPS + weight) + 1 / (FIRST_STEPS + known.left(self.steps))))
+        before = sum(text.known(name).left(self.steps) for text in self.texts) / len(self.texts)
+        doubt = math.sqrt(gain * (1 + gain) * (1 / (TEXT_STEPS + weight) + 1 / (FIRST_STEPS + before)))
         return 1 + gain, doubt, plain_s + self._extra_s(name)
 
     def _extra_s(self, name: str) -> float:
@@ -234,9 +241,9 @@ class Experience:
 class Chooser:
     """One session's part in the choice: what its own text gained. To be closed at its end."""
 
-    def __init__(self, experience: Experience, heads: Sequence[str]) -> None:
+    def __init__(self, experience: Experience, heads: Sequence[str], sampled: bool = False) -> None:
         self.arms = {arm.name: arm for arm in arms_of(heads)}
-        self._experience = experience
+        self._experience, self._sampled = experience, sampled
         self._played = PLAIN
         self._hint: int | None = None
         self._total = dict.fromkeys(self.arms, 0.0)
@@ -267,9 +274,9 @@ class Chooser:
         A text that is easier than most for the arms it was tried with is thought to be so for the others too.
         """
         known = self._experience
-        usual = {name: known.known(name).gain(known.steps) for name in self.arms if name.startswith(SINGLE)}
+        usual = {name: self.known(name).mean(known.steps) for name in self.arms if name.startswith(SINGLE)}
         joint = JOINT_GAIN * max(usual.values(), default=0.0)
-        usual |= {name: known.known(name).gain(known.steps, joint) for name in self.arms if name not in usual}
+        usual |= {name: self.known(name).mean(known.steps, joint) for name in self.arms if name not in usual}
         usual[PLAIN] = 0.0
         expected = sum(usual[name] * weight for name, weight in self._weight.items())
         before = TEXT_STEPS * max(usual.values())
@@ -278,6 +285,10 @@ class Chooser:
             name: (TEXT_STEPS * usual[name] * ease + self._total[name]) / (TEXT_STEPS + self._weight[name])
             for name in self.arms
         }
+
+    def known(self, name: str) -> Gain:
+        """What an arm gains in texts that are drawn as this one."""
+        return self._experience.known(name).gains[self._sampled]
 
     def weight(self, name: str) -> float:
         """Steps of this text that say what an arm gains."""
@@ -306,7 +317,7 @@ class Chooser:
 
     def gained(self, name: str, accepted: int) -> None:
         """Take in what an arm gained in a step, or would have gained."""
-        self._experience.known(name).gained(accepted, self._experience.steps)
+        self.known(name).see(accepted, self._experience.steps)
         kept = 1 - 1 / TEXT_MEMORY
         self._total[name] = kept * self._total[name] + accepted
         self._weight[name] = kept * self._weight[name] + 1

@@ -106,7 +106,9 @@ class GenerationServicer:
         verifier = TargetSession(self.verifiers, opening)
         text = TextStream(self.codec, ids[:prompt_tokens], request.stop)
         chunks = Chunks(events.put_nowait, 0 if request.want_trees else self.settings.orchestrator.chunk_tokens)
-        auto = Chooser(self._experience, plan.policy.heads) if plan.policy.name == "auto" and plan.budget else None
+        auto = None
+        if plan.policy.name == "auto" and plan.budget:
+            auto = Chooser(self._experience, plan.policy.heads, sampled=request.sampling.temperature > 0)
         decoding = Decoding(request, ids, plan, verifier, heads, text, self.metrics, chunks.add, auto)
         running = asyncio.create_task(decoding.run())
         running.add_done_callback(lambda _: chunks.flush())

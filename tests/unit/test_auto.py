@@ -152,6 +152,17 @@ def test_a_dead_head_costs_a_few_steps() -> None:
     assert against(world)[0] >= 0.97
 
 
+def test_what_greedy_texts_gain_says_nothing_of_sampled_ones() -> None:
+    experience = Experience()
+    greedy = Chooser(experience, ("a",))
+    live(greedy, {"single:a": 4}, 100)
+    sampled = Chooser(experience, ("a",), sampled=True)
+    assert sampled.gains()["single:a"] == 1 < Chooser(experience, ("a",)).gains()["single:a"]
+    greedy.close()
+    assert live(sampled, {"single:a": 0}, 100).count("single:a") < 30
+    assert Chooser(experience, ("a",)).gains()["single:a"] > 3
+
+
 def test_seconds_of_a_load_are_its_own() -> None:
     experience = Experience()
     chooser = Chooser(experience, ("a",))
