@@ -135,7 +135,7 @@ class Known:
     """What is known of an arm: what it takes beside a plain step, and what it gains in greedy and in sampled texts."""
 
     extra: Seconds = field(default_factory=Seconds)
-    tries: int = 0  # steps of it, those that had to open streams included
+    rounds: float = 0.0  # it was played for, those that had to open streams included; all texts' steps make a round
     gains: tuple[Gain, Gain] = field(default_factory=lambda: (Gain(), Gain()))
 
 
@@ -177,8 +177,8 @@ class Experience:
         if self.plain.count(self.load) < FIRST_PLAIN:
             self.now = PLAIN
             return self.now
-        rounds = {name: self.known(name).tries / len(self.texts) for name in arms if name.startswith(SINGLE)}
-        if hint != 0 and (new := [name for name, played in rounds.items() if played < LEARN]):
+        new = [name for name in arms if name.startswith(SINGLE) and self.known(name).rounds < LEARN]
+        if hint != 0 and new:
             self.now = self.now if self.now in new else new[0]
             return self.now
         gains = [text.gains() for text in self.texts]
@@ -305,10 +305,10 @@ class Chooser:
                 known.plain.see(known.load, step.seconds - step.rows_s)
             return
         arm = known.known(name)
-        arm.tries += 1
+        arm.rounds += 1 / max(1, len(known.texts))
         extra_s = max(0.0, step.seconds - (known.plain.at(known.load) or step.seconds))
         if step.opening:
-            if name != known.best and arm.tries > LEARN:
+            if name != known.best and arm.rounds > LEARN:
                 known.allowance_s -= max(0.0, extra_s - (arm.extra.at(known.load) or 0.0))
             return
         arm.extra.see(known.load, extra_s, COLD)
