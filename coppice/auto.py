@@ -96,6 +96,12 @@ class Seconds:
             mean += (min(seconds, 2 * mean) - mean) * max(RATE, 1 / count)
         self.by_load[load] = max(0.0, mean), count
 
+    def bound(self, load: int, seconds: float) -> None:
+        """Take in that a step takes no longer, such as a plain one than a drafting one."""
+        mean, count = self.by_load.get(load, (seconds, 0))
+        if count and seconds < mean:
+            self.by_load[load] = mean + RATE * (seconds - mean), count
+
     def at(self, load: int) -> float | None:
         """The mean at a load; where it was never seen, at the nearest one."""
         nearest = min(self.by_load, key=lambda known: (abs(known - load), known), default=None)
@@ -302,10 +308,11 @@ class Chooser:
         known.spent(step.seconds)
         if name == PLAIN:
             if not fresh or len(known.texts) == 1:  # others still end what they drafted
-                known.plain.see(known.load, step.seconds - step.rows_s)
+                known.plain.see(known.load, step.seconds - step.rows_s, COLD)
             return
         arm = known.known(name)
         arm.rounds += 1 / max(1, len(known.texts))
+        known.plain.bound(known.load, step.seconds - step.rows_s)
         extra_s = max(0.0, step.seconds - (known.plain.at(known.load) or step.seconds))
         if step.opening:
             if name != known.best and arm.rounds > LEARN:
