@@ -86,14 +86,14 @@ class Seconds:
 
     by_load: dict[int, tuple[float, int]] = field(default_factory=dict)
 
-    def see(self, load: int, seconds: float, least: int = 0) -> None:
-        """Take in a step, a stall as twice the mean; of the first `least` the shortest counts."""
+    def see(self, load: int, seconds: float, beside: float = 0.0) -> None:
+        """Take in a step, a stall as twice the mean and what it is `beside`; of the first COLD the shortest counts."""
         mean, count = self.by_load.get(load, (seconds, 0))
         count += 1
-        if count <= least:
+        if count <= COLD:
             mean = min(mean, seconds)
         else:
-            mean += (min(seconds, 2 * mean) - mean) * max(RATE, 1 / count)
+            mean += (min(seconds, 2 * mean + beside) - mean) * max(RATE, 1 / count)
         self.by_load[load] = max(0.0, mean), count
 
     def bound(self, load: int, seconds: float) -> None:
@@ -308,7 +308,7 @@ class Chooser:
         known.spent(step.seconds)
         if name == PLAIN:
             if not fresh or len(known.texts) == 1:  # others still end what they drafted
-                known.plain.see(known.load, step.seconds - step.rows_s, COLD)
+                known.plain.see(known.load, step.seconds - step.rows_s)
             return
         arm = known.known(name)
         arm.rounds += 1 / max(1, len(known.texts))
@@ -318,7 +318,7 @@ class Chooser:
             if name != known.best and arm.rounds > LEARN:
                 known.allowance_s -= max(0.0, extra_s - (arm.extra.at(known.load) or 0.0))
             return
-        arm.extra.see(known.load, extra_s, COLD)
+        arm.extra.see(known.load, extra_s, step.seconds - extra_s)
         if self._hint != 0:  # else all of it was left out, which says nothing of other loads
             self.gained(name, step.accepted)
 

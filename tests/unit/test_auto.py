@@ -152,6 +152,16 @@ def test_a_dead_head_costs_a_few_steps() -> None:
     assert against(world)[0] >= 0.97
 
 
+def test_slow_first_plain_steps_do_not_make_a_useless_head_look_free() -> None:
+    chooser, chosen = Chooser(Experience(), ("a",)), []
+    for _ in range(200):
+        name = chooser.decide(None).name
+        slow = 5.0 if chosen.count("plain") < 3 else 1.0
+        chosen.append(name)
+        chooser.observe(replace(STEP, seconds=slow * STEP.seconds) if name == "plain" else drafting(0))
+    assert chosen[60:].count("single:a") < 0.1 * len(chosen[60:])
+
+
 def test_what_greedy_texts_gain_says_nothing_of_sampled_ones() -> None:
     experience = Experience()
     greedy = Chooser(experience, ("a",))
@@ -174,7 +184,7 @@ def test_seconds_of_a_load_are_its_own() -> None:
             text.observe(replace(STEP if plain else drafting(3), seconds=0.02 if plain else 0.06))
     extra = experience.known("single:a").extra
     assert (experience.load, experience.plain.at(3)) == (3, pytest.approx(0.02))
-    assert (extra.at(3), extra.at(1)) == (pytest.approx(0.04, abs=0.002), pytest.approx(0.004, abs=0.0005))
+    assert (extra.at(3), extra.at(1)) == (pytest.approx(0.04, abs=0.002), pytest.approx(0.004, abs=0.003))
     assert extra.at(4) == extra.at(3)  # where it was never seen, the nearest one's
     for text in others:
         text.close()
