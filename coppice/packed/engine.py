@@ -22,7 +22,7 @@ from coppice.packed.attention import NAME, UnsupportedModel, using
 from coppice.packed.batch import PackedBatch, Piece, pack
 from coppice.packed.kv import BlockTable, KVPool
 from coppice.packed.layout import read_layout
-from coppice.packed.linear import prepack
+from coppice.packed.linear import fuse, prepack
 from coppice.packed.plan import plan_forward
 from coppice.packed.selfcheck import SelfCheck, self_check
 
@@ -98,6 +98,7 @@ class Engine:
             feature_layers=feature_layers,
         )
         self._check_feature_layers(feature_layers)
+        fuse(model)
         prepack(model)
 
     @classmethod

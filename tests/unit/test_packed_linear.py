@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from copy import deepcopy
 
 import pytest
 import torch
 from torch import nn
 
-from coppice.packed.linear import PackedLinear, prepack, supported
+from coppice.packed.linear import FusedLinear, PackedLinear, fuse, prepack, supported
 
 needs_bfloat16 = pytest.mark.skipif(not supported(), reason="this processor has no bfloat16 in oneDNN")
 
@@ -58,3 +59,56 @@ def test_layers_of_another_class_are_left_alone() -> None:
     model = nn.Sequential(Routed(32, 32)).to(torch.bfloat16)
     prepack(model)
     assert type(model[0]) is Routed
+
+
+class _Projections(nn.Module):
+    """Grouped-query attention's, by the names that Hugging Face models have for them."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q_proj, self.k_proj = nn.Linear(96, 64, bias=bias), nn.Linear(96, 32, bias=bias)
+        self.v_proj, self.o_proj = nn.Linear(96, 32, bias=bias), nn.Linear(64, 96, bias=bias)
+        self.to(torch.bfloat16).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+        """Of `x`, the keys of `other` if there is one."""
+        return torch.cat([self.q_proj(x), self.k_proj(x if other is None else other), self.v_proj(x)], dim=-1)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 13])
+def test_fused_layers_answer_with_the_bits_of_packed_ones(bias: bool, rows: int) -> None:
+    apart = _Projections(bias)
+    together = deepcopy(apart)
+    fuse(together)
+    prepack(together)
+    prepack(apart)
+    kinds = [type(layer) for layer in together.children()]
+    assert kinds == [FusedLinear, FusedLinear, FusedLinear, PackedLinear]
+    x, y = torch.randn(2, 1, rows, 96, dtype=torch.bfloat16).unbind()
+    for arguments in ((x,), (x, y), (y, x), (x,)):
+        assert torch.equal(together(*arguments), apart(*arguments))
+
+
+@needs_bfloat16
+def test_fused_layers_keep_nothing_of_a_call_and_give_their_matrices_back() -> None:
+    stock = _Projections()
+    fused = deepcopy(stock)
+    fuse(fused)
+    x = torch.randn(1, 4, 96, dtype=torch.bfloat16)
+    seen = weakref.ref(x)
+    fused(x)
+    del x
+    assert seen() is None
+    for name in ("q_proj", "k_proj", "v_proj"):
+        assert torch.equal(fused.get_submodule(name).weight, stock.get_submodule(name).weight)
+
+
+@needs_bfloat16
+def test_layers_that_do_not_fit_together_are_not_fused() -> None:
+    model = _Projections()
+    model.v_proj = nn.Linear(64, 32, bias=False).to(torch.bfloat16)
+    fuse(model)
+    assert all(type(layer) is nn.Linear for layer in model.children())
