@@ -6,6 +6,7 @@ so it is measured. Knows nothing of models or messages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -34,10 +35,11 @@ class CostCurve:
             raise ValueError("a cost curve needs positive times")
         self._rows = np.array(sorted(seconds), np.float64)
         self._log = np.log([seconds[rows] for rows in sorted(seconds)])
+        self._points, self._places = np.maximum.accumulate(np.exp(self._log)), np.arange(len(self._rows))
 
     def __call__(self, rows: ArrayLike) -> FloatArray:
         """Seconds at each number of rows; straight lines between the points and beyond the last one."""
-        at, points = np.asarray(rows, np.float64), np.maximum.accumulate(np.exp(self._log))
+        at, points = np.asarray(rows, np.float64), self._points
         slope = (points[-1] - points[-2]) / (self._rows[-1] - self._rows[-2]) if len(points) > 1 else 0.0
         beyond = np.maximum(at - self._rows[-1], 0.0) * slope
         between: FloatArray = np.interp(at, self._rows, points) + beyond
@@ -45,10 +47,11 @@ class CostCurve:
 
     def observe(self, rows: int, seconds: float) -> None:
         """Take in what a forward of so many rows took."""
-        factor = float(np.clip(np.log(seconds / self(rows)), -self.MOST, self.MOST))
-        place = float(np.interp(rows, self._rows, np.arange(len(self._rows))))
-        near = np.maximum(0.0, 1.0 - np.abs(np.arange(len(self._rows)) - place))
+        factor = min(self.MOST, max(-self.MOST, math.log(seconds / float(self(rows)))))
+        place = np.interp(rows, self._rows, self._places)
+        near = np.maximum(0.0, 1.0 - np.abs(self._places - place))
         self._log += factor * (self.SHARED + self.OWN * near)
+        self._points = np.maximum.accumulate(np.exp(self._log))
 
 
 def share(scores: Sequence[ArrayLike], rows: int, gain: float, seconds: Seconds) -> list[int]:

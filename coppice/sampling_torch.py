@@ -6,6 +6,7 @@ bit and are masked.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,14 @@ from coppice.sampling import (
     SamplingParams,
     position_key,
 )
+
+
+def greedy_ids(rows: Tensor) -> Tensor:
+    """(...) int64 ids of the largest of (..., V) logits, of several the lowest.
+
+    On a CPU numpy's: torch's takes three to seven times as long there.
+    """
+    return rows.argmax(-1) if rows.is_cuda else torch.from_numpy(np.asarray(rows.float().numpy().argmax(-1)))
 
 
 def decode_row(logits_row: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:

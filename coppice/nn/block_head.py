@@ -20,6 +20,7 @@ from coppice.nn.head import DraftJob, Growth
 from coppice.nn.layouts import Loaded
 from coppice.nn.recall import Recall
 from coppice.packed.plan import Tail
+from coppice.sampling_torch import greedy_ids
 
 M = TypeVar("M", bound=BlockModel)
 
@@ -155,7 +156,7 @@ class BlockHead(FeatureHead[M]):
         """Add what a forward said to the trees."""
         scores, at = said.logits.float(), 0
         coupled = any(one.noise is not None for one in active)
-        greedy = scores.argmax(-1, keepdim=True) if coupled else None
+        greedy = greedy_ids(scores)[..., None] if coupled else None
         for one in active:
             end, temperature = at + len(one.tree.starts), one.tree.job.sampling.temperature
             if temperature:

@@ -69,22 +69,18 @@ class PackedBatch:
     def ancestors(self) -> NDArray[np.bool_]:
         """(T, N) bool, N the longest span: [t, j] says whether row j of t's span is row t itself or an ancestor.
 
-        Pointer doubling: after k rounds a row knows its ancestors up to distance 2**k, so a chain of n rows takes
-        log2(n) gathers and no loop over rows.
+        A row's set is a number whose bit j is row j: its own bit and its parent's set.
         """
-        num_rows = len(self.tokens)
-        counts = np.array([span.num_rows for span in self.spans])
-        first = np.repeat([span.first_row for span in self.spans], counts)  # (T,)
-        parents = self.parents.numpy()
-        none = num_rows  # a row of its own that sees nothing and is its own parent
-        jump = np.append(np.where(parents < 0, none, first + parents), none)  # (T + 1,)
-        seen = np.zeros((num_rows + 1, counts.max()), dtype=np.bool_)
-        rows = np.arange(num_rows)
-        seen[rows, rows - first] = True
-        while (jump != none).any():
-            seen |= seen[jump]
-            jump = jump[jump]
-        return seen[:num_rows]
+        parents = self.parents.tolist()
+        longest = max(span.num_rows for span in self.spans)
+        bits = bytearray()
+        for span in self.spans:
+            sets: list[int] = []
+            for row, parent in enumerate(parents[span.first_row : span.first_row + span.num_rows]):
+                sets.append(1 << row | (sets[parent] if parent >= 0 else 0))
+                bits += sets[row].to_bytes(-(-longest // 8), "little")
+        packed = np.frombuffer(bits, np.uint8).reshape(len(parents), -1)
+        return np.unpackbits(packed, axis=1, count=longest, bitorder="little").view(np.bool_)
 
 
 @dataclass(frozen=True)

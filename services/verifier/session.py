@@ -27,6 +27,7 @@ from coppice.messages import (
 from coppice.packed.kv import BlockTable
 from coppice.sampling import Row as SampledRow
 from coppice.sampling import decode_row, draw
+from coppice.sampling_torch import greedy_ids
 from coppice.tree import DraftTree, TreeError
 
 
@@ -179,7 +180,7 @@ class _Rows:
         self._request = request
         self._logits = logits
         # One pass over all rows costs less than a transfer for each, and greedy needs nothing else.
-        self._best = logits.argmax(-1).tolist() if request.sampling.temperature == 0 else None
+        self._best = greedy_ids(logits).tolist() if request.sampling.temperature == 0 else None
 
     def __getitem__(self, node: int) -> NDArray[np.float32]:
         row: NDArray[np.float32] = self._logits[node].float().cpu().numpy()
