@@ -9,11 +9,11 @@ where gain is the accepted drafts and extra all that a step of the arm takes bes
 rows, and waiting for others that draft too. Only the gain belongs to a text; seconds belong to the machine and its
 load, each load's are its own, and all sessions share them, and so the gain that a greedy or a sampled text begins with.
 
-A head that is new is played for a few steps (LEARN), once in a process's life; what all heads together would gain and
-take is guessed from theirs. At every load a few plain steps come first. From then on trying an arm that is not the best
-so far costs what it loses against that one, and such losses are paid from an allowance: a small share of all time
-(TRIED). So what exploring costs is bounded, whatever the arms are like; arms that cost little are tried often, hopeless
-ones hardly ever. Deterministic given what it is told.
+A head that is new is played for a few steps (LEARN), once in a process's life for greedy and once for sampled texts;
+what all heads together would gain and take is guessed from theirs. At every load a few plain steps come first. From
+then on trying an arm that is not the best so far costs what it loses against that one, and such losses are paid from
+an allowance: a small share of all time (TRIED). So what exploring costs is bounded, whatever the arms are like; arms
+that cost little are tried often, hopeless ones hardly ever. Deterministic given what it is told.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ class Gain:
     total: float = 0.0
     weight: float = 0.0
     at: int = 0  # when it was seen last, in steps of all sessions
+    rounds: float = 0.0  # it was played for, those that had to open streams included; all texts' steps make a round
 
     def left(self, now: int) -> float:
         """How many steps of it still count."""
@@ -141,7 +142,6 @@ class Known:
     """What is known of an arm: what it takes beside a plain step, and what it gains in greedy and in sampled texts."""
 
     extra: Seconds = field(default_factory=Seconds)
-    rounds: float = 0.0  # it was played for, those that had to open streams included; all texts' steps make a round
     gains: tuple[Gain, Gain] = field(default_factory=lambda: (Gain(), Gain()))
 
 
@@ -183,7 +183,7 @@ class Experience:
         if self.plain.count(self.load) < FIRST_PLAIN:
             self.now = PLAIN
             return self.now
-        new = [name for name in arms if name.startswith(SINGLE) and self.known(name).rounds < LEARN]
+        new = [name for name in arms if name.startswith(SINGLE) and self._new(name)]
         if hint != 0 and new:
             self.now = self.now if self.now in new else new[0]
             return self.now
@@ -207,6 +207,10 @@ class Experience:
         self.best, self.now = best, self._tried(affordable) or best
         self.allowance_s -= max(0.0, losses.get(self.now, 0.0))
         return self.now
+
+    def _new(self, head: str) -> bool:
+        """Whether a head was not played long enough, in greedy or in sampled texts as they are under way."""
+        return any(text.known(head).rounds < LEARN for text in self.texts)
 
     def _worth(self, name: str, gain: float) -> tuple[float, float, float]:
         """Tokens a step, how far they are in doubt, and seconds, all as far as is known.
@@ -310,12 +314,12 @@ class Chooser:
             if not fresh or len(known.texts) == 1:  # others still end what they drafted
                 known.plain.see(known.load, step.seconds - step.rows_s)
             return
-        arm = known.known(name)
-        arm.rounds += 1 / max(1, len(known.texts))
+        arm, gain = known.known(name), self.known(name)
+        gain.rounds += 1 / max(1, len(known.texts))
         known.plain.bound(known.load, step.seconds - step.rows_s)
         extra_s = max(0.0, step.seconds - (known.plain.at(known.load) or step.seconds))
         if step.opening:
-            if name != known.best and arm.rounds > LEARN:
+            if name != known.best and gain.rounds > LEARN:
                 known.allowance_s -= max(0.0, extra_s - (arm.extra.at(known.load) or 0.0))
             return
         arm.extra.see(known.load, extra_s, step.seconds - extra_s)

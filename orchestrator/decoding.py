@@ -6,12 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from coppice.auto import Arm, Chooser, StepSeen
 from coppice.errors import CoppiceError, InternalError, InvalidField
 from coppice.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, StepTree
+from coppice.limits import MAX_TREE_NODES
 from coppice.messages import Fence, NextRoot, Rejection, Verdict, VerifyStep, committed_hash
 from coppice.policy import UNION, Choice, Policy
 from coppice.routing import first_miss, outcomes, step_log_probs
@@ -65,6 +67,7 @@ class Decoding:
         self.step = 0
         self.hint: int | None = None  # of the last verdict: how many nodes to draft
         self.aside: dict[int, DraftTree] = {}  # of a step: trees of heads that the arm does not ask
+        self.later: list[Callable[[], None]] = []  # what is to be learnt from the last step
         self.finish: FinishReason | None = None
         self.result = Finished("length", self.prompt_tokens, 0, [], [], [])
         self.timings = self.result.timings
@@ -85,20 +88,22 @@ class Decoding:
         root = self._commit([], self._next_root(opened.next))
         first = last = time.perf_counter_ns()
         self.timings.prefill_ns = first - began
-        while self.finish is None:
-            self.step += 1
-            opening = self._opening()
-            drafts = await self._draft(root)
-            choice = self.arm.policy.choose(
-                [draft.tree for draft in drafts], [head.pool.calibration for head in self.heads], self._budget
-            )
-            verdict = await self._verify(root, choice, drafts)
-            root = self._settle(root, drafts, choice, verdict)
-            now = time.perf_counter_ns()
-            self._account(now - last, drafts, choice, verdict)
-            self._learn(now - last, opening, drafts, verdict)
-            last = now
-        self._send()
+        try:
+            while self.finish is None:
+                self.step += 1
+                opening = self._opening()
+                drafts = await self._draft(root)
+                choice = self.arm.policy.choose(
+                    [draft.tree for draft in drafts], [head.pool.calibration for head in self.heads], self._budget
+                )
+                verdict = await self._verify(root, choice, drafts)
+                root = self._settle(root, drafts, choice, verdict)
+                now = time.perf_counter_ns()
+                self._account(now - last, drafts, choice, verdict)
+                self._judge(now - last, opening, drafts, verdict)
+                last = now
+        finally:
+            self._catch_up()
         timings = self.timings
         timings.decode_ns = last - first
         elsewhere = timings.draft_ns + timings.transport_ns + timings.verify_ns + timings.accept_ns
@@ -126,23 +131,27 @@ class Decoding:
         """Whether a head that is asked has still to take in the text."""
         return self.auto is not None and any(self.heads[at].still_opening for at in self.arm.heads)
 
-    def _learn(self, step_ns: int, opening: bool, drafts: list[Draft], verdict: Verdict) -> None:
+    def _judge(self, step_ns: int, opening: bool, drafts: list[Draft], verdict: Verdict) -> None:
         """Tell `auto` what the step came to, and choose the next one's arm."""
         if self.auto is None:
             return
         times, nodes = verdict.timings, self.result.verified_nodes[-1]
         rows_ns = times.forward_ns - (times.plain_ns or times.forward_ns)
         self.auto.observe(StepSeen(step_ns / 1e9, rows_ns / 1e9, len(verdict.accepted), opening))
+        self.metrics.auto_choices.labels(self.arm.name).inc()
         trees = {at: drafts[at].tree for at in self.arm.heads if len(self.arm.heads) > 1} | self.aside
         self.aside = {}
-        if nodes or not verdict.pruned:  # each as if it had been verified alone
+        if nodes or not verdict.pruned:
             start = len(self.ids) - len(verdict.accepted)
-            for at, tree in trees.items():
-                alone = prune(tree, nodes)[0] if verdict.pruned else tree
-                self.auto.drafted(self.plan.policy.heads[at], start, alone)
-        self.auto.committed(self.ids)
-        self.metrics.auto_choices.labels(self.arm.name).inc()
+            self.later.append(partial(self._compare, trees, start, nodes if verdict.pruned else MAX_TREE_NODES))
         self._choose()
+
+    def _compare(self, trees: dict[int, DraftTree], start: int, nodes: int) -> None:
+        """Tell `auto` what heads drafted for the tokens from `start` on, each as if it had been verified alone."""
+        assert self.auto is not None
+        for at, tree in trees.items():
+            self.auto.drafted(self.plan.policy.heads[at], start, prune(tree, nodes)[0])
+        self.auto.committed(self.ids)
 
     # --- draft ---
 
@@ -156,7 +165,6 @@ class Decoding:
     async def _draft(self, root: int) -> list[Draft]:
         """The tree of every head of the arm, as far as it came within the deadline."""
         if not self.arm.heads or not self.plan.budget:
-            self._send()
             return [Draft() for _ in self.heads]
         began = time.perf_counter_ns()
         asked = {at: self.heads[at] for at in self.arm.heads}
@@ -164,7 +172,7 @@ class Decoding:
         fence = self._fence(deadline_s)
         answers = {at: head.ask(fence, root, self.ids, self._budget) for at, head in asked.items()}
         beside = [at for at in self._aside() if self.heads[at].ask(fence, root, self.ids, self._budget) is not None]
-        self._send()  # behind the questions, which the step waits for
+        asyncio.get_running_loop().call_soon(self._catch_up)  # behind the questions, which the step waits for
         if waited := [answer for answer in answers.values() if answer is not None]:
             await asyncio.wait(waited, timeout=deadline_s)
         drafts = [Draft() if answers.get(at) is None else head.collect() for at, head in enumerate(self.heads)]
@@ -191,6 +199,7 @@ class Decoding:
         draft = drafts[choice.routed] if choice.routed >= 0 else Draft()
         q_rows = np.concatenate(draft.q_rows)[: len(choice.tree)] if self.request.pq and draft.q_rows else None
         tree, whole = choice.tree, self.plan.whole_tree
+        asyncio.get_running_loop().call_soon(self._catch_up)
         if choice.routed >= 0 and not whole:  # a union is calibrated already
             tree = DraftTree(tree.tokens, tree.parents, self.heads[choice.routed].pool.calibration.apply(tree))
         while True:
@@ -233,11 +242,16 @@ class Decoding:
                 rejection = _own_rejection(draft, start, offered, verdict.rejection)
                 if rejection is not None:
                     head.reject(rejection)
-            if len(draft.tree):
-                head.pool.calibration.observe(step_log_probs(draft.tree), *outcomes(draft.tree, offered))
+        self.later.append(partial(self._calibrate, drafts, offered))
         log_probs = verdict.log_probs or (0.0,) * len(accepted)
         tree = self._shown(root, drafts, choice, verdict) if self.request.want_trees else None
         return self._commit(list(zip(accepted, log_probs, strict=True)), following, tree)
+
+    def _calibrate(self, drafts: list[Draft], offered: list[int]) -> None:
+        """Learn what the heads' confidences are worth."""
+        for head, draft in zip(self.heads, drafts, strict=True):
+            if len(draft.tree):
+                head.pool.calibration.observe(step_log_probs(draft.tree), *outcomes(draft.tree, offered))
 
     def _next_root(self, source: NextRoot) -> tuple[int, float]:
         """The next root and its raw log-probability: drawn here from the row, or by the verifier."""
@@ -297,11 +311,14 @@ class Decoding:
         self.metrics.tokens.inc(len(ids))
         return root[0] if root is not None else -1
 
-    def _send(self) -> None:
-        """Pass on to the client what the last commit made."""
+    def _catch_up(self) -> None:
+        """Pass on to the client what the last commit made, and learn from it: work that no step waits for."""
         chunk, self.chunk = self.chunk, None
         if chunk is not None:
             self.emit(chunk)
+        later, self.later = self.later, []
+        for work in later:
+            work()
 
     def _finish_reason(self, token: int, stopped: bool) -> FinishReason | None:
         if token in self.plan.stop_ids:

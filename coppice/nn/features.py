@@ -174,6 +174,11 @@ class FeatureHead(Head, Generic[M]):
         session.features = torch.cat((session.features, features))
         return miss
 
+    def blank_features(self, start: int, count: int) -> Features:
+        """Zeros."""
+        size = count * self._row_bytes * self.dtype.itemsize
+        return Features(start, count, self.settings.dtype, bytes(size))
+
     def _read(self, features: Features | None, field: str) -> Tensor:
         """(n, F) rows of inline features."""
         if features is None or features.inline is None or not features.count:

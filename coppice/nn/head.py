@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.errors import InvalidField
-from coppice.messages import Advance, HeadDescription, OpenDraft, WeightsHeader
+from coppice.errors import InvalidField, Overloaded
+from coppice.messages import Advance, Features, HeadDescription, OpenDraft, WeightsHeader
 from coppice.sampling import SamplingParams
 from coppice.tree import DraftTree
 
 if TYPE_CHECKING:
     from coppice.adaptation.staging import Staging
+
+WARM_IDS, WARM_ROWS = 16, 12  # of the text that a head warms up with: its prompt, and what a step adds at most
+WARM_BUDGET = 5  # times the rows: large trees too
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,32 @@ class Head(ABC):
         exact only then). Nothing that a later draft depends on changes, save caches: the same job may come again,
         also after an exception, which spoils no other session.
         """
+
+    def warm_up(self) -> None:
+        """Draft some made-up trees, so that the first real ones take no longer than later ones.
+
+        Libraries prepare for every new number of rows: oneDNN compiles kernels, for up to 25 ms a draft here.
+        """
+        key, length = -1, WARM_IDS
+        opening = OpenDraft("", [0] * length, SamplingParams(), features=self.blank_features(0, length))
+        try:
+            for _ in self.open(key, opening):
+                pass
+            for rows in range(1, WARM_ROWS + 1):
+                for temperature in (0.0, 1.0):
+                    sampling = SamplingParams(temperature=temperature)
+                    for _ in self.draft([DraftJob(key, 0, length, WARM_BUDGET * rows, sampling)]):
+                        pass
+                self.advance(key, Advance([0] * rows, self.blank_features(length, rows)))
+                length += rows
+        except Overloaded:  # its KV has room for hardly anything
+            return
+        finally:
+            self.close(key)
+
+    def blank_features(self, start: int, count: int) -> Features | None:
+        """Zeros for the target features of `count` positions; None when this head reads none."""
+        return None
 
     def staging(self, header: WeightsHeader) -> Staging:
         """Where the parts of a push of weights go. Any thread may ask; raises what Staging raises.

@@ -52,7 +52,6 @@ class LanguageModelHead(Head):
         self.engine = Engine.load(
             settings.path, device=settings.device, dtype=settings.dtype, kv_tokens=settings.kv_tokens
         )
-        self.engine.timings((1, settings.top_k), context=64, repeats=3)  # warm-up
         self.settings = settings
         info = self.engine.info
         width = min(settings.vocab_size or info.vocab_size, info.vocab_size)

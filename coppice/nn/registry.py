@@ -26,9 +26,11 @@ _BUILDERS = MappingProxyType(
 
 
 def build_head(settings: DrafterSettings) -> Head:
-    """The head of `settings.kind`. Raises InvalidField on a kind that has no builder, and what the builder raises."""
+    """The head of `settings.kind`, warmed up. Raises InvalidField on a kind without a builder, and what that raises."""
     if settings.kind not in _BUILDERS:
         raise InvalidField("drafter.kind", f"no head of kind {settings.kind!r}; there are {', '.join(_BUILDERS)}")
     module, function = _BUILDERS[settings.kind]
     builder: Callable[[DrafterSettings], Head] = getattr(import_module(module), function)
-    return builder(settings)
+    head = builder(settings)
+    head.warm_up()
+    return head
