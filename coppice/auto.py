@@ -28,7 +28,7 @@ from coppice.tree import DraftTree
 
 PLAIN = "plain"
 SINGLE = "single:"
-LEARN = 5  # rounds that a new head is played for
+LEARN = 4  # rounds that a new head is played for
 COLD = 3  # of them: the least time counts, as the first calls of anything are slow
 JOINT_GAIN, JOINT_TIME = 1.1, 1.3  # of the best head's gain and the slowest one's time, before route or merge was tried
 TRIED = 0.015  # share of the time that trying other arms may lose

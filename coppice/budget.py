@@ -78,13 +78,20 @@ class Profile:
     def __init__(self) -> None:
         self._means = np.zeros(MAX_HEAD_NODES)
         self._known = 0  # nodes of the largest tree
+        self._told: int | None = None  # the last hint
 
     def observe(self, scores: ArrayLike) -> None:
-        """Take in the (n,) log-probabilities of a tree's nodes; more than a head may draft are not looked at."""
+        """Take in the (n,) log-probabilities of a tree's nodes; more than a head may draft are not looked at.
+
+        A tree that is as large as the hint would have gone on, with nodes up to as likely as its last one: trees that
+        were worse made the hint small, and none that is cut short could make it larger again.
+        """
         found = np.sort(np.exp(np.asarray(scores, np.float64)))[::-1][:MAX_HEAD_NODES]
         old = min(self._known, len(found))
         self._means[:old] += self.RATE * (found[:old] - self._means[:old])
         self._means[old : len(found)] = found[old:]
+        if self._told is not None and 0 < len(found) >= self._told:
+            self._means[len(found) : self._known] += self.RATE * (found[-1] - self._means[len(found) : self._known])
         self._known = max(self._known, len(found))
 
     def hint(self, sessions: int, rows: int, seconds: Seconds) -> int | None:
@@ -96,4 +103,5 @@ class Profile:
         means = np.minimum.accumulate(self._means[: self._known])
         promised = sessions * (1 + np.concatenate((np.zeros(1), np.cumsum(means))))
         best = int(np.argmax(promised / seconds(rows + sessions * np.arange(len(promised)))))
-        return None if best == self._known else best
+        self._told = None if best == self._known else best
+        return self._told
