@@ -28,16 +28,17 @@ from coppice.tree import DraftTree
 
 PLAIN = "plain"
 SINGLE = "single:"
-LEARN = 4  # rounds that a new head is played for
+LEARN = 5  # rounds that a new head is played for
 COLD = 3  # of them: the least time counts, as the first calls of anything are slow
 JOINT_GAIN, JOINT_TIME = 1.1, 1.3  # of the best head's gain and the slowest one's time, before route or merge was tried
 TRIED = 0.015  # share of the time that trying other arms may lose
-FIRST_SAVED_S, MOST_SAVED_S = 0.1, 1.0  # of allowance: at the start, and ever
+FIRST_SAVED_S, MOST_SAVED_S = 0.2, 1.0  # of allowance: by the first greedy and the first sampled text, and ever
 TEXT_STEPS = 12.0  # steps of a text that weigh as much as what was known before it
 ALIKE = 0.5  # how far all arms gain more when one does: 0 not at all, 1 by the same factor
 TEXT_MEMORY = 24.0  # steps of a text that count
 MEMORY = 256.0  # steps of an arm, over all texts, that count
 FIRST_GAIN, FIRST_STEPS = 1.0, 4.0  # what an arm is thought to gain before it was tried, and how many steps that weighs
+SAMPLED = 0.6  # of what a head gains in greedy texts it is thought to gain in sampled ones before it was tried there
 FORGET_STEPS = 4096.0  # after so many steps without it an arm is nearly unknown again
 RATE = 0.1  # of the averages of seconds
 STAY = 1.01  # how much better another arm must be
@@ -156,7 +157,8 @@ class Experience:
     arms: dict[str, Known] = field(default_factory=dict)
     texts: list[Chooser] = field(default_factory=list)  # of the sessions under way
     plain: Seconds = field(default_factory=Seconds)  # of plain steps
-    allowance_s: float = FIRST_SAVED_S
+    kinds: set[bool] = field(default_factory=set)  # whether there were greedy texts, and sampled ones
+    allowance_s: float = 0.0
     steps: int = 0
     best: str = PLAIN
     hopeless: frozenset[str] = frozenset()
@@ -172,6 +174,13 @@ class Experience:
     def load(self) -> int:
         """Texts under way, in powers of two: 1; 2 and 3; 4 to 7."""
         return len(self.texts).bit_length()
+
+    def begin(self, text: Chooser, sampled: bool) -> None:
+        """A text joins."""
+        self.texts.append(text)
+        if sampled not in self.kinds:
+            self.kinds.add(sampled)
+            self.allowance_s += FIRST_SAVED_S
 
     def spent(self, seconds: float) -> None:
         """Take in a step's time: a share of it may be lost by trying."""
@@ -271,7 +280,7 @@ class Chooser:
         """The arm of the next step. `hint` is the verifier's: 0 says that at the present load no node pays."""
         known, self._hint = self._experience, hint
         if not self._steps and self not in known.texts:
-            known.texts.append(self)
+            known.begin(self, self._sampled)
         if known.steps >= known.chosen_until:
             known.choose(tuple(self.arms), hint)
             known.chosen_until = known.steps + len(known.texts)
@@ -284,7 +293,7 @@ class Chooser:
         A text that is easier than most for the arms it was tried with is thought to be so for the others too.
         """
         known = self._experience
-        usual = {name: self.known(name).mean(known.steps) for name in self.arms if name.startswith(SINGLE)}
+        usual = {name: self._usual(name) for name in self.arms if name.startswith(SINGLE)}
         joint = JOINT_GAIN * max(usual.values(), default=0.0)
         usual |= {name: self.known(name).mean(known.steps, joint) for name in self.arms if name not in usual}
         usual[PLAIN] = 0.0
@@ -295,6 +304,13 @@ class Chooser:
             name: (TEXT_STEPS * usual[name] * ease + self._total[name]) / (TEXT_STEPS + self._weight[name])
             for name in self.arms
         }
+
+    def _usual(self, head: str) -> float:
+        """What a head gains in texts like this one; before it was tried in any, what it gains in others is a guess."""
+        known = self._experience
+        others = known.known(head).gains[not self._sampled]
+        guess = others.mean(known.steps) * (SAMPLED if self._sampled else 1.0) if others.weight else FIRST_GAIN
+        return self.known(head).mean(known.steps, guess)
 
     def known(self, name: str) -> Gain:
         """What an arm gains in texts that are drawn as this one."""

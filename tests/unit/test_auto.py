@@ -162,12 +162,12 @@ def test_slow_first_plain_steps_do_not_make_a_useless_head_look_free() -> None:
     assert chosen[60:].count("single:a") < 0.1 * len(chosen[60:])
 
 
-def test_what_greedy_texts_gain_says_nothing_of_sampled_ones() -> None:
+def test_what_greedy_texts_gain_is_no_more_than_a_guess_about_sampled_ones() -> None:
     experience = Experience()
     greedy = Chooser(experience, ("a",))
     live(greedy, {"single:a": 4}, 100)
     sampled = Chooser(experience, ("a",), sampled=True)
-    assert sampled.gains()["single:a"] == 1 < Chooser(experience, ("a",)).gains()["single:a"]
+    assert 1 < sampled.gains()["single:a"] < 0.7 * Chooser(experience, ("a",)).gains()["single:a"]
     greedy.close()
     assert live(sampled, {"single:a": 0}, 100).count("single:a") < 30
     assert Chooser(experience, ("a",)).gains()["single:a"] > 3
