@@ -326,8 +326,9 @@ class Chooser:
         fresh, self._before = self._before != name, name
         self._steps += 1
         known.spent(step.seconds)
+        alone = not fresh or len(known.texts) == 1  # else others still end what they drafted before
         if name == PLAIN:
-            if not fresh or len(known.texts) == 1:  # others still end what they drafted
+            if alone:
                 known.plain.see(known.load, step.seconds - step.rows_s)
             return
         arm, gain = known.known(name), self.known(name)
@@ -338,7 +339,8 @@ class Chooser:
             if name != known.best and gain.rounds > LEARN:
                 known.allowance_s -= max(0.0, extra_s - (arm.extra.at(known.load) or 0.0))
             return
-        arm.extra.see(known.load, extra_s, step.seconds - extra_s)
+        if alone:
+            arm.extra.see(known.load, extra_s, step.seconds - extra_s)
         if self._hint != 0:  # else all of it was left out, which says nothing of other loads
             self.gained(name, step.accepted)
 
