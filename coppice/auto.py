@@ -105,8 +105,12 @@ class Seconds:
 
     def at(self, load: int) -> float | None:
         """The mean at a load; where it was never seen, at the nearest one."""
-        nearest = min(self.by_load, key=lambda known: (abs(known - load), known), default=None)
+        nearest = self.nearest(load)
         return None if nearest is None else self.by_load[nearest][0]
+
+    def nearest(self, load: int) -> int | None:
+        """The load that was seen next to this one; of two the lower."""
+        return min(self.by_load, key=lambda known: (abs(known - load), known), default=None)
 
     def count(self, load: int) -> int:
         """Steps seen at a load."""
@@ -238,9 +242,17 @@ class Experience:
         """What an arm takes beside a plain step, as far as is known."""
         known = self.known(name).extra
         if name.startswith(SINGLE) or known.count(self.load):
-            return known.at(self.load) or 0.0
-        alone = (arm.extra.at(self.load) or 0.0 for one, arm in self.arms.items() if one.startswith(SINGLE))
-        return max(known.at(self.load) or 0.0, JOINT_TIME * max(alone, default=0.0))
+            return self._here_s(known)
+        alone = (self._here_s(arm.extra) for one, arm in self.arms.items() if one.startswith(SINGLE))
+        return max(self._here_s(known), JOINT_TIME * max(alone, default=0.0))
+
+    def _here_s(self, extra: Seconds) -> float:
+        """What drafting takes at this load; where that was never seen, as much more as a plain step takes more."""
+        nearest = extra.nearest(self.load)
+        if nearest is None:
+            return 0.0
+        there_s, here_s = self.plain.at(nearest), self.plain.at(self.load)
+        return (extra.at(nearest) or 0.0) * (here_s / there_s if there_s and here_s else 1.0)
 
     def _unsure(self, name: str) -> bool:
         """Whether a plain step is to be seen for the sake of its time."""
