@@ -179,11 +179,11 @@ class Experience:
         """Texts under way, in powers of two: 1; 2 and 3; 4 to 7."""
         return len(self.texts).bit_length()
 
-    def begin(self, text: Chooser, sampled: bool) -> None:
+    def begin(self, text: Chooser) -> None:
         """A text joins."""
         self.texts.append(text)
-        if sampled not in self.kinds:
-            self.kinds.add(sampled)
+        if text.sampled not in self.kinds:
+            self.kinds.add(text.sampled)
             self.allowance_s += FIRST_SAVED_S
 
     def spent(self, seconds: float) -> None:
@@ -223,7 +223,7 @@ class Experience:
 
     def _new(self, head: str) -> bool:
         """Whether a head was not played long enough, in greedy or in sampled texts as they are under way."""
-        return any(text.known(head).rounds < LEARN for text in self.texts)
+        return any(text.gain(head).rounds < LEARN for text in self.texts)
 
     def _worth(self, name: str, gain: float) -> tuple[float, float, float]:
         """Tokens a step, how far they are in doubt, and seconds, all as far as is known.
@@ -234,7 +234,7 @@ class Experience:
         if name == PLAIN:
             return 1.0, 0.0, plain_s
         weight = sum(text.weight(name) for text in self.texts) / len(self.texts)
-        before = sum(text.known(name).left(self.steps) for text in self.texts) / len(self.texts)
+        before = sum(text.gain(name).left(self.steps) for text in self.texts) / len(self.texts)
         doubt = math.sqrt(gain * (1 + gain) * (1 / (TEXT_STEPS + weight) + 1 / (FIRST_STEPS + before)))
         return 1 + gain, doubt, plain_s + self._extra_s(name)
 
@@ -274,7 +274,7 @@ class Chooser:
 
     def __init__(self, experience: Experience, heads: Sequence[str], sampled: bool = False) -> None:
         self.arms = {arm.name: arm for arm in arms_of(heads)}
-        self._experience, self._sampled = experience, sampled
+        self._experience, self.sampled = experience, sampled
         self._played = PLAIN
         self._hint: int | None = None
         self._total = dict.fromkeys(self.arms, 0.0)
@@ -292,7 +292,7 @@ class Chooser:
         """The arm of the next step. `hint` is the verifier's: 0 says that at the present load no node pays."""
         known, self._hint = self._experience, hint
         if not self._steps and self not in known.texts:
-            known.begin(self, self._sampled)
+            known.begin(self)
         if known.steps >= known.chosen_until:
             known.choose(tuple(self.arms), hint)
             known.chosen_until = known.steps + len(known.texts)
@@ -307,7 +307,7 @@ class Chooser:
         known = self._experience
         usual = {name: self._usual(name) for name in self.arms if name.startswith(SINGLE)}
         joint = JOINT_GAIN * max(usual.values(), default=0.0)
-        usual |= {name: self.known(name).mean(known.steps, joint) for name in self.arms if name not in usual}
+        usual |= {name: self.gain(name).mean(known.steps, joint) for name in self.arms if name not in usual}
         usual[PLAIN] = 0.0
         expected = sum(usual[name] * weight for name, weight in self._weight.items())
         before = TEXT_STEPS * max(usual.values())
@@ -320,13 +320,13 @@ class Chooser:
     def _usual(self, head: str) -> float:
         """What a head gains in texts like this one; before it was tried in any, what it gains in others is a guess."""
         known = self._experience
-        others = known.known(head).gains[not self._sampled]
-        guess = others.mean(known.steps) * (SAMPLED if self._sampled else 1.0) if others.weight else FIRST_GAIN
-        return self.known(head).mean(known.steps, guess)
+        others = known.known(head).gains[not self.sampled]
+        guess = others.mean(known.steps) * (SAMPLED if self.sampled else 1.0) if others.weight else FIRST_GAIN
+        return self.gain(head).mean(known.steps, guess)
 
-    def known(self, name: str) -> Gain:
+    def gain(self, name: str) -> Gain:
         """What an arm gains in texts that are drawn as this one."""
-        return self._experience.known(name).gains[self._sampled]
+        return self._experience.known(name).gains[self.sampled]
 
     def weight(self, name: str) -> float:
         """Steps of this text that say what an arm gains."""
@@ -343,7 +343,7 @@ class Chooser:
             if alone:
                 known.plain.see(known.load, step.seconds - step.rows_s)
             return
-        arm, gain = known.known(name), self.known(name)
+        arm, gain = known.known(name), self.gain(name)
         gain.rounds += 1 / max(1, len(known.texts))
         known.plain.bound(known.load, step.seconds - step.rows_s)
         extra_s = max(0.0, step.seconds - (known.plain.at(known.load) or step.seconds))
@@ -358,7 +358,7 @@ class Chooser:
 
     def gained(self, name: str, accepted: int) -> None:
         """Take in what an arm gained in a step, or would have gained."""
-        self.known(name).see(accepted, self._experience.steps)
+        self.gain(name).see(accepted, self._experience.steps)
         kept = 1 - 1 / TEXT_MEMORY
         self._total[name] = kept * self._total[name] + accepted
         self._weight[name] = kept * self._weight[name] + 1

@@ -165,6 +165,7 @@ class Decoding:
     async def _draft(self, root: int) -> list[Draft]:
         """The tree of every head of the arm, as far as it came within the deadline."""
         if not self.arm.heads or not self.plan.budget:
+            asyncio.get_running_loop().call_soon(self._catch_up)  # behind the verifier's question
             return [Draft() for _ in self.heads]
         began = time.perf_counter_ns()
         asked = {at: self.heads[at] for at in self.arm.heads}
@@ -199,7 +200,6 @@ class Decoding:
         draft = drafts[choice.routed] if choice.routed >= 0 else Draft()
         q_rows = np.concatenate(draft.q_rows)[: len(choice.tree)] if self.request.pq and draft.q_rows else None
         tree, whole = choice.tree, self.plan.whole_tree
-        asyncio.get_running_loop().call_soon(self._catch_up)
         if choice.routed >= 0 and not whole:  # a union is calibrated already
             tree = DraftTree(tree.tokens, tree.parents, self.heads[choice.routed].pool.calibration.apply(tree))
         while True:

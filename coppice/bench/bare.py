@@ -14,7 +14,7 @@ from coppice.config import DrafterSettings, Settings
 from coppice.limits import MAX_TREE_NODES
 from coppice.messages import Advance, Features, OpenDraft
 from coppice.nn.head import DraftJob, Head
-from coppice.nn.registry import build_head
+from coppice.nn.registry import served_head
 from coppice.packed.batch import Piece, pack
 from coppice.packed.engine import Engine
 from coppice.sampling import SamplingParams
@@ -43,7 +43,7 @@ class Bare:
         shared = drafter.model_copy(update={"target": str(spec.target), "kv_tokens": kv_tokens})
         with _torch_threads(self._drafter_threads, self._threads):
             self._heads: dict[str, Head] = {
-                head.name: build_head(_settings_of(head, shared))
+                head.name: served_head(_settings_of(head, shared))
                 for head in spec.heads
                 if head.kind not in COUNTING_KINDS
             }

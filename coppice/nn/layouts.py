@@ -28,6 +28,7 @@ from coppice.nn.falcon_model import FalconConfig, FalconModel
 from coppice.nn.medusa_model import MedusaConfig, MedusaModel
 from coppice.nn.parallelspec_model import ParallelSpecConfig, ParallelSpecModel
 from coppice.nn.specblock_model import SpecBlockConfig, SpecBlockModel
+from coppice.packed.linear import SIBLINGS
 
 M = TypeVar("M", bound=nn.Module)
 C = TypeVar("C", bound=HeadConfig)
@@ -259,7 +260,7 @@ def _check_ids(d2t: Tensor, config: HeadConfig, file: Path) -> None:
 
 _TITLES = {"specblock": "SpecBlock", "eagle3": "EAGLE-3"}
 _ARCHITECTURES = {"specblock": "SpecBlock", "eagle3": "LlamaForCausalLMEagle3"}
-_FUSED = MappingProxyType({"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")})
+_FUSED = MappingProxyType(dict(zip(("qkv_proj", "gate_up_proj"), SIBLINGS, strict=True)))
 
 
 def public_names(name: str) -> tuple[str, ...]:

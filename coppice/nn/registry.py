@@ -26,11 +26,16 @@ _BUILDERS = MappingProxyType(
 
 
 def build_head(settings: DrafterSettings) -> Head:
-    """The head of `settings.kind`, warmed up. Raises InvalidField on a kind without a builder, and what that raises."""
+    """The head of `settings.kind`. Raises InvalidField on a kind that has no builder, and what the builder raises."""
     if settings.kind not in _BUILDERS:
         raise InvalidField("drafter.kind", f"no head of kind {settings.kind!r}; there are {', '.join(_BUILDERS)}")
     module, function = _BUILDERS[settings.kind]
     builder: Callable[[DrafterSettings], Head] = getattr(import_module(module), function)
-    head = builder(settings)
+    return builder(settings)
+
+
+def served_head(settings: DrafterSettings) -> Head:
+    """The head as a drafter serves it: warmed up. Raises what `build_head` raises."""
+    head = build_head(settings)
     head.warm_up()
     return head

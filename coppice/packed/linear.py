@@ -22,8 +22,7 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(input, self.weight, self.bias, "none", [], "")
-        return out
+        return _multiplied(input, self.weight, self.bias)
 
 
 class _Fused:
@@ -40,7 +39,7 @@ class _Fused:
     def part(self, number: int, input: Tensor) -> Tensor:
         """Layer `number` of `input`, which is kept until all layers had it."""
         if self._input is not input or number not in self._parts:
-            out = torch.ops.mkldnn._linear_pointwise(input, self._weight, self._bias, "none", [], "")
+            out = _multiplied(input, self._weight, self._bias)
             self._input, self._parts = input, dict(enumerate(out.split_with_sizes(self._widths, -1)))
         part = self._parts.pop(number)
         if not self._parts:
@@ -108,6 +107,11 @@ def _packs(layer: nn.Module | None, *classes: type[nn.Linear]) -> TypeGuard[nn.L
         return False
     weight: Any = layer._parameters["weight"]
     return bool(weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and not weight.is_mkldnn)
+
+
+def _multiplied(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+    return out
 
 
 def _reordered(weight: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import sys
 
 from coppice.adaptation.stream import Producer
 from coppice.config import Settings
-from coppice.nn.registry import build_head
+from coppice.nn.registry import served_head
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory, Registration, directory
 from coppice.rpc.server import Serving, run_service
@@ -35,7 +35,7 @@ async def serve(settings: Settings) -> int:
     producer = Producer(settings.adaptation, SignalMetrics(metrics.registry), name)
     told = settings.adaptation
     samples = Samples(producer, name, told.window, told.stride) if told.redis else None
-    worker = Worker(lambda: build_head(settings.drafter), metrics, settings.drafter.max_context, samples)
+    worker = Worker(lambda: served_head(settings.drafter), metrics, settings.drafter.max_context, samples)
     await worker.start()
     if samples is not None:
         producer.start()

@@ -119,3 +119,15 @@ def test_a_hint_is_of_the_load_and_comes_back_when_the_load_goes() -> None:
     profile.observe(np.log([0.5]))  # smaller trees, as hinted, say nothing of the rest
     assert profile.hint(2, 2, price) == 2  # 167, 214, 225, 222 tokens a second with 0 to 3 nodes each
     assert profile.hint(1, 1, linear(0.01, 0.0)) is None
+
+
+def test_a_hint_that_worse_trees_made_small_grows_again() -> None:
+    profile, price = Profile(), linear(0.01, 0.002)
+    for _ in range(100):
+        profile.observe(np.log([0.3, 0.05, 0.01, 0.01]))
+    small = profile.hint(1, 1, price)
+    assert small == 1
+    for _ in range(200):
+        asked = profile.hint(1, 1, price) or 4
+        profile.observe(np.log([0.9, 0.8, 0.7, 0.6][:asked]))
+    assert profile.hint(1, 1, price) is None  # all four pay

@@ -26,7 +26,7 @@ from coppice.nn.falcon import prior
 from coppice.nn.features import FeatureHead
 from coppice.nn.head import DraftJob, Growth
 from coppice.nn.layouts import SHAPES, Loaded, load_eagle3, load_head, load_specblock, read_target, save_head
-from coppice.nn.registry import build_head
+from coppice.nn.registry import build_head, served_head
 from coppice.sampling import SamplingParams
 from coppice.sampling_torch import noise
 from tests.tiny import make_target
@@ -417,6 +417,17 @@ def test_a_session_of_many_steps_drafts_what_the_slow_reference_drafts(
             lengths[key] = new
     for key in range(3):
         head.close(key)
+    assert head.pool.used_blocks == 0
+    head.pool.check_integrity()
+
+
+@pytest.mark.parametrize("kind", FEATURE_KINDS)
+@pytest.mark.parametrize("kv_tokens", [8, 4096])
+def test_warming_up_leaves_nothing_behind(kind: str, kv_tokens: int, target: Path, tmp_path: Path) -> None:
+    folder = save_random(tmp_path, kind)
+    head = served_head(DrafterSettings(kind=kind, path=str(folder), target=str(target), kv_tokens=kv_tokens))
+    assert isinstance(head, FeatureHead)
+    assert head.forward_ns > 0 or kv_tokens == 8
     assert head.pool.used_blocks == 0
     head.pool.check_integrity()
 

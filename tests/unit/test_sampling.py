@@ -266,3 +266,12 @@ def test_params_are_frozen_and_hold_the_largest_seed() -> None:
     params = SamplingParams(seed=2**64 - 1)
     with pytest.raises(ValidationError, match="frozen"):
         params.seed = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_ids_are_torchs_and_of_equals_the_lowest(dtype: torch.dtype) -> None:
+    rows = torch.randn(3, 5, 300, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rows[0, 0, [7, 250]] = 9.0
+    assert torch.equal(sampling_torch.greedy_ids(rows), rows.argmax(-1))
+    assert sampling_torch.greedy_ids(rows)[0, 0] == 7
+    assert sampling_torch.greedy_ids(rows[1, 2]) == rows[1, 2].argmax()
