@@ -28,7 +28,7 @@ test: setup ## everything that makes a change safe, but for `make ray`
 ray: setup ## the Ray Serve application on a real local Ray, which takes minutes
 	$(BIN)/python -m pytest tests/ray
 
-proof: setup ## the same checks at full counts, resumable; writes docs/proof.md
+proof: setup ## the same checks at full counts, resumable; writes docs/proof.md and .json
 	$(BIN)/python tests/proof.py
 
 bench: setup ## exactness, step costs and rows of a forward on the shipped models

@@ -1,7 +1,7 @@
 """`make proof`: the campaigns at full counts, one after the other; what this commit has passed is not run again.
 
-It takes hours. `python tests/proof.py NAME...` runs the campaigns whose names begin so. The state lies in
-.proof/COMMIT.json, outputs beside it; what all campaigns came to so far is docs/proof.md.
+It takes hours. `python tests/proof.py NAME...` runs the campaigns whose names begin so; of the others the latest result
+stays, each with the commit it was had at. The state is docs/proof.json, the table docs/proof.md; outputs lie in .proof.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from coppice.machine import this_machine
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = Path("docs") / "proof.md"
-COLUMNS = ("campaign", "runs", "result", "minutes", "last line")
+STATE = RESULT.with_suffix(".json")
+COLUMNS = ("campaign", "commit", "runs", "result", "minutes", "last line")
 FAULT_COLUMNS = ("fault", "repetitions", "requests", "failed", "wrong", "recovery p50, s", "p99, s", "result")
 UNIT = ("tree", "sampling", "acceptance", "routing")
 PYTEST = (sys.executable, "-m", "pytest", "--timeout", "7200")
@@ -63,8 +64,11 @@ CAMPAIGNS = (
 
 @dataclass
 class Outcome:
-    """How far a campaign came: runs that ended well, and whether the last one did not."""
+    """How far a campaign came at a commit: runs that ended well, and whether the last one did not."""
 
+    commit: str = ""
+    date: str = ""
+    machine: str = ""
     done: int = 0
     failed: bool = False
     seconds: float = 0.0
@@ -74,7 +78,8 @@ class Outcome:
     def cells(self, campaign: Campaign) -> tuple[str, ...]:
         """A row of the table, in the order of COLUMNS."""
         result = "FAILED" if self.failed else "ok" if self.done == campaign.runs else "not run"
-        return campaign.name, f"{self.done}/{campaign.runs}", result, f"{self.seconds / 60:.1f}", self.last_line
+        at = self.commit[:7] + "-dirty" * self.commit.endswith("-dirty")
+        return campaign.name, at, f"{self.done}/{campaign.runs}", result, f"{self.seconds / 60:.1f}", self.last_line
 
     def fault_cells(self) -> list[tuple[str, ...]]:
         """Rows of the faults' table, in the order of FAULT_COLUMNS."""
@@ -97,6 +102,7 @@ class Outcome:
         with log.open("wb") as output:
             ended = subprocess.run(command, cwd=ROOT, env=told, stdout=output, stderr=output, check=False)
         lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        self.date, self.machine = f"{datetime.now(UTC):%Y-%m-%d}", this_machine().describe()
         self.seconds += time.monotonic() - began
         self.failed = ended.returncode != 0
         self.done += not self.failed
@@ -105,46 +111,51 @@ class Outcome:
 
 
 def commit_now(root: Path) -> str:
-    """The commit that is tested, with "-dirty" behind it when a tracked file other than the result differs."""
+    """The commit that is tested, with "-dirty" behind it when a tracked file other than the results differs."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(("git", *arguments), cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{RESULT}")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{RESULT}", f":!{STATE}")
     return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
 
 
 def run_all(
-    campaigns: Sequence[Campaign], folder: Path, commit: str, console: Console, names: Sequence[str] = ("",)
+    campaigns: Sequence[Campaign], state: Path, logs: Path, commit: str, console: Console, names: Sequence[str] = ("",)
 ) -> dict[Campaign, Outcome]:
-    """Run what this commit has not passed yet, from where it was interrupted; every run is noted at once.
+    """Run what this commit has not passed yet, from where it was interrupted; every run is noted in `state` at once.
 
-    `names`: what the campaigns to run begin with. What a dirty tree passed is not remembered: it may differ the next
-    time.
+    `names`: what the campaigns to run begin with. What a dirty tree passed is run again: it may differ the next time.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    state = folder / f"{commit}.json"
-    known = json.loads(state.read_text()) if state.exists() and not commit.endswith("-dirty") else {}
+    logs.mkdir(parents=True, exist_ok=True)
+    known = json.loads(state.read_text()) if state.exists() else {}
     outcomes = {campaign: Outcome(**known.get(campaign.name, {})) for campaign in campaigns}
-    for campaign, outcome in outcomes.items():
+    for campaign in campaigns:
         if not campaign.name.startswith(tuple(names)):
             continue
+        if outcomes[campaign].commit != commit or commit.endswith("-dirty"):
+            outcomes[campaign] = Outcome(commit)
+        outcome = outcomes[campaign]
         outcome.failed = False  # it is tried again
         while outcome.done < campaign.runs and not outcome.failed:
             console.print(f"{campaign.name}: run {outcome.done + 1} of {campaign.runs}", highlight=False)
-            outcome.run(campaign, folder / f"{campaign.name}.log")
-            state.write_text(json.dumps({each.name: asdict(had) for each, had in outcomes.items()}, indent=1))
+            outcome.run(campaign, logs / f"{campaign.name}.log")
+            had = {each.name: asdict(one) for each, one in outcomes.items() if one.commit}
+            state.write_text(json.dumps(had, indent=1) + "\n", encoding="utf-8")
     return outcomes
 
 
-def report(outcomes: Mapping[Campaign, Outcome], commit: str, file: Path, console: Console) -> None:
-    """Print the table and write it with commit, date and machine."""
+def report(outcomes: Mapping[Campaign, Outcome], file: Path, console: Console) -> None:
+    """Print the table and write it with the dates and machines that its rows are of."""
     rows = [outcome.cells(each) for each, outcome in outcomes.items()]
-    table = Table(*COLUMNS, title=f"proof at {commit}", title_justify="left")
+    table = Table(*COLUMNS, title="proof", title_justify="left")
     for cells in rows:
         table.add_row(*cells)
     console.print(table)
-    text = f"# Proof\n\n`make proof` at {commit}, {datetime.now(UTC):%Y-%m-%d}, on {this_machine().describe()}.\n\n"
+    ran = [outcome for outcome in outcomes.values() if outcome.commit]
+    dates, machines = ({outcome.date for outcome in ran}, {outcome.machine for outcome in ran})
+    text = "# Proof\n\nThe latest result of every campaign of `make proof`, at the commit it was had at; "
+    text += f"{' to '.join(dict.fromkeys((min(dates), max(dates))))}, on {'; '.join(sorted(machines))}.\n\n"
     text += _markdown(COLUMNS, rows)
     if faults := [cells for outcome in outcomes.values() for cells in outcome.fault_cells()]:
         text += "\n## Faults\n\n[faults.md](faults.md) says what each proves.\n\n" + _markdown(FAULT_COLUMNS, faults)
@@ -157,7 +168,11 @@ def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
-    now, terminal = commit_now(ROOT), Console()
-    made = run_all(CAMPAIGNS, ROOT / ".proof", now, terminal, sys.argv[1:] or ("",))
-    report(made, now, ROOT / RESULT, terminal)
+    terminal, asked = Console(), sys.argv[1:] or ("",)
+    known = [each.name for each in CAMPAIGNS]
+    for name in asked:
+        if not any(each.startswith(name) for each in known):
+            sys.exit(f"no campaign begins with {name!r}; there are {', '.join(known)}")
+    made = run_all(CAMPAIGNS, ROOT / STATE, ROOT / ".proof", commit_now(ROOT), terminal, asked)
+    report(made, ROOT / RESULT, terminal)
     sys.exit(any(outcome.failed for outcome in made.values()))
