@@ -9,11 +9,14 @@ where gain is the accepted drafts and extra all that a step of the arm takes bes
 rows, and waiting for others that draft too. Only the gain belongs to a text; seconds belong to the machine and its
 load, each load's are its own, and all sessions share them, and so the gain that a greedy or a sampled text begins with.
 
-A head that is new is played for a few steps (LEARN), once in a process's life for greedy and once for sampled texts;
-what all heads together would gain and take is guessed from theirs. At every load a few plain steps come first. From
-then on trying an arm that is not the best so far costs what it loses against that one, and such losses are paid from
-an allowance: a small share of all time (TRIED). So what exploring costs is bounded, whatever the arms are like; arms
-that cost little are tried often, hopeless ones hardly ever. Deterministic given what it is told.
+What an arm gained in the texts that a new one is like (`coppice/likeness.py`) says more of it than what it gained in
+others. A head that is new is played for a few steps (LEARN), once in a process's life for greedy and once for sampled
+texts; what all heads together would gain and take is guessed from theirs. At every load a few plain steps come first.
+From then on trying an arm that is not the best so far costs what it loses against that one, and such losses are paid
+from an allowance, a small share of all time (TRIED), first for heads that were not seen in texts like this one. A run
+of tries begins when all of it can be paid: one step would open streams and say nothing. So what exploring costs is
+bounded, whatever the arms are like; arms that cost little are tried often, hopeless ones hardly ever. Deterministic
+given what it is told.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from coppice.likeness import Memory, Remembered, sketch
 from coppice.policy import Policy
 from coppice.routing import outcomes
 from coppice.tree import DraftTree
@@ -30,11 +34,13 @@ PLAIN = "plain"
 SINGLE = "single:"
 LEARN = 5  # rounds that a new head is played for
 COLD = 3  # of them: the least time counts, as the first calls of anything are slow
+STRANGE = 3.0  # steps of a head in texts like this one that are tried for first
 JOINT_GAIN, JOINT_TIME = 1.1, 1.3  # of the best head's gain and the slowest one's time, before route or merge was tried
 TRIED = 0.015  # share of the time that trying other arms may lose
 FIRST_SAVED_S, MOST_SAVED_S = 0.2, 1.0  # of allowance: by the first greedy and the first sampled text, and ever
 TEXT_STEPS = 12.0  # steps of a text that weigh as much as what was known before it
 ALIKE = 0.5  # how far all arms gain more when one does: 0 not at all, 1 by the same factor
+ELSEWHERE = 0.25  # of a step in a text like this one is what one in any text says of the gain
 TEXT_MEMORY = 24.0  # steps of a text that count
 MEMORY = 256.0  # steps of an arm, over all texts, that count
 FIRST_GAIN, FIRST_STEPS = 1.0, 4.0  # what an arm is thought to gain before it was tried, and how many steps that weighs
@@ -147,6 +153,7 @@ class Known:
     """What is known of an arm: what it takes beside a plain step, and what it gains in greedy and in sampled texts."""
 
     extra: Seconds = field(default_factory=Seconds)
+    opening: Seconds = field(default_factory=Seconds)  # what a step takes besides in which its heads take in a text
     gains: tuple[Gain, Gain] = field(default_factory=lambda: (Gain(), Gain()))
 
 
@@ -160,6 +167,7 @@ class Experience:
 
     arms: dict[str, Known] = field(default_factory=dict)
     texts: list[Chooser] = field(default_factory=list)  # of the sessions under way
+    memory: Memory = field(default_factory=Memory)  # of those before
     plain: Seconds = field(default_factory=Seconds)  # of plain steps
     kinds: set[bool] = field(default_factory=set)  # whether there were greedy texts, and sampled ones
     allowance_s: float = 0.0
@@ -182,6 +190,8 @@ class Experience:
     def begin(self, text: Chooser) -> None:
         """A text joins."""
         self.texts.append(text)
+        text.alike = self.memory.like(text.sketch)
+        self.trying = 0  # it would have to open what is tried
         if text.sampled not in self.kinds:
             self.kinds.add(text.sampled)
             self.allowance_s += FIRST_SAVED_S
@@ -214,9 +224,11 @@ class Experience:
         }
         hopes = {name: (tokens + HOPE * doubt) / seconds for name, (tokens, doubt, seconds) in worth.items()}
         self.hopeless = frozenset(name for name, hope in hopes.items() if hope < HOPELESS * rates[best])
-        affordable = {name: hopes[name] for name, loss in losses.items() if loss <= self.allowance_s}
+        affordable = {name: hopes[name] for name, loss in losses.items() if self._affords(name, loss)}
         if hint != 0:
-            affordable = {name: hope for name, hope in affordable.items() if hope > rates[best] or self._unsure(name)}
+            strange = {name for name in losses if any(text.strange(name) for text in self.texts)}  # these first
+            hopeful = {name for name, hope in hopes.items() if hope > rates[best] or self._unsure(name)}
+            affordable = {name: hope for name, hope in affordable.items() if name in (strange or hopeful)}
         self.best, self.now = best, self._tried(affordable) or best
         self.allowance_s -= max(0.0, losses.get(self.now, 0.0))
         return self.now
@@ -234,7 +246,7 @@ class Experience:
         if name == PLAIN:
             return 1.0, 0.0, plain_s
         weight = sum(text.weight(name) for text in self.texts) / len(self.texts)
-        before = sum(text.gain(name).left(self.steps) for text in self.texts) / len(self.texts)
+        before = sum(text.seen_before(name) for text in self.texts) / len(self.texts)
         doubt = math.sqrt(gain * (1 + gain) * (1 / (TEXT_STEPS + weight) + 1 / (FIRST_STEPS + before)))
         return 1 + gain, doubt, plain_s + self._extra_s(name)
 
@@ -254,13 +266,23 @@ class Experience:
         there_s, here_s = self.plain.at(nearest), self.plain.at(self.load)
         return (extra.at(nearest) or 0.0) * (here_s / there_s if there_s and here_s else 1.0)
 
+    def _goes_on(self, name: str) -> bool:
+        """Whether it is being tried already."""
+        return name == self.now and self.trying > 0
+
+    def _affords(self, name: str, loss_s: float) -> bool:
+        """Whether what a step of an arm loses can be paid, or what all of a run of tries does before it begins."""
+        if self._goes_on(name):
+            return loss_s <= self.allowance_s
+        return RUN * loss_s + sum(text.opening_s(name) for text in self.texts) <= self.allowance_s
+
     def _unsure(self, name: str) -> bool:
         """Whether a plain step is to be seen for the sake of its time."""
         return name == PLAIN and self.plain.count(self.load) < PLAIN_STEPS
 
     def _tried(self, affordable: dict[str, float]) -> str:
         """The arm to try instead of the best one; empty for none."""
-        if self.trying and self.now in affordable:
+        if self._goes_on(self.now) and self.now in affordable:
             self.trying -= 1
             return self.now
         self.trying = RUN - 1 if affordable else 0
@@ -272,13 +294,19 @@ class Experience:
 class Chooser:
     """One session's part in the choice: what its own text gained. To be closed at its end."""
 
-    def __init__(self, experience: Experience, heads: Sequence[str], sampled: bool = False) -> None:
+    def __init__(
+        self, experience: Experience, heads: Sequence[str], sampled: bool = False, prompt: Sequence[int] = ()
+    ) -> None:
+        """`prompt`: the ids by which it is like other texts, or not."""
+        self.sketch = sketch(prompt)
+        self.alike: list[tuple[float, Remembered]] = []
         self.arms = {arm.name: arm for arm in arms_of(heads)}
         self._experience, self.sampled = experience, sampled
         self._played = PLAIN
         self._hint: int | None = None
         self._total = dict.fromkeys(self.arms, 0.0)
         self._weight = dict.fromkeys(self.arms, 0.0)
+        self._opened: set[int] = set()  # heads that have taken it in
         self._before = PLAIN  # the arm of the step before
         self._steps = 0
         self._pending: list[tuple[str, int, DraftTree]] = []
@@ -287,6 +315,26 @@ class Chooser:
         """The session ends, or never began."""
         if self in self._experience.texts:
             self._experience.texts.remove(self)
+            ended = Remembered(self.sketch, self.sampled, dict(self._total), dict(self._weight))
+            self._experience.memory.texts.append(ended)
+
+    def strange(self, name: str) -> bool:
+        """Whether it is unknown what a head gains in texts like this one."""
+        return name.startswith(SINGLE) and self._weight[name] + self.seen_alike(name) < STRANGE
+
+    def opening_s(self, name: str) -> float:
+        """What it takes beside a usual step until the heads of an arm have taken in the text, as far as is known."""
+        known, arm = self._experience, self.arms[name]
+        closed = [known.known(SINGLE + arm.policy.heads[at]) for at in arm.heads if at not in self._opened]
+        return max((head.opening.at(known.load) or 0.0 for head in closed), default=0.0)
+
+    def seen_alike(self, name: str) -> float:
+        """Steps of an arm in texts like this one, each as far as it is like it."""
+        return sum(weight * text.weight.get(name, 0.0) for weight, text in self.alike)
+
+    def seen_before(self, name: str) -> float:
+        """Steps of an arm in all texts before, as far as they say what it gains in this one."""
+        return self.seen_alike(name) + ELSEWHERE * self.gain(name).left(self._experience.steps)
 
     def decide(self, hint: int | None) -> Arm:
         """The arm of the next step. `hint` is the verifier's: 0 says that at the present load no node pays."""
@@ -307,7 +355,8 @@ class Chooser:
         known = self._experience
         usual = {name: self._usual(name) for name in self.arms if name.startswith(SINGLE)}
         joint = JOINT_GAIN * max(usual.values(), default=0.0)
-        usual |= {name: self.gain(name).mean(known.steps, joint) for name in self.arms if name not in usual}
+        joined = [name for name in self.arms if name not in usual]
+        usual |= {name: self.gain(name).mean(known.steps, joint) * self._suits(name) for name in joined}
         usual[PLAIN] = 0.0
         expected = sum(usual[name] * weight for name, weight in self._weight.items())
         before = TEXT_STEPS * max(usual.values())
@@ -322,7 +371,17 @@ class Chooser:
         known = self._experience
         others = known.known(head).gains[not self.sampled]
         guess = others.mean(known.steps) * (SAMPLED if self.sampled else 1.0) if others.weight else FIRST_GAIN
-        return self.gain(head).mean(known.steps, guess)
+        return self.gain(head).mean(known.steps, guess) * self._suits(head)
+
+    def _suits(self, name: str) -> float:
+        """How much more an arm gained in texts like this one than it gains in others."""
+        gains, now = self._experience.known(name).gains, self._experience.steps
+        means = [gain.mean(now) for gain in gains]
+        gained = expected = FIRST_STEPS * means[self.sampled]
+        for weight, text in self.alike:
+            gained += weight * text.total.get(name, 0.0)
+            expected += weight * text.weight.get(name, 0.0) * means[text.sampled]
+        return gained / expected if expected else 1.0
 
     def gain(self, name: str) -> Gain:
         """What an arm gains in texts that are drawn as this one."""
@@ -347,7 +406,9 @@ class Chooser:
         gain.rounds += 1 / max(1, len(known.texts))
         known.plain.bound(known.load, step.seconds - step.rows_s)
         extra_s = max(0.0, step.seconds - (known.plain.at(known.load) or step.seconds))
+        self._opened.update(self.arms[name].heads)
         if step.opening:
+            arm.opening.see(known.load, max(0.0, extra_s - (arm.extra.at(known.load) or 0.0)), step.seconds)
             if name != known.best and gain.rounds > LEARN:
                 known.allowance_s -= max(0.0, extra_s - (arm.extra.at(known.load) or 0.0))
             return

@@ -108,7 +108,8 @@ class GenerationServicer:
         chunks = Chunks(events.put_nowait, 0 if request.want_trees else self.settings.orchestrator.chunk_tokens)
         auto = None
         if plan.policy.name == "auto" and plan.budget:
-            auto = Chooser(self._experience, plan.policy.heads, sampled=request.sampling.temperature > 0)
+            sampled = request.sampling.temperature > 0
+            auto = Chooser(self._experience, plan.policy.heads, sampled, ids[: len(ids) - len(request.resume_ids)])
         decoding = Decoding(request, ids, plan, verifier, heads, text, self.metrics, chunks.add, auto)
         running = asyncio.create_task(decoding.run())
         running.add_done_callback(lambda _: chunks.flush())

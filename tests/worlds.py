@@ -115,14 +115,15 @@ class Machine:
         return spent
 
     def _text(self, domain: int, at: int) -> Text:
-        """The same text whatever arms are chosen."""
+        """The same text whatever arms are chosen. Half of a prompt's ids are of its domain."""
         world, rng = self.world, random.Random(f"{self.seed} {self.number} {at}")
         tokens = world.tokens + DEPTH + 1
         hard = list(accumulate((rng.random() < 0.1 for _ in range(tokens)), xor))
         chances = {head: [p[domain] * (world.hard if one else 1.0) for one in hard] for head, p in world.heads.items()}
         right = {head: [rng.random() < chance for chance in mine] for head, mine in chances.items()}
         blur = [rng.gauss(0, 0.1) for _ in range(tokens)]
-        return Text(chances, right, blur, Chooser(self.experience, self.names), world.tokens)
+        prompt = [rng.randrange(60) if rng.random() < 0.5 else 60 + 60 * domain + rng.randrange(60) for _ in range(40)]
+        return Text(chances, right, blur, Chooser(self.experience, self.names, prompt=prompt), world.tokens)
 
     def _draft(self, text: Text, now: float) -> None:
         """Choose, and make the tree; `ready` says when the step is at the verifier."""

@@ -216,3 +216,43 @@ def test_what_all_heads_together_are_worth_is_guessed_from_each() -> None:
     assert not known["merge"].extra.by_load
     gains = Chooser(experience, ("a", "b")).gains()
     assert gains["single:b"] < gains["merge"] < 1.3 * gains["single:b"]
+
+
+PROMPTS = {"code": list(range(100, 140)), "story": list(range(200, 240))}
+SUITS = {"code": {"single:a": 3, "single:b": 0, "route": 3, "merge": 3}, "story": {"single:a": 0, "single:b": 3}}
+
+
+def answered(experience: Experience, kind: str, number: int, steps: int = 60) -> list[str]:
+    """The choices of a text of a kind, and of one that shares half of its tokens with the others of that kind."""
+    text = Chooser(experience, ("a", "b"), prompt=[*PROMPTS[kind][number % 7 :: 2], *range(20)])
+    chosen = live(text, {"route": 2, "merge": 2} | SUITS[kind], steps)
+    text.close()
+    return chosen
+
+
+def test_a_text_begins_with_what_suited_texts_like_it() -> None:
+    experience = Experience()
+    for number in range(40):
+        answered(experience, ("code", "story")[number % 2], number)
+    code = [arm for number in range(3) for arm in answered(experience, "code", number)[:8]]
+    story = [arm for number in range(3) for arm in answered(experience, "story", number)[:8]]
+    assert (code.count("single:b"), story.count("single:a")) == (0, 0)
+    assert code.count("single:a") >= 16
+    assert story.count("single:b") >= 16
+
+
+def test_what_it_takes_to_open_a_head_is_known_and_is_over_once_it_took_in_the_text() -> None:
+    experience = Experience()
+    for number in range(2):
+        text, opened = Chooser(experience, ("a", "b")), set[str]()
+        for _ in range(40):
+            name = text.decide(None).name
+            if number and name.startswith("single") and name not in opened:
+                assert text.opening_s(name) == pytest.approx(0.047, abs=0.005)
+                assert text.opening_s("merge") >= text.opening_s(name)
+            opening = name.startswith("single") and name not in opened
+            opened.add(name)
+            text.observe(STEP if name == "plain" else replace(drafting(3, 0.05 if opening else 0.003), opening=opening))
+            assert text.opening_s(name) == 0
+        text.close()
+        assert opened & {"single:a", "single:b"}

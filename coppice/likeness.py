@@ -1,0 +1,58 @@
+"""Which earlier texts a text is like, by the tokens of its prompt: what a head gained there it may gain here.
+
+A prompt becomes a unit vector of the logarithms of its tokens' counts, ids hashed into WIDTH buckets. Seen from the
+mean of all prompts, those of one domain point the same way and those of another the opposite way, whatever they have
+in common, such as a system prompt or the words of a language.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+WIDTH = 1024
+MOST = 256  # texts that are remembered
+
+Sketch = NDArray[np.float64]
+
+
+def sketch(ids: Sequence[int]) -> Sketch:
+    """(WIDTH,) of a prompt, of length 1; all 0 for no ids."""
+    counts = np.bincount(np.asarray(ids, dtype=np.int64) % WIDTH, minlength=WIDTH)
+    weights = np.log1p(counts)
+    return np.asarray(weights / max(1.0, float(np.linalg.norm(weights))))
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """A text that has ended: what each arm gained in all of its steps that counted, and how many these were."""
+
+    sketch: Sketch
+    sampled: bool
+    total: dict[str, float]
+    weight: dict[str, float]
+
+
+@dataclass(slots=True)
+class Memory:
+    """The latest texts."""
+
+    texts: deque[Remembered] = field(default_factory=lambda: deque(maxlen=MOST))
+
+    def like(self, new: Sketch) -> list[tuple[float, Remembered]]:
+        """The texts that a new one is like, the most alike with weight 1; none when it is like no other."""
+        if not self.texts:
+            return []
+        known = np.stack([text.sketch for text in self.texts])
+        mean = (known.sum(axis=0) + new) / (len(known) + 1)
+        known, new = known - mean, new - mean
+        lengths = np.linalg.norm(known, axis=1) * np.linalg.norm(new)
+        cosines = known @ new / np.maximum(lengths, 1e-9)
+        most = cosines.max()
+        if most <= 0:
+            return []
+        return [(float(each / most), text) for each, text in zip(cosines, self.texts, strict=True) if each > 0]
