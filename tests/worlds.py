@@ -208,6 +208,13 @@ TUNING = {
     "one head is better": World({"a": (0.7, 0.6), "b": (0.4, 0.35)}, {"a": 4.0, "b": 4.0}),
     "a cheap head and a slow one": World({"a": (0.45, 0.3), "b": (0.75, 0.7)}, {"a": 0.4, "b": 12.0}),
     "on the edge": World({"a": (0.3,)}, {"a": 3.0}),
+    "a mix": World(
+        {"look": (0.55, 0.45, 0.2), "a": (0.75, 0.72, 0.35), "b": (0.35, 0.35, 0.78)},
+        {"look": 1.3, "a": 6.0, "b": 6.0},
+        rest_ms=1.5,
+        contention=1.5,
+        texts=36,
+    ),
     "short texts": World({"a": (0.7, 0.4), "b": (0.4, 0.7)}, {"a": 3.0, "b": 3.0}, tokens=40, texts=40),
     "eight sessions": World({"a": (0.6, 0.5)}, {"a": 4.0}, row_ms=0.6, crowd=0.1, sessions=8, texts=10),
     "four sessions": World({"a": (0.8, 0.6), "b": (0.4, 0.6)}, {"a": 3.0, "b": 3.0}, sessions=4, texts=10),
