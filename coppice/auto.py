@@ -25,6 +25,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from coppice.gains import FIRST_GAIN, FIRST_STEPS, Gain, Known, Seconds
 from coppice.likeness import Memory, Remembered, sketch
 from coppice.policy import Policy
 from coppice.routing import outcomes
@@ -33,7 +34,6 @@ from coppice.tree import DraftTree
 PLAIN = "plain"
 SINGLE = "single:"
 LEARN = 5  # rounds that a new head is played for
-COLD = 3  # of them: the least time counts, as the first calls of anything are slow
 STRANGE = 3.0  # steps of a head in texts like this one that are tried for first
 JOINT_GAIN, JOINT_TIME = 1.1, 1.3  # of the best head's gain and the slowest one's time, before route or merge was tried
 TRIED = 0.015  # share of the time that trying other arms may lose
@@ -42,11 +42,7 @@ TEXT_STEPS = 12.0  # steps of a text that weigh as much as what was known before
 ALIKE = 0.5  # how far all arms gain more when one does: 0 not at all, 1 by the same factor
 ELSEWHERE = 0.25  # of a step in a text like this one is what one in any text says of the gain
 TEXT_MEMORY = 24.0  # steps of a text that count
-MEMORY = 256.0  # steps of an arm, over all texts, that count
-FIRST_GAIN, FIRST_STEPS = 1.0, 4.0  # what an arm is thought to gain before it was tried, and how many steps that weighs
 SAMPLED = 0.6  # of what a head gains in greedy texts it is thought to gain in sampled ones before it was tried there
-FORGET_STEPS = 4096.0  # after so many steps without it an arm is nearly unknown again
-RATE = 0.1  # of the averages of seconds
 STAY = 1.01  # how much better another arm must be
 HOPE = 1.0  # standard deviations an untried arm may be better than it looks
 HOPELESS = 0.9  # of the best rate: a head that even with that has less drafts along unseen only
@@ -85,76 +81,6 @@ class StepSeen:
     rows_s: float
     accepted: int
     opening: bool = False
-
-
-@dataclass(slots=True)
-class Seconds:
-    """A moving average by load, of `count` steps there."""
-
-    by_load: dict[int, tuple[float, int]] = field(default_factory=dict)
-
-    def see(self, load: int, seconds: float, beside: float = 0.0) -> None:
-        """Take in a step, a stall as twice the mean and what it is `beside`; of the first COLD the shortest counts."""
-        mean, count = self.by_load.get(load, (seconds, 0))
-        count += 1
-        if count <= COLD:
-            mean = min(mean, seconds)
-        else:
-            mean += (min(seconds, 2 * mean + beside) - mean) * max(RATE, 1 / count)
-        self.by_load[load] = max(0.0, mean), count
-
-    def bound(self, load: int, seconds: float) -> None:
-        """Take in that a step takes no longer, such as a plain one than a drafting one."""
-        mean, count = self.by_load.get(load, (seconds, 0))
-        if count and seconds < mean:
-            self.by_load[load] = mean + RATE * (seconds - mean), count
-
-    def at(self, load: int) -> float | None:
-        """The mean at a load; where it was never seen, at the nearest one."""
-        nearest = self.nearest(load)
-        return None if nearest is None else self.by_load[nearest][0]
-
-    def nearest(self, load: int) -> int | None:
-        """The load that was seen next to this one; of two the lower."""
-        return min(self.by_load, key=lambda known: (abs(known - load), known), default=None)
-
-    def count(self, load: int) -> int:
-        """Steps seen at a load."""
-        return self.by_load.get(load, (0.0, 0))[1]
-
-
-@dataclass(slots=True)
-class Gain:
-    """What an arm gains over all texts, a fading mean."""
-
-    total: float = 0.0
-    weight: float = 0.0
-    at: int = 0  # when it was seen last, in steps of all sessions
-    rounds: float = 0.0  # it was played for, those that had to open streams included; all texts' steps make a round
-
-    def left(self, now: int) -> float:
-        """How many steps of it still count."""
-        return self.weight * math.exp(-(now - self.at) / FORGET_STEPS)
-
-    def mean(self, now: int, first: float = FIRST_GAIN) -> float:
-        """Accepted drafts a step, `first` as long as it was not tried."""
-        weight = self.left(now)
-        mean = self.total / self.weight if self.weight else first
-        return (first * FIRST_STEPS + mean * weight) / (FIRST_STEPS + weight)
-
-    def see(self, accepted: int, now: int) -> None:
-        """Take in a step."""
-        kept = math.exp(-(now - self.at) / FORGET_STEPS) * (1 - 1 / MEMORY)
-        self.total, self.weight, self.at = kept * self.total + accepted, kept * self.weight + 1, now
-
-
-@dataclass(slots=True)
-class Known:
-    """What is known of an arm: what it takes beside a plain step, and what it gains in greedy and in sampled texts."""
-
-    extra: Seconds = field(default_factory=Seconds)
-    opening: Seconds = field(default_factory=Seconds)  # what a step takes besides in which its heads take in a text
-    gains: tuple[Gain, Gain] = field(default_factory=lambda: (Gain(), Gain()))
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("coppice", "services", "orchestrator")
 SERVICES = sorted(folder.name for folder in (ROOT / "services").iterdir() if (folder / "__main__.py").exists())
 PURE = (
-    *("tree", "routing", "policy", "budget", "auto", "sampling", "acceptance"),
+    *("tree", "routing", "policy", "budget", "auto", "gains", "likeness", "sampling", "acceptance"),
     *("adaptation.bandit", "adaptation.drift"),
 )
 HEAVY = ("torch", "transformers", "tokenizers", "ray", "redis")

@@ -127,7 +127,7 @@ def test_a_bad_line_is_named(line: str, tmp_path: Path) -> None:
 
 
 def test_a_greedy_token_may_lie_eps_below_the_best() -> None:
-    row, greedy = np.array([0.0, 1.0, 1.0 - EPS, 0.9 - EPS], np.float32), SamplingParams()
+    row, greedy = np.array([-1.0, 1.0, 1.01 - EPS, 0.99 - EPS], np.float32), SamplingParams()
     assert [judge_token(row, token, greedy, 0) for token in range(4)] == ["wrong", "identical", "tie", "wrong"]
 
 
