@@ -116,7 +116,7 @@ class Experience:
     def begin(self, text: Chooser) -> None:
         """A text joins."""
         self.texts.append(text)
-        text.alike = self.memory.like(text.sketch)
+        text.recall(self.memory.like(text.sketch))
         self.trying = 0  # it would have to open what is tried
         if text.sampled not in self.kinds:
             self.kinds.add(text.sampled)
@@ -225,11 +225,12 @@ class Chooser:
     ) -> None:
         """`prompt`: the ids by which it is like other texts, or not."""
         self.sketch = sketch(prompt)
-        self.alike: list[tuple[float, Remembered]] = []
         self.arms = {arm.name: arm for arm in arms_of(heads)}
         self._experience, self.sampled = experience, sampled
         self._played = PLAIN
         self._hint: int | None = None
+        self._alike_gained = dict.fromkeys(self.arms, 0.0)
+        self._alike_steps = {name: [0.0, 0.0] for name in self.arms}  # of greedy texts, of sampled ones
         self._total = dict.fromkeys(self.arms, 0.0)
         self._weight = dict.fromkeys(self.arms, 0.0)
         self._opened: set[int] = set()  # heads that have taken it in
@@ -254,9 +255,16 @@ class Chooser:
         closed = [known.known(SINGLE + arm.policy.heads[at]) for at in arm.heads if at not in self._opened]
         return max((head.opening.at(known.load) or 0.0 for head in closed), default=0.0)
 
+    def recall(self, alike: Sequence[tuple[float, Remembered]]) -> None:
+        """Take in the texts that this one is like, each as far as it is."""
+        for share, text in alike:
+            for name in self.arms.keys() & text.weight.keys():
+                self._alike_gained[name] += share * text.total[name]
+                self._alike_steps[name][text.sampled] += share * text.weight[name]
+
     def seen_alike(self, name: str) -> float:
-        """Steps of an arm in texts like this one, each as far as it is like it."""
-        return sum(weight * text.weight.get(name, 0.0) for weight, text in self.alike)
+        """Steps of an arm in texts like this one."""
+        return sum(self._alike_steps[name])
 
     def seen_before(self, name: str) -> float:
         """Steps of an arm in all texts before, as far as they say what it gains in this one."""
@@ -303,11 +311,9 @@ class Chooser:
         """How much more an arm gained in texts like this one than it gains in others."""
         gains, now = self._experience.known(name).gains, self._experience.steps
         means = [gain.mean(now) for gain in gains]
-        gained = expected = FIRST_STEPS * means[self.sampled]
-        for weight, text in self.alike:
-            gained += weight * text.total.get(name, 0.0)
-            expected += weight * text.weight.get(name, 0.0) * means[text.sampled]
-        return gained / expected if expected else 1.0
+        first = FIRST_STEPS * means[self.sampled]
+        expected = first + sum(steps * mean for steps, mean in zip(self._alike_steps[name], means, strict=True))
+        return (first + self._alike_gained[name]) / expected if expected else 1.0
 
     def gain(self, name: str) -> Gain:
         """What an arm gains in texts that are drawn as this one."""
