@@ -150,11 +150,11 @@ class Experience:
         }
         hopes = {name: (tokens + HOPE * doubt) / seconds for name, (tokens, doubt, seconds) in worth.items()}
         self.hopeless = frozenset(name for name, hope in hopes.items() if hope < HOPELESS * rates[best])
-        affordable = {name: hopes[name] for name, loss in losses.items() if self._affords(name, loss)}
+        wanted = set(losses)
         if hint != 0:
             strange = {name for name in losses if any(text.strange(name) for text in self.texts)}  # these first
-            hopeful = {name for name, hope in hopes.items() if hope > rates[best] or self._unsure(name)}
-            affordable = {name: hope for name, hope in affordable.items() if name in (strange or hopeful)}
+            wanted = strange or {name for name in losses if hopes[name] > rates[best] or self._unsure(name)}
+        affordable = {name: hopes[name] for name in losses if name in wanted and self._affords(name, losses[name])}
         self.best, self.now = best, self._tried(affordable) or best
         self.allowance_s -= max(0.0, losses.get(self.now, 0.0))
         return self.now
