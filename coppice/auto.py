@@ -340,9 +340,10 @@ class Chooser:
         extra_s = max(0.0, step.seconds - (known.plain.at(known.load) or step.seconds))
         self._opened.update(self.arms[name].heads)
         if step.opening:
-            arm.opening.see(known.load, max(0.0, extra_s - (arm.extra.at(known.load) or 0.0)), step.seconds)
+            opening_s = max(0.0, extra_s - (arm.extra.at(known.load) or 0.0))
+            arm.opening.see(known.load, opening_s, step.seconds)
             if name != known.best and gain.rounds > LEARN:
-                known.allowance_s -= max(0.0, extra_s - (arm.extra.at(known.load) or 0.0))
+                known.allowance_s -= opening_s
             return
         if alone:
             arm.extra.see(known.load, extra_s, step.seconds - extra_s)
