@@ -1,13 +1,18 @@
 """`auto`: which heads to ask in a step, if any, and what to verify, from what steps lately gained and took.
 
-A choice is an *arm*: plain, one head, or all heads routed or merged. Its rate is the tokens a step commits over the
-seconds it takes,
+A choice is an *arm*: plain, one head, a cascade of two, or all heads routed or merged. Its rate is the tokens a step
+commits over the seconds it takes,
 
     rate = (1 + gain) / (plain step + extra),
 
 where gain is the accepted drafts and extra all that a step of the arm takes beside a plain one: drafting, additional
 rows, and waiting for others that draft too. Only the gain belongs to a text; seconds belong to the machine and its
 load, each load's are its own, and all sessions share them, and so the gain that a greedy or a sampled text begins with.
+
+A cascade (`coppice/cascade.py`) asks the quickest head first, the one that goes best with it where that pays, and
+merges both trees. What it is worth follows from what both heads gain alone and from what the quick one's trees promise,
+so it needs no tries of its own. Only a single text is played so: of several that are verified together some would
+have to wait for those whose second head drafts.
 
 What an arm gained in the texts that a new one is like (`coppice/likeness.py`) says more of it than what it gained in
 others. A head that is new is played for a few steps (LEARN), once in a process's life for greedy and once for sampled
@@ -21,200 +26,38 @@ given what it is told.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
-from coppice.gains import FIRST_GAIN, FIRST_STEPS, Gain, Known, Seconds
-from coppice.likeness import Memory, Remembered, sketch
-from coppice.policy import Policy
+from coppice.arms import CASCADE, PLAIN, SINGLE, Arm, arms_of
+from coppice.cascade import Cascade, Promises, best_cascade
+from coppice.experience import JOINT_GAIN, LEARN, TEXT_STEPS, Experience
+from coppice.gains import FIRST_GAIN, FIRST_STEPS, Gain
+from coppice.likeness import Remembered, sketch
 from coppice.routing import outcomes
 from coppice.tree import DraftTree
 
-PLAIN = "plain"
-SINGLE = "single:"
-LEARN = 5  # rounds that a new head is played for
 STRANGE = 3.0  # steps of a head in texts like this one that are tried for first
-JOINT_GAIN, JOINT_TIME = 1.1, 1.3  # of the best head's gain and the slowest one's time, before route or merge was tried
-TRIED = 0.015  # share of the time that trying other arms may lose
-FIRST_SAVED_S, MOST_SAVED_S = 0.2, 1.0  # of allowance: by the first greedy and the first sampled text, and ever
-TEXT_STEPS = 12.0  # steps of a text that weigh as much as what was known before it
 ALIKE = 0.5  # how far all arms gain more when one does: 0 not at all, 1 by the same factor
 ELSEWHERE = 0.25  # of a step in a text like this one is what one in any text says of the gain
 TEXT_MEMORY = 24.0  # steps of a text that count
 SAMPLED = 0.6  # of what a head gains in greedy texts it is thought to gain in sampled ones before it was tried there
-STAY = 1.01  # how much better another arm must be
-HOPE = 1.0  # standard deviations an untried arm may be better than it looks
-HOPELESS = 0.9  # of the best rate: a head that even with that has less drafts along unseen only
 SELDOM = 8  # every so many steps
-RUN = 4  # steps an arm is tried in a row: the first one may have to open streams and catch up
-FIRST_PLAIN = 2  # plain steps that are seen at once at every load
-PLAIN_STEPS = 8  # that are tried for, as far as the allowance goes
-
-
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """One choice: how the trees become one, and the request's heads that are asked, by index."""
-
-    name: str
-    policy: Policy
-    heads: tuple[int, ...]
-
-
-def arms_of(heads: Sequence[str]) -> tuple[Arm, ...]:
-    """Plain, each head alone, and with several heads route and merge."""
-    alone = [Arm(SINGLE + name, Policy("route", tuple(heads)), (at,)) for at, name in enumerate(heads)]
-    every = tuple(range(len(heads)))
-    joint = [Arm(name, Policy(name, tuple(heads)), every) for name in ("route", "merge")] if len(heads) > 1 else []
-    return (Arm(PLAIN, Policy(PLAIN, ()), ()), *alone, *joint)
 
 
 @dataclass(frozen=True, slots=True)
 class StepSeen:
     """What a step came to.
 
-    rows_s: what all sessions' draft nodes took of its forward, 0 when nobody knows. opening: a head that was asked had
-    first to take in the text, so that the step says nothing of later ones.
+    rows_s: what all sessions' draft nodes took of its forward, 0 when nobody knows. asked: the heads that were.
+    opening: one of them had first to take in the text, so that the step says nothing of later ones.
     """
 
     seconds: float
     rows_s: float
     accepted: int
+    asked: tuple[int, ...] = ()
     opening: bool = False
-
-
-@dataclass(slots=True)
-class Experience:
-    """What all sessions of a process know together, and the arm that they play together.
-
-    Sessions that draft for different times would fall into groups that wait for each other's forwards, so all of them
-    play the same arm, chosen anew when each had a step.
-    """
-
-    arms: dict[str, Known] = field(default_factory=dict)
-    texts: list[Chooser] = field(default_factory=list)  # of the sessions under way
-    memory: Memory = field(default_factory=Memory)  # of those before
-    plain: Seconds = field(default_factory=Seconds)  # of plain steps
-    kinds: set[bool] = field(default_factory=set)  # whether there were greedy texts, and sampled ones
-    allowance_s: float = 0.0
-    steps: int = 0
-    best: str = PLAIN
-    hopeless: frozenset[str] = frozenset()
-    now: str = PLAIN
-    trying: int = 0  # rounds that the present arm is still to be tried
-    chosen_until: int = 0  # the step at which the arm is chosen anew
-
-    def known(self, arm: str) -> Known:
-        """What is known of an arm."""
-        return self.arms.setdefault(arm, Known())
-
-    @property
-    def load(self) -> int:
-        """Texts under way, in powers of two: 1; 2 and 3; 4 to 7."""
-        return len(self.texts).bit_length()
-
-    def begin(self, text: Chooser) -> None:
-        """A text joins."""
-        self.texts.append(text)
-        text.recall(self.memory.like(text.sketch))
-        self.trying = 0  # it would have to open what is tried
-        if text.sampled not in self.kinds:
-            self.kinds.add(text.sampled)
-            self.allowance_s += FIRST_SAVED_S
-
-    def spent(self, seconds: float) -> None:
-        """Take in a step's time: a share of it may be lost by trying."""
-        self.steps += 1
-        self.allowance_s = min(MOST_SAVED_S, self.allowance_s + TRIED * seconds)
-
-    def choose(self, arms: Sequence[str], hint: int | None) -> str:
-        """The arm of the next round."""
-        if self.plain.count(self.load) < FIRST_PLAIN:
-            self.now = PLAIN
-            return self.now
-        new = [name for name in arms if name.startswith(SINGLE) and self._new(name)]
-        if hint != 0 and new:
-            self.now = self.now if self.now in new else new[0]
-            return self.now
-        gains = [text.gains() for text in self.texts]
-        worth = {name: self._worth(name, sum(each[name] for each in gains) / len(gains)) for name in arms}
-        rates = {name: tokens / seconds for name, (tokens, _, seconds) in worth.items()}
-        best = PLAIN if hint == 0 else max(rates, key=rates.__getitem__)
-        if hint != 0 and rates[best] < STAY * rates[self.best]:
-            best = self.best
-        # All nodes would be left out at a hint of 0.
-        losses = {
-            name: len(self.texts) * (seconds - (1.0 if hint == 0 else tokens) / rates[best])
-            for name, (tokens, _, seconds) in worth.items()
-            if name != best
-        }
-        hopes = {name: (tokens + HOPE * doubt) / seconds for name, (tokens, doubt, seconds) in worth.items()}
-        self.hopeless = frozenset(name for name, hope in hopes.items() if hope < HOPELESS * rates[best])
-        wanted = set(losses)
-        if hint != 0:
-            strange = {name for name in losses if any(text.strange(name) for text in self.texts)}  # these first
-            wanted = strange or {name for name in losses if hopes[name] > rates[best] or self._unsure(name)}
-        affordable = {name: hopes[name] for name in losses if name in wanted and self._affords(name, losses[name])}
-        self.best, self.now = best, self._tried(affordable) or best
-        self.allowance_s -= max(0.0, losses.get(self.now, 0.0))
-        return self.now
-
-    def _new(self, head: str) -> bool:
-        """Whether a head was not played long enough, in greedy or in sampled texts as they are under way."""
-        return any(text.gain(head).rounds < LEARN for text in self.texts)
-
-    def _worth(self, name: str, gain: float) -> tuple[float, float, float]:
-        """Tokens a step, how far they are in doubt, and seconds, all as far as is known.
-
-        Accepted drafts vary like geometric counts, and both what is known of all texts and of these is a mean of some.
-        """
-        plain_s = self.plain.at(self.load) or 0.0
-        if name == PLAIN:
-            return 1.0, 0.0, plain_s
-        weight = sum(text.weight(name) for text in self.texts) / len(self.texts)
-        before = sum(text.seen_before(name) for text in self.texts) / len(self.texts)
-        doubt = math.sqrt(gain * (1 + gain) * (1 / (TEXT_STEPS + weight) + 1 / (FIRST_STEPS + before)))
-        return 1 + gain, doubt, plain_s + self._extra_s(name)
-
-    def _extra_s(self, name: str) -> float:
-        """What an arm takes beside a plain step, as far as is known."""
-        known = self.known(name).extra
-        if name.startswith(SINGLE) or known.count(self.load):
-            return self._here_s(known)
-        alone = (self._here_s(arm.extra) for one, arm in self.arms.items() if one.startswith(SINGLE))
-        return max(self._here_s(known), JOINT_TIME * max(alone, default=0.0))
-
-    def _here_s(self, extra: Seconds) -> float:
-        """What drafting takes at this load; where that was never seen, as much more as a plain step takes more."""
-        nearest = extra.nearest(self.load)
-        if nearest is None:
-            return 0.0
-        there_s, here_s = self.plain.at(nearest), self.plain.at(self.load)
-        return (extra.at(nearest) or 0.0) * (here_s / there_s if there_s and here_s else 1.0)
-
-    def _goes_on(self, name: str) -> bool:
-        """Whether it is being tried already."""
-        return name == self.now and self.trying > 0
-
-    def _affords(self, name: str, loss_s: float) -> bool:
-        """Whether what a step of an arm loses can be paid, or what all of a run of tries does before it begins."""
-        if self._goes_on(name):
-            return loss_s <= self.allowance_s
-        return RUN * loss_s + sum(text.opening_s(name) for text in self.texts) <= self.allowance_s
-
-    def _unsure(self, name: str) -> bool:
-        """Whether a plain step is to be seen for the sake of its time."""
-        return name == PLAIN and self.plain.count(self.load) < PLAIN_STEPS
-
-    def _tried(self, affordable: dict[str, float]) -> str:
-        """The arm to try instead of the best one; empty for none."""
-        if self._goes_on(self.now) and self.now in affordable:
-            self.trying -= 1
-            return self.now
-        self.trying = RUN - 1 if affordable else 0
-        if PLAIN in affordable and self._unsure(PLAIN):
-            return PLAIN
-        return max(affordable, key=affordable.__getitem__) if affordable else ""
 
 
 class Chooser:
@@ -235,7 +78,11 @@ class Chooser:
         self._weight = dict.fromkeys(self.arms, 0.0)
         self._opened: set[int] = set()  # heads that have taken it in
         self._before = PLAIN  # the arm of the step before
-        self._steps = 0
+        self._cascade = self._best_cascade = Cascade(0, 0, 0.0, 0.0, 0.0)  # that is played, by what is known now
+        self._promises = Promises()
+        self._expected = 0.0  # accepted drafts of the present step, if it asks both heads
+        self.cascade_s = 0.0  # that a step of the cascade is expected to take
+        self.steps = 0  # so far
         self._pending: list[tuple[str, int, DraftTree]] = []
 
     def close(self) -> None:
@@ -251,7 +98,7 @@ class Chooser:
 
     def opening_s(self, name: str) -> float:
         """What it takes beside a usual step until the heads of an arm have taken in the text, as far as is known."""
-        known, arm = self._experience, self.arms[name]
+        known, arm = self._experience, self._arm(name)
         closed = [known.known(SINGLE + arm.policy.heads[at]) for at in arm.heads if at not in self._opened]
         return max((head.opening.at(known.load) or 0.0 for head in closed), default=0.0)
 
@@ -273,13 +120,43 @@ class Chooser:
     def decide(self, hint: int | None) -> Arm:
         """The arm of the next step. `hint` is the verifier's: 0 says that at the present load no node pays."""
         known, self._hint = self._experience, hint
-        if not self._steps and self not in known.texts:
+        if not self.steps and self not in known.texts:
             known.begin(self)
         if known.steps >= known.chosen_until:
             known.choose(tuple(self.arms), hint)
             known.chosen_until = known.steps + len(known.texts)
-        self._played = known.now
-        return self.arms[self._played]
+        self._played, self._cascade = known.now, self._best_cascade
+        return self._arm(self._played)
+
+    @property
+    def soon(self) -> tuple[int, ...]:
+        """The heads that a text which begins will ask soon, if they are to take it in."""
+        return self._arm(self._experience.soon).heads
+
+    def _arm(self, name: str) -> Arm:
+        """An arm, a cascade with the heads that it asks now."""
+        arm = self.arms[name]
+        return replace(arm, heads=(self._cascade.quick, self._cascade.second)) if name == CASCADE else arm
+
+    @property
+    def quick(self) -> int:
+        """The head whose promises are to be told."""
+        return self._cascade.quick
+
+    def promised(self, drafts: float, tokens: int, alone: bool) -> None:
+        """Take in how many accepted drafts the quick head's tree promised in a step, and the tokens it committed.
+
+        alone: no other head was asked, so that the accepted drafts are its own.
+        """
+        for promises in (self._promises, self._experience.promises[self.sampled]):
+            promises.see(drafts, tokens)
+        if alone:
+            self._experience.kept[self.sampled].see(drafts, tokens - 1)
+
+    def goes_on(self, promised: float) -> bool:
+        """Whether a cascade asks its second head too, when the first one's tree promises so many accepted drafts."""
+        self._expected = self._cascade.expected(promised)
+        return self._cascade.asks(promised)
 
     def gains(self) -> dict[str, float]:
         """Accepted drafts a step to be expected of this text: first those of all texts, then more and more its own.
@@ -289,16 +166,31 @@ class Chooser:
         known = self._experience
         usual = {name: self._usual(name) for name in self.arms if name.startswith(SINGLE)}
         joint = JOINT_GAIN * max(usual.values(), default=0.0)
-        joined = [name for name in self.arms if name not in usual]
+        joined = [name for name in ("route", "merge") if name in self.arms]
         usual |= {name: self.gain(name).mean(known.steps, joint) * self._suits(name) for name in joined}
         usual[PLAIN] = 0.0
-        expected = sum(usual[name] * weight for name, weight in self._weight.items())
-        before = TEXT_STEPS * max(usual.values())
-        ease = ((before + sum(self._total.values())) / (before + expected)) ** ALIKE if before else 1.0
-        return {
+        expected = sum(usual[name] * self._weight[name] for name in usual)
+        before, gained = TEXT_STEPS * max(usual.values()), sum(self._total[name] for name in usual)
+        ease = ((before + gained) / (before + expected)) ** ALIKE if before else 1.0
+        gains = {
             name: (TEXT_STEPS * usual[name] * ease + self._total[name]) / (TEXT_STEPS + self._weight[name])
-            for name in self.arms
+            for name in usual
         }
+        return gains | {CASCADE: self._combined(gains)} if CASCADE in self.arms else gains
+
+    def _combined(self, gains: dict[str, float]) -> float:
+        """What the best cascade gains, by what its heads do; 0 before it is known what the quick one promises."""
+        known, singles = self._experience, [SINGLE + head for head in self.arms[CASCADE].policy.heads]
+        steps_s, plain_s = [known.step_s(name) for name in singles], known.step_s(PLAIN)
+        behind_s = [known.known(name).behind.at(known.load) for name in singles]
+        seconds = [
+            step_s - plain_s if behind is None else behind for step_s, behind in zip(steps_s, behind_s, strict=True)
+        ]
+        expected = [known.truth.ratio * gains[name] for name in singles]
+        best = self._best_cascade = best_cascade(steps_s, seconds, expected, known.kept[self.sampled].ratio)
+        promises = self._promises.filled(known.promises[self.sampled])
+        gain, self.cascade_s = best.worth(promises, gains[singles[best.quick]]) if promises else (0.0, sum(steps_s))
+        return gain
 
     def _usual(self, head: str) -> float:
         """What a head gains in texts like this one; before it was tried in any, what it gains in others is a guess."""
@@ -327,7 +219,7 @@ class Chooser:
         """Take in what the step of the last choice came to."""
         known, name = self._experience, self._played
         fresh, self._before = self._before != name, name
-        self._steps += 1
+        self.steps += 1
         known.spent(step.seconds)
         alone = not fresh or len(known.texts) == 1  # else others still end what they drafted before
         if name == PLAIN:
@@ -337,16 +229,25 @@ class Chooser:
         arm, gain = known.known(name), self.gain(name)
         gain.rounds += 1 / max(1, len(known.texts))
         known.plain.bound(known.load, step.seconds - step.rows_s)
-        extra_s = max(0.0, step.seconds - (known.plain.at(known.load) or step.seconds))
-        self._opened.update(self.arms[name].heads)
+        usual_s = known.plain.at(known.load) or step.seconds
+        extra = arm.extra
+        if name == CASCADE and step.asked:  # its seconds are those of its last head
+            arm = known.known(SINGLE + self.arms[name].policy.heads[step.asked[-1]])
+            extra = arm.extra
+            if len(step.asked) > 1:
+                usual_s, extra = max(usual_s, self._cascade.quick_s), arm.behind
+                known.truth.see(self._expected, step.accepted)
+        extra_s = max(0.0, step.seconds - usual_s)
+        self._opened.update(step.asked)
         if step.opening:
-            opening_s = max(0.0, extra_s - (arm.extra.at(known.load) or 0.0))
+            opening_s = max(0.0, extra_s - (extra.at(known.load) or 0.0))
             arm.opening.see(known.load, opening_s, step.seconds)
             if name != known.best and gain.rounds > LEARN:
                 known.allowance_s -= opening_s
             return
-        if alone:
-            arm.extra.see(known.load, extra_s, step.seconds - extra_s)
+        catches_up = fresh and name != CASCADE and extra.count(known.load) > 0  # with the text, as later steps do not
+        if alone and not catches_up:
+            extra.see(known.load, extra_s, step.seconds - extra_s)
         if self._hint != 0:  # else all of it was left out, which says nothing of other loads
             self.gained(name, step.accepted)
 
@@ -359,7 +260,7 @@ class Chooser:
 
     def hears(self, head: str) -> bool:
         """Whether to learn in this step what a head would gain that the arm does not ask."""
-        return SINGLE + head not in self._experience.hopeless or self._steps % SELDOM == 0
+        return SINGLE + head not in self._experience.hopeless or self.steps % SELDOM == 0
 
     def drafted(self, head: str, start: int, tree: DraftTree) -> None:
         """Remember a tree that a head drafted, verified or not, for the tokens from `start` on: the text will tell."""

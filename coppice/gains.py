@@ -78,5 +78,6 @@ class Known:
     """What is known of an arm: what it takes beside a plain step, and what it gains in greedy and in sampled texts."""
 
     extra: Seconds = field(default_factory=Seconds)
+    behind: Seconds = field(default_factory=Seconds)  # and beside a quick head, as the second one of a cascade
     opening: Seconds = field(default_factory=Seconds)  # what a step takes besides in which its heads take in a text
     gains: tuple[Gain, Gain] = field(default_factory=lambda: (Gain(), Gain()))

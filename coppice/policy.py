@@ -78,11 +78,7 @@ class Policy:
         return Choice(prune(trees[at], budget)[0], at)
 
     def _merge(self, trees: Sequence[DraftTree], calibrations: Sequence[Calibration], budget: int) -> DraftTree:
-        calibrated = [
-            DraftTree(tree.tokens, tree.parents, calibration.apply(tree))
-            for tree, calibration in zip(trees, calibrations, strict=True)
-        ]
-        merged, owners = union(calibrated)
+        merged, owners = union([calibration.of(tree) for tree, calibration in zip(trees, calibrations, strict=True)])
         if self.name == "merge-dedup":
             merged, _, _ = dedup(merged, owners)
         return prune(merged, MAX_TREE_NODES if self.name == "merge-full" else budget)[0]

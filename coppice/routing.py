@@ -33,8 +33,7 @@ def sum_confidence(tree: DraftTree) -> float:
 def route(trees: Sequence[DraftTree], rule: Rule = "mean", calibrations: Sequence[Calibration] | None = None) -> int:
     """Index of the tree to verify, the argmax of the heads' scores; ties go to the first. ValueError without trees."""
     if calibrations is not None:
-        pairs = zip(trees, calibrations, strict=True)
-        trees = [DraftTree(tree.tokens, tree.parents, calibration.apply(tree)) for tree, calibration in pairs]
+        trees = [calibration.of(tree) for tree, calibration in zip(trees, calibrations, strict=True)]
     score = mean_confidence if rule == "mean" else sum_confidence
     return int(np.argmax([score(tree) for tree in trees]))
 
@@ -129,6 +128,10 @@ class Calibration:
         for log_prob, parent in zip(step_log_probs(tree).tolist(), tree.parents.tolist(), strict=True):
             scores.append(scores[parent] + self._log_sigmoid(self._logit(log_prob)))
         return np.array(scores[1:], np.float32)
+
+    def of(self, tree: DraftTree) -> DraftTree:
+        """A tree with its calibrated log-probs."""
+        return DraftTree(tree.tokens, tree.parents, self.apply(tree))
 
     def _logit(self, log_prob: float) -> float:
         """log(q / (1 - q)) of log q, bounded."""

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from coppice.auto import Arm, Chooser, StepSeen
+from coppice.arms import Arm
+from coppice.auto import Chooser, StepSeen
 from coppice.errors import CoppiceError, InternalError, InvalidField
 from coppice.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, StepTree
 from coppice.limits import MAX_TREE_NODES
 from coppice.messages import Fence, NextRoot, Rejection, Verdict, VerifyStep, committed_hash
 from coppice.policy import UNION, Choice, Policy
-from coppice.routing import first_miss, outcomes, step_log_probs
+from coppice.routing import first_miss, outcomes, step_log_probs, sum_confidence
 from coppice.sampling import draw
 from coppice.telemetry import OrchestratorMetrics
 from coppice.tree import DraftTree, forwards_of, made_by, prune, select
@@ -66,7 +67,9 @@ class Decoding:
         self.chunk: Chunk | None = None  # certain and not sent yet
         self.step = 0
         self.hint: int | None = None  # of the last verdict: how many nodes to draft
-        self.aside: dict[int, DraftTree] = {}  # of a step: trees of heads that the arm does not ask
+        self.asked: list[int] = []  # of a step: the arm's heads, of a cascade those that were
+        self.opening = False  # of a step: one of them had still to take in the text
+        self.aside: dict[int, Draft] = {}  # of a step: what heads said that the arm does not ask
         self.later: list[Callable[[], None]] = []  # what is to be learnt from the last step
         self.finish: FinishReason | None = None
         self.result = Finished("length", self.prompt_tokens, 0, [], [], [])
@@ -85,22 +88,21 @@ class Decoding:
         opened = await self.verifier.open(self.ids)
         for head in self.heads:
             head.learn(opened.features)
+        for at in self.auto.soon if self.auto else ():
+            self.heads[at].prepare(self.ids)
         root = self._commit([], self._next_root(opened.next))
         first = last = time.perf_counter_ns()
         self.timings.prefill_ns = first - began
         try:
             while self.finish is None:
                 self.step += 1
-                opening = self._opening()
                 drafts = await self._draft(root)
-                choice = self.arm.policy.choose(
-                    [draft.tree for draft in drafts], [head.pool.calibration for head in self.heads], self._budget
-                )
+                choice = self._combine(drafts)
                 verdict = await self._verify(root, choice, drafts)
                 root = self._settle(root, drafts, choice, verdict)
                 now = time.perf_counter_ns()
                 self._account(now - last, drafts, choice, verdict)
-                self._judge(now - last, opening, drafts, verdict)
+                self._judge(now - last, drafts, verdict)
                 last = now
         finally:
             self._catch_up()
@@ -127,24 +129,30 @@ class Decoding:
         if self.auto is not None:
             self.arm = self.auto.decide(self.hint)
 
-    def _opening(self) -> bool:
-        """Whether a head that is asked has still to take in the text."""
-        return self.auto is not None and any(self.heads[at].still_opening for at in self.arm.heads)
-
-    def _judge(self, step_ns: int, opening: bool, drafts: list[Draft], verdict: Verdict) -> None:
+    def _judge(self, step_ns: int, drafts: list[Draft], verdict: Verdict) -> None:
         """Tell `auto` what the step came to, and choose the next one's arm."""
         if self.auto is None:
             return
         times, nodes = verdict.timings, self.result.verified_nodes[-1]
         rows_ns = times.forward_ns - (times.plain_ns or times.forward_ns)
-        self.auto.observe(StepSeen(step_ns / 1e9, rows_ns / 1e9, len(verdict.accepted), opening))
+        accepted, asked = len(verdict.accepted), tuple(self.asked)
+        self.auto.observe(StepSeen(step_ns / 1e9, rows_ns / 1e9, accepted, asked, self.opening))
         self.metrics.auto_choices.labels(self.arm.name).inc()
-        trees = {at: drafts[at].tree for at in self.arm.heads if len(self.arm.heads) > 1} | self.aside
+        heard = {at: drafts[at] for at in self.asked} | self.aside
+        trees = {at: draft.tree for at, draft in (heard if len(self.arm.heads) > 1 else self.aside).items()}
+        if self.auto.quick in heard:
+            alone = asked == (self.auto.quick,)
+            self.later.append(partial(self._promised, self.auto.quick, heard[self.auto.quick], accepted, alone))
         self.aside = {}
         if nodes or not verdict.pruned:
             start = len(self.ids) - len(verdict.accepted)
             self.later.append(partial(self._compare, trees, start, nodes if verdict.pruned else MAX_TREE_NODES))
         self._choose()
+
+    def _promised(self, at: int, draft: Draft, accepted: int, alone: bool) -> None:
+        """Tell `auto` what a head's tree promised."""
+        assert self.auto is not None
+        self.auto.promised(sum_confidence(self._scored(at, draft)), 1 + accepted, alone)
 
     def _compare(self, trees: dict[int, DraftTree], start: int, nodes: int) -> None:
         """Tell `auto` what heads drafted for the tokens from `start` on, each as if it had been verified alone."""
@@ -164,11 +172,23 @@ class Decoding:
 
     async def _draft(self, root: int) -> list[Draft]:
         """The tree of every head of the arm, as far as it came within the deadline."""
+        self.asked, self.opening = [], False
+        drafts = [Draft() for _ in self.heads]
         if not self.arm.heads or not self.plan.budget:
             asyncio.get_running_loop().call_soon(self._catch_up)  # behind the verifier's question
-            return [Draft() for _ in self.heads]
+            return drafts
         began = time.perf_counter_ns()
-        asked = {at: self.heads[at] for at in self.arm.heads}
+        await self._ask(self.arm.first, root, drafts)
+        if (rest := self.arm.heads[len(self.arm.first) :]) and self._goes_on(drafts):
+            await self._ask(rest, root, drafts)
+        self.timings.draft_ns += time.perf_counter_ns() - began
+        return drafts
+
+    async def _ask(self, numbers: Sequence[int], root: int, drafts: list[Draft]) -> None:
+        """Wait for the trees of some of the arm's heads."""
+        asked = {at: self.heads[at] for at in numbers}
+        self.asked += numbers
+        self.opening |= any(head.still_opening for head in asked.values())
         deadline_s = self.plan.draft_deadline_s or max(head.pool.deadline_s for head in asked.values())
         fence = self._fence(deadline_s)
         answers = {at: head.ask(fence, root, self.ids, self._budget) for at, head in asked.items()}
@@ -176,19 +196,38 @@ class Decoding:
         asyncio.get_running_loop().call_soon(self._catch_up)  # behind the questions, which the step waits for
         if waited := [answer for answer in answers.values() if answer is not None]:
             await asyncio.wait(waited, timeout=deadline_s)
-        drafts = [Draft() if answers.get(at) is None else head.collect() for at, head in enumerate(self.heads)]
-        self.aside = {at: self.heads[at].collect().tree for at in beside}
-        self.timings.draft_ns += time.perf_counter_ns() - began
-        return drafts
+        for at, answer in answers.items():
+            if answer is not None:
+                drafts[at] = self.heads[at].collect()
+        self.aside = {at: self.heads[at].collect() for at in beside}
+
+    def _goes_on(self, drafts: list[Draft]) -> bool:
+        """Whether a cascade asks its second head too."""
+        assert self.auto is not None
+        (first,) = self.asked
+        return self.auto.goes_on(sum_confidence(self._scored(first, drafts[first])))
+
+    def _scored(self, at: int, draft: Draft) -> DraftTree:
+        """A head's tree with its calibrated log-probs."""
+        if draft.scored is None:
+            draft.scored = self.heads[at].pool.calibration.of(draft.tree)
+        return draft.scored
 
     def _aside(self) -> list[int]:
         """Heads that draft while the step waits for the arm's anyway, so that the text may tell what they gain."""
-        if self.auto is None:
+        if self.auto is None or self.arm.first != self.arm.heads:  # a cascade does not wait for long
             return []
         usual = [head.pool.usual_s for head in self.heads]
         wait_s = max(usual[at] or 0.0 for at in self.arm.heads)
         known = [(at, took) for at, took in enumerate(usual) if took is not None and at not in self.arm.heads]
         return [at for at, took in known if took < wait_s / 2 and self.auto.hears(self.plan.policy.heads[at])]
+
+    def _combine(self, drafts: list[Draft]) -> Choice:
+        """The tree to verify: the policy's choice, the only head's when one was asked."""
+        if len(self.asked) == 1 and len(tree := drafts[self.asked[0]].tree):
+            return Choice(prune(tree, self._budget)[0], self.asked[0])
+        trees, calibrations = [draft.tree for draft in drafts], [head.pool.calibration for head in self.heads]
+        return self.arm.policy.choose(trees, calibrations, self._budget)
 
     # --- verify ---
 
@@ -201,7 +240,8 @@ class Decoding:
         q_rows = np.concatenate(draft.q_rows)[: len(choice.tree)] if self.request.pq and draft.q_rows else None
         tree, whole = choice.tree, self.plan.whole_tree
         if choice.routed >= 0 and not whole:  # a union is calibrated already
-            tree = DraftTree(tree.tokens, tree.parents, self.heads[choice.routed].pool.calibration.apply(tree))
+            calibration = self.heads[choice.routed].pool.calibration
+            tree = self._scored(choice.routed, draft) if tree is draft.tree else calibration.of(tree)
         while True:
             fence = self._fence(self.verifier.deadline_s, draft.weights_version)
             try:

@@ -130,6 +130,8 @@ class Draft:
     """numbers that the tree's nodes had in what arrived, when it was pruned"""
     forward_ns: int = 0
     weights_version: int = 0
+    scored: DraftTree | None = None
+    """the tree with calibrated log-probs, once somebody asked for it"""
     late: bool = False
     bad: bool = False
 
@@ -200,6 +202,11 @@ class HeadSession:
         self._write(self._call, drafter.open_draft_to_wire(opening))
         self._spawn(self._listen(self._call))
 
+    def prepare(self, ids: list[int]) -> None:
+        """Start a stream unless there is one."""
+        if self._call is None:
+            self.open(ids)
+
     def _features_of(self, ids: list[int]) -> Features | None:
         """Where to fetch features up to the last id; the verifier raises the start to what it still holds."""
         window = self._window
@@ -227,8 +234,7 @@ class HeadSession:
             self.open(ids)
             self._waited_to_open = True  # it had drafts until now
             self.pool.moving.add(self)
-        if self._call is None:
-            self.open(ids)
+        self.prepare(ids)
         if self._call is None or not self._may_wait():
             return None
         advance = self._advance(ids)

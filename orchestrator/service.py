@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator
 import grpc
 
 import coppice
-from coppice.auto import Chooser, Experience
+from coppice.auto import Chooser
 from coppice.config import Settings
 from coppice.errors import CoppiceError, InvalidField
+from coppice.experience import Experience
 from coppice.generation import POLICIES, Chunk, Finished, GenerationRequest, ModelDescription, Started
 from coppice.messages import OpenDraft, OpenSession, TargetDescription
 from coppice.policy import Policy
@@ -47,7 +48,7 @@ class GenerationServicer:
         self.heads, self.codec, self.metrics = heads, codec, metrics
         wanted = settings.orchestrator.policy
         self.default_policy = Policy.parse(wanted, list(heads)) if wanted else Policy.default(list(heads))
-        self._experience = Experience()  # of `auto`
+        self._experiences: dict[frozenset[str], Experience] = {}  # of `auto`, by the heads it may ask
         bounds = settings.limits
         self._seats = Admission("sessions", bounds.sessions, bounds.queued, bounds.queue_s)
 
@@ -109,7 +110,8 @@ class GenerationServicer:
         auto = None
         if plan.policy.name == "auto" and plan.budget:
             sampled = request.sampling.temperature > 0
-            auto = Chooser(self._experience, plan.policy.heads, sampled, ids[: len(ids) - len(request.resume_ids)])
+            experience = self._experiences.setdefault(frozenset(plan.policy.heads), Experience())
+            auto = Chooser(experience, plan.policy.heads, sampled, ids[:prompt_tokens])
         decoding = Decoding(request, ids, plan, verifier, heads, text, self.metrics, chunks.add, auto)
         running = asyncio.create_task(decoding.run())
         running.add_done_callback(lambda _: chunks.flush())

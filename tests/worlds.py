@@ -18,8 +18,10 @@ from operator import and_, xor
 import numpy as np
 from numpy.typing import ArrayLike
 
-from coppice.auto import Arm, Chooser, Experience, StepSeen, arms_of
+from coppice.arms import CASCADE, Arm, arms_of
+from coppice.auto import Chooser, StepSeen
 from coppice.budget import CostCurve, FloatArray, Profile, share
+from coppice.experience import Experience
 
 PLAIN_ARM = arms_of(())[0]
 DEPTH = 8
@@ -39,6 +41,7 @@ class World:
     contention: float = 1.3  # of two heads that draft at once
     crowd: float = 0.0  # how much longer a forward of several sessions takes if all of them draft meanwhile
     hard: float = 0.5  # times the chance, in the hard state
+    blind: tuple[str, ...] = ()  # heads that know nothing in stretches of their own, half of the text
     sessions: int = 1
     tokens: int = 128
     texts: int = 16  # answered one after another by each session's place
@@ -59,7 +62,9 @@ class Text:
     began: float = 0.0
     ready: float = 0.0
     draft_s: float = 0.0
+    asked: tuple[int, ...] = ()
     opening: bool = False
+    promised: float = 0.0  # by the quickest head
     lengths: list[int] = field(default_factory=list)  # of each head that was asked
     right: int = 0  # drafts of the tree that will prove right
     scores: FloatArray = field(default_factory=lambda: np.zeros(0))
@@ -120,6 +125,9 @@ class Machine:
         tokens = world.tokens + DEPTH + 1
         hard = list(accumulate((rng.random() < 0.1 for _ in range(tokens)), xor))
         chances = {head: [p[domain] * (world.hard if one else 1.0) for one in hard] for head, p in world.heads.items()}
+        for head in world.blind:
+            sees = accumulate((rng.random() < 0.1 for _ in range(tokens)), xor)
+            chances[head] = [chance * one for chance, one in zip(chances[head], sees, strict=True)]
         right = {head: [rng.random() < chance for chance in mine] for head, mine in chances.items()}
         blur = [rng.gauss(0, 0.1) for _ in range(tokens)]
         prompt = [rng.randrange(60) if rng.random() < 0.5 else 60 + 60 * domain + rng.randrange(60) for _ in range(40)]
@@ -130,25 +138,35 @@ class Machine:
         world, at = self.world, self.world.tokens - text.left
         text.arm = self.fixed or text.chooser.decide(self.hint)
         self.choices[text.arm.name] = self.choices.get(text.arm.name, 0) + 1
-        heads = [self.names[one] for one in text.arm.heads]
+        text.asked = text.arm.first
+        staged, text.promised = text.asked != text.arm.heads, self._promised(text, at)
+        if staged and text.chooser.goes_on(text.promised):
+            text.asked = text.arm.heads
+        heads = [self.names[one] for one in text.asked]
         chances = [text.chances[head][at] for head in heads]
         text.lengths = lengths = [sum(accumulate(text.rights[head][at : at + DEPTH], and_)) for head in heads]
         times = [world.draft_ms[head] / 1e3 for head in heads]
-        text.draft_s = max(times, default=0.0) * (world.contention if len(times) > 1 else 1.0)
-        text.opening = bool(set(text.arm.heads) - text.opened)
+        together = max(times, default=0.0) * (world.contention if len(times) > 1 else 1.0)
+        text.draft_s = sum(times) if staged else together
+        text.opening = bool(set(text.asked) - text.opened)
         text.draft_s *= 1 + OPENING_STEPS * text.opening
-        text.opened |= set(text.arm.heads)
+        text.opened |= set(text.asked)
         depth = min(DEPTH, self.hint or DEPTH)
         text.right, text.scores = 0, np.zeros(0)
         if heads:
             routed = max(range(len(heads)), key=lambda one: chances[one] + one * text.blur[at])
-            merged = text.arm.name == "merge"
+            merged = text.arm.policy.name == "merge" and len(heads) > 1
             text.right = min(depth, max(lengths) if merged else lengths[routed])
             chance = max(chances) if merged else chances[routed]
             text.scores = math.log(max(1e-9, chance)) * np.arange(1, depth * (1 + merged) + 1)
             self.profile.observe(text.scores)
         text.began = now
         text.ready = now + text.draft_s + (world.rest_ms + world.nodes_ms * bool(heads)) / 1e3
+
+    def _promised(self, text: Text, at: int) -> float:
+        """The accepted drafts that the quickest head expects, which it knows about as well as routing does."""
+        chance = min(0.95, text.chances[self.names[text.chooser.quick]][at] * math.exp(text.blur[at]))
+        return sum(chance**depth for depth in range(1, DEPTH + 1))
 
     def _forward(self, texts: Sequence[Text], batch: Sequence[Text], start: float) -> float:
         """Verify the batch; returns what its sessions' steps took together."""
@@ -170,10 +188,12 @@ class Machine:
             text.left -= 1 + accepted
             spent += took
             if self.fixed is None:
-                text.chooser.observe(StepSeen(took, forward - plain, accepted, text.opening))
-                if len(text.lengths) > 1 and nodes:
-                    for head, right in zip(self.names, text.lengths, strict=True):
-                        text.chooser.gained(f"single:{head}", min(right, nodes))
+                if text.chooser.quick in text.asked:
+                    text.chooser.promised(text.promised, 1 + accepted, len(text.asked) == 1)
+                text.chooser.observe(StepSeen(took, forward - plain, accepted, text.asked, text.opening))
+                if len(text.arm.heads) > 1 and nodes:
+                    for head, right in zip(text.asked, text.lengths, strict=True):
+                        text.chooser.gained(f"single:{self.names[head]}", min(right, nodes))
         return spent
 
     def _seconds(self, rows: ArrayLike) -> FloatArray:
@@ -195,7 +215,7 @@ def play(world: World, seed: int, fixed: str | None = None, warm: int = 4) -> Pl
 
 def against(world: World, seed: int = 0) -> tuple[float, float]:
     """Auto's speed over the best fixed arm's and over plain's, each in the domain where that is least."""
-    fixed = {arm.name: play(world, seed, arm.name) for arm in arms_of(tuple(world.heads))}
+    fixed = {arm.name: play(world, seed, arm.name) for arm in arms_of(tuple(world.heads)) if arm.name != CASCADE}
     auto = play(world, seed)
     best = min(auto.rate(domain) / max(one.rate(domain) for one in fixed.values()) for domain in auto.tokens)
     return best, min(auto.rate(domain) / fixed["plain"].rate(domain) for domain in auto.tokens)

@@ -7,7 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coppice.auto import FIRST_SAVED_S, LEARN, TRIED, Chooser, Experience, StepSeen, arms_of
+from coppice.arms import arms_of
+from coppice.auto import Chooser, StepSeen
+from coppice.cascade import Cascade, best_cascade
+from coppice.experience import FIRST_SAVED_S, LEARN, TRIED, Experience
 from coppice.tree import DraftTree
 from tests.worlds import TUNING, World, against, held_out, play
 
@@ -20,12 +23,13 @@ def drafting(accepted: int, draft_s: float = 0.003) -> StepSeen:
 
 
 def live(chooser: Chooser, gains: dict[str, int], steps: int, hint: int | None = None) -> list[str]:
-    """The choices of a text in which every arm gains just so much."""
+    """The choices of a text in which every arm gains just so much, a cascade nothing."""
     chosen = []
     for _ in range(steps):
-        name = chooser.decide(hint).name
-        chosen.append(name)
-        chooser.observe(STEP if name == "plain" else drafting(gains[name]))
+        arm = chooser.decide(hint)
+        chosen.append(arm.name)
+        seen = STEP if arm.name == "plain" else drafting(gains.get(arm.name, 0))
+        chooser.observe(replace(seen, asked=arm.first))
     return chosen
 
 
@@ -33,7 +37,8 @@ def test_the_arms_are_plain_every_head_alone_and_all_of_them_together() -> None:
     assert [arm.name for arm in arms_of(())] == ["plain"]
     assert [arm.name for arm in arms_of(("a",))] == ["plain", "single:a"]
     both = {arm.name: arm.heads for arm in arms_of(("a", "b"))}
-    assert both == {"plain": (), "single:a": (0,), "single:b": (1,), "route": (0, 1), "merge": (0, 1)}
+    joint = dict.fromkeys(("cascade", "route", "merge"), (0, 1))
+    assert both == {"plain": (), "single:a": (0,), "single:b": (1,), **joint}
 
 
 def test_a_head_that_pays_is_kept_and_one_that_does_not_is_left() -> None:
@@ -251,13 +256,93 @@ def test_what_it_takes_to_open_a_head_is_known_and_is_over_once_it_took_in_the_t
     for number in range(2):
         text, opened = Chooser(experience, ("a", "b")), set[str]()
         for _ in range(40):
-            name = text.decide(None).name
+            arm = text.decide(None)
+            name = arm.name
             if number and name.startswith("single") and name not in opened:
                 assert text.opening_s(name) == pytest.approx(0.047, abs=0.005)
                 assert text.opening_s("merge") >= text.opening_s(name)
             opening = name.startswith("single") and name not in opened
             opened.add(name)
-            text.observe(STEP if name == "plain" else replace(drafting(3, 0.05 if opening else 0.003), opening=opening))
+            seen = STEP if name == "plain" else replace(drafting(3, 0.05 if opening else 0.003), opening=opening)
+            text.observe(replace(seen, asked=arm.heads))
             assert text.opening_s(name) == 0
         text.close()
         assert opened & {"single:a", "single:b"}
+
+
+def test_a_cascade_asks_its_second_head_where_a_step_is_faster_with_it() -> None:
+    cascade = Cascade(0, 1, quick_s=0.015, gain=3.0, seconds=0.010)
+    assert [cascade.asks(promised) for promised in (0.0, 1.0, 1.3, 2.0, 6.0)] == [True, True, True, False, False]
+    assert not Cascade(0, 1, quick_s=0.015, gain=0.5, seconds=0.010).asks(0.0)
+
+
+def test_what_a_cascade_is_worth_is_what_the_same_tokens_take() -> None:
+    cascade = Cascade(0, 1, quick_s=0.01, gain=3.0, seconds=0.01)
+    known, unknown = [(4.0, 5)] * 8, [(0.0, 1)] * 8
+    gain, seconds = cascade.worth(known, 4.0)
+    assert (gain, seconds) == (pytest.approx(4.0), pytest.approx(0.01))  # the quick head alone
+    gain, seconds = cascade.worth(unknown, 0.0)
+    assert (gain, seconds) == (pytest.approx(3.0), pytest.approx(0.02))  # always both
+    gain, seconds = cascade.worth([*known, *unknown], 2.0)
+    alone_s = 16 * 0.01 / 48
+    assert seconds / (1 + gain) == pytest.approx((8 * 0.01 + 2 * 0.02) / 48)
+    assert seconds / (1 + gain) < alone_s
+
+
+def test_the_best_cascade_begins_with_the_quickest_head() -> None:
+    best = best_cascade([0.020, 0.012, 0.025], [0.009, 0.001, 0.014], [2.0, 1.0, 2.1])
+    assert (best.quick, best.second, best.quick_s) == (1, 0, 0.012)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_head_that_knows_half_of_a_text_goes_first(sampled: bool) -> None:
+    """What the quick head promises comes true; the slow one is right everywhere."""
+    experience, chosen, asked = Experience(), [], []
+    for _ in range(3):
+        text = Chooser(experience, ("quick", "slow"), sampled)
+        for step in range(120):
+            arm, promised = text.decide(None), 4.0 if step // 10 % 2 else 0.0
+            both = arm.heads != arm.first and text.goes_on(promised)
+            heads = arm.heads if both else arm.first
+            accepted = 3 if 1 in heads else int(promised) if heads else 0
+            if 0 in heads:
+                text.promised(promised, 1 + accepted, heads == (0,))
+            seconds = 0.013 + 0.001 * (0 in heads) + 0.009 * (1 in heads)
+            text.observe(StepSeen(seconds, 0.0, accepted, heads))
+            for at in heads if len(arm.heads) > 1 else ():
+                text.gained(("single:quick", "single:slow")[at], (int(promised), 3)[at])
+            chosen.append(arm.name)
+            asked += [(promised, both)] if arm.name == "cascade" else []
+        text.close()
+    assert chosen[120:].count("cascade") > 150
+    assert {promised for promised, both in asked if both} == {0.0}
+
+
+def test_several_texts_are_not_played_so() -> None:
+    experience = Experience()
+    texts = [Chooser(experience, ("quick", "slow")) for _ in range(2)]
+    for _ in range(100):
+        for text, arm in [(text, text.decide(None)) for text in texts]:
+            assert arm.name != "cascade"
+            text.promised(0.0, 1, alone=False)
+            text.observe(replace(STEP if arm.name == "plain" else drafting(2), asked=arm.heads))
+
+
+def test_in_made_up_texts_a_cascade_is_faster_than_any_arm() -> None:
+    world = World(
+        {"look": (0.9,), "a": (0.75,)}, {"look": 1.0, "a": 9.0}, hard=0.8, blind=("look",), contention=1.5, texts=24
+    )
+    assert sum(against(world, seed)[0] for seed in range(2)) / 2 > 1.0
+
+
+def test_promises_that_do_not_come_true_count_less() -> None:
+    experience = Experience()
+    text = Chooser(experience, ("quick", "slow"), sampled=True)
+    for _ in range(60):
+        text.promised(2.0, 2, alone=True)
+        text.promised(2.0, 4, alone=False)
+    assert experience.kept[True].ratio == pytest.approx(0.55, abs=0.05)
+    assert experience.kept[False].ratio == 1.0
+    believed, known = Cascade(0, 1, 0.015, 2.0, 0.008), Cascade(0, 1, 0.015, 2.0, 0.008, experience.kept[True].ratio)
+    assert not believed.asks(1.2)
+    assert known.asks(1.2)

@@ -1,0 +1,83 @@
+"""A cascade over real drafters and a real verifier: it asks its second head in some steps only, the text is plain's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from coppice.arms import CASCADE
+from coppice.auto import Chooser, StepSeen
+from coppice.cascade import Cascade
+from coppice.client import Client
+from coppice.config import Settings
+from coppice.experience import Experience
+from coppice.generation import Finished, GenerationRequest
+from coppice.launch import Stack
+from coppice.rpc.channels import Dialer
+from coppice.sampling import SamplingParams
+from coppice.telemetry import OrchestratorMetrics
+from coppice.wire import generation
+from orchestrator.head import HeadPool
+from orchestrator.service import GenerationServicer
+from orchestrator.target import TargetPool
+from tests.pipeline.conftest import VOCAB
+
+LOOKUP_THEN_SELF = Cascade(1, 0, quick_s=0.01, gain=2.0, seconds=0.01)  # asks below half a promised draft
+PROMPT = tuple(random.Random(5).randrange(VOCAB) for _ in range(12))
+NEW = 120
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_both_heads_are_asked_where_the_first_one_promises_little(
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    steps: list[StepSeen] = []
+    observe = Chooser.observe
+
+    def choose(self: Experience, arms: Sequence[str], hint: int | None) -> str:
+        for text in self.texts:
+            text._best_cascade = LOOKUP_THEN_SELF
+        self.now = CASCADE
+        return CASCADE
+
+    def seen(self: Chooser, step: StepSeen) -> None:
+        steps.append(step)
+        observe(self, step)
+
+    monkeypatch.setattr(Experience, "choose", choose)
+    monkeypatch.setattr(Chooser, "observe", seen)
+    sampling = SamplingParams(temperature=temperature, seed=9)
+    request = GenerationRequest(ids=PROMPT, policy="auto", max_new_tokens=NEW, sampling=sampling, ignore_eos=True)
+    ids, finished = await generated(stack, request)
+    plain = client.generate(PROMPT, policy="plain", max_new_tokens=NEW, sampling=sampling, ignore_eos=True)
+    assert ids == list(plain.ids)
+    asked = [step.asked for step in steps]
+    assert asked.count((1,)) > 0
+    assert asked.count((1, 0)) > 3
+    assert len(asked) == len(finished.accept_lengths) < NEW  # the target drafts for itself
+    assert sum(step.accepted for step in steps if step.asked == (1, 0)) > 0
+
+
+async def generated(stack: Stack, request: GenerationRequest) -> tuple[list[int], Finished]:
+    """An answer of an orchestrator in this process over the stack's verifier and drafters."""
+    dialer, metrics = Dialer(), OrchestratorMetrics()
+    verifiers = TargetPool([stack.services["verifier"].address], dialer)
+    heads = {
+        name: HeadPool(name, [stack.services[f"drafter-{name}"].address], dialer, metrics)
+        for name in ("self", "lookup")
+    }
+    try:
+        target = await verifiers.first_target()
+        servicer = GenerationServicer(Settings(), target, verifiers, heads, None, metrics)
+        ids: list[int] = []
+        async for message in servicer.Generate(generation.request_to_wire(request), None):  # type: ignore[arg-type]
+            event = generation.read_response(message)
+            ids += getattr(event, "ids", ())
+        assert isinstance(event, Finished)
+        return ids, event
+    finally:
+        for pool in (verifiers, *heads.values()):
+            for replica in pool.replicas:
+                await replica.channel.close()
