@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,13 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from coppice.adaptation.picture import CHANGE_COLOURS, moving_mean
+from coppice.bench.exact import judged
 from coppice.bench.lanes import Lane
-from coppice.bench.report import Check, Report, Row, make_row
+from coppice.bench.reference import Reference
+from coppice.bench.report import Check, Report, Row, Verdict, make_row
 from coppice.bench.shift import StreamQuery
 from coppice.completion import Completion
+from coppice.sampling import SamplingParams
 from coppice.stack_spec import HeadSpec, StackSpec
 
 NEVER, BANDIT = "never", "bandit"
@@ -88,11 +91,21 @@ def device_lanes(head: HeadSpec, base: StackSpec, flags: dict[str, Any]) -> list
     ]
 
 
-def adapt_row(lane: Lane, stream: Sequence[StreamQuery], never: Row | None) -> AdaptRow:
+def judged_lanes(
+    lanes: Sequence[Lane], stream: Sequence[StreamQuery], reference: Reference
+) -> Iterator[tuple[Lane, list[Verdict]]]:
+    """Each lane with a verdict on each answer: the first one's are re-scored, the others' compared with them first."""
+    asked = [(reference.encode(query.prompt), SamplingParams()) for query in stream]
+    expected = [answer.ids for answer in lanes[0].served.answers]
+    for lane in lanes:
+        yield lane, judged(reference, asked, lane.served.answers, None if lane is lanes[0] else expected)
+
+
+def adapt_row(lane: Lane, stream: Sequence[StreamQuery], never: Row | None, verdicts: Sequence[Verdict]) -> AdaptRow:
     """The figures of a lane."""
     answers, status = lane.served.answers, lane.served.status
     changes = [asdict(change) for change in status.changes] if status else []
-    row = make_row(lane.name, answers, [], lane.spec.budget or 0)
+    row = make_row(lane.name, answers, verdicts, lane.spec.budget or 0)
     told: dict[str, Any] = {each.name: getattr(row, each.name) for each in fields(Row)}
     told["speedup"] = row.tokens_per_s / never.tokens_per_s if never else 1.0
     return AdaptRow(
@@ -133,14 +146,6 @@ def _part(name: str, at: Sequence[int], answers: Sequence[Completion], changes: 
     row = make_row(name, [answers[number] for number in at], [], 0)
     updates = sum(change["what"] in ("head", "full") and at[0] < change["query"] <= at[-1] + 1 for change in changes)
     return Part(name, len(at), row.tau, row.tokens_per_s, updates)
-
-
-def wrong_answers(lanes: Sequence[Lane]) -> int:
-    """Answers that are not those of the first lane, token for token."""
-    expected = [answer.ids for answer in lanes[0].served.answers]
-    return sum(
-        answer.ids != wanted for lane in lanes[1:] for answer, wanted in zip(lane.served.answers, expected, strict=True)
-    )
 
 
 def shift_checks(rows: Sequence[AdaptRow], cold_events: int) -> list[Check]:
@@ -185,7 +190,7 @@ class AdaptReport(Report):
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         table.add_column("method", no_wrap=True)
         headings = [f"{part.name} ({part.queries})" for part in rows[0].parts]
-        for heading in (*headings, "all", "x never", "updates", "reverts", "training s"):
+        for heading in (*headings, "all", "x never", "updates", "reverts", "training s", "same/tie/wrong"):
             table.add_column(heading, justify="right")
         for row in rows:
             table.add_row(
@@ -196,6 +201,7 @@ class AdaptReport(Report):
                 str(row.updates),
                 str(row.reverts),
                 f"{row.train_s:.0f}",
+                f"{row.identical}/{row.ties}/{row.wrong}",
             )
         return [table]
 

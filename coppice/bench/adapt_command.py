@@ -54,12 +54,13 @@ def adapt(
         adapt_row,
         device_lanes,
         draw,
+        judged_lanes,
         policy_lanes,
         shift_checks,
-        wrong_answers,
     )
     from coppice.bench.lanes import run_lanes
-    from coppice.bench.report import Check
+    from coppice.bench.reference import Reference
+    from coppice.bench.report import exactness_checks
     from coppice.bench.shift import mixed, programs, shifted
     from coppice.config import ADAPTED_KINDS
     from coppice.stack_spec import HeadSpec
@@ -91,12 +92,13 @@ def adapt(
     report = AdaptReport(f"bench adapt --what {what}", told.dtype, told.threads, told.device)
     with console.status("starting") as status:
         run_lanes(lanes, stream, max_new_tokens, turn, lambda line: status.update(line))
-    for lane in lanes:
-        never = report.rows[0] if report.rows and report.rows[0].method == "never" else None
-        report.rows.append(adapt_row(lane, stream, never))
+        status.update("judging")
+        reference = Reference(base.target, told.dtype, told.device, told.threads)
+        for lane, verdicts in judged_lanes(lanes, stream, reference):
+            never = report.rows[0] if report.rows and report.rows[0].method == "never" else None
+            report.rows.append(adapt_row(lane, stream, never, verdicts))
     rows = report.adapted()
-    wrong = wrong_answers(lanes)
-    report.checks.append(Check(f"answers that differ from {lanes[0].name}'s", wrong, "0", wrong == 0))
+    report.checks += exactness_checks(rows, told.dtype, False, max_new_tokens)
     if what == "shift":
         report.checks += shift_checks(rows, int(flags.get("bandit.cold_events", 8)))
     report.figures = {"settings": flags, "stream": [query.part for query in stream]}

@@ -63,7 +63,7 @@ def plain_over_bare(
     eight = [prompts[number % len(prompts)] for number in range(MANY)]
     ratios = [_tokens_per_s(address, eight, new_tokens, MANY) * bare_ms() / 1e3 / MANY for _ in range(rounds)]
     ratio = round(statistics.median(ratios), 3)
-    return Check("plain over bare forwards, eight sessions", ratio, ">= 0.7", ratio >= 0.7)
+    return Check("plain over bare forwards, eight sessions", ratio, ">= 0.75", ratio >= 0.75)
 
 
 def _tokens_per_s(address: str, prompts: Sequence[tuple[int, ...]], new_tokens: int, sessions: int) -> float:

@@ -19,7 +19,7 @@ from coppice.bench.peers import HF_ASSISTED, Peers
 from coppice.bench.questions import Question, write_answers
 from coppice.bench.reference import Reference
 from coppice.bench.report import HF_GENERATE, Report, Verdict, exactness_checks, make_row
-from coppice.bench.run_checks import speed_checks
+from coppice.bench.run_checks import kept_checks, speed_checks
 from coppice.bench.run_report import RunRow, run_row
 from coppice.client import Client
 from coppice.completion import Completion
@@ -91,6 +91,7 @@ def run(
     for name, lane in running.items():
         changes = lane.served.status.changes if lane.served.status else ()
         report.figures.setdefault("adaptation", {})[name] = [asdict(change) for change in changes]
+    report.checks += kept_checks(rows, kinds)
     report.rows += rows
     ours = [row for row in rows if row.policy]
     report.checks += exactness_checks(ours, stack.settings.verifier.dtype, trained, plan.new_tokens)

@@ -11,7 +11,7 @@ from coppice.bench.report import Check
 from coppice.client import Client
 from coppice.completion import Completion
 
-SPLIT_BOUND_MS = 1.5
+SPLIT_BOUND_MS = 1.2
 
 
 @dataclass(frozen=True)

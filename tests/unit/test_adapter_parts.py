@@ -17,9 +17,13 @@ from coppice.adaptation.buffers import Buffers
 from coppice.adaptation.records import Kind, QueryRecord, Sample
 from coppice.adaptation.status import ActionStatus, Change, HeadStatus, QueryPoint, ReplicaStatus, VersionStatus
 from coppice.adaptation.weights import Weights
-from coppice.bench.adapt import AdaptReport, AdaptRow, Part, draw, shift_checks, spec_for
+from coppice.bench.adapt import AdaptReport, AdaptRow, Part, adapt_row, draw, judged_lanes, shift_checks, spec_for
+from coppice.bench.lanes import Lane
+from coppice.bench.reference import Reference
 from coppice.bench.shift import mixed, programs, shifted, stories
+from coppice.completion import Accumulator, Completion
 from coppice.errors import InvalidField
+from coppice.generation import Chunk, Finished, Origin, Started, Timings
 from coppice.limits import MAX_HISTORY
 from coppice.stack_spec import HeadSpec, StackSpec
 from coppice.telemetry import AdapterMetrics
@@ -27,6 +31,7 @@ from coppice.v1 import adapter_pb2
 from coppice.wire import adapter
 from services.adapter.desk import SAMPLES, SESSIONS, Desk
 from services.adapter.memory import FILE, Memory
+from tests.tiny import make_target
 from tests.unit.test_records import sample
 
 RECORD = QueryRecord("s", 1.0, 2, 3.0, 4, 5, 6.0, 7, 8, (9, 9), 1.0, "route")
@@ -269,6 +274,26 @@ def test_the_bandit_is_judged(gain: float, speed: float, updates: list[int], wan
     assert [check.ok for check in checks] == wanted
     assert shift_checks(rows[:2], 2) == []
     assert "its cold start was not over" in shift_checks(rows, cold_events=9)[-1].note
+
+
+def answer(ids: tuple[int, ...]) -> Completion:
+    told = Accumulator()
+    told.add(Started(3, "single:a", ("a",), 8))
+    told.add(Chunk("", ids, (Origin.ROOT,) * len(ids), ("",) * len(ids)))
+    steps = len(ids) - 1
+    told.add(Finished("length", 3, len(ids), [1] * steps, [0] * steps, [0] * steps, 0, 0, Timings(decode_ns=10**9)))
+    return told.completion()
+
+
+def test_answers_that_differ_by_rounding_are_ties_and_others_are_wrong(tmp_path: Path) -> None:
+    reference, stream = Reference(make_target(tmp_path), "float32", threads=1), shifted(5)
+    own = [reference.greedy(reference.encode(query.prompt), 8).ids for query in stream]
+    lanes = [Lane(name, StackSpec.demo()) for name in ("never", "bandit")]
+    lanes[0].served.answers = [answer(ids) for ids in own]
+    other = (own[0][0] + 1) % 300
+    lanes[1].served.answers = [answer((other, *ids[1:]) if at == 0 else ids) for at, ids in enumerate(own)]
+    rows = [adapt_row(lane, stream, None, verdicts) for lane, verdicts in judged_lanes(lanes, stream, reference)]
+    assert [(row.identical, row.ties, row.wrong) for row in rows] == [(5, 0, 0), (4, 0, 1)]
 
 
 def test_rows_are_shown_drawn_and_written(tmp_path: Path) -> None:
