@@ -26,7 +26,7 @@ from coppice.machine import this_machine
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = Path("docs") / "proof.md"
 STATE = RESULT.with_suffix(".json")
-COLUMNS = ("campaign", "commit", "runs", "result", "minutes", "last line")
+COLUMNS = ("campaign", "commit", "runs", "result", "minutes", "what it said")
 FAULT_COLUMNS = ("fault", "repetitions", "requests", "failed", "wrong", "recovery p50, s", "p99, s", "result")
 UNIT = ("tree", "sampling", "acceptance", "routing")
 PYTEST = (sys.executable, "-m", "pytest", "--timeout", "7200")
@@ -72,14 +72,15 @@ class Outcome:
     done: int = 0
     failed: bool = False
     seconds: float = 0.0
-    last_line: str = ""
+    said: str = ""
+    """its last line; of a failed run the first check or test that failed"""
     faults: list[dict[str, Any]] = field(default_factory=list)
 
     def cells(self, campaign: Campaign) -> tuple[str, ...]:
         """A row of the table, in the order of COLUMNS."""
         result = "FAILED" if self.failed else "ok" if self.done == campaign.runs else "not run"
         at = self.commit[:7] + "-dirty" * self.commit.endswith("-dirty")
-        return campaign.name, at, f"{self.done}/{campaign.runs}", result, f"{self.seconds / 60:.1f}", self.last_line
+        return campaign.name, at, f"{self.done}/{campaign.runs}", result, f"{self.seconds / 60:.1f}", self.said
 
     def fault_cells(self) -> list[tuple[str, ...]]:
         """Rows of the faults' table, in the order of FAULT_COLUMNS."""
@@ -106,7 +107,8 @@ class Outcome:
         self.seconds += time.monotonic() - began
         self.failed = ended.returncode != 0
         self.done += not self.failed
-        self.last_line = lines[-1].strip()[:120] if lines else ""
+        telling = [line for line in lines if "FAILED" in line][:1] if self.failed else []
+        self.said = (telling or lines[-1:] or [""])[0].strip()[:120]
         self.faults = json.loads(told_faults.read_text())["rows"] if told_faults.exists() else []
 
 

@@ -23,6 +23,7 @@ folder, fail_at = Path(sys.argv[1]), int(sys.argv[2])
 count = len((folder / "ran").read_text()) if (folder / "ran").exists() else 0
 (folder / "ran").write_text("x" * (count + 1))
 print("proof", os.environ["COPPICE_PROOF"])
+print("FAILED a check" if count + 1 == fail_at else "ok")
 print(f"run {count + 1} | done", end="\\n\\n")
 sys.exit(count + 1 == fail_at)
 """
@@ -48,7 +49,7 @@ def test_what_a_commit_passed_is_not_run_again(tmp_path: Path) -> None:
     again = run_all(campaigns, *within(tmp_path), "c0ffee", QUIET)
     assert (times_run(tmp_path / "a"), times_run(tmp_path / "b")) == (1, 3)
     assert again == first
-    assert (first[campaigns[1]].done, first[campaigns[1]].last_line) == (3, "run 3 | done")
+    assert (first[campaigns[1]].done, first[campaigns[1]].said) == (3, "run 3 | done")
     assert (tmp_path / ".proof" / "a.log").read_text().startswith("proof 1\n")
 
 
@@ -65,7 +66,8 @@ def test_another_commit_and_a_dirty_tree_start_anew(tmp_path: Path, commit: str)
 def test_a_failed_run_ends_its_campaign_only_and_is_tried_again_from_there(tmp_path: Path) -> None:
     campaigns = [fake(tmp_path / "a", runs=4, fail_at=3), fake(tmp_path / "b")]
     made = run_all(campaigns, *within(tmp_path), "c0ffee", QUIET)
-    assert (made[campaigns[0]].failed, made[campaigns[0]].done) == (True, 2)
+    failed = made[campaigns[0]]
+    assert (failed.failed, failed.done, failed.said) == (True, 2, "FAILED a check")
     assert (made[campaigns[1]].failed, made[campaigns[1]].done) == (False, 1)
     made = run_all(campaigns, *within(tmp_path), "c0ffee", QUIET)
     assert (made[campaigns[0]].failed, made[campaigns[0]].done) == (False, 4)
