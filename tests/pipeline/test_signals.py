@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,14 +82,18 @@ def metrics(stack: Stack) -> dict[str, str]:
 
 def demand(store: Redis, stack: Stack, client: Client, wanted: Demand) -> None:
     """Ask both heads for samples, and wait until they send them."""
+    before, asked = {head: len(queries(store, head)) for head in KINDS}, Counter[str]()
     for head in KINDS:
         store.set(demand_key("coppice", head), wanted)
 
     def heard(head: str) -> bool:
+        asked[head] += 1
         client.generate(PROMPTS[1], policy=f"single:{head}", max_new_tokens=NEW, ignore_eos=True)
         return eventually(lambda: any(one.kind == wanted for one in samples(store, head)), 0.5)
 
     assert all(eventually(lambda head=head: heard(head)) for head in KINDS)  # type: ignore[misc]
+    # A query is told behind its samples: one that comes later would be counted with the next.
+    assert eventually(lambda: all(len(queries(store, head)) >= before[head] + asked[head] for head in KINDS))
     assert eventually(lambda: all(counts(address).settled for address in metrics(stack).values()))
     for head in KINDS:
         store.delete(f"coppice:{head}:queries", f"coppice:{head}:samples")
