@@ -1,18 +1,16 @@
 """Who is likely to be back soon: sessions that were answered together wait for one another, so that they share a batch.
 
 Whoever takes only what is there when it becomes free falls into two groups of sessions that wait for each other's
-batches, each half as large as it could be.
+batches, each half as large as it could be, and stays so: while one group's batch runs, the other one comes back.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-RATE = 0.2  # of both averages
-DEVIATIONS = 2.0  # beyond the mean that are waited for
-LEAST_S = 1e-3
-MOST_WAIT = 0.8  # of a batch's time: those that miss it wait at least that long for the next one
+LATEST = 5  # times away that count; one that was long, as when a head had to take in the text, leaves the median alone
 
 
 @dataclass(slots=True)
@@ -20,9 +18,12 @@ class _Away:
     """One session, seconds on one clock."""
 
     answered: float = 0.0
-    known: bool = False  # whether it came back before
-    mean: float = 0.0
-    deviation: float = 0.0
+    took: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
+
+    @property
+    def due(self) -> float:
+        """When it should be back; at once when it never was."""
+        return self.answered + (sorted(self.took)[(len(self.took) - 1) // 2] if self.took else 0.0)
 
 
 class Returns:
@@ -42,27 +43,18 @@ class Returns:
     def came(self, key: Hashable, now: float) -> None:
         """A session's next step is here."""
         away = self._sessions.get(key)
-        if away is None:
-            return
-        took = now - away.answered
-        if away.known:
-            away.deviation += RATE * (abs(took - away.mean) - away.deviation)
-            away.mean += RATE * (took - away.mean)
-        else:
-            away.known, away.mean = True, took
+        if away is not None:
+            away.took.append(now - away.answered)
 
     def closed(self, key: Hashable) -> None:
         """A session ended."""
         self._sessions.pop(key, None)
         self.expected -= {key}
 
-    def wait_until(self, here: Collection[Hashable], latest: float) -> float:
-        """When those of the last batch should be back that usually are by `latest`; 0 when there are none to wait for.
+    def missing(self, here: Collection[Hashable], until: float) -> bool:
+        """Whether some session of the last batch, none of those `here`, should be back by `until`.
 
-        here: whose steps wait. One that never came back yet is waited for to the end.
+        That is worth waiting for where `until` is a batch's time away: who misses a batch waits as long for the next
+        one. Half of all times somebody is later than usual, so the wait is to its end, not to when they are due.
         """
-        dues = (self._due(self._sessions[key], latest) for key in self.expected if key not in here)
-        return max((due for due in dues if due <= latest), default=0.0)
-
-    def _due(self, away: _Away, otherwise: float) -> float:
-        return away.answered + away.mean + max(LEAST_S, DEVIATIONS * away.deviation) if away.known else otherwise
+        return any(self._sessions[key].due <= until for key in self.expected if key not in here)

@@ -28,7 +28,7 @@ from coppice.messages import (
     committed_hash,
 )
 from coppice.nn.head import DraftJob, Growth, Head, Miss, Spare
-from coppice.returns import MOST_WAIT, Returns
+from coppice.returns import Returns
 from coppice.sampling import SamplingParams
 from coppice.telemetry import SessionMetrics
 from services.drafter.samples import Samples, Window
@@ -190,13 +190,13 @@ class Worker:
         """Take what came in; wait for work, and for the sessions drafted for last that usually are back soon."""
         if not (self._waiting or self._openings):
             self._take(self._inbox.get())
-        latest = time.perf_counter() + MOST_WAIT * self._draft_s
+        latest = time.perf_counter() + self._draft_s
         while self._running:
             try:
                 self._take(self._inbox.get_nowait())
             except queue.Empty:
-                left = self._returns.wait_until(self._waiting, latest) - time.perf_counter()
-                if left <= 0 or not self._waiting or self._openings:
+                left = latest - time.perf_counter()
+                if left <= 0 or not self._waiting or self._openings or not self._returns.missing(self._waiting, latest):
                     return
                 with suppress(queue.Empty):
                     self._take(self._inbox.get(timeout=left))

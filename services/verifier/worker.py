@@ -26,7 +26,7 @@ from coppice.messages import FeatureRef, Features, OpenSession, SessionOpened, V
 from coppice.packed.batch import Piece, pack
 from coppice.packed.engine import Engine, EngineInfo, ForwardOutput
 from coppice.packed.kv import OutOfBlocks
-from coppice.returns import MOST_WAIT, Returns
+from coppice.returns import Returns
 from coppice.telemetry import SessionMetrics
 from services.verifier.job import Job
 from services.verifier.pruner import Pruner, measure
@@ -138,13 +138,13 @@ class Worker(threading.Thread):
         """Take what came in; wait for work, and for the sessions answered last that usually are back soon."""
         if not (self._steps or self._prefills):
             self._take(self._inbox.get())
-        latest = time.perf_counter() + min(self.settings.batch_wait_ms / 1e3, MOST_WAIT * self._forward_s)
+        latest = time.perf_counter() + min(self.settings.batch_wait_ms / 1e3, self._forward_s)
         while self._open:
             try:
                 self._take(self._inbox.get_nowait())
             except queue.Empty:
-                left = self._returns.wait_until(self._steps, latest) - time.perf_counter()
-                if left <= 0 or not self._steps:
+                left = latest - time.perf_counter()
+                if left <= 0 or not self._steps or not self._returns.missing(self._steps, latest):
                     return
                 with suppress(queue.Empty):
                     self._take(self._inbox.get(timeout=left))
