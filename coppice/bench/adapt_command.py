@@ -5,7 +5,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coppice.bench.options import Dtype, JsonFile, NewTokens, Seed, Target, encode, finish, offline, spec_of
+from coppice.bench.options import (
+    Dtype,
+    JsonFile,
+    NewTokens,
+    Seed,
+    Target,
+    encode,
+    finish,
+    offline,
+    reference_of,
+    spec_of,
+)
 
 if TYPE_CHECKING:
     from coppice.stack_spec import HeadSpec, StackSpec
@@ -59,7 +70,6 @@ def adapt(
         shift_checks,
     )
     from coppice.bench.lanes import run_lanes
-    from coppice.bench.reference import Reference
     from coppice.bench.report import exactness_checks
     from coppice.bench.shift import mixed, programs, shifted
     from coppice.config import ADAPTED_KINDS
@@ -93,8 +103,7 @@ def adapt(
     with console.status("starting") as status:
         run_lanes(lanes, stream, max_new_tokens, turn, lambda line: status.update(line))
         status.update("judging")
-        reference = Reference(base.target, told.dtype, told.device, told.threads)
-        for lane, verdicts in judged_lanes(lanes, stream, reference):
+        for lane, verdicts in judged_lanes(lanes, stream, reference_of(base)):
             never = report.rows[0] if report.rows and report.rows[0].method == "never" else None
             report.rows.append(adapt_row(lane, stream, never, verdicts))
     rows = report.adapted()

@@ -58,7 +58,7 @@ def coupling(
     able, levels = coupled_heads(spec.heads), numbers("temperatures", temperatures, float)
     measured = measuring("bench coupling", spec, json_file, CouplingReport)
     with measured as (console, stack, report), Client(stack.address) as client:
-        reference = reference_of(stack)
+        reference = reference_of(stack.spec)
         ids = prompt_ids(prompts, n, client, reference, category)
         with console.status("decoding") as status:
             run_coupling(
@@ -104,7 +104,7 @@ def exact(
             new_tokens=max_new_tokens,
             seed=seed,
         )
-        reference = reference_of(stack)
+        reference = reference_of(stack.spec)
         ids = prompt_ids(prompts, n, client, reference)
         with console.status("decoding") as status:
             run_exact(stack.address, ids, plan, reference, report, lambda line: status.update(line))
@@ -197,7 +197,7 @@ def rows(
         for count, took in by_rows.items():
             table.add_row(str(count), f"{took:.2f}", f"{took / by_rows[1]:.2f}")
         console.print(table)
-        reference = reference_of(stack)
+        reference = reference_of(stack.spec)
         ids = prompt_ids(prompts, n, client, reference)
         report.checks.append(rows_check(by_rows, told.dtype, default_dtype(told.device) == "bfloat16"))
         report.checks.append(plain_over_generate(stack.address, reference, ids, max_new_tokens, rounds))

@@ -131,11 +131,11 @@ def numbers(option: str, text: str, kind: type[T]) -> tuple[T, ...]:
         raise typer.BadParameter(f"{text!r} is not a list of numbers", param_hint=f"--{option}") from None
 
 
-def reference_of(stack: Stack) -> Reference:
+def reference_of(spec: StackSpec) -> Reference:
     from coppice.bench.reference import Reference
 
-    told = stack.settings.verifier
-    return Reference(stack.spec.target, told.dtype, told.device, told.threads)
+    told = spec.settings().verifier
+    return Reference(spec.target, told.dtype, told.device, told.threads)
 
 
 def offline(command: str, spec: StackSpec) -> tuple[Console, Report]:

@@ -87,7 +87,7 @@ def run(
     plan = RunPlan(chosen, nodes, levels, max_new_tokens, rounds, counts, seed, answers)
     measured = measuring("bench run", main_spec(spec, chosen), json_file, RunReport, markdown)
     with measured as (console, stack, report), Client(stack.address) as client:
-        reference = reference_of(stack)
+        reference = reference_of(stack.spec)
         asked = read_questions(prompts or (), n, client, reference, category, chat)
         with console.status("starting") as status:
             run_methods(
