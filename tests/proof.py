@@ -107,7 +107,7 @@ class Outcome:
         self.seconds += time.monotonic() - began
         self.failed = ended.returncode != 0
         self.done += not self.failed
-        telling = [line for line in lines if "FAILED" in line][:1] if self.failed else []
+        telling = [line for line in lines if line.startswith("FAILED")][:1] if self.failed else []
         self.said = (telling or lines[-1:] or [""])[0].strip()[:120]
         self.faults = json.loads(told_faults.read_text())["rows"] if told_faults.exists() else []
 
