@@ -73,6 +73,7 @@ class Session:
         self.step = 0
         self.committed_len = 0
         self.hash = committed_hash(())
+        self.over = False  # the text has come to its end, as far as it is known here: stop strings are not
         self.features = FeatureWindow(feature_window)
 
     @property
@@ -130,6 +131,8 @@ class Session:
         new_features = None if features is None else features[list(kept)].cpu()
         self.step = step.fence.step
         self.commit(ids, new_features)
+        last = self.committed_len + 1 >= self.request.max_len  # the root is
+        self.over = last or outcome.drawn is None or outcome.drawn in self.request.stop_ids
         root = None
         if outcome.end_row is not None and outcome.drawn is not None:
             root = self._next_root(outcome.end_row, outcome.drawn, rows[kept[-1]], keyed=step.q_rows is None)

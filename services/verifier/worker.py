@@ -248,7 +248,7 @@ class Worker(threading.Thread):
             except Exception as error:
                 self._finish(job, error)
             else:
-                answered += [job.session.key] if job.step else []
+                answered += [job.session.key] if job.step and not job.session.over else []
         self._returns.answered(answered, time.perf_counter())
         self._forget_answered()
         self._note_kv()
