@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
+from statistics import median_low
 
 LATEST = 5  # times away that count; one that was long, as when a head had to take in the text, leaves the median alone
 
@@ -23,7 +24,7 @@ class _Away:
     @property
     def due(self) -> float:
         """When it should be back; at once when it never was."""
-        return self.answered + (sorted(self.took)[(len(self.took) - 1) // 2] if self.took else 0.0)
+        return self.answered + (median_low(self.took) if self.took else 0.0)
 
 
 class Returns:
