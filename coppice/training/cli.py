@@ -36,6 +36,15 @@ def work_folder(out: Path) -> Path:
     return out.with_name(out.name + ".work")
 
 
+def own_folder(out: Path, resume: bool) -> Path:
+    """The work folder of a run that begins, or goes on; an error where it would write over another's checkpoints."""
+    work = work_folder(out)
+    if not resume and any(work.glob("checkpoints/*/state.json")):
+        why = f"{work} holds checkpoints of a run: --resume goes on with it, another folder begins anew"
+        raise typer.BadParameter(why, param_hint="--out")
+    return work
+
+
 @app.command("target")
 def train_target(
     data: Data,
@@ -52,7 +61,7 @@ def train_target(
     from coppice.training.export import export, write_run
     from coppice.training.schedule import Schedule
 
-    work = work_folder(out)
+    work = own_folder(out, resume)
     write_run(work, "target", data, {"out": out.name, "tokens": str(tokens)})
     done = target.train_target(
         data,
@@ -111,7 +120,7 @@ def train_head(
     left_out = [name for name, kept in switches.items() if not kept]
     if left_out and kind != "specblock":
         raise typer.BadParameter(f"a {kind} head has none", param_hint=f"--no-{left_out[0]}")
-    work = work_folder(out)
+    work = own_folder(out, resume)
     flags = {"kind": kind, "target": target.name, "out": out.name, "tokens": str(tokens)}
     flags |= {f"no-{name}": "" for name in left_out} | ({"adamw": ""} if adamw else {})
     write_run(work, "head", data, flags)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from coppice.bench.ablate import FULL, GUIDED, UNIFORM, Ablation, ablations
@@ -22,6 +23,7 @@ from coppice.nn.head import DraftJob, Growth
 from coppice.nn.layouts import load_eagle3, load_head, load_specblock
 from coppice.nn.specblock import SpecBlockHead
 from coppice.training import feature_heads
+from coppice.training.checkpoint import checkpoints
 from coppice.training.cli import app as train
 from coppice.training.lessons import Lesson, LessonPlan, record_lessons
 from coppice.tree import DraftTree
@@ -40,14 +42,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(app: Any, place: Path, *flags: str) -> str:
+def run(app: Any, place: Path, *flags: str, ends: Sequence[int] = (0, 1)) -> str:
     told = CliRunner().invoke(app, [*flags, "--target", str(place / "target"), "--data", f"words={place}/words.txt"])
-    assert told.exit_code in (0, 1), told.output
+    assert told.exit_code in ends, told.output
     return told.output
 
 
 def head(place: Path, kind: str, *flags: str) -> Path:
     out = place / f"{kind}{''.join(flags)}"
+    if out.exists():
+        return out
     folders = ("--out", str(out), "--lessons", str(place / "lessons"))
     run(train, place, "head", "--kind", kind, "--tokens", "1024", "--workers", "1", *folders, *flags)
     return out
@@ -103,17 +107,20 @@ def test_baselines_are_trained_once_each_on_the_same_lessons(place: Path, tmp_pa
 
 
 def test_a_finished_run_goes_on_when_more_tokens_are_asked_for(place: Path) -> None:
-    folder = head(place, "specblock")
-    before = (folder / "model.safetensors").read_bytes()
-    run(
-        train,
-        place,
-        *("head", "--kind", "specblock", "--tokens", "1536", "--workers", "1", "--resume"),
-        *("--out", str(folder), "--lessons", str(place / "lessons")),
-    )
-    log = json.loads((folder / "report.json").read_text())["log"]
-    assert [row["tokens"] for row in log][-1] == 1536
-    assert (folder / "model.safetensors").read_bytes() != before
+    folder = head(place, "specblock", "--no-cross-block")
+    before, work = (folder / "model.safetensors").read_bytes(), folder.with_name(folder.name + ".work")
+    flags = ("head", "--kind", "specblock", "--tokens", "1536", "--workers", "1", "--no-cross-block")
+    folders = ("--out", str(folder), "--lessons", str(place / "lessons"))
+    refused = run(train, place, *flags, *folders, ends=(2,))
+    assert "--resume goes on with it" in " ".join(refused.replace("│", " ").split())
+    assert (folder / "model.safetensors").read_bytes() == before
+    run(train, place, *flags, *folders, "--resume")
+    first, second = json.loads((folder / "report.json").read_text())["log"]
+    assert (first["tokens"], second["tokens"]) == (1024, 1536)
+    trained, further = (load_file(each / "model.safetensors") for each in checkpoints(work / "checkpoints"))
+    assert any(not torch.equal(further[name], weight) for name, weight in trained.items())
+    better = second[feature_heads.LENGTH] > first[feature_heads.LENGTH]  # else the weights at 1,024 stay the best
+    assert ((folder / "model.safetensors").read_bytes() != before) is better
 
 
 def test_the_draft_vocabulary_stays_when_a_resumed_run_has_more_lessons(place: Path, tmp_path: Path) -> None:
