@@ -19,6 +19,8 @@ class Machine:
     """What a figure was measured on."""
 
     cpu: str
+    vendor: str
+    """as the processor says it: GenuineIntel, AuthenticAMD; empty where the kernel does not tell"""
     cores: int
     """cores this process may use"""
     memory_gib: float
@@ -36,6 +38,7 @@ def this_machine() -> Machine:
     flags = f"{lines.get('flags', '')} {lines.get('Features', '')}".split()
     return Machine(
         cpu=lines.get("model name") or platform.processor() or platform.machine(),
+        vendor=lines.get("vendor_id", ""),
         cores=usable_cores(),
         memory_gib=round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         features=tuple(name for name in _FEATURES if name in flags),
@@ -49,8 +52,9 @@ def usable_cores() -> int:
 
 
 def default_dtype(device: str) -> Dtype:
-    """bfloat16 where the hardware multiplies it fast: on CUDA, or on a CPU with AMX; else float32."""
-    return "bfloat16" if device.startswith("cuda") or "amx_bf16" in this_machine().features else "float32"
+    """bfloat16 where the hardware multiplies it: on CUDA, or on a CPU with AMX or AVX-512's bfloat16; else float32."""
+    multiplies = device.startswith("cuda") or not {"amx_bf16", "avx512_bf16"}.isdisjoint(this_machine().features)
+    return "bfloat16" if multiplies else "float32"
 
 
 def _cpuinfo() -> dict[str, str]:

@@ -187,7 +187,7 @@ def rows(
 
     from coppice.bench.rows import forward_ms, plain_over_bare, plain_over_generate, rows_check
     from coppice.client import Client
-    from coppice.machine import default_dtype
+    from coppice.machine import this_machine
 
     spec = replace(spec_of(target, None, dtype), heads=())
     with measuring("bench rows", spec, json_file) as (console, stack, report), Client(stack.address) as client:
@@ -199,7 +199,8 @@ def rows(
         console.print(table)
         reference = reference_of(stack.spec)
         ids = prompt_ids(prompts, n, client, reference)
-        report.checks.append(rows_check(by_rows, told.dtype, default_dtype(told.device) == "bfloat16"))
+        matrix_units = told.device.startswith("cuda") or "amx_bf16" in this_machine().features
+        report.checks.append(rows_check(by_rows, told.dtype, matrix_units))
         report.checks.append(plain_over_generate(stack.address, reference, ids, max_new_tokens, rounds))
 
         def bare_ms() -> float:

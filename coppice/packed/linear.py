@@ -3,25 +3,29 @@
 Stock bfloat16 layers on a CPU hand oneDNN a row-major matrix, which it rearranges in every call. Rearranged once, a
 target of 18M parameters takes 0.88 of the time and answers with the same bits. And every call has a price of its own
 (20 us here), so layers that are given the same input are multiplied as one: 0.9 of what is left. Stock float32 layers
-go to MKL, which is not fast everywhere: on an EPYC with AVX-512 two to eight rows take oneDNN a half to a third of its
-time. Which of the two is to multiply float32 is measured when the first model is packed.
+go to MKL, which is slow on AMD's processors: on an EPYC with AVX-512 two to eight rows take oneDNN a half to a third of
+its time. Which of the two multiplies is a matter of the processor, not of a timing: replicas answer with the same bits.
+
+For every number of rows oneDNN compiles kernels, half a megabyte a layer's shape, and keeps a thousand of them. So
+numbers of rows above 16 are rounded up to one of eight between two powers of two.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from coppice.machine import this_machine
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """names of layers that are called with the same input"""
-WORTH = 0.75
-"""of a stock float32 layer's time: what a packed one may take at most, so that noise does not decide"""
-TURNS = 7
+EXACT = 16
+"""rows up to which kernels are compiled for every number"""
 
 
 class PackedLinear(nn.Linear):
@@ -113,8 +117,22 @@ def _packs(layer: nn.Module | None, *classes: type[nn.Linear]) -> TypeGuard[nn.L
 
 
 def _multiplied(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rows = input.numel() // input.shape[-1]
+    if (padding := compiled_rows(rows) - rows) == 0:
+        return _product(input, weight, bias)
+    padded = F.pad(input.reshape(rows, -1), (0, 0, 0, padding))
+    return _product(padded, weight, bias)[:rows].view(*input.shape[:-1], -1)
+
+
+def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
     return out
+
+
+def compiled_rows(rows: int) -> int:
+    """The number of rows that so many are multiplied as: at most an eighth more."""
+    step = 1 << max(0, (rows - 1).bit_length() - EXACT.bit_length() + 1)
+    return -(-rows // step) * step
 
 
 def _reordered(weight: Tensor) -> Tensor:
@@ -129,23 +147,6 @@ def pays(dtype: torch.dtype) -> bool:
     if not mkldnn.is_available():
         return False
     if dtype is torch.float32:
-        return packed_over_stock() < WORTH
+        machine = this_machine()
+        return machine.vendor == "AuthenticAMD" and "avx512f" in machine.features
     return dtype is torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def packed_over_stock(rows: int = 8, inputs: int = 512, outputs: int = 2048) -> float:
-    """The time of a packed float32 layer over that of a stock one, the least of a few runs each, by turns."""
-    with torch.inference_mode():
-        x, weight = torch.zeros(rows, inputs), torch.zeros(outputs, inputs)
-        ours = _reordered(weight)
-        turns = [
-            (_seconds(lambda: _multiplied(x, ours, None)), _seconds(lambda: nn.functional.linear(x, weight)))
-            for _ in range(TURNS)
-        ]
-    return min(packed for packed, _ in turns) / min(stock for _, stock in turns)
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from coppice.machine import this_machine
 from coppice.packed import linear
-from coppice.packed.linear import FusedLinear, PackedLinear, fuse, packed_over_stock, pays, prepack
+from coppice.packed.linear import FusedLinear, PackedLinear, compiled_rows, fuse, pays, prepack
 
 ROUNDING = {torch.bfloat16: 2**-7, torch.float32: 2**-18}
 
 
 @pytest.fixture(params=ROUNDING, ids=str)
-def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
-    """One that is packed; float32 as if that were faster."""
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """One that is packed; float32 as on a processor where that is faster."""
     if request.param is torch.bfloat16 and not pays(torch.bfloat16):
         pytest.skip("this processor has no bfloat16 in oneDNN")
-    monkeypatch.setattr(linear, "packed_over_stock", lambda: 0.0)
-    pays.cache_clear()
-    yield request.param
-    pays.cache_clear()
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("no oneDNN in this torch")
+    monkeypatch.setattr(linear, "pays", lambda _: True)
+    return request.param
 
 
 def _model(dtype: torch.dtype) -> nn.Module:
@@ -32,7 +33,7 @@ def _model(dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(nn.Linear(96, 200), nn.SiLU(), nn.Linear(200, 64, bias=False)).to(dtype).requires_grad_(False)
 
 
-@pytest.mark.parametrize("rows", [1, 13, 300])
+@pytest.mark.parametrize("rows", [1, 13, 17, 300])
 def test_packed_layers_answer_within_a_rounding_of_stock_ones(rows: int, dtype: torch.dtype) -> None:
     stock = _model(dtype)
     packed = deepcopy(stock)
@@ -56,14 +57,31 @@ def test_a_packed_model_gives_its_matrices_back_and_takes_new_ones(dtype: torch.
     torch.testing.assert_close(packed(x), -stock(x), rtol=ROUNDING[dtype], atol=ROUNDING[dtype])
 
 
-def test_float32_is_left_alone_where_that_is_no_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert packed_over_stock() > 0
-    monkeypatch.setattr(linear, "packed_over_stock", lambda: 0.9)
+@pytest.mark.parametrize(
+    ("vendor", "features", "packed"),
+    [
+        ("AuthenticAMD", ("avx2", "avx512f"), True),
+        ("AuthenticAMD", ("avx2",), False),
+        ("GenuineIntel", ("avx2", "avx512f"), False),
+    ],
+)
+def test_float32_is_packed_where_that_is_known_to_be_faster(
+    vendor: str, features: tuple[str, ...], packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = replace(this_machine(), vendor=vendor, features=features)
+    monkeypatch.setattr(linear, "this_machine", lambda: machine)
     pays.cache_clear()
     model = _model(torch.float32)
     prepack(model)
     pays.cache_clear()
-    assert [type(layer) for layer in model] == [nn.Linear, nn.SiLU, nn.Linear]
+    assert (type(model[0]) is PackedLinear) == (packed and torch.backends.mkldnn.is_available())
+
+
+def test_few_numbers_of_rows_are_compiled() -> None:
+    made = [compiled_rows(rows) for rows in range(1, 1025)]
+    assert made[:16] == list(range(1, 17))
+    assert all(rows <= padded <= rows * 9 / 8 for rows, padded in enumerate(made, 1))
+    assert len(set(made)) == 16 + 8 * 6
 
 
 def test_layers_of_another_class_are_left_alone(dtype: torch.dtype) -> None:
