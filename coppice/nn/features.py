@@ -32,7 +32,7 @@ from coppice.nn.recall import Recall
 from coppice.nn.spare import SpareModel, make_spare
 from coppice.packed.engine import DTYPES
 from coppice.packed.kv import BlockTable, KVPool, OutOfBlocks
-from coppice.packed.linear import prepack
+from coppice.packed.linear import compile_ahead, prepack
 from coppice.packed.plan import Tail, plan_tails
 from coppice.sampling_torch import noise
 
@@ -102,6 +102,7 @@ class FeatureHead(Head, Generic[M]):
         self.model = model.to(self.device, self.dtype).requires_grad_(False).train(False)
         self.embedding = embedding.to(self.device, self.dtype)
         prepack(self.model)
+        compile_ahead(self.model)
         ids = target_ids(model, config)
         self.target_ids, self._ids = ids.to(self.device), ids.numpy()
         self.pool = KVPool(

@@ -22,7 +22,7 @@ from coppice.packed.attention import NAME, UnsupportedModel, using
 from coppice.packed.batch import PackedBatch, Piece, pack
 from coppice.packed.kv import BlockTable, KVPool
 from coppice.packed.layout import read_layout
-from coppice.packed.linear import fuse, prepack
+from coppice.packed.linear import compile_ahead, fuse, prepack
 from coppice.packed.plan import plan_forward
 from coppice.packed.selfcheck import SelfCheck, self_check
 
@@ -124,6 +124,7 @@ class Engine:
         )
         engine = cls(model.to(device), kv_tokens=kv_tokens, block_size=block_size, feature_layers=feature_layers)
         engine.self_check()
+        compile_ahead(engine.model)
         return engine
 
     def forward(self, batch: PackedBatch) -> ForwardOutput:

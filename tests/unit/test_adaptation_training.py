@@ -17,11 +17,11 @@ from coppice.adaptation.checkpoints import BadVersion, Version, Versions
 from coppice.adaptation.records import Kind, Sample
 from coppice.adaptation.training import BadState, Learner
 from coppice.adaptation.windows import Windows
-from coppice.bench.old_kv import window_samples
+from coppice.bench.old_kv import swap, window_samples
 from coppice.bench.rank import answers
 from coppice.bench.replay import replay_all
 from coppice.config import DrafterSettings, LearnerSettings
-from coppice.nn.layouts import public_state, read_output
+from coppice.nn.layouts import read_output
 from coppice.nn.specblock import SpecBlockHead
 from coppice.prompt_file import demo_prompts
 from coppice.training.feature_losses import Anchor, Targets, divergence
@@ -440,8 +440,5 @@ def test_the_demo_head_of_code_learns_stories() -> None:
     before = replay_all(head, texts, 12).tau
     updates = [made.step("full", samples) for _ in range(2)]
     assert updates[-1].loss_after < updates[0].loss_before - 5  # nats, of eight slots together
-    served = public_state(head.model, head.config)
-    with torch.no_grad():
-        for name, tensor in made.changed().items():
-            served[name].copy_(tensor)
+    swap(head, head.weights.changed(made.changed(), 1))
     assert replay_all(head, texts, 12).tau > before + 0.3

@@ -12,7 +12,7 @@ from torch import nn
 
 from coppice.machine import this_machine
 from coppice.packed import linear
-from coppice.packed.linear import FusedLinear, PackedLinear, compiled_rows, fuse, pays, prepack
+from coppice.packed.linear import FusedLinear, PackedLinear, compile_ahead, compiled_rows, fuse, pays, prepack
 
 ROUNDING = {torch.bfloat16: 2**-7, torch.float32: 2**-18}
 
@@ -80,8 +80,8 @@ def test_float32_is_packed_where_that_is_known_to_be_faster(
 def test_few_numbers_of_rows_are_compiled() -> None:
     made = [compiled_rows(rows) for rows in range(1, 1025)]
     assert made[:16] == list(range(1, 17))
-    assert all(rows <= padded <= rows * 9 / 8 for rows, padded in enumerate(made, 1))
-    assert len(set(made)) == 16 + 8 * 6
+    assert all(rows <= padded < rows * 5 / 4 for rows, padded in enumerate(made, 1))
+    assert len(set(made)) == 16 + 4 * 6
 
 
 def test_layers_of_another_class_are_left_alone(dtype: torch.dtype) -> None:
@@ -141,3 +141,21 @@ def test_layers_that_do_not_fit_together_are_not_fused(dtype: torch.dtype) -> No
     model.v_proj = nn.Linear(64, 32, bias=False).to(dtype)
     fuse(model)
     assert all(type(layer) is nn.Linear for layer in model.children())
+
+
+def test_kernels_are_compiled_once_for_each_shape_and_number_of_rows_while_there_is_time(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(_Projections(dtype), _Projections(dtype), nn.Linear(64, 96, bias=False).to(dtype))
+    fuse(model)
+    prepack(model)
+    asked: list[tuple[int, tuple[int, ...]]] = []
+    monkeypatch.setattr(linear, "_product", lambda x, weight, _: asked.append((len(x), tuple(weight.shape))))
+    compile_ahead(model)
+    wanted = {compiled_rows(rows) for rows in range(1, linear.MOST + 1)}
+    assert sorted(asked) == sorted((rows, shape) for rows in wanted for shape in ((128, 96), (96, 64)))
+    assert asked == sorted(asked, key=lambda one: one[0])
+    asked.clear()
+    monkeypatch.setattr(linear, "AHEAD_S", 0.0)
+    compile_ahead(model)
+    assert not asked

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from coppice.cli import main
 from coppice.limits import TREE_ROOM
@@ -30,7 +30,7 @@ def test_a_targets_bytes_are_those_of_its_engine(tmp_path: Path) -> None:
     folder = make_target(tmp_path / "target", 300, layers=6)
     engine = Engine.load(folder, kv_tokens=CONTEXT + TREE_ROOM)
     size, *heads = sizes("tiny", AutoConfig.from_pretrained(folder), CONTEXT, "float32")
-    assert size.weights == 4 * size.parameters == 4 * engine.model.num_parameters()
+    assert size.weights == 4 * size.parameters == 4 * AutoModelForCausalLM.from_pretrained(folder).num_parameters()
     assert size.kv_session == engine.pool.data.nbytes
     assert size.features == 4 * 3 * CONTEXT * engine.info.hidden_size
     assert [head.model for head in heads] == ["tiny eagle3", "tiny specblock"]
