@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from coppice.client import AsyncClient
 from coppice.errors import InvalidField
+from coppice.generation import Chunk
 from coppice.messages import FeatureRef, Features, OpenDraft
 from coppice.rpc.channels import Dialer
 from coppice.sampling import SamplingParams
@@ -269,10 +270,14 @@ def free_port() -> int:
 
 
 async def generate(client: AsyncClient, gate: threading.Event) -> list[int]:
-    """300 ids of a text drafted by `reader`; the gate opens soon after its first draft was given up."""
-    threading.Timer(0.4, gate.set).start()
-    answer = await client.generate(IDS, policy="single:reader", max_new_tokens=300, ignore_eos=True)
-    return list(answer.ids)
+    """300 ids of a text drafted by `reader`; the gate opens when the text has gone on without it for a while."""
+    ids: list[int] = []
+    async for event in client.stream(IDS, policy="single:reader", max_new_tokens=300, ignore_eos=True):
+        if isinstance(event, Chunk):
+            ids += event.ids
+        if len(ids) >= 30:
+            gate.set()
+    return ids
 
 
 @pytest.mark.parametrize("breaks_at", [0, 9], ids=["opening", "drafting"])
