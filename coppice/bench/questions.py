@@ -31,22 +31,35 @@ class Question:
 
 
 def read_questions(
-    files: Sequence[Path], count: int, client: Client, reference: Reference, category: str | None, chat: bool
-) -> list[Question]:
-    """The first `count` of every file, or of Coppice's own prompts; `chat` sends texts as a user's message.
+    files: Sequence[Path],
+    count: int,
+    client: Client,
+    reference: Reference,
+    category: str | None,
+    chat: bool,
+    warm_up: int = 0,
+) -> tuple[list[Question], list[Question]]:
+    """The first `count` of every file, or of Coppice's own prompts, and the `warm_up` after them.
 
-    Of a conversation's turns the first is asked. Raises InvalidField, also for a target without a chat template.
+    `chat` sends texts as a user's message. Of a conversation's turns the first is asked. Raises InvalidField, also for
+    a target without a chat template.
     """
     if chat and not client.describe().has_chat_template:
         raise InvalidField("chat", "this target has no chat template")
-    found = []
+    found: list[Question] = []
+    warming: list[Question] = []
     names = benchmark_names(files) if files else ["prompts"]
     for file, name in zip(files or (None,), names, strict=True):
-        for number, one in enumerate(file_prompts(file, count, client, category), 1):
+        prompts = file_prompts(file, count + warm_up, client, category)
+        if warm_up and len(prompts) < count + warm_up:
+            why = f"there are {len(prompts)} prompts in {name}, too few for {count} and {warm_up} to warm up with"
+            raise InvalidField("warm_up", why)
+        for number, one in enumerate(prompts, 1):
             ids = reference.encode(one.prompt, chat) if isinstance(one.prompt, str) else one.prompt
             benchmark = name if len(files) > 1 else one.category or name
-            found.append(Question(ids, benchmark, one.category, one.question_id or str(number)))
-    return found
+            question = Question(ids, benchmark, one.category, one.question_id or str(number))
+            (found if number <= count else warming).append(question)
+    return found, warming
 
 
 def benchmark_names(files: Sequence[Path]) -> list[str]:

@@ -49,6 +49,8 @@ class RunPlan:
     seed: int
     answers: Path | None = None
     """folder for answer files"""
+    warm_up: tuple[Question, ...] = ()
+    """answered by every method before each cell, which counts nothing: `auto`, calibrations and adapters learn"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ def run(
     no other method is. `trained`: heads too weak to prove anything are a failure.
     """
     kinds = {head.name: head.kind for head in stack.spec.heads if CHAIN not in head.flags}
+    if plan.warm_up:
+        report.figures["warm_up"] = len(plan.warm_up)
     rows: list[RunRow] = []
     with ExitStack() as started:
         running = {name: _start(started, name, spec, say) for name, spec in lanes.items()}
@@ -140,16 +144,19 @@ class _Bench:
         sampling = SamplingParams(temperature=cell.temperature, seed=plan.seed)
         methods = [method for method in plan.methods if cell.sessions == 1 or not method.peer]
         say(f"{cell}: warming up")
-        first = [question.ids for question in self._questions]
+        first = [question.ids for question in plan.warm_up or self._questions]
         for method in methods:
             if method.peer:
                 self._peers.tune(method.name, first[:TUNING_PROMPTS], plan.new_tokens, sampling)
             warm = self._answer(method, cell, first[: cell.sessions], sampling)
             if method.sampled_chain and cell.budget and not any(sum(answer.verified_nodes) for answer in warm):
                 raise InvalidField("methods", f"{method.name}: this head does not sample its drafts")
+        for turned, group, seeded in self._groups(cell, sampling, plan.warm_up, 1):
+            for method in reversed(methods) if turned else methods:
+                self._answer(method, cell, [one.ids for one in group], seeded)
         answers: dict[str, list[Completion]] = {method.name: [] for method in methods}
         asked, questions = Asked(), list[Question]()
-        for turned, group, seeded in self._groups(cell, sampling):
+        for turned, group, seeded in self._groups(cell, sampling, self._questions, plan.rounds):
             say(f"{cell}: {len(asked)} of {plan.rounds * len(self._questions)} answered")
             for method in reversed(methods) if turned else methods:
                 answers[method.name] += self._answer(method, cell, [one.ids for one in group], seeded)
@@ -165,12 +172,14 @@ class _Bench:
                 write_answers(plan.answers, model_id, questions, mine, self._reference)
         return pairs, self._judge(methods, answers, asked)
 
-    def _groups(self, cell: Cell, sampling: SamplingParams) -> Iterator[tuple[bool, list[Question], SamplingParams]]:
+    def _groups(
+        self, cell: Cell, sampling: SamplingParams, questions: Sequence[Question], rounds: int
+    ) -> Iterator[tuple[bool, list[Question], SamplingParams]]:
         """Whether the last method begins, what is asked at once, and how: every question once a round."""
-        count = len(self._questions)
-        for number in range(self._plan.rounds):
+        count = len(questions)
+        for number in range(rounds):
             for at in range(0, count, cell.sessions):
-                group = [self._questions[one % count] for one in range(at, at + cell.sessions)]
+                group = [questions[one % count] for one in range(at, at + cell.sessions)]
                 seeded = sampling.model_copy(update={"seed": self._plan.seed + number * count + at})
                 yield (number + at // cell.sessions) % 2 > 0, group, seeded
 

@@ -55,6 +55,9 @@ def run(
     temperatures: Annotated[str, typer.Option(help="Comma-separated.")] = "0,1",
     rounds: Annotated[int, typer.Option(min=1, help="How often every method answers each prompt.")] = 1,
     sessions: Annotated[str, typer.Option(help="Prompts answered at once, comma-separated.")] = "1",
+    warm_up: Annotated[
+        int, typer.Option(min=0, help="Prompts, the next ones after --n, that every method answers first, uncounted.")
+    ] = 0,
     seed: Seed = 1,
     dtype: Dtype = None,
     answers: Annotated[
@@ -84,11 +87,11 @@ def run(
     chosen = read_methods(methods or (), spec.heads, counts)
     lanes = lane_specs(spec, chosen, max(nodes))
     levels = numbers("temperatures", temperatures, float)
-    plan = RunPlan(chosen, nodes, levels, max_new_tokens, rounds, counts, seed, answers)
     measured = measuring("bench run", main_spec(spec, chosen), json_file, RunReport, markdown)
     with measured as (console, stack, report), Client(stack.address) as client:
         reference = reference_of(stack.spec)
-        asked = read_questions(prompts or (), n, client, reference, category, chat)
+        asked, warming = read_questions(prompts or (), n, client, reference, category, chat, warm_up)
+        plan = RunPlan(chosen, nodes, levels, max_new_tokens, rounds, counts, seed, answers, tuple(warming))
         with console.status("starting") as status:
             run_methods(
                 stack,

@@ -145,6 +145,8 @@ class RunReport(Report):
         rows = [row for row in self.rows if isinstance(row, RunRow)]
         for where, mine in cells(rows).items():
             on = f"{where}, {self.dtype}, {self.threads} threads"
+            if before := self.figures.get("warm_up"):
+                on += f", {before} prompts answered before"
             yield _speed_table(f"{self.command}, {on}, prefill left out; in brackets 95%", mine)
             if mine[0].benchmarks:
                 yield _benchmark_table(f"{where}: x plain / tau / draft share by benchmark", mine)

@@ -10,7 +10,7 @@ import pytest
 from coppice.bench.coupling import CouplingReport, coupled_heads, run_coupling
 from coppice.bench.methods import read_methods
 from coppice.bench.peers import PEERS
-from coppice.bench.questions import Question
+from coppice.bench.questions import Question, read_questions
 from coppice.bench.reference import Reference
 from coppice.bench.run import RunPlan, run
 from coppice.bench.run_report import ALL, RunReport, RunRow
@@ -32,7 +32,8 @@ def test_every_method_is_timed_and_judged(
     wanted = ["self,lookup", "route,merge", "self+pq,self+uncoupled,route:lookup/self", *peers]
     methods = read_methods(wanted, stack.spec.heads, sessions)
     rounds = 2 if peers else 1
-    plan = RunPlan(methods, (6,), (0.0, 1.0), 24, rounds, sessions, 3, tmp_path)
+    warm_up = () if peers else (Question((7, 8, 9), "a"),)
+    plan = RunPlan(methods, (6,), (0.0, 1.0), 24, rounds, sessions, 3, tmp_path, warm_up)
     report = RunReport("bench run", "float32", 1)
     said: list[str] = []
     run(stack, client, reference, QUESTIONS, plan, {}, report, False, said.append)
@@ -60,6 +61,7 @@ def test_every_method_is_timed_and_judged(
         text = (tmp_path / "b" / f"{answer_file(method, temperature, count if not peers else 0)}.jsonl").read_text()
         assert [json.loads(line)["question_id"] for line in text.splitlines()] == [1, 2]
         assert len(json.loads(text.splitlines()[0])["choices"]) == rounds
+    assert ("1 prompts answered before" in str(next(iter(report.tables())).title)) == bool(warm_up)
     one = sessions[0]
     assert list(rows["route", 0.0, one].figures[ALL].chosen) == ["self", "lookup"]
     assert rows["route", 0.0, one].figures[ALL].chosen["self"] > 0
@@ -68,6 +70,16 @@ def test_every_method_is_timed_and_judged(
     assert rows["single:self", 1.0, one].tau > rows["single:self+uncoupled", 1.0, one].tau
     assert ("tokens/s of plain over hf-generate, T=1" in [check.name for check in report.checks]) == bool(peers)
     assert any("T=1, budget 6" in line for line in said)
+
+
+def test_questions_to_warm_up_with_are_the_next_ones(client: Client, reference: Reference, tmp_path: Path) -> None:
+    file = tmp_path / "some.jsonl"
+    file.write_text("".join(f'{{"ids": [{at}]}}\n' for at in range(1, 6)))
+    asked, warming = read_questions([file], 2, client, reference, None, False, warm_up=3)
+    assert [question.ids for question in asked] == [(1,), (2,)]
+    assert [question.ids for question in warming] == [(3,), (4,), (5,)]
+    with pytest.raises(InvalidField, match="warm_up: there are 5 prompts in some, too few for 3 and 3"):
+        read_questions([file], 3, client, reference, None, False, warm_up=3)
 
 
 def answer_file(method: str, temperature: float, sessions: int) -> str:
