@@ -27,13 +27,14 @@ from coppice.packed.batch import Piece, pack
 from coppice.packed.engine import Engine
 from coppice.packed.kv import BlockTable
 from coppice.training.corpora import DataError, load_corpus, parse_specs
-from coppice.training.packing import Ids, Packed, open_prepared, prepare
+from coppice.training.packing import Ids, Packed, check_held_out, open_prepared, prepare
 from coppice.training.progress import say
 from coppice.training.tokenizer import copy_tokenizer, load_tokenizer
 
 TEMPERATURES = (1.0, 0.0, 1.0, 0.7)
 """of a domain's answers, in turn: greedy ones of a small target loop and teach little, so half are its own samples"""
 PREFIX_LENGTHS = (16, 32, 64, 96)
+LEAST_HELD_OUT = 2 * max(PREFIX_LENGTHS) + 1  # tokens of a domain that are answered
 LINES = "lines.json"
 """in the data folder of lessons: what they were made from"""
 
@@ -173,7 +174,7 @@ def _planned(domains: Sequence[Packed], plan: LessonPlan) -> list[_Shard]:
     shards = [
         _Shard(domain.name, True, number, temperature)
         for domain in domains
-        if len(domain.held_out) > 2 * max(PREFIX_LENGTHS)
+        if len(domain.held_out) >= LEAST_HELD_OUT
         for number, temperature in enumerate(TEMPERATURES)
     ]
     drawn = dict.fromkeys((domain.name for domain in domains), 0)
@@ -209,6 +210,7 @@ def _prepare(lines: list[str], target: Path, folder: Path, plan: LessonPlan) -> 
         raise DataError(f"{target}: its config.json names no eos_token_id, so texts cannot be told apart")
     end = int(eos[0] if isinstance(eos, list) else eos)
     domains = prepare(corpora, load_tokenizer(folder), folder, end)
+    check_held_out(domains, LEAST_HELD_OUT)
     record.write_text(json.dumps(told) + "\n", encoding="utf-8")
     return domains
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from coppice.training.corpora import END_OF_TEXT, Corpus, DataError
+from coppice.training.corpora import END_OF_TEXT, HELD_OUT_MODULUS, Corpus, DataError
 
 MAX_EPOCHS = 8
 Ids = NDArray[np.uint16] | NDArray[np.int64]
@@ -109,6 +109,17 @@ def held_out_rows(domain: Packed, rows: int, length: int) -> NDArray[np.int64] |
         return None
     starts = np.linspace(0, windows - 1, min(rows, windows)).astype(int) * length
     return np.stack([domain.held_out[s : s + length + 1] for s in starts]).astype(np.int64)
+
+
+def check_held_out(domains: Iterable[Packed], tokens: int) -> None:
+    """Raise DataError unless some domain holds out so many tokens: they tell a run's best weights."""
+    held = {domain.name: len(domain.held_out) for domain in domains}
+    if max(held.values()) < tokens:
+        told = ", ".join(f"{count} of {name}" for name, count in held.items())
+        raise DataError(
+            f"too few documents: one in {HELD_OUT_MODULUS} is held out, by its hash, to tell the best weights by, and "
+            f"these are only {told} (tokens; {tokens} of one are needed)"
+        )
 
 
 def prepare(corpora: list[Corpus], tokenizer: Tokenizer, folder: Path, end: int | None = None) -> list[Packed]:

@@ -13,7 +13,7 @@ import torch
 
 from coppice.training.checkpoint import Named, checkpoints, load_checkpoint, save_checkpoint, save_weights
 from coppice.training.muon import Muon
-from coppice.training.packing import Packed, Reader, held_out_rows
+from coppice.training.packing import Packed, Reader, check_held_out, held_out_rows
 from coppice.training.progress import Progress
 from coppice.training.schedule import Schedule
 from coppice.training.workers import LossFunction, Workers
@@ -86,7 +86,10 @@ class Trainer:
     ) -> None:
         """`judge`: the held-out loss, when the trained one does not compare over time. `measure`: further figures of
         an evaluation. `best_by`: which of them the best weights have the highest of; empty: the lowest held-out loss.
+
+        Raises DataError when nothing is held out.
         """
+        check_held_out(domains, schedule.length + 1)
         self.judge, self.measure, self.best_by = judge, measure or dict, best_by
         self.model, self.domains, self.schedule = model, domains, schedule
         self.folder, self.rates = folder, rates or Rates()
@@ -187,8 +190,6 @@ class Trainer:
 
     def _evaluate(self, loss: float | None, progress: Progress) -> None:
         held_out = self.held_out_loss(self.rates.eval_rows)
-        if not held_out:
-            return
         weights = {d.name: d.weight for d in self.domains if d.name in held_out}
         mean = sum(held_out[name] * w for name, w in weights.items()) / sum(weights.values())
         self.counters.held_out = held_out

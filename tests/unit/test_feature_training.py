@@ -16,7 +16,7 @@ from coppice.nn.head import DraftJob
 from coppice.nn.layouts import load_eagle3, load_specblock, read_output, read_target
 from coppice.sampling import SamplingParams
 from coppice.training.acceptance import measure
-from coppice.training.corpora import DataError
+from coppice.training.corpora import DataError, is_held_out
 from coppice.training.feature_heads import build_student, draft_vocabulary, head_config, head_loss
 from coppice.training.feature_losses import Eagle3Loss, Said, SpecBlockLoss, Student, Targets, bucket_of
 from coppice.training.lessons import Lesson, LessonPlan, record_lessons
@@ -253,3 +253,11 @@ def test_lessons_are_what_the_target_says_and_sees(tmp_path: Path) -> None:
     assert sorted(draft_vocabulary(lessons, 300, 5).tolist()) == sorted(
         torch.bincount(lessons.ids(), minlength=300).argsort(descending=True, stable=True)[:5].tolist()
     )
+
+
+def test_documents_too_few_to_hold_one_out_are_an_error_before_anything_is_recorded(tmp_path: Path) -> None:
+    folder, text = make_target(tmp_path / "target", layers=8, hidden=HIDDEN), tmp_path / "few.txt"
+    text.write_text(next(words for words in ("one two", "three four") if not is_held_out(words)))
+    with pytest.raises(DataError, match=r"--data: too few documents.*only 0 of words .tokens; 193 of one"):
+        record_lessons([f"words={text}"], folder, tmp_path / "lessons", LessonPlan(tokens=512))
+    assert not list((tmp_path / "lessons").glob("*.safetensors"))

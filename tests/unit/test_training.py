@@ -43,7 +43,7 @@ def few_threads() -> Iterator[None]:
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     rng = random.Random(0)
-    documents = [" ".join(rng.choices(WORDS, k=40)) + "." for _ in range(120)]
+    documents = [" ".join(rng.choices(WORDS, k=40)) + "." for _ in range(200)]
     path = tmp_path / "texts.txt"
     path.write_text("\n<|endoftext|>\n".join(documents), encoding="utf-8")
     return path
@@ -75,7 +75,7 @@ def test_documents_whose_hash_is_a_multiple_of_20_are_held_out_and_no_other(text
     assert corpus.held_out
     assert all(is_held_out(document) for document in corpus.held_out)
     assert not any(is_held_out(document) for document in corpus.train)
-    assert len(corpus.train) + len(corpus.held_out) == 120
+    assert len(corpus.train) + len(corpus.held_out) == 200
 
 
 @pytest.mark.parametrize(
