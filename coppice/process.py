@@ -47,7 +47,9 @@ def spawn(module: str, arguments: Sequence[str], log: Path, environment: Mapping
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=True,  # Ctrl-C is for the parent, which stops its children in order
+            # Ctrl-C is for the parent, which stops its children in order. In the parent's session still: should that be
+            # killed while a child is held still (SIGSTOP), Linux wakes the child up with SIGHUP and SIGCONT.
+            process_group=0,
         )
 
 

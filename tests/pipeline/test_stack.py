@@ -291,9 +291,12 @@ def test_up_ends_with_exit_code_1_and_a_log_when_a_child_dies(target: Path) -> N
     assert err.startswith("coppice: drafter-bigram ended with SIGKILL; its log ends with:\narguments:")
 
 
-def test_children_end_when_their_parent_is_killed(target: Path) -> None:
+@pytest.mark.parametrize("held_still", [False, True])
+def test_children_end_when_their_parent_is_killed(target: Path, held_still: bool) -> None:
     with _up(target) as (process, ready):
         pids = [service["pid"] for service in json.loads(ready.read_text())["services"]]
+        for pid in pids if held_still else ():
+            os.kill(pid, signal.SIGSTOP)
         process.kill()
         process.wait()
         assert all(_ends(pid) for pid in pids)
