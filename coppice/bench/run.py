@@ -151,7 +151,8 @@ class _Bench:
             warm = self._answer(method, cell, first[: cell.sessions], sampling)
             if method.sampled_chain and cell.budget and not any(sum(answer.verified_nodes) for answer in warm):
                 raise InvalidField("methods", f"{method.name}: this head does not sample its drafts")
-        for turned, group, seeded in self._groups(cell, sampling, plan.warm_up, 1):
+        for number, (turned, group, seeded) in enumerate(self._groups(cell, sampling, plan.warm_up, 1)):
+            say(f"{cell}: warming up, {number * cell.sessions} of {len(plan.warm_up)} answered")
             for method in reversed(methods) if turned else methods:
                 self._answer(method, cell, [one.ids for one in group], seeded)
         answers: dict[str, list[Completion]] = {method.name: [] for method in methods}
