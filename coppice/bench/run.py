@@ -151,19 +151,15 @@ class _Bench:
             warm = self._answer(method, cell, first[: cell.sessions], sampling)
             if method.sampled_chain and cell.budget and not any(sum(answer.verified_nodes) for answer in warm):
                 raise InvalidField("methods", f"{method.name}: this head does not sample its drafts")
-        for number, (turned, group, seeded) in enumerate(self._groups(cell, sampling, plan.warm_up, 1)):
-            say(f"{cell}: warming up, {number * cell.sessions} of {len(plan.warm_up)} answered")
-            for method in reversed(methods) if turned else methods:
-                self._answer(method, cell, [one.ids for one in group], seeded)
+        for _ in self._rounds(cell, methods, plan.warm_up, 1, lambda told: say(f"{told}, warming up")):
+            pass
         answers: dict[str, list[Completion]] = {method.name: [] for method in methods}
         asked, questions = Asked(), list[Question]()
-        for turned, group, seeded in self._groups(cell, sampling, self._questions, plan.rounds):
-            say(f"{cell}: {len(asked)} of {plan.rounds * len(self._questions)} answered")
-            for method in reversed(methods) if turned else methods:
-                answers[method.name] += self._answer(method, cell, [one.ids for one in group], seeded)
+        for group, seeded, answered in self._rounds(cell, methods, self._questions, plan.rounds, say):
+            for name, mine in answered.items():
+                answers[name] += mine
             asked += ((one.ids, seeded) for one in group)
             questions += group
-            self._stack.check()
         say(f"{cell}: judging")
         pairs = Pairs(cell.temperature, answers, cell.sessions, plan.seed, questions, cell.budget)
         if plan.answers:
@@ -173,16 +169,28 @@ class _Bench:
                 write_answers(plan.answers, model_id, questions, mine, self._reference)
         return pairs, self._judge(methods, answers, asked)
 
-    def _groups(
-        self, cell: Cell, sampling: SamplingParams, questions: Sequence[Question], rounds: int
-    ) -> Iterator[tuple[bool, list[Question], SamplingParams]]:
-        """Whether the last method begins, what is asked at once, and how: every question once a round."""
-        count = len(questions)
+    def _rounds(
+        self,
+        cell: Cell,
+        methods: Sequence[Method],
+        questions: Sequence[Question],
+        rounds: int,
+        say: Callable[[str], None],
+    ) -> Iterator[tuple[list[Question], SamplingParams, dict[str, list[Completion]]]]:
+        """What was asked at once, how, and every method's answers, the last method first in every other group: every
+        question once a round.
+        """
+        count, plan = len(questions), self._plan
         for number in range(rounds):
             for at in range(0, count, cell.sessions):
+                say(f"{cell}: {number * count + at} of {rounds * count} answered")
                 group = [questions[one % count] for one in range(at, at + cell.sessions)]
-                seeded = sampling.model_copy(update={"seed": self._plan.seed + number * count + at})
-                yield (number + at // cell.sessions) % 2 > 0, group, seeded
+                ids = [question.ids for question in group]
+                seeded = SamplingParams(temperature=cell.temperature, seed=plan.seed + number * count + at)
+                turned = (number + at // cell.sessions) % 2 > 0
+                order = reversed(methods) if turned else methods
+                yield group, seeded, {method.name: self._answer(method, cell, ids, seeded) for method in order}
+                self._stack.check()
 
     def rows(self, cell: Cell, pairs: Pairs, verdicts: dict[str, list[Verdict]]) -> list[RunRow]:
         """A row for each method, with bare loops at its own number of rows."""
