@@ -6,7 +6,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from coppice.client import AsyncClient, Client, Completion, StreamEvent
-    from coppice.sampling import SamplingParams
+    from coppice.speculation.sampling import SamplingParams
 
 __all__ = ["AsyncClient", "Client", "Completion", "SamplingParams", "StreamEvent", "__version__"]
 
@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(client, name)
     if name == "SamplingParams":
-        from coppice.sampling import SamplingParams
+        from coppice.speculation.sampling import SamplingParams
 
         return SamplingParams
     raise AttributeError(f"module 'coppice' has no attribute {name!r}")

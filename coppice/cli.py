@@ -14,10 +14,10 @@ import typer
 from coppice import __version__
 
 if TYPE_CHECKING:
-    from coppice.client import Client
-    from coppice.completion import Completion
-    from coppice.launch import Stack
-    from coppice.stack_spec import StackSpec
+    from coppice.client.client import Client
+    from coppice.client.completion import Completion
+    from coppice.stack.launch import Stack
+    from coppice.stack.spec import StackSpec
 
 GOOD, CHECK_FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
 # What a missing one of these means to people: the extra that brings it.
@@ -102,8 +102,8 @@ def up(
     ready_file: Annotated[Path | None, typer.Option(help="File to write addresses to once healthy.")] = None,
 ) -> None:
     """Start a verifier, drafters and an orchestrator here, until Ctrl-C."""
-    from coppice.launch import Stack
-    from coppice.stack_spec import DEFAULT_ADAPTER_PORT
+    from coppice.stack.launch import Stack
+    from coppice.stack.spec import DEFAULT_ADAPTER_PORT
 
     if config:
         os.environ["COPPICE_CONFIG"] = str(config)
@@ -134,7 +134,7 @@ def up(
 def stack_spec(target: Path | None, heads: list[str] | None, **told: Any) -> "StackSpec":
     """The spec of the options; an unusable one is a usage error that names it."""
     from coppice.errors import InvalidField
-    from coppice.stack_spec import HeadSpec, StackSpec
+    from coppice.stack.spec import HeadSpec, StackSpec
 
     try:
         if heads:
@@ -153,7 +153,7 @@ def _announce(stack: "Stack", ready_file: Path | None) -> None:
 
     from rich.console import Console
 
-    from coppice.demo import services_table
+    from coppice.commands.demo import services_table
 
     console = Console()
     console.print(services_table(stack))
@@ -192,7 +192,7 @@ def generate(
     ] = None,
 ) -> None:
     """Answer a prompt, streaming the text."""
-    from coppice.client import Client, Options
+    from coppice.client.client import Client, Options
 
     prompts = _read_prompts(prompt, ids, prompt_file)
     options: Options = {
@@ -218,7 +218,7 @@ def _draw_tree(answer: "Completion", shown: bool, picture: Path | None) -> None:
         return
     from rich.console import Console
 
-    from coppice import tree_picture
+    from coppice.commands import tree_picture
 
     tree = tree_picture.longest(answer.trees)
     assert tree
@@ -241,7 +241,7 @@ def _read_prompts(prompt: str | None, ids: str | None, file: Path | None) -> lis
             raise typer.BadParameter(f"{ids!r} is not ids with commas between", param_hint="--ids") from None
     assert file
     if file.suffix in (".jsonl", ".txt"):
-        from coppice.prompt_file import read_prompts
+        from coppice.prompts.files import read_prompts
 
         return [line.prompt for line in read_prompts(file)]
     try:
@@ -254,8 +254,8 @@ def _answer(client: "Client", prompt: Any, options: Any, as_json: bool) -> "Comp
     """Print one answer: its text as it comes, or its JSON object at the end; Ctrl-C leaves what there is."""
     import json
 
-    from coppice.completion import Accumulator
-    from coppice.generation import Chunk
+    from coppice.client.completion import Accumulator
+    from coppice.messages.generation import Chunk
 
     answer = Accumulator(options["seed"])
     try:
@@ -279,9 +279,9 @@ def serve(
     arguments: Annotated[list[str] | None, typer.Argument(help="Its settings, such as --verifier.target DIR.")] = None,
 ) -> None:
     """Become one service."""
-    from coppice.child import OPENMP_SPINS
-    from coppice.launch import MODULES
-    from coppice.stack_spec import checkout
+    from coppice.stack.child import OPENMP_SPINS
+    from coppice.stack.launch import MODULES
+    from coppice.stack.spec import checkout
 
     if role not in MODULES:
         raise typer.BadParameter(f"{role!r} is not one of {', '.join(MODULES)}", param_hint="ROLE")
@@ -299,7 +299,7 @@ def demo(
     """Start everything with the shipped models, stream three answers, compare the policies."""
     from rich.console import Console
 
-    from coppice.demo import demo as run
+    from coppice.commands.demo import demo as run
 
     console = Console(record=svg is not None)
     good = run(console, json_file)
@@ -325,12 +325,12 @@ def doctor(
     from rich.console import Console
 
     if size:
-        from coppice.size import report
+        from coppice.commands.size import report
 
         report(Console(), target or (), context, dtype, memory)
         return
 
-    from coppice.doctor import doctor as run
+    from coppice.commands.doctor import doctor as run
 
     raise typer.Exit(GOOD if run(Console(), address) else CHECK_FAILED)
 
@@ -351,4 +351,4 @@ _mount("train", "coppice.training.cli", "Train a target or a head.")
 _mount("bench", "coppice.bench.cli", "Measure speed and exactness.")
 _mount("faults", "coppice.faults.command", "Break processes under load and compare every answer.")
 _mount("adapter", "coppice.adaptation.cli", "Look at the adapter, and steer it.")
-_mount("convert", "coppice.convert", "Convert a head between public layouts.")
+_mount("convert", "coppice.commands.convert", "Convert a head between public layouts.")

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from coppice.tree import DraftTree
+from coppice.speculation.tree import DraftTree
 
 Action = Literal["delay", "garbage", "exit"]
 

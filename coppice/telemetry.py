@@ -12,7 +12,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from coppice.config import ServerSettings
+from coppice.config.sections import ServerSettings
 
 SCRAPE_S = 5.0
 _STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)

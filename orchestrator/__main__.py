@@ -6,20 +6,20 @@ import asyncio
 import sys
 from typing import Any
 
-from coppice.adaptation.stream import Producer
-from coppice.config import Settings
+from coppice.adaptation.producer import Producer
+from coppice.config.sections import Settings
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory, directory, drafter_pools
 from coppice.rpc.server import Serving, run_service
 from coppice.rpc.tokens import Tokens
 from coppice.telemetry import OrchestratorMetrics, SignalMetrics, serve_metrics
 from coppice.v1 import generation_pb2
-from orchestrator.head import HeadPool, feature_layers
+from orchestrator.drafters import HeadPool, feature_layers
+from orchestrator.feedback import Signals
 from orchestrator.replicas import Pool
 from orchestrator.service import GenerationServicer
-from orchestrator.signals import Signals
-from orchestrator.target import TargetPool
-from orchestrator.text import TextCodec
+from orchestrator.tokenizer import TextCodec
+from orchestrator.verifiers import TargetPool
 
 
 async def _follow(pool: Pool[Any], where: Directory, metrics: OrchestratorMetrics) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from coppice.generation import Chunk
+from coppice.messages.generation import Chunk
 
 
 class Chunks:

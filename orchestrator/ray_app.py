@@ -25,13 +25,13 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from ray.serve.grpc_util import RayServegRPCContext
 
-from coppice.certificates import is_loopback
-from coppice.config import FEATURE_KINDS, HeadKind, Settings, load_settings
+from coppice.config.sections import FEATURE_KINDS, HeadKind, Settings, load_settings
 from coppice.errors import CoppiceError, InvalidField
-from coppice.launch import MODULES, SERVICES
-from coppice.process import ProcessFailed, Ready, ServiceProcess
+from coppice.rpc.certificates import is_loopback
 from coppice.rpc.channels import Dialer
-from coppice.stack_spec import COUNTING_KINDS, MAX_REPLICAS, as_flags, checkout
+from coppice.stack.launch import MODULES, SERVICES
+from coppice.stack.process import ProcessFailed, Ready, ServiceProcess
+from coppice.stack.spec import COUNTING_KINDS, MAX_REPLICAS, as_flags, checkout
 from coppice.telemetry import metric
 from coppice.v1 import generation_pb2
 from coppice.v1.generation_pb2_grpc import GenerationServiceStub

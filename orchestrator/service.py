@@ -10,23 +10,23 @@ from collections.abc import AsyncIterator
 import grpc
 
 import coppice
-from coppice.auto import Chooser
-from coppice.config import Settings
+from coppice.config.sections import Settings
 from coppice.errors import CoppiceError, InvalidField
-from coppice.experience import Experience
-from coppice.generation import POLICIES, Chunk, Finished, GenerationRequest, ModelDescription, Started
-from coppice.messages import OpenDraft, OpenSession, TargetDescription
-from coppice.policy import Policy
+from coppice.messages.generation import POLICIES, Chunk, Finished, GenerationRequest, ModelDescription, Started
+from coppice.messages.steps import OpenDraft, OpenSession, TargetDescription
 from coppice.rpc.admission import Admission
+from coppice.speculation.policy import Policy
 from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import generation_pb2
 from coppice.wire import generation
+from orchestrator.auto.chooser import Chooser
+from orchestrator.auto.statistics import Experience
 from orchestrator.chunks import Chunks
-from orchestrator.decoding import Decoding, Plan
-from orchestrator.head import HeadPool, HeadSession, feature_layers
-from orchestrator.signals import Signals
-from orchestrator.target import TargetPool, TargetSession
-from orchestrator.text import TextCodec, TextStream
+from orchestrator.drafters import HeadPool, HeadSession, feature_layers
+from orchestrator.feedback import Signals
+from orchestrator.step_loop import Decoding, Plan
+from orchestrator.tokenizer import TextCodec, TextStream
+from orchestrator.verifiers import TargetPool, TargetSession
 
 
 class GenerationServicer:

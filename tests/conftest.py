@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coppice import process
+from coppice.stack import process
 from tests import nursery
 from tests.processes import Service
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import grpc
 
-from coppice.config import Settings, load_settings
+from coppice.config.sections import Settings, load_settings
 from coppice.errors import CoppiceError, InvalidField, NotFound, Overloaded, Unavailable
-from coppice.generation import Chunk, Finished, GenerationRequest, ModelDescription, Origin, Started, Timings
 from coppice.limits import Limits
+from coppice.messages.generation import Chunk, Finished, GenerationRequest, ModelDescription, Origin, Started, Timings
 from coppice.rpc.server import Serving
 from coppice.v1 import adapter_pb2, drafter_pb2, generation_pb2, verifier_pb2
 from coppice.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server

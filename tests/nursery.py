@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ("coppice.packed.engine", "coppice.config")
+PRELOADED = ("coppice.engine.engine", "coppice.config")
 _LARGEST = 1 << 20  # bytes of a request
 _START_S = 120.0
 
@@ -94,7 +94,7 @@ class Nursery:
         return not self._gone
 
     def start(self, module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:
-        """As coppice.process.spawn. Raises OSError when it cannot."""
+        """As coppice.stack.process.spawn. Raises OSError when it cannot."""
         read, write = os.pipe()
         with log.open("ab") as output, self._starting:
             with self._changed:
@@ -142,7 +142,7 @@ _nurseries: list[Nursery] = []
 
 
 def spawn(module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:
-    """What coppice.process.spawn does, by a nursery that is started with the first child."""
+    """What coppice.stack.process.spawn does, by a nursery that is started with the first child."""
     with _lock:
         if not _nurseries or not _nurseries[-1].alive:
             _nurseries.append(Nursery())
@@ -163,8 +163,8 @@ def _become(request: dict[str, Any], stdin: int, log: int) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
-    sys.argv = ["coppice.child", *request["argv"]]
-    import_module("coppice.child").main()
+    sys.argv = ["coppice.stack.child", *request["argv"]]
+    import_module("coppice.stack.child").main()
 
 
 def _reaped() -> list[bytes]:

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from coppice.adaptation.weights import Weights, pack_update
 from coppice.errors import CoppiceError, InvalidField, StaleFence
-from coppice.messages import WeightsHeader, WeightsPart
+from coppice.messages.steps import WeightsHeader, WeightsPart
+from coppice.weights.versions import Weights, pack_update
 
 PART = 4096  # bytes; a tiny head's file in several parts
 MATRIX = "lm_head.weight"

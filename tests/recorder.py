@@ -13,16 +13,16 @@ from typing import Any
 import grpc.aio
 import torch
 
-from coppice.config import DirectorySettings
+from coppice.config.sections import DirectorySettings
+from coppice.heads.base import DraftJob, Growth, Head
 from coppice.limits import Limits
-from coppice.messages import Advance, Features, HeadDescription, OpenDraft, Rejection
-from coppice.nn.head import DraftJob, Growth, Head
+from coppice.messages.steps import Advance, Features, HeadDescription, OpenDraft, Rejection
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import directory
 from coppice.rpc.server import add_service
 from coppice.rpc.sessions import StreamWaits
+from coppice.speculation.tree import DraftTree
 from coppice.telemetry import SessionMetrics
-from coppice.tree import DraftTree
 from coppice.v1 import drafter_pb2
 from services.drafter.features import FeatureSource
 from services.drafter.service import DrafterServicer

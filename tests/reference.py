@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from coppice.sampling import Row, SamplingParams, decode_row
-from coppice.tree import DraftTree
+from coppice.speculation.sampling import Row, SamplingParams, decode_row
+from coppice.speculation.tree import DraftTree
 
 EFFORT = 10 if os.environ.get("COPPICE_PROOF") == "1" else 1
 """Factor on the number of random cases; `COPPICE_PROOF=1` is the full count."""

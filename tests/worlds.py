@@ -18,10 +18,10 @@ from operator import and_, xor
 import numpy as np
 from numpy.typing import ArrayLike
 
-from coppice.arms import CASCADE, Arm, arms_of
-from coppice.auto import Chooser, StepSeen
-from coppice.budget import CostCurve, FloatArray, Profile, share
-from coppice.experience import Experience
+from orchestrator.auto.arms import CASCADE, Arm, arms_of
+from orchestrator.auto.chooser import Chooser, StepSeen
+from orchestrator.auto.statistics import Experience
+from services.verifier.node_budget import CostCurve, FloatArray, Profile, share
 
 PLAIN_ARM = arms_of(())[0]
 DEPTH = 8

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from coppice.sampling import MASK_64, uniform
+from coppice.speculation.sampling import MASK_64, uniform
 
 
 class Action(StrEnum):
@@ -37,7 +37,7 @@ UPDATES: dict[PolicyName, tuple[Action, ...]] = {
     "never": (),
 }
 
-# Streams of the seed, as in coppice.sampling: whether to explore, and what.
+# Streams of the seed, as in coppice.speculation.sampling: whether to explore, and what.
 EXPLORE_STREAM = 0
 ACTION_STREAM = 1
 

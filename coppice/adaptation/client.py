@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import grpc
 
-from coppice.adaptation.status import HeadStatus
 from coppice.errors import from_rpc_error
+from coppice.messages.adapter import HeadStatus
 from coppice.rpc.channels import Dialer
 from coppice.v1.adapter_pb2_grpc import AdapterServiceStub
 from coppice.wire import adapter

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from coppice.adaptation.status import STANDING_BY, Change, HeadStatus, QueryPoint
+from coppice.messages.adapter import STANDING_BY, Change, HeadStatus, QueryPoint
 
 SMOOTHING = 15
 """queries of a moving mean"""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from coppice.adaptation.records import Sample
-from coppice.training.lessons import Lesson
-from coppice.training.teacher import Read
+from coppice.training.data.target_answers import Lesson
+from coppice.training.data.teacher import Read
 
 NOTHING = -1
 """stands behind the end of a window; no draft id"""

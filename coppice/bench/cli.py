@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from coppice.bench.adapt_command import adapt
-from coppice.bench.heads import ablate, baselines, drafting, rank
+from coppice.bench.adapt.command import adapt
 from coppice.bench.options import (
     Category,
     Count,
@@ -28,8 +27,9 @@ from coppice.bench.options import (
     reference_of,
     spec_of,
 )
-from coppice.bench.run_command import run
-from coppice.bench.synthetic_command import synthetic
+from coppice.bench.paper.commands import ablate, baselines, drafting, rank
+from coppice.bench.run.command import run
+from coppice.bench.synthetic.command import synthetic
 
 app = typer.Typer(
     help="Measure: speed, exactness, the sampling law, the cost of a step, rows of a forward, coupled drafting.",
@@ -51,8 +51,8 @@ def coupling(
     json_file: JsonFile = None,
 ) -> None:
     """tau with coupled drafting and without, for the heads that can use the noise."""
-    from coppice.bench.coupling import CouplingReport, coupled_heads, run_coupling
-    from coppice.client import Client
+    from coppice.bench.paper.coupling import CouplingReport, coupled_heads, run_coupling
+    from coppice.client.client import Client
 
     spec = spec_of(target, heads or (["specblock-code", "eagle3-code", "lm"] if target is None else None), dtype)
     able, levels = coupled_heads(spec.heads), numbers("temperatures", temperatures, float)
@@ -92,7 +92,7 @@ def exact(
     """Every policy, head, budget and batch mix against `generate`, and at T>0 against plain with the same seed."""
     from coppice.bench.exact import Plan, methods_of, run_exact
     from coppice.bench.report import exactness_checks
-    from coppice.client import Client
+    from coppice.client.client import Client
 
     spec = spec_of(target, heads, dtype)
     with measuring("bench exact", spec, json_file) as (console, stack, report), Client(stack.address) as client:
@@ -124,7 +124,7 @@ def sampling(
 ) -> None:
     """The law of sampled text on a tiny vocabulary, and sampled sessions over gRPC against plain."""
     from coppice.bench.sampling import law_checks, wire_check
-    from coppice.client import Client
+    from coppice.client.client import Client
 
     spec = spec_of(target, heads, "float32")
     with measuring("bench sampling", spec, json_file) as (console, stack, report), Client(stack.address) as client:
@@ -150,7 +150,7 @@ def steps(
     from rich.table import Table
 
     from coppice.bench.steps import measure, split_check
-    from coppice.client import Client
+    from coppice.client.client import Client
 
     spec = spec_of(target, heads, dtype)
     with measuring("bench steps", spec, json_file) as (console, stack, report), Client(stack.address) as client:
@@ -186,7 +186,7 @@ def rows(
     from rich.table import Table
 
     from coppice.bench.rows import forward_ms, plain_over_bare, plain_over_generate, rows_check
-    from coppice.client import Client
+    from coppice.client.client import Client
     from coppice.machine import this_machine
 
     spec = replace(spec_of(target, None, dtype), heads=())

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from coppice.bench.reference import Reference
 from coppice.bench.report import Report, Verdict, make_row, with_speedups
-from coppice.client import AsyncClient
-from coppice.completion import Completion
-from coppice.generation import ModelDescription
-from coppice.sampling import SamplingParams
+from coppice.client.client import AsyncClient
+from coppice.client.completion import Completion
+from coppice.messages.generation import ModelDescription
+from coppice.speculation.sampling import SamplingParams
 
 Prompt = str | tuple[int, ...]
 

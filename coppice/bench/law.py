@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.acceptance import pq_chain, walk
-from coppice.policy import Policy
-from coppice.routing import Calibration, outcomes, step_log_probs
-from coppice.sampling import SamplingParams, decode_row, draw, noise, uniform
-from coppice.tree import DraftTree
+from coppice.speculation.acceptance import pq_chain, walk
+from coppice.speculation.policy import Policy
+from coppice.speculation.routing import Calibration, outcomes, step_log_probs
+from coppice.speculation.sampling import SamplingParams, decode_row, draw, noise, uniform
+from coppice.speculation.tree import DraftTree
 
 VOCAB = 4
 LENGTH = 3  # tokens whose joint law is checked: 64 cells
@@ -56,7 +56,7 @@ class Tables:
 
 
 def draft_tree(table: FloatArray, text: list[int], params: SamplingParams, coupled: bool, width: int = 2) -> DraftTree:
-    """The top `width` children of every node to depth 2, scored as every head scores (coppice.nn.head)."""
+    """The top `width` children of every node to depth 2, scored as every head scores (coppice.heads.base)."""
     tokens: list[int] = []
     parents: list[int] = []
     scores: list[float] = []

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from coppice.bench.reference import Reference
     from coppice.bench.report import Report
-    from coppice.client import Client
-    from coppice.launch import Stack
-    from coppice.prompt_file import FilePrompt
-    from coppice.stack_spec import StackSpec
+    from coppice.client.client import Client
+    from coppice.prompts.files import FilePrompt
+    from coppice.stack.launch import Stack
+    from coppice.stack.spec import StackSpec
 
 T = TypeVar("T", int, float)
 
@@ -55,7 +55,7 @@ def measuring(
     from rich.console import Console
 
     from coppice.bench.report import Check, Report
-    from coppice.launch import Stack
+    from coppice.stack.launch import Stack
 
     console = Console()
     stack = Stack(spec)
@@ -75,7 +75,7 @@ def spec_of(target: Path | None, heads: list[str] | None, dtype: str | None) -> 
 
 def shipped_heads(methods: Sequence[str]) -> list[str] | None:
     """The shipped heads that methods name; None when they name none."""
-    from coppice.stack_spec import SHIPPED_HEADS
+    from coppice.stack.spec import SHIPPED_HEADS
 
     named = {head for method in methods for head in re.split("[,:+/]", method)}
     return [head for head in SHIPPED_HEADS if head in named or (head == "lm" and "hf-assisted" in named)] or None
@@ -90,7 +90,7 @@ def prompts_of(
 
 def file_prompts(file: Path | None, count: int, client: Client, category: str | None = None) -> list[FilePrompt]:
     """As prompts_of, with what the file says of each."""
-    from coppice.prompt_file import FilePrompt, demo_prompts, read_prompts
+    from coppice.prompts.files import FilePrompt, demo_prompts, read_prompts
 
     model = client.describe()
     if file is None and not model.has_tokenizer:

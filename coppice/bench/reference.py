@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coppice.bench.report import Verdict
-from coppice.generation import Origin
-from coppice.sampling import SamplingParams, decode_row, draw, noise
+from coppice.messages.generation import Origin
+from coppice.speculation.sampling import SamplingParams, decode_row, draw, noise
 
 if TYPE_CHECKING:
-    from coppice.completion import Completion
+    from coppice.client.completion import Completion
 
 # How far an emitted token may lie below the best one and still be a tie, in logits at temperature 1. In bfloat16 a
 # row's logits depend on how many rows are computed together and on where its keys lie, and some rows of a deep model
@@ -49,7 +49,7 @@ class ReferenceAnswer:
 
     def as_completion(self, prompt_tokens: int) -> Completion:
         """The same as a Completion, so that it is counted like the others."""
-        from coppice.completion import Completion
+        from coppice.client.completion import Completion
 
         steps = len(self.accept_lengths)
 

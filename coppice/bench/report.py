@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coppice import __version__
-from coppice.completion import Completion
+from coppice.client.completion import Completion
 from coppice.machine import this_machine
 
 Verdict = Literal["identical", "tie", "wrong"]

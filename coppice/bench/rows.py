@@ -9,7 +9,7 @@ from pathlib import Path
 
 from coppice.bench.reference import Reference
 from coppice.bench.report import Check
-from coppice.client import AsyncClient
+from coppice.client.client import AsyncClient
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 160  # tokens before the timed rows: about the middle of the answers that are compared
@@ -20,7 +20,7 @@ def forward_ms(target: Path, device: str, dtype: str, threads: int) -> tuple[dic
     """Milliseconds of a bare forward by rows at one session, and of one row for each of eight sessions."""
     import torch
 
-    from coppice.packed.engine import Engine
+    from coppice.engine.engine import Engine
 
     torch.set_num_threads(threads)
     engine = Engine.load(target, device=device, dtype=dtype, kv_tokens=MANY * (CONTEXT + max(ROWS)) * 2)

@@ -9,10 +9,10 @@ from typing import Any
 
 from coppice.bench import law
 from coppice.bench.report import Check
-from coppice.client import Client
-from coppice.generation import POLICIES
-from coppice.policy import Policy
-from coppice.sampling import SamplingParams
+from coppice.client.client import Client
+from coppice.messages.generation import POLICIES
+from coppice.speculation.policy import Policy
+from coppice.speculation.sampling import SamplingParams
 
 FALSE_ALARM = 0.001  # of the whole family of checks, Bonferroni
 _TABLES_SEED = 20

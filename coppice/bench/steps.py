@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from coppice.bench.report import Check
-from coppice.client import Client
-from coppice.completion import Completion
+from coppice.client.client import Client
+from coppice.client.completion import Completion
 
 SPLIT_BOUND_MS = 1.2
 

@@ -12,17 +12,17 @@ from itertools import cycle
 from typing import Any
 
 from coppice.adaptation.client import AdapterClient
-from coppice.adaptation.push import Replica
 from coppice.adaptation.records import GROUP, queries_key, samples_key
 from coppice.bench.report import Check
-from coppice.config import ADAPTED_KINDS
+from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import CoppiceError
 from coppice.faults.report import FaultRow
 from coppice.faults.rig import Rig, Run, Scenario
-from coppice.launch import ADAPTER, REDIS
-from coppice.process import ProcessFailed
 from coppice.rpc.channels import Dialer
+from coppice.stack.launch import ADAPTER, REDIS
+from coppice.stack.process import ProcessFailed
 from coppice.telemetry import metric
+from coppice.weights.push import Replica
 
 QUICK: Mapping[str, Mapping[str, Any]] = {
     "adapter": {

@@ -9,9 +9,9 @@ import grpc
 import grpc.aio
 
 from coppice.errors import from_rpc_error
-from coppice.generation import Chunk
-from coppice.process import Ready
+from coppice.messages.generation import Chunk
 from coppice.rpc.channels import Dialer
+from coppice.stack.process import Ready
 from coppice.v1 import drafter_pb2, generation_pb2, verifier_pb2
 from coppice.v1.drafter_pb2_grpc import DrafterServiceStub
 from coppice.v1.generation_pb2_grpc import GenerationServiceStub

@@ -9,14 +9,14 @@ import time
 from itertools import cycle, islice
 
 from coppice.bench.report import Check
-from coppice.client import AsyncClient, build_request
+from coppice.client.client import AsyncClient, build_request
 from coppice.errors import CoppiceError, Overloaded
 from coppice.faults.calls import Direct
 from coppice.faults.load import REQUEST_S, Question, Stream, ask
 from coppice.faults.report import FaultRow, percentile
 from coppice.faults.rig import Rig, Scenario
 from coppice.faults.watch import Watched, watching
-from coppice.generation import Started
+from coppice.messages.generation import Started
 from coppice.wire.generation import request_to_wire
 
 CLIENTS = 100
@@ -27,7 +27,7 @@ SLOW_S = 0.05  # between two reads of a client that reads slowly
 _VANISHING = """
 import sys
 from coppice.client import Client
-from coppice.generation import Chunk
+from coppice.messages.generation import Chunk
 with Client(sys.argv[1]) as client:
     for event in client.stream([int(sign) for sign in sys.argv[2].split(",")], max_new_tokens=400, ignore_eos=True):
         if isinstance(event, Chunk):

@@ -16,7 +16,7 @@ from coppice.bench.options import Heads, JsonFile, Target
 if TYPE_CHECKING:
     from coppice.faults.report import FaultReport
     from coppice.faults.rig import Plan, Scenario
-    from coppice.stack_spec import StackSpec
+    from coppice.stack.spec import StackSpec
 
 app = typer.Typer(help="Break one process after another under load and compare every answer with plain decoding.")
 
@@ -76,7 +76,7 @@ def choose(kinds: Sequence[str], spec: StackSpec) -> tuple[list[Scenario], list[
 
     Raises InvalidField for what is neither, and for what was asked for by name and cannot be done.
     """
-    from coppice.config import ADAPTED_KINDS
+    from coppice.config.sections import ADAPTED_KINDS
     from coppice.errors import InvalidField
 
     scenarios = every()

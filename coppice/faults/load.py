@@ -12,11 +12,11 @@ from types import TracebackType
 from typing import Self
 
 from coppice.bench.options import prompts_of
-from coppice.client import AsyncClient, Client
-from coppice.completion import StreamEvent
+from coppice.client.client import AsyncClient, Client
+from coppice.client.completion import StreamEvent
 from coppice.errors import CoppiceError
-from coppice.generation import Chunk, Finished, Origin
-from coppice.sampling import SamplingParams
+from coppice.messages.generation import Chunk, Finished, Origin
+from coppice.speculation.sampling import SamplingParams
 
 PROMPT_LENGTH = 48  # characters or ids
 REQUEST_S = 60.0  # after which a request has failed

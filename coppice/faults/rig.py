@@ -18,8 +18,8 @@ from coppice.faults.calls import Held, held
 from coppice.faults.load import Answers, Load, plain_answers, questions
 from coppice.faults.proxy import Proxies
 from coppice.faults.report import LIMIT_S, FaultRow
-from coppice.launch import Stack
-from coppice.stack_spec import StackSpec
+from coppice.stack.launch import Stack
+from coppice.stack.spec import StackSpec
 
 Fault = Literal["kill", "stop", "cut", "term"]
 Run = Callable[["Rig", FaultRow], Awaitable[None]]

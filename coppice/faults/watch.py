@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, field
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coppice.client import build_request
+from coppice.client.client import build_request
 from coppice.errors import CoppiceError, Overloaded
 from coppice.faults.calls import CALL_S, Direct
-from coppice.process import Ready
+from coppice.stack.process import Ready
 from coppice.wire.generation import request_to_wire
 
 PERIOD_S = 0.1

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from coppice.adaptation.weights import Weights, pack_update
-from coppice.messages import WeightsHeader, WeightsPart
-from coppice.nn.layouts import load_eagle3, load_specblock, public_weights
-from coppice.stack_spec import HeadSpec
+from coppice.heads.checkpoints import load_eagle3, load_specblock, public_weights
+from coppice.messages.steps import WeightsHeader, WeightsPart
+from coppice.stack.spec import HeadSpec
+from coppice.weights.versions import Weights, pack_update
 
 MATRIX = "lm_head.weight"
 _PARTS = 4  # of a push; a tiny head's file would fit into one

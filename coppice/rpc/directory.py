@@ -15,7 +15,7 @@ from typing import Protocol
 
 import structlog
 
-from coppice.config import DirectorySettings, Settings
+from coppice.config.sections import DirectorySettings, Settings
 from coppice.errors import InvalidField, Unavailable
 from coppice.limits import MAX_ADDRESS_CHARS
 
@@ -90,7 +90,7 @@ class _Registry:
     """The replicas whose lease runs."""
 
     def __init__(self, settings: DirectorySettings, role: str, pool: str) -> None:
-        from coppice.adaptation.store import Store
+        from coppice.store.scripts import Store
 
         self.name = "redis"
         self._key = registry_key(settings.prefix, role, pool)
@@ -209,7 +209,7 @@ class Registration:
 
     def __init__(self, settings: DirectorySettings, role: str, pool: str = "") -> None:
         """`settings.redis` is set."""
-        from coppice.adaptation.store import Store
+        from coppice.store.scripts import Store
 
         self._key = registry_key(settings.prefix, role, pool)
         self._lease_s, self._store = settings.lease_s, Store(settings)

@@ -22,11 +22,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from coppice import failpoints
-from coppice.certificates import TlsSettings, is_loopback
-from coppice.config import ServerSettings, Settings, load_settings
+from coppice.config.sections import ServerSettings, Settings, load_settings
 from coppice.errors import RETRY_HINT, CoppiceError, InvalidField, Overloaded, Unavailable
 from coppice.limits import Limits
 from coppice.rpc.access import Access, needs_certificates
+from coppice.rpc.certificates import TlsSettings, is_loopback
 from coppice.rpc.directory import Registration
 from coppice.rpc.sessions import StreamWaits
 from coppice.rpc.tls import server_credentials

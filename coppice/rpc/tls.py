@@ -11,9 +11,9 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
-from coppice.certificates import Certificates, TlsSettings
 from coppice.errors import InvalidField
 from coppice.rpc.access import ACCESS
+from coppice.rpc.certificates import Certificates, TlsSettings
 
 Options = list[tuple[str, Any]]
 Metadata = tuple[tuple[str, str], ...]

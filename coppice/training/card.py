@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers import PreTrainedModel
 
-from coppice.nn.layouts import OWN
-from coppice.training.acceptance import Acceptance
-from coppice.training.tokenizer import load_tokenizer
+from coppice.heads.checkpoints import OWN
+from coppice.training.data.tokenizer import load_tokenizer
+from coppice.training.losses.acceptance import Acceptance
 
 SAMPLE_TOKENS = 96
 SAMPLE_TEMPERATURE = 0.7

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from coppice.config import FEATURE_KINDS
+from coppice.config.sections import FEATURE_KINDS
 
 app = typer.Typer(help="Train a target of your own, or a draft head for a target.", no_args_is_help=True)
 
@@ -111,9 +111,9 @@ def train_head(
     import torch
 
     from coppice.training import feature_heads, lm_head
+    from coppice.training.data.target_answers import LessonPlan, record_lessons
     from coppice.training.dtype import fast_dtype
     from coppice.training.export import export, write_run
-    from coppice.training.lessons import LessonPlan, record_lessons
 
     switches = {"prefix-broadcast": prefix_broadcast, "layer-shift": layer_shift}
     switches |= {"valid-prefix": valid_prefix, "cross-block": cross_block, "rope-advance": rope_advance}

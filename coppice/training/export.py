@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coppice.training.card import Run, write_card
 from coppice.training.checkpoint import checkpoints, load_weights
-from coppice.training.corpora import parse_spec
-from coppice.training.packing import held_out_rows, open_prepared
+from coppice.training.data.corpora import parse_spec
+from coppice.training.data.packing import held_out_rows, open_prepared
+from coppice.training.data.tokenizer import copy_tokenizer
 from coppice.training.target import language_model_loss
-from coppice.training.tokenizer import copy_tokenizer
 from coppice.training.workers import Workers
 
 SHARD_SIZE = "40MB"

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from coppice.nn.decoder import HeadConfig
-from coppice.nn.layouts import SHAPES, TargetParts, kind_of, read_output, read_target, save_head
-from coppice.training.acceptance import HeadLoss, measure
+from coppice.heads.checkpoints import SHAPES, TargetParts, kind_of, read_output, read_target, save_head
+from coppice.heads.models.layers import HeadConfig
 from coppice.training.card import write_head_card
 from coppice.training.checkpoint import load_weights
+from coppice.training.data.packing import held_out_rows
+from coppice.training.data.target_answers import Lessons
+from coppice.training.data.teacher import Teacher, Teaches
 from coppice.training.export import read_run
-from coppice.training.feature_losses import Eagle3Loss, SpecBlockLoss, Student
-from coppice.training.lessons import Lessons
-from coppice.training.packing import held_out_rows
-from coppice.training.parallel_loss import ParallelLoss
+from coppice.training.losses.acceptance import HeadLoss, measure
+from coppice.training.losses.feature_losses import Eagle3Loss, SpecBlockLoss, Student
+from coppice.training.losses.parallel import ParallelLoss
 from coppice.training.progress import Progress
 from coppice.training.report import write_report
 from coppice.training.schedule import Schedule
-from coppice.training.teacher import Teacher, Teaches
 from coppice.training.trainer import Rates, Trainer
 
 RATES = Rates(muon=0.02, adam=2e-3, clip=0.5, eval_tokens=100_000, eval_rows=8, micro_tokens=256)

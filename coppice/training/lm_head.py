@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, LlamaForCausalLM
 
-from coppice.nn.layouts import read_output, read_target
-from coppice.training.lessons import Lessons
-from coppice.training.losses import soft_target_loss
+from coppice.heads.checkpoints import read_output, read_target
+from coppice.training.data.target_answers import Lessons
+from coppice.training.losses.chunked import soft_target_loss
 from coppice.training.progress import Progress
 from coppice.training.schedule import Schedule
 from coppice.training.target import Shape, build_model

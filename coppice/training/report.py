@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from coppice.training.acceptance import Acceptance
+from coppice.training.losses.acceptance import Acceptance
 
 REPORT, PICTURE = "report.json", "report.png"
 

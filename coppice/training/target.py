@@ -10,12 +10,12 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from coppice.training.corpora import Corpus, load_corpus, parse_specs
-from coppice.training.losses import next_token_loss
-from coppice.training.packing import Packed, open_prepared, prepare
+from coppice.training.data.corpora import Corpus, load_corpus, parse_specs
+from coppice.training.data.packing import Packed, open_prepared, prepare
+from coppice.training.data.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from coppice.training.losses.chunked import next_token_loss
 from coppice.training.progress import Progress
 from coppice.training.schedule import Schedule
-from coppice.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from coppice.training.trainer import Rates, Trainer
 
 TOKENIZER_CHARACTERS = 6_000_000

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from coppice import limits
-from coppice.adaptation.status import ActionStatus, Change, HeadStatus, QueryPoint, ReplicaStatus, VersionStatus
+from coppice.messages.adapter import ActionStatus, Change, HeadStatus, QueryPoint, ReplicaStatus, VersionStatus
 from coppice.v1 import adapter_pb2 as adapter
 
 

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from coppice import limits
 from coppice.errors import InvalidField
-from coppice.messages import FeatureRef, Features, Fence, Rejection
-from coppice.sampling import SamplingParams
-from coppice.tree import DraftTree
+from coppice.messages.steps import FeatureRef, Features, Fence, Rejection
+from coppice.speculation.sampling import SamplingParams
+from coppice.speculation.tree import DraftTree
 from coppice.v1 import common_pb2 as common
 
 

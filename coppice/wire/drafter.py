@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coppice import limits
 from coppice.errors import InvalidField
-from coppice.messages import (
+from coppice.messages.steps import (
     Advance,
     DraftStep,
     HeadDescription,

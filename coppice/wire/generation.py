@@ -7,7 +7,8 @@ from typing import Any, cast
 
 from coppice import limits
 from coppice.errors import InvalidField
-from coppice.generation import (
+from coppice.limits import Limits
+from coppice.messages.generation import (
     ChatMessage,
     Chunk,
     Finished,
@@ -19,8 +20,7 @@ from coppice.generation import (
     StepTree,
     Timings,
 )
-from coppice.limits import Limits
-from coppice.sampling import SamplingParams
+from coppice.speculation.sampling import SamplingParams
 from coppice.v1 import generation_pb2 as generation
 from coppice.wire.common import read_ids, read_sampling, sampling_to_wire
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from coppice import limits
 from coppice.errors import InvalidField
-from coppice.messages import (
+from coppice.messages.steps import (
     FeatureRef,
     Features,
     NextRoot,

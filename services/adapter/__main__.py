@@ -17,19 +17,19 @@ from typing import Any
 import structlog
 import torch
 
-from coppice.config import AdapterSettings, Settings
+from coppice.config.sections import AdapterSettings, Settings
 from coppice.errors import InvalidField
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory, drafter_pools
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import AdapterMetrics, serve_metrics
 from coppice.v1 import adapter_pb2
-from services.adapter.copies import Copies
+from services.adapter.head_loop import HeadLoop, OnThread
 from services.adapter.inbox import Inbox
 from services.adapter.lease import Lease
-from services.adapter.loop import HeadLoop, OnThread
 from services.adapter.replicas import Replicas
 from services.adapter.service import AdapterServicer
+from services.adapter.training_copy import Copies
 
 log = structlog.get_logger()
 

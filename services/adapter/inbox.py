@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from coppice import failpoints
+from coppice.adaptation.producer import connect, disconnect
 from coppice.adaptation.records import (
     GROUP,
     NUMBER,
@@ -30,8 +31,7 @@ from coppice.adaptation.records import (
     read_sample,
     samples_key,
 )
-from coppice.adaptation.stream import connect, disconnect
-from coppice.config import AdaptationSettings
+from coppice.config.sections import AdaptationSettings
 from coppice.errors import InvalidField
 from coppice.telemetry import AdapterMetrics
 

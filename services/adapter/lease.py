@@ -9,9 +9,9 @@ import time
 
 import structlog
 
-from coppice.adaptation.store import Store
-from coppice.config import AdaptationSettings
+from coppice.config.sections import AdaptationSettings
 from coppice.errors import Unavailable
+from coppice.store.scripts import Store
 
 log = structlog.get_logger()
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from coppice import failpoints
-from coppice.adaptation.push import Replica
-from coppice.adaptation.status import ReplicaStatus
-from coppice.adaptation.weights import Weights, pack_update
 from coppice.errors import CoppiceError
-from coppice.messages import HeadDescription
+from coppice.messages.adapter import ReplicaStatus
+from coppice.messages.steps import HeadDescription
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory
 from coppice.telemetry import AdapterMetrics
+from coppice.weights.push import Replica
+from coppice.weights.versions import Weights, pack_update
 
 log = structlog.get_logger()
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import grpc.aio
 
-from coppice.adaptation.status import standing_by
 from coppice.errors import InvalidField, NotFound, Unavailable
+from coppice.messages.adapter import standing_by
 from coppice.v1 import adapter_pb2
 from coppice.wire.adapter import (
     read_head_name,
@@ -16,7 +16,7 @@ from coppice.wire.adapter import (
     rollback_to_wire,
     status_to_wire,
 )
-from services.adapter.loop import HeadLoop
+from services.adapter.head_loop import HeadLoop
 
 
 class AdapterServicer:

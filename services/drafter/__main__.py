@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from coppice.adaptation.stream import Producer
-from coppice.config import Settings
-from coppice.nn.registry import served_head
+from coppice.adaptation.producer import Producer
+from coppice.config.sections import Settings
+from coppice.heads.registry import served_head
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory, Registration, directory
 from coppice.rpc.server import Serving, run_service

@@ -7,7 +7,7 @@ import asyncio
 import grpc
 
 from coppice.errors import CoppiceError, InvalidField, Unavailable
-from coppice.messages import FeatureRef, Features
+from coppice.messages.steps import FeatureRef, Features
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub

@@ -6,10 +6,10 @@ from collections import deque
 
 import numpy as np
 
+from coppice.adaptation.producer import Producer
 from coppice.adaptation.records import Sample
-from coppice.adaptation.stream import Producer
-from coppice.messages import Features, Rejection
-from coppice.nn.head import Miss
+from coppice.heads.base import Miss
+from coppice.messages.steps import Features, Rejection
 
 
 class Window:

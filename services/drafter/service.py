@@ -12,7 +12,7 @@ import grpc.aio
 
 from coppice.errors import InvalidField, Overloaded, Unavailable
 from coppice.limits import Limits
-from coppice.messages import DraftStep, OpenDraft
+from coppice.messages.steps import DraftStep, OpenDraft
 from coppice.rpc.sessions import StreamWaits
 from coppice.v1 import drafter_pb2
 from coppice.wire.drafter import (

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from coppice.errors import CoppiceError, Overloaded
-from coppice.messages import TreeDelta
+from coppice.messages.steps import TreeDelta
 
 MAX_BACKLOG = 32  # steps not taken and answers not sent; a client that reads its answers has a few
 

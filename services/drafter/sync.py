@@ -12,7 +12,7 @@ import structlog
 
 from coppice.errors import CoppiceError, DeadlineExceeded, InvalidField, Overloaded
 from coppice.limits import Limits
-from coppice.messages import WeightsHeader, WeightsPart, WeightsSynced
+from coppice.messages.steps import WeightsHeader, WeightsPart, WeightsSynced
 from coppice.rpc.sessions import StreamWaits
 from coppice.wire.drafter import read_weights
 from services.drafter.worker import Worker

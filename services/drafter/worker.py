@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 import structlog
 
 from coppice import failpoints, limits
+from coppice.engine.batching import Returns
 from coppice.errors import InvalidField, StaleFence
-from coppice.messages import (
+from coppice.heads.base import DraftJob, Growth, Head, Miss, Spare
+from coppice.messages.steps import (
     Advance,
     DraftStep,
     Fence,
@@ -27,15 +29,13 @@ from coppice.messages import (
     WeightsHeader,
     committed_hash,
 )
-from coppice.nn.head import DraftJob, Growth, Head, Miss, Spare
-from coppice.returns import Returns
-from coppice.sampling import SamplingParams
+from coppice.speculation.sampling import SamplingParams
 from coppice.telemetry import SessionMetrics
 from services.drafter.samples import Samples, Window
 from services.drafter.session import Answer, Opened, Session
 
 if TYPE_CHECKING:
-    from coppice.adaptation.staging import Staging
+    from coppice.weights.staging import Staging
 
 log = structlog.get_logger()
 

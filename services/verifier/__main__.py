@@ -6,7 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from coppice.config import Settings, load_settings
+from coppice.config.sections import Settings, load_settings
 from coppice.errors import InvalidField
 from coppice.rpc.directory import Registration
 from coppice.rpc.server import Serving, run_service

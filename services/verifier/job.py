@@ -6,9 +6,9 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from coppice.messages import VerifyStep
-from coppice.packed.batch import Piece
-from coppice.tree import DraftTree, prune
+from coppice.engine.batch import Piece
+from coppice.messages.steps import VerifyStep
+from coppice.speculation.tree import DraftTree, prune
 from services.verifier.session import Session
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import grpc
 
 from coppice import failpoints
-from coppice.config import Settings
+from coppice.config.sections import Settings
+from coppice.engine.engine import EngineInfo
 from coppice.errors import InvalidField
 from coppice.limits import CHUNK_BYTES, MAX_CONTEXT, MAX_TREE_DEPTH, MAX_TREE_NODES
-from coppice.messages import Features, OpenSession, TargetDescription, VerifyStep
-from coppice.packed.engine import EngineInfo
+from coppice.messages.steps import Features, OpenSession, TargetDescription, VerifyStep
 from coppice.rpc.admission import Admission
 from coppice.rpc.sessions import StreamWaits
-from coppice.tree import TreeError, validate
+from coppice.speculation.tree import TreeError, validate
 from coppice.v1 import verifier_pb2
 from coppice.wire import verifier
 from services.verifier.session import feature_bytes

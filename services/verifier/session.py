@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coppice.acceptance import RowAt, Walk, pq_chain, walk
+from coppice.engine.kv_cache import BlockTable
 from coppice.errors import InvalidField, StaleFence
 from coppice.limits import MAX_ROW_SUPPORT
-from coppice.messages import (
+from coppice.messages.steps import (
     Features,
     Fence,
     NextRoot,
@@ -24,11 +24,11 @@ from coppice.messages import (
     VerifyTimings,
     committed_hash,
 )
-from coppice.packed.kv import BlockTable
-from coppice.sampling import Row as SampledRow
-from coppice.sampling import decode_row, draw
-from coppice.sampling_torch import greedy_ids
-from coppice.tree import DraftTree, TreeError
+from coppice.speculation.acceptance import RowAt, Walk, pq_chain, walk
+from coppice.speculation.sampling import Row as SampledRow
+from coppice.speculation.sampling import decode_row, draw
+from coppice.speculation.sampling_torch import greedy_ids
+from coppice.speculation.tree import DraftTree, TreeError
 
 
 @dataclass

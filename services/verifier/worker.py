@@ -19,14 +19,14 @@ import structlog
 import torch
 from torch import Tensor
 
-from coppice.config import VerifierSettings
+from coppice.config.sections import VerifierSettings
+from coppice.engine.batch import Piece, pack
+from coppice.engine.batching import Returns
+from coppice.engine.engine import Engine, EngineInfo, ForwardOutput
+from coppice.engine.kv_cache import OutOfBlocks
 from coppice.errors import CoppiceError, InvalidField, NotFound, Unavailable
 from coppice.limits import TREE_ROOM
-from coppice.messages import FeatureRef, Features, OpenSession, SessionOpened, VerifyStep, VerifyTimings
-from coppice.packed.batch import Piece, pack
-from coppice.packed.engine import Engine, EngineInfo, ForwardOutput
-from coppice.packed.kv import OutOfBlocks
-from coppice.returns import Returns
+from coppice.messages.steps import FeatureRef, Features, OpenSession, SessionOpened, VerifyStep, VerifyTimings
 from coppice.telemetry import SessionMetrics
 from services.verifier.job import Job
 from services.verifier.pruner import Pruner, measure

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from coppice.config import Settings, load_settings
-from coppice.launch import MODULES, SERVICES
+from coppice.config.sections import Settings, load_settings
 from coppice.rpc.access import ACCESS
+from coppice.stack.launch import MODULES, SERVICES
 from coppice.telemetry import AdapterMetrics, OrchestratorMetrics, SessionMetrics, SignalMetrics
 from tests.chart.chart import (
     ALL,

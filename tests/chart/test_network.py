@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from coppice.launch import MODULES, SERVICES
 from coppice.rpc.access import ACCESS
+from coppice.stack.launch import MODULES, SERVICES
 from tests.chart.chart import PLAIN, component, containers, environment, objects, of_kind, pods
 
 DNS = 53

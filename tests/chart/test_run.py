@@ -17,8 +17,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice.bench.reference import Reference
-from coppice.client import Client
-from coppice.sampling import SamplingParams
+from coppice.client.client import Client
+from coppice.speculation.sampling import SamplingParams
 from tests.chart.chart import component, objects, of_kind, pods
 from tests.processes import Service
 from tests.tiny import make_target

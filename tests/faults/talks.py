@@ -9,9 +9,9 @@ from random import Random
 import numpy as np
 from google.protobuf.message import Message
 
-from coppice.generation import ChatMessage, GenerationRequest
 from coppice.limits import CHUNK_BYTES
-from coppice.messages import (
+from coppice.messages.generation import ChatMessage, GenerationRequest
+from coppice.messages.steps import (
     Advance,
     DraftStep,
     FeatureRef,
@@ -24,8 +24,8 @@ from coppice.messages import (
     WeightsPart,
     committed_hash,
 )
-from coppice.sampling import SamplingParams
-from coppice.tree import DraftTree
+from coppice.speculation.sampling import SamplingParams
+from coppice.speculation.tree import DraftTree
 from coppice.wire.adapter import pause_request, resume_request, rollback_request, status_request
 from coppice.wire.drafter import draft_step_to_wire, open_draft_to_wire, weights_to_wire
 from coppice.wire.generation import request_to_wire

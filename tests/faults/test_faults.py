@@ -12,7 +12,7 @@ import pytest
 
 from coppice.faults.command import every
 from coppice.faults.rig import Plan, Rig, Scenario, proxied
-from coppice.stack_spec import HeadSpec, StackSpec
+from coppice.stack.spec import HeadSpec, StackSpec
 from tests.tiny import make_target
 
 STRUCK = [f"{role}-{fault}" for role in ("drafter", "verifier", "orchestrator") for fault in ("kill", "stop", "cut")]

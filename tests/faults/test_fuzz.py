@@ -20,16 +20,16 @@ from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice.adaptation.client import AdapterClient
-from coppice.adaptation.push import Replica
-from coppice.adaptation.weights import Weights
-from coppice.client import Client
-from coppice.launch import SERVICES, Stack
-from coppice.nn.layouts import load_specblock, public_weights
-from coppice.process import Ready
+from coppice.client.client import Client
+from coppice.heads.checkpoints import load_specblock, public_weights
 from coppice.rpc.channels import Dialer
-from coppice.sampling import SamplingParams
-from coppice.stack_spec import HeadSpec, StackSpec
+from coppice.speculation.sampling import SamplingParams
+from coppice.stack.launch import SERVICES, Stack
+from coppice.stack.process import Ready
+from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.v1 import adapter_pb2, drafter_pb2, generation_pb2, verifier_pb2
+from coppice.weights.push import Replica
+from coppice.weights.versions import Weights
 from coppice.wire.drafter import read_head
 from coppice.wire.verifier import open_session_to_wire, read_target
 from tests.faults import talks

@@ -14,11 +14,11 @@ import pytest
 
 from coppice.errors import LOST, InvalidField, Unavailable, from_rpc_error
 from coppice.limits import Limits
-from coppice.messages import Advance, DraftStep, Fence, OpenDraft, committed_hash
-from coppice.process import Ready
+from coppice.messages.steps import Advance, DraftStep, Fence, OpenDraft, committed_hash
 from coppice.rpc.channels import Dialer
 from coppice.rpc.server import MAX_DETAILS, add_service, server_options
-from coppice.sampling import SamplingParams
+from coppice.speculation.sampling import SamplingParams
+from coppice.stack.process import Ready
 from coppice.v1 import drafter_pb2
 from coppice.wire.drafter import draft_step_to_wire, open_draft_to_wire
 from tests.faults.test_fuzz import State, described, eventually

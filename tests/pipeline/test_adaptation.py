@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from coppice.adaptation.client import AdapterClient
-from coppice.adaptation.push import Replica
-from coppice.adaptation.status import HeadStatus
-from coppice.adaptation.weights import Weights, pack_update
-from coppice.client import AsyncClient, Client
-from coppice.launch import Stack
-from coppice.nn.layouts import load_specblock, public_weights
+from coppice.client.client import AsyncClient, Client
+from coppice.heads.checkpoints import load_specblock, public_weights
+from coppice.messages.adapter import HeadStatus
 from coppice.rpc.channels import Dialer
-from coppice.sampling import SamplingParams
-from coppice.stack_spec import HeadSpec, StackSpec
+from coppice.speculation.sampling import SamplingParams
+from coppice.stack.launch import Stack
+from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.weights.push import Replica
+from coppice.weights.versions import Weights, pack_update
 from tests.pipeline.test_feature_heads import KINDS, PROMPTS, heads, target
 from tests.pushes import altered
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from coppice.client import Client
-from coppice.launch import Stack
-from coppice.sampling import SamplingParams
-from coppice.stack_spec import HeadSpec, StackSpec
+from coppice.client.client import Client
+from coppice.speculation.sampling import SamplingParams
+from coppice.stack.launch import Stack
+from coppice.stack.spec import HeadSpec, StackSpec
 from tests.pipeline.conftest import VOCAB
 from tests.tiny import make_target
 

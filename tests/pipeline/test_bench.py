@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from coppice.bench.coupling import CouplingReport, coupled_heads, run_coupling
-from coppice.bench.methods import read_methods
-from coppice.bench.peers import PEERS
-from coppice.bench.questions import Question, read_questions
+from coppice.bench.paper.coupling import CouplingReport, coupled_heads, run_coupling
 from coppice.bench.reference import Reference
-from coppice.bench.run import RunPlan, run
-from coppice.bench.run_report import ALL, RunReport, RunRow
-from coppice.client import Client
+from coppice.bench.run.methods import read_methods
+from coppice.bench.run.peers import PEERS
+from coppice.bench.run.questions import Question, read_questions
+from coppice.bench.run.report import ALL, RunReport, RunRow
+from coppice.bench.run.run import RunPlan, run
+from coppice.client.client import Client
 from coppice.errors import InvalidField
-from coppice.launch import Stack
+from coppice.stack.launch import Stack
 
 PROMPTS = [tuple(range(30, 50)) * 2, tuple(range(100, 130)), (5, 6, 7, 8)]
 

@@ -7,21 +7,21 @@ from collections.abc import Sequence
 
 import pytest
 
-from coppice.arms import CASCADE
-from coppice.auto import Chooser, StepSeen
-from coppice.cascade import Cascade
-from coppice.client import Client
-from coppice.config import Settings
-from coppice.experience import Experience
-from coppice.generation import Finished, GenerationRequest
-from coppice.launch import Stack
+from coppice.client.client import Client
+from coppice.config.sections import Settings
+from coppice.messages.generation import Finished, GenerationRequest
 from coppice.rpc.channels import Dialer
-from coppice.sampling import SamplingParams
+from coppice.speculation.sampling import SamplingParams
+from coppice.stack.launch import Stack
 from coppice.telemetry import OrchestratorMetrics
 from coppice.wire import generation
-from orchestrator.head import HeadPool
+from orchestrator.auto.arms import CASCADE
+from orchestrator.auto.cascade import Cascade
+from orchestrator.auto.chooser import Chooser, StepSeen
+from orchestrator.auto.statistics import Experience
+from orchestrator.drafters import HeadPool
 from orchestrator.service import GenerationServicer
-from orchestrator.target import TargetPool
+from orchestrator.verifiers import TargetPool
 from tests.pipeline.conftest import VOCAB
 
 LOOKUP_THEN_SELF = Cascade(1, 0, quick_s=0.01, gain=2.0, seconds=0.01)  # asks below half a promised draft

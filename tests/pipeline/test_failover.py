@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from coppice.adaptation.local_redis import LocalRedis
 from coppice.bench.reference import Reference
-from coppice.client import Client
-from coppice.generation import Chunk
-from coppice.launch import Stack
-from coppice.stack_spec import HeadSpec, StackSpec
+from coppice.client.client import Client
+from coppice.messages.generation import Chunk
+from coppice.stack.launch import Stack
+from coppice.stack.redis_server import LocalRedis
+from coppice.stack.spec import HeadSpec, StackSpec
 from tests.processes import Service
 from tests.signals import eventually
 

@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from coppice.bench.baselines import BASELINES
+from coppice.bench.paper.baselines import BASELINES
 from coppice.bench.reference import Reference
-from coppice.client import AsyncClient, Client
-from coppice.completion import Completion
-from coppice.generation import Chunk
-from coppice.launch import Stack
-from coppice.sampling import SamplingParams
-from coppice.stack_spec import HeadSpec, StackSpec
+from coppice.client.client import AsyncClient, Client
+from coppice.client.completion import Completion
+from coppice.messages.generation import Chunk
+from coppice.speculation.sampling import SamplingParams
+from coppice.stack.launch import Stack
+from coppice.stack.spec import HeadSpec, StackSpec
 from tests.processes import Service
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random

@@ -11,15 +11,15 @@ import grpc
 import pytest
 
 from coppice.adaptation.client import AdapterClient
-from coppice.adaptation.push import Replica
-from coppice.adaptation.weights import Weights
 from coppice.bench.reference import Reference
-from coppice.client import Client
+from coppice.client.client import Client
 from coppice.errors import CoppiceError, PermissionDenied, Unauthenticated, Unavailable
-from coppice.launch import SERVICES, Stack
-from coppice.nn.layouts import load_specblock, public_weights
+from coppice.heads.checkpoints import load_specblock, public_weights
 from coppice.rpc.channels import Dialer
-from coppice.stack_spec import HeadSpec, StackSpec
+from coppice.stack.launch import SERVICES, Stack
+from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.weights.push import Replica
+from coppice.weights.versions import Weights
 from coppice.wire.drafter import weights_to_wire
 from tests.certificates import Authority
 from tests.pipeline.test_feature_heads import PROMPTS, heads, target

@@ -12,11 +12,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from coppice.bench.reference import Reference
-from coppice.client import AsyncClient, Client
+from coppice.client.client import AsyncClient, Client
 from coppice.errors import InvalidField, Overloaded
-from coppice.generation import Chunk, Origin, Timings
-from coppice.launch import Stack
-from coppice.sampling import SamplingParams
+from coppice.messages.generation import Chunk, Origin, Timings
+from coppice.speculation.sampling import SamplingParams
+from coppice.stack.launch import Stack
 from tests.pipeline.conftest import VOCAB, described
 
 PROMPTS = [tuple(random.Random(n).randrange(VOCAB) for _ in range(3 + 9 * n)) for n in range(6)]

@@ -17,12 +17,12 @@ import grpc
 import psutil
 import pytest
 
-from coppice import launch
 from coppice.errors import InvalidField
-from coppice.launch import Stack
 from coppice.machine import default_dtype, usable_cores
-from coppice.process import ProcessFailed
-from coppice.stack_spec import HeadSpec, StackSpec, checkout
+from coppice.stack import launch
+from coppice.stack.launch import Stack
+from coppice.stack.process import ProcessFailed
+from coppice.stack.spec import HeadSpec, StackSpec, checkout
 
 FAKES = dict.fromkeys(launch.MODULES, "tests.fake_service")
 

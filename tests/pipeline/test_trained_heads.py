@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import pytest
 
 from coppice.bench.reference import Reference
-from coppice.client import AsyncClient, Client
-from coppice.generation import Chunk
-from coppice.launch import Stack
-from coppice.prompt_file import demo_prompts
-from coppice.sampling import SamplingParams
-from coppice.stack_spec import HeadSpec, StackSpec
+from coppice.client.client import AsyncClient, Client
+from coppice.messages.generation import Chunk
+from coppice.prompts.files import demo_prompts
+from coppice.speculation.sampling import SamplingParams
+from coppice.stack.launch import Stack
+from coppice.stack.spec import HeadSpec, StackSpec
 
 NAMES = ("specblock-code", "eagle3-code")
 POLICIES = ("single:specblock-code", "single:eagle3-code", "route", "merge", "merge-full")

@@ -18,7 +18,7 @@ from typing import Any, Self
 import psutil
 import yaml
 
-from coppice.process import Ready
+from coppice.stack.process import Ready
 from tests.layout.test_layout import ROOT
 
 APPLICATION = "coppice"
@@ -99,7 +99,7 @@ class Cluster:
         for process in self._processes():
             try:
                 line = process.cmdline()
-                if "coppice.child" in line and line[-1].endswith(f"/{name}.ready.json"):
+                if "coppice.stack.child" in line and line[-1].endswith(f"/{name}.ready.json"):
                     ready = Ready(**json.loads(Path(line[-1]).read_text(encoding="utf-8")))
                     found.append(ServiceProcess(process, psutil.Process(process.ppid()), ready))
             except (psutil.NoSuchProcess, OSError):

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from coppice.adaptation.local_redis import LocalRedis
 from coppice.bench.reference import Reference
-from coppice.client import Client
+from coppice.client.client import Client
 from coppice.errors import DeadlineExceeded, InvalidField, Unauthenticated
 from coppice.faults.load import Load, plain_answers, questions
-from coppice.generation import Chunk
+from coppice.messages.generation import Chunk
 from coppice.rpc.channels import Dialer
+from coppice.stack.redis_server import LocalRedis
 from coppice.telemetry import metric
 from tests.ray.cluster import APPLICATION, Cluster, free_port
 from tests.signals import eventually

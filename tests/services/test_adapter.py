@@ -21,8 +21,6 @@ import pytest
 from redis import Redis
 
 from coppice.adaptation.client import AdapterClient
-from coppice.adaptation.local_redis import LocalRedis
-from coppice.adaptation.push import Replica
 from coppice.adaptation.records import (
     GROUP,
     Kind,
@@ -34,12 +32,14 @@ from coppice.adaptation.records import (
     sample_to_fields,
     samples_key,
 )
-from coppice.adaptation.status import STANDING_BY, HeadStatus
-from coppice.adaptation.weights import Weights, pack_update
-from coppice.config import load_settings
+from coppice.config.sections import load_settings
 from coppice.errors import InvalidField, NotFound, Unavailable
-from coppice.messages import HeadDescription
+from coppice.messages.adapter import STANDING_BY, HeadStatus
+from coppice.messages.steps import HeadDescription
 from coppice.rpc.channels import Dialer
+from coppice.stack.redis_server import LocalRedis
+from coppice.weights.push import Replica
+from coppice.weights.versions import Weights, pack_update
 from services.adapter.__main__ import serve
 from tests.processes import Service
 from tests.pushes import altered

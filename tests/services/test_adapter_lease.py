@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from coppice.adaptation.local_redis import LocalRedis
-from coppice.config import AdaptationSettings
+from coppice.config.sections import AdaptationSettings
+from coppice.stack.redis_server import LocalRedis
 from services.adapter.lease import Lease, LeaseLost, lease_key
 from tests.services.test_signal_stream import client_of, redis
 from tests.signals import eventually

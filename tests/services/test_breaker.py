@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from coppice.client import AsyncClient
-from coppice.nn.head import DraftJob, Growth
+from coppice.client.client import AsyncClient
+from coppice.heads.base import DraftJob, Growth
 from coppice.telemetry import metric
 from tests.processes import Service
 from tests.recorder import Recorder, drafter_of

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from coppice.adaptation.local_redis import LocalRedis
-from coppice.adaptation.store import Store
-from coppice.config import DirectorySettings, ServerSettings, Settings
+from coppice.config.sections import DirectorySettings, ServerSettings, Settings
 from coppice.errors import InvalidField, Unavailable
 from coppice.limits import Limits
-from coppice.messages import FeatureRef
+from coppice.messages.steps import FeatureRef
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Registration, directory, registry_key
 from coppice.rpc.server import Serving
+from coppice.stack.redis_server import LocalRedis
+from coppice.store.scripts import Store
 from coppice.v1 import drafter_pb2
 from services.drafter.features import FeatureSource
 from tests.services.test_signal_stream import client_of, redis

@@ -17,8 +17,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice.errors import InvalidField, Overloaded, StaleFence, Unavailable, from_rpc_error
+from coppice.heads.base import DraftJob, Growth, Head
+from coppice.heads.lookup import Lookup
+from coppice.heads.ngram import grow
 from coppice.limits import MAX_HEAD_NODES
-from coppice.messages import (
+from coppice.messages.steps import (
     Advance,
     DraftStep,
     Features,
@@ -29,13 +32,10 @@ from coppice.messages import (
     TreeDelta,
     committed_hash,
 )
-from coppice.nn.head import DraftJob, Growth, Head
-from coppice.nn.lookup import Lookup
-from coppice.nn.ngram import grow
 from coppice.rpc.channels import Dialer
-from coppice.sampling import SamplingParams
+from coppice.speculation.sampling import SamplingParams
+from coppice.speculation.tree import DraftTree, extend, validate
 from coppice.telemetry import SessionMetrics
-from coppice.tree import DraftTree, extend, validate
 from coppice.v1 import drafter_pb2, drafter_pb2_grpc
 from coppice.wire.drafter import draft_step_to_wire, open_draft_to_wire, read_draft_response, read_head
 from services.drafter.session import MAX_BACKLOG, Opened, Session

@@ -30,14 +30,14 @@ from transformers import (
     StableLmConfig,
 )
 
-from coppice.packed import engine as engine_module
-from coppice.packed import plan
-from coppice.packed.attention import UnsupportedModel, using
-from coppice.packed.batch import PackedBatch, Piece, pack
-from coppice.packed.engine import Engine
-from coppice.packed.kv import BlockTable, KVPool, OutOfBlocks
-from coppice.packed.plan import GatherPlan, ViewPlan, plan_forward
-from coppice.packed.selfcheck import SelfCheckError
+from coppice.engine import attention_plan as plan
+from coppice.engine import engine as engine_module
+from coppice.engine.attention import UnsupportedModel, using
+from coppice.engine.attention_plan import GatherPlan, ViewPlan, plan_forward
+from coppice.engine.batch import PackedBatch, Piece, pack
+from coppice.engine.engine import Engine
+from coppice.engine.kv_cache import BlockTable, KVPool, OutOfBlocks
+from coppice.engine.self_check import SelfCheckError
 
 VOCAB = 150
 # Larger weights than a fresh model's, so that attention matters to the logits.

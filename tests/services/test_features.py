@@ -20,18 +20,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coppice.client import AsyncClient
+from coppice.client.client import AsyncClient
 from coppice.errors import InvalidField
-from coppice.generation import Chunk
-from coppice.messages import FeatureRef, Features, OpenDraft
+from coppice.messages.generation import Chunk
+from coppice.messages.steps import FeatureRef, Features, OpenDraft
 from coppice.rpc.channels import Dialer
-from coppice.sampling import SamplingParams
+from coppice.speculation.sampling import SamplingParams
+from coppice.speculation.tree import DraftTree
 from coppice.telemetry import OrchestratorMetrics
-from coppice.tree import DraftTree
 from coppice.v1 import verifier_pb2
 from coppice.wire.drafter import open_draft_to_wire
 from coppice.wire.verifier import feature_part_to_wire
-from orchestrator.head import HeadPool, feature_layers
+from orchestrator.drafters import HeadPool, feature_layers
 from services.drafter import features as drafter_features
 from tests.processes import Service
 from tests.recorder import LAYERS, Recorder, drafter_of, server_of

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from coppice.packed.batch import Earlier, Piece, pack
-from coppice.packed.engine import Engine
-from coppice.packed.kv import BlockTable
+from coppice.engine.batch import Earlier, Piece, pack
+from coppice.engine.engine import Engine
+from coppice.engine.kv_cache import BlockTable
 from tests.services.test_engine import Tree, assert_same, engine_of, force_scattered, plain_logits, prefill, some_ids
 
 NAMES = ("llama", "mistral-window", "gemma2")

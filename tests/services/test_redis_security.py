@@ -15,11 +15,11 @@ from prometheus_client import CollectorRegistry
 from redis import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
-from coppice.adaptation.local_redis import find_server
+from coppice.adaptation.producer import Producer, connect
 from coppice.adaptation.records import Demand, QueryRecord, Sample
-from coppice.adaptation.stream import Producer, connect
-from coppice.config import AdaptationSettings, load_settings
+from coppice.config.sections import AdaptationSettings, load_settings
 from coppice.errors import InvalidField
+from coppice.stack.redis_server import find_server
 from coppice.telemetry import AdapterMetrics, SignalMetrics
 from services.adapter.inbox import Inbox
 from tests.certificates import Authority, documented

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from redis import Redis
 
-from coppice.adaptation.local_redis import LocalRedis
-from coppice.client import AsyncClient
-from coppice.messages import Rejection
-from coppice.nn.head import DraftJob, Growth
-from coppice.tree import DraftTree
-from orchestrator.decoding import _own_rejection
-from orchestrator.head import Draft
+from coppice.client.client import AsyncClient
+from coppice.heads.base import DraftJob, Growth
+from coppice.messages.steps import Rejection
+from coppice.speculation.tree import DraftTree
+from coppice.stack.redis_server import LocalRedis
+from orchestrator.drafters import Draft
+from orchestrator.step_loop import _own_rejection
 from tests.processes import Service
 from tests.recorder import Recorder, drafter_of
 from tests.reference import make_tree

@@ -17,15 +17,15 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from prometheus_client import CollectorRegistry, Counter
 
 from coppice.adaptation.client import AdapterClient
-from coppice.certificates import Certificates, TlsSettings
-from coppice.client import AsyncClient, Client
-from coppice.completion import Completion
-from coppice.config import ServerSettings, load_settings
-from coppice.doctor import find
+from coppice.client.client import AsyncClient, Client
+from coppice.client.completion import Completion
+from coppice.commands.doctor import find
+from coppice.config.sections import ServerSettings, load_settings
 from coppice.errors import CoppiceError, InvalidField, NotFound, Overloaded, PermissionDenied, Unauthenticated
-from coppice.generation import ModelDescription
 from coppice.limits import Limits
+from coppice.messages.generation import ModelDescription
 from coppice.rpc.access import ACCESS
+from coppice.rpc.certificates import Certificates, TlsSettings
 from coppice.rpc.channels import Dialer
 from coppice.rpc.server import Serving
 from coppice.rpc.tokens import Tokens, read_tokens

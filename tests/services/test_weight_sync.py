@@ -15,14 +15,14 @@ import grpc
 import numpy as np
 import pytest
 
-from coppice.adaptation.push import Replica
-from coppice.adaptation.weights import Weights
 from coppice.errors import CoppiceError, InvalidField, Overloaded, StaleFence
-from coppice.messages import TreeDelta, WeightsPart
-from coppice.nn.features import FeatureHead
-from coppice.nn.head import DraftJob
+from coppice.heads.base import DraftJob
+from coppice.heads.feature_head import FeatureHead
+from coppice.messages.steps import TreeDelta, WeightsPart
 from coppice.rpc.channels import Dialer
 from coppice.v1 import drafter_pb2_grpc
+from coppice.weights.push import Replica
+from coppice.weights.versions import Weights
 from coppice.wire.drafter import open_draft_to_wire, weights_to_wire
 from tests.processes import Service
 from tests.pushes import CORRUPTIONS, Case, Made, Push, altered

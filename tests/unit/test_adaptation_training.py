@@ -12,20 +12,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coppice.adaptation.buffers import Buffers
-from coppice.adaptation.checkpoints import BadVersion, Version, Versions
+from coppice.adaptation.learner import BadState, Learner
 from coppice.adaptation.records import Kind, Sample
-from coppice.adaptation.training import BadState, Learner
 from coppice.adaptation.windows import Windows
-from coppice.bench.old_kv import swap, window_samples
-from coppice.bench.rank import answers
-from coppice.bench.replay import replay_all
-from coppice.config import DrafterSettings, LearnerSettings
-from coppice.nn.layouts import read_output
-from coppice.nn.specblock import SpecBlockHead
-from coppice.prompt_file import demo_prompts
-from coppice.training.feature_losses import Anchor, Targets, divergence
-from coppice.training.tokenizer import load_tokenizer
+from coppice.bench.adapt.old_kv import swap, window_samples
+from coppice.bench.paper.rank import answers
+from coppice.bench.paper.replay import replay_all
+from coppice.config.sections import DrafterSettings, LearnerSettings
+from coppice.heads.checkpoints import read_output
+from coppice.heads.specblock import SpecBlockHead
+from coppice.prompts.files import demo_prompts
+from coppice.training.data.tokenizer import load_tokenizer
+from coppice.training.losses.feature_losses import Anchor, Targets, divergence
+from services.adapter.buffers import Buffers
+from services.adapter.versions import BadVersion, Version, Versions
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import HIDDEN, VOCAB, save_random
 

@@ -13,24 +13,33 @@ from rich.console import Console
 
 from coppice.adaptation import picture
 from coppice.adaptation.bandit import Action, Bandit, BanditSettings, BanditState, Query, Trigger
-from coppice.adaptation.buffers import Buffers
 from coppice.adaptation.records import Kind, QueryRecord, Sample
-from coppice.adaptation.status import ActionStatus, Change, HeadStatus, QueryPoint, ReplicaStatus, VersionStatus
-from coppice.adaptation.weights import Weights
-from coppice.bench.adapt import AdaptReport, AdaptRow, Part, adapt_row, draw, judged_lanes, shift_checks, spec_for
-from coppice.bench.lanes import Lane
+from coppice.bench.adapt.adapt import (
+    AdaptReport,
+    AdaptRow,
+    Part,
+    adapt_row,
+    draw,
+    judged_lanes,
+    shift_checks,
+    spec_for,
+)
+from coppice.bench.adapt.lanes import Lane
+from coppice.bench.adapt.shift import mixed, programs, shifted, stories
 from coppice.bench.reference import Reference
-from coppice.bench.shift import mixed, programs, shifted, stories
-from coppice.completion import Accumulator, Completion
+from coppice.client.completion import Accumulator, Completion
 from coppice.errors import InvalidField
-from coppice.generation import Chunk, Finished, Origin, Started, Timings
 from coppice.limits import MAX_HISTORY
-from coppice.stack_spec import HeadSpec, StackSpec
+from coppice.messages.adapter import ActionStatus, Change, HeadStatus, QueryPoint, ReplicaStatus, VersionStatus
+from coppice.messages.generation import Chunk, Finished, Origin, Started, Timings
+from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.telemetry import AdapterMetrics
 from coppice.v1 import adapter_pb2
+from coppice.weights.versions import Weights
 from coppice.wire import adapter
-from services.adapter.desk import SAMPLES, SESSIONS, Desk
-from services.adapter.memory import FILE, Memory
+from services.adapter.buffers import Buffers
+from services.adapter.sorting import SAMPLES, SESSIONS, Desk
+from services.adapter.state import FILE, Memory
 from tests.tiny import make_target
 from tests.unit.test_records import sample
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coppice.arms import arms_of
-from coppice.auto import Chooser, StepSeen
-from coppice.cascade import Cascade, best_cascade
-from coppice.experience import FIRST_SAVED_S, LEARN, TRIED, Experience
-from coppice.tree import DraftTree
+from coppice.speculation.tree import DraftTree
+from orchestrator.auto.arms import arms_of
+from orchestrator.auto.cascade import Cascade, best_cascade
+from orchestrator.auto.chooser import Chooser, StepSeen
+from orchestrator.auto.statistics import FIRST_SAVED_S, LEARN, TRIED, Experience
 from tests.worlds import TUNING, World, against, held_out, play
 
 STEP = StepSeen(0.013, 0.0, accepted=0)

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coppice.bench.cli import app
-from coppice.bench.drafting import CONTEXT, STRIDE, measure, read_text
+from coppice.bench.paper.drafting import CONTEXT, STRIDE, measure, read_text
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import HIDDEN, VOCAB, build, save_random
 

@@ -11,11 +11,11 @@ import pytest
 
 from coppice.bench.reference import EPS, Reference, judge_token
 from coppice.bench.report import Report, exactness_checks, make_row, repeat_share, with_speedups
-from coppice.completion import Accumulator, Completion
+from coppice.client.completion import Accumulator, Completion
 from coppice.errors import InvalidField
-from coppice.generation import Chunk, Finished, Origin, Started, Timings
-from coppice.prompt_file import read_prompts
-from coppice.sampling import SamplingParams, decode_row, draw
+from coppice.messages.generation import Chunk, Finished, Origin, Started, Timings
+from coppice.prompts.files import read_prompts
+from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from tests.tiny import make_target
 
 ROW_KEYS = [

@@ -11,24 +11,24 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from coppice.bench.bare import Bare, BareDraft
-from coppice.bench.coupling import CouplingReport, CouplingRow, coupled_heads
-from coppice.bench.methods import lane_specs, main_spec, read_methods
-from coppice.bench.pairs import Pairs, Ratio
-from coppice.bench.peers import CHOICES, HF_ASSISTED, HF_LOOKUP, Peers
-from coppice.bench.questions import Question, benchmark_names, write_answers
+from coppice.bench.paper.coupling import CouplingReport, CouplingRow, coupled_heads
 from coppice.bench.reference import Reference
 from coppice.bench.report import HF_GENERATE, make_row
-from coppice.bench.run_checks import kept_checks, speed_checks
-from coppice.bench.run_plots import draw_all
-from coppice.bench.run_report import ALL, FEW_REPEATS, RunReport, RunRow, crossover, run_row
+from coppice.bench.run.bare import Bare, BareDraft
+from coppice.bench.run.checks import kept_checks, speed_checks
+from coppice.bench.run.methods import lane_specs, main_spec, read_methods
+from coppice.bench.run.pairs import Pairs, Ratio
+from coppice.bench.run.peers import CHOICES, HF_ASSISTED, HF_LOOKUP, Peers
+from coppice.bench.run.plots import draw_all
+from coppice.bench.run.questions import Question, benchmark_names, write_answers
+from coppice.bench.run.report import ALL, FEW_REPEATS, RunReport, RunRow, crossover, run_row
 from coppice.cli import main
-from coppice.completion import Accumulator, Completion
-from coppice.config import DrafterSettings
+from coppice.client.completion import Accumulator, Completion
+from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
-from coppice.generation import Chunk, Finished, Origin, Started, Timings
-from coppice.sampling import SamplingParams
-from coppice.stack_spec import COUNTED_HEADS, HeadSpec, StackSpec
+from coppice.messages.generation import Chunk, Finished, Origin, Started, Timings
+from coppice.speculation.sampling import SamplingParams
+from coppice.stack.spec import COUNTED_HEADS, HeadSpec, StackSpec
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import VOCAB, save_random
 

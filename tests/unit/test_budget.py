@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coppice.budget import CostCurve, Profile, share
-from coppice.tree import DraftTree, path_scores, prune
+from coppice.speculation.tree import DraftTree, path_scores, prune
+from services.verifier.node_budget import CostCurve, Profile, share
 
 
 @st.composite

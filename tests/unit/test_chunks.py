@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coppice.generation import Chunk, Origin
+from coppice.messages.generation import Chunk, Origin
 from orchestrator.chunks import Chunks
 
 

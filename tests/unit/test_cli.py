@@ -164,7 +164,7 @@ def test_the_client_alone_says_where_servers_run_from(tmp_path: Path) -> None:
     (tmp_path / "coppice").symlink_to(REPOSITORY / "coppice")
     code = (
         "import sys; sys.path = [p for p in sys.path if p != sys.argv[1]]; sys.argv[1:] = sys.argv[2:]\n"
-        "import coppice.stack_spec; coppice.stack_spec.__file__ = '/nowhere/coppice/stack_spec.py'\n"
+        "import coppice.stack.spec; coppice.stack.spec.__file__ = '/nowhere/coppice/stack/spec.py'\n"
         "from coppice.cli import main; main()"
     )
     for arguments in (["serve", "verifier"], ["up"], ["demo"]):

@@ -11,11 +11,11 @@ import time
 import numpy as np
 import pytest
 
-from coppice.client import AsyncClient, Client, build_request, default_address
-from coppice.completion import Accumulator
+from coppice.client.client import AsyncClient, Client, build_request, default_address
+from coppice.client.completion import Accumulator
 from coppice.errors import CoppiceError, DeadlineExceeded, InvalidField, NotFound, Overloaded, Unavailable
-from coppice.generation import ChatMessage, Chunk, Finished, Origin, Started, Timings
-from coppice.sampling import SamplingParams
+from coppice.messages.generation import ChatMessage, Chunk, Finished, Origin, Started, Timings
+from coppice.speculation.sampling import SamplingParams
 from tests.fake_service import echo_server
 
 JSON_KEYS = [

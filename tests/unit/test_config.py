@@ -9,7 +9,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from coppice.config import Settings, load_settings
+from coppice.config.sections import Settings, load_settings
 from coppice.errors import InvalidField
 
 

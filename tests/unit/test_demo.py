@@ -6,9 +6,9 @@ import io
 
 from rich.console import Console
 
-from coppice.client import Client
-from coppice.demo import CATEGORIES, pick_prompts, stream_coloured
-from coppice.prompt_file import FilePrompt, demo_prompts
+from coppice.client.client import Client
+from coppice.commands.demo import CATEGORIES, pick_prompts, stream_coloured
+from coppice.prompts.files import FilePrompt, demo_prompts
 from tests.fake_service import echo_server
 
 GREEN, RED = "\x1b[32m", "\x1b[31m"

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from coppice import failpoints
-from coppice.config import load_settings
+from coppice.config.sections import load_settings
 from coppice.errors import InvalidField
-from coppice.tree import DraftTree, TreeError, validate
+from coppice.speculation.tree import DraftTree, TreeError, validate
 
 
 @pytest.fixture(autouse=True)

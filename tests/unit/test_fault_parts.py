@@ -15,16 +15,16 @@ import pytest
 
 from coppice.bench.report import Check
 from coppice.cli import main
-from coppice.client import AsyncClient
+from coppice.client.client import AsyncClient
 from coppice.errors import InvalidField, Overloaded
 from coppice.faults.calls import Direct
 from coppice.faults.command import choose, every
 from coppice.faults.load import Load, Question, Stream, ask
 from coppice.faults.proxy import Proxies
 from coppice.faults.report import FaultReport, FaultRow, percentile
-from coppice.generation import GenerationRequest
-from coppice.sampling import SamplingParams
-from coppice.stack_spec import HeadSpec, StackSpec
+from coppice.messages.generation import GenerationRequest
+from coppice.speculation.sampling import SamplingParams
+from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.wire.generation import request_to_wire
 from tests.fake_service import echo_server
 

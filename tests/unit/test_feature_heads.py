@@ -17,18 +17,18 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from coppice.config import FEATURE_KINDS, DrafterSettings
+from coppice.config.sections import FEATURE_KINDS, DrafterSettings
 from coppice.errors import InvalidField
-from coppice.messages import Advance, Features, OpenDraft, Rejection
-from coppice.nn.decoder import Rotary, largest
-from coppice.nn.eagle3_model import Eagle3Config, Eagle3Model
-from coppice.nn.falcon import prior
-from coppice.nn.features import FeatureHead
-from coppice.nn.head import DraftJob, Growth
-from coppice.nn.layouts import SHAPES, Loaded, load_eagle3, load_head, load_specblock, read_target, save_head
-from coppice.nn.registry import build_head, served_head
-from coppice.sampling import SamplingParams
-from coppice.sampling_torch import noise
+from coppice.heads.base import DraftJob, Growth
+from coppice.heads.checkpoints import SHAPES, Loaded, load_eagle3, load_head, load_specblock, read_target, save_head
+from coppice.heads.falcon import prior
+from coppice.heads.feature_head import FeatureHead
+from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
+from coppice.heads.models.layers import Rotary, largest
+from coppice.heads.registry import build_head, served_head
+from coppice.messages.steps import Advance, Features, OpenDraft, Rejection
+from coppice.speculation.sampling import SamplingParams
+from coppice.speculation.sampling_torch import noise
 from tests.tiny import make_target
 
 VOCAB, DRAFT_VOCAB, HIDDEN = 96, 48, 32

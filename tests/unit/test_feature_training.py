@@ -11,18 +11,18 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
-from coppice.config import FEATURE_KINDS, DrafterSettings
-from coppice.nn.head import DraftJob
-from coppice.nn.layouts import load_eagle3, load_specblock, read_output, read_target
-from coppice.sampling import SamplingParams
-from coppice.training.acceptance import measure
-from coppice.training.corpora import DataError, is_held_out
+from coppice.config.sections import FEATURE_KINDS, DrafterSettings
+from coppice.heads.base import DraftJob
+from coppice.heads.checkpoints import load_eagle3, load_specblock, read_output, read_target
+from coppice.speculation.sampling import SamplingParams
+from coppice.training.data.corpora import DataError, is_held_out
+from coppice.training.data.target_answers import Lesson, LessonPlan, record_lessons
+from coppice.training.data.teacher import Teacher
 from coppice.training.feature_heads import build_student, draft_vocabulary, head_config, head_loss
-from coppice.training.feature_losses import Eagle3Loss, Said, SpecBlockLoss, Student, Targets, bucket_of
-from coppice.training.lessons import Lesson, LessonPlan, record_lessons
-from coppice.training.parallel_loss import slot_states
-from coppice.training.paths import groups_visible, visible
-from coppice.training.teacher import Teacher
+from coppice.training.losses.acceptance import measure
+from coppice.training.losses.block_masks import groups_visible, visible
+from coppice.training.losses.feature_losses import Eagle3Loss, Said, SpecBlockLoss, Student, Targets, bucket_of
+from coppice.training.losses.parallel import slot_states
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import HIDDEN, SLOW, VOCAB, SlowEagle3, SlowMedusa, Text, save_random
 

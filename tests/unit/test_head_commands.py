@@ -12,21 +12,21 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from coppice.bench.ablate import FULL, GUIDED, UNIFORM, Ablation, ablations
 from coppice.bench.cli import app as bench
-from coppice.bench.replay import Replay, replay
-from coppice.config import DrafterSettings
+from coppice.bench.paper.ablate import FULL, GUIDED, UNIFORM, Ablation, ablations
+from coppice.bench.paper.replay import Replay, replay
+from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
-from coppice.messages import Advance, OpenDraft
-from coppice.nn.eagle3 import Eagle3Head
-from coppice.nn.head import DraftJob, Growth
-from coppice.nn.layouts import load_eagle3, load_head, load_specblock
-from coppice.nn.specblock import SpecBlockHead
+from coppice.heads.base import DraftJob, Growth
+from coppice.heads.checkpoints import load_eagle3, load_head, load_specblock
+from coppice.heads.eagle3 import Eagle3Head
+from coppice.heads.specblock import SpecBlockHead
+from coppice.messages.steps import Advance, OpenDraft
+from coppice.speculation.tree import DraftTree
 from coppice.training import feature_heads
 from coppice.training.checkpoint import checkpoints
 from coppice.training.cli import app as train
-from coppice.training.lessons import Lesson, LessonPlan, record_lessons
-from coppice.tree import DraftTree
+from coppice.training.data.target_answers import Lesson, LessonPlan, record_lessons
 from tests.tiny import make_target
 
 WORDS = ["the cat saw one red bird", "a dog ran", "two birds sang to the cat and the dog all day long"]

@@ -13,10 +13,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from coppice.adaptation.training import Learner
-from coppice.convert import app
+from coppice.adaptation.learner import Learner
+from coppice.commands.convert import app
 from coppice.errors import InvalidField
-from coppice.nn.layouts import OWN, convert, layout_of, load_eagle3, load_head, load_specblock, public_state, save_head
+from coppice.heads.checkpoints import (
+    OWN,
+    convert,
+    layout_of,
+    load_eagle3,
+    load_head,
+    load_specblock,
+    public_state,
+    save_head,
+)
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random
 

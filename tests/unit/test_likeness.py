@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from coppice.likeness import MOST, WIDTH, Memory, Remembered, sketch
+from orchestrator.auto.similarity import MOST, WIDTH, Memory, Remembered, sketch
 
 COMMON = list(range(50))
 

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from coppice.config import DrafterSettings
+from coppice.config.sections import DrafterSettings
+from coppice.engine.batch import PackedBatch
+from coppice.engine.engine import ForwardOutput
 from coppice.errors import Overloaded
-from coppice.messages import Advance, OpenDraft
-from coppice.nn.head import DraftJob, Growth
-from coppice.nn.lm import PREFILL_ROWS, LanguageModelHead
-from coppice.nn.registry import build_head
-from coppice.packed.batch import PackedBatch
-from coppice.packed.engine import ForwardOutput
-from coppice.sampling import SamplingParams, noise
-from coppice.tree import DraftTree, validate
+from coppice.heads.base import DraftJob, Growth
+from coppice.heads.lm import PREFILL_ROWS, LanguageModelHead
+from coppice.heads.registry import build_head
+from coppice.messages.steps import Advance, OpenDraft
+from coppice.speculation.sampling import SamplingParams, noise
+from coppice.speculation.tree import DraftTree, validate
 from tests.tiny import make_target
 
 VOCAB, MAX_LEN = 120, 640

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from coppice.messages import Advance, HeadDescription, Rejection
-from coppice.nn.features import FeatureHead
-from coppice.nn.head import DraftJob
-from coppice.nn.recall import Recall
-from coppice.sampling import SamplingParams
+from coppice.heads.base import DraftJob
+from coppice.heads.feature_head import FeatureHead
+from coppice.heads.last_draft import Recall
+from coppice.messages.steps import Advance, HeadDescription, Rejection
+from coppice.speculation.sampling import SamplingParams
 from tests.unit.test_feature_heads import (
     GREEDY,
     HIDDEN,
@@ -133,7 +133,7 @@ def test_nothing_is_kept_of_a_session_that_does_not_ask(
     head, _ = build(kind, save_random(tmp_path, kind), target)
     text = Text.random(40, 1)
     made: list[object] = []
-    monkeypatch.setattr("coppice.nn.features.Recall", lambda *told: made.append(told) or Recall(*told))
+    monkeypatch.setattr("coppice.heads.feature_head.Recall", lambda *told: made.append(told) or Recall(*told))
     for key, misses in ((0, False), (1, True)):
         opened(head, key, text, 9, misses=misses)
         drafted(head, [DraftJob(key, text.ids[9], 9, 31, GREEDY)])

@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.config import DrafterSettings
+from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
-from coppice.messages import Advance, OpenDraft
-from coppice.nn.bigram import FOLLOWERS, Bigram, Ranking
-from coppice.nn.head import DraftJob, Growth, Head
-from coppice.nn.lookup import OCCURRENCES, ORDERS, Lookup
-from coppice.nn.ngram import EXP_EULER_GAMMA, draft_scores
-from coppice.nn.registry import build_head
-from coppice.sampling import SamplingParams, draw, noise
-from coppice.tree import DraftTree, validate
+from coppice.heads.base import DraftJob, Growth, Head
+from coppice.heads.bigram import FOLLOWERS, Bigram, Ranking
+from coppice.heads.lookup import OCCURRENCES, ORDERS, Lookup
+from coppice.heads.ngram import EXP_EULER_GAMMA, draft_scores
+from coppice.heads.registry import build_head
+from coppice.messages.steps import Advance, OpenDraft
+from coppice.speculation.sampling import SamplingParams, draw, noise
+from coppice.speculation.tree import DraftTree, validate
 from tests.reference import EFFORT
 
 VOCAB = 12
@@ -203,7 +203,7 @@ def suffix_matches(text: list[int]) -> dict[int, int]:
 
 
 def blended(votes: list[tuple[int, int]], token: int, order: int = 3) -> float:
-    """The formula of coppice/nn/lookup.py, from the longest of ORDERS down."""
+    """The formula of coppice/heads/lookup.py, from the longest of ORDERS down."""
     if order < 0:
         return 0.0
     below = blended(votes, token, order - 1)

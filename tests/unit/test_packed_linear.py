@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from coppice.engine import linear
+from coppice.engine.linear import FusedLinear, PackedLinear, compile_ahead, compiled_rows, fuse, pays, prepack
 from coppice.machine import this_machine
-from coppice.packed import linear
-from coppice.packed.linear import FusedLinear, PackedLinear, compile_ahead, compiled_rows, fuse, pays, prepack
 
 ROUNDING = {torch.bfloat16: 2**-7, torch.float32: 2**-18}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coppice.returns import Returns
+from coppice.engine.batching import Returns
 
 
 def _play(returns: Returns, away: dict[str, list[float]]) -> float:

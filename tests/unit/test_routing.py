@@ -5,8 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coppice.routing import Calibration, FloatArray, mean_confidence, outcomes, route, step_log_probs, sum_confidence
-from coppice.tree import DraftTree
+from coppice.speculation.routing import (
+    Calibration,
+    FloatArray,
+    mean_confidence,
+    outcomes,
+    route,
+    step_log_probs,
+    sum_confidence,
+)
+from coppice.speculation.tree import DraftTree
 from tests.reference import EFFORT, ancestors, make_tree, random_tree, text_at
 
 STEPS = 2_000

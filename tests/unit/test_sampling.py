@@ -13,8 +13,18 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from scipy import stats
 
-from coppice import sampling, sampling_torch
-from coppice.sampling import ACCEPT_STREAM, GAMMA, SamplingParams, decode_row, draw, hash_u64, mix, noise, uniform
+from coppice.speculation import sampling, sampling_torch
+from coppice.speculation.sampling import (
+    ACCEPT_STREAM,
+    GAMMA,
+    SamplingParams,
+    decode_row,
+    draw,
+    hash_u64,
+    mix,
+    noise,
+    uniform,
+)
 from tests.reference import EFFORT, dense, p_value
 
 SEEDS = [0, 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1]

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from coppice.cli import main
+from coppice.commands.size import SHAPES, sizes
+from coppice.engine.engine import Engine
 from coppice.limits import TREE_ROOM
-from coppice.packed.engine import Engine
-from coppice.size import SHAPES, sizes
-from coppice.stack_spec import checkout
+from coppice.stack.spec import checkout
 from tests.tiny import make_target
 
 DEMO = checkout() / "models" / "demo"

@@ -11,15 +11,15 @@ import pytest
 from rich.console import Console
 from transformers import LlamaConfig
 
-from coppice.bench.bare import BareDraft
-from coppice.bench.profiles import PROFILES, Published, drawn_taus, expected_tau, read_profile
-from coppice.bench.shapes import SHAPES, make_weights, read_shape
-from coppice.bench.synthetic import BareTimes, SyntheticPlan, expected_rows
-from coppice.bench.synthetic_report import NOTE, SyntheticReport, compare
+from coppice.bench.run.bare import BareDraft
+from coppice.bench.synthetic.profiles import PROFILES, Published, drawn_taus, expected_tau, read_profile
+from coppice.bench.synthetic.report import NOTE, SyntheticReport, compare
+from coppice.bench.synthetic.shapes import SHAPES, make_weights, read_shape
+from coppice.bench.synthetic.synthetic import BareTimes, SyntheticPlan, expected_rows
 from coppice.cli import main
 from coppice.errors import InvalidField
-from coppice.nn.layouts import read_target
-from coppice.stack_spec import StackSpec
+from coppice.heads.checkpoints import read_target
+from coppice.stack.spec import StackSpec
 
 KINDS = ("eagle3", "specblock")
 MODELS = Path(__file__).parents[2] / "models" / "demo"

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 from coppice.errors import InvalidField
 from coppice.training import cli, export, lm_head, target
-from coppice.training.corpora import is_held_out, load_corpus, parse_spec, parse_specs
-from coppice.training.lessons import LessonPlan, record_lessons
-from coppice.training.losses import next_token_loss, soft_target_loss
+from coppice.training.data.corpora import is_held_out, load_corpus, parse_spec, parse_specs
+from coppice.training.data.packing import MAX_EPOCHS, Packed, Reader
+from coppice.training.data.target_answers import LessonPlan, record_lessons
+from coppice.training.losses.chunked import next_token_loss, soft_target_loss
 from coppice.training.muon import Muon, orthogonalise
-from coppice.training.packing import MAX_EPOCHS, Packed, Reader
 from coppice.training.schedule import Schedule
 from coppice.training.trainer import Rates
 

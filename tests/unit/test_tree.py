@@ -8,7 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from coppice.tree import DraftTree, TreeError, dedup, extend, forwards_of, made_by, paths, prune, union, validate
+from coppice.speculation.tree import (
+    DraftTree,
+    TreeError,
+    dedup,
+    extend,
+    forwards_of,
+    made_by,
+    paths,
+    prune,
+    union,
+    validate,
+)
 from tests import reference
 from tests.reference import EFFORT, make_tree, random_tree, text_at
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from coppice.generation import StepTree
-from coppice.tree_picture import longest, places, save, show
+from coppice.commands.tree_picture import longest, places, save, show
+from coppice.messages.generation import StepTree
 
 TREE = StepTree(
     root=7,

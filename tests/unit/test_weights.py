@@ -16,15 +16,11 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from coppice.adaptation.staging import Staging, read_file
-from coppice.adaptation.weights import Weights, pack, pack_update, tensor_digest, weights_hash
-from coppice.bench.old_kv import swap
-from coppice.config import DrafterSettings
+from coppice.bench.adapt.old_kv import swap
+from coppice.config.sections import DrafterSettings
 from coppice.errors import CoppiceError, InvalidField, StaleFence
-from coppice.limits import CHUNK_BYTES
-from coppice.messages import WeightsHeader, WeightsPart
-from coppice.nn.head import DraftJob
-from coppice.nn.layouts import (
+from coppice.heads.base import DraftJob
+from coppice.heads.checkpoints import (
     fused_tensor,
     public_state,
     public_weights,
@@ -32,7 +28,11 @@ from coppice.nn.layouts import (
     read_specblock,
     save_head,
 )
-from coppice.nn.registry import build_head
+from coppice.heads.registry import build_head
+from coppice.limits import CHUNK_BYTES
+from coppice.messages.steps import WeightsHeader, WeightsPart
+from coppice.weights.staging import Staging, read_file
+from coppice.weights.versions import Weights, pack, pack_update, tensor_digest, weights_hash
 from tests.pushes import CORRUPTIONS, Case, Made, Push, altered
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import GREEDY, HIDDEN, VOCAB, Text, build, drafted, opened, save_random

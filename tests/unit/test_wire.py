@@ -17,7 +17,8 @@ from hypothesis.extra import numpy as hnp
 
 from coppice import limits
 from coppice.errors import InvalidField
-from coppice.generation import (
+from coppice.limits import Limits
+from coppice.messages.generation import (
     ChatMessage,
     Chunk,
     Finished,
@@ -28,8 +29,7 @@ from coppice.generation import (
     StepTree,
     Timings,
 )
-from coppice.limits import Limits
-from coppice.messages import (
+from coppice.messages.steps import (
     Advance,
     DraftStep,
     FeatureRef,
@@ -52,8 +52,8 @@ from coppice.messages import (
     WeightsSynced,
     committed_hash,
 )
-from coppice.sampling import SamplingParams
-from coppice.tree import DraftTree
+from coppice.speculation.sampling import SamplingParams
+from coppice.speculation.tree import DraftTree
 from coppice.v1 import common_pb2, drafter_pb2, generation_pb2, verifier_pb2
 from coppice.wire import drafter, generation, verifier
 

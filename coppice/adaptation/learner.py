@@ -1,0 +1,292 @@
+"""The training copy of a head: updates from what it missed, held near the head as it was deployed.
+
+SpecBlock, section 3.4 and algorithm 1, line 14: a step on the adaptation loss plus lambda KL(p_theta || p_theta0).
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from coppice.adaptation.records import Kind, Sample
+from coppice.adaptation.windows import DraftVocabulary, Windows
+from coppice.config.sections import ADAPTED_KINDS, LearnerSettings
+from coppice.errors import InvalidField
+from coppice.heads.checkpoints import OWN, layout_of, load_eagle3, load_specblock, public_state
+from coppice.heads.feature_head import target_ids
+from coppice.training.checkpoint import load_optimisers, optimiser_tensors
+from coppice.training.losses.feature_losses import (
+    Anchor,
+    Eagle3Loss,
+    SpecBlockLoss,
+    Student,
+    bucket_of,
+    divergence,
+    soft_loss,
+)
+from coppice.weights.atomic import replace_safetensors
+
+BETAS = (0.9, 0.95)
+KINDS: tuple[Kind, ...] = ("head", "full")
+_OUTSIDE = ("d2t",)
+_JUDGED = 16  # windows, the latest ones, that weights are compared on
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an update did. Losses are of the adaptation alone, in nats, without penalty, rank head or mask."""
+
+    kind: Kind
+    tensors: dict[str, Tensor] = field(repr=False)
+    """new float32 values, on the CPU, of the tensors that changed, by public name"""
+    samples: int
+    """how many it learned from"""
+    outside: int
+    """head samples left out: their token is no draft id"""
+    loss_before: float
+    loss_after: float
+    seconds: float
+
+
+class BadState(ValueError):
+    """A learner's file is damaged or of another head."""
+
+
+class Interrupted(RuntimeError):
+    """Somebody wants the process to end."""
+
+
+class Learner:
+    """A head in training and its frozen copy, with an optimiser for each kind of update that keeps its moments."""
+
+    def __init__(self, folder: str | Path, target: str | Path, settings: LearnerSettings | None = None) -> None:
+        """Load the head of `folder` for the target of another folder. Raises InvalidField."""
+        self.settings = settings or LearnerSettings()
+        layout = layout_of(folder)
+        if layout in OWN:
+            kinds = " and ".join(ADAPTED_KINDS)
+            raise InvalidField("adapter.heads", f"{folder} is a {layout} head; {kinds} heads are adapted, no others")
+        load: Any = load_specblock if layout == "specblock" else load_eagle3
+        loaded = load(folder, target)
+        self.config = loaded.config
+        embedding = loaded.embedding.to(self.settings.device)
+        self.student = Student(loaded.model.to(self.settings.device), embedding)
+        self.frozen = Student(copy.deepcopy(loaded.model).requires_grad_(False), embedding)
+        draft_ids = target_ids(loaded.model, loaded.config).to(self.settings.device)
+        self.vocabulary = DraftVocabulary(draft_ids, loaded.config.vocab_size)
+        self.updates: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+        self._optimisers = {kind: self._optimiser(kind) for kind in KINDS}
+        self.stopped = threading.Event()
+        """set by another thread: no more optimiser steps"""
+
+    # --- weights ---
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The training copy's float tensors under their public names: views, not copies."""
+        return self._of(self.student)
+
+    def deployed(self) -> dict[str, Tensor]:
+        """The same of the frozen copy: version 0."""
+        return self._of(self.frozen)
+
+    def changed(self) -> dict[str, Tensor]:
+        """Copies, on the CPU, of all tensors that differ from version 0."""
+        return _differing(self.deployed(), self.tensors())
+
+    @torch.no_grad()
+    def revert(self, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Go back to version 0 with these tensors in the place of its own; optimisers forget their moments.
+
+        Raises ValueError, changing nothing, when a tensor is not the head's or not finite.
+        """
+        own, given = self.tensors(), dict(tensors or {})
+        for name, tensor in given.items():
+            if name not in own or own[name].shape != tensor.shape or not bool(torch.isfinite(tensor).all()):
+                raise ValueError(f"{name} is no finite tensor of this head")
+        for name, was in self.deployed().items():
+            own[name].copy_(given.get(name, was))
+        self._optimisers = {kind: self._optimiser(kind) for kind in KINDS}
+
+    def _of(self, student: Student) -> dict[str, Tensor]:
+        public = public_state(student.model, self.config)
+        return {name: tensor for name, tensor in public.items() if name not in _OUTSIDE}
+
+    def _parts(self, kind: Kind) -> list[nn.Module]:
+        """The modules that an update of a kind may change."""
+        model: Any = self.student.model
+        if kind == "full":
+            return [model]
+        return [model.lm_head, *([model.rank_head] if hasattr(model, "rank_head") else [])]
+
+    def _optimiser(self, kind: Kind) -> torch.optim.AdamW:
+        rate = self.settings.head_rate if kind == "head" else self.settings.full_rate
+        weights = [weight for part in self._parts(kind) for weight in part.parameters()]
+        return torch.optim.AdamW(weights, lr=rate, betas=BETAS, weight_decay=0.0)
+
+    # --- updates ---
+
+    def step(self, kind: Kind, samples: Sequence[Sample], *, anchored: bool = True) -> Update:
+        """Learn from samples of the kind; anchored=False leaves the penalty out (online distillation).
+
+        Raises FloatingPointError when the loss or a weight is not finite: the weights are then as they were. Raises
+        Interrupted, half done, once `stopped` is set.
+        """
+        began = time.perf_counter()
+        was = {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
+        fit = [one for one in samples if one.kind == kind and (kind == "full" or self.vocabulary.holds(one))]
+        before = after = 0.0
+        if fit:
+            learn: Any = self._learn_head if kind == "head" else self._learn_full
+            before, after = learn(fit, self.settings.penalty if anchored else 0.0)
+        changed = _differing(was, self.tensors())
+        if not np.isfinite([before, after]).all() or not all(bool(torch.isfinite(t).all()) for t in changed.values()):
+            with torch.no_grad():
+                for name, tensor in self.tensors().items():
+                    tensor.copy_(was[name])
+            self._optimisers[kind] = self._optimiser(kind)
+            raise FloatingPointError(f"a {kind} update of {len(fit)} samples is not finite")
+        self.updates[kind] += 1
+        seconds = time.perf_counter() - began
+        return Update(kind, changed, len(fit), len(samples) - len(fit), before, after, seconds)
+
+    def _learn_head(self, samples: Sequence[Sample], penalty: float) -> tuple[float, float]:
+        """The output layer towards the target's distributions; then the rank head, whose buckets have moved."""
+        model: Any = self.student.model
+        hidden = torch.from_numpy(np.stack([one.hidden for one in samples])).to(self.settings.device).float()
+        taught = torch.stack([self.vocabulary.log_probs(one) for one in samples])
+        gold = torch.tensor([self.vocabulary.number_of(one.target_id) for one in samples], device=hidden.device)
+        with torch.no_grad():
+            deployed: Any = self.frozen.model
+            near = deployed.lm_head(hidden)
+            before = soft_loss(model.lm_head(hidden), taught).item()
+        batches = list(self._batches("head", len(samples)))
+        for rows in batches:
+            logits = model.lm_head(hidden[rows])
+            self._descend("head", soft_loss(logits, taught[rows]) + penalty * divergence(logits, near[rows]))
+        with torch.no_grad():
+            logits = model.lm_head(hidden)
+        if hasattr(model, "rank_head"):
+            buckets = bucket_of(logits, gold)
+            for rows in batches:
+                self._descend("head", F.cross_entropy(model.rank(hidden[rows], logits[rows]).float(), buckets[rows]))
+        return before, soft_loss(logits, taught).item()
+
+    def _learn_full(self, samples: Sequence[Sample], penalty: float) -> tuple[float, float]:
+        """Every slot of every row of the windows, under the mask that it is served with.
+
+        An anchored update begins with the deployed weights where they know these windows better than what was learnt
+        since: traffic that comes back finds them as they were.
+        """
+        windows = Windows(samples, self.vocabulary)
+        positions, loss = windows.positions, self._loss(windows)
+        judged = positions[-_JUDGED:]
+        before = self._judged(self.student, loss, judged)
+        if penalty and self.changed() and self._judged(self.frozen, loss, judged) < before:
+            self.revert()
+        anchored = replace(loss, anchor=Anchor(self.frozen, penalty)) if penalty else loss
+        for rows in self._batches("full", len(samples)):
+            self._descend("full", anchored(self.student, positions[rows], positions[rows]))
+        return before, self._judged(self.student, loss, judged)
+
+    def _loss(self, windows: Windows) -> Any:
+        told = self.settings
+        if hasattr(self.student.model, "rank_head"):
+            return SpecBlockLoss(windows, blocks=told.blocks, every=told.every, valid_prefix=told.valid_prefix)
+        return Eagle3Loss(windows, steps=told.steps, valid_prefix=told.valid_prefix)
+
+    @torch.no_grad()
+    def _judged(self, student: Student, loss: Any, positions: Tensor) -> float:
+        """Mean loss over texts, on rows that do not depend on how good the head is."""
+        judge = replace(loss, valid_prefix=False)
+        if isinstance(judge, SpecBlockLoss):
+            judge = replace(judge, rank_on=lambda: False, cut=self.config.slots)
+        parts = torch.split(positions, self.settings.batch)
+        total: float = sum(judge(student, part, part).item() * len(part) for part in parts)
+        return total / len(positions)
+
+    def _batches(self, kind: Kind, count: int) -> Iterator[Tensor]:
+        """Rows of each optimiser step, every sample once a pass, in an order that seed and update number give."""
+        told = self.settings
+        order = torch.Generator().manual_seed(told.seed * 1_000_003 + self.updates[kind])
+        for _ in range(told.head_passes if kind == "head" else told.full_passes):
+            for rows in torch.split(torch.randperm(count, generator=order), told.batch):
+                yield rows.to(told.device)
+
+    def _descend(self, kind: Kind, loss: Tensor) -> None:
+        if self.stopped.is_set():
+            raise Interrupted("an update was given up")
+        optimiser = self._optimisers[kind]
+        self.student.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        weights = [weight for group in optimiser.param_groups for weight in group["params"]]
+        nn.utils.clip_grad_norm_(weights, self.settings.clip, foreach=True)
+        optimiser.step()
+        self.student.zero_grad(set_to_none=True)
+
+    # --- restart ---
+
+    def save(self, file: Path) -> None:
+        """Write everything that the next update depends on as one safetensors file, complete or not at all."""
+        tensors = {f"weights|{name}": tensor for name, tensor in self.changed().items()}
+        for kind, optimiser in self._optimisers.items():
+            held = optimiser_tensors([optimiser], dict(self.student.model.named_parameters()))
+            tensors |= {f"{kind}|{name}": tensor for name, tensor in held.items()}
+        told = {"updates": self.updates, "deployed": _digest(self.deployed()), "tensors": _digest(tensors)}
+        replace_safetensors(file, tensors, {"state": json.dumps(told)})
+
+    def load(self, file: Path) -> None:
+        """Go on from what `save` wrote. Raises BadState, changing nothing, for a damaged file or another head's."""
+        tensors: dict[str, Tensor] = {}
+        try:
+            with safe_open(file, "pt") as held:
+                told = json.loads((held.metadata() or {})["state"])
+                for name in held.keys():  # noqa: SIM118
+                    tensors[name] = held.get_tensor(name)
+            updates: dict[Kind, int] = {kind: int(told["updates"][kind]) for kind in KINDS}
+            deployed, digest = str(told["deployed"]), str(told["tensors"])
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+            raise BadState(f"{file}: {error}") from None
+        if deployed != _digest(self.deployed()):
+            raise BadState(f"{file} is of another head")
+        if digest != _digest(tensors):
+            raise BadState(f"{file} is damaged")
+
+        def part(prefix: str) -> dict[str, Tensor]:
+            begin = f"{prefix}|"
+            return {name.removeprefix(begin): one for name, one in tensors.items() if name.startswith(begin)}
+
+        self.revert(part("weights"))
+        for kind, optimiser in self._optimisers.items():
+            load_optimisers([optimiser], dict(self.student.model.named_parameters()), part(kind))
+        self.updates = updates
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names and values."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
+        found.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def _differing(was: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies, on the CPU, of the tensors that are not bit for bit what they were."""
+    return {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in now.items()
+        if not torch.equal(tensor.view(torch.int32), was[name].view(torch.int32))
+    }

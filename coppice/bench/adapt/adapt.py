@@ -1,0 +1,229 @@
+"""`coppice bench adapt`: one head on a stream that changes under it, with each policy of adaptation and without."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from coppice.adaptation.picture import CHANGE_COLOURS, moving_mean
+from coppice.bench.adapt.lanes import Lane
+from coppice.bench.adapt.shift import StreamQuery
+from coppice.bench.exact import judged
+from coppice.bench.reference import Reference
+from coppice.bench.report import Check, Report, Row, Verdict, make_row
+from coppice.client.completion import Completion
+from coppice.speculation.sampling import SamplingParams
+from coppice.stack.spec import HeadSpec, StackSpec
+
+NEVER, BANDIT = "never", "bandit"
+POLICIES = (NEVER, "always", "full-only", "head-only", BANDIT)
+SAME, OTHER = "same device", "other device"
+LEAST_GAIN = 0.5
+"""tau that the bandit is to gain over never in the last third of the shifted part"""
+MOST_UPDATES = 1
+"""updates in 100 queries after its cold start, on a stream that it serves well"""
+DEMO_FLAGS = {
+    "bandit.interval": "10",
+    "bandit.certainty": "0",
+    "bandit.alpha": "0.3",
+    "adapter.full_samples": "44",
+    "adapter.head_samples": "128",
+    "adaptation.window": "32",
+    "adaptation.stride": "8",
+    "drift.window": "10",
+}
+"""Intervals and buffers fit for a stream of a few hundred queries; all else is the settings' defaults."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of the stream."""
+
+    name: str
+    queries: int
+    tau: float
+    tokens_per_s: float
+    updates: int
+    """whose weights came into use in it"""
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptRow(Row):
+    """One policy over the whole stream; `speedup` is over never."""
+
+    updates: int = 0
+    reverts: int = 0
+    train_s: float = 0.0
+    parts: list[Part] = field(default_factory=list)
+    query_tau: list[float] = field(default_factory=list)
+    query_tokens_per_s: list[float] = field(default_factory=list)
+    changes: list[dict[str, Any]] = field(default_factory=list)
+
+
+def spec_for(policy: str, head: HeadSpec, base: StackSpec, flags: dict[str, Any]) -> StackSpec:
+    """A stack that serves one head and adapts it by a policy. `never` has no adapter and sends no signals."""
+    signals = {name: value for name, value in flags.items() if name.startswith("adaptation.")}
+    extra = {"adapter": {**flags, "bandit.policy": policy}, "drafter": signals, "orchestrator": signals}
+    return replace(base, heads=(head,), policy=f"single:{head.name}", adapt=policy != NEVER, extra=extra)
+
+
+def policy_lanes(policies: Sequence[str], head: HeadSpec, base: StackSpec, flags: dict[str, Any]) -> list[Lane]:
+    """A lane for each policy."""
+    return [Lane(policy, spec_for(policy, head, base, flags)) for policy in policies]
+
+
+def device_lanes(head: HeadSpec, base: StackSpec, flags: dict[str, Any]) -> list[Lane]:
+    """Serving on one core; training nowhere, on the same core at low priority, and on another one (SpecBlock, D.1)."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    one = replace(base, verifier_threads=1, drafter_threads=1)
+    serving = {"": [first]}
+    return [
+        Lane(NEVER, spec_for(NEVER, head, one, flags), serving),
+        Lane(SAME, spec_for(BANDIT, head, one, flags), serving),
+        Lane(OTHER, spec_for(BANDIT, head, one, flags), serving | {"adapter": others[:1] or [first]}),
+    ]
+
+
+def judged_lanes(
+    lanes: Sequence[Lane], stream: Sequence[StreamQuery], reference: Reference
+) -> Iterator[tuple[Lane, list[Verdict]]]:
+    """Each lane with a verdict on each answer: the first one's are re-scored, the others' compared with them first."""
+    asked = [(reference.encode(query.prompt), SamplingParams()) for query in stream]
+    expected = [answer.ids for answer in lanes[0].served.answers]
+    for lane in lanes:
+        yield lane, judged(reference, asked, lane.served.answers, None if lane is lanes[0] else expected)
+
+
+def adapt_row(lane: Lane, stream: Sequence[StreamQuery], never: Row | None, verdicts: Sequence[Verdict]) -> AdaptRow:
+    """The figures of a lane."""
+    answers, status = lane.served.answers, lane.served.status
+    changes = [asdict(change) for change in status.changes] if status else []
+    row = make_row(lane.name, answers, verdicts, lane.spec.budget or 0)
+    told: dict[str, Any] = {each.name: getattr(row, each.name) for each in fields(Row)}
+    told["speedup"] = row.tokens_per_s / never.tokens_per_s if never else 1.0
+    return AdaptRow(
+        **told,
+        updates=sum(change["what"] in ("head", "full") for change in changes),
+        reverts=status.reverts if status else 0,
+        train_s=_training(changes),
+        parts=parts_of(stream, answers, changes),
+        query_tau=[answer.tau for answer in answers],
+        query_tokens_per_s=[answer.tokens_per_s for answer in answers],
+        changes=changes,
+    )
+
+
+def _training(changes: Sequence[dict[str, Any]]) -> float:
+    """Seconds of all updates, by the median of each kind: some were held still halfway."""
+    total = 0.0
+    for kind in ("head", "full"):
+        took = [change["train_s"] for change in changes if change["what"] == kind]
+        total += len(took) * statistics.median(took) if took else 0.0
+    return total
+
+
+def parts_of(
+    stream: Sequence[StreamQuery], answers: Sequence[Completion], changes: Sequence[dict[str, Any]]
+) -> list[Part]:
+    """Each part of the stream, and the last third of the first one."""
+    found = []
+    for name in dict.fromkeys(query.part for query in stream):
+        at = [number for number, query in enumerate(stream) if query.part == name]
+        found.append(_part(name, at, answers, changes))
+        if len(found) == 1:
+            found.append(_part(f"{name}, last third", at[2 * len(at) // 3 :], answers, changes))
+    return found
+
+
+def _part(name: str, at: Sequence[int], answers: Sequence[Completion], changes: Sequence[dict[str, Any]]) -> Part:
+    row = make_row(name, [answers[number] for number in at], [], 0)
+    updates = sum(change["what"] in ("head", "full") and at[0] < change["query"] <= at[-1] + 1 for change in changes)
+    return Part(name, len(at), row.tau, row.tokens_per_s, updates)
+
+
+def shift_checks(rows: Sequence[AdaptRow], cold_events: int) -> list[Check]:
+    """What the bandit is for. Nothing is checked of a policy that was not run."""
+    by_name = {row.method: row for row in rows}
+    bandit, never = by_name.get(BANDIT), by_name.get(NEVER)
+    if bandit is None or never is None:
+        return []
+    late, plain = bandit.parts[1], never.parts[1]
+    best = max(rows, key=lambda row: row.tokens_per_s)
+    others = max(row.tokens_per_s for row in rows if row is not bandit)
+    gain, lead = late.tau - plain.tau, bandit.tokens_per_s / others
+    served = bandit.parts[-1]
+    first = next((change["query"] for number, change in enumerate(_updates(bandit), 1) if number == cold_events), None)
+    total = len(bandit.query_tau)
+    begin = total - served.queries if first is None else max(first, total - served.queries)
+    settled = sum(change["query"] > begin for change in _updates(bandit))
+    share = 100 * settled / max(1, total - begin)
+    note = "" if first is not None else "its cold start was not over"
+    return [
+        Check(f"tau over never, {late.name}", gain, f">= {LEAST_GAIN}", gain >= LEAST_GAIN),
+        Check("tokens/s over the best other policy", lead, ">= 1", lead >= 1, f"best: {best.method}"),
+        Check(f"updates in 100 queries of {served.name}", share, f"<= {MOST_UPDATES}", share <= MOST_UPDATES, note),
+    ]
+
+
+def _updates(row: AdaptRow) -> list[dict[str, Any]]:
+    return [change for change in row.changes if change["what"] in ("head", "full")]
+
+
+class AdaptReport(Report):
+    """Rows of policies: a table by part of the stream, and a picture."""
+
+    def adapted(self) -> list[AdaptRow]:
+        """The rows."""
+        return [row for row in self.rows if isinstance(row, AdaptRow)]
+
+    def tables(self) -> list[Table]:
+        """tau and tokens/s of every part, and what it cost."""
+        rows = self.adapted()
+        title = f"{self.command}: tau (tokens/s) by part, updates counted in; {self.dtype}, {self.threads} threads"
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        table.add_column("method", no_wrap=True)
+        headings = [f"{part.name} ({part.queries})" for part in rows[0].parts]
+        for heading in (*headings, "all", "x never", "updates", "reverts", "training s", "same/tie/wrong"):
+            table.add_column(heading, justify="right")
+        for row in rows:
+            table.add_row(
+                row.method,
+                *(f"{part.tau:.2f} ({part.tokens_per_s:.1f})" for part in row.parts),
+                f"{row.tau:.2f} ({row.tokens_per_s:.1f})",
+                f"{row.speedup:.2f}",
+                str(row.updates),
+                str(row.reverts),
+                f"{row.train_s:.0f}",
+                f"{row.identical}/{row.ties}/{row.wrong}",
+            )
+        return [table]
+
+
+def draw(rows: Sequence[AdaptRow], stream: Sequence[StreamQuery], file: Path) -> None:
+    """tau and tokens/s along the stream, moving means, with the bandit's changes as lines below."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    upper, lower, below = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 1))
+    for number, row in enumerate(rows):
+        colour = f"C{number}"
+        upper.plot(moving_mean(row.query_tau), color=colour, label=row.method)
+        lower.plot(moving_mean(row.query_tokens_per_s), color=colour, label=row.method)
+        for change in row.changes:
+            below.plot(change["query"], row.method, "|", markersize=12, color=CHANGE_COLOURS.get(change["what"], "0.5"))
+    for at in range(1, len(stream)):
+        if stream[at].part != stream[at - 1].part:
+            for panel in (upper, lower, below):
+                panel.axvline(at, color="0.6", linestyle=":")
+    upper.set(ylabel="tau", title=", then ".join(dict.fromkeys(query.part for query in stream)))
+    lower.set(ylabel="tokens/s")
+    below.set(xlabel="query", title="updates: head-only orange, full blue, taken back red")
+    upper.legend(ncols=len(rows), fontsize="small")
+    figure.savefig(file, dpi=130)

@@ -1,0 +1,105 @@
+"""Drafting along texts that are known already: what a head would gain, without a target, a pipeline or a clock.
+
+A text that the target wrote greedily is what it would write again, so a draft tree's accepted path is the part of the
+tree that the text follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from coppice.heads.base import DraftJob
+from coppice.heads.feature_head import FeatureHead
+from coppice.messages.steps import Advance, Features, OpenDraft
+from coppice.speculation.sampling import SamplingParams
+from coppice.speculation.tree import DraftTree, dedup, extend, prune
+from coppice.training.data.target_answers import Lesson
+
+KEY = 0
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Steps, tokens they committed, nodes they would have verified."""
+
+    steps: int = 0
+    tokens: int = 0
+    nodes: int = 0
+
+    @property
+    def tau(self) -> float:
+        """Tokens a step."""
+        return self.tokens / max(1, self.steps)
+
+    def __add__(self, other: Replay) -> Replay:
+        return Replay(self.steps + other.steps, self.tokens + other.tokens, self.nodes + other.nodes)
+
+
+def replay_all(head: FeatureHead[Any], texts: Sequence[tuple[Lesson, int]], budget: int) -> Replay:
+    """Every (text, tokens of its prompt), one after the other."""
+    return sum((replay(head, text, prompt, budget) for text, prompt in texts), Replay())
+
+
+def replay(
+    head: FeatureHead[Any],
+    text: Lesson,
+    prompt: int,
+    budget: int,
+    start: int = 0,
+    at_start: Callable[[], None] = lambda: None,
+) -> Replay:
+    """Draft with at most `budget` nodes a step along a (T,) text whose first `prompt` tokens are given.
+
+    Only steps from position `start` on count; before the first of them `at_start` is called.
+    """
+    ids: list[int] = text.ids.tolist()
+    steps = tokens = nodes = 0
+    try:
+        for _ in head.open(KEY, OpenDraft("", ids[:prompt], SamplingParams(), features=_rows(text, 0, prompt))):
+            pass
+        known = prompt
+        while known + 1 < len(ids):
+            if known >= start > 0:
+                at_start()
+                start = steps = tokens = nodes = 0
+            tree = _drafted(head, DraftJob(KEY, ids[known], known, budget, SamplingParams()), budget)
+            accepted = _followed(tree, ids[known + 1 :])
+            end = min(known + 1 + accepted, len(ids) - 1)  # the next root
+            steps, tokens, nodes = steps + 1, tokens + end - known, nodes + len(tree)
+            head.advance(KEY, Advance(ids[known:end], _rows(text, known, end)))
+            known = end
+    finally:
+        head.close(KEY)
+    return Replay(steps, tokens, nodes)
+
+
+def _rows(text: Lesson, start: int, end: int) -> Features:
+    rows = text.features[start:end].float().contiguous()
+    return Features(start, end - start, "float32", rows.numpy().tobytes())
+
+
+def _drafted(head: FeatureHead[Any], job: DraftJob, budget: int) -> DraftTree:
+    """The tree as the orchestrator would send it."""
+    tree = DraftTree.empty()
+    for growths in head.draft([job]):
+        for growth in growths:
+            tree = extend(tree, growth.nodes.tokens, growth.nodes.parents, growth.nodes.log_probs)
+    merged, _, _ = dedup(tree, np.zeros(len(tree), np.uint64))
+    return prune(merged, budget)[0]
+
+
+def _followed(tree: DraftTree, following: Sequence[int]) -> int:
+    """How many tokens of `following` the tree holds as a path from its root."""
+    edges = zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
+    children = {edge: node for node, edge in enumerate(edges, start=1)}
+    node = depth = 0
+    for token in following:
+        node = children.get((node, token), 0)
+        if not node:
+            break
+        depth += 1
+    return depth

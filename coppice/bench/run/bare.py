@@ -1,0 +1,138 @@
+"""Bare loops in this process: a forward of the target and a draft of each head, without services around them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from coppice.config.sections import DrafterSettings, Settings
+from coppice.engine.batch import Piece, pack
+from coppice.engine.engine import Engine
+from coppice.heads.base import DraftJob, Head
+from coppice.heads.registry import served_head
+from coppice.limits import MAX_TREE_NODES
+from coppice.messages.steps import Advance, Features, OpenDraft
+from coppice.speculation.sampling import SamplingParams
+from coppice.stack.spec import COUNTING_KINDS, HeadSpec, StackSpec
+
+STRIDE = 3  # tokens committed between two timed drafts, about what a draft is good for
+
+
+@dataclass(frozen=True, slots=True)
+class BareDraft:
+    """Medians of a draft, milliseconds: inside the head's nn forward, and with its tree."""
+
+    forward_ms: float = 0.0
+    total_ms: float = 0.0
+
+
+class Bare:
+    """The target and the heads of a stack, set up as its services are. Belongs to the thread that makes it."""
+
+    def __init__(self, spec: StackSpec, settings: Settings, sessions: int, longest: int) -> None:
+        """`sessions`: at once, at most; `longest`: tokens of the longest text. Heads that only count are not timed."""
+        verifier, drafter = settings.verifier, settings.drafter
+        self._threads, self._drafter_threads = verifier.threads, drafter.threads
+        kv_tokens = sessions * (longest + 2 * MAX_TREE_NODES)
+        self._engine = Engine.load(spec.target, device=verifier.device, dtype=verifier.dtype, kv_tokens=kv_tokens)
+        shared = drafter.model_copy(update={"target": str(spec.target), "kv_tokens": kv_tokens})
+        with _torch_threads(self._drafter_threads, self._threads):
+            self._heads: dict[str, Head] = {
+                head.name: served_head(_settings_of(head, shared))
+                for head in spec.heads
+                if head.kind not in COUNTING_KINDS
+            }
+
+    def forward_ms(self, rows: int, context: int, sessions: int = 1) -> float:
+        """Median milliseconds of one forward over `rows` rows a session behind `context` tokens."""
+        self._engine.timings((rows,), sessions=sessions, context=context, repeats=3)  # warm-up
+        return self._engine.timings((rows,), sessions=sessions, context=context)[rows] / 1e6
+
+    def draft(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        sampling: SamplingParams,
+        budget: int,
+        sessions: int = 1,
+        pq: bool = False,
+        coupled: bool = True,
+    ) -> BareDraft:
+        """One head's drafts along a recorded answer, of so many sessions at once; zeros if it counts."""
+        if name not in self._heads:
+            return BareDraft()
+        head, text = self._heads[name], [*prompt, *answer]
+        features = self._features(text, head.description.feature_layers)
+        took = []
+        with _torch_threads(self._drafter_threads, self._threads):
+            try:
+                for key in range(sessions):
+                    opening = OpenDraft(
+                        str(key), list(prompt), sampling, coupled, features.part(0, len(prompt)), want_q_rows=pq
+                    )
+                    for _ in head.open(key, opening):
+                        pass
+                for at in range(len(prompt), len(text), STRIDE):
+                    jobs = [DraftJob(key, text[at], at, budget, sampling, coupled, pq) for key in range(sessions)]
+                    before, began = head.forward_ns, time.perf_counter_ns()
+                    for _ in head.draft(jobs):
+                        pass
+                    took.append((head.forward_ns - before, time.perf_counter_ns() - began))
+                    step = Advance(text[at : at + STRIDE], features.part(at, at + STRIDE))
+                    for key in range(sessions):
+                        head.advance(key, step)
+            finally:
+                for key in range(sessions):
+                    head.close(key)
+        forward_ns, total_ns = np.median(took, axis=0)
+        return BareDraft(float(forward_ns) / 1e6, float(total_ns) / 1e6)
+
+    def _features(self, text: Sequence[int], layers: tuple[int, ...]) -> _TextFeatures:
+        """The target's features of every position of a text; nothing for a head that reads none."""
+        if not layers:
+            return _TextFeatures(None, "")
+        pool = self._engine.pool
+        table = pool.allocate("features", len(text))
+        try:
+            made = self._engine.forward(pack([Piece.chain(table, 0, text)], layers)).features
+        finally:
+            pool.free(table)
+        return _TextFeatures(made, self._engine.info.dtype)
+
+
+def _settings_of(head: HeadSpec, shared: DrafterSettings) -> DrafterSettings:
+    told = {"name": head.name, "kind": head.kind, "path": str(head.path)}
+    return shared.model_copy(update=told | {name.removeprefix("drafter."): value for name, value in head.flags})
+
+
+@dataclass(frozen=True)
+class _TextFeatures:
+    """(N, F) features of a text's positions."""
+
+    rows: torch.Tensor | None
+    dtype: str
+
+    def part(self, start: int, end: int) -> Features | None:
+        """Those of start..end-1 as they go over the wire."""
+        if self.rows is None:
+            return None
+        rows = self.rows[start:end].cpu().contiguous()
+        return Features(start, len(rows), self.dtype, rows.view(torch.uint8).numpy().tobytes())
+
+
+@contextmanager
+def _torch_threads(inside: int, behind: int) -> Iterator[None]:
+    """torch's threads while open and from then on; 0 leaves them."""
+    if inside:
+        torch.set_num_threads(inside)
+    try:
+        yield
+    finally:
+        if behind:
+            torch.set_num_threads(behind)

@@ -1,0 +1,124 @@
+"""What several methods answered to the same prompts at one temperature, and figures that compare them in pairs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from coppice.bench.report import repeat_share
+from coppice.bench.run.peers import PEERS
+from coppice.bench.run.questions import Question
+from coppice.client.completion import Completion
+
+MAX_REPEAT = 0.5  # of an answer's 4-grams: above, it loops, and loops flatter every drafter
+RESAMPLES = 2000
+ENOUGH = 15  # pairs that a figure of speed should rest on
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Tokens/s over other tokens/s, and the bounds of its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Answers by method, one entry a prompt and round, in the same order for all methods."""
+
+    temperature: float
+    answers: Mapping[str, Sequence[Completion]]
+    sessions: int
+    seed: int
+    questions: Sequence[Question] = ()
+    """what was asked, in the order of the answers; empty when nobody wants figures by benchmark"""
+    budget: int = 0
+
+    def __len__(self) -> int:
+        return len(next(iter(self.answers.values())))
+
+    def few_repeats(self) -> Pairs:
+        """The pairs in which at most half of the 4-grams repeat in every method's answer."""
+        kept = [
+            at
+            for at, several in enumerate(zip(*self.answers.values(), strict=True))
+            if all(repeat_share(answer.ids) <= MAX_REPEAT for answer in several)
+        ]
+        return self._some(kept)
+
+    def by_benchmark(self) -> dict[str, Pairs]:
+        """The pairs of each benchmark, in the order of the questions."""
+        places: dict[str, list[int]] = {}
+        for at, question in enumerate(self.questions):
+            places.setdefault(question.benchmark, []).append(at)
+        return {name: self._some(kept) for name, kept in places.items()}
+
+    def _some(self, kept: Sequence[int]) -> Pairs:
+        answers = {method: [mine[at] for at in kept] for method, mine in self.answers.items()}
+        questions = [self.questions[at] for at in kept] if self.questions else ()
+        return replace(self, answers=answers, questions=questions)
+
+    def tau(self, method: str) -> float:
+        """Tokens a target forward behind the prefill."""
+        answers = self.answers[method]
+        return self._tokens(method) / sum(answer.steps for answer in answers)
+
+    def tokens_per_s(self, method: str) -> float:
+        """Pooled tokens over pooled seconds, prefill left out; of all sessions."""
+        return self._tokens(method) / sum(answer.decode_s for answer in self.answers[method]) * self.sessions
+
+    def ratio(self, method: str, over: str) -> Ratio | None:
+        """How much faster one method is than another, with a paired bootstrap; None without that other."""
+        if over not in self.answers:
+            return None
+        figures = np.array(
+            [
+                (sum(mine.accept_lengths), mine.decode_s, sum(theirs.accept_lengths), theirs.decode_s)
+                for mine, theirs in zip(self.answers[method], self.answers[over], strict=True)
+            ]
+        )
+        drawn = np.random.default_rng(self.seed).integers(len(figures), size=(RESAMPLES, len(figures)))
+        sums = np.vstack((figures.sum(0), figures[drawn].sum(1)))  # (1 + RESAMPLES, 4), the pairs themselves first
+        ratios = sums[:, 0] / sums[:, 1] * sums[:, 3] / sums[:, 2]
+        value, (low, high) = float(ratios[0]), np.quantile(ratios[1:], (0.025, 0.975))
+        return Ratio(value, min(value, float(low)), max(value, float(high)))  # rounding may move equal ones apart
+
+    def draft_ms(self, method: str) -> float:
+        """Mean time a step waited for drafts, milliseconds."""
+        answers = self.answers[method]
+        return sum(answer.timings.draft_ns for answer in answers) / sum(answer.steps for answer in answers) / 1e6
+
+    def draft_share(self, method: str) -> float:
+        """Waiting for drafts over step time (T_D% of SpecBlock's table 1, as the pipeline sees it)."""
+        timings = [answer.timings for answer in self.answers[method]]
+        step_ns = sum(sum(timing.step_ns) for timing in timings)
+        return sum(timing.draft_ns for timing in timings) / step_ns if step_ns else 0.0
+
+    def accepted(self, method: str) -> list[float]:
+        """alpha_k: of the steps that accepted k - 1 drafts, the share that accepted one more (k = 1, 2, ...).
+
+        An answer's last step is left out, for the limit of tokens cuts it. Unlike in SpecBlock's figure 5 it is the
+        verified tree that is followed, not a greedy chain: it ends where trees do.
+        """
+        depths = [length - 1 for answer in self.answers[method] for length in answer.accept_lengths[:-1]]
+        reached = [sum(depth >= k for depth in depths) for k in range(max(depths, default=0) + 2)]
+        return [more / some for some, more in pairwise(reached) if some] if reached[1] else []
+
+    def chosen(self, method: str) -> dict[str, float]:
+        """Share of the steps that verified each head's tree; empty unless the method routes between heads."""
+        if method in PEERS or not method.startswith("route"):
+            return {}
+        steps = Counter(at for answer in self.answers[method] for at in answer.routed)
+        return {head: steps[at] / steps.total() for at, head in enumerate(self.answers[method][0].heads)}
+
+    def _tokens(self, method: str) -> int:
+        return sum(sum(answer.accept_lengths) for answer in self.answers[method])

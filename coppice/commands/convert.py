@@ -1,0 +1,36 @@
+"""`coppice convert`: checkpoints from one layout to another."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Convert checkpoints between layouts.", no_args_is_help=True)
+
+LAYOUTS = "specblock, eagle3 or speculators"
+
+
+@app.callback()
+def _group() -> None:
+    pass
+
+
+@app.command("head")
+def convert_head(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Folder with config.json and model.safetensors.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    from_layout: Annotated[str, typer.Option("--from", metavar="LAYOUT", help=LAYOUTS)],
+    to_layout: Annotated[str, typer.Option("--to", metavar="LAYOUT", help=LAYOUTS)],
+) -> None:
+    """Rewrite a draft head in another public layout; every key and shape is checked."""
+    from coppice.errors import InvalidField
+    from coppice.heads import checkpoints as layouts
+
+    for option, layout in (("--from", from_layout), ("--to", to_layout)):
+        if layout not in layouts.LAYOUTS:
+            raise typer.BadParameter(f"{layout!r} is not {LAYOUTS}", param_hint=option)
+    found = layouts.layout_of(source)
+    if found != from_layout:
+        raise InvalidField("from", f"{source} is in the layout {found}")
+    layouts.convert(source, out, next(layout for layout in layouts.LAYOUTS if layout == to_layout))
+    print(f"wrote {out} ({to_layout})")

@@ -1,0 +1,176 @@
+"""`coppice demo`: the whole pipeline on one machine, three answers in colour, then what each policy gains, and proof.
+
+Green tokens were drafted and accepted, red ones are roots, sampled from the target (seeds/specblock figure 6).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from coppice.adaptation.client import AdapterClient
+from coppice.bench.report import (
+    HF_GENERATE,
+    Check,
+    Report,
+    Verdict,
+    exactness_checks,
+    make_row,
+    with_speedups,
+)
+from coppice.client.client import Client
+from coppice.client.completion import Accumulator, Completion
+from coppice.commands.tree_picture import longest, show
+from coppice.machine import usable_cores
+from coppice.messages.generation import Chunk, Origin
+from coppice.prompts.files import FilePrompt, demo_prompts
+from coppice.speculation.sampling import SamplingParams
+from coppice.stack.launch import Stack
+from coppice.stack.redis_server import find_server
+from coppice.stack.spec import StackSpec
+
+if TYPE_CHECKING:
+    from coppice.bench.reference import Reference
+
+NEW_TOKENS = 64
+BUDGET = 8  # in float32 on a CPU every row of a forward costs: a small tree gains more than the default one
+CATEGORIES = ("code", "maths", "story")
+STYLES = {Origin.DRAFT: "green", Origin.ROOT: "red"}
+
+
+def run_demo(console: Console, spec: StackSpec, prompts: Sequence[FilePrompt]) -> Report:
+    """Start the spec's stack, stream the prompts' answers, compare the policies, stop it; returns the report."""
+    more = ", Redis, an adapter" if spec.adapt else ""
+    console.print(f"starting a verifier, {len(spec.heads)} drafter pools{more} and an orchestrator ...")
+    with Stack(spec) as stack, Client(stack.address) as client:
+        console.print(services_table(stack))
+        for number, prompt in enumerate(prompts):
+            stream_coloured(console, client, prompt, trees=number == 0)
+        with _adapter(stack) as adapter:
+            if adapter:
+                adapter.pause()  # policies are compared on the same weights
+            report = _compare(console, stack, client, prompts)
+            if adapter:
+                _show_adapter(console, adapter)
+    unclean = len(stack.unclean)
+    report.checks.append(Check("processes not stopped cleanly", unclean, "0", unclean == 0, ", ".join(stack.unclean)))
+    return report
+
+
+def _adapter(stack: Stack) -> contextlib.AbstractContextManager[AdapterClient | None]:
+    """A client of the stack's adapter, if it has one."""
+    ready = stack.services.get("adapter")
+    return AdapterClient(ready.address) if ready else contextlib.nullcontext()
+
+
+def _show_adapter(console: Console, adapter: AdapterClient) -> None:
+    """What the adapter heard of the answers above."""
+    console.print("\nwhat the adapter heard; paused while policies were compared; `coppice up --adapt` lets it train:")
+    for head in adapter.status():
+        console.print(
+            f"{head.head}: {head.queries} queries, version {head.version}, "
+            f"{sum(replica.current for replica in head.replicas)} of {len(head.replicas)} drafters up to date",
+            style="dim",
+            highlight=False,
+        )
+
+
+def pick_prompts(prompts: Sequence[FilePrompt]) -> list[FilePrompt]:
+    """The first prompt of each of the demo's categories."""
+    first = {prompt.category: prompt for prompt in reversed(prompts)}
+    return [first[category] for category in CATEGORIES if category in first]
+
+
+def services_table(stack: Stack) -> Table:
+    """What runs where."""
+    table = Table("service", "address", "metrics", "pid")
+    for name, ready in stack.services.items():
+        table.add_row(name, ready.address, ready.metrics or "-", str(ready.pid))
+    return table
+
+
+def stream_coloured(console: Console, client: Client, prompt: FilePrompt, trees: bool = False) -> Completion:
+    """Print one greedy answer as it comes: accepted drafts green, roots red, and below it how many were drafted.
+
+    trees: also draw the draft tree of the step that accepted most.
+    """
+    console.print(Text(f"\n{prompt.category or 'prompt'}: {prompt.prompt}", style="bold"))
+    answer = Accumulator()
+    for event in client.stream(prompt.prompt, max_new_tokens=NEW_TOKENS, ignore_eos=True, trees=trees):
+        answer.add(event)
+        if isinstance(event, Chunk):
+            for piece, origin in zip(event.pieces, event.origins, strict=True):
+                console.print(Text(piece, style=STYLES[origin]), end="", soft_wrap=True)
+    told = answer.completion()
+    drafted = sum(origin is Origin.DRAFT for origin in told.origins)
+    console.print(
+        Text(f"\n{drafted} of {told.new_tokens} tokens drafted, tau {told.tau:.2f}, {told.tokens_per_s:.1f} tokens/s"),
+        style="dim",
+    )
+    tree = longest(told.trees)
+    if tree:
+        console.print("the draft tree of the step that accepted most:", style="dim")
+        show(tree, console)
+    return told
+
+
+def _compare(console: Console, stack: Stack, client: Client, prompts: Sequence[FilePrompt]) -> Report:
+    """Every method on every prompt in alternating order, each answer judged by transformers' own."""
+    from coppice.bench.reference import Reference
+
+    console.print("\nloading the target once more, in plain transformers, to compare with ...")
+    told = stack.settings.verifier
+    reference = Reference(stack.spec.target, told.dtype, told.device, told.threads)
+    ids = [reference.encode(prompt.prompt) if isinstance(prompt.prompt, str) else prompt.prompt for prompt in prompts]
+    methods = [HF_GENERATE, "plain", *(f"single:{head.name}" for head in stack.spec.heads), "route", "merge"]
+    for method in methods:
+        _answer(method, ids[0], client, reference, new_tokens=8)  # warm
+    answers: dict[str, list[Completion]] = {method: [] for method in methods}
+    for number, prompt in enumerate(ids):
+        for method in methods if number % 2 == 0 else reversed(methods):
+            answers[method].append(_answer(method, prompt, client, reference))
+    stack.check()
+    report = Report("demo", told.dtype, told.threads, told.device)
+    budget = stack.settings.orchestrator.budget
+    expected = [answer.ids for answer in answers[HF_GENERATE]]
+    rows = []
+    for method in methods:
+        verdicts: list[Verdict] = [
+            reference.judge(prompt, answer.ids, SamplingParams(), wanted)
+            for prompt, answer, wanted in zip(ids, answers[method], expected, strict=True)
+        ]
+        rows.append(make_row(method, answers[method], verdicts, budget if answers[method][0].heads else 0))
+    report.rows = with_speedups(rows)
+    trained = any(head.path for head in stack.spec.heads)
+    report.checks = exactness_checks(report.rows, told.dtype, trained, NEW_TOKENS)
+    return report
+
+
+def _answer(
+    method: str, ids: Sequence[int], client: Client, reference: Reference, new_tokens: int = NEW_TOKENS
+) -> Completion:
+    if method == HF_GENERATE:
+        return reference.greedy(ids, new_tokens).as_completion(len(ids))
+    return client.generate(ids, policy=method, max_new_tokens=new_tokens, ignore_eos=True)
+
+
+def demo(console: Console, json_file: Path | None = None) -> bool:
+    """The command: the shipped models and prompts in float32. Returns whether every check held."""
+    spec = StackSpec.demo(
+        dtype="float32",
+        policy="route",
+        budget=BUDGET,
+        verifier_threads=usable_cores(),  # the adapter does not train here
+        adapt=find_server() is not None,
+    )
+    report = run_demo(console, spec, pick_prompts(demo_prompts()))
+    report.print(console)
+    if json_file:
+        report.write(json_file)
+    return report.ok

@@ -1,0 +1,1 @@
+"""Settings of every process: flag, then COPPICE_SECTION__NAME, then YAML, then default."""

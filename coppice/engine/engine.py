@@ -1,0 +1,239 @@
+"""The target behind one boundary: forward(PackedBatch) -> logits and features. Knows nothing of requests or sampling.
+
+Everything here, loading included, runs on one thread of the caller's choice: two OpenMP pools fight.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from coppice.engine.attention import NAME, UnsupportedModel, using
+from coppice.engine.attention_plan import plan_forward
+from coppice.engine.batch import PackedBatch, Piece, pack
+from coppice.engine.kv_cache import BlockTable, KVPool
+from coppice.engine.kv_layout import read_layout
+from coppice.engine.linear import compile_ahead, fuse, prepack
+from coppice.engine.self_check import SelfCheck, self_check
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MIN_FEATURE_LAYERS = 6  # below, 2, L//2 and L-3 are out of order or out of range
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What is served. vocab_size is the width of the logits: every token id is below it."""
+
+    vocab_size: int
+    max_context: int
+    layers: int
+    hidden_size: int
+    eos_ids: tuple[int, ...]
+    dtype: str
+    feature_layers: tuple[int, ...]  # those drafters want by default; empty when the model has too few layers
+
+
+@dataclass(frozen=True)
+class ForwardOutput:
+    """logits: (R, V). features: (T, len(feature_layers) * H), or None when none were asked for; both model dtype.
+
+    forward_ns: time inside the model's forward, nanoseconds.
+    """
+
+    logits: Tensor
+    features: Tensor | None
+    forward_ns: int
+
+
+class Engine:
+    """A causal language model with a paged KV pool."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        kv_tokens: int,
+        block_size: int = 32,
+        feature_layers: tuple[int, ...] | None = None,
+    ) -> None:
+        """Take over a model: it attends through the pool from now on.
+
+        kv_tokens: capacity of the pool. feature_layers: the default ones (2, L//2, L-3) when None. Raises
+        UnsupportedModel, and ValueError for feature layers that the model does not have.
+        """
+        self.model = model.train(False).requires_grad_(False)
+        model.set_attn_implementation(NAME)
+        layout = read_layout(model)
+        self.layout = layout
+        self.pool = KVPool(
+            layers=layout.layers,
+            kv_heads=layout.kv_heads,
+            head_dim=layout.head_dim,
+            tokens=kv_tokens,
+            block_size=block_size,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self._decoder_layers = _decoder_layers(model, layout.layers)
+        if feature_layers is None:
+            count = layout.layers
+            feature_layers = (2, count // 2, count - 3) if count >= MIN_FEATURE_LAYERS else ()
+        self.info = EngineInfo(
+            vocab_size=layout.vocab_size,
+            max_context=_max_context(model, kv_tokens),
+            layers=layout.layers,
+            hidden_size=model.config.get_text_config().hidden_size,
+            eos_ids=_eos_ids(model),
+            dtype=str(model.dtype).removeprefix("torch."),
+            feature_layers=feature_layers,
+        )
+        self._check_feature_layers(feature_layers)
+        fuse(model)
+        prepack(model)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        kv_tokens: int,
+        block_size: int = 32,
+        feature_layers: tuple[int, ...] | None = None,
+    ) -> Engine:
+        """The model of a local folder (config.json and safetensors; no code of its own), checked against itself.
+
+        dtype: float32, bfloat16 or float16. Raises ValueError for another, OSError when the folder has no such model,
+        UnsupportedModel, and SelfCheckError.
+        """
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            Path(path), dtype=DTYPES[dtype], local_files_only=True, use_safetensors=True, trust_remote_code=False
+        )
+        engine = cls(model.to(device), kv_tokens=kv_tokens, block_size=block_size, feature_layers=feature_layers)
+        engine.self_check()
+        compile_ahead(engine.model)
+        return engine
+
+    def forward(self, batch: PackedBatch) -> ForwardOutput:
+        """One pass over all rows; their keys and values are in the pool afterwards.
+
+        The spans' tables hold prefix_len + num_rows tokens. Raises ValueError for feature layers the model does not
+        have.
+        """
+        self._check_feature_layers(batch.feature_layers)
+        device = self.pool.data.device
+        # All rows wanted is the common case, and then nothing needs picking.
+        keep: int | Tensor = 0 if len(batch.logits_to_keep) == len(batch.tokens) else batch.logits_to_keep.to(device)
+        with torch.inference_mode():
+            plans = plan_forward(batch, self.pool, self.layout.group, self.layout.windows)
+            tokens, positions = batch.tokens.to(device)[None], batch.positions.to(device)[None]
+            # Says that nothing is padding; without it transformers searches the positions for packed texts of its own.
+            present = torch.ones(tokens.shape, dtype=torch.bool, device=device)
+            start = time.perf_counter_ns()
+            with using(plans.__getitem__), self._tapped(batch.feature_layers) as hidden:
+                logits = self.model(
+                    input_ids=tokens,
+                    attention_mask=present,
+                    position_ids=positions,
+                    use_cache=False,
+                    logits_to_keep=keep,
+                ).logits
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            forward_ns = time.perf_counter_ns() - start
+            wanted = [hidden[index] for index in batch.feature_layers]
+            features = torch.cat(wanted, dim=-1)[0] if wanted else None
+        return ForwardOutput(logits[0], features, forward_ns)
+
+    def timings(
+        self, rows: Sequence[int], *, sessions: int = 1, context: int = 300, repeats: int = 15
+    ) -> dict[int, int]:
+        """Median nanoseconds of a bare forward, plan included, for each number of rows a session.
+
+        Borrows room for sessions * (context + rows) tokens from the pool; raises OutOfBlocks when there is none.
+        """
+        timings: dict[int, int] = {}
+        for count in rows:
+            tables: list[BlockTable] = []
+            try:
+                tables += (self.pool.allocate(f"timing-{s}", context + count) for s in range(sessions))
+                batch = pack([Piece.chain(table, context, [0] * count, range(count)) for table in tables])
+                took: list[int] = []
+                for _ in range(repeats):
+                    start = time.perf_counter_ns()
+                    self.forward(batch)
+                    took.append(time.perf_counter_ns() - start)
+            finally:
+                for table in tables:
+                    self.pool.free(table)
+            timings[count] = int(statistics.median(took))
+        return timings
+
+    def self_check(self) -> SelfCheck:
+        """Compare with eager attention; raises SelfCheckError."""
+        return self_check(self)
+
+    def _check_feature_layers(self, wanted: tuple[int, ...]) -> None:
+        for index in wanted:
+            # The last hidden state is left out: transformers gives it after the final norm.
+            if not 0 <= index < self.info.layers:
+                raise ValueError(f"feature layer {index} is not among 0..{self.info.layers - 1} of this model")
+
+    @contextmanager
+    def _tapped(self, wanted: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+        """Collects hidden states while open: layer i's input is hidden_states[i]. Free when none are wanted."""
+        hidden: dict[int, Tensor] = {}
+
+        def tap(index: int) -> RemovableHandle:
+            def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                hidden[index] = args[0] if args else kwargs["hidden_states"]
+
+            return self._decoder_layers[index].register_forward_pre_hook(keep, with_kwargs=True)
+
+        handles = [tap(index) for index in wanted]
+        try:
+            yield hidden
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
+    """The outermost list of `count` modules: lists inside a layer (experts) come later in the walk."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise UnsupportedModel(f"{type(model).__name__} has no list of {count} decoder layers")
+
+
+def _max_context(model: PreTrainedModel, otherwise: int) -> int:
+    """Longest text, tokens."""
+    config = model.config.get_text_config()
+    longest = int(getattr(config, "max_position_embeddings", None) or otherwise)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for kind in [rope] if "rope_type" in rope else rope.values():
+        # These rotate by the longest text *in the batch*: beyond their first length, sessions would change each other.
+        if kind and kind.get("rope_type") in ("dynamic", "longrope"):
+            longest = min(longest, int(kind.get("original_max_position_embeddings") or longest))
+    return longest
+
+
+def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    for config in (model.generation_config, model.config.get_text_config()):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+    return ()

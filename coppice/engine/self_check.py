@@ -1,0 +1,123 @@
+"""Does packed attention say what the model says? The engine asks itself once, before it serves anybody."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from coppice.engine.attention import NAME
+from coppice.engine.batch import Piece, pack
+
+if TYPE_CHECKING:
+    from coppice.engine.engine import Engine
+
+# A tree of 12 rows with four leaves, the root at row 0; siblings and cousins that do not see each other.
+_PARENTS = (-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 8, 9)
+_DEPTHS = (0, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 5)
+_PREFIX = 40  # tokens, when no window asks for more
+_MAX_PREFIX = 1024  # bounds the check of a large model; a larger window is not crossed
+# Largest difference allowed, relative to the spread of the logits.
+_TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+# Share of the rows that may exceed it. In 16 bits rounding alone can send a row to another expert; a wrong scale,
+# window or mask spoils nearly all rows.
+_ROWS_OFF = {torch.float32: 0.0, torch.bfloat16: 0.25, torch.float16: 0.25}
+
+
+class SelfCheckError(RuntimeError):
+    """Packed attention and eager attention disagree: the engine must not serve."""
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """What was compared: logits of `rows` rows after `prefix_len` tokens.
+
+    max_difference: largest absolute logit difference. tolerance: what was allowed. rows_off: rows that exceeded it.
+    argmax_differs: rows whose best token differs. window_crossed: the prefix was longer than every window.
+    """
+
+    rows: int
+    prefix_len: int
+    max_difference: float
+    tolerance: float
+    rows_off: int
+    argmax_differs: int
+    window_crossed: bool
+
+
+def self_check(engine: Engine) -> SelfCheck:
+    """Compare a tree, alone and packed beside another session, with eager attention over each of its paths.
+
+    The prefix goes in as two chunks and spans two sliding windows where 1,024 tokens suffice. Raises SelfCheckError
+    with the figures, OutOfBlocks when the pool is too small for it.
+    """
+    window = max((window for window in engine.layout.windows if window is not None), default=0)
+    room = min(engine.info.max_context, engine.pool.free_tokens // 2) - len(_PARENTS)
+    prefix_len = max(1, min(max(_PREFIX, 2 * window), _MAX_PREFIX, room))
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(engine.info.vocab_size, (prefix_len + len(_PARENTS),), generator=random).tolist()
+    prefix, tree = ids[:prefix_len], ids[prefix_len:]
+
+    packed = _packed_logits(engine, prefix, tree)
+    expected = _eager_logits(engine, prefix, tree).repeat(2, 1)  # (2 * rows, V)
+    differences = (packed - expected).abs().amax(dim=-1)  # (2 * rows,)
+    spread = (expected - expected.mean(dim=-1, keepdim=True)).abs().max()
+    tolerance = _TOLERANCE[engine.model.dtype] * float(spread)
+    check = SelfCheck(
+        rows=len(packed),
+        prefix_len=prefix_len,
+        max_difference=float(differences.max()),
+        tolerance=tolerance,
+        rows_off=int((~(differences <= tolerance)).sum()),  # `not <=`, so that NaN is off
+        argmax_differs=int((packed.argmax(dim=-1) != expected.argmax(dim=-1)).sum()),
+        window_crossed=prefix_len > window,
+    )
+    if check.rows_off > _ROWS_OFF[engine.model.dtype] * check.rows:
+        raise SelfCheckError(f"packed attention differs from eager attention: {check}")
+    return check
+
+
+def _packed_logits(engine: Engine, prefix: list[int], tree: list[int]) -> Tensor:
+    """(2 * rows, V) float32: the tree's rows verified alone, then beside a shorter session."""
+    length = len(prefix)
+    table = engine.pool.allocate("selfcheck", length + len(tree))
+    other = None
+    try:
+        other = engine.pool.allocate("selfcheck-other", length // 2 + 1)
+        for start, stop in ((0, length // 2), (length // 2, length)):
+            if stop > start:
+                engine.forward(pack([Piece.chain(table, start, prefix[start:stop])]))
+        rows = Piece(table, length, tree, _PARENTS, _DEPTHS, range(len(tree)))
+        alone = engine.forward(pack([rows])).logits
+        beside = engine.forward(pack([Piece.chain(other, 0, prefix[: length // 2 + 1]), rows])).logits
+        return torch.cat([alone, beside]).float()
+    finally:
+        engine.pool.free(table)
+        if other is not None:
+            engine.pool.free(other)
+
+
+def _eager_logits(engine: Engine, prefix: list[int], tree: list[int]) -> Tensor:
+    """(rows, V) float32: each row's logits from a plain causal forward of the model over prefix + path."""
+    leaves = [row for row in range(len(tree)) if row not in _PARENTS]
+    paths: list[list[int]] = []
+    for row in leaves:
+        path = [row]
+        while _PARENTS[path[0]] >= 0:
+            path.insert(0, _PARENTS[path[0]])
+        paths.append(path)
+    depth = max(map(len, paths))
+    # Shorter paths are filled up on the right, which a causal model cannot see.
+    texts = [prefix + [tree[row] for row in path] + [0] * (depth - len(path)) for path in paths]
+    model = engine.model
+    model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            text = torch.tensor(texts, device=model.device)
+            logits = model(input_ids=text, use_cache=False, logits_to_keep=depth).logits.float()  # (leaves, depth, V)
+    finally:
+        model.set_attn_implementation(NAME)
+    rows = {row: logits[leaf, step] for leaf, path in enumerate(paths) for step, row in enumerate(path)}
+    return torch.stack([rows[row] for row in range(len(tree))])

@@ -1,0 +1,1 @@
+"""Draft heads: what proposes trees, from counting text to blocks of tokens in one forward."""

@@ -1,0 +1,169 @@
+"""What every kind of draft head does for a drafter: hold sessions by key and draft for many of them at once.
+
+A head knows nothing of streams, fences or threads. Its drafter calls it from one thread (the one that owns torch),
+has checked ids, budgets and lengths, and turns what it raises into the end of one session.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coppice.errors import InvalidField, Overloaded
+from coppice.messages.steps import Advance, Features, HeadDescription, OpenDraft, WeightsHeader
+from coppice.speculation.sampling import SamplingParams
+from coppice.speculation.tree import DraftTree
+
+if TYPE_CHECKING:
+    from coppice.weights.staging import Staging
+
+WARM_IDS, WARM_ROWS = 16, 12  # of the text that a head warms up with: its prompt, and what a step adds at most
+WARM_BUDGET = 5  # times the rows: large trees too
+
+
+@dataclass(frozen=True, slots=True)
+class DraftJob:
+    """One tree that is wanted: below `root`, which stands at absolute position `committed_len`.
+
+    A child of the root is drawn at position committed_len + 1, a node of depth d at committed_len + d: noise of other
+    positions couples with nothing.
+    """
+
+    key: int
+    root: int
+    committed_len: int
+    budget: int
+    sampling: SamplingParams
+    coupled: bool = True
+    want_q_rows: bool = False
+
+    @property
+    def noisy(self) -> bool:
+        """Whether candidates are ranked with the target's noise; greedy drawing has none."""
+        return self.coupled and self.sampling.temperature > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Nodes to append to one job's tree; parents are numbers in the whole tree."""
+
+    job: int
+    """index into the jobs of the call"""
+    nodes: DraftTree
+    last: bool
+    """nothing more comes for this job"""
+    q_rows: NDArray[np.float32] | None = None
+    """(len(nodes), vocab_size) probabilities the nodes were sampled from; only for jobs that want them"""
+
+
+class Spare(ABC):
+    """New weights, all but in use: the next draft reads them once `swap` was called."""
+
+    @abstractmethod
+    def swap(self) -> None:
+        """Exchange them with the old ones, which this object then holds: between two drafts, on the head's thread.
+
+        Raises StaleFence when the head's weights are no longer those that the push was checked against.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free the old weights, which takes a while: on another thread than the head's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """How far a head was from the target's token where its draft left the text."""
+
+    value: float
+    """1 - r, r the probability at T=1 that the head gave the token; 1 when its vocabulary does not have it"""
+    hidden: NDArray[np.float32]
+    """(hidden,) normed state that the token was predicted from"""
+
+
+class Head(ABC):
+    """One set of draft weights and the sessions drafting with it.
+
+    `description` says kind, vocabulary width (0: any id will do), weights version and the target layers whose features
+    are needed; its session counts are the drafter's business. `forward_ns` is the time spent inside the head's own nn
+    forward since construction and only grows, also while `draft` is between two yields; a head without one leaves it 0.
+    """
+
+    description: HeadDescription
+    forward_ns: int = 0
+
+    @abstractmethod
+    def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
+        """Start session `key` on a prompt, a bounded chunk of work for each item taken from the iterator.
+
+        `key` must be new. Between two items the drafter serves other sessions, but nothing of this one before the
+        iterator is exhausted. Raises InvalidField for what this head cannot do (`want_q_rows` without a vocabulary).
+        """
+
+    @abstractmethod
+    def close(self, key: int) -> None:
+        """Forget session `key`, whose opening may have failed or never begun: an unknown key is no error."""
+
+    @abstractmethod
+    def advance(self, key: int, advance: Advance) -> Miss | None:
+        """Append committed ids, the earlier root first, with their features and the rejection if they were sent.
+
+        `key` must be open. Changes this session alone. Leave forwards to `draft`, where sessions share them. Returns
+        what the head's last draft missed by, when the session wants misses and the rejection is about that draft.
+        """
+
+    @abstractmethod
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        """Draft for several sessions together and yield what grew as soon as it exists.
+
+        Keys must be open and distinct. Each job ends with exactly one Growth that has `last`; of what it holds in all,
+        at most MAX_TREE_NODES nodes, the `budget` likeliest count. Scores are those of coupled drafting when the job is
+        `coupled` at T > 0:
+        log_softmax(log_softmax(logits / T) + noise(seed, position, id)) of each row, summed along the path. With
+        `want_q_rows` the tree is a sampled chain whose length does not depend on the tokens drawn (the p/q rule is
+        exact only then). Nothing that a later draft depends on changes, save caches: the same job may come again,
+        also after an exception, which spoils no other session.
+        """
+
+    def warm_up(self) -> None:
+        """Draft some made-up trees, so that the first real ones take no longer than later ones.
+
+        Libraries prepare for every new number of rows, beside packed layers (`compile_ahead`) in all else that they
+        compute: up to 25 ms a draft here, both together.
+        """
+        key, length = -1, WARM_IDS
+        opening = OpenDraft("", [0] * length, SamplingParams(), features=self.blank_features(0, length))
+        try:
+            for _ in self.open(key, opening):
+                pass
+            for rows in range(1, WARM_ROWS + 1):
+                for temperature in (0.0, 1.0):
+                    sampling = SamplingParams(temperature=temperature)
+                    for _ in self.draft([DraftJob(key, 0, length, WARM_BUDGET * rows, sampling)]):
+                        pass
+                self.advance(key, Advance([0] * rows, self.blank_features(length, rows)))
+                length += rows
+        except Overloaded:  # its KV has room for hardly anything
+            return
+        finally:
+            self.close(key)
+
+    def blank_features(self, start: int, count: int) -> Features | None:
+        """Zeros for the target features of `count` positions; None when this head reads none."""
+        return None
+
+    def staging(self, header: WeightsHeader) -> Staging:
+        """Where the parts of a push of weights go. Any thread may ask; raises what Staging raises.
+
+        Raises InvalidField when this head has no weights that can be replaced.
+        """
+        raise InvalidField("header.head", f"a {self.description.kind} head has no weights that can be replaced")
+
+    def spare(self, staging: Staging) -> Spare:
+        """Check a push that is complete and make it ready. On any thread, beside drafts; raises what Staging raises."""
+        raise NotImplementedError

@@ -1,0 +1,352 @@
+"""Checkpoints of draft heads in the layouts that others publish: SpecBlock's own, EAGLE-3's, and speculators' (vLLM);
+for the kinds that nobody else has in our shape (`OWN`) in one of ours.
+
+A folder holds config.json and model.safetensors. Every key and shape must be the layout's; nothing is unpickled. The
+token embedding comes from the target.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from coppice.engine.linear import SIBLINGS
+from coppice.errors import InvalidField
+from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
+from coppice.heads.models.falcon import FalconConfig, FalconModel
+from coppice.heads.models.layers import HeadConfig
+from coppice.heads.models.medusa import MedusaConfig, MedusaModel
+from coppice.heads.models.parallelspec import ParallelSpecConfig, ParallelSpecModel
+from coppice.heads.models.specblock import SpecBlockConfig, SpecBlockModel
+
+M = TypeVar("M", bound=nn.Module)
+C = TypeVar("C", bound=HeadConfig)
+Layout = Literal["specblock", "eagle3", "speculators"]
+LAYOUTS: tuple[Layout, ...] = ("specblock", "eagle3", "speculators")
+"""those that others read, too"""
+OwnLayout = Literal["medusa", "parallelspec", "falcon"]
+OWN: tuple[OwnLayout, ...] = ("medusa", "parallelspec", "falcon")
+SHAPES: Mapping[str, tuple[type[HeadConfig], Callable[[Any], nn.Module]]] = MappingProxyType(
+    {
+        "specblock": (SpecBlockConfig, SpecBlockModel),
+        "eagle3": (Eagle3Config, Eagle3Model),
+        "medusa": (MedusaConfig, MedusaModel),
+        "parallelspec": (ParallelSpecConfig, ParallelSpecModel),
+        "falcon": (FalconConfig, FalconModel),
+    }
+)
+"""Configuration and model of each kind of head."""
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+_PATH = "drafter.path"
+_KIND = "coppice_head"  # in config.json of a layout of our own: which one
+_NULLABLE = {"rank_norm_topk"}  # null says something else than nothing
+_OPTIONAL = {"embed_tokens.weight", "input_layer.embed_tokens.weight", "verifier_norm.weight", "t2d"}
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
+_OUTPUT = ("lm_head.weight",)
+_TO_SAFETENSORS = (
+    "convert it where you trust it: python -c \"import torch, safetensors.torch as s; s.save_file(torch.load('{0}', "
+    "weights_only=True), '{1}')\""
+)
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[M, C]):
+    """A head in float32 on the CPU, and what it takes from its target."""
+
+    model: M
+    config: C
+    embedding: Tensor
+    """(vocabulary, hidden), the target's"""
+
+
+@dataclass(frozen=True)
+class TargetParts:
+    """What a head must know of its target."""
+
+    hidden_size: int
+    vocab_size: int
+    layers: int
+    embedding: Tensor
+
+    @property
+    def feature_layers(self) -> tuple[int, int, int]:
+        """The hidden states that EAGLE-3 and SpecBlock read (0: the embeddings)."""
+        return 2, self.layers // 2, self.layers - 3
+
+
+def read_target(folder: str | Path) -> TargetParts:
+    """Sizes and token embedding of a target's folder. Raises InvalidField."""
+    path = Path(folder)
+    if not folder or not (path / CONFIG).is_file():
+        raise InvalidField("drafter.target", f"no Hugging Face model folder: {str(folder)!r}")
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).get_text_config()
+    embedding = _find_tensor(path, _EMBEDDINGS)
+    if embedding is None:
+        raise InvalidField("drafter.target", f"{folder} holds no token embedding in safetensors")
+    return TargetParts(config.hidden_size, len(embedding), config.num_hidden_layers, embedding)
+
+
+def read_output(folder: str | Path) -> Tensor:
+    """(V, hidden) of a target's output layer, which may be its embedding. Raises InvalidField."""
+    own = _find_tensor(Path(folder), _OUTPUT)
+    return read_target(folder).embedding if own is None else own
+
+
+def _find_tensor(folder: Path, names: tuple[str, ...]) -> Tensor | None:
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118
+                if key.endswith(names):
+                    found: Tensor = tensors.get_tensor(key)
+                    return found
+    return None
+
+
+def layout_of(folder: str | Path) -> Layout | OwnLayout:
+    """Which layout a folder's config.json announces. Raises InvalidField."""
+    config = _read_config(Path(folder))
+    if _KIND in config:
+        for own in OWN:
+            if config[_KIND] == own:
+                return own
+        raise InvalidField(_PATH, f"{folder} holds a {config[_KIND]!r} head; there are {', '.join(OWN)}")
+    if "speculators_model_type" in config or "Eagle3Speculator" in config.get("architectures", ()):
+        return "speculators"
+    return "specblock" if "diffspec_draft_token_num" in config else "eagle3"
+
+
+def load_head(kind: OwnLayout, folder: str | Path, target: str | Path) -> Loaded[Any, Any]:
+    """A head in a layout of our own. Raises InvalidField naming the first thing that does not fit."""
+    path = Path(folder)
+    if (found := layout_of(path)) != kind:
+        raise InvalidField(_PATH, f"{folder} is a checkpoint in the layout {found}, not a {kind} head")
+    return _for_target(path, _read(path, _read_config(path), *SHAPES[kind]), read_target(target))
+
+
+def load_specblock(folder: str | Path, target: str | Path) -> Loaded[SpecBlockModel, SpecBlockConfig]:
+    """A SpecBlock head. Raises InvalidField naming the first thing that does not fit."""
+    return _for_target(Path(folder), read_specblock(Path(folder)), read_target(target))
+
+
+def load_eagle3(folder: str | Path, target: str | Path) -> Loaded[Eagle3Model, Eagle3Config]:
+    """An EAGLE-3 head, from its own layout or speculators'. Raises InvalidField naming the first thing that is off."""
+    return _for_target(Path(folder), read_eagle3(Path(folder)), read_target(target))
+
+
+def read_specblock(folder: Path) -> SpecBlockModel:
+    """A SpecBlock checkpoint by itself, in float32. Raises InvalidField."""
+    if layout_of(folder) != "specblock":
+        raise InvalidField(_PATH, f"{folder} is no SpecBlock checkpoint: config.json has no diffspec_draft_token_num")
+    return _read(folder, _read_config(folder), SpecBlockConfig, SpecBlockModel)
+
+
+def read_eagle3(folder: Path) -> Eagle3Model:
+    """An EAGLE-3 checkpoint by itself, in its own layout or speculators', in float32. Raises InvalidField."""
+    layout, told = layout_of(folder), _read_config(folder)
+    if layout in ("specblock", *OWN):
+        raise InvalidField(_PATH, f"{folder} is a {_TITLES.get(layout, layout)} checkpoint, not one of EAGLE-3")
+    if layout == "eagle3":
+        return _read(folder, told, Eagle3Config, Eagle3Model)
+    nested = told.get("transformer_layer_config")
+    if not isinstance(nested, dict):
+        raise InvalidField(_PATH, "config.json has no transformer_layer_config")
+    own = {name: told[name] for name in _SPECULATORS if told.get(name) is not None}
+    told = nested | own | {"num_hidden_layers": 1, "feature_layers": told.get("eagle_aux_hidden_state_layer_ids")}
+    return _read(folder, told, Eagle3Config, Eagle3Model, _SPECULATORS_LAYER)
+
+
+_MIDLAYER, _SPECULATORS_LAYER = "midlayer.", "layers.0."
+_SPECULATORS = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc")
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidField(_PATH, f"{folder / CONFIG}: {error}") from None
+    if not isinstance(config, dict):
+        raise InvalidField(_PATH, f"{folder / CONFIG} is no JSON object")
+    return config
+
+
+def _read(folder: Path, told: Mapping[str, Any], shape: type[C], build: Callable[[Any], M], layer: str = "") -> M:
+    """`layer`: what the file calls EAGLE-3's midlayer, when it has another name for it."""
+    given = {name: value for name, value in told.items() if value is not None or name in _NULLABLE}
+    try:
+        config = shape.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "sizes"
+        raise InvalidField(_PATH, f"{folder / CONFIG}: {where}: {first['msg']}") from None
+    model = build(config)
+    tensors = _public_tensors(folder, config, layer)
+    _check(tensors, public_state(model, config), folder / WEIGHTS)
+    model.load_state_dict({name: fused_tensor(tensors, name) for name in model.state_dict()})
+    _check_ids(tensors["d2t"], config, folder / WEIGHTS)
+    return model.float()
+
+
+def _for_target(folder: Path, model: Any, target: TargetParts) -> Loaded[Any, Any]:
+    """The head with what it takes from its target, which it must fit."""
+    config: HeadConfig = model.config
+    for name, has, wants in (
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("target_hidden_size", config.target_hidden_size, target.hidden_size),
+        ("hidden_size", config.hidden_size, target.embedding.shape[1]),
+    ):
+        if has != wants:
+            raise InvalidField(_PATH, f"{folder / CONFIG}: {name} is {has}, the target's is {wants}")
+    layers = config.feature_layers or target.feature_layers
+    if len(layers) != 3 or not all(2 <= at < target.layers for at in layers):
+        raise InvalidField(_PATH, f"features of layers {layers} need a deeper target than one of {target.layers}")
+    return Loaded(model, config.model_copy(update={"feature_layers": layers}), target.embedding.float())
+
+
+def _public_tensors(folder: Path, config: HeadConfig, layer: str) -> dict[str, Tensor]:
+    """The file's tensors under EAGLE-3's or SpecBlock's names; `layer` is what the file calls EAGLE-3's midlayer."""
+    file = folder / WEIGHTS
+    if not file.is_file():
+        pickled = folder / "pytorch_model.bin"
+        hint = f": {pickled.name} is a pickle, {_TO_SAFETENSORS.format(pickled, file)}" if pickled.exists() else ""
+        raise InvalidField(_PATH, f"no {file}{hint}")
+    try:
+        tensors = load_file(file)
+    except SafetensorError as error:
+        raise InvalidField(_PATH, f"{file}: {error}") from None
+    tensors = {
+        _MIDLAYER + name.removeprefix(layer) if layer and name.startswith(layer) else name: tensor
+        for name, tensor in tensors.items()
+        if name not in _OPTIONAL
+    }
+    if "d2t" not in tensors:
+        if config.draft_vocab_size != config.vocab_size:
+            mapping = folder / "vocab_mapping.pt"
+            hint = f"; {mapping.name} is a pickle: put its d2t into {WEIGHTS} yourself" if mapping.exists() else ""
+            raise InvalidField(_PATH, f"{file}: no d2t, which a reduced vocabulary needs{hint}")
+        tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
+    return tensors
+
+
+def _check(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], file: Path) -> None:
+    for name in sorted(wanted.keys() - given.keys()):
+        raise InvalidField(_PATH, f"{file}: {name} is missing")
+    for name in sorted(given.keys() - wanted.keys()):
+        raise InvalidField(_PATH, f"{file}: {name} is unknown")
+    for name, tensor in given.items():
+        if tensor.shape != wanted[name].shape:
+            has, wants = list(tensor.shape), list(wanted[name].shape)
+            raise InvalidField(_PATH, f"{file}: {name} has shape {has}, expected {wants}")
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise InvalidField(_PATH, f"{file}: {name} is not finite")
+
+
+def _check_ids(d2t: Tensor, config: HeadConfig, file: Path) -> None:
+    ids = torch.arange(config.draft_vocab_size) + d2t
+    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(set(ids.tolist())) != len(ids):
+        raise InvalidField(_PATH, f"{file}: d2t does not name {config.draft_vocab_size} ids of {config.vocab_size}")
+
+
+_TITLES = {"specblock": "SpecBlock", "eagle3": "EAGLE-3"}
+_ARCHITECTURES = {"specblock": "SpecBlock", "eagle3": "LlamaForCausalLMEagle3"}
+_FUSED = MappingProxyType(dict(zip(("qkv_proj", "gate_up_proj"), SIBLINGS, strict=True)))
+
+
+def public_names(name: str) -> tuple[str, ...]:
+    """The public names of what one tensor of a model's own state holds, in order along its first dimension."""
+    module, _, kind = name.rpartition(".")
+    owner, _, module = module.rpartition(".")
+    if module not in _FUSED:
+        return (name,)
+    return tuple(f"{owner}.{part}.{kind}" for part in _FUSED[module])
+
+
+def public_state(model: nn.Module, config: HeadConfig) -> dict[str, Tensor]:
+    """The model's tensors under the public names of its own layout, fused projections taken apart."""
+    query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    sizes = {3: (query, key, key), 2: (config.intermediate_size,) * 2}
+    public: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        names = public_names(name)
+        pieces = tensor.split(sizes[len(names)]) if len(names) > 1 else (tensor,)
+        public |= zip(names, pieces, strict=True)
+    return public
+
+
+def fused_tensor(public: Mapping[str, Tensor], name: str) -> Tensor:
+    """The tensor `name` of a model's own state, made of public ones."""
+    pieces = [public[part] for part in public_names(name)]
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+
+def public_weights(model: nn.Module, config: HeadConfig) -> dict[str, Tensor]:
+    """What may be trained and replaced: the public tensors that hold numbers, not ids, detached, as float32."""
+    return {name: tensor.float() for name, tensor in public_state(model, config).items() if tensor.is_floating_point()}
+
+
+def kind_of(config: HeadConfig) -> str:
+    """The kind of head that a configuration is of."""
+    return next(kind for kind, (shape, _) in SHAPES.items() if type(config) is shape)
+
+
+def save_head(folder: Path, model: nn.Module, config: HeadConfig, layout: Layout | OwnLayout, target: str = "") -> None:
+    """Write a head: in the layout of its kind, or speculators' for EAGLE-3. Embeddings stay with the target.
+
+    Raises InvalidField when the layout cannot hold this kind of head. `target` is told to speculators' readers.
+    """
+    kind = kind_of(config)
+    if layout not in ((kind, "speculators") if kind == "eagle3" else (kind,)):
+        raise InvalidField("layout", f"{layout} does not hold a {_TITLES.get(kind, kind)} head")
+    tensors = public_state(model, config)
+    known = torch.zeros(config.vocab_size, dtype=torch.bool)
+    known[torch.arange(config.draft_vocab_size) + tensors["d2t"]] = True
+    tensors["t2d"] = known
+    told = config.model_dump(by_alias=True)
+    if layout == "speculators":
+        tensors = {
+            _SPECULATORS_LAYER + name.removeprefix(_MIDLAYER) if name.startswith(_MIDLAYER) else name: tensor
+            for name, tensor in tensors.items()
+        }
+        told = _speculators_config(told, target)
+    else:
+        told |= {"architectures": [_ARCHITECTURES[kind]]} if kind in _ARCHITECTURES else {_KIND: kind}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
+    (folder / CONFIG).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def _speculators_config(told: Mapping[str, Any], target: str) -> dict[str, Any]:
+    own = {name: told[name] for name in _SPECULATORS}
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1}
+    return own | {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.2.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": target, "architectures": []},
+        },
+        "eagle_aux_hidden_state_layer_ids": told["feature_layers"] or None,
+        "transformer_layer_config": {
+            name: value for name, value in told.items() if name not in (*own, "feature_layers")
+        },
+    }
+
+
+def convert(source: Path, out: Path, layout: Layout) -> None:
+    """Write the head of `source` in another layout. Raises InvalidField."""
+    model: Any = read_specblock(source) if layout_of(source) == "specblock" else read_eagle3(source)
+    save_head(out, model, model.config, layout)

@@ -1,0 +1,56 @@
+"""`falcon`: blocks of K tokens a forward, verified as a static tree (SpecBlock, appendix A.4)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coppice.config.sections import DrafterSettings
+from coppice.heads.block_head import BlockHead
+from coppice.heads.checkpoints import load_head
+from coppice.heads.models.falcon import FalconModel
+from coppice.heads.models.specblock import BUCKETS
+
+FIRST, OTHERS = 0.6, 0.25
+"""how often a slot's best token is the target's and how often one of its others, roughly and of no head in particular:
+between what `coppice bench rank` prints of two trained heads"""
+
+
+def prior(width: int) -> NDArray[np.float32]:
+    """(width,) log-probabilities that the static tree gives to a slot's tokens, by rank: the others fall as 1 / rank^2.
+
+    In 1024ths, so that sums are exact: of equal ones the earlier node is taken, on every machine.
+    """
+    rank = np.arange(1, width)
+    chances = np.concatenate(([FIRST], OTHERS / (rank * (rank + 1))))
+    return (np.round(np.log(chances) * 1024) / 1024).astype(np.float32)
+
+
+class FalconHead(BlockHead[FalconModel]):
+    """A trained Falcon drafter.
+
+    Which nodes a tree has and where its later blocks start depends on the ranks of tokens in their slots, never on what
+    the model gives them: the tree grows as that of a drafter whose slots are all as sure as `prior` says.
+    """
+
+    anytime = False  # a receiver would prune what a later block displaces by the model's scores
+
+    def __init__(self, settings: DrafterSettings) -> None:
+        """Load `settings.path` for the target of `settings.target`, on the thread that will use it.
+
+        Raises InvalidField on a folder that is not exactly a Falcon checkpoint for this target.
+        """
+        width = settings.of_kind().top_k
+        self.worth = prior(width + 1)  # one more for a greedy token that noise puts behind the others
+        loaded = load_head("falcon", settings.path, settings.target)
+        super().__init__(settings, "falcon", loaded, (width,) * BUCKETS)
+
+    def buckets(self, logits: Tensor, normed: Tensor) -> Tensor:
+        """The same everywhere."""
+        return torch.ones(logits.shape[:-1], dtype=torch.int64, device=self.device)
+
+    def _visible(self, rows: int) -> NDArray[np.bool_]:
+        """The relaxed causal mask: all slots of the rows so far, the later ones of the same row too."""
+        return np.tri(rows, dtype=np.bool_).repeat(self.slots, axis=0).repeat(self.slots, axis=1)

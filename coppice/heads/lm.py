@@ -1,0 +1,174 @@
+"""`lm`: any small causal language model with the target's tokenizer drafts a chain or a top-k tree (SpS).
+
+Every level of the tree is one packed forward over the frontiers of all waiting sessions. The tree is grown as EAGLE-2
+does: the best `top_k` nodes of a level are expanded, and the `budget` best candidates of all levels are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coppice.config.sections import DrafterSettings
+from coppice.engine.batch import Earlier, Piece, pack
+from coppice.engine.engine import Engine
+from coppice.engine.kv_cache import BlockTable, OutOfBlocks
+from coppice.errors import Overloaded
+from coppice.heads.base import DraftJob, Growth, Head
+from coppice.heads.level_tree import Growing
+from coppice.messages.steps import Advance, HeadDescription, OpenDraft
+from coppice.speculation.sampling import uniform
+from coppice.speculation.sampling_torch import noise
+
+PREFILL_ROWS = 512
+_CHAIN_STREAM = 3  # randomness of the sampled chains of the p/q rule
+
+
+@dataclass
+class _Session:
+    table: BlockTable
+    ids: list[int]
+    in_kv: int = 0  # ids whose keys and values are in place
+
+
+@dataclass
+class _Growing(Growing):
+    session: _Session = field(kw_only=True)
+    positions: list[int] = field(default_factory=list)  # of the expanded nodes
+
+
+class LanguageModelHead(Head):
+    """A Hugging Face causal LM as a drafter, on the packed engine the verifier uses."""
+
+    def __init__(self, settings: DrafterSettings) -> None:
+        """Load the model of `settings.path`, on the thread that will use it. Raises what Engine.load raises."""
+        settings = settings.of_kind()
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        self.engine = Engine.load(
+            settings.path, device=settings.device, dtype=settings.dtype, kv_tokens=settings.kv_tokens
+        )
+        self.settings = settings
+        info = self.engine.info
+        width = min(settings.vocab_size or info.vocab_size, info.vocab_size)
+        self.description = HeadDescription(settings.name or "lm", "lm", width)
+        self.max_context = min(settings.max_context or info.max_context, info.max_context)
+        self._sessions: dict[int, _Session] = {}
+
+    def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
+        """Prefill the prompt chunk by chunk. Raises Overloaded without KV room."""
+        ids = opening.ids[: self.max_context]  # what lies behind is never drafted from
+        try:
+            table = self.engine.pool.allocate(str(key), len(ids))
+        except OutOfBlocks as error:
+            raise Overloaded(str(error)) from None
+        session = self._sessions[key] = _Session(table, list(opening.ids))
+        while session.in_kv < len(ids) - 1:  # the last id's row is the first draft's
+            chunk = ids[session.in_kv : session.in_kv + PREFILL_ROWS]
+            self._forward([Piece.chain(table, session.in_kv, chunk)])
+            session.in_kv += len(chunk)
+            yield
+
+    def close(self, key: int) -> None:
+        """Free the session's KV."""
+        session = self._sessions.pop(key, None)
+        if session is not None:
+            self.engine.pool.free(session.table)
+
+    def advance(self, key: int, advance: Advance) -> None:
+        """Remember the ids; their rows ride on the next draft's first forward."""
+        self._sessions[key].ids += advance.ids
+
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        """Grow all trees level by level; each is sent when it is complete, ranked as a whole."""
+        growing = [_Growing(job, session=self._sessions[job.key]) for job in jobs]
+        active = [tree for tree in growing if self._start(tree)]
+        depth = 0
+        while active:
+            logits = self._forward([self._piece(tree, depth) for tree in active])
+            for tree in active:  # only now: a forward that failed wrote nothing
+                tree.session.in_kv = tree.job.committed_len
+            depth += 1
+            first = 0
+            for tree in active:
+                count = len(tree.frontier)
+                self._grow(tree, logits[first : first + count], depth)
+                first += count
+            active = [tree for tree in active if len(tree.frontier)]
+        yield [tree.finish(number) for number, tree in enumerate(growing)]
+
+    def _start(self, tree: _Growing) -> bool:
+        """Whether there is anything to draft and room for it; takes the KV room."""
+        job, session = tree.job, tree.session
+        room = job.committed_len + 1 + self.settings.top_k * self.settings.depth
+        if job.budget == 0 or job.committed_len + 1 + self.settings.depth > self.max_context:
+            return False
+        try:
+            self.engine.pool.extend(session.table, max(room, session.table.num_tokens))
+        except OutOfBlocks:
+            return False
+        return True
+
+    def _piece(self, tree: _Growing, depth: int) -> Piece:
+        """The rows of the next forward: what was committed and the root, later a level's frontier."""
+        session, prefix = tree.session, tree.job.committed_len + 1
+        if depth == 0:
+            chunk = [*session.ids[session.in_kv : tree.job.committed_len], tree.job.root]
+            return Piece.chain(session.table, session.in_kv, chunk, [len(chunk) - 1])
+        count, earlier = len(tree.frontier), Earlier(tree.enter_frontier(), np.array(tree.positions, np.int64))
+        tree.positions += [prefix + depth - 1] * count
+        return Piece(
+            table=session.table,
+            prefix_len=prefix,
+            tokens=tree.frontier_tokens.tolist(),
+            parents=[-1] * count,
+            depths=[depth - 1] * count,
+            keep=range(count),
+            earlier=earlier,
+        )
+
+    def _grow(self, tree: _Growing, logits: Tensor, depth: int) -> None:
+        """Add the children of the frontier and choose the next one."""
+        job = tree.job
+        wanted = 1 if job.want_q_rows else self.settings.top_k
+        last = min(self.settings.depth, job.budget)
+        if job.want_q_rows:
+            token, score = self._sample(tree, logits, depth)
+            tree.extend(np.array([[token]]), np.array([[score]]), wanted, depth < last)
+            return
+        scores = draft_scores(logits[:, : self.description.vocab_size], job, depth)
+        top = scores.topk(min(wanted, scores.shape[1]))
+        tree.extend(top.indices.cpu().numpy(), top.values.cpu().numpy(), wanted, depth < last)
+
+    def _sample(self, tree: _Growing, logits: Tensor, depth: int) -> tuple[int, float]:
+        """The next token and its score of a chain sampled from q, whose row is kept for the p/q rule."""
+        job = tree.job
+        q = (
+            (logits[0, : self.description.vocab_size].double() / (job.sampling.temperature or 1.0))
+            .softmax(-1)
+            .cpu()
+            .numpy()
+        )
+        drawn = uniform(job.sampling.seed, job.committed_len + depth, _CHAIN_STREAM)
+        token = min(int(np.searchsorted(q.cumsum(), drawn, side="right")), len(q) - 1)
+        tree.q_rows.append(q.astype(np.float32))
+        return token, min(0.0, float(np.log(max(q[token], 1e-30))))
+
+    def _forward(self, pieces: Sequence[Piece]) -> Tensor:
+        output = self.engine.forward(pack(pieces))
+        self.forward_ns += output.forward_ns
+        return output.logits
+
+
+def draft_scores(logits: Tensor, job: DraftJob, depth: int) -> Tensor:
+    """(n, V) scores of the children at `depth` of one job's nodes: log q, or at T > 0 log q reweighted by the keyed
+    noise of the position they stand at (coupled drafting, docs/architecture.md)."""
+    scores = (logits.float() / (job.sampling.temperature or 1.0)).log_softmax(-1)
+    if not job.noisy:
+        return scores
+    positions = torch.tensor([job.committed_len + depth])
+    return (scores + noise(job.sampling.seed, positions, scores.shape[1]).to(scores)).log_softmax(-1)

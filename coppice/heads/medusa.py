@@ -1,0 +1,37 @@
+"""`medusa`: K independent heads on the target's features, a tree over their likeliest tokens (SpecBlock, A.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from coppice.config.sections import DrafterSettings
+from coppice.heads.base import DraftJob
+from coppice.heads.checkpoints import load_head
+from coppice.heads.feature_head import Session
+from coppice.heads.models.medusa import MedusaModel
+from coppice.heads.parallel_head import ParallelHead
+
+
+class MedusaHead(ParallelHead[MedusaModel]):
+    """A trained set of Medusa heads: they read the last committed position's features alone, and not the root."""
+
+    def __init__(self, settings: DrafterSettings) -> None:
+        """Load `settings.path` for the target of `settings.target`, on the thread that will use it.
+
+        Raises InvalidField on a folder that is not exactly a Medusa checkpoint for this target.
+        """
+        super().__init__(settings, "medusa", load_head("medusa", settings.path, settings.target))
+
+    def _prefill(self, session: Session, upto: int) -> None:
+        session.done = upto  # nothing is kept of a position
+
+    def _say(self, jobs: Sequence[DraftJob]) -> Tensor:
+        rows, ends = self._query_rows(jobs)
+        return self.timed(self._logits, rows.features[ends])
+
+    def _logits(self, features: Tensor) -> Tensor:
+        states = self.model(features)
+        return torch.stack([self.model.read(states[:, slot], slot) for slot in range(self.deepest)], dim=1)

@@ -1,0 +1,70 @@
+"""The EAGLE-3 drafter as a torch module: one layer over the token embedding beside the fused features."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import PositiveInt
+from torch import Tensor, nn
+
+from coppice.heads.models.layers import MLP, Attend, Attention, HeadConfig, Rope, norm_of
+
+
+class Eagle3Config(HeadConfig):
+    """Sizes of an EAGLE-3 head."""
+
+    num_hidden_layers: PositiveInt = 1
+    norm_before_residual: bool = False
+    """the residual is the normed hidden state (speculators)"""
+    norm_before_fc: bool = False
+    """features are normed before they are fused (speculators)"""
+
+
+class _MidLayer(nn.Module):
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.hidden_norm, self.input_layernorm = norm_of(config), norm_of(config)
+        self.post_attention_layernorm = norm_of(config)
+        self.self_attn, self.mlp = Attention(config, inputs=2), MLP(config)
+        self.normed_residual = config.norm_before_residual
+
+    def forward(self, embedding: Tensor, hidden: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        normed = self.hidden_norm(hidden)
+        states = torch.cat((self.input_layernorm(embedding), normed), dim=-1)
+        hidden = (normed if self.normed_residual else hidden) + self.self_attn(states, rope, attend)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+class Eagle3Model(nn.Module):
+    """Everything but the token embedding, which is the target's and frozen."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.config = config
+        wide = 3 * config.target_hidden_size
+        self.fc = nn.Linear(wide, config.hidden_size, bias=False)
+        self.input_norm = norm_of(config, wide) if config.norm_before_fc else None
+        self.midlayer = _MidLayer(config)
+        self.norm = norm_of(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rotary = config.rotary()
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+
+    def condition(self, features: Tensor) -> Tensor:
+        """(..., 3 * target hidden) features to (..., hidden) fused ones."""
+        out: Tensor = self.fc(features if self.input_norm is None else self.input_norm(features))
+        return out
+
+    def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
+        """The rotary factors of (B, N) positions, (B, N, D) each."""
+        return self.rotary(positions, dtype)
+
+    def forward(self, hidden: Tensor, embedding: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        """(B, N, hidden) fused features or own states, and token embeddings -> (B, N, hidden) un-normed states."""
+        out: Tensor = self.midlayer(embedding, hidden, rope, attend)
+        return out
+
+    def read(self, states: Tensor) -> Tensor:
+        """(..., hidden) states -> (..., draft vocabulary) logits."""
+        out: Tensor = self.lm_head(self.norm(states))
+        return out

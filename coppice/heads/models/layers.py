@@ -1,0 +1,186 @@
+"""What feature-fed draft heads are made of: a configuration, pre-norm attention with rotary positions, a gated MLP.
+
+Shaped as the layers of Llama, Qwen3 and Mistral are. Projections that read the same input are one matrix here; the
+public layouts keep them apart (coppice/heads/checkpoints.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""query (B, H, T, D), key and value (B, KVH, T, D) of the rows -> (B, T, H, D)"""
+
+_MANY_ROWS, _PART = 16, 64
+
+Rope = tuple[Tensor, Tensor]
+"""cosines and sines, (B, T, D) each"""
+
+
+class HeadConfig(BaseModel):
+    """A draft head's sizes, under the names of the public checkpoints' config.json."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt = 0  # filled in: num_attention_heads
+    head_dim: PositiveInt = 0  # filled in: hidden_size / num_attention_heads
+    num_hidden_layers: PositiveInt
+    vocab_size: PositiveInt
+    draft_vocab_size: PositiveInt = 0  # filled in: vocab_size
+    target_hidden_size: PositiveInt = 0  # filled in: hidden_size
+    rms_norm_eps: PositiveFloat = 1e-6
+    max_position_embeddings: PositiveInt = 4096
+    rope_theta: PositiveFloat = 10_000.0
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    attention_bias: bool = False
+    hidden_act: str = Field("silu", pattern="^silu$")
+    feature_layers: tuple[NonNegativeInt, ...] = ()
+    """target layers the head reads; empty: 2, L // 2 and L - 3 of the target's L"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            heads, hidden = data.get("num_attention_heads"), data.get("hidden_size")
+            filled = {
+                "num_key_value_heads": heads,
+                "head_dim": hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None,
+                "draft_vocab_size": data.get("vocab_size"),
+                "target_hidden_size": hidden,
+            }
+            data = data | {name: value for name, value in filled.items() if data.get(name) is None and value}
+        return data
+
+    @model_validator(mode="after")
+    def _fits(self) -> HeadConfig:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError("num_attention_heads is no multiple of num_key_value_heads")
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError("draft_vocab_size is larger than vocab_size")
+        return self
+
+    @property
+    def group(self) -> int:
+        """Query heads for each key head."""
+        return self.num_attention_heads // self.num_key_value_heads
+
+    def rotary(self) -> Rotary:
+        """The rotary embedding that the configuration asks for."""
+        rope = self.rope_parameters or {"rope_type": "default", **(self.rope_scaling or {})}
+        config = LlamaConfig(
+            hidden_size=self.hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_position_embeddings,
+            rope_parameters={"rope_theta": self.rope_theta, **rope},
+        )
+        return Rotary(LlamaRotaryEmbedding(config))
+
+
+class Rotary:
+    """Rotary factors. No module: the frequencies stay float32 when a model is moved to another dtype."""
+
+    def __init__(self, like: LlamaRotaryEmbedding) -> None:
+        self._frequencies: Tensor = torch.cat((like.inv_freq, like.inv_freq)).float()  # (D,)
+        self._scaling: float = like.attention_scaling
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rope:
+        """(B, T) positions to (B, T, D) factors."""
+        self._frequencies = self._frequencies.to(positions.device)
+        angles = positions[..., None] * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self._scaling != 1.0:
+            cos, sin = cos * self._scaling, sin * self._scaling
+        return cos.to(dtype), sin.to(dtype)
+
+
+def rotate(states: Tensor, rope: Rope) -> Tensor:
+    """(B, H, T, D) states at their rotary positions."""
+    cos, sin = rope[0][:, None], rope[1][:, None]
+    first, second = states.chunk(2, dim=-1)
+    return states * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Grouped-query attention whose inputs are `inputs` times as wide as its output."""
+
+    def __init__(self, config: HeadConfig, inputs: int = 1) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        width, hidden = (self.heads + 2 * self.kv_heads) * self.dim, config.hidden_size
+        self.qkv_proj = nn.Linear(inputs * hidden, width, bias=config.attention_bias)
+        self.o_proj = nn.Linear(self.heads * self.dim, hidden, bias=False)
+
+    def forward(self, states: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        """(B, T, inputs * hidden) -> (B, T, hidden)."""
+        rows, length = states.shape[:2]
+        qkv = self.qkv_proj(states).view(rows, length, -1, self.dim).transpose(1, 2)
+        value = qkv[:, -self.kv_heads :]
+        turned = rotate(qkv[:, : -self.kv_heads], rope)
+        query, key = turned[:, : self.heads], turned[:, self.heads :]
+        out: Tensor = self.o_proj(attend(query, key, value).flatten(2))
+        return out
+
+
+class MLP(nn.Module):
+    """The gated MLP."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(..., hidden) -> (..., hidden)."""
+        gate, up = self.gate_up_proj(states).chunk(2, dim=-1)
+        out: Tensor = self.down_proj(F.silu(gate) * up)
+        return out
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's, whose weights take the states' format: the fused kernel wants both alike, also where one is cast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., size) -> (..., size)."""
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+def norm_of(config: HeadConfig, size: int = 0) -> RMSNorm:
+    """An RMS norm over `size` (0: the hidden size) values."""
+    return RMSNorm(size or config.hidden_size, eps=config.rms_norm_eps)
+
+
+def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(..., count) largest of (..., V) values, best first, and where they are.
+
+    `topk` on a CPU walks every row value by value. Of many rows, find the parts with the largest maxima first, which is
+    vectorised: no other part holds one of the `count` largest.
+    """
+    width = rows.shape[-1]
+    if rows.is_cuda or rows.numel() < _MANY_ROWS * width or width % _PART or width < count * _PART:
+        found = rows.topk(count, dim=-1)
+        return found.values, found.indices
+    parts = rows.reshape(-1, width // _PART, _PART)
+    near = parts.amax(-1).topk(count, dim=-1).indices  # (N, count)
+    first = torch.arange(0, len(parts) * parts.shape[1], parts.shape[1])[:, None]
+    held = parts.flatten(0, 1).index_select(0, (near + first).flatten()).view(len(parts), -1)
+    values, at = held.topk(count, dim=-1)
+    places = near.gather(-1, at // _PART) * _PART + at % _PART
+    shape = (*rows.shape[:-1], count)
+    return values.view(shape), places.view(shape)

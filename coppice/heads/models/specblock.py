@@ -1,0 +1,91 @@
+"""The SpecBlock drafter as a torch module (SpecBlock, sections 3.1 and 3.2, appendix B), for training and serving."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor, nn
+
+from coppice.heads.models.block import BlockConfig, BlockInput, BlockModel, Layer
+from coppice.heads.models.layers import Attend, Rope, largest, norm_of
+
+RANK_FEATURES = 15
+RANK_HIDDEN = 256
+BUCKETS = 4
+_TOP = 10
+
+
+class SpecBlockConfig(BlockConfig):
+    """Sizes of a SpecBlock head."""
+
+    num_hidden_layers: PositiveInt = 2
+    slots: PositiveInt = Field(4, alias="diffspec_draft_token_num", description="K, positions a block predicts")
+    rank_norm_topk: PositiveInt | None = 20
+    """the rank features are normalised over the so many most probable ids, None: over all; as released: 20"""
+    block_rope_advance: bool = False
+    """whether a later block's rotary positions move on by the depth it starts at; the released weights' do not"""
+    prefix_broadcast: bool = True
+    """whether every slot reads condition and token, not the first alone (ablation)"""
+    layer_shift: bool = True
+    """whether slot k - 1 is mixed into slot k between layers (ablation)"""
+
+
+class SpecBlockModel(BlockModel):
+    """Layers with the shift between them, and the rank head."""
+
+    config: SpecBlockConfig
+
+    def __init__(self, config: SpecBlockConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden, layers = config.hidden_size, config.num_hidden_layers
+        self.input_layer = BlockInput(config)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(layers))
+        self.shift_proj = nn.ModuleList(
+            nn.Linear(2 * hidden, hidden, bias=False) for _ in range(layers - 1 if config.layer_shift else 0)
+        )
+        self.norm = norm_of(config)
+        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+        self.rank_head = nn.Sequential(
+            nn.Linear(hidden + RANK_FEATURES, RANK_HIDDEN, bias=False),
+            nn.SiLU(),
+            nn.Linear(RANK_HIDDEN, BUCKETS, bias=False),
+        )
+        self.rotary = config.rotary()
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+
+    def forward(self, condition: Tensor, token: Tensor, rope: Rope, attends: Sequence[Attend]) -> Tensor:
+        """Blocks of (B, N, hidden) conditions and token embeddings -> (B, N, K, hidden) un-normed last-layer states.
+
+        attends: one for each layer, over the N * K slots in row-major order.
+        """
+        states: Tensor = self.input_layer(condition, token, self.config.prefix_broadcast)
+        shape = states.shape
+        for number, (layer, attend) in enumerate(zip(self.layers, attends, strict=True)):
+            if number and self.config.layer_shift:
+                before = torch.cat((states[..., :1, :], states[..., :-1, :]), dim=-2)
+                states = self.shift_proj[number - 1](torch.cat((states, before), dim=-1))  # equation 3
+            states = layer(states.reshape(shape[0], -1, shape[-1]), rope, attend).view(shape)
+        return states
+
+    def rank(self, normed: Tensor, logits: Tensor) -> Tensor:
+        """(..., 4) bucket logits; no gradient reaches the trunk (equation 4)."""
+        features = rank_features(logits.detach(), self.config.rank_norm_topk)
+        out: Tensor = self.rank_head(torch.cat((normed.detach(), features.to(normed.dtype)), dim=-1))
+        return out
+
+
+def rank_features(logits: Tensor, norm_topk: int | None = None) -> Tensor:
+    """(..., 15) float32 summary of draft distributions (appendix B).
+
+    Log-probabilities of the ten most probable ids, logit gaps 1-2, 1-3 and 1-5, p(top-1), entropy in nats.
+    """
+    logits = logits.float()
+    top, _ = largest(logits, max(_TOP, norm_topk or 0))
+    log_probs = (logits if norm_topk is None else top[..., :norm_topk]).log_softmax(-1)
+    best = top[..., :_TOP] - top[..., :1] + log_probs.amax(-1, keepdim=True)
+    gaps = top[..., :1] - top[..., [1, 2, 4]]
+    entropy = -(log_probs.exp() * log_probs).sum(-1, keepdim=True)
+    return torch.cat((best, gaps, best[..., :1].exp(), entropy), dim=-1)

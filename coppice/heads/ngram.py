@@ -1,0 +1,218 @@
+"""The heads without weights: a tree grown best first from what a session's own text says of the next token."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coppice.config.sections import DrafterSettings
+from coppice.errors import InvalidField
+from coppice.heads.base import DraftJob, Growth, Head
+from coppice.heads.bigram import Bigram
+from coppice.heads.lookup import Lookup
+from coppice.messages.steps import Advance, HeadDescription, OpenDraft
+from coppice.speculation.sampling import (
+    DRAFT_STREAM,
+    GAMMA,
+    MASK_64,
+    TOKEN_STREAM,
+    decode_row,
+    draw,
+    mix,
+    position_key,
+)
+from coppice.speculation.tree import DraftTree
+
+CHUNK = 4096  # prompt ids counted before other sessions get their turn
+LEAST_REST = 1e-6  # mass left to tokens that are no candidates: no draft is certain
+LEAST_TEMPERATURE = 1e-3  # below it scores are those of this one, still finite
+EXP_EULER_GAMMA = 1.7810724179901979  # exp of the mean of Gumbel noise
+
+
+class TextModel(Protocol):
+    """What one session's text says of the next token. A state is a place behind the root."""
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Append committed ids."""
+
+    def start(self, root: int) -> Any:
+        """The state behind the root."""
+
+    def follow(self, state: Any, token: int) -> Any:
+        """The state after one of the state's followers."""
+
+    def followers(self, state: Any) -> dict[int, float]:
+        """A bounded number of candidates, with probabilities that sum to less than 1."""
+
+
+def draft_scores(candidates: dict[int, float], job: DraftJob, position: int, width: int) -> list[tuple[float, int]]:
+    """(log-score, id) of the `width` best candidates of one row, best first, all below 0.
+
+    Greedy scores are the log-probabilities. At T > 0 they are log_softmax(log q / T + noise at the position) when the
+    job is coupled, without the noise when it is not. All tokens that are no candidates stand in the softmax as one,
+    with the mean of the noise and the mass they have at T = 1: it is that of many tokens, so T says little about it.
+    """
+    if job.sampling.temperature == 0 or not candidates:
+        weights = [(q, token) for token, q in candidates.items()]
+        total = 1.0
+    else:
+        power = 1 / max(job.sampling.temperature, LEAST_TEMPERATURE)
+        mass, most = sum(candidates.values()), max(candidates.values())
+        rest = max(1 - mass, LEAST_REST)
+        weights = [((q / most) ** power, token) for token, q in candidates.items()]
+        scale = mass / sum(weight for weight, _ in weights)
+        if job.coupled:
+            # exp(score + Gumbel noise) is the weight over an exponential variable: no logarithm for each candidate.
+            key = position_key(job.sampling.seed, position, TOKEN_STREAM)
+            weights = [(weight / _exponential(key, token), token) for weight, token in weights]
+            rest *= EXP_EULER_GAMMA
+        total = rest / scale + sum(weight for weight, _ in weights)
+    best = sorted(weights, key=itemgetter(0), reverse=True)[:width]
+    return [(min(math.log(weight / total), -LEAST_REST), token) for weight, token in best if weight > 0]
+
+
+@lru_cache(1 << 14)  # rows of one level share candidates, and the next step drafts some of the same positions
+def _exponential(key: int, token: int) -> float:
+    """exp(-g) of the token's noise g in `sampling.noise`; for a handful of ids numpy would be the main cost."""
+    return -math.log(((mix(key + token * GAMMA & MASK_64) >> 12) + 0.5) * 2.0**-52)
+
+
+class _Row(NamedTuple):
+    """What may follow one node: the node, its score, the state behind it, its children's level and scored ids."""
+
+    parent: int
+    score: float
+    state: Any
+    level: int
+    best: list[tuple[float, int]]
+
+
+def grow(model: TextModel, job: DraftJob, depth: int, width: int) -> DraftTree:
+    """The `budget` best nodes at most `depth` deep, of each row's `width` best: best-first on the sum of log-scores.
+
+    A score is below its parent's, so nodes leave the heap in order of score and parents before children.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    log_probs: list[float] = []
+    order = itertools.count()  # first come first served among equal scores
+    heap: list[tuple[float, int, _Row, int]] = []  # score times -1, tie-breaker, row, place in the row
+
+    def push(row: _Row, place: int) -> None:
+        if place < len(row.best):
+            heapq.heappush(heap, (-(row.score + row.best[place][0]), next(order), row, place))
+
+    def open_row(parent: int, score: float, state: Any, level: int) -> None:
+        best = draft_scores(model.followers(state), job, job.committed_len + level, width)
+        push(_Row(parent, score, state, level, best), 0)
+
+    if job.budget:
+        open_row(0, 0.0, model.start(job.root), 1)
+    while heap and len(tokens) < job.budget:
+        negated, _, row, place = heapq.heappop(heap)
+        token = row.best[place][1]
+        tokens.append(token)
+        parents.append(row.parent)
+        log_probs.append(-negated)
+        push(row, place + 1)  # it could not come before this one
+        if row.level < depth and len(tokens) < job.budget:
+            open_row(len(tokens), -negated, model.follow(row.state, token), row.level + 1)
+    return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(log_probs, np.float32))
+
+
+def sample_chain(model: Bigram, job: DraftJob, depth: int) -> tuple[DraftTree, NDArray[np.float32]]:
+    """A chain of min(budget, depth) tokens drawn from the model's rows after G, and those rows (n, vocab_size).
+
+    Drawn with a stream of its own: the p/q rule needs drafts that are independent of its accept and residual draws.
+    """
+    tokens: list[int] = []
+    log_probs: list[float] = []
+    rows = np.zeros((min(job.budget, depth), model.vocab_size), np.float32)
+    token, score = job.root, 0.0
+    for level, row in enumerate(rows, start=1):
+        ids, row_log_probs = decode_row(np.log(model.row(token)), job.sampling)
+        row[ids] = np.exp(row_log_probs)
+        token = draw(ids, row_log_probs, job.sampling.seed, job.committed_len + level, DRAFT_STREAM)
+        score += float(row_log_probs[np.searchsorted(ids, token)])
+        tokens.append(token)
+        log_probs.append(score)
+    return DraftTree.chain(np.array(tokens, np.int64), np.array(log_probs, np.float32)), rows
+
+
+class NgramHead(Head):
+    """Sessions that draft from their own text; they share nothing but an immutable base model."""
+
+    def __init__(self, settings: DrafterSettings, new_model: Callable[[], TextModel]) -> None:
+        self.description = HeadDescription(settings.name or settings.kind, settings.kind, settings.vocab_size)
+        settings = settings.of_kind()
+        self._depth, self._width = settings.depth, settings.top_k
+        self._new_model = new_model
+        self._models: dict[int, TextModel] = {}
+
+    def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
+        """Count the prompt, a chunk at a time."""
+        model = self._new_model()
+        if opening.want_q_rows:
+            if not isinstance(model, Bigram):
+                raise InvalidField("open.want_q_rows", f"a {self.description.kind} head does not sample")
+            if not model.vocab_size:
+                raise InvalidField("open.want_q_rows", "this drafter does not know the vocabulary (drafter.vocab_size)")
+        self._models[key] = model
+        for start in range(0, len(opening.ids), CHUNK):
+            model.extend(opening.ids[start : start + CHUNK])
+            yield
+
+    def close(self, key: int) -> None:
+        """Forget the session's text."""
+        self._models.pop(key, None)
+
+    def advance(self, key: int, advance: Advance) -> None:
+        """Count the committed ids."""
+        self._models[key].extend(advance.ids)
+
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        """Session by session: there is no forward to share, so each tree goes out when it is ready."""
+        for index, job in enumerate(jobs):
+            model = self._models[job.key]
+            if job.want_q_rows and isinstance(model, Bigram):
+                chain, rows = sample_chain(model, job, self._depth)
+                yield [Growth(index, chain, last=True, q_rows=rows)]
+            else:
+                yield [Growth(index, grow(model, job, self._depth, self._width), last=True)]
+
+
+def lookup_head(settings: DrafterSettings) -> NgramHead:
+    """A head that looks up what followed the same tokens earlier in the session."""
+    return NgramHead(settings, Lookup)
+
+
+def bigram_head(settings: DrafterSettings) -> NgramHead:
+    """A head that counts pairs of the session's tokens, over the counts of `settings.path` if that is set."""
+    base = _read_base(settings) if settings.path else None
+    return NgramHead(settings, lambda: Bigram(settings.vocab_size, base))
+
+
+def _read_base(settings: DrafterSettings) -> Bigram:
+    """Count a JSON file: a list of texts, each a list of ids. Raises InvalidField when it is anything else."""
+    base = Bigram(settings.vocab_size)
+    try:
+        for ids in json.loads(Path(settings.path).read_text()):
+            if not all(type(token) is int and 0 <= token < (settings.vocab_size or 1 << 32) for token in ids):
+                raise ValueError("an entry is no token id below the vocabulary width")
+            base.extend(ids)
+            base.end_text()
+        if not base.followers(0):
+            raise ValueError("it holds no ids")
+    except (OSError, ValueError, TypeError) as error:
+        raise InvalidField("drafter.path", f"{settings.path} is no JSON list of texts as ids: {error}") from None
+    return base

@@ -1,0 +1,41 @@
+"""Which builder makes which kind of head. A kind's module, and torch with it, is imported only when it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from types import MappingProxyType
+
+from coppice.config.sections import DrafterSettings
+from coppice.errors import InvalidField
+from coppice.heads.base import Head
+
+# kind: (module, function that takes DrafterSettings and returns a Head)
+_BUILDERS = MappingProxyType(
+    {
+        "bigram": ("coppice.heads.ngram", "bigram_head"),
+        "lookup": ("coppice.heads.ngram", "lookup_head"),
+        "lm": ("coppice.heads.lm", "LanguageModelHead"),
+        "eagle3": ("coppice.heads.eagle3", "Eagle3Head"),
+        "specblock": ("coppice.heads.specblock", "SpecBlockHead"),
+        "medusa": ("coppice.heads.medusa", "MedusaHead"),
+        "parallelspec": ("coppice.heads.parallelspec", "ParallelSpecHead"),
+        "falcon": ("coppice.heads.falcon", "FalconHead"),
+    }
+)
+
+
+def build_head(settings: DrafterSettings) -> Head:
+    """The head of `settings.kind`. Raises InvalidField on a kind that has no builder, and what the builder raises."""
+    if settings.kind not in _BUILDERS:
+        raise InvalidField("drafter.kind", f"no head of kind {settings.kind!r}; there are {', '.join(_BUILDERS)}")
+    module, function = _BUILDERS[settings.kind]
+    builder: Callable[[DrafterSettings], Head] = getattr(import_module(module), function)
+    return builder(settings)
+
+
+def served_head(settings: DrafterSettings) -> Head:
+    """The head as a drafter serves it: warmed up. Raises what `build_head` raises."""
+    head = build_head(settings)
+    head.warm_up()
+    return head

@@ -1,0 +1,142 @@
+"""What a client asks for and what it gets, as plain values; shared by the SDK and the orchestrator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Literal
+
+from coppice.speculation.sampling import SamplingParams
+
+FinishReason = Literal["eos", "stop", "length", "cancelled"]
+POLICIES = ("plain", "route", "route-sum", "merge", "merge-dedup", "merge-full", "auto")  # and single:HEAD
+
+
+class Origin(IntEnum):
+    """Where a token came from."""
+
+    ROOT = 1  # sampled from the target
+    DRAFT = 2  # drafted and accepted
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a conversation; role is system, user or assistant."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One request. Exactly one of text, ids and chat is set; budget None and policy "" mean the server's defaults."""
+
+    text: str | None = None
+    ids: tuple[int, ...] | None = None
+    chat: tuple[ChatMessage, ...] | None = None
+    resume_ids: tuple[int, ...] = ()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    policy: str = ""
+    budget: int | None = None
+    ignore_eos: bool = False
+    want_log_probs: bool = False
+    pq: bool = False
+    coupled: bool = True
+    want_trees: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request was admitted."""
+
+    prompt_tokens: int
+    policy: str
+    heads: tuple[str, ...]
+    budget: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTree:
+    """The tree a step verified, by node: ids, parents (0: the root), cumulative log-scores, the drafter's forward that
+    made it (from 1) and its text; the numbers of the accepted nodes from the root down."""
+
+    root: int
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    forwards: tuple[int, ...]
+    pieces: tuple[str, ...]
+    accepted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens of one commit. `pieces` are the text of each id's contribution; joined they are `text`."""
+
+    text: str
+    ids: tuple[int, ...]
+    origins: tuple[Origin, ...]
+    pieces: tuple[str, ...]
+    log_probs: tuple[float, ...] = ()
+    tree: StepTree | None = None
+
+
+@dataclass(slots=True)
+class Timings:
+    """Sums over a request, nanoseconds (protos/coppice/v1/generation.proto says what each covers)."""
+
+    queue_ns: int = 0
+    prefill_ns: int = 0
+    draft_ns: int = 0
+    transport_ns: int = 0
+    verify_ns: int = 0
+    accept_ns: int = 0
+    commit_ns: int = 0
+    target_forward_ns: int = 0
+    head_forward_ns: int = 0
+    decode_ns: int = 0
+    step_ns: list[int] = field(default_factory=list)
+    split_ns: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Finished:
+    """The answer is complete. Lists have one entry a step; `routed` is a head's index, -1 none, -2 a union.
+
+    `resumed`: how often the client went on with another server; lists and timings are then of the last one alone.
+    """
+
+    finish_reason: FinishReason
+    prompt_tokens: int
+    new_tokens: int
+    accept_lengths: list[int]
+    routed: list[int]
+    verified_nodes: list[int]
+    late_drafts: int = 0
+    bad_drafts: int = 0
+    timings: Timings = field(default_factory=Timings)
+    resumed: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Target forwards after the prefill."""
+        return len(self.accept_lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What a deployment serves."""
+
+    name: str
+    vocab_size: int
+    max_len: int
+    heads: tuple[str, ...]
+    policies: tuple[str, ...]
+    default_policy: str
+    default_budget: int
+    has_tokenizer: bool
+    has_chat_template: bool
+    running: int = 0
+    version: str = ""

@@ -1,0 +1,1 @@
+"""Prompts: those that come with Coppice, and files of them."""

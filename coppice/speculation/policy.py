@@ -1,0 +1,84 @@
+"""Policies: which heads draft in a step, and which tree is verified."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coppice.errors import InvalidField
+from coppice.limits import MAX_TREE_NODES
+from coppice.messages.generation import POLICIES
+from coppice.speculation.routing import Calibration, route
+from coppice.speculation.tree import DraftTree, dedup, prune, union
+
+NO_HEAD = -1
+UNION = -2
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The tree to verify, and where it came from: an index of the policy's heads, NO_HEAD or UNION."""
+
+    tree: DraftTree
+    routed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A parsed policy: its name and the heads that draft under it."""
+
+    name: str
+    heads: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, name: str, heads: Sequence[str]) -> Policy:
+        """Read `name` for a deployment with these heads: of all of them, or of some, as in `route:A/B`.
+
+        Raises InvalidField.
+        """
+        if name == "plain":
+            return cls(name, ())
+        if name.startswith("single:"):
+            head = name.removeprefix("single:")
+            if head not in heads:
+                raise InvalidField("policy", f"there is no head {head!r}; heads are {', '.join(heads) or 'none'}")
+            return cls(name, (head,))
+        kind, colon, named = name.partition(":")
+        if kind not in POLICIES[1:]:
+            raise InvalidField("policy", f"{name[:80]!r} is not one of {', '.join((*POLICIES, 'single:HEAD'))}")
+        chosen = named.split("/") if colon else list(heads)
+        for head in chosen:
+            if head not in heads:
+                raise InvalidField("policy", f"there is no head {head!r}; heads are {', '.join(heads) or 'none'}")
+        if colon and (len(chosen) < 2 or len(set(chosen)) < len(chosen)):
+            raise InvalidField("policy", f"{name[:80]!r} is to name two heads or more, each once")
+        if not chosen:
+            raise InvalidField("policy", f"{kind} needs heads and this deployment has none")
+        return cls(kind, tuple(chosen))
+
+    @classmethod
+    def default(cls, heads: Sequence[str]) -> Policy:
+        """Route between several heads, use a single one, decode plainly without any."""
+        if len(heads) > 1:
+            return cls.parse("route", heads)
+        return cls.parse(f"single:{heads[0]}" if heads else "plain", heads)
+
+    def choose(self, trees: Sequence[DraftTree], calibrations: Sequence[Calibration], budget: int) -> Choice:
+        """Route to one head's tree or merge them all, within `budget` nodes (merge-full: all nodes).
+
+        Scores are calibrated, so that heads can be compared; a tree alone needs no calibration.
+        """
+        if not any(len(tree) for tree in trees):
+            return Choice(DraftTree.empty(), NO_HEAD)
+        if self.name.startswith("merge"):
+            return Choice(self._merge(trees, calibrations, budget), UNION)
+        at = 0
+        if len(trees) > 1:
+            at = route(trees, "sum" if self.name == "route-sum" else "mean", calibrations)
+        return Choice(prune(trees[at], budget)[0], at)
+
+    def _merge(self, trees: Sequence[DraftTree], calibrations: Sequence[Calibration], budget: int) -> DraftTree:
+        merged, owners = union([calibration.of(tree) for tree, calibration in zip(trees, calibrations, strict=True)])
+        if self.name == "merge-dedup":
+            merged, _, _ = dedup(merged, owners)
+        return prune(merged, MAX_TREE_NODES if self.name == "merge-full" else budget)[0]

@@ -1,0 +1,40 @@
+"""Runs a module as a child that ends with its parent: `python -m coppice.stack.child MODULE ARGUMENTS...`.
+
+The parent holds the other end of this process's standard input; when it ends, however it ends, the pipe closes and the
+child stops as on SIGTERM. Linux' PR_SET_PDEATHSIG is not used: it fires when the *thread* that started the child ends,
+and to set it from outside takes code between fork and exec, which is unsafe in a process that runs gRPC's threads.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+
+ORPHAN_GRACE_S = 10.0
+OPENMP_SPINS = "50000"
+"""turns that an OpenMP thread waits for work before it sleeps (libgomp's GOMP_SPINCOUNT): enough for the gaps of a
+forward. libgomp's own 300,000 go on for up to 16 ms and take a core from whoever has the next part of a step"""
+
+
+def _stop_with_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHAN_GRACE_S)
+    os._exit(1)
+
+
+def main() -> None:
+    """Watch the parent, then be the module."""
+    threading.Thread(target=_stop_with_parent, name="parent-watch", daemon=True).start()
+    os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)
+    module, sys.argv = sys.argv[1], sys.argv[1:]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""A whole stack on one machine: verifiers, drafter pools and orchestrators as processes of their own."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from coppice.config.sections import FEATURE_KINDS
+from coppice.stack.process import ProcessFailed, Ready, ServiceProcess
+from coppice.stack.redis_server import LocalRedis
+from coppice.stack.spec import HeadSpec, StackSpec, as_flags, checkout
+
+MODULES = {
+    "verifier": "services.verifier",
+    "drafter": "services.drafter",
+    "orchestrator": "orchestrator",
+    "adapter": "services.adapter",
+}
+SERVICES = {
+    "verifier": "coppice.v1.VerifierService",
+    "drafter": "coppice.v1.DrafterService",
+    "orchestrator": "coppice.v1.GenerationService",
+    "adapter": "coppice.v1.AdapterService",
+}
+STOP_GRACE_S = 15.0
+ADAPTER, REDIS = "adapter", "redis"
+# Only the first orchestrator is for others; what settings say of listening is meant for it.
+_LOOPBACK = {
+    "server.host": "127.0.0.1",
+    "server.advertise": "127.0.0.1",
+    "server.port": 0,
+    "server.health_port": 0,
+    "server.metrics_port": 0,
+}
+_GRACE = {"server.grace_s": 5}  # who stops a whole stack waits for nobody's answer
+
+
+@dataclass(slots=True)
+class _Part:
+    """One process, what it was started with, and the ports it has to come back on."""
+
+    role: str
+    flags: Mapping[str, Any]
+    process: ServiceProcess
+    ports: Mapping[str, int] = field(default_factory=dict)
+
+
+class Stack:
+    """Starts the processes of a spec and stops them: a context manager.
+
+    A process that dies is restarted by `restart` only: `check` raises with the tail of its log. After the end `unclean`
+    names the processes that did not stop by themselves with exit code 0.
+    """
+
+    def __init__(
+        self,
+        spec: StackSpec,
+        modules: Mapping[str, str] = MODULES,
+        via: Callable[[str, str], str] = lambda name, address: address,
+    ) -> None:
+        """`modules` are what is run for each role; `via` says, given a process's name and HOST:PORT, where the others
+        and clients are to reach it (a proxy). Raises NoCheckout, or InvalidField for an unusable setting.
+        """
+        self.spec = spec
+        self.settings = spec.settings()
+        self.unclean: list[str] = []
+        self._modules, self._root, self._via = modules, checkout(), via
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._folder = spec.log_dir
+        self._parts: dict[str, _Part] = {}  # by name, in the order of their start
+        self.redis: LocalRedis | None = None  # its own, when signals need one
+        self._signals: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start everything and wait until it is healthy. Raises ProcessFailed; call `stop` then too."""
+        if self._folder is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="coppice-")
+            self._folder = Path(self._temporary.name)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + self.spec.ready_s
+        self._signals = self._redis_flags()
+        spec, told = self.spec, self._verifier_flags()
+        verifiers = [self._launch(name, "verifier", told) for name in _names("verifier", spec.verifiers)]
+        drafters = []
+        for head in spec.heads:
+            flags = self._drafter_flags(head)
+            if head.kind in FEATURE_KINDS:  # it fetches features from these verifiers only, whose ports are known then
+                flags["drafter.verifiers"] = [verifier.wait_ready(deadline).address for verifier in verifiers]
+            for name in _names(f"drafter-{head.name}", spec.replicas):
+                drafters.append((head, self._launch(name, "drafter", flags)))
+        targets = [self._reached(verifier, deadline) for verifier in verifiers]
+        heads = [f"{head.name}={self._reached(drafter, deadline)}" for head, drafter in drafters]
+        if spec.adapted:
+            self._launch(ADAPTER, "adapter", self._adapter_flags(heads)).wait_ready(deadline)
+        flags = {**self._orchestrator_flags(), "orchestrator.verifiers": targets, "orchestrator.heads": heads}
+        first, *others = _names("orchestrator", spec.orchestrators)
+        orchestrators = [self._launch(first, "orchestrator", flags)]
+        orchestrators += [self._launch(name, "orchestrator", {**flags, **_LOOPBACK}) for name in others]
+        for orchestrator in orchestrators:
+            self._reached(orchestrator, deadline)
+
+    def restart(self, name: str, flags: Mapping[str, Any] | None = None, ready_s: float | None = None) -> bool:
+        """Start a process anew on its ports, as it was started first but for `flags`, and wait until it is healthy.
+
+        What still runs of it is stopped before; whether that ended well. Raises ProcessFailed.
+        """
+        part = self._parts[name]
+        part.ports = _ports(part.process.ready) if part.process.ready else part.ports
+        ended_well = part.process.stop(STOP_GRACE_S)
+        part.process.arguments = self._arguments(part.role, part.flags, {**part.ports, **(flags or {})})
+        part.process.start()
+        part.process.wait_ready(time.monotonic() + (ready_s or self.spec.ready_s))
+        return ended_well
+
+    def stop(self) -> None:
+        """Stop everything, the last started first."""
+        while self._parts:
+            name = next(reversed(self._parts))
+            if not self._parts[name].process.stop(STOP_GRACE_S):
+                self.unclean.append(name)
+            del self._parts[name]
+        if self.redis:
+            self.redis.stop()
+            self.redis = None
+        if self._temporary:
+            self._temporary.cleanup()
+
+    def check(self) -> None:
+        """Raise ProcessFailed if a process died. The adapter and Redis are not missed: text goes on without them."""
+        for name, part in self._parts.items():
+            if name != ADAPTER:
+                part.process.check()
+
+    def lost(self) -> str:
+        """Why the adapter is no more; empty while it runs, and without one."""
+        try:
+            for part in self._parts.values():
+                part.process.check()
+        except ProcessFailed as error:
+            return str(error)
+        return ""
+
+    @property
+    def services(self) -> dict[str, Ready]:
+        """What runs, by name; addresses are the processes' own."""
+        return {name: part.process.ready for name, part in self._parts.items() if part.process.ready}
+
+    @property
+    def pids(self) -> list[int]:
+        """Every process of the stack, its own Redis included."""
+        own = self.redis.pid if self.redis else None
+        return [*(ready.pid for ready in self.services.values()), *([own] if own else [])]
+
+    @property
+    def orchestrator(self) -> Ready:
+        """The first one."""
+        for ready in self.services.values():
+            if ready.role == "orchestrator":
+                return ready
+        raise ProcessFailed("the stack is not running")
+
+    @property
+    def address(self) -> str:
+        """Where clients go: HOST:PORT of every orchestrator, with commas between."""
+        orchestrators = {name: ready for name, ready in self.services.items() if ready.role == "orchestrator"}
+        if not orchestrators:
+            raise ProcessFailed("the stack is not running")
+        return ",".join(self._via(name, ready.address) for name, ready in orchestrators.items())
+
+    def to_json(self) -> dict[str, Any]:
+        """What `coppice up --ready-file` writes."""
+        services = [
+            {"name": name, "role": ready.role, "address": ready.address, "pid": ready.pid}
+            for name, ready in self.services.items()
+        ]
+        first = self.orchestrator
+        return {"address": first.address, "metrics": first.metrics, "services": services}
+
+    def _launch(self, name: str, role: str, flags: Mapping[str, Any]) -> ServiceProcess:
+        assert self._folder
+        arguments = self._arguments(role, flags)
+        process = ServiceProcess(name, self._modules[role], SERVICES[role], arguments, self._folder, self._root)
+        self._parts[name] = _Part(role, flags, process)
+        process.start()
+        return process
+
+    def _arguments(self, role: str, flags: Mapping[str, Any], last: Mapping[str, Any] | None = None) -> list[str]:
+        return as_flags({**_GRACE, **flags, **self._signals, **self.spec.extra.get(role, {}), **(last or {})})
+
+    def _reached(self, process: ServiceProcess, deadline: float) -> str:
+        """Where a process is to be reached, once it is ready."""
+        return self._via(process.name, process.wait_ready(deadline).address)
+
+    def _redis_flags(self) -> dict[str, Any]:
+        """Where signals go when settings, which every process reads by itself, name no Redis: to one of our own."""
+        if not self.spec.adapted or self.settings.adaptation.redis:
+            return {}
+        self.redis = LocalRedis()
+        self.redis.start()
+        return {"adaptation.redis": f"redis://{self._via(REDIS, f'127.0.0.1:{self.redis.port}')}/0"}
+
+    def _adapter_flags(self, drafters: Sequence[str]) -> dict[str, Any]:
+        adapted = {head.name: head.path for head in self.spec.adapted}
+        return {
+            **_LOOPBACK,
+            "server.port": self.spec.adapter_port,
+            "adapter.target": self.spec.target,
+            "adapter.heads": [f"{name}={path}" for name, path in adapted.items()],
+            "adapter.drafters": [pair for pair in drafters if pair.partition("=")[0] in adapted],
+        }
+
+    def _verifier_flags(self) -> dict[str, Any]:
+        told = self.settings.verifier
+        return {
+            **_LOOPBACK,
+            "verifier.target": self.spec.target,
+            "verifier.device": told.device,
+            "verifier.dtype": told.dtype,
+            "verifier.threads": told.threads,
+        }
+
+    def _drafter_flags(self, head: HeadSpec) -> dict[str, Any]:
+        told = self.settings.drafter
+        flags = {
+            **_LOOPBACK,
+            "drafter.name": head.name,
+            "drafter.kind": head.kind,
+            "drafter.target": self.spec.target,
+            "drafter.device": told.device,
+            "drafter.dtype": told.dtype,
+            "drafter.threads": told.threads,
+        }
+        return {**flags, **({"drafter.path": head.path} if head.path else {}), **dict(head.flags)}
+
+    def _orchestrator_flags(self) -> dict[str, Any]:
+        flags = {
+            "orchestrator.target": self.spec.target,
+            "orchestrator.budget": self.settings.orchestrator.budget,
+            "server.port": self.settings.server.port,
+        }
+        policy = self.settings.orchestrator.policy
+        return {**flags, "orchestrator.policy": policy} if policy else flags
+
+
+def _names(stem: str, count: int) -> list[str]:
+    return [stem] if count == 1 else [f"{stem}-{number}" for number in range(count)]
+
+
+def _ports(ready: Ready) -> dict[str, int]:
+    """The ports a process took, as its flags."""
+    told = {"port": ready.address, "health_port": ready.health, "metrics_port": ready.metrics}
+    return {f"server.{name}": int(address.rpartition(":")[2]) for name, address in told.items() if address}

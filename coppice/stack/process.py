@@ -1,0 +1,142 @@
+"""One service as a child process: start it, wait until it is healthy, see that it lives, stop it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from coppice.errors import CoppiceError
+
+POLL_S = 0.05
+TAIL_LINES = 20
+
+
+class ProcessFailed(CoppiceError):
+    """A service process died or did not become ready; the message ends with the tail of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What a service writes into its ready file (coppice.rpc.server)."""
+
+    role: str
+    address: str
+    health: str
+    metrics: str
+    pid: int
+
+
+def spawn(module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """`python -m MODULE ARGUMENTS...` with its output at the end of `log`; it ends when this process does."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "coppice.stack.child", module, *arguments],
+            stdin=subprocess.PIPE,  # closes when this process ends, see coppice.stack.child
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            # Ctrl-C is for the parent, which stops its children in order. In the parent's session still: should that be
+            # killed while a child is held still (SIGSTOP), Linux wakes the child up with SIGHUP and SIGCONT.
+            process_group=0,
+        )
+
+
+class ServiceProcess:
+    """A module run as `python -m MODULE ARGUMENTS --server.ready_file FILE`; its output goes to FOLDER/NAME.log."""
+
+    def __init__(
+        self, name: str, module: str, service: str, arguments: Sequence[str], folder: Path, path: Path | None = None
+    ) -> None:
+        """`service` is the full gRPC name whose health is asked; `path` is where the module is imported from."""
+        self.name = name
+        self.ready: Ready | None = None
+        self._service, self._path = service, path
+        self._ready_file, self.log_file = folder / f"{name}.ready.json", folder / f"{name}.log"
+        self._module, self.arguments = module, arguments
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, again if it has ended, and return at once. The log goes on."""
+        self._ready_file.unlink(missing_ok=True)
+        self.ready = None
+        ready = ("--server.ready_file", str(self._ready_file))
+        path = [str(self._path)] if self._path else []
+        path += [inherited] if (inherited := os.environ.get("PYTHONPATH")) else []
+        if self._process is None:
+            self.log_file.unlink(missing_ok=True)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+        self._process = spawn(self._module, [*self.arguments, *ready], self.log_file, environment)
+
+    def wait_ready(self, deadline: float) -> Ready:
+        """Wait until it says that it is healthy, at most until time.monotonic() is `deadline`."""
+        while True:
+            self.check()
+            with contextlib.suppress(FileNotFoundError):
+                ready = Ready(**json.loads(self._ready_file.read_text(encoding="utf-8")))
+                if _healthy(ready.health, self._service):
+                    self.ready = ready
+                    return ready
+            if time.monotonic() > deadline:
+                raise ProcessFailed(f"{self.name} was not ready in time{self._tail()}")
+            time.sleep(POLL_S)
+
+    def check(self) -> None:
+        """Raise ProcessFailed if it is not running."""
+        if (code := self.exit_code) is not None:
+            raise ProcessFailed(f"{self.name} ended with {_exit_name(code)}{self._tail()}")
+
+    def check_health(self, timeout_s: float) -> None:
+        """Raise ProcessFailed if it is not running, or was never ready, or does not say in time that it serves."""
+        self.check()
+        if self.ready is None or not _healthy(self.ready.health, self._service, timeout_s):
+            raise ProcessFailed(f"{self.name} is not healthy{self._tail()}")
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the process, negative for a signal; None while it runs, and before."""
+        return self._process.poll() if self._process else None
+
+    def stop(self, grace_s: float) -> bool:
+        """SIGTERM, after `grace_s` SIGKILL; whether it ended well. One that was never ready need not."""
+        if self._process is None:
+            return True
+        self._process.terminate()
+        try:
+            code = self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        if self._process.stdin:
+            self._process.stdin.close()
+        return code == 0 or (self.ready is None and code == -signal.SIGTERM)
+
+    def _tail(self) -> str:
+        with self.log_file.open(encoding="utf-8", errors="replace") as log:
+            lines = deque(log, TAIL_LINES)
+        return "; its log ends with:\n" + "".join(lines).rstrip() if lines else "; its log is empty"
+
+
+def _exit_name(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def _healthy(address: str, service: str, timeout_s: float = 1.0) -> bool:
+    request = health_pb2.HealthCheckRequest(service=service)
+    with grpc.insecure_channel(address) as channel:
+        try:
+            reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
+        except grpc.RpcError:
+            return False
+    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

@@ -1,0 +1,189 @@
+"""What a stack on one machine consists of, checked before anything is started."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Self, get_args
+
+from coppice.config.sections import ADAPTED_KINDS, HeadKind, Settings, load_settings
+from coppice.errors import CoppiceError, InvalidField, Status
+from coppice.limits import check_range
+from coppice.machine import Dtype, default_dtype, usable_cores
+from coppice.speculation.policy import Policy
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+CPU_BUDGET, CUDA_BUDGET = 31, 60
+DEFAULT_PORT = 50051
+DEFAULT_ADAPTER_PORT = 50061
+MAX_REPLICAS = 64
+SHIPPED_HEADS: dict[str, HeadKind] = {
+    "specblock-code": "specblock",
+    "specblock-prose": "specblock",
+    "eagle3-code": "eagle3",
+    "lm": "lm",
+    "lookup": "lookup",
+}
+DEMO_HEADS = ("specblock-code", "specblock-prose", "lookup")
+
+
+class NoCheckout(CoppiceError):
+    """The services' code is not here."""
+
+    status = Status.INVALID_ARGUMENT
+
+    def __init__(self) -> None:
+        super().__init__("servers run from a checkout or the image; the installed package holds the client only")
+
+
+def checkout() -> Path:
+    """The folder that services/ and orchestrator/ are imported from. Raises NoCheckout."""
+    beside = Path(__file__).resolve().parents[2]
+    found = find_spec("services")
+    candidates = [beside, *(Path(path).parent for path in (found and found.submodule_search_locations) or ())]
+    for folder in candidates:
+        # Other people's packages are called services too.
+        if (folder / "services" / "verifier").is_dir() and (folder / "orchestrator").is_dir():
+            return folder
+    raise NoCheckout
+
+
+def _models() -> Path:
+    return checkout() / "models" / "demo"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """One draft head: its pool's name, its kind, and its folder (or file) if it has one."""
+
+    name: str
+    kind: HeadKind
+    path: Path | None = None
+    flags: tuple[tuple[str, Any], ...] = ()
+    """more settings of its drafters, such as ("drafter.chain", True)"""
+
+    @classmethod
+    def shipped(cls, name: str) -> Self:
+        """A head of the demo's target. Raises NoCheckout."""
+        kind = SHIPPED_HEADS[name]
+        return cls(name, kind, None if kind in COUNTING_KINDS else _models() / name)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read NAME=KIND[:DIR], or the name of a shipped head. Raises InvalidField."""
+        if text in SHIPPED_HEADS:
+            return cls.shipped(text)
+        name, equals, rest = text.partition("=")
+        kind, _, path = rest.partition(":")
+        if not equals:
+            raise InvalidField("head", f"{text!r} is neither NAME=KIND[:DIR] nor one of {', '.join(SHIPPED_HEADS)}")
+        if kind not in get_args(HeadKind):
+            raise InvalidField("head", f"{kind!r} is no kind; there are {', '.join(get_args(HeadKind))}")
+        return cls(name, kind, Path(path) if path else None)  # type: ignore[arg-type]
+
+
+COUNTING_KINDS = ("bigram", "lookup")
+COUNTED_HEADS = (HeadSpec("bigram", "bigram"), HeadSpec("lookup", "lookup"))
+"""The heads of a target that comes without any: they count the session's own text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackSpec:
+    """Verifiers, drafter pools and orchestrators on loopback ports. None leaves a value to the settings, and where
+    those are silent to the machine: bfloat16 where it is fast, the verifier on all cores, a drafter on half of
+    them. Beside an adapter the verifier has one core fewer: a forward waits for its last thread, training for none.
+    """
+
+    target: Path
+    heads: tuple[HeadSpec, ...] = COUNTED_HEADS
+    policy: str | None = None
+    device: str | None = None
+    dtype: Dtype | None = None
+    port: int | None = 0
+    """the first orchestrator's; 0 takes a free one"""
+    verifier_threads: int | None = None
+    drafter_threads: int | None = None
+    budget: int | None = None
+    verifiers: int = 1
+    replicas: int = 1
+    """drafters of each head"""
+    orchestrators: int = 1
+    adapt: bool = False
+    """whether an adapter trains the heads of ADAPTED_KINDS; with a Redis of its own unless settings name one"""
+    adapter_port: int = 0
+    extra: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """more settings by role: {"verifier": {"verifier.kv_tokens": 4096}}"""
+    log_dir: Path | None = None
+    """where logs stay; None: a temporary folder"""
+    ready_s: float = 300.0
+    """how long the services may take to load"""
+
+    def __post_init__(self) -> None:
+        if not (self.target / "config.json").is_file():
+            raise InvalidField("target", f"{self.target} holds no model (no config.json)")
+        if self.dtype not in (None, *get_args(Dtype)):
+            raise InvalidField("dtype", f"{self.dtype!r} is not one of {', '.join(get_args(Dtype))}")
+        for name in ("verifiers", "replicas", "orchestrators"):
+            check_range(name, getattr(self, name), 1, MAX_REPLICAS)
+        names = [head.name for head in self.heads]
+        for head in self.heads:
+            if not _NAME.fullmatch(head.name) or names.count(head.name) > 1:
+                raise InvalidField("head", f"{head.name!r} must be 1 to 64 of [A-Za-z0-9_-] and occur once")
+            if head.kind not in COUNTING_KINDS and not (head.path and (head.path / "config.json").is_file()):
+                raise InvalidField("head", f"{head.name}: {head.path or 'no folder'} holds no model")
+            if head.path and not head.path.exists():
+                raise InvalidField("head", f"{head.name}: {head.path} does not exist")
+        if self.adapt and not self.adapted:
+            raise InvalidField("adapt", f"no head can be adapted; those of these kinds can: {', '.join(ADAPTED_KINDS)}")
+        if self.policy:
+            Policy.parse(self.policy, names)
+
+    @property
+    def adapted(self) -> tuple[HeadSpec, ...]:
+        """The heads that an adapter trains."""
+        return tuple(head for head in self.heads if self.adapt and head.kind in ADAPTED_KINDS)
+
+    @classmethod
+    def demo(cls, **changes: Any) -> Self:
+        """The demo's target with its heads. Raises NoCheckout, or InvalidField while the models are not there."""
+        heads = tuple(map(HeadSpec.shipped, DEMO_HEADS))
+        return cls(**{"target": _models() / "target", "heads": heads, **changes})
+
+    def settings(self) -> Settings:
+        """What the services will be told: this spec, then variables and YAML, then the machine's defaults."""
+        told = {
+            "server.port": self.port,
+            "verifier.device": self.device,
+            "drafter.device": self.device,
+            "verifier.dtype": self.dtype,
+            "drafter.dtype": self.dtype,
+            "verifier.threads": self.verifier_threads,
+            "drafter.threads": self.drafter_threads,
+            "orchestrator.policy": self.policy,
+            "orchestrator.budget": self.budget,
+        }
+        flags = as_flags({name: value for name, value in told.items() if value is not None})
+        device = load_settings(flags).verifier.device
+        cores = usable_cores()
+        return load_settings(
+            flags,
+            {
+                "server": {"port": DEFAULT_PORT},
+                "verifier": {"dtype": default_dtype(device), "threads": max(1, cores - bool(self.adapted))},
+                "drafter": {"device": device, "dtype": default_dtype(device), "threads": max(1, cores // 2)},
+                "orchestrator": {"budget": CUDA_BUDGET if device.startswith("cuda") else CPU_BUDGET},
+            },
+        )
+
+
+def as_flags(values: Mapping[str, Any]) -> list[str]:
+    """Settings by dotted name as arguments; a list becomes one flag an entry."""
+    return [
+        argument
+        for name, value in values.items()
+        for entry in (value if isinstance(value, list) else [value])
+        for argument in (f"--{name}", str(entry))
+    ]

@@ -1,0 +1,1 @@
+"""Redis: connections, and scripts that run in it."""

@@ -1,0 +1,1 @@
+"""What heads and targets learn from: corpora, packed ids, and answers recorded from a target."""

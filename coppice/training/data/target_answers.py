@@ -1,0 +1,338 @@
+"""What heads learn from: prompts answered by the target itself, with its hidden states, in bounded safetensors shards.
+
+A shard is one batch of answers through the packed verifier engine. Every text has as many tokens: a prefix of a
+training document, the target's continuation and, behind an end of text, the next prefix. Beside the ids a shard has the
+target's features and final hidden states; distributions are computed from the latter when they are needed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from coppice.engine.batch import Piece, pack
+from coppice.engine.engine import Engine
+from coppice.engine.kv_cache import BlockTable
+from coppice.training.data.corpora import DataError, load_corpus, parse_specs
+from coppice.training.data.packing import Ids, Packed, check_held_out, open_prepared, prepare
+from coppice.training.data.tokenizer import copy_tokenizer, load_tokenizer
+from coppice.training.progress import say
+
+TEMPERATURES = (1.0, 0.0, 1.0, 0.7)
+"""of a domain's answers, in turn: greedy ones of a small target loop and teach little, so half are its own samples"""
+PREFIX_LENGTHS = (16, 32, 64, 96)
+LEAST_HELD_OUT = 2 * max(PREFIX_LENGTHS) + 1  # tokens of a domain that are answered
+LINES = "lines.json"
+"""in the data folder of lessons: what they were made from"""
+
+
+@dataclass(frozen=True)
+class LessonPlan:
+    """At least `tokens` tokens in texts of `length`; `sessions` of them make a shard, fewer a held-out one."""
+
+    tokens: int
+    length: int = 256
+    sessions: int = 32
+    held_out_sessions: int = 8
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Texts as the target reads them."""
+
+    ids: Tensor  # (..., T)
+    features: Tensor  # (..., T, F)
+    final: Tensor  # (..., T, hidden), what the target's output layer reads
+
+
+def as_positions(texts: Sequence[Lesson]) -> tuple[Callable[[Tensor], Lesson], list[Tensor]]:
+    """A reader of (B, T) positions in (T, ...) texts held in memory, and each text's own (T,) positions."""
+    ids, features, final = (torch.cat([getattr(text, name) for text in texts]) for name in ("ids", "features", "final"))
+
+    def read(positions: Tensor) -> Lesson:
+        return Lesson(ids[positions], features[positions].float(), final[positions].float())
+
+    return read, list(torch.split(torch.arange(len(ids)), [len(text.ids) for text in texts]))
+
+
+@dataclass(frozen=True)
+class _Shard:
+    domain: str
+    held_out: bool
+    number: int
+    temperature: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.domain}-{'held-out' if self.held_out else 'train'}-{self.number:05}.safetensors"
+
+
+@dataclass
+class Lessons:
+    """Recorded shards as one long text."""
+
+    folder: Path
+    plan: LessonPlan
+    weights: dict[str, float]
+    shards: list[_Shard]
+    _files: dict[int, Any] = field(default_factory=dict)
+    _starts: list[int] = field(default_factory=lambda: [0])
+
+    def __post_init__(self) -> None:
+        for shard in self.shards:
+            sessions = self.plan.held_out_sessions if shard.held_out else self.plan.sessions
+            self._starts.append(self._starts[-1] + sessions * self.plan.length)
+
+    def domains(self) -> list[Packed]:
+        """Each domain's positions, to be drawn as ids are."""
+        return [
+            Packed(name, weight, self._positions(name, False), self._positions(name, True), aligned=True)
+            for name, weight in self.weights.items()
+        ]
+
+    def greedy_texts(self, count: int) -> list[Lesson]:
+        """Up to `count` held-out texts of every domain that the target wrote at temperature 0."""
+        found = []
+        for number, shard in enumerate(self.shards):
+            if shard.held_out and not shard.temperature:
+                starts = range(self._starts[number], self._starts[number + 1], self.plan.length)
+                rows = [torch.arange(start, start + self.plan.length) for start in starts[:count]]
+                found += [Lesson(*(part[0] for part in vars(self.read(row[None])).values())) for row in rows]
+        return found
+
+    def describe(self, folder: Path) -> None:
+        """Copy into `folder` what a run's model card needs to know of the data, with the number of tokens answered."""
+        shutil.copytree(self.folder / "data", folder, dirs_exist_ok=True)
+        facts = json.loads((self.folder / "data" / "data.json").read_text(encoding="utf-8"))
+        for domain in self.domains():
+            facts[domain.name]["answered"] = len(domain.train)
+        (folder / "data.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+    def ids(self) -> Tensor:
+        """All training ids, int64."""
+        files = [load_file(self.folder / shard.name)["ids"] for shard in self.shards if not shard.held_out]
+        return torch.cat(files).long()
+
+    def read(self, positions: Tensor) -> Lesson:
+        """The lesson of (B, T) positions; each row is a stretch of one text."""
+        parts = [self._stretch(int(row[0]), len(row)) for row in positions]
+        ids, features, final = (torch.stack(part).to(positions.device) for part in zip(*parts, strict=True))
+        return Lesson(ids.long(), features.float(), final.float())
+
+    def _stretch(self, start: int, length: int) -> list[Tensor]:
+        number = int(np.searchsorted(self._starts, start, side="right")) - 1
+        if number not in self._files:
+            self._files[number] = safe_open(self.folder / self.shards[number].name, framework="pt")
+        file, at = self._files[number], start - self._starts[number]
+        return [file.get_slice(name)[at : at + length] for name in ("ids", "features", "final")]
+
+    def _positions(self, domain: str, held_out: bool) -> NDArray[np.int64]:
+        spans = zip(self.shards, self._starts[:-1], self._starts[1:], strict=True)
+        here = (domain, held_out)
+        own = [np.arange(start, end) for shard, start, end in spans if (shard.domain, shard.held_out) == here]
+        return np.concatenate(own) if own else np.zeros(0, dtype=np.int64)
+
+
+def record_lessons(
+    lines: list[str], target: Path, folder: Path, plan: LessonPlan, *, device: str = "cpu", dtype: str = "float32"
+) -> Lessons:
+    """Record lessons into `folder`, going on from the shards that it holds.
+
+    Raises DataError for bad `lines`, and for a folder that holds lessons of another target, other data, another seed or
+    other temperatures.
+    """
+    domains = _prepare(lines, target, folder / "data", plan)
+    weights = {domain.name: domain.weight for domain in domains}
+    shards = _planned(domains, plan)
+    missing = [shard for shard in shards if not (folder / shard.name).exists()]
+    if missing:
+        engine = Engine.load(target, device=device, dtype=dtype, kv_tokens=plan.sessions * (plan.length + 32))
+        answerer = Answerer(engine)
+        for done, shard in enumerate(missing, len(shards) - len(missing) + 1):
+            domain = next(d for d in domains if d.name == shard.domain)
+            _record(answerer, plan, domain, shard, folder)
+            say("lessons", f"{done}/{len(shards)} shards")
+    return Lessons(folder, plan, weights, shards)
+
+
+def _planned(domains: Sequence[Packed], plan: LessonPlan) -> list[_Shard]:
+    """Held-out shards of every temperature, then training shards in the domains' proportions."""
+    shards = [
+        _Shard(domain.name, True, number, temperature)
+        for domain in domains
+        if len(domain.held_out) >= LEAST_HELD_OUT
+        for number, temperature in enumerate(TEMPERATURES)
+    ]
+    drawn = dict.fromkeys((domain.name for domain in domains), 0)
+    for _ in range(-(-plan.tokens // (plan.sessions * plan.length))):
+        domain = min(domains, key=lambda d: (drawn[d.name] + 1) / d.weight)
+        number = drawn[domain.name]
+        shards.append(_Shard(domain.name, False, number, TEMPERATURES[number % len(TEMPERATURES)]))
+        drawn[domain.name] += 1
+    return shards
+
+
+def recorded_lines(folder: Path) -> list[str]:
+    """The corpora that a folder's lessons were recorded from; none without any."""
+    record = folder / "data" / LINES
+    lines: list[str] = json.loads(record.read_text(encoding="utf-8"))["lines"] if record.exists() else []
+    return lines
+
+
+def _prepare(lines: list[str], target: Path, folder: Path, plan: LessonPlan) -> list[Packed]:
+    """The corpora in the target's tokens."""
+    record = folder / LINES
+    told = {"lines": lines, "target": str(target.resolve()), "seed": plan.seed, "temperatures": list(TEMPERATURES)}
+    if record.exists():
+        held = json.loads(record.read_text(encoding="utf-8"))
+        if held != told:
+            raise DataError(f"{folder.parent} holds lessons made from {held}; these would be from {told}")
+        return open_prepared(folder)
+    corpora = [load_corpus(spec) for spec in parse_specs(lines)]
+    folder.mkdir(parents=True, exist_ok=True)
+    copy_tokenizer(target, folder)
+    eos = AutoConfig.from_pretrained(target, local_files_only=True).get_text_config().eos_token_id
+    if eos is None:
+        raise DataError(f"{target}: its config.json names no eos_token_id, so texts cannot be told apart")
+    end = int(eos[0] if isinstance(eos, list) else eos)
+    domains = prepare(corpora, load_tokenizer(folder), folder, end)
+    check_held_out(domains, LEAST_HELD_OUT)
+    record.write_text(json.dumps(told) + "\n", encoding="utf-8")
+    return domains
+
+
+@dataclass
+class _Text:
+    """One text while the target writes it: `waiting` ids are fed before anything is drawn."""
+
+    table: BlockTable
+    waiting: deque[int]
+    length: int
+    ids: list[int] = field(default_factory=list)
+    features: list[Tensor] = field(default_factory=list)
+    final: list[Tensor] = field(default_factory=list)
+
+    def chunk(self) -> list[int]:
+        """What is to be fed next."""
+        room = self.length - len(self.ids)
+        return [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
+
+    def lesson(self) -> Lesson:
+        """The whole text, (T, ...) each."""
+        return Lesson(torch.tensor(self.ids), torch.cat(self.features), torch.cat(self.final))
+
+
+class Answerer:
+    """Lets a target go on with prompts, many at once, and keeps its hidden states."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._final: list[Tensor] = []
+        output: Any = engine.model.get_output_embeddings()
+        output.register_forward_pre_hook(lambda _, args: self._final.append(args[0][0]))
+
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        temperature: float = 0.0,
+        seed: int = 0,
+        following: Callable[[], Sequence[int]] | None = None,
+    ) -> list[Lesson]:
+        """A text of lengths[n] tokens from each prompt n; end-of-text ids are tokens like any other.
+
+        following: what stands behind an end of text. Raises OutOfBlocks when the pool is too small for all.
+        """
+        noise = torch.Generator(self.engine.model.device).manual_seed(seed)
+        pool, texts = self.engine.pool, list[_Text]()
+        try:
+            for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+                texts.append(_Text(pool.allocate(str(number), length), deque(prompt), length))
+            while live := [text for text in texts if len(text.ids) < text.length]:
+                self._forward(live, temperature, noise, following)
+        finally:
+            for text in texts:
+                pool.free(text.table)
+        return [text.lesson() for text in texts]
+
+    @torch.inference_mode()
+    def _forward(
+        self,
+        live: list[_Text],
+        temperature: float,
+        noise: torch.Generator,
+        following: Callable[[], Sequence[int]] | None,
+    ) -> None:
+        """Feed every text what waits for it; what the target says next waits then."""
+        chunks = [text.chunk() for text in live]
+        pieces = [
+            Piece.chain(text.table, len(text.ids), chunk, range(len(chunk)))
+            for text, chunk in zip(live, chunks, strict=True)
+        ]
+        self._final.clear()
+        out = self.engine.forward(pack(pieces, self.engine.info.feature_layers))
+        (final,) = self._final
+        features = final[:, :0] if out.features is None else out.features
+        lengths = [len(chunk) for chunk in chunks]
+        logits = out.logits[torch.tensor(lengths).cumsum(0) - 1].float()
+        if temperature:
+            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=noise)[:, 0].tolist()
+        else:
+            drawn = logits.argmax(-1).tolist()
+        parts = zip(torch.split(features, lengths), torch.split(final, lengths), strict=True)
+        for text, chunk, said, (features, final) in zip(live, chunks, drawn, parts, strict=True):
+            text.features.append(features)
+            text.final.append(final)
+            text.ids += chunk
+            text.waiting.append(said)
+            if following is not None and said in self.engine.info.eos_ids:
+                text.waiting += following()
+
+
+def _record(answerer: Answerer, plan: LessonPlan, domain: Packed, shard: _Shard, folder: Path) -> None:
+    """Write one shard."""
+    own = [plan.seed, shard.number, shard.held_out, int.from_bytes(domain.name.encode(), "little") % 2**32]
+    rng = np.random.default_rng(own)
+    seed = int(rng.integers(2**62))
+    source = domain.held_out if shard.held_out else domain.train
+    sessions = plan.held_out_sessions if shard.held_out else plan.sessions
+    ends = np.flatnonzero(np.isin(source, answerer.engine.info.eos_ids))
+
+    def following() -> list[int]:
+        return _prefix(source, ends, rng)
+
+    prefixes = [following() for _ in range(sessions)]
+    texts = answerer.answer(prefixes, [plan.length] * sessions, shard.temperature, seed, following)
+    tensors = {
+        "ids": torch.cat([text.ids for text in texts]).int(),
+        "features": torch.cat([text.features for text in texts]).bfloat16().cpu(),
+        "final": torch.cat([text.final for text in texts]).bfloat16().cpu(),
+    }
+    partial = folder / f".{shard.name}.partial"
+    save_file(tensors, partial, {"temperature": str(shard.temperature)})
+    partial.rename(folder / shard.name)
+
+
+def _prefix(source: Ids, ends: NDArray[np.int64], rng: np.random.Generator) -> list[int]:
+    """The beginning of a document, or, as often, a stretch from anywhere."""
+    length = min(int(rng.choice(PREFIX_LENGTHS)), len(source) // 2)
+    latest = len(source) - length
+    beginnings = np.concatenate([[0], ends + 1])
+    beginnings = beginnings[beginnings < latest]
+    start = int(rng.choice(beginnings) if rng.random() < 0.5 else rng.integers(0, latest))
+    prefix: list[int] = source[start : start + length].tolist()
+    return prefix

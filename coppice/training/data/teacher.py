@@ -1,0 +1,46 @@
+"""What a feature-fed head learns from: recorded lessons, in the draft vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from coppice.training.data.target_answers import Lesson
+
+Read = Callable[[Tensor], Lesson]
+"""(B, T) positions -> their lesson"""
+
+
+class Teaches(Protocol):
+    """What a loss asks of a teacher."""
+
+    draft_number: Tensor
+    """(V,) draft id of each target id, -1 outside the draft vocabulary"""
+
+    @property
+    def read(self) -> Read:
+        """The reader of lessons."""
+
+    def draft_log_probs(self, final: Tensor) -> Tensor:
+        """(..., D) log-probabilities of the draft vocabulary, of what the lesson's `final` says."""
+
+
+class Teacher:
+    """Recorded lessons and the draft vocabulary they are taught in."""
+
+    def __init__(self, read: Read, output: Tensor, draft_ids: Tensor) -> None:
+        """output: (V, hidden) of the target. draft_ids: (D,) ascending target ids of the draft vocabulary."""
+        self.read = read
+        self.draft_ids = draft_ids.to(output.device)
+        self.draft_output = output[self.draft_ids].float()
+        self.draft_number = torch.full((len(output),), -1, device=output.device)  # target id -> draft id
+        self.draft_number[self.draft_ids] = torch.arange(len(draft_ids), device=output.device)
+
+    @torch.no_grad()
+    def draft_log_probs(self, final: Tensor) -> Tensor:
+        """(..., D) log-probabilities of the draft vocabulary, renormalised over it."""
+        log_probs: Tensor = (final @ self.draft_output.T).log_softmax(-1)
+        return log_probs

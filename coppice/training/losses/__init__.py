@@ -1,0 +1,1 @@
+"""Losses of targets and heads, and the masks that they are computed under."""

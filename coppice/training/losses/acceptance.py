@@ -1,0 +1,99 @@
+"""How far a feature-fed head would be right: alpha by place, the accepted length, the rank head's answers.
+
+alpha_k is the share of rows whose k-th greedy draft token is the text's, among those whose earlier ones were
+(SpecBlock, appendix C, figure 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coppice.training.losses.feature_losses import Eagle3Loss, Said, SpecBlockLoss, bucket_of
+from coppice.training.losses.parallel import ParallelLoss
+
+BUCKETS = 4
+HeadLoss = SpecBlockLoss | Eagle3Loss | ParallelLoss
+
+
+@dataclass
+class Acceptance:
+    """Counts over held-out rows."""
+
+    hits: dict[tuple[int, int], int] = field(default_factory=dict)
+    rows: dict[tuple[int, int], int] = field(default_factory=dict)
+    confusion: Tensor = field(default_factory=lambda: torch.zeros(BUCKETS, BUCKETS, dtype=torch.int64))
+    """[gold bucket, predicted bucket]"""
+
+    def hear(self, said: Said) -> None:
+        """Count what a slot said."""
+        place = said.block, said.slot
+        self.hits[place] = self.hits.get(place, 0) + int((said.logits.argmax(-1) == said.gold).sum())
+        self.rows[place] = self.rows.get(place, 0) + len(said.gold) + said.outside
+        if said.ranks is not None:
+            pairs = bucket_of(said.logits, said.gold) * BUCKETS + said.ranks.argmax(-1)
+            self.confusion += torch.bincount(pairs.cpu(), minlength=BUCKETS**2).view(BUCKETS, BUCKETS)
+
+    @property
+    def alphas(self) -> dict[tuple[int, int], float]:
+        """alpha by (block, slot), in drafting order."""
+        return {place: self.hits[place] / max(1, self.rows[place]) for place in sorted(self.hits)}
+
+    @property
+    def length(self) -> float:
+        """Tokens a step would commit with a greedy chain, the root included."""
+        total, reached = 1.0, 1.0
+        for alpha in self.alphas.values():
+            reached *= alpha
+            total += reached
+        return total
+
+    def ranks(self) -> list[dict[str, float]]:
+        """Frequency, precision, recall and F1 of each bucket (SpecBlock, table 3)."""
+        table = []
+        for bucket in range(BUCKETS):
+            right = float(self.confusion[bucket, bucket])
+            gold, said = float(self.confusion[bucket].sum()), float(self.confusion[:, bucket].sum())
+            precision, recall = right / max(said, 1), right / max(gold, 1)
+            table.append(
+                {
+                    "frequency": gold / max(1.0, float(self.confusion.sum())),
+                    "precision": precision,
+                    "recall": recall,
+                    "f1": 2 * precision * recall / max(precision + recall, 1e-9),
+                }
+            )
+        return table
+
+
+@torch.no_grad()
+def measure(student: Any, loss: HeadLoss, texts: Sequence[Tensor], blocks: int = 2) -> Acceptance:
+    """Draft greedily behind every token of texts at (N + 1,) positions.
+
+    `blocks` blocks deep, or 8 EAGLE-3 steps, or all slots of a head that says them at once.
+    """
+    found = Acceptance()
+    if isinstance(loss, SpecBlockLoss):
+        slots = student.model.config.slots
+        chain: Any = replace(
+            loss,
+            blocks=blocks,
+            cut=slots,
+            every=1,
+            restart=False,
+            valid_prefix=True,
+            mask_on=lambda: True,
+            rank_on=lambda: hasattr(student.model, "rank_head"),
+            heard=found.hear,
+        )
+    elif isinstance(loss, Eagle3Loss):
+        chain = replace(loss, steps=8, valid_prefix=True, heard=found.hear)
+    else:
+        chain = replace(loss, valid_prefix=True, heard=found.hear)
+    for text in texts:
+        chain(student, text[None], text[None])
+    return found

@@ -1,0 +1,67 @@
+"""The loss of heads that say a draft's tokens all at once: Medusa's and ParallelSpec's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coppice.heads.models.medusa import MedusaModel
+from coppice.heads.models.parallelspec import ParallelSpecModel
+from coppice.training.data.target_answers import Lesson
+from coppice.training.data.teacher import Teaches
+from coppice.training.losses.block_masks import attend_by, groups_visible
+from coppice.training.losses.feature_losses import Heard, Said, Targets, soft_loss
+
+
+@dataclass
+class ParallelLoss:
+    """The cross-entropy of each slot behind every row, a weighted mean over slots, as Medusa weights its heads."""
+
+    teacher: Teaches
+    decay: float = 0.8
+    """weight of a slot over the one before"""
+    valid_prefix: bool = False
+    """whether only rows that were right so far count; for measuring"""
+    heard: Heard | None = None
+
+    def __call__(self, student: Any, inputs: Tensor, _labels: Tensor) -> Tensor:
+        """The loss in nats of the texts at (B, N + 1) positions."""
+        lesson = self.teacher.read(inputs)
+        targets = Targets.of(lesson, self.teacher)
+        states = slot_states(student, lesson, targets)
+        total, weight, weights = lesson.features.new_zeros(()), 1.0, 0.0
+        valid = torch.ones_like(inputs[:, : len(targets.rows)], dtype=torch.bool)
+        for slot in range(states.shape[2]):
+            gold = targets.behind(slot)
+            admitted = valid & (gold >= 0)
+            logits, wanted = student.model.read(states[:, :, slot][admitted], slot), gold[admitted]
+            total = total + weight * soft_loss(logits, targets.taught(admitted, slot))
+            if self.heard is not None:
+                self.heard(Said(0, slot, logits.detach(), wanted, targets.outside(valid, slot)))
+            if self.valid_prefix:
+                valid = admitted.clone()
+                valid[admitted] = logits.argmax(-1) == wanted
+            weights, weight = weights + weight, weight * self.decay
+        return total / weights
+
+
+def slot_states(student: Any, lesson: Lesson, targets: Targets) -> Tensor:
+    """(B, N, K, hidden) states of the slots behind every row of the lesson."""
+    model: MedusaModel | ParallelSpecModel = student.model
+    features = lesson.features[:, : len(targets.rows)]
+    if isinstance(model, MedusaModel):
+        states: Tensor = model(features)
+        return states
+    rows, slots = targets.rows, model.config.slots
+    prefix = model.prefix(features, student.embedding[targets.token(0)])  # (B, N, hidden)
+    texts, count, hidden = prefix.shape
+    masks = model.mask_tokens.weight.repeat(texts, count, 1)
+    positions = torch.cat((rows, (rows[:, None] + 1 + torch.arange(slots, device=rows.device)).flatten()))
+    attend = partial(attend_by, groups_visible(count, slots).to(rows.device))
+    rope = model.rope(positions[None], prefix.dtype)
+    states = model(torch.cat((prefix, masks), dim=1), rope, [attend] * model.config.num_hidden_layers)
+    return states[:, count:].view(texts, count, slots, hidden)

@@ -1,0 +1,165 @@
+"""Where a push of weights is put together and checked, piece by piece, before a head hears of it.
+
+Everything in a push is untrusted. The file is parsed here and not by the safetensors library, whose reader copies it in
+one go and keeps all of Python waiting; the format is a length, a JSON object and the values. Nothing here computes with
+torch, so that drafting goes on beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coppice.errors import InvalidField, StaleFence
+from coppice.messages.steps import WeightsHeader, WeightsPart
+from coppice.weights.versions import Weights
+
+MAX_FILE_HEADER = 1 << 20  # the JSON object at the file's beginning
+_CHECKED = 1 << 18  # numbers looked at for not-finite ones at a time
+_NAME_CHARS = 80  # of a name that the sender made up, in what it is told
+_ENTRY = {"dtype", "shape", "data_offsets"}
+
+
+class Staging:
+    """One push: its header is checked at once, its parts as they come, the tensors at the end."""
+
+    def __init__(self, header: WeightsHeader, head: str, live: Weights, first: Weights) -> None:
+        """live: the weights in use, first: version 0, the checkpoint. Either may be the parent.
+
+        Raises StaleFence when the push is for another head, not above the version in use or for another parent, and
+        InvalidField when it announces what is in use already. The one in use once more is no error: see `in_use`.
+        """
+        self.header, self.live = header, live
+        self._file, self._sha256, self._parts = bytearray(), hashlib.sha256(), 0
+        if header.head != head:
+            raise StaleFence(f"these weights are for the head {header.head}; this drafter serves {head}")
+        self.in_use = (header.version, header.weights_hash) == (live.version, live.hash)
+        """the push repeats what is in use: to be acknowledged, its parts do not matter"""
+        if self.in_use:
+            return
+        if header.version <= live.version:
+            raise StaleFence(
+                f"version {header.version} with hash {header.weights_hash.hex()} is old; expected one above version "
+                f"{live.version} with hash {live.hash.hex()}"
+            )
+        parents = {weights.version: weights for weights in (first, live)}
+        parent = parents.get(header.parent)
+        if parent is None or parent.hash != header.parent_hash:
+            expected = " or ".join(f"version {number} with hash {of.hash.hex()}" for number, of in parents.items())
+            raise StaleFence(
+                f"the parent is version {header.parent} with hash {header.parent_hash.hex()}; expected {expected}"
+            )
+        if header.weights_hash == live.hash:
+            raise InvalidField("header.weights_hash", f"version {header.version} would change nothing")
+        self._parent = parent
+
+    def add(self, part: WeightsPart) -> None:
+        """The next part. Raises InvalidField when it is another one or does not fit the announced size."""
+        if part.number != self._parts or part.number >= self.header.parts:
+            raise InvalidField("part.number", f"{part.number} came; expected {self._expected()}")
+        size = len(self._file) + len(part.data)
+        if size > self.header.size:
+            raise InvalidField("part.data", f"{size} bytes so far are more than the {self.header.size} announced")
+        self._sha256.update(part.data)
+        self._file += part.data
+        self._parts += 1
+
+    def _expected(self) -> str:
+        return f"part {self._parts}" if self._parts < self.header.parts else f"the end after {self._parts} parts"
+
+    def finish(self) -> Weights:
+        """The weights that the push makes, when all parts are there. Raises InvalidField with the first thing wrong.
+
+        A tensor that was changed but not sent cannot be told by its name, for nobody announces names: the weights then
+        have another hash than `header.weights_hash`.
+        """
+        header = self.header
+        if self._parts < header.parts:
+            raise InvalidField("part.number", f"the stream ended; expected {self._expected()} of {header.parts}")
+        if len(self._file) != header.size:
+            raise InvalidField("part.data", f"{len(self._file)} bytes came, {header.size} were announced")
+        if self._sha256.digest() != header.sha256:
+            raise InvalidField("header.sha256", f"the bytes that came have {self._sha256.hexdigest()}")
+        tensors = read_file(self._file, self._parent)
+        self._file = bytearray()
+        made = self._parent.changed(tensors, header.version)
+        if made.hash != header.weights_hash:
+            raise InvalidField(
+                "header.weights_hash",
+                f"with these tensors the weights have {made.hash.hex()}: some are missing, or are not those announced",
+            )
+        return made
+
+
+def read_file(file: bytearray, parent: Weights) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, copied out of it: any of the parent's, in float32, in its shapes, finite.
+
+    Raises InvalidField: `file` where it is no safetensors file, else `tensors.NAME`.
+    """
+    entries, start = _entries(file)
+    at = start
+    tensors: dict[str, Tensor] = {}
+    for name, dtype, shape, (begin, end) in sorted(entries, key=lambda entry: entry[3]):
+        field = f"tensors.{name[:_NAME_CHARS]}"
+        if name not in parent.tensors:
+            raise InvalidField(field, "is no tensor of this head that may be replaced")
+        if dtype != "F32":
+            raise InvalidField(field, f"is of dtype {dtype[:_NAME_CHARS]}, expected F32")
+        wanted = parent.tensors[name]
+        if shape != list(wanted.shape):
+            raise InvalidField(field, f"has shape {str(shape)[:_NAME_CHARS]}, expected {list(wanted.shape)}")
+        if (start + begin, end - begin) != (at, 4 * wanted.numel()) or at + 4 * wanted.numel() > len(file):
+            raise InvalidField(field, "its bytes are not where its shape and the tensors before it put them")
+        values = np.frombuffer(file, "<f4", wanted.numel(), at)
+        at += values.nbytes
+        _check_finite(field, values)
+        tensors[name] = torch.empty(wanted.shape)
+        np.copyto(tensors[name].numpy().reshape(-1), values)
+    if at != len(file):
+        raise InvalidField("file", f"{len(file) - at} bytes belong to no tensor")
+    return tensors
+
+
+def _entries(file: bytearray) -> tuple[list[tuple[str, str, list[int], tuple[int, int]]], int]:
+    """Name, dtype, shape and place of each tensor as the file announces them, and where the values begin."""
+    size = int.from_bytes(file[:8], "little")
+    if len(file) < 8 or not 2 <= size <= min(len(file) - 8, MAX_FILE_HEADER):
+        raise InvalidField("file", "is no safetensors file: its header does not fit into it")
+    try:
+        told = json.loads(file[8 : 8 + size].decode(), object_pairs_hook=_once)
+    except (ValueError, RecursionError):
+        raise InvalidField("file", "is no safetensors file: its header is no JSON object of distinct names") from None
+    if not isinstance(told, dict):
+        raise InvalidField("file", "is no safetensors file: its header is no JSON object")
+    return [_entry(name, entry) for name, entry in told.items() if name != "__metadata__"], 8 + size
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name comes twice")
+    return found
+
+
+def _entry(name: str, told: Any) -> tuple[str, str, list[int], tuple[int, int]]:
+    if isinstance(told, dict) and told.keys() == _ENTRY:
+        dtype, shape, place = told["dtype"], told["shape"], told["data_offsets"]
+        if isinstance(dtype, str) and _are_counts(shape) and _are_counts(place) and len(place) == 2:
+            return name, dtype, shape, (place[0], place[1])
+    raise InvalidField(f"tensors.{name[:_NAME_CHARS]}", "has no dtype, shape and data_offsets of a safetensors file")
+
+
+def _are_counts(told: Any) -> bool:
+    return isinstance(told, list) and all(type(number) is int and number >= 0 for number in told)
+
+
+def _check_finite(field: str, values: NDArray[np.float32]) -> None:
+    for at in range(0, len(values), _CHECKED):
+        if not np.isfinite(values[at : at + _CHECKED]).all():
+            raise InvalidField(field, "is not finite")

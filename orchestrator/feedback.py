@@ -1,0 +1,67 @@
+"""What the adapter is told of a request that ended: one record for each head that can learn, made off the hot path."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Sequence
+
+from coppice.adaptation.producer import Producer
+from coppice.adaptation.records import QueryRecord
+from coppice.messages.steps import Fence
+from orchestrator.drafters import HeadSession
+from orchestrator.step_loop import Decoding
+
+LAST_MISS_S = 2.0  # how long a drafter may take to say the last one
+
+
+class Signals:
+    """Takes over the heads of requests that ended."""
+
+    def __init__(self, producer: Producer, top_n: int) -> None:
+        """`top_n`: how many of the target's likeliest ids a rejection tells."""
+        self.top_n = top_n
+        self._producer = producer
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def ended(self, session: str, decoding: Decoding, heads: Sequence[HeadSession], load: float) -> None:
+        """Fetch the heads' last misses, close the heads and queue their records, all in the background."""
+        task = asyncio.create_task(self._finish(session, decoding, heads, load))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def stop(self) -> None:
+        """Wait for what is under way and for the queue, at most a few seconds each."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=LAST_MISS_S)
+        await self._producer.stop()
+
+    async def _finish(self, session: str, decoding: Decoding, heads: Sequence[HeadSession], load: float) -> None:
+        try:
+            fence = Fence(decoding.step + 1, len(decoding.ids), decoding.hash, 0, int(LAST_MISS_S * 1e9))
+            await asyncio.gather(*(head.last_miss(fence, decoding.ids, LAST_MISS_S) for head in heads))
+        finally:
+            for head in heads:
+                head.close()
+        for head in heads:
+            if head.opening.want_misses:
+                self._producer.query(head.pool.name, _record(session, decoding, head, load))
+
+
+def _record(session: str, decoding: Decoding, head: HeadSession, load: float) -> QueryRecord:
+    result, signal = decoding.result, head.signal
+    timings, steps = result.timings, result.steps
+    return QueryRecord(
+        session=session,
+        s=signal.s,
+        rejections=signal.rejections,
+        tau=sum(result.accept_lengths) / max(1, steps),
+        new_tokens=result.new_tokens,
+        steps=steps,
+        tokens_per_s=result.new_tokens / max(1, timings.decode_ns) * 1e9,
+        step_ns=int(statistics.median(timings.step_ns)) if timings.step_ns else 0,
+        draft_ns=timings.draft_ns // max(1, steps),
+        versions=(signal.first_version, signal.last_version),
+        load=load,
+        policy=decoding.plan.policy.name,
+    )

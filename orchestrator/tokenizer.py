@@ -1,0 +1,136 @@
+"""Text to token ids and back: the target's own tokenizer and chat template, whole characters, stop strings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from coppice.errors import InvalidField
+from coppice.messages.generation import ChatMessage
+
+_PRIMING_IDS = 8  # of the prompt, so that a decoder that drops a text's leading space sees this is no beginning
+
+
+class TextCodec:
+    """A target's tokenizer.json and, if it has one, its chat template."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises InvalidField when tokenizer.json is unusable."""
+        try:
+            self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:
+            raise InvalidField("orchestrator.target", f"{folder / 'tokenizer.json'}: {error}") from None
+        config = folder / "tokenizer_config.json"
+        self._config: dict[str, Any] = json.loads(config.read_text()) if config.is_file() else {}
+        self._template = _chat_template(folder, self._config)
+
+    @classmethod
+    def find(cls, folder: str) -> TextCodec | None:
+        """The codec of a target's folder; None when it has no tokenizer.json, so that only ids work."""
+        return cls(Path(folder)) if folder and (Path(folder) / "tokenizer.json").is_file() else None
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat prompts work."""
+        return self._template is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, with the special tokens the tokenizer puts around a prompt."""
+        ids: list[int] = self.tokenizer.encode(text).ids
+        return ids
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Ids of a conversation up to where the assistant answers. Raises InvalidField."""
+        if self._template is None:
+            raise InvalidField("chat", "this target has no chat template")
+        special = {
+            name: _content(self._config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        }
+        plain = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text = self._template.render(messages=plain, add_generation_prompt=True, **special)
+        except jinja2.TemplateError as error:
+            raise InvalidField("chat.messages", str(error)) from None
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def _content(token: str | dict[str, Any] | None) -> str:
+    """A special token's text, which tokenizer_config.json holds plainly or as an object."""
+    return str(token.get("content", "")) if isinstance(token, dict) else token or ""
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> jinja2.Template | None:
+    file = folder / "chat_template.jinja"
+    source = file.read_text() if file.is_file() else config.get("chat_template")
+    if isinstance(source, list):  # several named ones
+        source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
+    if not source:
+        return None
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(source)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+class TextStream:
+    """Turns one answer's ids into text, whole characters only, and watches for stop strings."""
+
+    def __init__(self, codec: TextCodec | None, before: Sequence[int], stops: Sequence[str]) -> None:
+        """`before`: the ids in front of the answer."""
+        self._codec, self._stops = codec, stops
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._pending: list[int] = []  # ids whose characters are not complete
+        self._held = ""  # text that may turn out to begin a stop string
+        if codec is not None:
+            for token in before[-_PRIMING_IDS:]:
+                self._decoder.step(codec.tokenizer, token)
+
+    def push(self, token: int) -> tuple[str, bool]:
+        """Text that is certain now that `token` came, and whether a stop string was met (and cut off)."""
+        if self._codec is None:
+            return "", False
+        self._pending.append(token)
+        piece = self._decoder.step(self._codec.tokenizer, token)
+        if piece is None:
+            return "", False
+        self._pending.clear()
+        return self._release(self._held + piece)
+
+    def alone(self, token: int) -> str:
+        """The text of one id by itself."""
+        text: str = self._codec.tokenizer.decode([token], skip_special_tokens=False) if self._codec else ""
+        return text
+
+    def _release(self, text: str) -> tuple[str, bool]:
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)], True
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def flush(self) -> str:
+        """What is left when the answer ends elsewhere than at a stop string."""
+        rest = self._codec.tokenizer.decode(self._pending, skip_special_tokens=True) if self._codec else ""
+        return self._held + rest
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`, not all of it."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,0 +1,228 @@
+"""The verifiers as the orchestrator sees them, and one request's place on one of them after another.
+
+A verifier's session is a cache of prompt and committed tokens. When it is lost, whatever way, another verifier prefills
+what is committed, and the step that failed is asked again: keyed noise makes its answer the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import grpc
+import structlog
+
+from coppice.errors import (
+    Cancelled,
+    CoppiceError,
+    DeadlineExceeded,
+    InternalError,
+    NotFound,
+    Overloaded,
+    StaleFence,
+    Unavailable,
+    from_rpc_error,
+)
+from coppice.messages.steps import OpenSession, SessionOpened, TargetDescription, Verdict, VerifyStep
+from coppice.rpc.channels import Dialer
+from coppice.v1 import verifier_pb2
+from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
+from coppice.wire import verifier
+from orchestrator.replicas import Pool, Replica
+
+log = structlog.get_logger()
+
+LOST = (Unavailable, DeadlineExceeded, Cancelled, NotFound, StaleFence, InternalError)
+"""what another replica may do better"""
+_LEAST_DEADLINE_S = 1.0
+_LAST_RESORT_S = 60.0
+_PREFILL_S = 60.0
+_RETRY_S = 0.05
+_MOST_LOSSES = 8  # of one request, without a verdict between them
+
+
+class VerifierReplica(Replica):
+    """One verifier process."""
+
+    def __init__(self, address: str, dialer: Dialer) -> None:
+        super().__init__(address, dialer)
+        self.stub = VerifierServiceStub(self.channel)
+        self.verify_s = 0.0  # moving average of a verify round trip
+        self.waiting: set[asyncio.Timeout] = set()
+
+    def lose(self) -> None:
+        """End every wait for it."""
+        now = asyncio.get_running_loop().time()
+        for wait in self.waiting:
+            wait.reschedule(now)
+
+
+class TargetPool(Pool[VerifierReplica]):
+    """The replicas that serve one target."""
+
+    def __init__(self, addresses: Sequence[str], dialer: Dialer, failover_s: float = 60.0, reopens: int = 4) -> None:
+        """`failover_s`: how long a request waits for a verifier; `reopens`: requests that prefill again at once."""
+        self.target: TargetDescription | None = None
+        self.failover_s = failover_s
+        self.reopening = asyncio.Semaphore(reopens)
+        super().__init__("verifier", addresses, dialer)
+
+    def make(self, address: str) -> VerifierReplica:
+        """A replica at an address."""
+        return VerifierReplica(address, self._dialer)
+
+    async def describe(self, replica: VerifierReplica, timeout_s: float) -> None:
+        """The first that answers says what the target is; one that serves another is never used."""
+        request = verifier_pb2.DescribeTargetRequest()
+        told = verifier.read_target(await replica.stub.DescribeTarget(request, timeout=timeout_s))
+        self.target = self.target or told
+        replica.unfit = "" if _identity(told) == _identity(self.target) else f"it serves {told.name}"
+        if replica.unfit:
+            log.error("a verifier serves another target", replica=replica.address, target=told.name)
+
+    async def first_target(self, timeout_s: float = 30.0) -> TargetDescription:
+        """What the first replica that answers serves. Raises Unavailable."""
+        until = asyncio.get_running_loop().time() + timeout_s
+        while self.target is None:
+            await asyncio.gather(*(self.look(replica) for replica in self.replicas))
+            if self.target is None and asyncio.get_running_loop().time() > until:
+                raise Unavailable(f"no verifier answers at {', '.join(self._by_address) or 'any address'}")
+            await asyncio.sleep(0 if self.target else _RETRY_S)
+        return self.target
+
+    def deadline_s(self, replica: VerifierReplica) -> float:
+        """How long a verify may take before the verifier counts as lost: max(1 s, 10 x the moving average).
+
+        The only replica is waited for longer: giving it up would gain nothing.
+        """
+        return _LAST_RESORT_S if len(self._by_address) == 1 else max(_LEAST_DEADLINE_S, 10 * replica.verify_s)
+
+
+def _identity(told: TargetDescription) -> tuple[object, ...]:
+    return told.name, told.vocab_size, told.layers, told.hidden_size, told.eos_ids, told.dtype
+
+
+class TargetSession:
+    """One request: a stream to one verifier, and to another one when that is lost."""
+
+    def __init__(self, pool: TargetPool, opening: OpenSession) -> None:
+        self._pool, self._opening = pool, opening
+        self._replica: VerifierReplica | None = None
+        self._call: grpc.aio.StreamStreamCall | None = None
+        self._streams = 0
+        self._losses = 0
+        self._steps_before = 0  # that other streams of this request answered
+
+    @property
+    def deadline_s(self) -> float:
+        """How long a verify may take."""
+        return self._pool.deadline_s(self._replica) if self._replica else _LEAST_DEADLINE_S
+
+    async def open(self, ids: Sequence[int], patient: bool = False) -> SessionOpened:
+        """Prefill `ids` on the least loaded verifier, on another one when that fails.
+
+        `patient`: wait also for verifiers that are full. Raises what the last verifier refused it with, Unavailable
+        when there was none for `failover_s`.
+        """
+        loop = asyncio.get_running_loop()
+        until, refused = loop.time() + self._pool.failover_s, set[VerifierReplica]()
+        last: CoppiceError = Unavailable(f"no verifier became available within {self._pool.failover_s:g} s")
+        while True:
+            replica = self._pool.pick(refused)
+            if replica is None:
+                if loop.time() > until or (refused and not patient):
+                    raise last
+                refused.clear()
+                await asyncio.sleep(_RETRY_S)
+                continue
+            try:
+                opened = await self._open_on(replica, ids)
+            except Overloaded as error:
+                refused.add(replica)
+                last = error
+            except LOST as error:
+                replica.bench()
+                last = error
+            else:
+                return opened
+
+    async def reopen(self, ids: Sequence[int], steps: int, why: CoppiceError) -> SessionOpened:
+        """Prefill what is committed on another verifier, `steps` after the first. Raises `why` when that happened too
+        often in a row, and what `open` raises.
+        """
+        self._losses += 1
+        if self._losses > _MOST_LOSSES:
+            raise why
+        if self._replica is not None:
+            log.warning("session lost", verifier=self._replica.address, why=str(why)[:200])
+            self._replica.bench()
+        self.close()
+        async with self._pool.reopening:
+            opened = await self.open(ids, patient=True)
+        self._steps_before = steps
+        return opened
+
+    async def verify(self, step: VerifyStep) -> Verdict:
+        """One tree. Raises one of LOST when the session is to be opened again."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        fence = replace(step.fence, step=step.fence.step - self._steps_before)
+        answer = await self._exchange(verifier.verify_step_to_wire(replace(step, fence=fence)), self.deadline_s)
+        if not isinstance(answer, Verdict) or answer.fence.step != fence.step:
+            raise InternalError("the verifier answered another step")
+        assert self._replica
+        self._losses = 0
+        took = loop.time() - began
+        self._replica.verify_s = 0.9 * (self._replica.verify_s or took) + 0.1 * took
+        self._replica.well()
+        return answer
+
+    def close(self) -> None:
+        """End the stream; the verifier frees the session."""
+        if self._call is not None and self._replica is not None:
+            self._call.cancel()
+            self._replica.released()
+        self._call = self._replica = None
+
+    async def _open_on(self, replica: VerifierReplica, ids: Sequence[int]) -> SessionOpened:
+        self.close()
+        self._streams += 1
+        # A verifier may still hold the stream that was lost.
+        opening = replace(self._opening, session=f"{self._opening.session}.{self._streams}", ids=list(ids))
+        self._replica, self._call = replica, replica.stub.Verify()
+        replica.taken()
+        answer = await self._exchange(verifier.open_session_to_wire(opening), _PREFILL_S)
+        if not isinstance(answer, SessionOpened):
+            raise InternalError("the verifier answered open with a verdict")
+        return answer
+
+    async def _exchange(self, message: verifier_pb2.VerifyRequest, timeout_s: float) -> SessionOpened | Verdict:
+        call, replica = self._call, self._replica
+        if call is None or replica is None:
+            raise Unavailable("the session is not open")
+        try:
+            async with asyncio.timeout(timeout_s) as wait:
+                replica.waiting.add(wait)
+                try:
+                    await call.write(message)
+                    answer = await call.read()
+                finally:
+                    replica.waiting.discard(wait)
+        except TimeoutError:
+            why = "stopped answering" if replica.silent else f"did not answer in {timeout_s:.1f} s"
+            raise DeadlineExceeded(f"the verifier at {replica.address} {why}") from None
+        except asyncio.InvalidStateError:  # written to a stream that has ended: its status says why
+            raise await _ending(call) from None
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        if answer is grpc.aio.EOF:
+            raise await _ending(call)
+        return verifier.read_verify_response(answer)
+
+
+async def _ending(call: grpc.aio.StreamStreamCall) -> CoppiceError:
+    code, details = await call.code(), await call.details()
+    if code is grpc.StatusCode.OK:
+        return Unavailable("the verifier ended the session")
+    return from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), await call.trailing_metadata(), details))
