@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from coppice.client.client import Client
     from coppice.client.completion import Completion
     from coppice.stack.launch import Stack
-    from coppice.stack.spec import StackSpec
 
 GOOD, CHECK_FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
 # What a missing one of these means to people: the extra that brings it.
@@ -103,6 +102,7 @@ def up(
 ) -> None:
     """Start a verifier, drafters and an orchestrator here, until Ctrl-C."""
     from coppice.stack.launch import Stack
+    from coppice.stack.options import stack_spec
     from coppice.stack.spec import DEFAULT_ADAPTER_PORT
 
     if config:
@@ -129,22 +129,6 @@ def up(
             ready_file.unlink(missing_ok=True)
     if stack.unclean:
         _fail(f"did not stop cleanly: {', '.join(stack.unclean)}", CHECK_FAILED)
-
-
-def stack_spec(target: Path | None, heads: list[str] | None, **told: Any) -> "StackSpec":
-    """The spec of the options; an unusable one is a usage error that names it."""
-    from coppice.errors import InvalidField
-    from coppice.stack.spec import HeadSpec, StackSpec
-
-    try:
-        if heads:
-            told["heads"] = tuple(HeadSpec.parse(head) for head in heads)
-        if target is None:
-            return StackSpec.demo(**told)
-        return StackSpec(target=target, **told)
-    except InvalidField as error:
-        why = str(error).partition(": ")[2]
-        raise typer.BadParameter(why, param_hint=f"--{error.field}") from None
 
 
 def _announce(stack: "Stack", ready_file: Path | None) -> None:

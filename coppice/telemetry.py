@@ -12,15 +12,13 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from coppice.config.sections import ServerSettings
-
 SCRAPE_S = 5.0
 _STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 
-def configure_logging(settings: ServerSettings) -> None:
-    """Send structured lines to standard error."""
-    renderer = structlog.processors.JSONRenderer() if settings.log_json else structlog.dev.ConsoleRenderer(colors=False)
+def configure_logging(level: str, as_json: bool) -> None:
+    """Send structured lines from this level on to standard error, as text or as JSON."""
+    renderer = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=False)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -29,16 +27,16 @@ def configure_logging(settings: ServerSettings) -> None:
             structlog.processors.format_exc_info,
             renderer,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, settings.log_level.upper())),
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
 
 
-def serve_metrics(registry: CollectorRegistry, settings: ServerSettings) -> int:
-    """Serve `registry` over HTTP; returns the port, 0 when metrics are off."""
-    if settings.metrics_port < 0:
+def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:
+    """Serve `registry` over HTTP and return the port. Port 0 takes a free one; -1 serves nothing and returns 0."""
+    if port < 0:
         return 0
-    server, _ = start_http_server(settings.metrics_port, addr=settings.host, registry=registry)
+    server, _ = start_http_server(port, addr=host, registry=registry)
     return int(server.server_port)
 
 

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from coppice.adaptation.producer import Producer
-from coppice.config.sections import Settings
+from coppice.config.settings import Settings
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory, directory, drafter_pools
 from coppice.rpc.server import Serving, run_service
@@ -53,7 +53,7 @@ async def serve(settings: Settings) -> int:
     servicer = GenerationServicer(settings, target, verifiers, heads, codec, metrics, signals)
     tokens = Tokens(told.tokens, metrics.client_requests) if told.tokens else None
     serving = Serving(settings.server, settings.limits, "orchestrator", settings.tls, tokens)
-    port = serve_metrics(metrics.registry, settings.server)
+    port = serve_metrics(metrics.registry, settings.server.host, settings.server.metrics_port)
     await serving.start(generation_pb2.DESCRIPTOR.services_by_name["GenerationService"], servicer, port)
     code = await serving.until_stopped(failed)
     for task in following:

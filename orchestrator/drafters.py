@@ -22,7 +22,7 @@ from coppice.errors import CoppiceError, InvalidField
 from coppice.limits import MAX_HEAD_NODES, MAX_TREE_NODES
 from coppice.messages.steps import Advance, DraftStep, Features, Fence, OpenDraft, Rejection, TreeDelta
 from coppice.rpc.channels import Dialer
-from coppice.speculation.routing import Calibration
+from coppice.speculation.calibration import Calibration
 from coppice.speculation.tree import DraftTree, TreeError, extend, prune, validate
 from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import drafter_pb2

@@ -25,7 +25,8 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from ray.serve.grpc_util import RayServegRPCContext
 
-from coppice.config.sections import FEATURE_KINDS, HeadKind, Settings, load_settings
+from coppice.config.sections import FEATURE_KINDS, HeadKind
+from coppice.config.settings import Settings, load_settings
 from coppice.errors import CoppiceError, InvalidField
 from coppice.rpc.certificates import is_loopback
 from coppice.rpc.channels import Dialer

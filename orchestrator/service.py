@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator
 import grpc
 
 import coppice
-from coppice.config.sections import Settings
+from coppice.config.settings import Settings
 from coppice.errors import CoppiceError, InvalidField
-from coppice.messages.generation import POLICIES, Chunk, Finished, GenerationRequest, ModelDescription, Started
+from coppice.messages.generation import Chunk, Finished, GenerationRequest, ModelDescription, Started
 from coppice.messages.steps import OpenDraft, OpenSession, TargetDescription
 from coppice.rpc.admission import Admission
-from coppice.speculation.policy import Policy
+from coppice.speculation.policy import POLICIES, Policy
 from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import generation_pb2
 from coppice.wire import generation

@@ -14,8 +14,9 @@ from coppice.errors import CoppiceError, InternalError, InvalidField
 from coppice.limits import MAX_TREE_NODES
 from coppice.messages.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, StepTree
 from coppice.messages.steps import Fence, NextRoot, Rejection, Verdict, VerifyStep, committed_hash
+from coppice.speculation.calibration import step_log_probs
 from coppice.speculation.policy import UNION, Choice, Policy
-from coppice.speculation.routing import first_miss, outcomes, step_log_probs, sum_confidence
+from coppice.speculation.routing import first_miss, outcomes, sum_confidence
 from coppice.speculation.sampling import draw
 from coppice.speculation.tree import DraftTree, forwards_of, made_by, prune, select
 from coppice.telemetry import OrchestratorMetrics

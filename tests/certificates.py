@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from coppice.rpc.certificates import TlsSettings
+from coppice.config.sections import TlsSettings
 from coppice.rpc.channels import Dialer
 
 ROLES = ("verifier", "drafter", "orchestrator", "adapter", "operator", "stranger")

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from coppice.config.sections import Settings, load_settings
+from coppice.config.settings import Settings, load_settings
 from coppice.errors import CoppiceError, InvalidField, NotFound, Overloaded, Unavailable
 from coppice.limits import Limits
 from coppice.messages.generation import Chunk, Finished, GenerationRequest, ModelDescription, Origin, Started, Timings

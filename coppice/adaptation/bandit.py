@@ -10,11 +10,11 @@ import math
 import statistics
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat
 
-from coppice.speculation.sampling import MASK_64, uniform
+from coppice.config.adaptation import BanditSettings, PolicyName
+from coppice.speculation.sampling import uniform
 
 
 class Action(StrEnum):
@@ -24,9 +24,6 @@ class Action(StrEnum):
     HEAD = "head"
     FULL = "full"
 
-
-PolicyName = Literal["bandit", "always", "full-only", "head-only", "never"]
-Chance = Annotated[float, Field(ge=0, le=1)]
 
 # What a policy may update; of equal predictions the first is taken, the cheaper one.
 UPDATES: dict[PolicyName, tuple[Action, ...]] = {
@@ -40,39 +37,6 @@ UPDATES: dict[PolicyName, tuple[Action, ...]] = {
 # Streams of the seed, as in coppice.speculation.sampling: whether to explore, and what.
 EXPLORE_STREAM = 0
 ACTION_STREAM = 1
-
-
-class BanditSettings(BaseModel):
-    """The numbers of the bandit; the defaults are the paper's where it gives them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    policy: PolicyName = Field(
-        "bandit",
-        description="bandit; full-only and head-only are bandits of one action; always: online speculative decoding",
-    )
-    seed: int = Field(0, ge=0, le=MASK_64, description="seed of its chances")
-    warmup_queries: NonNegativeInt = Field(
-        10, description="queries that only measure, and least measured before events"
-    )
-    cold_events: NonNegativeInt = Field(8, description="events of the cold start")
-    epsilon_first: Chance = Field(0.30, description="chance of a random action at the first event of the cold start")
-    epsilon_last: Chance = Field(0.10, description="the same at the last one; linear in between")
-    exploration: Chance = Field(0.003, description="chance that a query after the cold start begins a random event")
-    certainty: NonNegativeFloat = Field(
-        1.5,
-        description="standard errors by which a value must be positive after the cold start; 0: the paper's bare rule",
-    )
-    alpha: float = Field(0.10, gt=0, le=1, description="weight of a new observation in a value")
-    least_signal: NonNegativeFloat = Field(5.0, description="s of a trigger below which its observation is not used")
-    interval: PositiveInt = Field(20, description="N, queries measured before and after an event")
-    horizon: PositiveInt = Field(
-        100, description="queries an update is to pay in: what those beside the training lost is spread over them"
-    )
-    patience: PositiveInt = Field(200, description="queries among which N comparable ones must be found")
-    load_factor: float = Field(1.5, ge=1, description="ratio of loads up to which queries are comparable")
-    blocked_queries: NonNegativeInt = Field(2, description="queries after an event that trigger nothing")
-    always_queries: PositiveInt = Field(8, description="policy always: queries from one event to the next")
 
 
 class Query(BaseModel):

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from coppice.adaptation.records import Kind, Sample
 from coppice.adaptation.windows import DraftVocabulary, Windows
-from coppice.config.sections import ADAPTED_KINDS, LearnerSettings
+from coppice.config.adaptation import LearnerSettings
+from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import InvalidField
 from coppice.heads.checkpoints import OWN, layout_of, load_eagle3, load_specblock, public_state
 from coppice.heads.feature_head import target_ids

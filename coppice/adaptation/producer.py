@@ -17,8 +17,6 @@ from typing import Any, Literal
 
 import structlog
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from coppice.adaptation.records import (
@@ -36,7 +34,8 @@ from coppice.adaptation.records import (
     samples_key,
     size_of,
 )
-from coppice.config.sections import AdaptationSettings, RedisSettings
+from coppice.config.adaptation import AdaptationSettings
+from coppice.store.connection import connect, disconnect
 from coppice.telemetry import SignalMetrics
 
 log = structlog.get_logger()
@@ -222,26 +221,3 @@ class Producer:
             task = asyncio.create_task(disconnect(client))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
-
-
-def connect(settings: RedisSettings) -> Redis:
-    """A client that never tries again by itself: what it sends again may have arrived.
-
-    Bound its calls with asyncio.timeout. redis-py bounds them with asyncio.wait_for, which on Python 3.11 loses a
-    cancellation that comes when what it waits for is just done.
-    """
-    encrypted = settings.redis.startswith("rediss://")
-    tls: dict[str, Any] = {"ssl_ca_certs": settings.redis_ca or None, "ssl_check_hostname": True} if encrypted else {}
-    return Redis.from_url(
-        settings.redis,
-        socket_timeout=None,
-        socket_connect_timeout=settings.timeout_s,
-        retry=Retry(NoBackoff(), 0),
-        **tls,
-    )
-
-
-async def disconnect(client: Redis) -> None:
-    """End its connections, those in use too."""
-    with contextlib.suppress(RedisError, OSError, TimeoutError):
-        await client.connection_pool.disconnect(inuse_connections=True)

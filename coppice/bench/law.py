@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coppice.speculation.acceptance import pq_chain, walk
+from coppice.speculation.calibration import Calibration, step_log_probs
 from coppice.speculation.policy import Policy
-from coppice.speculation.routing import Calibration, outcomes, step_log_probs
+from coppice.speculation.routing import outcomes
 from coppice.speculation.sampling import SamplingParams, decode_row, draw, noise, uniform
 from coppice.speculation.tree import DraftTree
 

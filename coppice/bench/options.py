@@ -68,7 +68,7 @@ def measuring(
 
 
 def spec_of(target: Path | None, heads: list[str] | None, dtype: str | None) -> StackSpec:
-    from coppice.cli import stack_spec
+    from coppice.stack.options import stack_spec
 
     return stack_spec(target, heads, dtype=dtype, port=0)
 

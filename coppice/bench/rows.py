@@ -20,10 +20,10 @@ def forward_ms(target: Path, device: str, dtype: str, threads: int) -> tuple[dic
     """Milliseconds of a bare forward by rows at one session, and of one row for each of eight sessions."""
     import torch
 
-    from coppice.engine.engine import Engine
+    from coppice.engine.loading import load_engine
 
     torch.set_num_threads(threads)
-    engine = Engine.load(target, device=device, dtype=dtype, kv_tokens=MANY * (CONTEXT + max(ROWS)) * 2)
+    engine = load_engine(target, device=device, dtype=dtype, kv_tokens=MANY * (CONTEXT + max(ROWS)) * 2)
     engine.timings((1, 32), context=CONTEXT, repeats=3)
     alone = engine.timings(ROWS, context=CONTEXT)
     many = engine.timings((1,), sessions=MANY, context=CONTEXT)

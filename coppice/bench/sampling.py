@@ -10,8 +10,7 @@ from typing import Any
 from coppice.bench import law
 from coppice.bench.report import Check
 from coppice.client.client import Client
-from coppice.messages.generation import POLICIES
-from coppice.speculation.policy import Policy
+from coppice.speculation.policy import POLICIES, Policy
 from coppice.speculation.sampling import SamplingParams
 
 FALSE_ALARM = 0.001  # of the whole family of checks, Bonferroni

@@ -1,36 +1,14 @@
-"""Settings of every process: flag, then COPPICE_SECTION__NAME, then YAML, then default."""
+"""Settings of the processes, section by section."""
 
 from __future__ import annotations
 
-import difflib
-import os
-import sys
-from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
-from pydantic_settings import (
-    BaseSettings,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    SettingsError,
-    YamlConfigSettingsSource,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from coppice.adaptation.bandit import BanditSettings
-from coppice.adaptation.drift import DriftSettings
-from coppice.errors import InvalidField
 from coppice.failpoints import parse as parse_failpoints
-from coppice.limits import MAX_HEAD_NODES, MAX_TOP_N, MAX_TREE_NODES, MAX_WINDOW, Limits
-from coppice.rpc.certificates import TlsSettings
-
-# Variables that are no settings of a section: read by the SDK, the test suite and load_settings.
-_OTHER_VARIABLES = frozenset(
-    {"COPPICE_ADAPTER_ADDRESS", "COPPICE_ADDRESS", "COPPICE_CONFIG", "COPPICE_PROOF", "COPPICE_TOKEN"}
-)
+from coppice.limits import MAX_HEAD_NODES, MAX_TREE_NODES
 
 HeadKind = Literal["bigram", "lookup", "lm", "eagle3", "specblock", "medusa", "parallelspec", "falcon"]
 FEATURE_KINDS: tuple[HeadKind, ...] = ("eagle3", "specblock", "medusa", "parallelspec", "falcon")
@@ -39,11 +17,13 @@ ADAPTED_KINDS: tuple[HeadKind, ...] = ("eagle3", "specblock")
 """Those of them that an adapter can train while they serve."""
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """A section of the settings: unknown names are refused, and nothing changes once it is read."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def _pairs(pairs: list[str], form: str) -> list[str]:
+def check_pairs(pairs: list[str], form: str) -> list[str]:
     """The same, each with something on both sides of its first equals sign. Raises ValueError saying the form."""
     for pair in pairs:
         name, _, value = pair.partition("=")
@@ -52,7 +32,7 @@ def _pairs(pairs: list[str], form: str) -> list[str]:
     return pairs
 
 
-class ServerSettings(_Section):
+class ServerSettings(Section):
     """How a process listens and stops."""
 
     host: str = Field("127.0.0.1", description="address to listen on")
@@ -77,7 +57,30 @@ class ServerSettings(_Section):
         return failpoints
 
 
-class TorchSettings(_Section):
+class TlsSettings(Section):
+    """TLS between processes; plaintext while no file is named. A certificate's names say who its holder is."""
+
+    ca: str = Field("", description="file with the authorities that sign the other processes' certificates (PEM)")
+    cert: str = Field("", description="file with this process's certificate chain (PEM); a client may have none")
+    key: str = Field("", description="file with the key of tls.cert (PEM)")
+    require: bool = Field(
+        False, description="whether clients of generation need a certificate too; callers of all other services do"
+    )
+    server_name: str = Field(
+        "", description="name in a called server's certificate; empty: its role's, for generation the address's host"
+    )
+    operators: list[str] = Field(
+        default_factory=list, description="names, beside operator, of certificates that may steer the adapter"
+    )
+    tokens_in_clear: bool = Field(False, description="whether clients' tokens may cross a network without TLS")
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is encrypted."""
+        return bool(self.ca or self.cert or self.key)
+
+
+class TorchSettings(Section):
     """Where and how a process computes."""
 
     device: str = Field("cpu", description="torch device, such as cpu or cuda:0")
@@ -131,7 +134,7 @@ class DrafterSettings(TorchSettings):
         return self.model_copy(update=told | (narrow if self.chain else {}))
 
 
-class OrchestratorSettings(_Section):
+class OrchestratorSettings(Section):
     """The step loop."""
 
     target: str = Field("", description="folder with the target's tokenizer; empty: ids only")
@@ -157,10 +160,10 @@ class OrchestratorSettings(_Section):
     @field_validator("heads")
     @classmethod
     def _heads_name_addresses(cls, heads: list[str]) -> list[str]:
-        return _pairs(heads, "NAME=HOST:PORT, NAME=dns:HOST:PORT or NAME=redis")
+        return check_pairs(heads, "NAME=HOST:PORT, NAME=dns:HOST:PORT or NAME=redis")
 
 
-class RedisSettings(_Section):
+class RedisSettings(Section):
     """A Redis, and what is ours in it."""
 
     redis: str = Field("", description="redis://, rediss:// or unix:// URL; empty: none")
@@ -193,198 +196,3 @@ class DirectorySettings(RedisSettings):
     redis: str = Field("", description="URL of the Redis with the registry of replicas; empty: there is none")
     lease_s: float = Field(3.0, ge=0.2, le=60, description="how long the registry believes a replica, seconds")
     poll_s: float = Field(1.0, ge=0.05, le=60, description="time between two looks at a registry or at DNS, seconds")
-
-
-class AdaptationSettings(RedisSettings):
-    """What is told to the adapter, by way of Redis."""
-
-    redis: str = Field("", description="redis://, rediss:// or unix:// URL of the adapter's Redis; empty: tell nothing")
-    queue_entries: int = Field(4096, gt=0, description="records waiting to be sent; more are dropped and counted")
-    queue_bytes: int = Field(64 << 20, gt=0, description="the same in bytes")
-    entry_bytes: int = Field(8 << 20, gt=0, description="largest record, bytes; larger ones are dropped and counted")
-    bytes_per_s: int = Field(32 << 20, gt=0, description="bytes sent a second; what exceeds it is dropped and counted")
-    queries_kept: int = Field(10_000, gt=0, description="query records a stream keeps, about")
-    samples_kept: int = Field(4096, gt=0, description="training samples a stream keeps, about")
-    stream_bytes: int = Field(256 << 20, gt=0, description="bytes of training samples a stream keeps, about")
-    window: int = Field(64, gt=1, le=MAX_WINDOW, description="positions of a full training sample")
-    stride: int = Field(32, gt=0, description="least positions between the full samples of one session")
-    top_n: int = Field(32, ge=0, le=MAX_TOP_N, description="the target's likeliest ids told with a rejection")
-
-
-class AdapterSettings(_Section):
-    """The adapter: which heads it trains, where, and what it keeps."""
-
-    target: str = Field("", description="folder of the target, whose embedding the heads share")
-    heads: list[str] = Field(default_factory=list, description="NAME=DIR of each head, its weights as deployed")
-    drafters: list[str] = Field(
-        default_factory=list, description="NAME=HOST:PORT of each drafter, NAME=dns:HOST:PORT or NAME=redis of them all"
-    )
-    lease_s: float = Field(10.0, ge=0.5, le=300, description="how long after the active adapter another one takes over")
-    folder: str = Field("", description="folder for versions and state; empty: a temporary one, forgotten at the end")
-    versions_kept: int = Field(8, ge=2, description="weight versions kept on disk for each head")
-    canary: bool = Field(True, description="whether new weights go to one replica first, where there are several")
-    head_samples: int = Field(256, gt=0, description="samples of a head-only update")
-    full_samples: int = Field(32, gt=0, description="samples of a full update")
-    threads: int = Field(1, ge=1, le=1024, description="torch threads of training")
-    nice: int = Field(19, ge=0, le=19, description="how far training yields to others on the machine's cores")
-    poll_s: float = Field(2.0, gt=0, description="time between two looks at the replicas, seconds")
-
-    @field_validator("heads", "drafters")
-    @classmethod
-    def _are_pairs(cls, pairs: list[str]) -> list[str]:
-        return _pairs(pairs, "NAME=VALUE")
-
-
-class LearnerSettings(_Section):
-    """How an update learns. Rates are AdamW's."""
-
-    head_rate: float = Field(1e-4, gt=0, description="learning rate of head-only updates")
-    full_rate: float = Field(1e-3, gt=0, description="learning rate of full updates")
-    head_passes: int = Field(1, gt=0, description="times that a head-only update reads its samples")
-    full_passes: int = Field(2, gt=0, description="times that a full update reads its samples")
-    batch: int = Field(8, gt=0, description="samples of each optimiser step")
-    clip: float = Field(0.5, gt=0, description="largest norm of a gradient")
-    penalty: float = Field(0.01, ge=0, description="lambda, weight of the KL to the head as it was deployed")
-    blocks: int = Field(1, gt=0, le=4, description="blocks that a SpecBlock head learns from each row")
-    steps: int = Field(7, gt=0, le=32, description="steps that an EAGLE-3 head learns from each row")
-    every: int = Field(3, gt=0, description="later blocks start from every so many rows")
-    valid_prefix: bool = Field(False, description="whether a slot learns only behind right ones (equation 5)")
-    device: str = Field("cpu", description="torch device, such as cpu or cuda:1")
-    seed: int = Field(0, ge=0, description="seed of the order of samples")
-
-
-class Settings(BaseSettings):
-    """Everything a Coppice process can be told; each process reads the sections it uses."""
-
-    model_config = SettingsConfigDict(
-        env_prefix="COPPICE_",
-        env_nested_delimiter="__",
-        frozen=True,
-        extra="forbid",
-        nested_model_default_partial_update=True,
-    )
-
-    server: ServerSettings = ServerSettings()
-    tls: TlsSettings = TlsSettings()
-    limits: Limits = Limits()
-    verifier: VerifierSettings = VerifierSettings()
-    drafter: DrafterSettings = DrafterSettings()
-    directory: DirectorySettings = DirectorySettings()
-    orchestrator: OrchestratorSettings = OrchestratorSettings()
-    adaptation: AdaptationSettings = AdaptationSettings()
-    adapter: AdapterSettings = AdapterSettings()
-    bandit: BanditSettings = BanditSettings()
-    drift: DriftSettings = DriftSettings()
-    learner: LearnerSettings = LearnerSettings()
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags come first (pydantic-settings puts them before these), then variables, then the YAML file."""
-        yaml = YamlConfigSettingsSource(settings_cls, yaml_file=os.environ.get("COPPICE_CONFIG") or None)
-        return init_settings, env_settings, yaml
-
-
-def _sections() -> dict[str, type[BaseModel]]:
-    models = {name: field.annotation for name, field in Settings.model_fields.items()}
-    return {name: model for name, model in models.items() if isinstance(model, type) and issubclass(model, BaseModel)}
-
-
-def _no_such(what: str, known: Iterable[str], near_to: str | None = None) -> InvalidField:
-    """The error for a name that is no setting, with the nearest one that is."""
-    near = difflib.get_close_matches(near_to or what, list(known), n=1)
-    return InvalidField(what, f"no such setting{f'; did you mean {near[0]}?' if near else ''}")
-
-
-def _check_variables() -> None:
-    """pydantic-settings ignores variables it does not know; a typo must not pass silently."""
-    known = _OTHER_VARIABLES | {
-        f"COPPICE_{section}__{name}".upper() for section, model in _sections().items() for name in model.model_fields
-    }
-    for variable in os.environ:
-        if variable.upper().startswith("COPPICE_") and variable.upper() not in known:
-            raise _no_such(variable, known, variable.upper())
-
-
-def _check_flags(arguments: Sequence[str]) -> None:
-    """argparse would print its usage, which is longer than a screen, and name no neighbour."""
-    known = {"-h", "--help", "--config"}
-    for section, model in _sections().items():
-        known |= {f"--{section}", *(f"--{section}.{name}" for name in model.model_fields)}
-    for argument in arguments:
-        flag = argument.partition("=")[0]
-        if flag == "--config":
-            raise InvalidField("config", "write --config FILE, once")
-        if flag.startswith("--") and flag not in known:
-            raise _no_such(flag, known)
-
-
-def _check_file(file: str) -> None:
-    """What YAML itself, or a file that is no mapping, would raise is not for people to read."""
-    path = Path(file)
-    if not path.is_file():
-        raise InvalidField("config", f"no such file: {file}")
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidField("config", f"{file} is no YAML: {' '.join(str(error).split())}") from None
-    if found is not None and not isinstance(found, dict):
-        raise InvalidField("config", f"{file} is not a mapping of sections")
-
-
-def _explained(error: ValidationError) -> InvalidField:
-    """The first thing that is wrong, by its setting's name."""
-    first = error.errors()[0]
-    where = [str(part) for part in first["loc"]]
-    if first["type"] != "extra_forbidden":
-        return InvalidField(".".join(where), first["msg"])
-    sections = _sections()
-    known = [*sections, *(f"{section}.{name}" for section, model in sections.items() for name in model.model_fields)]
-    return _no_such(".".join(where), known)
-
-
-def _with_defaults(defaults: Mapping[str, Mapping[str, Any]]) -> type[Settings]:
-    """Settings whose defaults, by section and name, are these where they are given."""
-
-    class Defaulted(Settings):
-        @classmethod
-        def settings_customise_sources(
-            cls, settings_cls: type[BaseSettings], *args: Any, **kwargs: Any
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            last = InitSettingsSource(settings_cls, {name: dict(section) for name, section in defaults.items()})
-            return (*super().settings_customise_sources(settings_cls, *args, **kwargs), last)
-
-    return Defaulted
-
-
-def load_settings(
-    arguments: Sequence[str] | None = None, defaults: Mapping[str, Mapping[str, Any]] | None = None
-) -> Settings:
-    """Read settings from flags (`--section.name VALUE`), the environment and a YAML file (`--config FILE`).
-
-    `defaults`, by section and name, hold where none of these says anything (a launcher's, which knows the machine).
-    Raises InvalidField naming the setting when a value, a variable or a key is unusable.
-    """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if "--config" in arguments[:-1]:
-        at = arguments.index("--config")
-        os.environ["COPPICE_CONFIG"] = arguments[at + 1]
-        del arguments[at : at + 2]
-    _check_flags(arguments)
-    if file := os.environ.get("COPPICE_CONFIG"):
-        _check_file(file)
-    _check_variables()
-    try:
-        return (_with_defaults(defaults) if defaults else Settings)(_cli_parse_args=arguments)
-    except ValidationError as error:
-        raise _explained(error) from None
-    except SettingsError as error:
-        value = getattr(error.__cause__, "doc", None)  # of a variable that holds a list
-        named = [name for name in os.environ if name.upper().startswith("COPPICE_") and os.environ[name] == value]
-        raise InvalidField(named[0] if named else "settings", f"is no JSON: {error}") from None

@@ -10,21 +10,19 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from coppice.engine.attention import NAME, UnsupportedModel, using
 from coppice.engine.attention_plan import plan_forward
 from coppice.engine.batch import PackedBatch, Piece, pack
 from coppice.engine.kv_cache import BlockTable, KVPool
 from coppice.engine.kv_layout import read_layout
-from coppice.engine.linear import compile_ahead, fuse, prepack
-from coppice.engine.self_check import SelfCheck, self_check
+from coppice.engine.linear import fuse, prepack
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MIN_FEATURE_LAYERS = 6  # below, 2, L//2 and L-3 are out of order or out of range
@@ -101,32 +99,6 @@ class Engine:
         fuse(model)
         prepack(model)
 
-    @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        *,
-        device: str = "cpu",
-        dtype: str = "float32",
-        kv_tokens: int,
-        block_size: int = 32,
-        feature_layers: tuple[int, ...] | None = None,
-    ) -> Engine:
-        """The model of a local folder (config.json and safetensors; no code of its own), checked against itself.
-
-        dtype: float32, bfloat16 or float16. Raises ValueError for another, OSError when the folder has no such model,
-        UnsupportedModel, and SelfCheckError.
-        """
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            Path(path), dtype=DTYPES[dtype], local_files_only=True, use_safetensors=True, trust_remote_code=False
-        )
-        engine = cls(model.to(device), kv_tokens=kv_tokens, block_size=block_size, feature_layers=feature_layers)
-        engine.self_check()
-        compile_ahead(engine.model)
-        return engine
-
     def forward(self, batch: PackedBatch) -> ForwardOutput:
         """One pass over all rows; their keys and values are in the pool afterwards.
 
@@ -181,10 +153,6 @@ class Engine:
                     self.pool.free(table)
             timings[count] = int(statistics.median(took))
         return timings
-
-    def self_check(self) -> SelfCheck:
-        """Compare with eager attention; raises SelfCheckError."""
-        return self_check(self)
 
     def _check_feature_layers(self, wanted: tuple[int, ...]) -> None:
         for index in wanted:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from coppice.engine.attention import NAME
 from coppice.engine.batch import Piece, pack
-
-if TYPE_CHECKING:
-    from coppice.engine.engine import Engine
+from coppice.engine.engine import Engine
 
 # A tree of 12 rows with four leaves, the root at row 0; siblings and cousins that do not see each other.
 _PARENTS = (-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 8, 9)

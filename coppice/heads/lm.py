@@ -15,8 +15,8 @@ from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
 from coppice.engine.batch import Earlier, Piece, pack
-from coppice.engine.engine import Engine
 from coppice.engine.kv_cache import BlockTable, OutOfBlocks
+from coppice.engine.loading import load_engine
 from coppice.errors import Overloaded
 from coppice.heads.base import DraftJob, Growth, Head
 from coppice.heads.level_tree import Growing
@@ -45,11 +45,11 @@ class LanguageModelHead(Head):
     """A Hugging Face causal LM as a drafter, on the packed engine the verifier uses."""
 
     def __init__(self, settings: DrafterSettings) -> None:
-        """Load the model of `settings.path`, on the thread that will use it. Raises what Engine.load raises."""
+        """Load the model of `settings.path`, on the thread that will use it. Raises what load_engine raises."""
         settings = settings.of_kind()
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        self.engine = Engine.load(
+        self.engine = load_engine(
             settings.path, device=settings.device, dtype=settings.dtype, kv_tokens=settings.kv_tokens
         )
         self.settings = settings

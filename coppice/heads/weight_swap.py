@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +14,27 @@ from coppice.engine.linear import prepack
 from coppice.errors import StaleFence
 from coppice.heads.base import Spare
 from coppice.heads.checkpoints import fused_tensor, public_names
+from coppice.messages.steps import HeadDescription
 from coppice.weights.staging import Staging
 from coppice.weights.versions import Weights
 
-if TYPE_CHECKING:
-    from coppice.heads.feature_head import FeatureHead
-
 M = TypeVar("M", bound=nn.Module)
+
+
+class Swappable(Protocol[M]):
+    """The parts of a head that a swap exchanges."""
+
+    model: M
+    weights: Weights
+    description: HeadDescription
+    device: torch.device
+    dtype: torch.dtype
 
 
 class SpareModel(Spare, Generic[M]):
     """A model beside the one that drafts."""
 
-    def __init__(self, head: FeatureHead[M], model: M, weights: Weights, replaces: Weights) -> None:
+    def __init__(self, head: Swappable[M], model: M, weights: Weights, replaces: Weights) -> None:
         self._head, self._model, self._weights, self._replaces = head, model, weights, replaces
 
     def swap(self) -> None:
@@ -46,7 +54,7 @@ class SpareModel(Spare, Generic[M]):
         del self._model
 
 
-def make_spare(head: FeatureHead[M], staging: Staging) -> SpareModel[M]:
+def make_spare(head: Swappable[M], staging: Staging) -> SpareModel[M]:
     """The head's model with a push's tensors in the head's dtype and on its device. It shares all others."""
     made, old = staging.finish(), staging.live
     model, changed = head.model, set(made.differing(old))

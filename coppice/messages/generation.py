@@ -9,7 +9,6 @@ from typing import Literal
 from coppice.speculation.sampling import SamplingParams
 
 FinishReason = Literal["eos", "stop", "length", "cancelled"]
-POLICIES = ("plain", "route", "route-sum", "merge", "merge-dedup", "merge-full", "auto")  # and single:HEAD
 
 
 class Origin(IntEnum):

@@ -10,8 +10,8 @@ import grpc.aio
 import structlog
 from google.protobuf.descriptor import MethodDescriptor
 
+from coppice.config.sections import TlsSettings
 from coppice.errors import PermissionDenied, Unauthenticated
-from coppice.rpc.certificates import TlsSettings
 from coppice.rpc.tokens import Tokens
 
 log = structlog.get_logger()

@@ -9,36 +9,11 @@ from pathlib import Path
 from typing import Self
 
 import structlog
-from pydantic import BaseModel, ConfigDict, Field
 
+from coppice.config.sections import TlsSettings
 from coppice.errors import InvalidField
 
 log = structlog.get_logger()
-
-
-class TlsSettings(BaseModel):
-    """TLS between processes; plaintext while no file is named. A certificate's names say who its holder is."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    ca: str = Field("", description="file with the authorities that sign the other processes' certificates (PEM)")
-    cert: str = Field("", description="file with this process's certificate chain (PEM); a client may have none")
-    key: str = Field("", description="file with the key of tls.cert (PEM)")
-    require: bool = Field(
-        False, description="whether clients of generation need a certificate too; callers of all other services do"
-    )
-    server_name: str = Field(
-        "", description="name in a called server's certificate; empty: its role's, for generation the address's host"
-    )
-    operators: list[str] = Field(
-        default_factory=list, description="names, beside operator, of certificates that may steer the adapter"
-    )
-    tokens_in_clear: bool = Field(False, description="whether clients' tokens may cross a network without TLS")
-
-    @property
-    def on(self) -> bool:
-        """Whether anything is encrypted."""
-        return bool(self.ca or self.cert or self.key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,10 @@ import grpc
 import grpc.aio
 from pydantic import ValidationError
 
+from coppice.config.sections import TlsSettings
 from coppice.errors import InvalidField
 from coppice.limits import Limits
-from coppice.rpc.certificates import TlsSettings, is_loopback
+from coppice.rpc.certificates import is_loopback
 from coppice.rpc.tls import AioGuardedChannel, GuardedChannel, Metadata
 
 _CLIENT_TLS = ("ca", "cert", "key", "server_name", "tokens_in_clear")

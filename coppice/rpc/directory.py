@@ -15,7 +15,8 @@ from typing import Protocol
 
 import structlog
 
-from coppice.config.sections import DirectorySettings, Settings
+from coppice.config.sections import DirectorySettings
+from coppice.config.settings import Settings
 from coppice.errors import InvalidField, Unavailable
 from coppice.limits import MAX_ADDRESS_CHARS
 

@@ -22,11 +22,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from coppice import failpoints
-from coppice.config.sections import ServerSettings, Settings, load_settings
+from coppice.config.sections import ServerSettings, TlsSettings
+from coppice.config.settings import Settings, load_settings
 from coppice.errors import RETRY_HINT, CoppiceError, InvalidField, Overloaded, Unavailable
 from coppice.limits import Limits
 from coppice.rpc.access import Access, needs_certificates
-from coppice.rpc.certificates import TlsSettings, is_loopback
+from coppice.rpc.certificates import is_loopback
 from coppice.rpc.directory import Registration
 from coppice.rpc.sessions import StreamWaits
 from coppice.rpc.tls import server_credentials
@@ -266,7 +267,7 @@ def run_service(
     """A service process's main: its exit code is serve's, 2 on unusable settings, 3 when another service is missing."""
     try:
         settings = load()
-        configure_logging(settings.server)
+        configure_logging(settings.server.log_level, settings.server.log_json)
         failpoints.enable(settings.server.failpoints)
         code = asyncio.run(serve(settings))
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it has been obeyed; taking down libraries lasts a while

@@ -11,9 +11,10 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
+from coppice.config.sections import TlsSettings
 from coppice.errors import InvalidField
 from coppice.rpc.access import ACCESS
-from coppice.rpc.certificates import Certificates, TlsSettings
+from coppice.rpc.certificates import Certificates
 
 Options = list[tuple[str, Any]]
 Metadata = tuple[tuple[str, str], ...]

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from coppice.errors import InvalidField
 from coppice.limits import MAX_TREE_NODES
-from coppice.messages.generation import POLICIES
-from coppice.speculation.routing import Calibration, route
+from coppice.speculation.calibration import Calibration
+from coppice.speculation.routing import route
 from coppice.speculation.tree import DraftTree, dedup, prune, union
 
+POLICIES = ("plain", "route", "route-sum", "merge", "merge-dedup", "merge-full", "auto")  # and single:HEAD
 NO_HEAD = -1
 UNION = -2
 

@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self, get_args
 
-from coppice.config.sections import ADAPTED_KINDS, HeadKind, Settings, load_settings
+from coppice.config.sections import ADAPTED_KINDS, HeadKind
+from coppice.config.settings import Settings, load_settings
 from coppice.errors import CoppiceError, InvalidField, Status
 from coppice.limits import check_range
 from coppice.machine import Dtype, default_dtype, usable_cores

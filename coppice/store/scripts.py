@@ -8,9 +8,9 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from coppice.adaptation.producer import connect, disconnect
 from coppice.config.sections import RedisSettings
 from coppice.errors import Unavailable
+from coppice.store.connection import connect, disconnect
 
 _NOW = "local t = redis.call('TIME') local now = t[1] * 1000 + math.floor(t[2] / 1000)\n"
 

@@ -17,7 +17,8 @@ from typing import Any
 import structlog
 import torch
 
-from coppice.config.sections import AdapterSettings, Settings
+from coppice.config.adaptation import AdapterSettings
+from coppice.config.settings import Settings
 from coppice.errors import InvalidField
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory, drafter_pools
@@ -132,7 +133,7 @@ async def serve(settings: Settings) -> int:
         adapting.add_done_callback(lambda done: None if done.cancelled() else failed.set())
         await adapter.decided.wait()
         serving = Serving(settings.server, settings.limits, "adapter", settings.tls)
-        port = serve_metrics(metrics.registry, settings.server)
+        port = serve_metrics(metrics.registry, settings.server.host, settings.server.metrics_port)
         await serving.start(adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"], adapter.servicer, port)
         code = await serving.until_stopped(failed)
         adapting.cancel()

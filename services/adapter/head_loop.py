@@ -13,14 +13,14 @@ import structlog
 
 from coppice import failpoints
 from coppice.adaptation.bandit import Action, Bandit, Query, Trigger
-from coppice.adaptation.drift import Drift, canary_verdict
 from coppice.adaptation.records import Demand, Kind, QueryRecord, Sample
-from coppice.config.sections import Settings
+from coppice.config.settings import Settings
 from coppice.errors import InvalidField, StaleFence
 from coppice.messages.adapter import STANDING_BY, ActionStatus, Change, HeadStatus, QueryPoint, VersionStatus
 from coppice.telemetry import AdapterMetrics
 from coppice.weights.versions import Weights
 from services.adapter.buffers import Buffers
+from services.adapter.drift import Drift, canary_verdict
 from services.adapter.replicas import Replicas
 from services.adapter.sorting import KINDS, Desk
 from services.adapter.state import Canary, Memory

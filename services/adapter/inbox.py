@@ -16,7 +16,6 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from coppice import failpoints
-from coppice.adaptation.producer import connect, disconnect
 from coppice.adaptation.records import (
     GROUP,
     NUMBER,
@@ -31,8 +30,9 @@ from coppice.adaptation.records import (
     read_sample,
     samples_key,
 )
-from coppice.config.sections import AdaptationSettings
+from coppice.config.adaptation import AdaptationSettings
 from coppice.errors import InvalidField
+from coppice.store.connection import connect, disconnect
 from coppice.telemetry import AdapterMetrics
 
 log = structlog.get_logger()

@@ -9,7 +9,7 @@ import time
 
 import structlog
 
-from coppice.config.sections import AdaptationSettings
+from coppice.config.adaptation import AdaptationSettings
 from coppice.errors import Unavailable
 from coppice.store.scripts import Store
 

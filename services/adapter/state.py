@@ -10,12 +10,12 @@ import structlog
 from pydantic import BaseModel, PrivateAttr, ValidationError
 
 from coppice.adaptation.bandit import BanditState, Trigger
-from coppice.adaptation.drift import DriftState
 from coppice.adaptation.records import QueryRecord
 from coppice.limits import MAX_HISTORY
 from coppice.messages.adapter import Change, QueryPoint
 from coppice.weights.atomic import replace_file
 from coppice.weights.versions import Weights
+from services.adapter.drift import DriftState
 
 log = structlog.get_logger()
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from coppice.adaptation.records import Kind, Sample
-    from coppice.config.sections import Settings
+    from coppice.config.settings import Settings
 
 log = structlog.get_logger()
 

@@ -6,7 +6,7 @@ import asyncio
 import sys
 
 from coppice.adaptation.producer import Producer
-from coppice.config.sections import Settings
+from coppice.config.settings import Settings
 from coppice.heads.registry import served_head
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory, Registration, directory
@@ -41,7 +41,7 @@ async def serve(settings: Settings) -> int:
         producer.start()
     following = asyncio.create_task(source.follow())
     servicer = DrafterServicer(worker, settings.limits, serving.waits, source)
-    port = serve_metrics(metrics.registry, settings.server)
+    port = serve_metrics(metrics.registry, settings.server.host, settings.server.metrics_port)
     await serving.start(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer, port)
     code = await serving.until_stopped(worker.failed)
     following.cancel()

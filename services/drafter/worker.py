@@ -31,6 +31,7 @@ from coppice.messages.steps import (
 )
 from coppice.speculation.sampling import SamplingParams
 from coppice.telemetry import SessionMetrics
+from services.drafter.garbage import garbage
 from services.drafter.samples import Samples, Window
 from services.drafter.session import Answer, Opened, Session
 
@@ -359,7 +360,7 @@ class Worker:
         version = self._head.description.weights_version
         step = asked.step - failpoints.hit("drafter.stale")
         fence = Fence(step, asked.committed_len, asked.committed_hash, version, asked.deadline_ns)
-        nodes = failpoints.garbage(part.nodes) if failpoints.hit("drafter.garbage") else part.nodes
+        nodes = garbage(part.nodes) if failpoints.hit("drafter.garbage") else part.nodes
         total_ns = time.perf_counter_ns() - one.arrived_ns
         return TreeDelta(fence, nodes, part.last, forward_ns, total_ns, part.q_rows, miss)
 

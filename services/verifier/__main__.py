@@ -6,7 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from coppice.config.sections import Settings, load_settings
+from coppice.config.settings import Settings, load_settings
 from coppice.errors import InvalidField
 from coppice.rpc.directory import Registration
 from coppice.rpc.server import Serving, run_service
@@ -34,7 +34,7 @@ async def serve(settings: Settings) -> int:
     worker.start()
     info = await worker.loaded
     servicer = VerifierServicer(settings, worker, info, serving.waits)
-    port = serve_metrics(metrics.registry, settings.server)
+    port = serve_metrics(metrics.registry, settings.server.host, settings.server.metrics_port)
     await serving.start(verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"], servicer, port)
     worker.address = serving.address
     code = await serving.until_stopped(worker.failed)

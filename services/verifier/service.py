@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from coppice import failpoints
-from coppice.config.sections import Settings
+from coppice.config.settings import Settings
 from coppice.engine.engine import EngineInfo
 from coppice.errors import InvalidField
 from coppice.limits import CHUNK_BYTES, MAX_CONTEXT, MAX_TREE_DEPTH, MAX_TREE_NODES

@@ -22,8 +22,9 @@ from torch import Tensor
 from coppice.config.sections import VerifierSettings
 from coppice.engine.batch import Piece, pack
 from coppice.engine.batching import Returns
-from coppice.engine.engine import Engine, EngineInfo, ForwardOutput
+from coppice.engine.engine import EngineInfo, ForwardOutput
 from coppice.engine.kv_cache import OutOfBlocks
+from coppice.engine.loading import load_engine
 from coppice.errors import CoppiceError, InvalidField, NotFound, Unavailable
 from coppice.limits import TREE_ROOM
 from coppice.messages.steps import FeatureRef, Features, OpenSession, SessionOpened, VerifyStep, VerifyTimings
@@ -116,7 +117,7 @@ class Worker(threading.Thread):
         try:
             if self.settings.threads:
                 torch.set_num_threads(self.settings.threads)
-            self.engine = Engine.load(
+            self.engine = load_engine(
                 self.settings.target,
                 device=self.settings.device,
                 dtype=self.settings.dtype,

@@ -17,7 +17,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from coppice.config.sections import Settings
+from coppice.config.settings import Settings
 from tests.chart.chart import ALL, FILES, FOLDER, ROOT, chart, laid_over, manifests, objects, rendered, values_of
 
 GOLDEN = ROOT / "tests" / "chart" / "golden"

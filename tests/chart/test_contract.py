@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from coppice.config.sections import Settings, load_settings
+from coppice.config.settings import Settings, load_settings
 from coppice.rpc.access import ACCESS
 from coppice.stack.launch import MODULES, SERVICES
 from coppice.telemetry import AdapterMetrics, OrchestratorMetrics, SessionMetrics, SignalMetrics

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from coppice.client.client import Client
-from coppice.config.sections import Settings
+from coppice.config.settings import Settings
 from coppice.messages.generation import Finished, GenerationRequest
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams

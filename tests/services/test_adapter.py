@@ -32,7 +32,7 @@ from coppice.adaptation.records import (
     sample_to_fields,
     samples_key,
 )
-from coppice.config.sections import load_settings
+from coppice.config.settings import load_settings
 from coppice.errors import InvalidField, NotFound, Unavailable
 from coppice.messages.adapter import STANDING_BY, HeadStatus
 from coppice.messages.steps import HeadDescription

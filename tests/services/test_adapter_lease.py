@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from coppice.config.sections import AdaptationSettings
+from coppice.config.adaptation import AdaptationSettings
 from coppice.stack.redis_server import LocalRedis
 from services.adapter.lease import Lease, LeaseLost, lease_key
 from tests.services.test_signal_stream import client_of, redis

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from coppice.config.sections import DirectorySettings, ServerSettings, Settings
+from coppice.config.sections import DirectorySettings, ServerSettings
+from coppice.config.settings import Settings
 from coppice.errors import InvalidField, Unavailable
 from coppice.limits import Limits
 from coppice.messages.steps import FeatureRef
@@ -287,7 +288,7 @@ async def test_a_service_leaves_the_registry_before_it_refuses_sessions(redis: L
 
 ENDING = """
 import atexit, sys, time
-from coppice.config import Settings
+from coppice.config.settings import Settings
 from coppice.rpc.server import run_service
 
 async def serve(settings):

@@ -37,7 +37,8 @@ from coppice.engine.attention_plan import GatherPlan, ViewPlan, plan_forward
 from coppice.engine.batch import PackedBatch, Piece, pack
 from coppice.engine.engine import Engine
 from coppice.engine.kv_cache import BlockTable, KVPool, OutOfBlocks
-from coppice.engine.self_check import SelfCheckError
+from coppice.engine.loading import load_engine
+from coppice.engine.self_check import SelfCheckError, self_check
 
 VOCAB = 150
 # Larger weights than a fresh model's, so that attention matters to the logits.
@@ -339,7 +340,7 @@ def test_packed_attention_outside_the_engine_is_an_error() -> None:
 
 def test_the_self_check_passes_and_leaves_nothing_behind(name: str) -> None:
     engine = engine_of(name)
-    check = engine.self_check()
+    check = self_check(engine)
     assert check.rows_off == check.argmax_differs == 0
     assert check.window_crossed
     assert engine.pool.used_blocks == engine.pool.used_tokens == 0
@@ -371,10 +372,10 @@ def test_the_self_check_fails_on_broken_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = Engine(copy.deepcopy(model_of(name)).to(dtype), kv_tokens=512)
-    engine.self_check()
+    self_check(engine)
     monkeypatch.setattr(plan, "attend_masked", broken(plan.attend_masked))
     with pytest.raises(SelfCheckError, match="max_difference"):
-        engine.self_check()
+        self_check(engine)
     assert engine.pool.used_blocks == 0
 
 
@@ -390,14 +391,14 @@ def test_the_self_check_fails_on_a_window_ignored(name: str, monkeypatch: pytest
 
     monkeypatch.setattr(engine_module, "plan_forward", plan_without_windows)
     with pytest.raises(SelfCheckError):
-        engine.self_check()
+        self_check(engine)
 
 
 def test_a_folder_is_loaded_checked_and_described(tmp_path: Path) -> None:
     model = copy.deepcopy(model_of("gemma2"))
     model.generation_config.eos_token_id = [2, 5]
     model.save_pretrained(tmp_path)
-    engine = Engine.load(tmp_path, kv_tokens=100, block_size=16)
+    engine = load_engine(tmp_path, kv_tokens=100, block_size=16)
     assert engine.info.vocab_size == VOCAB
     assert engine.info.max_context == 256
     assert (engine.info.layers, engine.info.hidden_size) == (3, 32)
@@ -406,12 +407,12 @@ def test_a_folder_is_loaded_checked_and_described(tmp_path: Path) -> None:
     assert engine.pool.num_blocks == 7
     assert set(engine.timings([1, 4], sessions=2, context=10, repeats=2)) == {1, 4}
     assert engine.pool.used_blocks == 0
-    assert Engine.load(tmp_path, kv_tokens=256, dtype="bfloat16").info.dtype == "bfloat16"
+    assert load_engine(tmp_path, kv_tokens=256, dtype="bfloat16").info.dtype == "bfloat16"
     with pytest.raises(ValueError, match="int8"):
-        Engine.load(tmp_path, kv_tokens=100, dtype="int8")
+        load_engine(tmp_path, kv_tokens=100, dtype="int8")
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(OSError, match="safetensors"):
-        Engine.load(tmp_path, kv_tokens=100)
+        load_engine(tmp_path, kv_tokens=100)
 
 
 def test_texts_stop_where_rotary_scaling_would_depend_on_the_batch() -> None:

@@ -15,11 +15,13 @@ from prometheus_client import CollectorRegistry
 from redis import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
-from coppice.adaptation.producer import Producer, connect
+from coppice.adaptation.producer import Producer
 from coppice.adaptation.records import Demand, QueryRecord, Sample
-from coppice.config.sections import AdaptationSettings, load_settings
+from coppice.config.adaptation import AdaptationSettings
+from coppice.config.settings import load_settings
 from coppice.errors import InvalidField
 from coppice.stack.redis_server import find_server
+from coppice.store.connection import connect
 from coppice.telemetry import AdapterMetrics, SignalMetrics
 from services.adapter.inbox import Inbox
 from tests.certificates import Authority, documented

@@ -20,12 +20,13 @@ from coppice.adaptation.client import AdapterClient
 from coppice.client.client import AsyncClient, Client
 from coppice.client.completion import Completion
 from coppice.commands.doctor import find
-from coppice.config.sections import ServerSettings, load_settings
+from coppice.config.sections import ServerSettings, TlsSettings
+from coppice.config.settings import load_settings
 from coppice.errors import CoppiceError, InvalidField, NotFound, Overloaded, PermissionDenied, Unauthenticated
 from coppice.limits import Limits
 from coppice.messages.generation import ModelDescription
 from coppice.rpc.access import ACCESS
-from coppice.rpc.certificates import Certificates, TlsSettings
+from coppice.rpc.certificates import Certificates
 from coppice.rpc.channels import Dialer
 from coppice.rpc.server import Serving
 from coppice.rpc.tokens import Tokens, read_tokens

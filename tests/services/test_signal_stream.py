@@ -16,7 +16,7 @@ from redis import Redis
 
 from coppice.adaptation.producer import Producer
 from coppice.adaptation.records import QueryRecord, demand_key
-from coppice.config.sections import AdaptationSettings
+from coppice.config.adaptation import AdaptationSettings
 from coppice.errors import Unavailable
 from coppice.stack.redis_server import LocalRedis, find_server
 from coppice.telemetry import SignalMetrics

@@ -18,7 +18,8 @@ from coppice.adaptation.windows import Windows
 from coppice.bench.adapt.old_kv import swap, window_samples
 from coppice.bench.paper.rank import answers
 from coppice.bench.paper.replay import replay_all
-from coppice.config.sections import DrafterSettings, LearnerSettings
+from coppice.config.adaptation import LearnerSettings
+from coppice.config.sections import DrafterSettings
 from coppice.heads.checkpoints import read_output
 from coppice.heads.specblock import SpecBlockHead
 from coppice.prompts.files import demo_prompts

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from coppice.adaptation import picture
-from coppice.adaptation.bandit import Action, Bandit, BanditSettings, BanditState, Query, Trigger
+from coppice.adaptation.bandit import Action, Bandit, BanditState, Query, Trigger
 from coppice.adaptation.records import Kind, QueryRecord, Sample
 from coppice.bench.adapt.adapt import (
     AdaptReport,
@@ -28,6 +28,7 @@ from coppice.bench.adapt.lanes import Lane
 from coppice.bench.adapt.shift import mixed, programs, shifted, stories
 from coppice.bench.reference import Reference
 from coppice.client.completion import Accumulator, Completion
+from coppice.config.adaptation import BanditSettings
 from coppice.errors import InvalidField
 from coppice.limits import MAX_HISTORY
 from coppice.messages.adapter import ActionStatus, Change, HeadStatus, QueryPoint, ReplicaStatus, VersionStatus

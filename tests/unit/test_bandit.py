@@ -11,16 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.adaptation.bandit import (
-    Action,
-    Bandit,
-    BanditSettings,
-    BanditState,
-    PolicyName,
-    Query,
-    Trigger,
-    Value,
-)
+from coppice.adaptation.bandit import Action, Bandit, BanditState, Query, Trigger, Value
+from coppice.config.adaptation import BanditSettings, PolicyName
 from tests.reference import EFFORT
 
 SKIP, HEAD, FULL = Action

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from coppice.config.sections import Settings, load_settings
+from coppice.config.settings import Settings, load_settings
 from coppice.errors import InvalidField
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.adaptation.drift import Alarm, Drift, DriftSettings, DriftState, Verdict, canary_verdict
+from coppice.config.adaptation import DriftSettings
+from services.adapter.drift import Alarm, Drift, DriftState, Verdict, canary_verdict
 from tests.reference import EFFORT
 
 SMALL = DriftSettings(window=2, certainty=0)

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from coppice import failpoints
-from coppice.config.sections import load_settings
+from coppice.config.settings import load_settings
 from coppice.errors import InvalidField
 from coppice.speculation.tree import DraftTree, TreeError, validate
+from services.drafter.garbage import garbage
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +78,8 @@ def test_garbage_is_a_tree_that_is_refused() -> None:
     for first in range(6):
         tree = DraftTree.chain([first, 5, 6], np.array([-0.1, -0.2, -0.3]))
         with pytest.raises(TreeError) as error:
-            validate(failpoints.garbage(tree), 300, 64)
+            validate(garbage(tree), 300, 64)
         reasons.add(error.value.reason)
     assert len(reasons) == 3
     with pytest.raises(TreeError):
-        validate(failpoints.garbage(DraftTree.empty()), 300, 64)
+        validate(garbage(DraftTree.empty()), 300, 64)

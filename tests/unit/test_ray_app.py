@@ -12,7 +12,7 @@ from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 from ray.serve.schema import ServeDeploySchema
 
-from coppice.config.sections import load_settings
+from coppice.config.settings import load_settings
 from coppice.errors import InvalidField
 from orchestrator.ray_app import Args, build, scale_by_sessions
 from tests.layout.test_layout import ROOT

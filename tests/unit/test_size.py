@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from coppice.cli import main
 from coppice.commands.size import SHAPES, sizes
-from coppice.engine.engine import Engine
+from coppice.engine.loading import load_engine
 from coppice.limits import TREE_ROOM
 from coppice.stack.spec import checkout
 from tests.tiny import make_target
@@ -28,7 +28,7 @@ def stored(folder: Path) -> int:
 
 def test_a_targets_bytes_are_those_of_its_engine(tmp_path: Path) -> None:
     folder = make_target(tmp_path / "target", 300, layers=6)
-    engine = Engine.load(folder, kv_tokens=CONTEXT + TREE_ROOM)
+    engine = load_engine(folder, kv_tokens=CONTEXT + TREE_ROOM)
     size, *heads = sizes("tiny", AutoConfig.from_pretrained(folder), CONTEXT, "float32")
     assert size.weights == 4 * size.parameters == 4 * AutoModelForCausalLM.from_pretrained(folder).num_parameters()
     assert size.kv_session == engine.pool.data.nbytes

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coppice.bench.report import Check
 from coppice.engine.batch import Piece, pack
-from coppice.engine.engine import Engine
+from coppice.engine.loading import load_engine
 from coppice.heads.base import DraftJob
 from coppice.heads.feature_head import FeatureHead
 from coppice.messages.steps import Advance, Features, OpenDraft
@@ -65,7 +65,7 @@ class Text:
 def read_text(target: Path, layers: tuple[int, ...], dtype: str, device: str, drafts: int) -> Text:
     """The demo's prompts one behind the other, random ids for a target without a tokenizer, for `drafts` drafts."""
     length = CONTEXT + STRIDE * drafts + 1
-    engine = Engine.load(target, device=device, dtype=dtype, kv_tokens=length)
+    engine = load_engine(target, device=device, dtype=dtype, kv_tokens=length)
     file, width = target / "tokenizer.json", engine.info.vocab_size
     if file.is_file():
         from tokenizers import Tokenizer

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from coppice.bench.paper.replay import Replay, replay_all
 from coppice.config.sections import DrafterSettings
-from coppice.engine.engine import Engine
+from coppice.engine.loading import load_engine
 from coppice.heads.checkpoints import load_specblock, read_output
 from coppice.heads.feature_head import target_ids
 from coppice.heads.specblock import SpecBlockHead
@@ -33,7 +33,7 @@ TREES: dict[str, tuple[tuple[int, int, int, int], bool]] = {
 def answers(target: Path, prompts: Sequence[Sequence[int]], new_tokens: int, dtype: str) -> list[tuple[Lesson, int]]:
     """The target's greedy answers with its hidden states, and the length of each one's prompt."""
     lengths = [len(prompt) + new_tokens for prompt in prompts]
-    engine = Engine.load(target, dtype=dtype, kv_tokens=sum(lengths) + 32 * len(lengths))
+    engine = load_engine(target, dtype=dtype, kv_tokens=sum(lengths) + 32 * len(lengths))
     texts = Answerer(engine).answer(prompts, lengths)
     return list(zip(texts, map(len, prompts), strict=True))
 

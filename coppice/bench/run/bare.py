@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from coppice.config.sections import DrafterSettings, Settings
+from coppice.config.sections import DrafterSettings
+from coppice.config.settings import Settings
 from coppice.engine.batch import Piece, pack
-from coppice.engine.engine import Engine
+from coppice.engine.loading import load_engine
 from coppice.heads.base import DraftJob, Head
 from coppice.heads.registry import served_head
 from coppice.limits import MAX_TREE_NODES
@@ -39,7 +40,7 @@ class Bare:
         verifier, drafter = settings.verifier, settings.drafter
         self._threads, self._drafter_threads = verifier.threads, drafter.threads
         kv_tokens = sessions * (longest + 2 * MAX_TREE_NODES)
-        self._engine = Engine.load(spec.target, device=verifier.device, dtype=verifier.dtype, kv_tokens=kv_tokens)
+        self._engine = load_engine(spec.target, device=verifier.device, dtype=verifier.dtype, kv_tokens=kv_tokens)
         shared = drafter.model_copy(update={"target": str(spec.target), "kv_tokens": kv_tokens})
         with _torch_threads(self._drafter_threads, self._threads):
             self._heads: dict[str, Head] = {

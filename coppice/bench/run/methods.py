@@ -17,8 +17,7 @@ from coppice.bench.adapt.adapt import BANDIT, DEMO_FLAGS, spec_for
 from coppice.bench.report import HF_GENERATE
 from coppice.bench.run.peers import HF_ASSISTED, PEERS
 from coppice.errors import InvalidField
-from coppice.messages.generation import POLICIES
-from coppice.speculation.policy import Policy
+from coppice.speculation.policy import POLICIES, Policy
 from coppice.stack.spec import HeadSpec, StackSpec
 
 SUFFIXES = {

@@ -26,6 +26,7 @@ from transformers import AutoConfig
 from coppice.engine.batch import Piece, pack
 from coppice.engine.engine import Engine
 from coppice.engine.kv_cache import BlockTable
+from coppice.engine.loading import load_engine
 from coppice.training.data.corpora import DataError, load_corpus, parse_specs
 from coppice.training.data.packing import Ids, Packed, check_held_out, open_prepared, prepare
 from coppice.training.data.tokenizer import copy_tokenizer, load_tokenizer
@@ -160,7 +161,7 @@ def record_lessons(
     shards = _planned(domains, plan)
     missing = [shard for shard in shards if not (folder / shard.name).exists()]
     if missing:
-        engine = Engine.load(target, device=device, dtype=dtype, kv_tokens=plan.sessions * (plan.length + 32))
+        engine = load_engine(target, device=device, dtype=dtype, kv_tokens=plan.sessions * (plan.length + 32))
         answerer = Answerer(engine)
         for done, shard in enumerate(missing, len(shards) - len(missing) + 1):
             domain = next(d for d in domains if d.name == shard.domain)

@@ -12,29 +12,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat
+from pydantic import BaseModel, ConfigDict
+
+from coppice.config.adaptation import DriftSettings
 
 Reason = Literal["falling", "collapse"]
 Verdict = Literal["undecided", "promote", "reject"]
-
-
-class DriftSettings(BaseModel):
-    """The numbers of drift control; the defaults are the paper's where it gives them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    window: int = Field(20, ge=2, description="queries of a window")
-    windows: int = Field(3, ge=2, description="consecutive windows over which tau must fall")
-    certainty: NonNegativeFloat = Field(
-        2.5, description="standard errors that a fall of tau must exceed; 0: the paper's bare rule"
-    )
-    collapse: float = Field(
-        0.5, ge=0, le=1, description="share of the last good window's tau - 1 below which one window is an alarm"
-    )
-    canary_queries: int = Field(10, ge=2, description="queries of either version before a canary is judged")
-    canary_limit: int = Field(40, ge=2, description="queries of the new version after which a canary must be decided")
-    canary_tolerance: NonNegativeFloat = Field(0.03, description="share of the old tau that a new version may lack")
-    canary_certainty: NonNegativeFloat = Field(2.0, description="standard errors that decide a canary before the limit")
 
 
 class Window(BaseModel):

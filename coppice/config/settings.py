@@ -1,0 +1,181 @@
+"""Settings of every process: flag, then COPPICE_SECTION__NAME, then YAML, then default."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    YamlConfigSettingsSource,
+)
+
+from coppice.config.adaptation import (
+    AdaptationSettings,
+    AdapterSettings,
+    BanditSettings,
+    DriftSettings,
+    LearnerSettings,
+)
+from coppice.config.sections import (
+    DirectorySettings,
+    DrafterSettings,
+    OrchestratorSettings,
+    ServerSettings,
+    TlsSettings,
+    VerifierSettings,
+)
+from coppice.errors import InvalidField
+from coppice.limits import Limits
+
+# Variables that are no settings of a section: read by the SDK, the test suite and load_settings.
+_OTHER_VARIABLES = frozenset(
+    {"COPPICE_ADAPTER_ADDRESS", "COPPICE_ADDRESS", "COPPICE_CONFIG", "COPPICE_PROOF", "COPPICE_TOKEN"}
+)
+
+
+class Settings(BaseSettings):
+    """Everything a Coppice process can be told; each process reads the sections it uses."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="COPPICE_",
+        env_nested_delimiter="__",
+        frozen=True,
+        extra="forbid",
+        nested_model_default_partial_update=True,
+    )
+
+    server: ServerSettings = ServerSettings()
+    tls: TlsSettings = TlsSettings()
+    limits: Limits = Limits()
+    verifier: VerifierSettings = VerifierSettings()
+    drafter: DrafterSettings = DrafterSettings()
+    directory: DirectorySettings = DirectorySettings()
+    orchestrator: OrchestratorSettings = OrchestratorSettings()
+    adaptation: AdaptationSettings = AdaptationSettings()
+    adapter: AdapterSettings = AdapterSettings()
+    bandit: BanditSettings = BanditSettings()
+    drift: DriftSettings = DriftSettings()
+    learner: LearnerSettings = LearnerSettings()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags come first (pydantic-settings puts them before these), then variables, then the YAML file."""
+        yaml = YamlConfigSettingsSource(settings_cls, yaml_file=os.environ.get("COPPICE_CONFIG") or None)
+        return init_settings, env_settings, yaml
+
+
+def _sections() -> dict[str, type[BaseModel]]:
+    models = {name: field.annotation for name, field in Settings.model_fields.items()}
+    return {name: model for name, model in models.items() if isinstance(model, type) and issubclass(model, BaseModel)}
+
+
+def _no_such(what: str, known: Iterable[str], near_to: str | None = None) -> InvalidField:
+    """The error for a name that is no setting, with the nearest one that is."""
+    near = difflib.get_close_matches(near_to or what, list(known), n=1)
+    return InvalidField(what, f"no such setting{f'; did you mean {near[0]}?' if near else ''}")
+
+
+def _check_variables() -> None:
+    """pydantic-settings ignores variables it does not know; a typo must not pass silently."""
+    known = _OTHER_VARIABLES | {
+        f"COPPICE_{section}__{name}".upper() for section, model in _sections().items() for name in model.model_fields
+    }
+    for variable in os.environ:
+        if variable.upper().startswith("COPPICE_") and variable.upper() not in known:
+            raise _no_such(variable, known, variable.upper())
+
+
+def _check_flags(arguments: Sequence[str]) -> None:
+    """argparse would print its usage, which is longer than a screen, and name no neighbour."""
+    known = {"-h", "--help", "--config"}
+    for section, model in _sections().items():
+        known |= {f"--{section}", *(f"--{section}.{name}" for name in model.model_fields)}
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if flag == "--config":
+            raise InvalidField("config", "write --config FILE, once")
+        if flag.startswith("--") and flag not in known:
+            raise _no_such(flag, known)
+
+
+def _check_file(file: str) -> None:
+    """What YAML itself, or a file that is no mapping, would raise is not for people to read."""
+    path = Path(file)
+    if not path.is_file():
+        raise InvalidField("config", f"no such file: {file}")
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidField("config", f"{file} is no YAML: {' '.join(str(error).split())}") from None
+    if found is not None and not isinstance(found, dict):
+        raise InvalidField("config", f"{file} is not a mapping of sections")
+
+
+def _explained(error: ValidationError) -> InvalidField:
+    """The first thing that is wrong, by its setting's name."""
+    first = error.errors()[0]
+    where = [str(part) for part in first["loc"]]
+    if first["type"] != "extra_forbidden":
+        return InvalidField(".".join(where), first["msg"])
+    sections = _sections()
+    known = [*sections, *(f"{section}.{name}" for section, model in sections.items() for name in model.model_fields)]
+    return _no_such(".".join(where), known)
+
+
+def _with_defaults(defaults: Mapping[str, Mapping[str, Any]]) -> type[Settings]:
+    """Settings whose defaults, by section and name, are these where they are given."""
+
+    class Defaulted(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls, settings_cls: type[BaseSettings], *args: Any, **kwargs: Any
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            last = InitSettingsSource(settings_cls, {name: dict(section) for name, section in defaults.items()})
+            return (*super().settings_customise_sources(settings_cls, *args, **kwargs), last)
+
+    return Defaulted
+
+
+def load_settings(
+    arguments: Sequence[str] | None = None, defaults: Mapping[str, Mapping[str, Any]] | None = None
+) -> Settings:
+    """Read settings from flags (`--section.name VALUE`), the environment and a YAML file (`--config FILE`).
+
+    `defaults`, by section and name, hold where none of these says anything (a launcher's, which knows the machine).
+    Raises InvalidField naming the setting when a value, a variable or a key is unusable.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if "--config" in arguments[:-1]:
+        at = arguments.index("--config")
+        os.environ["COPPICE_CONFIG"] = arguments[at + 1]
+        del arguments[at : at + 2]
+    _check_flags(arguments)
+    if file := os.environ.get("COPPICE_CONFIG"):
+        _check_file(file)
+    _check_variables()
+    try:
+        return (_with_defaults(defaults) if defaults else Settings)(_cli_parse_args=arguments)
+    except ValidationError as error:
+        raise _explained(error) from None
+    except SettingsError as error:
+        value = getattr(error.__cause__, "doc", None)  # of a variable that holds a list
+        named = [name for name in os.environ if name.upper().startswith("COPPICE_") and os.environ[name] == value]
+        raise InvalidField(named[0] if named else "settings", f"is no JSON: {error}") from None
