@@ -1,0 +1,106 @@
+"""Counts the calls of the project's own functions a step: `python -m tests.counting.calls [POLICY ...]`.
+
+A function counts when it is called at least 0.8 times a step, so that what happens once a request is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from coppice.client import Client
+from coppice.stack.launch import Stack
+from coppice.stack.spec import HeadSpec, StackSpec
+
+PROMPT = "def read_lines(path):\n"
+HEADS = ("specblock-code", "lookup")
+NEW_TOKENS, WARM_UP = 96, 3
+REGULAR = 0.8  # calls a step from which a function counts
+_ANSWER_S = 10.0
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls a step by process and function."""
+
+    steps: int
+    by_process: dict[str, dict[str, float]]
+
+    def total(self, process: str) -> float:
+        """All of a process's calls a step."""
+        return sum(self.by_process[process].values())
+
+
+@contextmanager
+def _counted(folder: Path) -> Iterator[None]:
+    """Services that start meanwhile count their calls."""
+    before = dict(os.environ)
+    path = [str(Path(__file__).parent), *filter(None, [before.get("PYTHONPATH")])]
+    os.environ |= {"COUNT_CALLS": str(folder), "PYTHONPATH": os.pathsep.join(path)}
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= before
+
+
+def _read(folder: Path, pid: int) -> Counter[str]:
+    """What a process has counted by now."""
+    (folder / f"{pid}.ask").touch()
+    until = time.monotonic() + _ANSWER_S
+    while (folder / f"{pid}.ask").exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"process {pid} does not tell its counts")
+        time.sleep(0.01)
+    return Counter(json.loads((folder / f"{pid}.json").read_text(encoding="utf-8")))
+
+
+def count(policies: Sequence[str], heads: Sequence[str] = HEADS) -> dict[str, Calls]:
+    """Calls a step under each policy, by one sampled answer after a few that warm up."""
+    found: dict[str, Calls] = {}
+    with tempfile.TemporaryDirectory() as name, _counted(Path(name)):
+        spec = StackSpec.demo(heads=tuple(map(HeadSpec.shipped, heads)))
+        with Stack(spec) as stack, Client(stack.address) as client:
+            pids = {name: ready.pid for name, ready in stack.services.items()}
+            for policy in policies:
+                for seed in range(WARM_UP):
+                    client.generate(PROMPT, policy=policy, temperature=0.8, seed=seed, max_new_tokens=NEW_TOKENS)
+                before = {process: _read(Path(name), pid) for process, pid in pids.items()}
+                answer = client.generate(PROMPT, policy=policy, temperature=0.8, seed=9, max_new_tokens=NEW_TOKENS)
+                after = {process: _read(Path(name), pid) for process, pid in pids.items()}
+                steps = len(answer.accept_lengths)
+                a_step = {
+                    process: {name: calls / steps for name, calls in (after[process] - before[process]).items()}
+                    for process in pids
+                }
+                found[policy] = Calls(
+                    steps,
+                    {
+                        process: {name: calls for name, calls in counted.items() if calls >= REGULAR}
+                        for process, counted in a_step.items()
+                    },
+                )
+    return found
+
+
+def main() -> None:
+    """Print what each process calls a step, and with --list each function."""
+    listed = "--list" in sys.argv
+    policies = [argument for argument in sys.argv[1:] if argument != "--list"] or [f"single:{HEADS[0]}", "auto"]
+    for policy, calls in count(policies).items():
+        print(policy, calls.steps, "steps:", ", ".join(f"{name} {calls.total(name):.0f}" for name in calls.by_process))
+        for process, counted in calls.by_process.items() if listed else ():
+            for name, a_step in sorted(counted.items(), key=lambda one: -one[1]):
+                print(f"  {process} {a_step:7.1f} {name}")
+
+
+if __name__ == "__main__":
+    main()
