@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from coppice.adaptation.producer import Producer
 from coppice.adaptation.records import QueryRecord
-from coppice.messages.steps import Fence
-from orchestrator.drafters import HeadSession
+from orchestrator.head_session import HeadSession
 from orchestrator.step_loop import Decoding
 
 LAST_MISS_S = 2.0  # how long a drafter may take to say the last one
@@ -38,8 +37,8 @@ class Signals:
 
     async def _finish(self, session: str, decoding: Decoding, heads: Sequence[HeadSession], load: float) -> None:
         try:
-            fence = Fence(decoding.step + 1, len(decoding.ids), decoding.hash, 0, int(LAST_MISS_S * 1e9))
-            await asyncio.gather(*(head.last_miss(fence, decoding.ids, LAST_MISS_S) for head in heads))
+            step = decoding.steps + 1
+            await asyncio.gather(*(head.last_miss(decoding.text, step, LAST_MISS_S) for head in heads))
         finally:
             for head in heads:
                 head.close()
@@ -49,7 +48,7 @@ class Signals:
 
 
 def _record(session: str, decoding: Decoding, head: HeadSession, load: float) -> QueryRecord:
-    result, signal = decoding.result, head.signal
+    result, signal = decoding.output.result, head.signal
     timings, steps = result.timings, result.steps
     return QueryRecord(
         session=session,

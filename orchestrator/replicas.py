@@ -29,7 +29,7 @@ class Replica:
         self.address = address
         self.sessions = 0
         self.channel = dialer.open(address)
-        self.benched_until = 0.0
+        self.cooling_until = 0.0
         self.silent = False
         """it left the latest looks unanswered"""
         self.unfit = ""
@@ -41,21 +41,21 @@ class Replica:
     @property
     def fit(self) -> bool:
         """Whether a new session may go there."""
-        return not (self.silent or self.unfit) and self.benched_until <= time.monotonic()
+        return not (self.silent or self.unfit) and self.cooling_until <= time.monotonic()
 
-    def bench(self) -> bool:
-        """Leave it alone for a while, longer than lately; False when it is benched already."""
+    def cool_down(self) -> bool:
+        """Ask nothing of it for a while, longer than lately; returns False when it is cooling down already."""
         now = time.monotonic()
-        if self.benched_until > now:
+        if self.cooling_until > now:
             return False
-        if now - self.benched_until > _LONGEST_BACKOFF_S:
+        if now - self.cooling_until > _LONGEST_BACKOFF_S:
             self._backoff_s = _FIRST_BACKOFF_S
-        self.benched_until = now + self._backoff_s
+        self.cooling_until = now + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, _LONGEST_BACKOFF_S)
         return True
 
     def well(self) -> None:
-        """It did what was asked of it: the next bench is a short one."""
+        """Note that it did what was asked of it: the next pause is a short one."""
         self._backoff_s = _FIRST_BACKOFF_S
 
     def answered(self, error: CoppiceError | None) -> None:

@@ -20,10 +20,16 @@ from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import generation_pb2
 from coppice.wire import generation
 from orchestrator.auto.chooser import Chooser
-from orchestrator.auto.statistics import Experience
+from orchestrator.auto.text_estimates import TextEstimates
+from orchestrator.auto_policy import AutoPolicy
 from orchestrator.chunks import Chunks
-from orchestrator.drafters import HeadPool, HeadSession, feature_layers
+from orchestrator.drafters import HeadPool, feature_layers
+from orchestrator.drafting import Drafting
 from orchestrator.feedback import Signals
+from orchestrator.head_session import HeadSession
+from orchestrator.output import Output
+from orchestrator.policies import FixedPolicy, StepPolicy
+from orchestrator.step import Committed
 from orchestrator.step_loop import Decoding, Plan
 from orchestrator.tokenizer import TextCodec, TextStream
 from orchestrator.verifiers import TargetPool, TargetSession
@@ -48,7 +54,7 @@ class GenerationServicer:
         self.heads, self.codec, self.metrics = heads, codec, metrics
         wanted = settings.orchestrator.policy
         self.default_policy = Policy.parse(wanted, list(heads)) if wanted else Policy.default(list(heads))
-        self._experiences: dict[frozenset[str], Experience] = {}  # of `auto`, by the heads it may ask
+        self._choosers: dict[frozenset[str], Chooser] = {}  # of `auto`, by the heads it may ask
         bounds = settings.limits
         self._seats = Admission("sessions", bounds.sessions, bounds.queued, bounds.queue_s)
 
@@ -104,15 +110,13 @@ class GenerationServicer:
             rejection_top_n=self.signals.top_n if self.signals and asks else 0,
             want_log_probs=request.want_log_probs,
         )
-        verifier = TargetSession(self.verifiers, opening)
-        text = TextStream(self.codec, ids[:prompt_tokens], request.stop)
         chunks = Chunks(events.put_nowait, 0 if request.want_trees else self.settings.orchestrator.chunk_tokens)
-        auto = None
-        if plan.policy.name == "auto" and plan.budget:
-            sampled = request.sampling.temperature > 0
-            experience = self._experiences.setdefault(frozenset(plan.policy.heads), Experience())
-            auto = Chooser(experience, plan.policy.heads, sampled, ids[:prompt_tokens])
-        decoding = Decoding(request, ids, plan, verifier, heads, text, self.metrics, chunks.add, auto)
+        stream = TextStream(self.codec, ids[:prompt_tokens], request.stop)
+        output = Output(request, prompt_tokens, stream, plan.stop_ids, plan.max_new_tokens, chunks.add)
+        verifier = TargetSession(self.verifiers, opening)
+        policy = self._policy(request, ids[:prompt_tokens], plan, heads)
+        drafting = Drafting(heads, policy, plan.draft_deadline_s)
+        decoding = Decoding(request, plan, Committed(ids), verifier, drafting, policy, output, self.metrics)
         running = asyncio.create_task(decoding.run())
         running.add_done_callback(lambda _: chunks.flush())
         running.add_done_callback(lambda _: events.put_nowait(None))
@@ -128,13 +132,23 @@ class GenerationServicer:
             running.cancel()
             self.metrics.running.dec()
             verifier.close()
-            if auto is not None:
-                auto.close()
+            policy.close()
             if self.signals is not None and asks and finished:
                 self.signals.ended(session, decoding, heads, (load + self._seats.used) / 2)
             else:
                 for head in heads:
                     head.close()
+
+    def _policy(
+        self, request: GenerationRequest, prompt: list[int], plan: Plan, heads: list[HeadSession]
+    ) -> StepPolicy:
+        """Who decides in the steps of a request. Texts that may ask the same heads learn from each other."""
+        if plan.policy.name != "auto" or not plan.budget:
+            return FixedPolicy(plan.policy, range(len(heads)) if plan.budget else (), plan.whole_tree)
+        names = plan.policy.heads
+        chooser = self._choosers.setdefault(frozenset(names), Chooser())
+        text = TextEstimates(chooser.statistics, names, request.sampling.temperature > 0, prompt)
+        return AutoPolicy(chooser, text, heads, self.metrics)
 
     def _head_session(self, pool: HeadPool, session: str, request: GenerationRequest, plan: Plan) -> HeadSession:
         """One head of a request; it says what it misses when someone listens and it is of a kind that can learn."""

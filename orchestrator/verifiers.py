@@ -142,7 +142,7 @@ class TargetSession:
                 refused.add(replica)
                 last = error
             except LOST as error:
-                replica.bench()
+                replica.cool_down()
                 last = error
             else:
                 return opened
@@ -156,7 +156,7 @@ class TargetSession:
             raise why
         if self._replica is not None:
             log.warning("session lost", verifier=self._replica.address, why=str(why)[:200])
-            self._replica.bench()
+            self._replica.cool_down()
         self.close()
         async with self._pool.reopening:
             opened = await self.open(ids, patient=True)

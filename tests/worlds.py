@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 
 from orchestrator.auto.arms import CASCADE, Arm, arms_of
 from orchestrator.auto.chooser import Chooser, StepSeen
-from orchestrator.auto.statistics import Experience
+from orchestrator.auto.text_estimates import TextEstimates
 from services.verifier.node_budget import CostCurve, FloatArray, Profile, share
 
 PLAIN_ARM = arms_of(())[0]
@@ -55,7 +55,7 @@ class Text:
     chances: dict[str, list[float]]  # by head, of each token
     rights: dict[str, list[bool]]
     blur: list[float]  # of routing
-    chooser: Chooser
+    estimates: TextEstimates
     left: int
     opened: set[int] = field(default_factory=set)
     arm: Arm = PLAIN_ARM
@@ -91,7 +91,7 @@ class Machine:
         self.fixed = {arm.name: arm for arm in arms_of(self.names)}[fixed] if fixed else None
         self.seed, self.number, self.rng = seed, 0, random.Random(seed)
         self.price = CostCurve({rows: (world.forward_ms + world.row_ms * rows) / 1e3 for rows in (1, 64, 512)})
-        self.profile, self.experience = Profile(), Experience()
+        self.profile, self.chooser = Profile(), Chooser()
         self.hint: int | None = None
         self.beside_s, self.ended = 0.0, 0.0
         self.choices: dict[str, int] = {}
@@ -113,7 +113,7 @@ class Machine:
             expected = [text for text in batch if text.left > 0]
             for text in batch:
                 if text.left <= 0:
-                    text.chooser.close()
+                    self.chooser.end(text.estimates)
             texts = [text for text in texts if text.left > 0]
             for text in expected:
                 self._draft(text, self.ended)
@@ -131,16 +131,18 @@ class Machine:
         right = {head: [rng.random() < chance for chance in mine] for head, mine in chances.items()}
         blur = [rng.gauss(0, 0.1) for _ in range(tokens)]
         prompt = [rng.randrange(60) if rng.random() < 0.5 else 60 + 60 * domain + rng.randrange(60) for _ in range(40)]
-        return Text(chances, right, blur, Chooser(self.experience, self.names, prompt=prompt), world.tokens)
+        return Text(
+            chances, right, blur, TextEstimates(self.chooser.statistics, self.names, prompt=prompt), world.tokens
+        )
 
     def _draft(self, text: Text, now: float) -> None:
         """Choose, and make the tree; `ready` says when the step is at the verifier."""
         world, at = self.world, self.world.tokens - text.left
-        text.arm = self.fixed or text.chooser.decide(self.hint)
+        text.arm = self.fixed or self.chooser.decide(text.estimates, self.hint)
         self.choices[text.arm.name] = self.choices.get(text.arm.name, 0) + 1
         text.asked = text.arm.first
         staged, text.promised = text.asked != text.arm.heads, self._promised(text, at)
-        if staged and text.chooser.goes_on(text.promised):
+        if staged and text.estimates.goes_on(text.promised):
             text.asked = text.arm.heads
         heads = [self.names[one] for one in text.asked]
         chances = [text.chances[head][at] for head in heads]
@@ -165,7 +167,7 @@ class Machine:
 
     def _promised(self, text: Text, at: int) -> float:
         """The accepted drafts that the quickest head expects, which it knows about as well as routing does."""
-        chance = min(0.95, text.chances[self.names[text.chooser.quick]][at] * math.exp(text.blur[at]))
+        chance = min(0.95, text.chances[self.names[text.estimates.cascade.playing.quick]][at] * math.exp(text.blur[at]))
         return sum(chance**depth for depth in range(1, DEPTH + 1))
 
     def _forward(self, texts: Sequence[Text], batch: Sequence[Text], start: float) -> float:
@@ -188,12 +190,14 @@ class Machine:
             text.left -= 1 + accepted
             spent += took
             if self.fixed is None:
-                if text.chooser.quick in text.asked:
-                    text.chooser.promised(text.promised, 1 + accepted, len(text.asked) == 1)
-                text.chooser.observe(StepSeen(took, forward - plain, accepted, text.asked, text.opening))
+                if text.estimates.cascade.playing.quick in text.asked:
+                    text.estimates.promised(text.promised, 1 + accepted, len(text.asked) == 1)
+                self.chooser.observe(
+                    text.estimates, StepSeen(took, forward - plain, accepted, text.asked, text.opening)
+                )
                 if len(text.arm.heads) > 1 and nodes:
                     for head, right in zip(text.asked, text.lengths, strict=True):
-                        text.chooser.gained(f"single:{self.names[head]}", min(right, nodes))
+                        text.estimates.gained(f"single:{self.names[head]}", min(right, nodes))
         return spent
 
     def _seconds(self, rows: ArrayLike) -> FloatArray:

@@ -95,7 +95,7 @@ def decode(tables: Tables, policy: Policy, params: SamplingParams, prompt: tuple
     calibrations = [Calibration() for _ in policy.heads]
     while len(text) < len(prompt) + LENGTH:
         trees = [draft_tree(tables.drafters[HEADS.index(head)], text, params, coupled) for head in policy.heads]
-        tree = policy.choose(trees, calibrations, budget=4).tree
+        tree = policy.choose([one.of(tree) for one, tree in zip(calibrations, trees, strict=True)], budget=4).tree
         outcome = walk(tree, len(text) - 1, _rows(tables, tree, text, params), params)
         accepted = [int(tree.tokens[node - 1]) for node in outcome.path]
         text += accepted

@@ -45,16 +45,15 @@ class Calibration:
 
     def observe(self, step_log_probs: FloatArray, offered: BoolArray, accepted: BoolArray) -> None:
         """Learn from one step: (n,) conditional log-probs, which nodes were offered, and which of them accepted."""
-        seen = list(zip(step_log_probs[offered].tolist(), accepted[offered].tolist(), strict=True))
-        if not seen:
+        if not offered.any():
             return
+        seen = zip(self._logits(step_log_probs[offered]).tolist(), accepted[offered].tolist(), strict=True)
         # Plain floats: a step offers a handful of nodes, too few to pay for array calls.
         fade = 1 / self.MEMORY_STEPS
         h00, h01, h11 = (kept + fade * (prior - kept) for kept, prior in zip(self._precision, self._PRIOR, strict=True))
         g0 = g1 = 0.0
-        for log_prob, was_accepted in seen:
-            x = self._logit(log_prob)
-            error = was_accepted - math.exp(self._log_sigmoid(x))
+        for x, was_accepted in seen:
+            error = was_accepted - 1 / (1 + math.exp(-(self.scale * x + self.shift)))
             g0, g1 = g0 + error * x, g1 + error
             h00, h01, h11 = h00 + x * x / 4, h01 + x / 4, h11 + 1 / 4
         determinant = h00 * h11 - h01 * h01
@@ -64,22 +63,16 @@ class Calibration:
         self.shift = max(-self.MAX_CORRECTION, min(self.MAX_CORRECTION, shift))
         self._precision = (h00, h01, h11)
 
-    def apply(self, tree: DraftTree) -> NDArray[np.float32]:
-        """(n,) calibrated cumulative log-probs of a tree."""
-        scores = [0.0]
-        for log_prob, parent in zip(step_log_probs(tree).tolist(), tree.parents.tolist(), strict=True):
-            scores.append(scores[parent] + self._log_sigmoid(self._logit(log_prob)))
-        return np.array(scores[1:], np.float32)
-
     def of(self, tree: DraftTree) -> DraftTree:
-        """A tree with its calibrated log-probs."""
-        return DraftTree(tree.tokens, tree.parents, self.apply(tree))
+        """The tree with calibrated cumulative log-probs."""
+        steps = -np.log1p(np.exp(-(self.scale * self._logits(step_log_probs(tree)) + self.shift)))
+        scores = [0.0]
+        for step, parent in zip(steps.tolist(), tree.parents.tolist(), strict=True):
+            scores.append(scores[parent] + step)
+        return DraftTree(tree.tokens, tree.parents, np.array(scores[1:], np.float32))
 
-    def _logit(self, log_prob: float) -> float:
-        """log(q / (1 - q)) of log q, bounded."""
-        rest = -math.expm1(log_prob)
-        return max(-self.MAX_LOGIT, min(self.MAX_LOGIT, log_prob - math.log(rest))) if rest else self.MAX_LOGIT
-
-    def _log_sigmoid(self, logit: float) -> float:
-        """log P(accepted) of a node with this logit."""
-        return -math.log1p(math.exp(-(self.scale * logit + self.shift)))
+    def _logits(self, log_probs: FloatArray) -> FloatArray:
+        """log(q / (1 - q)) of each log q, bounded by MAX_LOGIT."""
+        with np.errstate(divide="ignore"):
+            logits = log_probs - np.log(-np.expm1(log_probs))
+        return np.clip(logits, -self.MAX_LOGIT, self.MAX_LOGIT)

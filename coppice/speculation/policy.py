@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from coppice.errors import InvalidField
 from coppice.limits import MAX_TREE_NODES
-from coppice.speculation.calibration import Calibration
 from coppice.speculation.routing import route
 from coppice.speculation.tree import DraftTree, dedup, prune, union
 
@@ -64,22 +63,21 @@ class Policy:
             return cls.parse("route", heads)
         return cls.parse(f"single:{heads[0]}" if heads else "plain", heads)
 
-    def choose(self, trees: Sequence[DraftTree], calibrations: Sequence[Calibration], budget: int) -> Choice:
-        """Route to one head's tree or merge them all, within `budget` nodes (merge-full: all nodes).
+    def choose(self, trees: Sequence[DraftTree], budget: int) -> Choice:
+        """Route to one head's tree or merge them all, within `budget` nodes (merge-full: within MAX_TREE_NODES).
 
-        Scores are calibrated, so that heads can be compared; a tree alone needs no calibration.
+        trees: one a head, with calibrated scores, so that heads can be compared; empty where a head has none.
         """
-        if not any(len(tree) for tree in trees):
+        if not any(map(len, trees)):
             return Choice(DraftTree.empty(), NO_HEAD)
         if self.name.startswith("merge"):
-            return Choice(self._merge(trees, calibrations, budget), UNION)
-        at = 0
-        if len(trees) > 1:
-            at = route(trees, "sum" if self.name == "route-sum" else "mean", calibrations)
-        return Choice(prune(trees[at], budget)[0], at)
+            return Choice(self._merge(trees, budget), UNION)
+        cut = [prune(tree, budget)[0] for tree in trees]
+        at = route(cut, "sum" if self.name == "route-sum" else "mean") if len(cut) > 1 else 0
+        return Choice(cut[at], at)
 
-    def _merge(self, trees: Sequence[DraftTree], calibrations: Sequence[Calibration], budget: int) -> DraftTree:
-        merged, owners = union([calibration.of(tree) for tree, calibration in zip(trees, calibrations, strict=True)])
+    def _merge(self, trees: Sequence[DraftTree], budget: int) -> DraftTree:
+        merged, owners = union(trees)
         if self.name == "merge-dedup":
             merged, _, _ = dedup(merged, owners)
         return prune(merged, MAX_TREE_NODES if self.name == "merge-full" else budget)[0]

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from coppice.speculation.calibration import BoolArray, Calibration
+from coppice.speculation.calibration import BoolArray
 from coppice.speculation.tree import DraftTree
 
 Rule = Literal["mean", "sum"]
@@ -27,10 +27,10 @@ def sum_confidence(tree: DraftTree) -> float:
     return float(np.exp(tree.log_probs, dtype=np.float64).sum())
 
 
-def route(trees: Sequence[DraftTree], rule: Rule = "mean", calibrations: Sequence[Calibration] | None = None) -> int:
-    """Index of the tree to verify, the argmax of the heads' scores; ties go to the first. ValueError without trees."""
-    if calibrations is not None:
-        trees = [calibration.of(tree) for tree, calibration in zip(trees, calibrations, strict=True)]
+def route(trees: Sequence[DraftTree], rule: Rule = "mean") -> int:
+    """Index of the tree to verify, the argmax of the heads' scores; ties go to the first. Raises ValueError without
+    trees. Calibrate the trees before: heads are as confident as they were trained to be.
+    """
     score = mean_confidence if rule == "mean" else sum_confidence
     return int(np.argmax([score(tree) for tree in trees]))
 

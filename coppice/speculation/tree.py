@@ -79,22 +79,6 @@ class DraftTree:
             depths.append(depths[parent] + 1)
         return np.array(depths, np.int64)
 
-    def ancestor_mask(self) -> NDArray[np.bool_]:
-        """(n + 1, n + 1) M[i, j]: node i sees node j, itself or an ancestor.
-
-        Source: seeds/merged-tree-dual-drafting section 4.2.
-        """
-        # A row is its parent's row and one bit more. As Python integers the rows of any tree of <= 256 nodes cost
-        # less than a few numpy calls, however deep the tree is.
-        rows = [1]
-        for node, parent in enumerate(self.parents.tolist(), start=1):
-            rows.append(rows[parent] | 1 << node)
-        width = len(rows)
-        stride = (width + 7) // 8
-        packed = np.frombuffer(b"".join(row.to_bytes(stride, "little") for row in rows), np.uint8)
-        bits = np.unpackbits(packed.reshape(width, stride), axis=1, count=width, bitorder="little")
-        return bits.view(np.bool_)
-
     def path_matrix(self) -> IntArray:
         """(L, D) R: one root-to-leaf path a row, leaves in order, padded with -1.
 
@@ -245,17 +229,14 @@ def paths(tree: DraftTree) -> list[tuple[int, ...]]:
     return known[1:]
 
 
-def made_by(tree: DraftTree, deltas: Sequence[int], kept: IntArray | None = None) -> IntArray:
+def made_by(tree: DraftTree, deltas: Sequence[int]) -> IntArray:
     """(n,) which forward of its drafter made each node, from 1; `deltas` are the sizes of what was sent, in order.
-
-    kept: (n,) the numbers that the nodes had in what was sent, when it was pruned since.
 
     A head that streams sends a delta a forward; one that sends its tree at once made a level a forward.
     """
     if len(deltas) < 2:
         return tree.depths()[1:]
-    forwards = np.repeat(np.arange(1, len(deltas) + 1), deltas)
-    return forwards if kept is None else forwards[kept - 1]
+    return np.repeat(np.arange(1, len(deltas) + 1), deltas)
 
 
 def forwards_of(tree: DraftTree, drafts: Sequence[tuple[DraftTree, IntArray]]) -> tuple[int, ...]:

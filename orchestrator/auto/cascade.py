@@ -88,10 +88,13 @@ class Cascade:
         the quick head, not what as many steps would gain: where the second head is asked, the same tokens take fewer.
         """
         steps = quick_steps = seconds = 0.0
+        quick_s, both_s = self.quick_s, self.quick_s + self.seconds
         for promised, tokens in promises:
-            asks, quick = self.asks(promised), tokens / (1 + self.kept * promised)
-            here = tokens / (1 + self.expected(promised)) if asks else quick
-            steps, quick_steps, seconds = steps + here, quick_steps + quick, seconds + here * self.step_s(asks)
+            kept = self.kept * promised
+            quick, expected = tokens / (1 + kept), max(kept, self.gain)
+            asks = (1 + expected) * quick_s > (1 + kept) * both_s  # as in `asks`, which costs five calls
+            here, here_s = (tokens / (1 + expected), both_s) if asks else (quick, quick_s)
+            steps, quick_steps, seconds = steps + here, quick_steps + quick, seconds + here * here_s
         return (1 + quick_gain) * quick_steps / steps - 1, seconds / steps
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-COLD = 3  # of the first steps of an arm: the least time counts, as the first calls of anything are slow
+COLD = 3  # take the fastest of an arm's first three steps: the first ones include warm-up
 RATE = 0.1  # of the averages of seconds
 FIRST_GAIN, FIRST_STEPS = 1.0, 4.0  # what an arm is thought to gain before it was tried, and how many steps that weighs
 MEMORY = 256.0  # steps of an arm, over all texts, that count
@@ -35,12 +35,16 @@ class Seconds:
             self.by_load[load] = mean + RATE * (seconds - mean), count
 
     def at(self, load: int) -> float | None:
-        """The mean at a load; where it was never seen, at the nearest one."""
+        """The mean at a load; where it was never seen, at the nearest one. None when nothing was seen."""
+        if load in self.by_load:
+            return self.by_load[load][0]
         nearest = self.nearest(load)
         return None if nearest is None else self.by_load[nearest][0]
 
     def nearest(self, load: int) -> int | None:
-        """The load that was seen next to this one; of two the lower."""
+        """The load that was seen next to this one; of two the lower. None when nothing was seen."""
+        if load in self.by_load:
+            return load
         return min(self.by_load, key=lambda known: (abs(known - load), known), default=None)
 
     def count(self, load: int) -> int:
@@ -74,10 +78,14 @@ class Gain:
 
 
 @dataclass(slots=True)
-class Known:
-    """What is known of an arm: what it takes beside a plain step, and what it gains in greedy and in sampled texts."""
+class ArmStatistics:
+    """What all texts taught of an arm."""
 
     extra: Seconds = field(default_factory=Seconds)
-    behind: Seconds = field(default_factory=Seconds)  # and beside a quick head, as the second one of a cascade
-    opening: Seconds = field(default_factory=Seconds)  # what a step takes besides in which its heads take in a text
+    """what a step takes beside a plain one"""
+    behind: Seconds = field(default_factory=Seconds)
+    """what it takes beside a step of the quick head, as the second head of a cascade"""
+    opening: Seconds = field(default_factory=Seconds)
+    """what a step takes besides in which its heads take in a text"""
     gains: tuple[Gain, Gain] = field(default_factory=lambda: (Gain(), Gain()))
+    """accepted drafts a step, of greedy and of sampled texts"""

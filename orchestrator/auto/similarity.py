@@ -28,8 +28,8 @@ def sketch(ids: Sequence[int]) -> Sketch:
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
-    """A text that has ended: what each arm gained in all of its steps that counted, and how many these were."""
+class EndedText:
+    """What each arm gained in all steps of a text that counted, and how many these were."""
 
     sketch: Sketch
     sampled: bool
@@ -38,12 +38,12 @@ class Remembered:
 
 
 @dataclass(slots=True)
-class Memory:
-    """The latest texts."""
+class EndedTexts:
+    """The latest texts that have ended."""
 
-    texts: deque[Remembered] = field(default_factory=lambda: deque(maxlen=MOST))
+    texts: deque[EndedText] = field(default_factory=lambda: deque(maxlen=MOST))
 
-    def like(self, new: Sketch) -> list[tuple[float, Remembered]]:
+    def like(self, new: Sketch) -> list[tuple[float, EndedText]]:
         """The texts that a new one is like, the most alike with weight 1; none when it is like no other."""
         if not self.texts:
             return []

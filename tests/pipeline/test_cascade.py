@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import pytest
 
@@ -15,10 +14,10 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.telemetry import OrchestratorMetrics
 from coppice.wire import generation
-from orchestrator.auto.arms import CASCADE
+from orchestrator.auto.arms import CASCADE, Arm
 from orchestrator.auto.cascade import Cascade
 from orchestrator.auto.chooser import Chooser, StepSeen
-from orchestrator.auto.statistics import Experience
+from orchestrator.auto.text_estimates import TextEstimates
 from orchestrator.drafters import HeadPool
 from orchestrator.service import GenerationServicer
 from orchestrator.verifiers import TargetPool
@@ -34,20 +33,18 @@ async def test_both_heads_are_asked_where_the_first_one_promises_little(
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
     steps: list[StepSeen] = []
-    observe = Chooser.observe
 
-    def choose(self: Experience, arms: Sequence[str], hint: int | None) -> str:
-        for text in self.texts:
-            text._best_cascade = LOOKUP_THEN_SELF
-        self.now = CASCADE
-        return CASCADE
+    class AlwaysCascade(Chooser):
+        def decide(self, text: TextEstimates, hint: int | None) -> Arm:
+            super().decide(text, hint)
+            text.cascade.playing = LOOKUP_THEN_SELF
+            return text.arm(CASCADE)
 
-    def seen(self: Chooser, step: StepSeen) -> None:
-        steps.append(step)
-        observe(self, step)
+        def observe(self, text: TextEstimates, step: StepSeen) -> None:
+            steps.append(step)
+            super().observe(text, step)
 
-    monkeypatch.setattr(Experience, "choose", choose)
-    monkeypatch.setattr(Chooser, "observe", seen)
+    monkeypatch.setattr("orchestrator.service.Chooser", AlwaysCascade)
     sampling = SamplingParams(temperature=temperature, seed=9)
     request = GenerationRequest(ids=PROMPT, policy="auto", max_new_tokens=NEW, sampling=sampling, ignore_eos=True)
     ids, finished = await generated(stack, request)

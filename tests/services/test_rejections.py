@@ -14,8 +14,7 @@ from coppice.heads.base import DraftJob, Growth
 from coppice.messages.steps import Rejection
 from coppice.speculation.tree import DraftTree
 from coppice.stack.redis_server import LocalRedis
-from orchestrator.drafters import Draft
-from orchestrator.step_loop import _own_rejection
+from orchestrator.head_session import own_rejection
 from tests.processes import Service
 from tests.recorder import Recorder, drafter_of
 from tests.reference import make_tree
@@ -104,17 +103,17 @@ TREE = make_tree([(1, 0, -0.1), (2, 0, -0.2), (3, 1, -0.3), (4, 3, -0.4)])  # 1 
 def test_a_head_misses_first_where_it_has_children_and_none_is_the_targets(
     offered: list[int], expected: tuple[int, int, int] | None
 ) -> None:
-    found = _own_rejection(Draft(TREE), 10, offered, None)
+    found = own_rejection(TREE, 10, offered, None)
     assert (found and (found.position, found.parent, found.target_id)) == expected
 
 
 def test_the_targets_likeliest_ids_go_along_only_where_its_walk_ended() -> None:
     for position, known in ((10, 0), (11, 2), (12, 0)):
-        found = _own_rejection(Draft(TREE), 10, [1, 5, 7], told_at(position))
+        found = own_rejection(TREE, 10, [1, 5, 7], told_at(position))
         assert found is not None
         assert (found.position, len(found.top_ids), len(found.top_log_probs)) == (11, known, known)
         assert found.tail == (0.2 if known else 1.0)
 
 
 def test_an_empty_tree_misses_nothing() -> None:
-    assert _own_rejection(Draft(), 10, [1, 2], None) is None
+    assert own_rejection(DraftTree.empty(), 10, [1, 2], None) is None

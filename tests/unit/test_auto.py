@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from coppice.speculation.tree import DraftTree
-from orchestrator.auto.arms import arms_of
+from orchestrator.auto.arms import Arm, arms_of
 from orchestrator.auto.cascade import Cascade, best_cascade
-from orchestrator.auto.chooser import Chooser, StepSeen
-from orchestrator.auto.statistics import FIRST_SAVED_S, LEARN, TRIED, Experience
+from orchestrator.auto.chooser import FIRST_SAVED_S, LEARN, TRIED, Chooser, StepSeen
+from orchestrator.auto.text_estimates import TextEstimates
 from tests.worlds import TUNING, World, against, held_out, play
 
 STEP = StepSeen(0.013, 0.0, accepted=0)
+
+
+class Session:
+    """A text and the chooser of its process, driven as the policy drives them."""
+
+    def __init__(
+        self, chooser: Chooser, heads: Sequence[str], sampled: bool = False, prompt: Sequence[int] = ()
+    ) -> None:
+        self.chooser, self.text = chooser, TextEstimates(chooser.statistics, heads, sampled, prompt)
+
+    def decide(self, hint: int | None) -> Arm:
+        return self.chooser.decide(self.text, hint)
+
+    def observe(self, step: StepSeen) -> None:
+        self.chooser.observe(self.text, step)
+
+    def hears(self, head: str) -> bool:
+        return self.chooser.hears(self.text, head)
+
+    def close(self) -> None:
+        self.chooser.end(self.text)
 
 
 def drafting(accepted: int, draft_s: float = 0.003) -> StepSeen:
@@ -22,14 +44,14 @@ def drafting(accepted: int, draft_s: float = 0.003) -> StepSeen:
     return StepSeen(0.014 + draft_s, 0.001, accepted)
 
 
-def live(chooser: Chooser, gains: dict[str, int], steps: int, hint: int | None = None) -> list[str]:
+def live(session: Session, gains: dict[str, int], steps: int, hint: int | None = None) -> list[str]:
     """The choices of a text in which every arm gains just so much, a cascade nothing."""
     chosen = []
     for _ in range(steps):
-        arm = chooser.decide(hint)
+        arm = session.decide(hint)
         chosen.append(arm.name)
         seen = STEP if arm.name == "plain" else drafting(gains.get(arm.name, 0))
-        chooser.observe(replace(seen, asked=arm.first))
+        session.observe(replace(seen, asked=arm.first))
     return chosen
 
 
@@ -42,34 +64,34 @@ def test_the_arms_are_plain_every_head_alone_and_all_of_them_together() -> None:
 
 
 def test_a_head_that_pays_is_kept_and_one_that_does_not_is_left() -> None:
-    good = live(Chooser(Experience(), ("a",)), {"single:a": 3}, 200)
+    good = live(Session(Chooser(), ("a",)), {"single:a": 3}, 200)
     assert good[:1] == ["plain"]  # nothing is known yet
     assert good.count("single:a") > 190
-    bad = live(Chooser(Experience(), ("a",)), {"single:a": 0}, 2000)
+    bad = live(Session(Chooser(), ("a",)), {"single:a": 0}, 2000)
     assert bad[40:].count("single:a") < 0.03 * len(bad)
 
 
 def test_what_one_text_taught_the_next_one_begins_with() -> None:
-    experience = Experience()
+    chooser = Chooser()
     gains = {"single:a": 1, "single:b": 3, "route": 2, "merge": 2}
-    first = Chooser(experience, ("a", "b"))
+    first = Session(chooser, ("a", "b"))
     live(first, gains, 300)
     first.close()
-    assert live(Chooser(experience, ("a", "b")), gains, 60).count("single:b") >= 48  # less three runs of tries
+    assert live(Session(chooser, ("a", "b")), gains, 60).count("single:b") >= 48  # less three runs of tries
 
 
 def test_a_hint_of_0_is_plain_but_for_tries_that_the_allowance_pays() -> None:
-    chooser = Chooser(Experience(), ("a",))
-    live(chooser, {"single:a": 3}, 100)
-    hinted = live(chooser, {"single:a": 0}, 1000, hint=0)
+    session = Session(Chooser(), ("a",))
+    live(session, {"single:a": 3}, 100)
+    hinted = live(session, {"single:a": 0}, 1000, hint=0)
     drafted = hinted.count("single:a")
     assert 0 < drafted * 0.004 <= TRIED * len(hinted) * 0.013 + FIRST_SAVED_S + 0.03  # saved before, and a run of tries
-    assert live(chooser, {"single:a": 3}, 20).count("single:a") >= 19  # what it gains was not forgotten
+    assert live(session, {"single:a": 3}, 20).count("single:a") >= 19  # what it gains was not forgotten
 
 
 def test_all_sessions_play_one_arm_and_a_closed_one_counts_no_more() -> None:
-    experience = Experience()
-    texts = [Chooser(experience, ("a", "b")) for _ in range(3)]
+    chooser = Chooser()
+    texts = [Session(chooser, ("a", "b")) for _ in range(3)]
     for _ in range(50):
         arms = {text.decide(None).name for text in texts}
         assert len(arms) == 1
@@ -77,51 +99,51 @@ def test_all_sessions_play_one_arm_and_a_closed_one_counts_no_more() -> None:
             text.observe(STEP if arms == {"plain"} else drafting(2))
     for text in texts:
         text.close()
-    assert experience.texts == []
+    assert chooser.texts == []
 
 
 def test_trees_that_were_not_verified_are_judged_by_the_text_once_it_is_long_enough() -> None:
-    chooser = Chooser(Experience(), ("a", "b"))
-    chooser.drafted("a", 2, DraftTree.chain([7, 8, 9], [-0.1, -0.2, -0.3]))
-    chooser.drafted("b", 2, DraftTree.chain([5], [-0.1]))
-    chooser.drafted("b", 2, DraftTree.empty())
-    chooser.committed([1, 2, 7])
-    assert (chooser.weight("single:a"), chooser.weight("single:b")) == (0, pytest.approx(2, abs=0.1))
-    chooser.committed([1, 2, 7, 8, 1])
-    assert chooser.weight("single:a") == 1
-    assert chooser.gains()["single:a"] > chooser.gains()["single:b"]
+    session = Session(Chooser(), ("a", "b"))
+    session.text.drafted("a", 2, DraftTree.chain([7, 8, 9], [-0.1, -0.2, -0.3]))
+    session.text.drafted("b", 2, DraftTree.chain([5], [-0.1]))
+    session.text.drafted("b", 2, DraftTree.empty())
+    session.text.committed([1, 2, 7])
+    assert (session.text.weight("single:a"), session.text.weight("single:b")) == (0, pytest.approx(2, abs=0.1))
+    session.text.committed([1, 2, 7, 8, 1])
+    assert session.text.weight("single:a") == 1
+    assert session.text.gains()["single:a"] > session.text.gains()["single:b"]
 
 
 def test_a_head_far_behind_drafts_along_seldom() -> None:
-    chooser = Chooser(Experience(), ("a", "b", "c"))
+    session = Session(Chooser(), ("a", "b", "c"))
     gains = {"single:a": 4, "single:b": 3, "single:c": 0, "route": 3, "merge": 3}
-    live(chooser, gains, 400)
+    live(session, gains, 400)
     heard = dict.fromkeys("abc", 0)
     for _ in range(80):
-        live(chooser, gains, 1)
+        live(session, gains, 1)
         for head in heard:
-            heard[head] += chooser.hears(head)
+            heard[head] += session.hears(head)
     assert heard["a"] == 80
     assert heard["c"] == 10
 
 
 def test_what_others_drafts_take_is_no_part_of_a_plain_step() -> None:
-    experience = Experience()
-    chooser = Chooser(experience, ("a",))
-    chooser.decide(None)
-    chooser.observe(replace(STEP, seconds=0.020, rows_s=0.007))
-    assert experience.plain.at(experience.load) == pytest.approx(0.013)
+    chooser = Chooser()
+    session = Session(chooser, ("a",))
+    session.decide(None)
+    session.observe(replace(STEP, seconds=0.020, rows_s=0.007))
+    assert chooser.statistics.plain.at(chooser.statistics.load) == pytest.approx(0.013)
 
 
 def test_at_another_load_plain_steps_are_seen_at_once() -> None:
-    experience = Experience()
-    chooser = Chooser(experience, ("a",))
-    live(chooser, {"single:a": 3}, 60)
-    others = [Chooser(experience, ("a",)) for _ in range(3)]
+    chooser = Chooser()
+    session = Session(chooser, ("a",))
+    live(session, {"single:a": 3}, 60)
+    others = [Session(chooser, ("a",)) for _ in range(3)]
     rounds = []
     for _ in range(12):
-        rounds.append({text.decide(None).name for text in (chooser, *others)})
-        for text in (chooser, *others):
+        rounds.append({text.decide(None).name for text in (session, *others)})
+        for text in (session, *others):
             text.observe(STEP if rounds[-1] == {"plain"} else drafting(3))
     assert {"plain"} in rounds
     assert rounds.count({"single:a"}) >= 9
@@ -163,68 +185,68 @@ def test_a_dead_head_costs_a_few_steps() -> None:
 
 
 def test_slow_first_plain_steps_do_not_make_a_useless_head_look_free() -> None:
-    chooser, chosen = Chooser(Experience(), ("a",)), []
+    session, chosen = Session(Chooser(), ("a",)), []
     for _ in range(200):
-        name = chooser.decide(None).name
+        name = session.decide(None).name
         slow = 5.0 if chosen.count("plain") < 3 else 1.0
         chosen.append(name)
-        chooser.observe(replace(STEP, seconds=slow * STEP.seconds) if name == "plain" else drafting(0))
+        session.observe(replace(STEP, seconds=slow * STEP.seconds) if name == "plain" else drafting(0))
     assert chosen[60:].count("single:a") < 0.1 * len(chosen[60:])
 
 
 def test_what_greedy_texts_gain_is_no_more_than_a_guess_about_sampled_ones() -> None:
-    experience = Experience()
-    greedy = Chooser(experience, ("a",))
+    chooser = Chooser()
+    greedy = Session(chooser, ("a",))
     live(greedy, {"single:a": 4}, 100)
-    sampled = Chooser(experience, ("a",), sampled=True)
-    assert 1 < sampled.gains()["single:a"] < 0.7 * Chooser(experience, ("a",)).gains()["single:a"]
+    sampled = Session(chooser, ("a",), sampled=True)
+    assert 1 < sampled.text.gains()["single:a"] < 0.7 * Session(chooser, ("a",)).text.gains()["single:a"]
     greedy.close()
     assert live(sampled, {"single:a": 0}, 100).count("single:a") < 30
-    assert Chooser(experience, ("a",)).gains()["single:a"] > 3
+    assert Session(chooser, ("a",)).text.gains()["single:a"] > 3
 
 
 def test_seconds_of_a_load_are_its_own() -> None:
-    experience = Experience()
-    chooser = Chooser(experience, ("a",))
-    live(chooser, {"single:a": 3}, 60)
-    others = [Chooser(experience, ("a",)) for _ in range(3)]
+    chooser = Chooser()
+    session = Session(chooser, ("a",))
+    live(session, {"single:a": 3}, 60)
+    others = [Session(chooser, ("a",)) for _ in range(3)]
     for _ in range(40):
-        played = [(text, text.decide(None).name == "plain") for text in (chooser, *others)]
+        played = [(text, text.decide(None).name == "plain") for text in (session, *others)]
         for text, plain in played:
             text.observe(replace(STEP if plain else drafting(3), seconds=0.02 if plain else 0.06))
-    extra = experience.known("single:a").extra
-    assert (experience.load, experience.plain.at(3)) == (3, pytest.approx(0.02))
+    extra = chooser.statistics.arms["single:a"].extra
+    assert (chooser.statistics.load, chooser.statistics.plain.at(3)) == (3, pytest.approx(0.02))
     assert (extra.at(3), extra.at(1)) == (pytest.approx(0.04, abs=0.002), pytest.approx(0.004, abs=0.0005))
     assert extra.at(4) == extra.at(3)  # where it was never seen, the nearest one's
     for text in others:
         text.close()
-    assert experience.load == 1
+    assert chooser.statistics.load == 1
 
 
 def test_a_new_head_is_played_for_some_steps_and_its_first_calls_do_not_say_what_it_takes() -> None:
-    experience = Experience()
-    chooser = Chooser(experience, ("slow", "cold"))
+    chooser = Chooser()
+    session = Session(chooser, ("slow", "cold"))
     chosen = []
     for _ in range(60):
-        name = chooser.decide(None).name
+        name = session.decide(None).name
         chosen.append(name)
         if name == "plain":
-            chooser.observe(STEP)
+            session.observe(STEP)
         elif name == "single:cold":
-            chooser.observe(drafting(3, 0.5 if chosen.count(name) <= 2 else 0.003))
+            session.observe(drafting(3, 0.5 if chosen.count(name) <= 2 else 0.003))
         else:
-            chooser.observe(drafting(0, 0.02))
+            session.observe(drafting(0, 0.02))
     assert min(chosen.index("single:slow"), chosen.index("single:cold")) < LEARN
     assert chosen[20:].count("single:cold") > 30
     assert LEARN <= chosen.count("single:slow") < 3 * LEARN
 
 
 def test_what_all_heads_together_are_worth_is_guessed_from_each() -> None:
-    experience = Experience()
-    live(Chooser(experience, ("a", "b")), {"single:a": 2, "single:b": 3, "route": 0, "merge": 0}, 12)
-    known = {name: experience.known(name) for name in ("single:a", "single:b", "merge")}
+    chooser = Chooser()
+    live(Session(chooser, ("a", "b")), {"single:a": 2, "single:b": 3, "route": 0, "merge": 0}, 12)
+    known = {name: chooser.statistics.arms[name] for name in ("single:a", "single:b", "merge")}
     assert not known["merge"].extra.by_load
-    gains = Chooser(experience, ("a", "b")).gains()
+    gains = Session(chooser, ("a", "b")).text.gains()
     assert gains["single:b"] < gains["merge"] < 1.3 * gains["single:b"]
 
 
@@ -232,40 +254,40 @@ PROMPTS = {"code": list(range(100, 140)), "story": list(range(200, 240))}
 SUITS = {"code": {"single:a": 3, "single:b": 0, "route": 3, "merge": 3}, "story": {"single:a": 0, "single:b": 3}}
 
 
-def answered(experience: Experience, kind: str, number: int, steps: int = 60) -> list[str]:
+def answered(chooser: Chooser, kind: str, number: int, steps: int = 60) -> list[str]:
     """The choices of a text of a kind, and of one that shares half of its tokens with the others of that kind."""
-    text = Chooser(experience, ("a", "b"), prompt=[*PROMPTS[kind][number % 7 :: 2], *range(20)])
+    text = Session(chooser, ("a", "b"), prompt=[*PROMPTS[kind][number % 7 :: 2], *range(20)])
     chosen = live(text, {"route": 2, "merge": 2} | SUITS[kind], steps)
     text.close()
     return chosen
 
 
 def test_a_text_begins_with_what_suited_texts_like_it() -> None:
-    experience = Experience()
+    chooser = Chooser()
     for number in range(40):
-        answered(experience, ("code", "story")[number % 2], number)
-    code = [arm for number in range(3) for arm in answered(experience, "code", number)[:8]]
-    story = [arm for number in range(3) for arm in answered(experience, "story", number)[:8]]
+        answered(chooser, ("code", "story")[number % 2], number)
+    code = [arm for number in range(3) for arm in answered(chooser, "code", number)[:8]]
+    story = [arm for number in range(3) for arm in answered(chooser, "story", number)[:8]]
     assert (code.count("single:b"), story.count("single:a")) == (0, 0)
     assert code.count("single:a") >= 16
     assert story.count("single:b") >= 16
 
 
 def test_what_it_takes_to_open_a_head_is_known_and_is_over_once_it_took_in_the_text() -> None:
-    experience = Experience()
+    chooser = Chooser()
     for number in range(2):
-        text, opened = Chooser(experience, ("a", "b")), set[str]()
+        text, opened = Session(chooser, ("a", "b")), set[str]()
         for _ in range(40):
             arm = text.decide(None)
             name = arm.name
             if number and name.startswith("single") and name not in opened:
-                assert text.opening_s(name) == pytest.approx(0.047, abs=0.005)
-                assert text.opening_s("merge") >= text.opening_s(name)
+                assert text.text.opening_s(name) == pytest.approx(0.047, abs=0.005)
+                assert text.text.opening_s("merge") >= text.text.opening_s(name)
             opening = name.startswith("single") and name not in opened
             opened.add(name)
             seen = STEP if name == "plain" else replace(drafting(3, 0.05 if opening else 0.003), opening=opening)
             text.observe(replace(seen, asked=arm.heads))
-            assert text.opening_s(name) == 0
+            assert text.text.opening_s(name) == 0
         text.close()
         assert opened & {"single:a", "single:b"}
 
@@ -297,20 +319,20 @@ def test_the_best_cascade_begins_with_the_quickest_head() -> None:
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_head_that_knows_half_of_a_text_goes_first(sampled: bool) -> None:
     """What the quick head promises comes true; the slow one is right everywhere."""
-    experience, chosen, asked = Experience(), [], []
+    chooser, chosen, asked = Chooser(), [], []
     for _ in range(3):
-        text = Chooser(experience, ("quick", "slow"), sampled)
+        text = Session(chooser, ("quick", "slow"), sampled)
         for step in range(120):
             arm, promised = text.decide(None), 4.0 if step // 10 % 2 else 0.0
-            both = arm.heads != arm.first and text.goes_on(promised)
+            both = arm.heads != arm.first and text.text.goes_on(promised)
             heads = arm.heads if both else arm.first
             accepted = 3 if 1 in heads else int(promised) if heads else 0
             if 0 in heads:
-                text.promised(promised, 1 + accepted, heads == (0,))
+                text.text.promised(promised, 1 + accepted, heads == (0,))
             seconds = 0.013 + 0.001 * (0 in heads) + 0.009 * (1 in heads)
             text.observe(StepSeen(seconds, 0.0, accepted, heads))
             for at in heads if len(arm.heads) > 1 else ():
-                text.gained(("single:quick", "single:slow")[at], (int(promised), 3)[at])
+                text.text.gained(("single:quick", "single:slow")[at], (int(promised), 3)[at])
             chosen.append(arm.name)
             asked += [(promised, both)] if arm.name == "cascade" else []
         text.close()
@@ -319,12 +341,12 @@ def test_a_head_that_knows_half_of_a_text_goes_first(sampled: bool) -> None:
 
 
 def test_several_texts_are_not_played_so() -> None:
-    experience = Experience()
-    texts = [Chooser(experience, ("quick", "slow")) for _ in range(2)]
+    chooser = Chooser()
+    texts = [Session(chooser, ("quick", "slow")) for _ in range(2)]
     for _ in range(100):
         for text, arm in [(text, text.decide(None)) for text in texts]:
             assert arm.name != "cascade"
-            text.promised(0.0, 1, alone=False)
+            text.text.promised(0.0, 1, alone=False)
             text.observe(replace(STEP if arm.name == "plain" else drafting(2), asked=arm.heads))
 
 
@@ -336,13 +358,14 @@ def test_in_made_up_texts_a_cascade_is_faster_than_any_arm() -> None:
 
 
 def test_promises_that_do_not_come_true_count_less() -> None:
-    experience = Experience()
-    text = Chooser(experience, ("quick", "slow"), sampled=True)
+    chooser = Chooser()
+    text = Session(chooser, ("quick", "slow"), sampled=True)
     for _ in range(60):
-        text.promised(2.0, 2, alone=True)
-        text.promised(2.0, 4, alone=False)
-    assert experience.kept[True].ratio == pytest.approx(0.55, abs=0.05)
-    assert experience.kept[False].ratio == 1.0
-    believed, known = Cascade(0, 1, 0.015, 2.0, 0.008), Cascade(0, 1, 0.015, 2.0, 0.008, experience.kept[True].ratio)
+        text.text.promised(2.0, 2, alone=True)
+        text.text.promised(2.0, 4, alone=False)
+    assert chooser.statistics.kept[True].ratio == pytest.approx(0.55, abs=0.05)
+    assert chooser.statistics.kept[False].ratio == 1.0
+    kept = chooser.statistics.kept[True].ratio
+    believed, known = Cascade(0, 1, 0.015, 2.0, 0.008), Cascade(0, 1, 0.015, 2.0, 0.008, kept)
     assert not believed.asks(1.2)
     assert known.asks(1.2)

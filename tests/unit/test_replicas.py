@@ -15,10 +15,10 @@ async def test_trouble_that_comes_back_is_left_alone_for_longer(monkeypatch: pyt
     replica = Replica("127.0.0.1:1", Dialer())
     pauses = []
     for well_s in (0.0, 0.1, 0.1, 9.0, 11.0):
-        now = max(now, replica.benched_until) + well_s
+        now = max(now, replica.cooling_until) + well_s
         assert replica.fit
-        assert replica.bench()
-        assert not replica.bench()
-        pauses.append(replica.benched_until - now)
+        assert replica.cool_down()
+        assert not replica.cool_down()
+        pauses.append(replica.cooling_until - now)
     assert pauses == pytest.approx([0.5, 1.0, 2.0, 4.0, 0.5])
     await replica.channel.close()

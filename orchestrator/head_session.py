@@ -1,0 +1,270 @@
+"""One request's session with a head, on one drafter after another.
+
+Drafts are advice. Whatever goes wrong here ends in an empty tree, never in an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from coppice.limits import MAX_HEAD_NODES, MAX_TREE_NODES
+from coppice.messages.steps import Advance, DraftStep, Features, Fence, OpenDraft, Rejection, TreeDelta
+from coppice.speculation.routing import first_miss
+from coppice.speculation.tree import DraftTree, TreeError, extend, validate
+from coppice.wire import drafter
+from orchestrator.draft_stream import DraftStream
+from orchestrator.drafters import HeadPool
+from orchestrator.step import NO_DRAFT, Committed, Draft
+
+_MISSES_TO_COOL_DOWN = 2.0
+_FORGIVEN = 0.125  # of a miss, by a draft in time: more than one miss in nine steps adds up
+_MOST_UNTOLD_BYTES = 16 << 20
+
+
+@dataclass(slots=True)
+class Signal:
+    """What a head said of its misses in one request, and the versions of its weights that were seen."""
+
+    s: float = 0.0
+    rejections: int = 0
+    first_version: int = 0
+    last_version: int = 0
+    seen: bool = False
+    owed: int = 0
+    """misses that the drafter may still say"""
+
+    def missed(self, miss: float) -> None:
+        """Add 1 - r of a rejection, if one is owed: also that of a step that went on without its tree."""
+        if self.owed:
+            self.owed -= 1
+            self.s += miss
+            self.rejections += 1
+
+    def drafted_by(self, version: int) -> None:
+        """Note the weights that drafted, or will."""
+        self.first_version = self.first_version if self.seen else version
+        self.last_version, self.seen = version, True
+
+
+@dataclass(slots=True)
+class _Question:
+    """A step that the drafter was asked to draft, and what it answered so far."""
+
+    step: int
+    budget: int
+    answer: asyncio.Future[None]
+    asked_at: float = field(default_factory=time.perf_counter)
+    draft: Draft = field(default_factory=Draft)
+
+    def add(self, delta: TreeDelta) -> None:
+        """Take in a part of the tree."""
+        draft, nodes = self.draft, delta.nodes
+        draft.forward_ns, draft.weights_version = delta.forward_ns, delta.fence.weights_version
+        if len(draft.tree):
+            draft.tree = extend(draft.tree, nodes.tokens, nodes.parents, nodes.log_probs)
+        else:
+            draft.tree = nodes
+        draft.deltas.append(len(nodes))
+        if delta.q_rows is not None:
+            draft.q_rows.append(delta.q_rows)
+
+
+@dataclass(slots=True)
+class _Unsent:
+    """What the drafter is to hear with the next step."""
+
+    told: int
+    """committed ids that it knows of"""
+    features: bytearray = field(default_factory=bytearray)
+    """feature rows of the others"""
+    rejection: Rejection | None = None
+    """about the last tree"""
+
+
+class HeadSession:
+    """One request's stream to one replica of a head; re-opened after trouble.
+
+    A replica that misses two deadlines in a row, or keeps missing more than one in nine, is asked nothing for a while:
+    each miss costs a whole deadline. Between two steps the stream moves to a replica with fewer sessions, such as one
+    that has just come.
+    """
+
+    def __init__(self, pool: HeadPool, opening: OpenDraft, vocab_size: int) -> None:
+        self.pool, self.opening, self.vocab_size = pool, opening, vocab_size
+        self.signal = Signal()
+        self._layers = pool.feature_layers  # as they were known when the verifier was asked for them
+        self._window: Features | None = None  # where features can be fetched from
+        self._stream: DraftStream | None = None
+        self._unsent = _Unsent(0)
+        self._question: _Question | None = None
+        self._opened = False
+        self._waited_to_open = False
+        self._misses = 0.0
+
+    def open(self, ids: list[int]) -> None:
+        """Start a stream on the committed ids unless there is one, every replica is cooling down or features are
+        missing.
+        """
+        if self._stream is not None or self._layers is None or (self._layers and self._window is None):
+            return
+        replica = self.pool.pick()
+        if replica is None:
+            return
+        self._opened, self._misses = False, 0.0
+        self._unsent, self.signal.owed = _Unsent(len(ids)), 0  # this drafter knows no earlier tree
+        self._stream = DraftStream(self.pool.name, replica, self._heard, self._cool_down)
+        opening = replace(self.opening, ids=ids, features=self._features_of(ids))
+        self._stream.write(drafter.open_draft_to_wire(opening))
+
+    def _features_of(self, ids: list[int]) -> Features | None:
+        """Where to fetch features up to the last id; the verifier raises the start to what it still holds."""
+        window = self._window
+        if window is None or window.ref is None:
+            return None
+        ref = replace(window.ref, count=len(ids) - window.ref.start)
+        return Features(ref.start, ref.count, window.dtype, None, ref)
+
+    def learn(self, features: Features | None) -> None:
+        """Take the features of newly committed positions: of the prompt's a reference, of a step's the rows."""
+        if not self._layers or features is None:
+            return
+        if features.ref is not None:
+            self._window = features
+        elif self._stream is not None:
+            self._unsent.features += features.inline or b""
+            if len(self._unsent.features) > _MOST_UNTOLD_BYTES:  # a drafter that takes nothing
+                self._cool_down()
+
+    def ask(self, fence: Fence, root: int, ids: list[int], budget: int) -> asyncio.Future[None] | None:
+        """Ask for a tree below `root`; the future is done when it is complete. None when the head sits this out."""
+        # A step that asks for no node is to hear of the last tree's miss, which only this replica knows.
+        if budget and self._opened and self._stream is not None and self.pool.has_better(self._stream.replica):
+            self.close()
+            self._waited_to_open = True  # it had drafts until now
+            self.pool.moving.add(self)
+        self.open(ids)
+        if self._stream is None or not self._may_wait():
+            return None
+        advance = self._advance(ids)
+        answer = asyncio.get_running_loop().create_future()
+        self._question = _Question(fence.step, min(budget, MAX_HEAD_NODES), answer)
+        self._stream.write(drafter.draft_step_to_wire(DraftStep(fence, root, self._question.budget, advance)))
+        return answer
+
+    def _advance(self, ids: list[int]) -> Advance:
+        """What the drafter does not know of; it does from now on."""
+        unsent, self._unsent = self._unsent, _Unsent(len(ids))
+        self.signal.owed += unsent.rejection is not None
+        new = ids[unsent.told :]
+        if self._window is None or not new:
+            self._unsent.features = unsent.features
+            return Advance(new, None, unsent.rejection)
+        features = Features(unsent.told, len(new), self._window.dtype, bytes(unsent.features))
+        return Advance(new, features, unsent.rejection)
+
+    def reject(self, draft: Draft, start: int, offered: Sequence[int], verified: Rejection | None) -> None:
+        """Tell the drafter with the next step where its last tree left the text, unless all of it was accepted.
+
+        start: position of the first token of `offered`. verified: where the walk over the verified tree ended.
+        """
+        rejection = own_rejection(draft.tree, start, offered, verified)
+        if rejection is not None and self._stream is not None:
+            self._unsent.rejection = rejection
+
+    async def last_miss(self, text: Committed, step: int, timeout_s: float) -> None:
+        """Hear of the last tree's miss, if it had one, by a step that asks for no node. No other step may follow."""
+        if self._unsent.rejection is None or self._stream is None:
+            return
+        answer = self.ask(text.fence(step, timeout_s), text.ids[-1], text.ids, 0)
+        if answer is not None:
+            await asyncio.wait([answer], timeout=timeout_s)
+
+    @property
+    def still_opening(self) -> bool:
+        """Whether the next draft would be waited for while the drafter takes in the text."""
+        return not self._opened and not self._waited_to_open
+
+    def _may_wait(self) -> bool:
+        """Whether a draft can be expected: a stream that is still opening is waited for once in a session."""
+        if self._opened:
+            return self._stream is not None and self._stream.idle
+        first, self._waited_to_open = not self._waited_to_open, True
+        return first
+
+    def collect(self) -> Draft:
+        """What arrived of the tree asked for last, with calibrated scores; a malformed tree is dropped and counted."""
+        question, self._question = self._question, None
+        if question is None:
+            return NO_DRAFT
+        draft = question.draft
+        draft.late = not question.answer.done()
+        try:
+            validate(draft.tree, self.vocab_size, MAX_TREE_NODES)
+        except TreeError as error:
+            self.pool.metrics.bad_drafts.labels(self.pool.name, error.reason).inc()
+            draft.tree, draft.bad, draft.deltas = DraftTree.empty(), True, []
+        if len(draft.tree):
+            draft.scored = self.pool.calibration.of(draft.tree)
+        if draft.late:
+            self.pool.metrics.late_drafts.labels(self.pool.name).inc()
+        self._judge(missed=draft.bad or (draft.late and self._opened))
+        return draft
+
+    def close(self) -> None:
+        """End the stream; the drafter frees the session."""
+        self.pool.moving.discard(self)
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+        if self._question is not None and not self._question.answer.done():
+            self._question.answer.set_result(None)
+
+    def _judge(self, missed: bool) -> None:
+        self._misses = self._misses + 1 if missed else max(0.0, self._misses - _FORGIVEN)
+        if missed and self._misses >= _MISSES_TO_COOL_DOWN:
+            self._cool_down()
+
+    def _cool_down(self) -> None:
+        """Leave this replica, and have the pool ask it nothing for a while."""
+        if self._stream is not None:
+            self.pool.cool_down(self._stream.replica)
+            self.close()
+
+    def _heard(self, answer: TreeDelta | int) -> None:
+        """Take in a part of a tree, or the version of the weights of a session that is open now."""
+        if isinstance(answer, int):
+            self._opened = True
+            self.signal.drafted_by(answer)
+            return
+        if answer.miss is not None:
+            self.signal.missed(answer.miss)
+        self.signal.drafted_by(answer.fence.weights_version)
+        question = self._question
+        if question is None or answer.fence.step != question.step or question.answer.done():
+            return  # late: an answer to a step that went on without it
+        question.add(answer)
+        if answer.last:
+            self.pool.moving.discard(self)
+            if question.budget:
+                self.pool.drafted(time.perf_counter() - question.asked_at)
+            question.answer.set_result(None)
+
+
+def own_rejection(tree: DraftTree, start: int, offered: Sequence[int], verified: Rejection | None) -> Rejection | None:
+    """Where a head's own tree left the text, whose first token stands at `start`; None when all of it was accepted.
+
+    The target's likeliest ids are known only where the walk over the verified tree ended.
+    """
+    missed = first_miss(tree, offered)
+    if missed is None:
+        return None
+    depth, node = missed
+    position, token = start + depth, offered[depth]
+    if verified is not None and verified.position == position:
+        return Rejection(position, node, token, verified.top_ids, verified.top_log_probs, verified.tail)
+    return Rejection(position, node, token, np.empty(0, np.int64), np.empty(0, np.float32), 1.0)

@@ -1,0 +1,108 @@
+"""One step of a request as a record: it is handed from draft to choose, verify, commit and learn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coppice.messages.steps import Fence, Verdict, committed_hash
+from coppice.speculation.policy import NO_HEAD, Choice
+from coppice.speculation.tree import DraftTree, IntArray
+
+
+@dataclass(slots=True)
+class Draft:
+    """What one head drafted in one step."""
+
+    tree: DraftTree = field(default_factory=DraftTree.empty)
+    """as the head sent it"""
+    scored: DraftTree = field(default_factory=DraftTree.empty)
+    """the same nodes with calibrated log-probs"""
+    q_rows: list[NDArray[np.float32]] = field(default_factory=list)
+    deltas: list[int] = field(default_factory=list)
+    """nodes of each delta that arrived"""
+    forward_ns: int = 0
+    weights_version: int = 0
+    late: bool = False
+    bad: bool = False
+
+
+NO_DRAFT = Draft()
+"""the draft of a head that was not asked; nobody changes it"""
+NOTHING = Choice(DraftTree.empty(), NO_HEAD)
+
+
+@dataclass(slots=True)
+class Step:
+    """A step from its question to its verdict. Heads are numbers into the request's list of heads."""
+
+    number: int
+    """1 for the first step of a request"""
+    hint: int | None
+    """how many nodes the last verdict said to draft; None: any number"""
+    drafts: list[Draft]
+    """one a head, NO_DRAFT where it was not asked or sat the step out"""
+    budget: int = 0
+    """nodes to draft at most"""
+    wanted: tuple[int, ...] = ()
+    """heads that the policy asks first"""
+    asked: tuple[int, ...] = ()
+    """heads that were asked"""
+    beside: dict[int, Draft] = field(default_factory=dict)
+    """drafts of heads that the step did not wait for: they are learnt from and not verified"""
+    opening: bool = False
+    """whether an asked head had first to take in the text"""
+    root: int = -1
+    choice: Choice = NOTHING
+    verdict: Verdict | None = None
+    offered: tuple[int, ...] = ()
+    """what the target said behind the root: the accepted drafts, and the next root unless the text has ended"""
+    draft_ns: int = 0
+    took_ns: int = 0
+
+    @property
+    def judged(self) -> Verdict:
+        """The verdict. Raises ValueError before there is one."""
+        if self.verdict is None:
+            raise ValueError(f"step {self.number} has no verdict yet")
+        return self.verdict
+
+    @property
+    def verified(self) -> IntArray:
+        """Numbers of the chosen tree's nodes that were verified, ascending."""
+        verdict = self.judged
+        return np.array(verdict.verified if verdict.pruned else range(1, len(self.choice.tree) + 1), np.int64)
+
+    @property
+    def start(self) -> int:
+        """Position of the first token behind the root."""
+        return self.judged.fence.committed_len - len(self.judged.accepted)
+
+    @property
+    def accepted(self) -> list[int]:
+        """Tokens of the accepted path."""
+        tokens: list[int] = self.choice.tree.tokens[np.array(self.judged.accepted, np.int64) - 1].tolist()
+        return tokens
+
+
+class Committed:
+    """The committed tokens of a request: the prompt, what was resumed, and new tokens but for the root."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+        self._hash = committed_hash(ids)
+
+    def append(self, tokens: list[int]) -> None:
+        """Commit further tokens."""
+        self.ids += tokens
+        self._hash = committed_hash(tokens, self._hash)
+
+    def matches(self, fence: Fence) -> bool:
+        """Whether a fence is about these tokens."""
+        return (fence.committed_len, fence.committed_hash) == (len(self.ids), self._hash)
+
+    def fence(self, step: int, deadline_s: float, weights_version: int = 0) -> Fence:
+        """What a message of a step says about the text that it continues."""
+        return Fence(step, len(self.ids), self._hash, weights_version, int(deadline_s * 1e9))
