@@ -66,7 +66,8 @@ class AutoPolicy(StepPolicy):
 
     def observe(self, step: Step) -> None:
         """Take in the step's seconds, and what it gained."""
-        times, verdict = step.judged.timings, step.judged
+        verdict = step.judged
+        times = verdict.timings
         rows_ns = times.forward_ns - (times.plain_ns or times.forward_ns)
         self._learns = len(self._arm.heads) > 1, self._text.cascade.playing.quick
         seen = StepSeen(step.took_ns / 1e9, rows_ns / 1e9, len(verdict.accepted), step.asked, step.opening)

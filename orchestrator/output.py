@@ -89,7 +89,7 @@ class Output:
     def account(self, step: Step) -> None:
         """Add where the step's time went and what it verified."""
         timings, times = self.result.timings, step.judged.timings
-        head_ns = max((draft.forward_ns for draft in step.drafts), default=0)
+        head_ns = max([draft.forward_ns for draft in step.drafts], default=0)
         timings.draft_ns += step.draft_ns
         timings.verify_ns += times.total_ns - times.accept_ns
         timings.accept_ns += times.accept_ns
@@ -98,7 +98,7 @@ class Output:
         timings.step_ns.append(step.took_ns)
         timings.split_ns.append(step.took_ns - times.forward_ns - head_ns)
         self.result.routed.append(step.choice.routed)
-        self.result.verified_nodes.append(len(step.verified))
+        self.result.verified_nodes.append(step.num_verified)
         for draft in step.drafts:
             self.result.late_drafts += draft.late
             self.result.bad_drafts += draft.bad

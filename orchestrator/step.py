@@ -76,9 +76,16 @@ class Step:
         return np.array(verdict.verified if verdict.pruned else range(1, len(self.choice.tree) + 1), np.int64)
 
     @property
+    def num_verified(self) -> int:
+        """How many of the chosen tree's nodes were verified."""
+        verdict = self.judged
+        return len(verdict.verified) if verdict.pruned else len(self.choice.tree)
+
+    @property
     def start(self) -> int:
         """Position of the first token behind the root."""
-        return self.judged.fence.committed_len - len(self.judged.accepted)
+        verdict = self.judged
+        return verdict.fence.committed_len - len(verdict.accepted)
 
     @property
     def accepted(self) -> list[int]:

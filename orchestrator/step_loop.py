@@ -174,6 +174,6 @@ class Decoding:
         heads, routed = self.plan.policy.heads, step.choice.routed
         tokens, seconds = self.output.result.accept_lengths[-1], step.took_ns / 1e9
         self.metrics.tokens.inc(tokens)
-        self.metrics.step(self.plan.policy.name, len(step.verified), len(step.judged.accepted), seconds)
+        self.metrics.step(self.plan.policy.name, step.num_verified, len(step.judged.accepted), seconds)
         if routed >= 0:
             self.metrics.routed.labels(heads[routed]).inc()

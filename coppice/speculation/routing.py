@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -35,36 +35,34 @@ def route(trees: Sequence[DraftTree], rule: Rule = "mean") -> int:
     return int(np.argmax([score(tree) for tree in trees]))
 
 
+def _reached(tree: DraftTree, continuation: Sequence[int]) -> list[int]:
+    """For each of the n + 1 nodes its depth where the path to it spells the text, else -1. The root is at depth 0."""
+    reached, end = [0], len(continuation)
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        depth = reached[parent]
+        reached.append(depth + 1 if 0 <= depth < end and continuation[depth] == token else -1)
+    return reached
+
+
 def first_miss(tree: DraftTree, continuation: Sequence[int]) -> tuple[int, int] | None:
     """Where a head's own tree first left the text: (depth of the node it left at, the node); None if it never did.
 
     `continuation` is the target's tokens after the root. The tree left it at the first node on it that has children
     none of which is the target's token; a text that leads to a leaf was drafted as far as the tree goes.
     """
-    tokens, children = tree.tokens.tolist(), tree.children()
-    at = [0]
-    for depth, token in enumerate(continuation):
-        candidates = [child for node in at for child in children[node]]
-        following = [node for node in candidates if tokens[node - 1] == token]
-        if not following:
-            return (depth, next(node for node in at if children[node])) if candidates else None
-        at = following
-    return None
+    reached = _reached(tree, continuation)
+    deepest = max(reached)
+    left = [parent for parent in tree.parents.tolist() if reached[parent] == deepest]
+    return (deepest, min(left)) if left and deepest < len(continuation) else None
 
 
-def outcomes(tree: DraftTree, continuation: Iterable[int]) -> tuple[BoolArray, BoolArray]:
+def outcomes(tree: DraftTree, continuation: Sequence[int]) -> tuple[BoolArray, BoolArray]:
     """What the text said about every node of a head's own tree: ((n,) offered, (n,) accepted).
 
     `continuation` is the target's tokens after the root: the accepted path and the next root. A node was offered when
     its parent spells the text (the root always does), and accepted when it does too. So a tree that was not verified,
     or was pruned before it was, is judged like one that was.
     """
-    offered, accepted = np.zeros(len(tree), np.bool_), np.zeros(len(tree), np.bool_)
-    tokens, children = tree.tokens.tolist(), tree.children()
-    at = [0]
-    for token in continuation:
-        candidates = [child for node in at for child in children[node]]
-        at = [node for node in candidates if tokens[node - 1] == token]
-        offered[[node - 1 for node in candidates]] = True
-        accepted[[node - 1 for node in at]] = True
-    return offered, accepted
+    reached = np.array(_reached(tree, continuation))
+    before = reached[tree.parents]
+    return (before >= 0) & (before < len(continuation)), reached[1:] >= 0

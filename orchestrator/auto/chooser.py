@@ -179,15 +179,17 @@ class Chooser:
             self._now = self._now if self._now in new else new[0]
             return
         worth = self._worth(text)
-        self._soon = max(worth, key=lambda name: worth[name].rate)
+        rates = {name: arm.rate for name, arm in worth.items()}
+        self._soon = max(rates, key=rates.__getitem__)
         if len(self.texts) == 1 and not text.steps:  # others may begin together with it
             worth.pop(CASCADE, None)
+            rates.pop(CASCADE, None)
         best = PLAIN
         if hint != 0:
-            best = max(worth, key=lambda name: worth[name].rate)
-            if self._best in worth and worth[best].rate < STAY * worth[self._best].rate:
+            best = max(rates, key=rates.__getitem__)
+            if rates[best] < STAY * rates.get(self._best, 0.0):
                 best = self._best
-        best_rate = worth[best].rate
+        best_rate = rates[best]
         self._hopeless = frozenset([name for name, arm in worth.items() if arm.hope < HOPELESS * best_rate])
         # All nodes would be left out at a hint of 0.
         losses = {
