@@ -108,7 +108,7 @@ def dense(row: Row, vocab_size: int) -> NDArray[np.float64]:
 
 
 def longest_matching_prefix(tree: DraftTree, target: Callable[[Text], Logits]) -> Text:
-    """a(c) over the rows of R and the text of the best row (seeds/merged-tree-dual-drafting section 6.1)."""
+    """a(c) over the rows of R and the text of the best row (Merged-Tree Dual Drafting, section 6.1)."""
     best: Text = ()
     for row in tree.path_matrix().tolist():
         matched: Text = ()
@@ -141,7 +141,7 @@ def sequential_walk(tree: DraftTree, row_at: Callable[[int], NDArray[np.float64]
 
 
 def independent_node_rule(p: NDArray[np.float64], q: NDArray[np.float64], width: int, rng: np.random.Generator) -> int:
-    """First token of the rule printed in seeds/tree-speculative-decoding-nanogpt, for a tree of depth 1.
+    """First token of the rule printed in Tree-Based Speculative Decoding for NanoGPT, for a tree of depth 1.
 
     The top `width` children are each tested alone with min(1, p / q); the first accepted one is the longest path. If
     none is, the token resampled from the residual of the first is taken.

@@ -1,6 +1,6 @@
 """`coppice demo`: the whole pipeline on one machine, three answers in colour, then what each policy gains, and proof.
 
-Green tokens were drafted and accepted, red ones are roots, sampled from the target (seeds/specblock figure 6).
+Green tokens were drafted and accepted, red ones are roots, sampled from the target (SpecBlock, figure 6).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the services say to each other, as plain values. coppice/wire.py puts them into protobuf and back."""
+"""What the services say to each other, as plain values. coppice/wire puts them into protobuf and back."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """What the target said where the walk left the tree (seeds/specblock 3.4)."""
+    """What the target said where the walk left the tree (SpecBlock, section 3.4)."""
 
     position: int
     parent: int

@@ -45,7 +45,7 @@ def walk(
 
     The token at depth d is drawn at absolute position root_position + d with the keyed noise, so it is the token plain
     decoding puts there, whatever the tree; a greedy row holds one id and draws it. Over a union every node that spells
-    the text so far is followed, and the longest path is kept (seeds/merged-tree-dual-drafting section 6.1); nodes that
+    the text so far is followed, and the longest path is kept (Merged-Tree Dual Drafting, section 6.1); nodes that
     spell the same text have the same row, which is asked for once. At most `max_accept` drafts are accepted, and a stop
     token ends the path after itself. A drawn stop token that the tree does not hold is the next root like any other.
     """
@@ -87,7 +87,7 @@ def pq_chain(
     Exact in law when node i was sampled from `q_rows[i - 1]` of the (n, V) probabilities (an id from V on has none),
     with randomness other than the accept and the residual stream's, and when the chain's length does not depend on
     tokens it does not hold (Leviathan et al., arXiv 2211.17192, section 2.3; the chain of
-    seeds/tree-speculative-decoding-nanogpt). A chain accepted whole draws its bonus from the last row. Raises
+    Tree-Based Speculative Decoding for NanoGPT). A chain accepted whole draws its bonus from the last row. Raises
     TreeError, reason "no-chain", for another tree, and "q-rows" for rows of another shape or that give a drafted token
     no probability.
     """

@@ -14,7 +14,7 @@ Rule = Literal["mean", "sum"]
 
 
 def mean_confidence(tree: DraftTree) -> float:
-    """mu_h, the mean of c_i = exp(s_i) over the nodes (seeds/dual-draft-routing section 5); 0 for an empty tree."""
+    """mu_h, the mean of c_i = exp(s_i) over the nodes (Dual-Draft Routing, section 5); 0 for an empty tree."""
     return sum_confidence(tree) / max(1, len(tree))
 
 

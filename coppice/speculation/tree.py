@@ -40,7 +40,7 @@ class DraftTree:
     parents: IntArray
     """(n,) number of each node's parent, 0 for the root"""
     log_probs: NDArray[np.float32]
-    """(n,) cumulative draft log-scores, s_i of seeds/dual-draft-routing section 4"""
+    """(n,) cumulative draft log-scores, s_i of Dual-Draft Routing, section 4"""
 
     def __post_init__(self) -> None:
         # Values of another kind stay as they are for `validate` to refuse: a cast would turn NaN into an id.
@@ -73,7 +73,7 @@ class DraftTree:
     __hash__ = None  # type: ignore[assignment]  # arrays have no hash
 
     def depths(self) -> IntArray:
-        """(n + 1,) pos(0) = 0, pos(i) = pos(parent) + 1 (seeds/merged-tree-dual-drafting section 4.3)."""
+        """(n + 1,) pos(0) = 0, pos(i) = pos(parent) + 1 (Merged-Tree Dual Drafting, section 4.3)."""
         depths = [0]
         for parent in self.parents.tolist():
             depths.append(depths[parent] + 1)
@@ -82,7 +82,7 @@ class DraftTree:
     def path_matrix(self) -> IntArray:
         """(L, D) R: one root-to-leaf path a row, leaves in order, padded with -1.
 
-        Source: seeds/merged-tree-dual-drafting section 4.4.
+        Source: Merged-Tree Dual Drafting, section 4.4.
         """
         parents = self.parents.tolist()
         paths = [[0]]
@@ -150,7 +150,7 @@ def union(trees: Sequence[DraftTree]) -> tuple[DraftTree, Owners]:
     """Splice the heads' trees under one root and say who proposed each node.
 
     The first head keeps its numbers; every later one is shifted by the nodes before it, phi(i) = n_1 + ... + i, and
-    phi(0) = 0 (seeds/merged-tree-dual-drafting section 4.1). Owners are (n,) sets of heads as bits: bit h is head h.
+    phi(0) = 0 (Merged-Tree Dual Drafting, section 4.1). Owners are (n,) sets of heads as bits: bit h is head h.
     Raises ValueError above 64 heads.
     """
     if len(trees) > MAX_HEADS:

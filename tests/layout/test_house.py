@@ -1,0 +1,162 @@
+"""The house: where files live, who may import whom, and how large a thing may grow before it is two."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+from tests.layout.test_layout import ROOT, imports, sources
+
+ORDER = (
+    ("coppice",),
+    ("coppice/speculation", "coppice/prompts"),
+    ("coppice/config", "coppice/messages", "orchestrator/auto"),
+    ("coppice/engine", "coppice/store", "coppice/wire", "coppice/stack", "coppice/heads/models"),
+    ("coppice/rpc",),
+    ("coppice/client", "coppice/weights"),
+    ("coppice/heads",),
+    ("coppice/training/data",),
+    ("coppice/training/losses",),
+    ("coppice/training",),
+    ("coppice/adaptation",),
+    ("orchestrator", "services/verifier", "services/drafter", "services/adapter"),
+    ("coppice/bench",),
+    ("coppice/bench/paper",),
+    ("coppice/bench/adapt",),
+    ("coppice/bench/run",),
+    ("coppice/bench/synthetic",),
+    ("coppice/commands", "coppice/faults"),
+)
+"""Floors, the lowest first: a folder imports from floors below its own, and from itself."""
+
+ENTRANCES = ("coppice/__init__.py", "coppice/cli.py")
+"""They stand above everything: what they import, they import when somebody asks for it."""
+
+FILES_AT_THE_TOP = 8
+MOST_LINES, MEDIAN_LINES = 350, 110
+MOST_FIELDS, MOST_FUNCTION_LINES = 14, 60
+"""of a class; of a function that declares no command line"""
+
+
+def is_entrance(path: str) -> bool:
+    """Whether a file is above all floors: the package's root, and the command lines."""
+    return path in ENTRANCES or path.endswith("/cli.py")
+
+
+def folder(path: str) -> str:
+    """The folder of a file."""
+    return str(Path(path).parent)
+
+
+@cache
+def edges() -> dict[str, set[str]]:
+    """For every file of the product the files that it imports, wherever in it."""
+    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in sources()}
+    found: dict[str, set[str]] = {}
+    for path, tree in sources().items():
+        # `from package import name` names a module or something in the package: the longest module counts.
+        names = [name for name in imports(tree) if name.partition(".")[0] in ("coppice", "services", "orchestrator")]
+        files = set()
+        for name in names:
+            while name and name not in modules:
+                name = name.rpartition(".")[0]
+            if name and not (modules[name].endswith("__init__.py") and any(o.startswith(f"{name}.") for o in names)):
+                files.add(modules[name])
+        found[path] = files - {path}
+    return found
+
+
+def test_imports_run_downwards_only() -> None:
+    floors = {name: number for number, names in enumerate(ORDER) for name in names}
+    upwards = {
+        (path, imported)
+        for path, files in edges().items()
+        for imported in files
+        if not is_entrance(path)
+        and folder(path) != folder(imported)
+        and (is_entrance(imported) or floors[folder(imported)] >= floors[folder(path)])
+    }
+    assert {(path, imported) for path, imported in upwards if imported != "coppice/__init__.py"} == set()
+
+
+def test_no_two_folders_import_each_other() -> None:
+    between = {
+        (folder(path), folder(imported))
+        for path, files in edges().items()
+        for imported in files
+        if not (is_entrance(path) or is_entrance(imported)) and folder(path) != folder(imported)
+    }
+    assert {(a, b) for a, b in between if (b, a) in between} == set()
+
+
+def test_what_one_service_alone_uses_lives_in_that_service() -> None:
+    users: dict[str, set[str]] = defaultdict(set)
+    for path, files in edges().items():
+        side = "/".join(path.split("/")[:2]) if path.startswith("services/") else path.partition("/")[0]
+        for imported in files:
+            users[imported].add(side)
+    alone = {path: sides for path, sides in users.items() if path.startswith("coppice/") and len(sides) == 1}
+    assert {path: sides for path, sides in alone.items() if sides != {"coppice"}} == {}
+
+
+def test_few_files_stand_at_the_top() -> None:
+    assert len([path for path in sources() if folder(path) == "coppice"]) <= FILES_AT_THE_TOP
+
+
+def test_files_are_one_noun_each() -> None:
+    lengths = {path: len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in sources()}
+    assert {path: lines for path, lines in lengths.items() if lines > MOST_LINES} == {}
+    assert statistics.median(lines for path, lines in lengths.items() if not path.endswith("__init__.py")) <= (
+        MEDIAN_LINES
+    )
+
+
+def fields(node: ast.ClassDef) -> set[str]:
+    """The names a class keeps: annotated in its body, or set on self in `__init__`."""
+    found = {
+        item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+            for part in ast.walk(item):
+                stored = isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)
+                if stored and isinstance(part.value, ast.Name) and part.value.id == "self":
+                    found.add(part.attr)
+    return found
+
+
+def is_values(node: ast.ClassDef) -> bool:
+    """Whether a class only holds values: settings, messages, rows of a report, metrics."""
+    methods = [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
+    written = [item for item in methods if not item.decorator_list and not item.name.startswith("__")]
+    return not written or node.name.endswith("Metrics")
+
+
+def test_no_class_is_two_nouns() -> None:
+    large = {
+        f"{path}: {node.name}": len(fields(node))
+        for path, tree in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and len(fields(node)) > MOST_FIELDS and not is_values(node)
+    }
+    assert large == {}
+
+
+def declares_a_command(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether its arguments are options of a command line."""
+    return "typer." in ast.unparse(node.args) or any("command" in ast.unparse(one) for one in node.decorator_list)
+
+
+def test_functions_fit_on_a_screen() -> None:
+    long = {
+        f"{path}: {node.name}": lines
+        for path, tree in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (lines := (node.end_lineno or 0) - node.lineno + 1) > MOST_FUNCTION_LINES
+        and not declares_a_command(node)
+    }
+    assert long == {}
