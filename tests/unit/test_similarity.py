@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from orchestrator.auto.similarity import MOST, WIDTH, Memory, Remembered, sketch
+from orchestrator.auto.similarity import MOST, WIDTH, EndedTexts, EndedText, sketch
 
 COMMON = list(range(50))
 
@@ -18,11 +18,11 @@ def prompt(domain: int, seed: int, length: int = 40) -> list[int]:
     return [rng.choice(COMMON) if rng.random() < 0.5 else 100 + 60 * domain + rng.randrange(60) for _ in range(length)]
 
 
-def remembered(ids: list[int], domain: int) -> Remembered:
-    return Remembered(sketch(ids), False, {"domain": float(domain)}, {})
+def remembered(ids: list[int], domain: int) -> EndedText:
+    return EndedText(sketch(ids), False, {"domain": float(domain)}, {})
 
 
-def share_of_own_domain(memory: Memory, ids: list[int], domain: int) -> float:
+def share_of_own_domain(memory: EndedTexts, ids: list[int], domain: int) -> float:
     alike = memory.like(sketch(ids))
     own = sum(weight for weight, text in alike if text.total["domain"] == domain)
     return own / sum(weight for weight, _ in alike)
@@ -39,7 +39,7 @@ def test_a_sketch_has_length_1_and_knows_no_order() -> None:
 @pytest.mark.parametrize("system_prompt", [0, 400], ids=["bare", "behind a long system prompt"])
 def test_texts_are_like_those_of_their_own_domain(system_prompt: int) -> None:
     shared = [random.Random(1).randrange(10_000) for _ in range(system_prompt)]
-    memory = Memory()
+    memory = EndedTexts()
     for number in range(30):
         memory.texts.append(remembered(shared + prompt(number % 3, number), number % 3))
     shares = [share_of_own_domain(memory, shared + prompt(each % 3, 100 + each), each % 3) for each in range(30)]
@@ -48,7 +48,7 @@ def test_texts_are_like_those_of_their_own_domain(system_prompt: int) -> None:
 
 
 def test_the_most_alike_has_weight_1() -> None:
-    memory = Memory()
+    memory = EndedTexts()
     for number in range(9):
         memory.texts.append(remembered(prompt(number % 3, number), number % 3))
     alike = memory.like(memory.texts[4].sketch)
@@ -58,7 +58,7 @@ def test_the_most_alike_has_weight_1() -> None:
 
 
 def test_the_first_text_is_like_none_and_one_that_points_the_other_way_is_not_counted() -> None:
-    memory = Memory()
+    memory = EndedTexts()
     assert memory.like(sketch([1, 2, 3])) == []
     memory.texts.append(remembered([1, 2, 3], 0))
     assert memory.like(sketch([7, 8, 9])) == []
@@ -67,7 +67,7 @@ def test_the_first_text_is_like_none_and_one_that_points_the_other_way_is_not_co
 
 
 def test_only_the_latest_are_remembered() -> None:
-    memory = Memory()
+    memory = EndedTexts()
     for number in range(MOST + 5):
         memory.texts.append(remembered([number], number))
     assert len(memory.texts) == MOST
