@@ -1,61 +1,125 @@
-"""Who is likely to be back soon: sessions that were answered together wait for one another, so that they share a batch.
+"""A thread that owns a model: it takes what sessions send, in order, and serves all that wait in one batch.
 
-Whoever takes only what is there when it becomes free falls into two groups of sessions that wait for each other's
-batches, each half as large as it could be, and stays so: while one group's batch runs, the other one comes back.
+Loading, warm-up and every forward run on this thread: a second one would bring a second OpenMP pool, and the two fight.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Hashable, Iterable
-from dataclasses import dataclass, field
-from statistics import median_low
+import asyncio
+import math
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Hashable, Iterable
+from contextlib import suppress
+from typing import Any
 
-LATEST = 5  # times away that count; one that was long, as when a head had to take in the text, leaves the median alone
+import structlog
 
+from coppice.engine.rejoin import Rejoin
 
-@dataclass(slots=True)
-class _Away:
-    """One session, seconds on one clock."""
+log = structlog.get_logger()
 
-    answered: float = 0.0
-    took: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
-
-    @property
-    def due(self) -> float:
-        """When it should be back; at once when it never was."""
-        return self.answered + (median_low(self.took) if self.took else 0.0)
+_JOIN_S = 10.0
 
 
-class Returns:
-    """Learns for each session how long it stays away between an answer and its next step."""
+class BatchingThread(ABC):
+    """`start`, `stop` and `post` are for the event loop, the rest is the thread's."""
 
-    def __init__(self) -> None:
-        self._sessions: dict[Hashable, _Away] = {}
-        self.expected: frozenset[Hashable] = frozenset()
-        """those of the last batch that are still open"""
+    def __init__(self, name: str, longest_wait_s: float = math.inf) -> None:
+        """longest_wait_s: how long a batch waits for sessions of the one before; a batch's time bounds it, too."""
+        self.failed = asyncio.Event()
+        """the thread ended by an error; the process is of no more use"""
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._longest_wait_s = longest_wait_s
+        self._rejoin = Rejoin()
+        self._batch_s = 0.0  # moving average
+        self._running = True
 
-    def answered(self, keys: Iterable[Hashable], now: float) -> None:
-        """These were the last batch, whose answers go out now."""
-        self.expected = frozenset(keys)
-        for key in self.expected:
-            self._sessions.setdefault(key, _Away()).answered = now
+    async def start(self) -> None:
+        """Start the thread and wait until it has loaded. Raises what `load` raises."""
+        self.loop = asyncio.get_running_loop()
+        loaded: asyncio.Future[None] = self.loop.create_future()
+        self._loaded = loaded
+        self._thread.start()
+        await loaded
 
-    def came(self, key: Hashable, now: float) -> None:
-        """A session's next step is here."""
-        away = self._sessions.get(key)
-        if away is not None:
-            away.took.append(now - away.answered)
+    async def stop(self) -> None:
+        """End the thread after what it is doing."""
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join, _JOIN_S)
 
-    def closed(self, key: Hashable) -> None:
-        """A session ended."""
-        self._sessions.pop(key, None)
-        self.expected -= {key}
+    def post(self, work: Callable[[], None]) -> None:
+        """Have something done on the thread, behind what was posted before."""
+        self._inbox.put(work)
 
-    def missing(self, here: Collection[Hashable], until: float) -> bool:
-        """Whether some session of the last batch, none of those `here`, should be back by `until`.
+    # --- the thread ---
 
-        That is worth waiting for where `until` is a batch's time away: who misses a batch waits as long for the next
-        one. Half of all times somebody is later than usual, so the wait is to its end, not to when they are due.
-        """
-        return any(self._sessions[key].due <= until for key in self.expected if key not in here)
+    @abstractmethod
+    def load(self) -> None:
+        """Load and warm up the model."""
+
+    @abstractmethod
+    def idle(self) -> bool:
+        """Whether there is nothing to serve."""
+
+    @abstractmethod
+    def waiting(self) -> Collection[Hashable]:
+        """Sessions with a step that may wait for others to share its batch; none when it may not."""
+
+    @abstractmethod
+    def serve(self) -> None:
+        """Serve a batch of what waits."""
+
+    def served(self, seconds: float, sessions: Iterable[Hashable], now: float) -> None:
+        """Note how long a batch took, and the sessions that are answered now."""
+        self._batch_s = 0.9 * (self._batch_s or seconds) + 0.1 * seconds
+        self._rejoin.answered(sessions, now)
+
+    def _run(self) -> None:
+        try:
+            self.load()
+        except BaseException as error:
+            self.loop.call_soon_threadsafe(settle, self._loaded, error)
+            return
+        self.loop.call_soon_threadsafe(settle, self._loaded, None)
+        try:
+            while self._running:
+                self._collect()
+                self.serve()
+        except BaseException:
+            log.exception("the thread of the model died")
+            self.loop.call_soon_threadsafe(self.failed.set)
+
+    def _collect(self) -> None:
+        """Take what came in; wait for work, and for sessions of the last batch that usually are back soon."""
+        if self.idle():
+            self._take(self._inbox.get())
+        latest = time.perf_counter() + min(self._longest_wait_s, self._batch_s)
+        while self._running:
+            try:
+                self._take(self._inbox.get_nowait())
+            except queue.Empty:
+                here, left = self.waiting(), latest - time.perf_counter()
+                if left <= 0 or not here or not self._rejoin.missing(here, latest):
+                    return
+                with suppress(queue.Empty):
+                    self._take(self._inbox.get(timeout=left))
+
+    def _take(self, work: Callable[[], None] | None) -> None:
+        if work is None:
+            self._running = False
+        else:
+            work()
+
+
+def settle(future: asyncio.Future[Any], outcome: Any) -> None:
+    """Answer a caller with a value or an exception, unless it has left."""
+    if future.done():
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

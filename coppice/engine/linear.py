@@ -31,12 +31,19 @@ MOST, AHEAD_S = 1024, 0.5
 """rows up to which kernels are compiled ahead of time, and for how long"""
 
 
+_multiply: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+"""oneDNN's product, (input, weight, bias, "none", [], "") -> input @ weight.T + bias; None where torch has none"""
+
+
 class PackedLinear(nn.Linear):
     """A linear layer without gradient; `weight` is opaque but for its shape, and `weight.to_dense()` is the matrix."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
-        return _multiplied(input, self.weight, self.bias)
+        if input.numel() <= EXACT * input.shape[-1]:
+            out: Tensor = _multiply(input, self.weight, self.bias, "none", [], "")
+            return out
+        return _padded_product(input, self.weight, self.bias)
 
 
 class _Fused:
@@ -45,24 +52,22 @@ class _Fused:
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self._widths = tuple(layer.out_features for layer in layers)
         biases = tuple(layer.bias for layer in layers if layer.bias is not None)
-        weight = _reordered(torch.cat(tuple(layer.weight for layer in layers)))
-        self.held = weight, torch.cat(biases).detach() if biases else None
-        self._input: Tensor | None = None
-        self._parts: dict[int, Tensor] = {}  # those of `_input` that were not asked for yet
+        self.weight = _reordered(torch.cat(tuple(layer.weight for layer in layers)))
+        self.bias = torch.cat(biases).detach() if biases else None
+        self.input: Tensor | None = None
+        self.parts: dict[int, Tensor] = {}  # those of `input` that were not asked for yet
 
-    def part(self, number: int, input: Tensor) -> Tensor:
-        """Layer `number` of `input`, which is kept until all layers had it."""
-        if self._input is not input or number not in self._parts:
-            out = _multiplied(input, *self.held)
-            self._input, self._parts = input, dict(enumerate(out.split_with_sizes(self._widths, -1)))
-        part = self._parts.pop(number)
-        if not self._parts:
-            self._input = None
-        return part
+    def multiply(self, input: Tensor) -> None:
+        """Make all layers' parts of an input."""
+        if input.numel() <= EXACT * input.shape[-1]:
+            out = _multiply(input, self.weight, self.bias, "none", [], "")
+        else:
+            out = _padded_product(input, self.weight, self.bias)
+        self.input, self.parts = input, dict(enumerate(out.split_with_sizes(self._widths, -1)))
 
     def matrix(self, number: int) -> Tensor:
         """The weight of layer `number`, (out_features, in_features)."""
-        return self.held[0].to_dense().split_with_sizes(self._widths)[number]
+        return self.weight.to_dense().split_with_sizes(self._widths)[number]
 
 
 class FusedLinear(nn.Linear):
@@ -77,8 +82,14 @@ class FusedLinear(nn.Linear):
         return self.fused.matrix(self.number)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features)."""
-        return self.fused.part(self.number, input)
+        """(..., in_features) -> (..., out_features). The input's product is kept until all layers had their part."""
+        fused = self.fused
+        if fused.input is not input or self.number not in fused.parts:
+            fused.multiply(input)
+        part = fused.parts.pop(self.number)
+        if not fused.parts:
+            fused.input = None
+        return part
 
 
 def fuse(model: nn.Module) -> None:
@@ -117,7 +128,7 @@ def compile_ahead(model: nn.Module) -> None:
     Where it stops, the first forward with another number of rows takes longer: 0.3 ms for each shape here.
     """
     held = [
-        layer.fused.held if isinstance(layer, FusedLinear) else (layer.weight, layer.bias)
+        (layer.fused.weight, layer.fused.bias) if isinstance(layer, FusedLinear) else (layer.weight, layer.bias)
         for layer in model.modules()
         if isinstance(layer, (PackedLinear, FusedLinear))
     ]
@@ -128,7 +139,7 @@ def compile_ahead(model: nn.Module) -> None:
             for weight, bias in shapes.values():
                 if time.perf_counter() > until:
                     return
-                _product(torch.zeros(rows, weight.shape[1], dtype=weight.dtype), weight, bias)
+                _padded_product(torch.zeros(rows, weight.shape[1], dtype=weight.dtype), weight, bias)
 
 
 def _packs(layer: nn.Module | None, *classes: type[nn.Linear]) -> TypeGuard[nn.Linear]:
@@ -139,17 +150,15 @@ def _packs(layer: nn.Module | None, *classes: type[nn.Linear]) -> TypeGuard[nn.L
     return bool(weight.device.type == "cpu" and not weight.is_mkldnn and pays(weight.dtype))
 
 
-def _multiplied(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _padded_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product with as many rows as kernels are compiled for."""
     rows = input.numel() // input.shape[-1]
+    out: Tensor
     if (padding := compiled_rows(rows) - rows) == 0:
-        return _product(input, weight, bias)
-    padded = F.pad(input.reshape(rows, -1), (0, 0, 0, padding))
-    return _product(padded, weight, bias)[:rows].view(*input.shape[:-1], -1)
-
-
-def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
-    return out
+        out = _multiply(input, weight, bias, "none", [], "")
+        return out
+    out = _multiply(F.pad(input.reshape(rows, -1), (0, 0, 0, padding)), weight, bias, "none", [], "")
+    return out[:rows].view(*input.shape[:-1], -1)
 
 
 def compiled_rows(rows: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 
@@ -31,15 +30,13 @@ async def serve(settings: Settings) -> int:
     registration = Registration.of(settings, "verifier")
     serving = Serving(settings.server, settings.limits, "verifier", settings.tls, registration=registration)
     worker = Worker(settings.verifier, metrics)
-    worker.start()
-    info = await worker.loaded
-    servicer = VerifierServicer(settings, worker, info, serving.waits)
+    await worker.start()
+    servicer = VerifierServicer(settings, worker, worker.engine.info, serving.waits)
     port = serve_metrics(metrics.registry, settings.server.host, settings.server.metrics_port)
     await serving.start(verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"], servicer, port)
     worker.address = serving.address
     code = await serving.until_stopped(worker.failed)
-    worker.stop()
-    await asyncio.to_thread(worker.join, 10)
+    await worker.stop()
     return code
 
 

@@ -16,10 +16,11 @@ from services.verifier.session import Session
 class Job:
     """What one session waits for; a step's tree loses the nodes there is no room for and those that do not pay."""
 
-    session: Session
-    step: VerifyStep | None
     answer: asyncio.Future[Any]
     arrived: int
+    session: Session | None = None
+    step: VerifyStep | None = None
+    """None for the opening of a session"""
     started: int = 0
     forward_ns: int = 0
     tree: DraftTree = field(default_factory=DraftTree.empty)
@@ -28,9 +29,16 @@ class Job:
     answered: bool = False
 
     @property
+    def opened(self) -> Session:
+        """The session. Raises ValueError before it was admitted."""
+        if self.session is None:
+            raise ValueError("the session is not open yet")
+        return self.session
+
+    @property
     def prefill_left(self) -> list[int]:
         """Prompt ids whose KV is still missing (prefill only)."""
-        return self.session.request.ids[self.session.committed_len :]
+        return self.opened.request.ids[self.opened.committed_len :]
 
     @property
     def whole(self) -> bool:
@@ -46,7 +54,8 @@ class Job:
 
     def piece(self) -> Piece:
         """Root and tree as rows: node i is row i, so parents are the tree's own numbers."""
-        assert self.step is not None
+        assert self.step
+        assert self.session
         return Piece(
             table=self.session.table,
             prefix_len=self.session.committed_len,

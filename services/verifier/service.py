@@ -19,7 +19,8 @@ from coppice.speculation.tree import TreeError, validate
 from coppice.v1 import verifier_pb2
 from coppice.wire import verifier
 from services.verifier.session import feature_bytes
-from services.verifier.worker import Worker, reserved_tokens
+from services.verifier.sessions import reserved_tokens
+from services.verifier.worker import Worker
 
 
 class VerifierServicer:

@@ -23,7 +23,12 @@ from coppice import limits
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("coppice", "services", "orchestrator")
 SERVICES = sorted(folder.name for folder in (ROOT / "services").iterdir() if (folder / "__main__.py").exists())
-PURE = ("coppice/speculation/", "orchestrator/auto/", "services/verifier/node_budget.py", "coppice/adaptation/bandit.py")
+PURE = (
+    "coppice/speculation/",
+    "orchestrator/auto/",
+    "services/verifier/node_budget.py",
+    "coppice/adaptation/bandit.py",
+)
 """Folders and files that load no framework, but for the twin of sampling that runs on tensors."""
 HEAVY = ("torch", "transformers", "tokenizers", "ray", "redis")
 

@@ -209,12 +209,13 @@ def test_after_compaction_a_session_goes_on_as_if_it_were_fresh(name: str, scatt
 
 
 def force_scattered(engine: Engine, table: BlockTable) -> None:
-    """Take the block right after the session's, so that it must grow elsewhere."""
+    """Have another session take the block right after the session's, so that it must grow elsewhere."""
     pool = engine.pool
-    neighbour = pool._own(np.array([table.blocks[-1] + 1]))
+    others = [pool.allocate(f"other {n}", 1) for n in range(pool.num_blocks - pool.used_blocks)]
+    for other in others:
+        if other.blocks[0] != table.blocks[-1] + 1:
+            pool.free(other)
     pool.extend(table, table.capacity + 1)
-    pool._free[neighbour] = True
-    pool._num_free += 1
 
 
 @pytest.mark.parametrize("name", WINDOWED)
@@ -348,16 +349,19 @@ def test_the_self_check_passes_and_leaves_nothing_behind(name: str) -> None:
     assert table.num_tokens == 5
 
 
-def without_scaling(dense: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda q, k, v, mask, scaling, softcap: dense(q, k, v, mask, 1.0, softcap)
+Attend = Callable[..., Tensor]
 
 
-def without_softcap(dense: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda q, k, v, mask, scaling, softcap: dense(q, k, v, mask, scaling, None)
+def without_scaling(attend: Attend) -> Attend:
+    return lambda plan, layer, q, k, v, scaling, softcap: attend(plan, layer, q, k, v, 1.0, softcap)
 
 
-def without_mask(dense: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda q, k, v, mask, scaling, softcap: dense(q, k, v, None, scaling, softcap)
+def without_softcap(attend: Attend) -> Attend:
+    return lambda plan, layer, q, k, v, scaling, softcap: attend(plan, layer, q, k, v, scaling, None)
+
+
+def without_mask(attend: Attend) -> Attend:
+    return lambda plan, *arguments: attend(dataclasses.replace(plan, mask=None), *arguments)
 
 
 @pytest.mark.parametrize(
@@ -366,14 +370,12 @@ def without_mask(dense: Callable[..., Tensor]) -> Callable[..., Tensor]:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_self_check_fails_on_broken_attention(
-    name: str,
-    broken: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, broken: Callable[[Attend], Attend], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(copy.deepcopy(model_of(name)).to(dtype), kv_tokens=512)
     self_check(engine)
-    monkeypatch.setattr(plan, "attend_masked", broken(plan.attend_masked))
+    for kind in (plan.ViewPlan, plan.GatherPlan):
+        monkeypatch.setattr(kind, "attend", broken(kind.attend))
     with pytest.raises(SelfCheckError, match="max_difference"):
         self_check(engine)
     assert engine.pool.used_blocks == 0

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from orchestrator.auto.similarity import MOST, WIDTH, EndedTexts, EndedText, sketch
+from orchestrator.auto.similarity import MOST, WIDTH, EndedText, EndedTexts, sketch
 
 COMMON = list(range(50))
 

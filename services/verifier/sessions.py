@@ -1,0 +1,67 @@
+"""The sessions that a verifier holds, and the KV that each was given when it opened."""
+
+from __future__ import annotations
+
+from coppice.config.sections import VerifierSettings
+from coppice.engine.engine import Engine
+from coppice.engine.kv_cache import OutOfBlocks
+from coppice.errors import InvalidField, NotFound, Unavailable
+from coppice.limits import TREE_ROOM
+from coppice.messages.steps import OpenSession
+from coppice.telemetry import SessionMetrics
+from services.verifier.session import Session
+
+
+def reserved_tokens(request: OpenSession, settings: VerifierSettings) -> int:
+    """KV tokens a session is admitted with, whole blocks and at most all there are, so that nothing is ever evicted."""
+    wanted = -(-(request.max_len + TREE_ROOM) // settings.block_size)
+    return min(wanted, settings.kv_tokens // settings.block_size) * settings.block_size
+
+
+class Sessions:
+    """Open sessions by key and by name. Every method runs on the worker's thread."""
+
+    def __init__(self, engine: Engine, settings: VerifierSettings, metrics: SessionMetrics) -> None:
+        self._engine, self._settings, self._metrics = engine, settings, metrics
+        self._by_key: dict[int, Session] = {}
+        self._by_name: dict[str, Session] = {}
+
+    def open(self, key: int, request: OpenSession) -> Session:
+        """Admit a session and give it its KV. Raises InvalidField, and Unavailable while the pool has no room: the
+        blocks of a closing session are on their way back.
+        """
+        if request.session in self._by_name:
+            raise InvalidField("open.session", "is already open")
+        layers = self._engine.info.layers
+        for layer in request.feature_layers:
+            if layer not in range(layers):
+                raise InvalidField("open.feature_layers", f"{layer} is not a layer of this target (0..{layers - 1})")
+        try:
+            table = self._engine.pool.allocate(request.session, reserved_tokens(request, self._settings))
+        except OutOfBlocks as error:
+            raise Unavailable(str(error)) from None
+        session = Session(key, request, table, self._settings.feature_window)
+        self._by_key[key] = self._by_name[request.session] = session
+        self._metrics.opened.inc()
+        return session
+
+    def close(self, key: int) -> Session | None:
+        """Free a session and its KV; returns it, None when it never opened."""
+        session = self._by_key.pop(key, None)
+        if session is not None:
+            del self._by_name[session.request.session]
+            self._engine.pool.free(session.table)
+            self._metrics.closed.inc()
+        return session
+
+    def get(self, key: int) -> Session:
+        """An open session. Raises NotFound."""
+        if key not in self._by_key:
+            raise NotFound("the session is not open")
+        return self._by_key[key]
+
+    def named(self, name: str) -> Session:
+        """An open session by the name that its client gave it. Raises NotFound."""
+        if name not in self._by_name:
+            raise NotFound(f"no session {name} here")
+        return self._by_name[name]
