@@ -114,16 +114,15 @@ def pack(pieces: Sequence[Piece], feature_layers: tuple[int, ...] = ()) -> Packe
         spans.append(Span(rows, len(piece.tokens), piece.prefix_len, piece.table, piece.earlier))
         rows += len(piece.tokens)
 
-    def join(parts: Sequence[NDArray[np.int64]]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts))
-
+    tokens = np.concatenate([np.asarray(piece.tokens, np.int64) for piece in pieces])
+    positions = np.concatenate([np.asarray(piece.depths, np.int64) + piece.prefix_len for piece in pieces])
+    parents = np.concatenate([np.asarray(piece.parents, np.int64) for piece in pieces])
+    kept = [np.asarray(piece.keep, np.int64) + span.first_row for piece, span in zip(pieces, spans, strict=True)]
     return PackedBatch(
-        tokens=join([np.asarray(piece.tokens, np.int64) for piece in pieces]),
-        positions=join([np.asarray(piece.depths, np.int64) + piece.prefix_len for piece in pieces]),
-        parents=join([np.asarray(piece.parents, np.int64) for piece in pieces]),
+        tokens=torch.from_numpy(tokens),
+        positions=torch.from_numpy(positions),
+        parents=torch.from_numpy(parents),
         spans=tuple(spans),
-        logits_to_keep=join(
-            [np.asarray(piece.keep, np.int64) + span.first_row for piece, span in zip(pieces, spans, strict=True)]
-        ),
+        logits_to_keep=torch.from_numpy(np.concatenate(kept)),
         feature_layers=feature_layers,
     )

@@ -86,7 +86,7 @@ class KVPool:
     @property
     def used_tokens(self) -> int:
         """Tokens held by sessions."""
-        return sum(table.num_tokens for table in self._tables.values())
+        return sum([table.num_tokens for table in self._tables.values()])
 
     def allocate(self, session: str, num_tokens: int) -> BlockTable:
         """Room for a new session's first tokens. Raises OutOfBlocks, and ValueError when the session has a table."""

@@ -50,24 +50,16 @@ class _Fused:
     """Several layers as one matrix, and what it made of the input that they are being called with."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self._widths = tuple(layer.out_features for layer in layers)
+        self.widths = tuple(layer.out_features for layer in layers)
         biases = tuple(layer.bias for layer in layers if layer.bias is not None)
         self.weight = _reordered(torch.cat(tuple(layer.weight for layer in layers)))
         self.bias = torch.cat(biases).detach() if biases else None
         self.input: Tensor | None = None
         self.parts: dict[int, Tensor] = {}  # those of `input` that were not asked for yet
 
-    def multiply(self, input: Tensor) -> None:
-        """Make all layers' parts of an input."""
-        if input.numel() <= EXACT * input.shape[-1]:
-            out = _multiply(input, self.weight, self.bias, "none", [], "")
-        else:
-            out = _padded_product(input, self.weight, self.bias)
-        self.input, self.parts = input, dict(enumerate(out.split_with_sizes(self._widths, -1)))
-
     def matrix(self, number: int) -> Tensor:
         """The weight of layer `number`, (out_features, in_features)."""
-        return self.weight.to_dense().split_with_sizes(self._widths)[number]
+        return self.weight.to_dense().split_with_sizes(self.widths)[number]
 
 
 class FusedLinear(nn.Linear):
@@ -85,7 +77,11 @@ class FusedLinear(nn.Linear):
         """(..., in_features) -> (..., out_features). The input's product is kept until all layers had their part."""
         fused = self.fused
         if fused.input is not input or self.number not in fused.parts:
-            fused.multiply(input)
+            if input.numel() <= EXACT * input.shape[-1]:
+                out = _multiply(input, fused.weight, fused.bias, "none", [], "")
+            else:
+                out = _padded_product(input, fused.weight, fused.bias)
+            fused.input, fused.parts = input, dict(enumerate(out.split_with_sizes(fused.widths, -1)))
         part = fused.parts.pop(self.number)
         if not fused.parts:
             fused.input = None

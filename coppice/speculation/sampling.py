@@ -6,6 +6,7 @@ the same row draws the same token, in whatever step, tree or process. `sampling_
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Annotated
 
 import numpy as np
@@ -101,9 +102,13 @@ def position_key(seed: int, position: int, stream: int) -> int:
     Each level is finalised before the next is added, so two (seed, stream, position) share a part of their token
     sequences only if two 64-bit hashes happen to lie within V steps of GAMMA.
     """
-    key = mix(seed + GAMMA & MASK_64)
-    key = mix(key + stream * GAMMA & MASK_64)
-    return mix(key + position * GAMMA & MASK_64)
+    return mix(_stream_key(seed, stream) + position * GAMMA & MASK_64)
+
+
+@lru_cache(1 << 12)
+def _stream_key(seed: int, stream: int) -> int:
+    """The part of a key that all positions of a text share."""
+    return mix(mix(seed + GAMMA & MASK_64) + stream * GAMMA & MASK_64)
 
 
 def hash_u64(seed: int, position: int, token_ids: IntArray, stream: int = TOKEN_STREAM) -> NDArray[np.uint64]:

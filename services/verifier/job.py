@@ -50,7 +50,7 @@ class Job:
         if budget < len(self.tree):
             numbers = self.verified or range(1, len(self.tree) + 1)
             self.tree, kept = prune(self.tree, budget)
-            self.verified = tuple(numbers[node - 1] for node in kept.tolist())
+            self.verified = tuple(map(numbers.__getitem__, (kept - 1).tolist()))
 
     def piece(self) -> Piece:
         """Root and tree as rows: node i is row i, so parents are the tree's own numbers."""

@@ -107,7 +107,7 @@ class Worker(BatchingThread):
 
     def serve(self) -> None:
         """Run one packed forward over every waiting step and as much of the prompts as fits; send the answers."""
-        if not self.idle():
+        if self._steps or self._prefills:
             self._forward()
         self._deliver()
 
@@ -215,13 +215,14 @@ class Worker(BatchingThread):
             logits = output.logits[first_kept:end_kept]
             features = None if output.features is None else output.features[first_row:end_row]
             first_row, first_kept = end_row, end_kept
+            session = job.opened
             try:
-                wanted = _columns(features, layers, job.opened.request.feature_layers)
+                wanted = _columns(features, layers, session.request.feature_layers)
                 self._settle(job, piece, logits, wanted, shared, hint)
             except Exception as error:
                 self._answer(job, error)
             else:
-                judged += [job.opened.key] if job.step and not job.opened.over else []
+                judged += [session.key] if job.step and not session.over else []
         return judged
 
     def _settle(
