@@ -48,7 +48,7 @@ class Campaign:
 CAMPAIGNS = (
     *(Campaign(each, (*PYTEST, f"tests/unit/test_{each}.py")) for each in UNIT),
     Campaign("bench exact", (*BENCH, "exact", "--dtype", "float32", "--n", "8")),
-    Campaign("bench sampling", (*BENCH, "sampling", "--n", "20000", "--sessions", "1000")),
+    Campaign("sampled law", (*PYTEST, "tests/unit/test_law.py", "tests/pipeline/test_sampled_sessions.py")),
     *(Campaign(f"bench {each}", (*BENCH, each)) for each in ("steps", "rows")),
     Campaign("weight syncs", (*PYTEST, "tests/services/test_weight_sync.py"), runs=3),
     Campaign("adapter", (*PYTEST, "tests/services/test_adapter.py", "tests/services/test_signal_stream.py"), runs=3),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
 from coppice.errors import CoppiceError, InvalidField, StaleFence
+from coppice.heads.feature_head import FeatureHead
 from coppice.messages.steps import WeightsHeader, WeightsPart
 from coppice.weights.versions import Weights, pack_update
 
@@ -218,3 +220,15 @@ CORRUPTIONS: dict[str, tuple[Made, type[CoppiceError], str]] = {
         r"header\.weights_hash: with these tensors",
     ),
 }
+
+
+@torch.no_grad()
+def swap(head: FeatureHead[Any], weights: Weights, parent: Weights | None = None) -> None:
+    """Put weights to use as a push would that starts from `parent`, None: from those in use."""
+    header, parts = pack_update(head.description.name, parent or head.weights, weights)
+    staging = head.staging(header)
+    for part in parts:
+        staging.add(part)
+    spare = head.spare(staging)
+    spare.swap()
+    spare.release()

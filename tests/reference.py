@@ -108,12 +108,12 @@ def dense(row: Row, vocab_size: int) -> NDArray[np.float64]:
 
 
 def longest_matching_prefix(tree: DraftTree, target: Callable[[Text], Logits]) -> Text:
-    """a(c) over the rows of R and the text of the best row (Merged-Tree Dual Drafting, section 6.1)."""
+    """a(c) over the root-to-leaf paths and the text of the best row (Merged-Tree Dual Drafting, section 6.1)."""
     best: Text = ()
-    for row in tree.path_matrix().tolist():
+    for row in paths(tree):
         matched: Text = ()
         for node in row[1:]:
-            if node < 0 or tree.tokens[node - 1] != np.argmax(target(matched)):
+            if tree.tokens[node - 1] != np.argmax(target(matched)):
                 break
             matched = (*matched, int(tree.tokens[node - 1]))
         best = max(best, matched, key=len)

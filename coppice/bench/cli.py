@@ -9,7 +9,6 @@ import typer
 
 from coppice.bench.adapt.command import adapt
 from coppice.bench.options import (
-    Category,
     Count,
     Dtype,
     Heads,
@@ -27,51 +26,14 @@ from coppice.bench.options import (
     reference_of,
     spec_of,
 )
-from coppice.bench.paper.commands import ablate, baselines, drafting, rank
+from coppice.bench.paper.command import paper
 from coppice.bench.run.command import run
 from coppice.bench.synthetic.command import synthetic
 
 app = typer.Typer(
-    help="Measure: speed, exactness, the sampling law, the cost of a step, rows of a forward, coupled drafting.",
+    help="Measure: speed, exactness, the cost of a step, rows of a forward, adaptation, the papers' tables.",
     no_args_is_help=True,
 )
-
-
-@app.command()
-def coupling(
-    target: Target = None,
-    heads: Heads = None,
-    prompts: Prompts = None,
-    category: Category = None,
-    n: Count = 16,
-    max_new_tokens: NewTokens = 128,
-    temperatures: Annotated[str, typer.Option(help="Comma-separated, above 0.")] = "0.5,0.7,1",
-    seed: Seed = 1,
-    dtype: Dtype = None,
-    json_file: JsonFile = None,
-) -> None:
-    """tau with coupled drafting and without, for the heads that can use the noise."""
-    from coppice.bench.paper.coupling import CouplingReport, coupled_heads, run_coupling
-    from coppice.client.client import Client
-
-    spec = spec_of(target, heads or (["specblock-code", "eagle3-code", "lm"] if target is None else None), dtype)
-    able, levels = coupled_heads(spec.heads), numbers("temperatures", temperatures, float)
-    measured = measuring("bench coupling", spec, json_file, CouplingReport)
-    with measured as (console, stack, report), Client(stack.address) as client:
-        reference = reference_of(stack.spec)
-        ids = prompt_ids(prompts, n, client, reference, category)
-        with console.status("decoding") as status:
-            run_coupling(
-                client,
-                reference,
-                able,
-                ids,
-                levels,
-                max_new_tokens,
-                seed,
-                report,
-                lambda line: status.update(line),
-            )
 
 
 @app.command()
@@ -92,10 +54,9 @@ def exact(
     """Every policy, head, budget and batch mix against `generate`, and at T>0 against plain with the same seed."""
     from coppice.bench.exact import Plan, methods_of, run_exact
     from coppice.bench.report import exactness_checks
-    from coppice.client.client import Client
 
     spec = spec_of(target, heads, dtype)
-    with measuring("bench exact", spec, json_file) as (console, stack, report), Client(stack.address) as client:
+    with measuring("bench exact", spec, json_file) as (console, stack, report, client):
         plan = Plan(
             methods=methods_of(client.describe(), methods or ()),
             budgets=numbers("budgets", budgets, int),
@@ -107,31 +68,8 @@ def exact(
         reference = reference_of(stack.spec)
         ids = prompt_ids(prompts, n, client, reference)
         with console.status("decoding") as status:
-            run_exact(stack.address, ids, plan, reference, report, lambda line: status.update(line))
-        trained = target is None
-        report.checks += exactness_checks(report.rows, stack.settings.verifier.dtype, trained, max_new_tokens)
-
-
-@app.command()
-def sampling(
-    target: Target = None,
-    heads: Heads = None,
-    n: Annotated[int, typer.Option("--n", min=200, help="Samples a policy for the law of three tokens.")] = 2000,
-    sessions: Annotated[int, typer.Option(min=1, help="Sampled sessions over gRPC.")] = 300,
-    max_new_tokens: NewTokens = 16,
-    seed: Seed = 1,
-    json_file: JsonFile = None,
-) -> None:
-    """The law of sampled text on a tiny vocabulary, and sampled sessions over gRPC against plain."""
-    from coppice.bench.sampling import law_checks, wire_check
-    from coppice.client.client import Client
-
-    spec = spec_of(target, heads, "float32")
-    with measuring("bench sampling", spec, json_file) as (console, stack, report), Client(stack.address) as client:
-        with console.status("sampling in process"):
-            report.checks += law_checks(n)
-        with console.status("sampling over gRPC"):
-            report.checks.append(wire_check(client, sessions, max_new_tokens, seed))
+            rows = run_exact(stack.address, ids, plan, reference, report, lambda line: status.update(line))
+        report.checks += exactness_checks(rows, report.dtype, target is None, max_new_tokens)
 
 
 @app.command()
@@ -146,30 +84,19 @@ def steps(
     json_file: JsonFile = None,
 ) -> None:
     """The split's own cost a step at one session, and where a step's time goes."""
-    from rich import box
-    from rich.table import Table
-
-    from coppice.bench.steps import measure, split_check
-    from coppice.client.client import Client
+    from coppice.bench.exact import methods_of
+    from coppice.bench.report import table
+    from coppice.bench.steps import line, measure, split_check
 
     spec = spec_of(target, heads, dtype)
-    with measuring("bench steps", spec, json_file) as (console, stack, report), Client(stack.address) as client:
-        from coppice.bench.exact import methods_of
-
+    with measuring("bench steps", spec, json_file) as (_, _, report, client):
         texts = prompts_of(prompts, n, client)
-        parts = ("step", "draft", "transport", "verify", "accept", "commit", "target_forward", "head_forward")
+        chosen = methods_of(client.describe(), methods or ())
+        measured = [measure(client, texts, method, max_new_tokens) for method in chosen]
+        report.figures["steps"] = [asdict(each) for each in measured]
         title = "milliseconds a step: means, and the median split cost"
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-        table.add_column("method", no_wrap=True)
-        for heading in ("step", "draft", "wire", "verify", "accept", "commit", "T_M", "T_D", "split"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for method in methods_of(client.describe(), methods or ()):
-            measured = measure(client, texts, method, max_new_tokens)
-            figures = [getattr(measured, part) for part in parts]
-            table.add_row(method, *(f"{figure:.1f}" for figure in figures), f"{measured.split_median:.2f}")
-            report.figures.setdefault("steps", []).append(asdict(measured))
-            report.checks.append(split_check(measured))
-        console.print(table)
+        report.tables.append(table(title, [line(each) for each in measured]))
+        report.checks += map(split_check, measured)
 
 
 @app.command()
@@ -183,36 +110,27 @@ def rows(
     json_file: JsonFile = None,
 ) -> None:
     """A forward by its rows, and plain decoding over bare forwards and over `generate`."""
-    from rich.table import Table
-
     from coppice.bench.rows import forward_ms, plain_over_bare, plain_over_generate, rows_check
-    from coppice.client.client import Client
     from coppice.machine import this_machine
 
     spec = replace(spec_of(target, None, dtype), heads=())
-    with measuring("bench rows", spec, json_file) as (console, stack, report), Client(stack.address) as client:
-        told = stack.settings.verifier
-        by_rows, _ = forward_ms(spec.target, told.device, told.dtype, told.threads)
-        table = Table("rows", "ms", "over 1 row", title="one forward, one session", title_justify="left")
-        for count, took in by_rows.items():
-            table.add_row(str(count), f"{took:.2f}", f"{took / by_rows[1]:.2f}")
-        console.print(table)
+    with measuring("bench rows", spec, json_file) as (_, stack, report, client):
+        verifier = stack.settings.verifier
+        placed = (spec.target, verifier.device, verifier.dtype, verifier.threads)
+        by_rows, _ = forward_ms(*placed)
+        lines = [{"rows": count, "ms": took, "over 1 row": took / by_rows[1]} for count, took in by_rows.items()]
+        report.add_figures("rows", "one forward, one session", lines)
         reference = reference_of(stack.spec)
         ids = prompt_ids(prompts, n, client, reference)
-        matrix_units = told.device.startswith("cuda") or "amx_bf16" in this_machine().features
-        report.checks.append(rows_check(by_rows, told.dtype, matrix_units))
+        matrix_units = verifier.device.startswith("cuda") or "amx_bf16" in this_machine().features
+        report.checks.append(rows_check(by_rows, verifier.dtype, matrix_units))
         report.checks.append(plain_over_generate(stack.address, reference, ids, max_new_tokens, rounds))
-
-        def bare_ms() -> float:
-            return forward_ms(spec.target, told.device, told.dtype, told.threads)[1]
-
-        report.checks.append(plain_over_bare(stack.address, bare_ms, ids, max_new_tokens, rounds))
+        report.checks.append(
+            plain_over_bare(stack.address, lambda: forward_ms(*placed)[1], ids, max_new_tokens, rounds)
+        )
 
 
 app.command()(run)
-app.command()(synthetic)
+app.command()(paper)
 app.command()(adapt)
-app.command()(drafting)
-app.command()(rank)
-app.command()(ablate)
-app.command()(baselines)
+app.command()(synthetic)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from coppice.bench.reference import Reference
-from coppice.bench.report import Report, Verdict, make_row, with_speedups
+from coppice.bench.report import Report, Row, Verdict, make_row, with_speedups
 from coppice.client.client import AsyncClient
 from coppice.client.completion import Completion
 from coppice.messages.generation import ModelDescription
@@ -41,8 +41,8 @@ def run_exact(
     reference: Reference,
     report: Report,
     say: Callable[[str], None],
-) -> None:
-    """Fill the report's rows: one for each method, temperature, budget and batch mix."""
+) -> list[Row]:
+    """Add a row for each method, temperature, budget and batch mix to the report. Returns the rows."""
     greedy = [reference.greedy(ids, plan.new_tokens).ids for ids in prompts]
     rows = []
     for temperature in plan.temperatures:
@@ -57,8 +57,9 @@ def run_exact(
                         expected = [answer.ids for answer in answers]
                     row = make_row(f"{method} T={temperature:g}", answers, verdicts, budget, sessions)
                     rows.append(row)
-                    say(f"{row.method} B={budget} sessions={sessions}: {row.identical}/{row.ties}/{row.wrong}")
-    report.rows += with_speedups(rows)
+                    say(f"{row.method} B={budget} sessions={sessions}: {row.verdicts}")
+    report.add_methods(with_speedups(rows))
+    return rows
 
 
 def judged(

@@ -38,36 +38,43 @@ Category = Annotated[
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the keyed noise and of the prompts' order.")]
 Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Alternating rounds; medians are reported.")]
-MarkdownFile = Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Also write the tables there.")]
-Plots = Annotated[Path | None, typer.Option("--plots", metavar="DIR", help="Also draw PNGs into this folder.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures as JSON.")]
 
 
 @contextmanager
-def measuring(
-    command: str,
-    spec: StackSpec,
-    json_file: Path | None,
-    kind: type[Report] | None = None,
-    markdown: Path | None = None,
-) -> Iterator[tuple[Console, Stack, Report]]:
-    """A running stack and a report that is printed and written at the end; exits 1 when a check failed."""
+def measuring(command: str, spec: StackSpec, json_file: Path | None) -> Iterator[tuple[Console, Stack, Report, Client]]:
+    """A running stack with a client, and a report that is printed and written at the end; exits 1 if a check failed."""
     from rich.console import Console
 
-    from coppice.bench.report import Check, Report
+    from coppice.client.client import Client
+
+    console, report = Console(), report_of(command, spec)
+    with running(spec, report) as stack, Client(stack.address) as client:
+        yield console, stack, report, client
+    finish(console, report, json_file)
+
+
+@contextmanager
+def running(spec: StackSpec, report: Report) -> Iterator[Stack]:
+    """A stack that runs meanwhile; the report gets a check that every process of it stopped cleanly."""
+    from coppice.bench.report import Check
     from coppice.stack.launch import Stack
 
-    console = Console()
-    stack = Stack(spec)
-    told = stack.settings.verifier
-    report = (kind or Report)(command, told.dtype, told.threads, told.device)
-    with stack:
-        yield console, stack, report
+    with Stack(spec) as stack:
+        yield stack
     report.checks.append(Check("processes not stopped cleanly", len(stack.unclean), "0", not stack.unclean))
-    finish(console, report, json_file, markdown)
+
+
+def report_of(command: str, spec: StackSpec) -> Report:
+    """An empty report of a command that measures what a spec describes."""
+    from coppice.bench.report import Report
+
+    verifier = spec.settings().verifier
+    return Report(command, verifier.dtype, verifier.threads, verifier.device)
 
 
 def spec_of(target: Path | None, heads: list[str] | None, dtype: str | None) -> StackSpec:
+    """The stack that the options describe; unusable ones are a usage error that names the option."""
     from coppice.stack.options import stack_spec
 
     return stack_spec(target, heads, dtype=dtype, port=0)
@@ -77,19 +84,17 @@ def shipped_heads(methods: Sequence[str]) -> list[str] | None:
     """The shipped heads that methods name; None when they name none."""
     from coppice.stack.spec import SHIPPED_HEADS
 
-    named = {head for method in methods for head in re.split("[,:+/]", method)}
+    named = {head for method in methods for head in re.split("[,:/]", method)}
     return [head for head in SHIPPED_HEADS if head in named or (head == "lm" and "hf-assisted" in named)] or None
 
 
-def prompts_of(
-    file: Path | None, count: int, client: Client, category: str | None = None
-) -> list[str | tuple[int, ...]]:
+def prompts_of(file: Path | None, count: int, client: Client) -> list[str | tuple[int, ...]]:
     """The first `count` prompts of a file or of Coppice's own; random ids for a target without a tokenizer."""
-    return [one.prompt for one in file_prompts(file, count, client, category)]
+    return [one.prompt for one in file_prompts(file, count, client)]
 
 
 def file_prompts(file: Path | None, count: int, client: Client, category: str | None = None) -> list[FilePrompt]:
-    """As prompts_of, with what the file says of each."""
+    """As prompts_of, with what the file says of each; a category, or several with commas between, leaves out others."""
     from coppice.prompts.files import FilePrompt, demo_prompts, read_prompts
 
     model = client.describe()
@@ -98,14 +103,14 @@ def file_prompts(file: Path | None, count: int, client: Client, category: str | 
         return [
             FilePrompt(tuple(rng.randrange(model.vocab_size) for _ in range(8 + 5 * number))) for number in range(count)
         ]
-    found = read_prompts(file) if file else demo_prompts()
+    prompts = read_prompts(file) if file else demo_prompts()
     if category:
-        found = [prompt for prompt in found if prompt.category in category.split(",")]
-        if not found:
+        prompts = [prompt for prompt in prompts if prompt.category in category.split(",")]
+        if not prompts:
             raise typer.BadParameter(f"no prompt is of {category!r}", param_hint="--category")
     if file is None:
-        found = spread(found, count)
-    return found[:count]
+        prompts = spread(prompts, count)
+    return prompts[:count]
 
 
 def spread(prompts: list[FilePrompt], count: int) -> list[FilePrompt]:
@@ -117,14 +122,14 @@ def spread(prompts: list[FilePrompt], count: int) -> list[FilePrompt]:
     return [prompt for turn in turns for prompt in turn if prompt is not None][:count]
 
 
-def prompt_ids(
-    file: Path | None, count: int, client: Client, reference: Reference, category: str | None = None
-) -> list[tuple[int, ...]]:
-    prompts = prompts_of(file, count, client, category)
+def prompt_ids(file: Path | None, count: int, client: Client, reference: Reference) -> list[tuple[int, ...]]:
+    """As prompts_of, as token ids."""
+    prompts = prompts_of(file, count, client)
     return [reference.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 def numbers(option: str, text: str, kind: type[T]) -> tuple[T, ...]:
+    """The numbers of an option that takes several, with commas between. Raises BadParameter, which names the option."""
     try:
         return tuple(kind(part) for part in text.split(","))
     except ValueError:
@@ -132,27 +137,16 @@ def numbers(option: str, text: str, kind: type[T]) -> tuple[T, ...]:
 
 
 def reference_of(spec: StackSpec) -> Reference:
+    """Plain transformers on the spec's target, as its verifier runs it."""
     from coppice.bench.reference import Reference
 
-    told = spec.settings().verifier
-    return Reference(spec.target, told.dtype, told.device, told.threads)
+    verifier = spec.settings().verifier
+    return Reference(spec.target, verifier.dtype, verifier.device, verifier.threads)
 
 
-def offline(command: str, spec: StackSpec) -> tuple[Console, Report]:
-    """A report of something measured without a stack."""
-    from rich.console import Console
-
-    from coppice.bench.report import Report
-
-    told = spec.settings().verifier
-    return Console(), Report(command, "float32", told.threads, "cpu")
-
-
-def finish(console: Console, report: Report, json_file: Path | None, markdown: Path | None = None) -> None:
-    """Print and write a report; exits 1 when a check failed."""
+def finish(console: Console, report: Report, json_file: Path | None) -> None:
+    """Print a report, and write it if a file is given; exits 1 when a check failed."""
     report.print(console)
-    if markdown:
-        report.write_markdown(markdown)
     if json_file:
         report.write(json_file)
     if not report.ok:
@@ -160,8 +154,17 @@ def finish(console: Console, report: Report, json_file: Path | None, markdown: P
 
 
 def encode(target: Path, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+    """A prompt as the target's token ids."""
     from tokenizers import Tokenizer
 
     if isinstance(prompt, str):
         return tuple(Tokenizer.from_file(str(target / "tokenizer.json")).encode(prompt).ids)
     return prompt
+
+
+def vocab_size_of(target: Path) -> int:
+    """The size of a target's vocabulary, which its heads may need to be told."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(target, local_files_only=True, trust_remote_code=False)
+    return int(config.get_text_config().vocab_size)

@@ -1,4 +1,4 @@
-"""What a measuring command says: a table for people, and the same as JSON (docs/protocol.md)."""
+"""What a measuring command says: tables for people, the same as JSON (docs/protocol.md), and its checks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,11 +24,25 @@ HF_GENERATE = "hf-generate"
 
 
 @dataclass(frozen=True, slots=True)
+class Verdicts:
+    """How many answers are the reference's, differ from it by rounding alone, and are wrong."""
+
+    identical: int = 0
+    ties: int = 0
+    wrong: int = 0
+
+    def __add__(self, other: Verdicts) -> Verdicts:
+        return Verdicts(self.identical + other.identical, self.ties + other.ties, self.wrong + other.wrong)
+
+    def __str__(self) -> str:
+        return f"{self.identical}/{self.ties}/{self.wrong}" if self.identical + self.ties + self.wrong else "-"
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One method's figures over all its prompts."""
 
     method: str
-    policy: str
     heads: tuple[str, ...]
     budget: int
     sessions: int
@@ -36,21 +50,23 @@ class Row:
     tokens: int
     tau: float
     tokens_per_s: float
-    """prefill left out"""
+    """The prefill is left out."""
     speedup: float = 0.0
-    """over plain in the same run; 0 without plain"""
+    """Over plain in the same run; 0 without plain."""
     draft_share: float = 0.0
-    """waiting for drafts / step time"""
+    """Time that steps wait for drafts over the time of all steps."""
     verified_nodes: float = 0.0
-    """mean of a step"""
+    """Mean of a step."""
     late_drafts: int = 0
-    identical: int = 0
-    """answers that are the reference's"""
-    ties: int = 0
-    """answers that differ by rounding alone (coppice.bench.reference)"""
-    wrong: int = 0
+    verdicts: Verdicts = Verdicts()
     repeat_share: float = 0.0
-    """share of an answer's 4-grams that occurred in it before, mean over answers: loops flatter every drafter"""
+    """Share of an answer's 4-grams that occurred in it before, mean over answers: loops flatter every drafter."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as `--json` holds it: flat."""
+        row = asdict(self)
+        verdicts: dict[str, int] = row.pop("verdicts")
+        return row | verdicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +80,16 @@ class Check:
     note: str = ""
     """for people only"""
 
+    @classmethod
+    def at_least(cls, name: str, value: float, bound: float, note: str = "") -> Check:
+        """A check that a value reaches a bound; the value is shown with three digits."""
+        return cls(name, round(value, 3), f">= {bound:g}", value >= bound, note)
+
+    @classmethod
+    def at_most(cls, name: str, value: float, bound: float, note: str = "") -> Check:
+        """A check that a value does not exceed a bound; the value is shown with three digits."""
+        return cls(name, round(value, 3), f"<= {bound:g}", value <= bound, note)
+
 
 @dataclass(slots=True)
 class Report:
@@ -73,15 +99,47 @@ class Report:
     dtype: str
     threads: int
     device: str = "cpu"
-    rows: list[Row] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """What was measured, as `--json` holds it."""
+    tables: list[Table] = field(default_factory=list)
+    """What was measured, for people."""
+    notes: list[str] = field(default_factory=list)
+    """Lines below the tables, which are not wrapped: they may be copied."""
     checks: list[Check] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
-    """what else was measured, for JSON"""
+    """What else `--json` holds."""
 
     @property
     def ok(self) -> bool:
         """Whether every check held."""
         return all(check.ok for check in self.checks)
+
+    def add_methods(self, rows: Sequence[Row]) -> None:
+        """Add a row for each method, and their table."""
+        self.rows += (row.to_json() for row in rows)
+        peer = next((row.tokens_per_s for row in rows if row.method == HF_GENERATE), 0.0)
+        lines = [
+            {
+                "method": row.method.removeprefix("single:"),
+                "tau": row.tau,
+                "tokens/s": row.tokens_per_s,
+                "x plain": row.speedup or None,
+                "x hf": row.tokens_per_s / peer if peer else None,
+                "draft": row.draft_share if row.heads else None,
+                "nodes": row.verified_nodes if row.heads else None,
+                "same/tie/wrong": str(row.verdicts),
+            }
+            for row in rows
+        ]
+        title = f"{self.command}: {self.dtype}, {self.threads} threads, prefill left out; x hf is over transformers"
+        self.tables.append(table(title, lines, {"draft": ".0%", "nodes": ".1f"}))
+
+    def add_figures(
+        self, name: str, title: str, rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str] | None = None
+    ) -> None:
+        """Add lines of one kind: as `figures[name]`, and as a table."""
+        self.figures[name] = [dict(row) for row in rows]
+        self.tables.append(table(title, rows, formats))
 
     def to_json(self) -> dict[str, Any]:
         """The object of `--json FILE`."""
@@ -92,7 +150,7 @@ class Report:
             "machine": machine_line(self.device),
             "dtype": self.dtype,
             "threads": self.threads,
-            "rows": [asdict(row) for row in self.rows],
+            "rows": self.rows,
             "checks": [{key: getattr(check, key) for key in ("name", "value", "bound", "ok")} for check in self.checks],
             "ok": self.ok,
         } | ({"figures": self.figures} if self.figures else {})
@@ -101,57 +159,39 @@ class Report:
         """Write the JSON object to a file."""
         file.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
-    def write_markdown(self, file: Path) -> None:
-        """Write the tables and the checks as Markdown."""
-        file.write_text(f"{machine_line(self.device)}\n\n" + markdown(self.tables(), self.checks), encoding="utf-8")
-
     def print(self, console: Console) -> None:
-        """The tables and the checks below them."""
-        if self.rows:
-            for table in self.tables():
-                console.print(table)
+        """Print the tables, and the checks below them."""
+        for each in self.tables:
+            console.print(each)
+        for note in self.notes:
+            console.print(note, soft_wrap=True, highlight=False)
         for check in self.checks:
             sign = "[green]ok[/]" if check.ok else "[red]FAILED[/]"
             note = f" ({check.note})" if check.note else ""
             console.print(f"{sign} {check.name}: {check.value:g}, bound {check.bound}{note}", highlight=False)
 
-    def tables(self) -> Iterable[Table]:
-        """The rows for people."""
-        title = f"{self.command}: {self.dtype}, {self.threads} threads, prefill left out; x hf is over transformers"
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        table.add_column("method", no_wrap=True)
-        for heading in ("tau", "tokens/s", "x plain", "x hf", "draft", "nodes", "same/tie/wrong"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        peer = next((row.tokens_per_s for row in self.rows if row.method == HF_GENERATE), 0.0)
-        for row in self.rows:
-            figures = (row.tau, row.tokens_per_s, row.speedup, row.tokens_per_s / peer if peer else 0.0)
-            table.add_row(
-                row.method.removeprefix("single:"),
-                *(f"{figure:.2f}" if figure else "-" for figure in figures),
-                f"{row.draft_share:.0%}" if row.heads else "-",
-                f"{row.verified_nodes:.1f}" if row.heads else "-",
-                "-" if row.method == HF_GENERATE else f"{row.identical}/{row.ties}/{row.wrong}",
-            )
-        return [table]
+
+def table(title: str, rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str] | None = None) -> Table:
+    """A table with a column for each key of the rows.
+
+    A float has two digits unless `formats` gives its key another format; None is a dash.
+    """
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    wide = max(map(len, title.splitlines()))  # a title is wrapped at its table's edge
+    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, min_width=wide)
+    made.caption_justify, made.collapse_padding = "left", True
+    for number, key in enumerate(keys):
+        words = all(isinstance(row.get(key), str) for row in rows)
+        made.add_column(key, justify="left" if words else "right", no_wrap=number == 0, overflow="fold")
+    for row in rows:
+        made.add_row(*(_cell(row.get(key), (formats or {}).get(key, "")) for key in keys))
+    return made
 
 
-def markdown(tables: Iterable[Table], checks: Iterable[Check]) -> str:
-    """Tables, each behind its title, and the checks as one more."""
-    parts = []
-    for table in tables:
-        lines = [[str(column.header) for column in table.columns]]
-        lines += (list(line) for line in zip(*(map(str, column.cells) for column in table.columns), strict=True))
-        parts.append(
-            _markdown_table(str(table.title).replace("\n", "; "), lines)
-            + (f"\n{table.caption}\n" if table.caption else "")
-        )
-    told = [[each.name, f"{each.value:g}", each.bound, "yes" if each.ok else "NO", each.note] for each in checks]
-    return "\n".join([*parts, _markdown_table("Checks", [["check", "value", "bound", "held", "note"], *told])])
-
-
-def _markdown_table(title: str, lines: Sequence[Sequence[str]]) -> str:
-    first, *others = [f"| {' | '.join(line)} |" for line in lines]
-    return "\n".join([f"### {title}", "", first, "|---" * len(lines[0]) + "|", *others, ""])
+def _cell(value: Any, form: str) -> str:
+    if value is None:
+        return "-"
+    return format(value, form or (".2f" if isinstance(value, float) else ""))
 
 
 def make_row(
@@ -167,7 +207,6 @@ def make_row(
     counts = Counter(verdicts)
     return Row(
         method=method,
-        policy=completions[0].policy,
         heads=completions[0].heads,
         budget=budget,
         sessions=sessions,
@@ -178,9 +217,7 @@ def make_row(
         draft_share=sum(answer.timings.draft_ns for answer in completions) / step_ns if step_ns else 0.0,
         verified_nodes=sum(sum(answer.verified_nodes) for answer in completions) / steps if steps else 0.0,
         late_drafts=sum(answer.late_drafts for answer in completions),
-        identical=counts["identical"],
-        ties=counts["tie"],
-        wrong=counts["wrong"],
+        verdicts=Verdicts(counts["identical"], counts["tie"], counts["wrong"]),
         repeat_share=sum(repeat_share(answer.ids) for answer in completions) / len(completions),
     )
 
@@ -193,7 +230,7 @@ def with_speedups(rows: Sequence[Row]) -> list[Row]:
 
 def exactness_checks(rows: Sequence[Row], dtype: str, trained_heads: bool, tokens_each: int) -> list[Check]:
     """Nothing wrong, in float32 no ties either, and enough evidence: long answers, and drafts that were accepted."""
-    wrong, ties = sum(row.wrong for row in rows), sum(row.ties for row in rows)
+    wrong, ties = sum(row.verdicts.wrong for row in rows), sum(row.verdicts.ties for row in rows)
     checks = [Check("wrong answers", wrong, "0", wrong == 0)]
     if dtype == "float32":
         checks.append(Check("ties", ties, "0", ties == 0))

@@ -146,9 +146,9 @@ def _compare(console: Console, stack: Stack, client: Client, prompts: Sequence[F
             for prompt, answer, wanted in zip(ids, answers[method], expected, strict=True)
         ]
         rows.append(make_row(method, answers[method], verdicts, budget if answers[method][0].heads else 0))
-    report.rows = with_speedups(rows)
+    report.add_methods(with_speedups(rows))
     trained = any(head.path for head in stack.spec.heads)
-    report.checks = exactness_checks(report.rows, told.dtype, trained, NEW_TOKENS)
+    report.checks = exactness_checks(rows, told.dtype, trained, NEW_TOKENS)
     return report
 
 

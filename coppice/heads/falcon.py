@@ -15,7 +15,7 @@ from coppice.heads.models.specblock import BUCKETS
 
 FIRST, OTHERS = 0.6, 0.25
 """how often a slot's best token is the target's and how often one of its others, roughly and of no head in particular:
-between what `coppice bench rank` prints of two trained heads"""
+between what `coppice bench paper rank` prints of two trained heads"""
 
 
 def prior(width: int) -> NDArray[np.float32]:

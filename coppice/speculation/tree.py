@@ -79,19 +79,6 @@ class DraftTree:
             depths.append(depths[parent] + 1)
         return np.array(depths, np.int64)
 
-    def path_matrix(self) -> IntArray:
-        """(L, D) R: one root-to-leaf path a row, leaves in order, padded with -1.
-
-        Source: Merged-Tree Dual Drafting, section 4.4.
-        """
-        parents = self.parents.tolist()
-        paths = [[0]]
-        for node, parent in enumerate(parents, start=1):
-            paths.append([*paths[parent], node])
-        leaves = sorted(set(range(len(paths))).difference(parents))
-        depth = max(map(len, paths))
-        return np.array([paths[leaf] + [-1] * (depth - len(paths[leaf])) for leaf in leaves], np.int64)
-
     def children(self) -> list[list[int]]:
         """For each of the n + 1 nodes the numbers of its children, ascending."""
         children: list[list[int]] = [[] for _ in range(len(self) + 1)]

@@ -1,73 +1,63 @@
-"""`bench run` and `bench coupling` against real processes."""
+"""`bench run`, and the tables of `bench paper` that decode, against real processes."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from coppice.bench.paper.coupling import CouplingReport, coupled_heads, run_coupling
+from coppice.bench.paper.decoded import coupling_checks, decode, with_chains
 from coppice.bench.reference import Reference
+from coppice.bench.report import Report
+from coppice.bench.run.measure import RunPlan, run
 from coppice.bench.run.methods import read_methods
 from coppice.bench.run.peers import PEERS
 from coppice.bench.run.questions import Question, read_questions
-from coppice.bench.run.report import ALL, RunReport, RunRow
-from coppice.bench.run.run import RunPlan, run
+from coppice.bench.run.report import ALL
 from coppice.client.client import Client
 from coppice.errors import InvalidField
 from coppice.stack.launch import Stack
+from coppice.stack.spec import HeadSpec, StackSpec
 
 PROMPTS = [tuple(range(30, 50)) * 2, tuple(range(100, 130)), (5, 6, 7, 8)]
-
-
-QUESTIONS = [Question(ids, "abb"[at], question_id=str(at)) for at, ids in enumerate(PROMPTS)]
+QUESTIONS = tuple(Question(ids, "abb"[at]) for at, ids in enumerate(PROMPTS))
 
 
 @pytest.mark.parametrize("sessions", [(1,), (2, 3)])
 def test_every_method_is_timed_and_judged(
-    stack: Stack, client: Client, reference: Reference, sessions: tuple[int, ...], tmp_path: Path
+    stack: Stack, client: Client, reference: Reference, sessions: tuple[int, ...]
 ) -> None:
     peers = PEERS if sessions == (1,) else ()
-    wanted = ["self,lookup", "route,merge", "self+pq,self+uncoupled,route:lookup/self", *peers]
-    methods = read_methods(wanted, stack.spec.heads, sessions)
-    rounds = 2 if peers else 1
+    methods = read_methods(["self,lookup", "route,merge", "route:lookup/self", *peers], stack.spec.heads, sessions)
     warm_up = () if peers else (Question((7, 8, 9), "a"),)
-    plan = RunPlan(methods, (6,), (0.0, 1.0), 24, rounds, sessions, 3, tmp_path, warm_up)
-    report = RunReport("bench run", "float32", 1)
-    said: list[str] = []
-    run(stack, client, reference, QUESTIONS, plan, {}, report, False, said.append)
-    rows = {(row.method, row.temperature, row.sessions): row for row in report.rows if isinstance(row, RunRow)}
-    assert list(rows) == [(method.name, t, count) for t in (0.0, 1.0) for count in sessions for method in methods]
-    for (method, temperature, count), row in rows.items():
-        answers = rounds * 3 if count != 2 else 3 + 1  # the last group is filled up
-        every = row.figures[ALL]
+    plan = RunPlan(methods, (6,), (0.0, 1.0), sessions, 24, QUESTIONS, warm_up)
+    report, said = Report("bench run", "float32", 1), list[str]()
+    measured = run(stack, client, reference, plan, report, False, said.append)
+    rows = {(row.row.method, row.cell.temperature, row.cell.sessions): row for row in measured}
+    assert list(rows) == [(method, t, count) for t in (0.0, 1.0) for count in sessions for method in methods]
+    assert [row["method"] for row in report.rows] == [row.row.method for row in measured]
+    for (method, temperature, count), measured_row in rows.items():
+        row, every = measured_row.row, measured_row.figures[ALL]
+        answers = 3 if count != 2 else 3 + 1  # the last group is filled up
         assert (row.prompts, row.tokens, every.answers) == (answers, 24 * answers, answers)
-        assert sum(figures.answers for figures in row.benchmarks.values()) == answers
-        assert list(row.benchmarks) == ["a", "b"]
-        assert (row.wrong, row.ties) == (0, 0)
+        assert sum(measured_row.figures[name].answers for name in "ab") == answers
+        assert (row.verdicts.wrong, row.verdicts.ties) == (0, 0)
         assert every.over_plain is not None
         assert every.over_plain.low <= every.over_plain.value <= every.over_plain.high
         if method in PEERS:
-            assert (every.efficiency, row.t_m_ms, row.draft_ms, row.parts_ms) == (None, 0, 0, {})
-            assert (row.identical > 0) == (temperature == 0 and method != "hf-generate")
-            assert bool(row.settings) == (method != "hf-generate")
+            assert (every.efficiency, measured_row.draft_ms, measured_row.parts_ms) == (None, 0, {})
+            assert (row.verdicts.identical > 0) == (temperature == 0 and method != "hf-generate")
+            assert bool(measured_row.settings) == (method != "hf-generate")
         else:
-            # p/q rejection draws on its own: its sampled text is plain decoding's in law only.
-            assert row.identical == (0 if temperature and "+pq" in method else row.prompts)
+            assert row.verdicts.identical == row.prompts
             assert every.efficiency is not None
-            assert row.t_m_ms > 0
-        assert (row.t_d_ms > 0) == ("self" in row.heads)
-        text = (tmp_path / "b" / f"{answer_file(method, temperature, count if not peers else 0)}.jsonl").read_text()
-        assert [json.loads(line)["question_id"] for line in text.splitlines()] == [1, 2]
-        assert len(json.loads(text.splitlines()[0])["choices"]) == rounds
-    assert ("1 prompts answered before" in str(next(iter(report.tables())).title)) == bool(warm_up)
+        assert (measured_row.bare.t_m_ms > 0) == (method not in PEERS)
+        assert (measured_row.bare.t_d_ms > 0) == ("self" in row.heads)
+    assert report.figures.get("warm_up", 0) == len(warm_up)
     one = sessions[0]
     assert list(rows["route", 0.0, one].figures[ALL].chosen) == ["self", "lookup"]
     assert rows["route", 0.0, one].figures[ALL].chosen["self"] > 0
-    assert rows["route:lookup/self", 0.0, one].heads == ("lookup", "self")
-    assert rows["single:self+pq", 1.0, one].tau > 1.5  # the target drafts a chain for itself
-    assert rows["single:self", 1.0, one].tau > rows["single:self+uncoupled", 1.0, one].tau
+    assert rows["route:lookup/self", 0.0, one].row.heads == ("lookup", "self")
     assert ("tokens/s of plain over hf-generate, T=1" in [check.name for check in report.checks]) == bool(peers)
     assert any("T=1, budget 6" in line for line in said)
 
@@ -82,30 +72,37 @@ def test_questions_to_warm_up_with_are_the_next_ones(client: Client, reference: 
         read_questions([file], 3, client, reference, None, False, warm_up=3)
 
 
-def answer_file(method: str, temperature: float, sessions: int) -> str:
-    """The name of a method's file; `sessions` where there were several numbers of them."""
-    name = f"{method}-temperature-{temperature:g}" + (f"-{sessions}-sessions" if sessions else "")
-    return name.replace(":", "-").replace("/", "-").replace(" ", "-")
-
-
-def test_a_head_that_does_not_sample_has_no_sampled_chain(stack: Stack, client: Client, reference: Reference) -> None:
-    methods = read_methods(["lookup+pq"], stack.spec.heads, (1,))
-    plan = RunPlan(methods, (6,), (1.0,), 24, 1, (1,), 3)
-    report = RunReport("bench run", "float32", 1)
-    with pytest.raises(InvalidField, match=r"single:lookup\+pq: this head does not sample"):
-        run(stack, client, reference, QUESTIONS, plan, {}, report, False, lambda _: None)
-
-
-def test_coupling_changes_drafts_and_no_text(
-    stack: Stack, client: Client, reference: Reference, tmp_path: Path
-) -> None:
-    report = CouplingReport("bench coupling", "float32", 1)
-    heads = coupled_heads(stack.spec.heads)
-    assert [head.name for head in heads] == ["self"]
-    run_coupling(client, reference, heads, PROMPTS[:2], (0.7, 1.0), 24, 3, report, lambda _: None)
-    with_it, without = report.rows[2:]
-    assert with_it.tau > 2 * without.tau  # the target itself drafts: with the same noise it is always right
-    assert [(row.identical, row.wrong) for row in report.rows] == [(2, 0)] * 4
-    assert [check.name for check in report.checks] == ["tau of self coupled over uncoupled, T=1", "wrong answers"]
+def test_coupling_changes_drafts_and_no_text(client: Client, reference: Reference) -> None:
+    ask = {"policy": "single:self"}
+    requests = {"self": {"coupled": ask, "uncoupled": ask | {"coupled": False}}}
+    report = Report("bench paper coupling", "float32", 1)
+    rows = decode(client, reference, requests, PROMPTS[:2], (0.7, 1.0), 24, report, lambda _: None)
+    # The target itself drafts: with the same noise it is always right.
+    assert rows[1.0, "self", "coupled"].tau > 2 * rows[1.0, "self", "uncoupled"].tau
+    assert [(row.verdicts.identical, row.verdicts.wrong) for row in rows.values()] == [(2, 0)] * 4
+    (check,) = coupling_checks(rows, {"self": "lm"})
+    assert (check.name, check.ok) == ("tau of self coupled over uncoupled, T=1", True)
+    assert [line["T"] for line in report.figures["ways"]] == ["0.7", "1"]
     assert report.ok
-    report.write(tmp_path / "coupling.json")
+
+
+def test_chains_are_drafted_beside_trees_and_sampled_ones_are_judged_by_their_law(
+    target: Path, reference: Reference
+) -> None:
+    heads = with_chains((HeadSpec("self", "lm", target),), target)
+    assert [head.name for head in heads] == ["self", "self-chain"]
+    ask = {"policy": "single:self"}
+    requests = {"self": {"tree": ask, "chain": {"policy": "single:self-chain"}, "p/q": ask | {"pq": True}}}
+    report = Report("bench paper chains", "float32", 1)
+    extra = {"orchestrator": {"orchestrator.draft_deadline_ms": 2000}}
+    stack = Stack(
+        StackSpec(target=target, heads=heads, dtype="float32", verifier_threads=1, drafter_threads=1, extra=extra)
+    )
+    with stack, Client(stack.address) as client:
+        rows = decode(client, reference, requests, PROMPTS[:2], (0.0, 1.0), 24, report, lambda _: None)
+    for (temperature, _, way), row in rows.items():
+        judged = 0 if way == "p/q" and temperature else 2
+        assert (row.verdicts.identical, row.verdicts.wrong) == (judged, 0)
+        assert (row.tau > 1.5) == (way != "p/q" or temperature > 0)  # the target drafts for itself
+    assert rows[0.0, "self", "chain"].verified_nodes < rows[0.0, "self", "tree"].verified_nodes
+    assert not stack.unclean

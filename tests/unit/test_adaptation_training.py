@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from torch import Tensor
 from coppice.adaptation.learner import BadState, Learner
 from coppice.adaptation.records import Kind, Sample
 from coppice.adaptation.windows import Windows
-from coppice.bench.adapt.old_kv import swap, window_samples
 from coppice.bench.paper.rank import answers
 from coppice.bench.paper.replay import replay_all
 from coppice.config.adaptation import LearnerSettings
@@ -23,10 +23,12 @@ from coppice.config.sections import DrafterSettings
 from coppice.heads.checkpoints import read_output
 from coppice.heads.specblock import SpecBlockHead
 from coppice.prompts.files import demo_prompts
+from coppice.training.data.target_answers import Lesson
 from coppice.training.data.tokenizer import load_tokenizer
 from coppice.training.losses.feature_losses import Anchor, Targets, divergence
 from services.adapter.buffers import Buffers
 from services.adapter.versions import BadVersion, Version, Versions
+from tests.pushes import swap
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import HIDDEN, VOCAB, save_random
 
@@ -426,6 +428,35 @@ def test_a_half_written_version_is_none(tmp_path: Path) -> None:
 
 
 # --- a real head ---
+
+
+def window_samples(texts: Sequence[tuple[Lesson, int]], width: int, stride: int, output: Tensor) -> list[Sample]:
+    """Full samples of at most `width` positions behind every `stride`-th token of the answers.
+
+    They are what a drafter would send that missed there; output: (V, H), the target's output matrix.
+    """
+    samples = []
+    for text, prompt in texts:
+        for position in range(prompt + stride, len(text.ids), stride):
+            start = max(0, position - width)
+            log_probs, ids = (text.final[position - 1].float() @ output.T).log_softmax(-1).topk(16)
+            samples.append(
+                Sample(
+                    kind="full",
+                    version=0,
+                    session="replay",
+                    position=position,
+                    target_id=int(text.ids[position]),
+                    miss=1.0,
+                    tail=float(1 - log_probs.exp().sum()),
+                    top_ids=ids.numpy(),
+                    top_log_probs=log_probs.numpy(),
+                    hidden=np.zeros(1, np.float32),
+                    tokens=text.ids[start : position + 1].numpy().astype(np.int64),
+                    features=text.features[start:position].float().numpy().tobytes(),
+                )
+            )
+    return samples
 
 
 def test_the_demo_head_of_code_learns_stories() -> None:

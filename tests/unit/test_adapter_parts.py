@@ -15,10 +15,10 @@ from coppice.adaptation import picture
 from coppice.adaptation.bandit import Action, Bandit, BanditState, Query, Trigger
 from coppice.adaptation.records import Kind, QueryRecord, Sample
 from coppice.bench.adapt.adapt import (
-    AdaptReport,
     AdaptRow,
     Part,
     adapt_row,
+    adapt_table,
     draw,
     judged_lanes,
     shift_checks,
@@ -27,6 +27,7 @@ from coppice.bench.adapt.adapt import (
 from coppice.bench.adapt.lanes import Lane
 from coppice.bench.adapt.shift import mixed, programs, shifted, stories
 from coppice.bench.reference import Reference
+from coppice.bench.report import Row, Verdicts
 from coppice.client.completion import Accumulator, Completion
 from coppice.config.adaptation import BanditSettings
 from coppice.errors import InvalidField
@@ -252,15 +253,7 @@ def row(method: str, tau: float, tokens_per_s: float, updates: list[int]) -> Ada
         Part("code", 40, 3.0, 1.0, 0),
     ]
     return AdaptRow(
-        method,
-        "single:a",
-        ("a",),
-        12,
-        1,
-        100,
-        4800,
-        tau,
-        tokens_per_s,
+        Row(method, ("a",), 12, 1, 100, 4800, tau, tokens_per_s),
         updates=len(updates),
         parts=parts,
         query_tau=[tau] * 100,
@@ -303,19 +296,16 @@ def test_answers_that_differ_by_rounding_are_ties_and_others_are_wrong(tmp_path:
     other = (own[0][0] + 1) % 300
     lanes[1].served.answers = [answer((other, *ids[1:]) if at == 0 else ids) for at, ids in enumerate(own)]
     rows = [adapt_row(lane, stream, None, verdicts) for lane, verdicts in judged_lanes(lanes, stream, reference)]
-    assert [(row.identical, row.ties, row.wrong) for row in rows] == [(5, 0, 0), (4, 0, 1)]
+    assert [row.row.verdicts for row in rows] == [Verdicts(5, 0, 0), Verdicts(4, 0, 1)]
 
 
 def test_rows_are_shown_drawn_and_written(tmp_path: Path) -> None:
     rows = [row("never", 1.8, 35.0, []), row("bandit", 2.4, 40.0, [10])]
-    report = AdaptReport("bench adapt", "float32", 2, rows=list(rows))
-    console = Console(record=True, width=160)
-    report.print(console)
-    assert "2.40 (40.0)" in console.export_text()
+    assert adapt_table(rows, "by part").row_count == 2
     draw(rows, shifted(100), tmp_path / "a.png")
-    assert (tmp_path / "a.png").stat().st_size > 10_000
-    report.write(tmp_path / "a.json")
-    assert json.loads((tmp_path / "a.json").read_text())["rows"][1]["changes"][0]["query"] == 10
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    told = json.loads(json.dumps(rows[1].to_json()))
+    assert (told["method"], told["tau"], told["changes"][0]["query"]) == ("bandit", 2.4, 10)
 
 
 def test_never_has_no_adapter_and_settings_go_where_they_are_read() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from coppice.bench.reference import EPS, Reference, judge_token
-from coppice.bench.report import Report, exactness_checks, make_row, repeat_share, with_speedups
+from coppice.bench.report import Report, Verdicts, exactness_checks, make_row, repeat_share, table, with_speedups
 from coppice.client.completion import Accumulator, Completion
 from coppice.errors import InvalidField
 from coppice.messages.generation import Chunk, Finished, Origin, Started, Timings
@@ -20,7 +20,6 @@ from tests.tiny import make_target
 
 ROW_KEYS = [
     "method",
-    "policy",
     "heads",
     "budget",
     "sessions",
@@ -32,10 +31,10 @@ ROW_KEYS = [
     "draft_share",
     "verified_nodes",
     "late_drafts",
+    "repeat_share",
     "identical",
     "ties",
     "wrong",
-    "repeat_share",
 ]
 
 
@@ -58,7 +57,7 @@ def test_a_row_sums_its_answers_and_its_speedup_is_over_plain() -> None:
     fast = make_row("route", [_answer(("a",), [3, 3], 1.0), _answer(("a",), [2], 1.0)], ["identical", "tie"], 31)
     assert (plain.tau, plain.tokens_per_s, fast.tau, fast.tokens_per_s) == (1.0, 2.0, 8 / 3, 4.0)
     assert (fast.prompts, fast.tokens, fast.late_drafts) == (2, 10, 2)
-    assert (fast.identical, fast.ties, fast.wrong) == (1, 1, 0)
+    assert fast.verdicts == Verdicts(1, 1, 0)
     assert (fast.draft_share, fast.verified_nodes, fast.repeat_share) == (0.25, 4.0, 0.0)
     assert [row.speedup for row in with_speedups([plain, fast])] == [1.0, 2.0]
 
@@ -70,9 +69,9 @@ def test_checks_fail_on_wrong_answers_on_ties_in_float32_and_on_weak_evidence() 
         return [check.ok for check in exactness_checks([row_], dtype, trained, tokens)]  # type: ignore[list-item]
 
     assert passed(row, "float32", True, 64) == [True, True, True]
-    assert passed(replace(row, wrong=1), "float32", True, 64) == [False, True, True]
-    assert passed(replace(row, ties=1), "float32", True, 64) == [True, False, True]
-    assert passed(replace(row, ties=1), "bfloat16", True, 64) == [True, True]
+    assert passed(replace(row, verdicts=Verdicts(wrong=1)), "float32", True, 64) == [False, True, True]
+    assert passed(replace(row, verdicts=Verdicts(ties=1)), "float32", True, 64) == [True, False, True]
+    assert passed(replace(row, verdicts=Verdicts(ties=1)), "bfloat16", True, 64) == [True, True]
     assert passed(row, "float32", True, 63) == [True, True, False]
     assert passed(replace(row, tau=1.3), "float32", True, 64) == [True, True, False]
     assert passed(replace(row, tau=1.3), "float32", False, 64) == [True, True, True]
@@ -81,7 +80,8 @@ def test_checks_fail_on_wrong_answers_on_ties_in_float32_and_on_weak_evidence() 
 
 def test_the_json_of_a_report_has_the_agreed_keys(tmp_path: Path) -> None:
     row = make_row("route", [_answer(("a",), [2, 2], 1.0)], ["identical"], 31)
-    report = Report("demo", "float32", 2, rows=[row], checks=exactness_checks([row], "float32", True, 64))
+    report = Report("demo", "float32", 2, checks=exactness_checks([row], "float32", True, 64))
+    report.add_methods([row])
     report.write(tmp_path / "report.json")
     told = json.loads((tmp_path / "report.json").read_text())
     assert list(told) == ["command", "version", "commit", "machine", "dtype", "threads", "rows", "checks", "ok"]
@@ -94,6 +94,12 @@ def test_repeat_share_counts_four_grams_seen_before() -> None:
     assert repeat_share([1, 2, 3]) == 0.0
     assert repeat_share(range(10)) == 0.0
     assert repeat_share([1] * 8) == 0.8
+
+
+def test_a_table_has_the_rows_keys_and_dashes_where_one_has_no_value() -> None:
+    made = table("x", [{"name": "a", "tau": 1.234}, {"name": "b", "tau": None, "share": 0.5}], {"share": ".0%"})
+    cells = {column.header: list(column.cells) for column in made.columns}
+    assert cells == {"name": ["a", "b"], "tau": ["1.23", "-"], "share": ["-", "50%"]}
 
 
 # --- prompt files ---

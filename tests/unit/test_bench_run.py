@@ -1,4 +1,4 @@
-"""`bench run` and `bench coupling` in process: methods, pairs, peers, bare loops, rows, checks, pictures."""
+"""`bench run` in process: methods, pairs, peers, bare loops, rows, checks, pictures."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from coppice.bench.paper.coupling import CouplingReport, CouplingRow, coupled_heads
+from coppice.bench.bare import Bare, BareDraft
 from coppice.bench.reference import Reference
-from coppice.bench.report import HF_GENERATE, make_row
-from coppice.bench.run.bare import Bare, BareDraft
+from coppice.bench.report import HF_GENERATE, Report, make_row
 from coppice.bench.run.checks import kept_checks, speed_checks
-from coppice.bench.run.methods import lane_specs, main_spec, read_methods
-from coppice.bench.run.pairs import Pairs, Ratio
+from coppice.bench.run.methods import read_methods
+from coppice.bench.run.pairs import Cell, Pairs
 from coppice.bench.run.peers import CHOICES, HF_ASSISTED, HF_LOOKUP, Peers
 from coppice.bench.run.plots import draw_all
-from coppice.bench.run.questions import Question, benchmark_names, write_answers
-from coppice.bench.run.report import ALL, FEW_REPEATS, RunReport, RunRow, crossover, run_row
+from coppice.bench.run.questions import Question, benchmark_names
+from coppice.bench.run.report import ALL, FEW_REPEATS, BareStep, RunRow, crossover, run_row, tables
 from coppice.cli import main
 from coppice.client.completion import Accumulator, Completion
 from coppice.config.sections import DrafterSettings
@@ -35,6 +33,7 @@ from tests.unit.test_feature_heads import VOCAB, save_random
 HEADS = (HeadSpec("a", "specblock"), HeadSpec("b", "specblock"), HeadSpec("e", "eagle3"), HeadSpec("s", "lm"))
 KINDS = {head.name: head.kind for head in HEADS}
 SEVERAL = ("a", "b", "e", "s")
+ONE = Cell(0.0, 8, 1)
 
 
 # --- methods ---
@@ -42,44 +41,14 @@ SEVERAL = ("a", "b", "e", "s")
 
 def test_methods_are_policies_heads_and_peers() -> None:
     def names(wanted: Sequence[str], heads: Sequence[HeadSpec] = HEADS, sessions: Sequence[int] = (1,)) -> list[str]:
-        return [method.name for method in read_methods(wanted, heads, sessions)]
+        return list(read_methods(wanted, heads, sessions))
 
     default = ["plain", "single:a", "single:b", "single:e", "single:s", "route", "merge", HF_GENERATE]
     assert names(()) == names((), sessions=(1, 4)) == default
     assert names((), sessions=(2,)) == default[:-1]
     assert names((), HEADS[:1]) == ["plain", "single:a", HF_GENERATE]
     assert names(["s,plain", "hf-assisted", "single:s"]) == ["plain", "single:s", HF_ASSISTED]
-
-
-def test_suffixes_say_how_a_head_is_asked() -> None:
-    wanted = ["s+pq,route:a/e,merge+uncoupled,a+uncoupled+chain,b+osd,b+adapt"]
-    _, sampled, routed, merged, chain, osd, adapt = read_methods(wanted, HEADS, (1,))
-    assert (sampled.name, sampled.policy) == ("single:s+pq", "single:s")
-    assert sampled.options == {"pq": True, "coupled": True}
-    assert (routed.name, routed.policy, routed.head) == ("route:a/e", "route:a/e", "")
-    # The head that drafts chains is in the stack too, but no part of a union.
-    assert (merged.name, merged.policy, merged.options["coupled"]) == ("merge+uncoupled", "merge:a/b/e/s", False)
-    assert (chain.name, chain.policy, chain.head) == ("single:a+chain+uncoupled", "single:a-chain", "a-chain")
-    assert (osd.adaptation, adapt.adaptation, chain.adaptation) == ("always", "bandit", "")
-
-
-def test_stacks_follow_from_the_methods(target: Path, tmp_path: Path) -> None:
-    head = HeadSpec("block", "specblock", save_random(tmp_path / "block", "specblock"))
-    spec = StackSpec(target=target, heads=(head, *COUNTED_HEADS))
-    methods = read_methods(["bigram+pq,lookup+chain,block+osd,block+adapt"], spec.heads, (1,))
-    heads = {one.name: one for one in main_spec(spec, methods).heads}
-    assert list(heads) == ["block", "bigram", "lookup", "lookup-chain"]
-    assert dict(heads["bigram"].flags) == {"drafter.vocab_size": VOCAB}
-    assert (heads["lookup-chain"].kind, dict(heads["lookup-chain"].flags)) == ("lookup", {"drafter.chain": True})
-    assert heads["block"] == head
-    lanes = lane_specs(spec, methods, 9)
-    assert {name: lane.extra["adapter"]["bandit.policy"] for name, lane in lanes.items()} == {
-        "single:block+osd": "always",
-        "single:block+adapt": "bandit",
-    }
-    assert all((lane.heads, lane.adapt, lane.budget) == ((head,), True, 9) for lane in lanes.values())
-    with pytest.raises(InvalidField, match="no head can be adapted"):
-        lane_specs(spec, read_methods(["lookup+osd"], spec.heads, (1,)), 9)
+    assert names(["route:a/e,merge"]) == ["plain", "route:a/e", "merge"]
 
 
 def test_a_chain_has_no_branches_whatever_the_kind() -> None:
@@ -101,12 +70,7 @@ def test_a_chain_has_no_branches_whatever_the_kind() -> None:
         ("route:a", HEADS, 1, "two heads or more"),
         ("merge:a/a", HEADS, 1, "each once"),
         ("plain:a/b", HEADS, 1, "is not one of"),
-        ("s+best", HEADS, 1, r"\+best is not one of pq, chain"),
-        ("s+pq+pq", HEADS, 1, "each once"),
-        ("s+pq+uncoupled", HEADS, 1, r"\+pq: stands alone"),
-        ("route+pq", HEADS, 1, r"\+pq: is for a single head"),
-        ("plain+uncoupled", HEADS, 1, "plain drafts nothing"),
-        ("hf-lookup+pq", HEADS, 1, "takes no suffix"),
+        ("s+pq", HEADS, 1, r"'s\+pq' is not one of"),
     ],
 )
 def test_a_method_this_stack_cannot_run_is_named(
@@ -175,8 +139,8 @@ def _pairs(count: int = 16, sampled: bool = False) -> Pairs:
         HF_GENERATE: [_peer(24, 1.02 * factor) for factor in slower],
         HF_ASSISTED: [_peer(24, 0.9 * factor) for factor in slower],
     }
-    questions = [Question((1, 2), "abc"[at % 2], question_id=str(at)) for at in range(count)]
-    return Pairs(1.0 if sampled else 0.0, answers, 1, 5, questions, 8)
+    questions = [Question((1, 2), "ab"[at % 2]) for at in range(count)]
+    return Pairs(Cell(1.0 if sampled else 0.0, 8, 1), answers, 5, questions)
 
 
 def test_pairs_pool_tokens_and_seconds() -> None:
@@ -184,7 +148,7 @@ def test_pairs_pool_tokens_and_seconds() -> None:
     assert (len(pairs), len(pairs.few_repeats())) == (16, 15)
     assert pairs.tau("single:a") == 4
     assert pairs.tokens_per_s("plain") == pytest.approx(24 * 16 / sum(1.0 + 0.1 * (at % 3) for at in range(16)))
-    assert replace(pairs, sessions=2).tokens_per_s("plain") == 2 * pairs.tokens_per_s("plain")
+    assert replace(pairs, cell=Cell(0.0, 8, 2)).tokens_per_s("plain") == 2 * pairs.tokens_per_s("plain")
     assert pairs.draft_ms("single:a") == 1.0
     assert pairs.chosen("route") == pytest.approx({"a": 4 / 6, "b": 1 / 6, "e": 0.0, "s": 0.0})
     assert pairs.chosen("merge") == pairs.chosen(HF_GENERATE) == {}
@@ -198,7 +162,7 @@ def test_a_ratio_is_paired_seeded_and_bounded() -> None:
     assert (same.value, same.low, same.high) == pytest.approx((2.0, 2.0, 2.0))  # prompts' own speed cancels out
     assert pairs.ratio("single:a", "nothing") is None
     quick, slow = [_answer((), [1] * 10, 1.0)], [_answer((), [1] * 10, 3.0)]
-    mixed = Pairs(0.0, {"x": 5 * quick + 5 * slow, "plain": 10 * quick}, 1, 0).ratio("x", "plain")
+    mixed = Pairs(ONE, {"x": 5 * quick + 5 * slow, "plain": 10 * quick}, 0).ratio("x", "plain")
     assert mixed is not None
     assert mixed.value == pytest.approx(0.5)
     assert 0.34 < mixed.low < 0.45 < 0.55 < mixed.high < 0.8
@@ -212,100 +176,85 @@ def _rows(pairs: Pairs) -> list[RunRow]:
     for method, answers in pairs.answers.items():
         peer = not answers[0].policy
         row = make_row(method, answers, [] if peer else ["identical"] * len(pairs), 8)
-        t_d = BareDraft(3.0, 4.0) if method == "single:a" else BareDraft(6.0, 7.0) if row.heads else BareDraft()
-        settings = "4 tokens" if method == HF_ASSISTED else ""
-        rows.append(run_row(row, pairs, settings, 0.0 if peer else 40.0, t_d, None))
+        bare = BareStep(0.0 if peer else 40.0)
+        if row.heads:
+            bare = BareStep(40.0, 3.0, 4.0) if method == "single:a" else BareStep(40.0, 6.0, 7.0)
+        rows.append(run_row(row, pairs, "4 tokens" if method == HF_ASSISTED else "", bare))
     return rows
 
 
 def test_rows_hold_every_figure() -> None:
-    rows = {row.method: row for row in _rows(_pairs())}
+    rows = {row.row.method: row for row in _rows(_pairs())}
     fast = rows["single:a"]
     every, few = fast.figures[ALL], fast.figures[FEW_REPEATS]
-    assert (fast.temperature, fast.speedup, fast.draft_ms) == (0.0, pytest.approx(2.0), 1.0)
+    assert (fast.cell.temperature, fast.row.speedup, fast.draft_ms) == (0.0, pytest.approx(2.0), 1.0)
     assert (every.answers, few.answers, every.tau) == (16, 15, 4.0)
     assert every.efficiency == pytest.approx(every.tokens_per_s / (4 / 0.043))
     assert every.over_hf is not None
     assert every.over_hf.value == pytest.approx(2.04)
     assert rows[HF_GENERATE].figures[ALL].efficiency is None
-    assert every.lookup_tau is None
+    assert rows["route"].figures[ALL].chosen["a"] == pytest.approx(4 / 6)
 
 
-def test_tables_fit_a_terminal_and_json_tells_all(tmp_path: Path) -> None:
-    report = RunReport("bench run", "float32", 2, rows=[*_rows(_pairs()), *_rows(_pairs(sampled=True))])
-    console = Console(width=112, record=True)
-    report.print(console)
-    text = console.export_text()
-    assert text.count("prefill left out") == 2
-    assert "2.00 (2.00-2.00)" in text
-    assert "few: 15 of 16 answers" in text
-    assert "a 67% b 17%" in text
-    report.write(tmp_path / "run.json")
-    told = json.loads((tmp_path / "run.json").read_text())["rows"][1]
+def test_the_json_of_a_row_is_flat() -> None:
+    told = _rows(_pairs())[1].to_json()
     assert told["figures"][FEW_REPEATS]["over_plain"]["low"] == pytest.approx(2.0)
     assert (told["method"], told["t_d_ms"], told["t_d_total_ms"], told["t_m_ms"]) == ("single:a", 3.0, 4.0, 40.0)
+    assert (told["temperature"], told["cell_budget"], told["identical"], told["wrong"]) == (0.0, 8, 16, 0)
+    assert json.loads(json.dumps(told)) == {**told, "heads": ["a"]}
 
 
 def test_figures_by_benchmark_share_answers_out() -> None:
     pairs = _pairs()
     assert {name: len(some) for name, some in pairs.by_benchmark().items()} == {"a": 8, "b": 8}
     assert pairs.draft_share("single:a") == pytest.approx(0.1)
-    row = next(row for row in _rows(pairs) if row.method == "single:a")
-    assert {name: (figures.answers, figures.tau) for name, figures in row.benchmarks.items()} == {
-        "a": (8, 4.0),
-        "b": (8, 4.0),
-    }
+    row = next(row for row in _rows(pairs) if row.row.method == "single:a")
+    assert {name: (row.figures[name].answers, row.figures[name].tau) for name in "ab"} == {"a": (8, 4.0), "b": (8, 4.0)}
     assert sum(row.parts_ms.values()) == pytest.approx(1.0)  # only waiting for drafts is timed here
     assert 500 < row.ttft_ms + 500 < row.answer_ms < 650
 
 
 def test_alpha_is_of_the_steps_that_came_so_far() -> None:
     answers = {"x": [_answer(("x",), [3, 2, 1, 1, 3, 1], 1.0)], "plain": [_answer((), [1] * 11, 1.0)]}
-    pairs = Pairs(0.0, answers, 1, 0)
+    pairs = Pairs(ONE, answers, 0)
     assert pairs.accepted("x") == pytest.approx([3 / 5, 2 / 3, 0.0])  # the last step was cut
     assert pairs.accepted("plain") == []
 
 
+def at(row: RunRow, speedup: float, **changed: int) -> RunRow:
+    """The row in another cell, with another speedup."""
+    return replace(row, cell=replace(row.cell, **changed), row=replace(row.row, speedup=speedup))
+
+
 def test_plain_overtakes_where_the_speedup_falls_below_one() -> None:
     row = _rows(_pairs())[1]
-    some = [replace(row, sessions=count, speedup=x) for count, x in ((8, 0.8), (1, 1.6), (4, 1.2))]
-    assert crossover(some, row.method) == pytest.approx(6.0)
-    assert crossover(some[1:], row.method) is None
-    assert crossover(some[:1], row.method) == 8.0
+    some = [at(row, speedup, sessions=count) for count, speedup in ((8, 0.8), (1, 1.6), (4, 1.2))]
+    assert crossover(some) == pytest.approx(6.0)
+    assert crossover(some[1:]) is None
+    assert crossover(some[:1]) == 8.0
 
 
 def _several() -> list[RunRow]:
     """Two temperatures, and for the first also another budget and more sessions."""
     rows = _rows(_pairs())
-    more = [replace(row, sessions=4, speedup=0.5, tokens_per_s=2 * row.tokens_per_s) for row in rows]
-    wider = [replace(row, budget=16 if row.heads else 0, cell_budget=16) for row in rows]
+    more = [at(row, 0.5, sessions=4) for row in rows]
+    wider = [at(row, row.row.speedup, budget=16) for row in rows]
     return [*rows, *more, *wider, *_rows(_pairs(sampled=True))]
 
 
 def test_pictures_show_every_question(tmp_path: Path) -> None:
-    names = {"speedup", "tau_and_draft_share", "alpha", "step", "tau_by_budget", "sessions"}
     files = draw_all(_several(), tmp_path / "plots")
-    assert {file.stem for file in files} == names
-    for file in files:
-        drawn = file.read_bytes()
-        assert drawn.startswith(b"\x89PNG")
-        assert len(drawn) > 10_000
-    assert len(draw_all(_rows(_pairs()), tmp_path / "few")) == 4  # no budgets or sessions to compare
+    assert {file.stem for file in files} == {"speedup", "alpha", "step", "sessions"}
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+    assert "sessions" not in {file.stem for file in draw_all(_rows(_pairs()), tmp_path / "few")}
 
 
-def test_markdown_holds_every_table_and_check(tmp_path: Path) -> None:
-    pairs = _pairs()
-    checks = speed_checks(pairs, _rows(pairs), KINDS)
-    RunReport("bench run", "float32", 2, rows=list(_several()), checks=checks).write_markdown(tmp_path / "run.md")
-    text = (tmp_path / "run.md").read_text()
-    titles = [line for line in text.splitlines() if line.startswith("### ")]
-    assert len(titles) == 4 * 3 + 2  # by cell speed, benchmarks and time; sessions and checks
-    assert "| method | a (8) | b (8) | all |\n|---|---|---|---|\n| plain |" in text
-    assert "| a | 2.00 / 4.00 / 10% |" in text
-    assert "| a, T=0, budget 8 |" in text
-    assert "| tau of single:a, T=0 | 4 | >= 3 | yes |  |" in text
-    for line in text.splitlines():
-        assert not line.startswith("|") or line.endswith("|")
+def test_tables_have_a_line_for_each_method_of_a_cell() -> None:
+    several, report = _several(), Report("bench run", "float32", 2)
+    made = list(tables(several, report, 24))
+    assert [each.row_count for each in made[:3]] == [10, 10, 8]  # peers have no steps of ours
+    assert len(made) == 4 * 3 + 1  # by cell speed, sets of answers and time; then sessions
+    assert made[-1].row_count == 3 * 10  # by temperature, budget and method
 
 
 def test_files_of_one_name_are_told_apart_by_their_folders() -> None:
@@ -314,28 +263,6 @@ def test_files_of_one_name_are_told_apart_by_their_folders() -> None:
     assert benchmark_names([gsm8k, humaneval]) == ["gsm8k", "humaneval"]
     assert benchmark_names([gsm8k, gsm8k]) == ["question", "question"]
     assert len(set(benchmark_names([gsm8k, humaneval, Path("b/gsm8k/question.jsonl")]))) == 3
-
-
-def test_answer_files_are_those_of_the_usual_harness(tmp_path: Path, target: Path) -> None:
-    asked = [Question((1, 2), "maths", "sums", str(number)) for number in (81, 82)] * 2  # two rounds
-    answers = [_answer(("a",), [3, 2], 0.5) for _ in asked]
-    write_answers(tmp_path, "single:a-temperature-0", asked, answers, Reference(target, "float32", threads=1))
-    file = tmp_path / "maths" / "single-a-temperature-0.jsonl"
-    first, second = map(json.loads, file.read_text().splitlines())
-    assert (first["question_id"], second["question_id"], first["category"]) == (81, 82, "sums")
-    assert (first["model_id"], first["tstamp"] > 0) == ("single:a-temperature-0", True)
-    assert first["answer_id"] != second["answer_id"]
-    once, again = first["choices"]
-    assert (once["index"], again["index"]) == (0, 1)
-    wall_time = once.pop("wall_time")
-    assert wall_time == [pytest.approx(answers[0].ttft_s + 0.5)]
-    assert once == {
-        "index": 0,
-        "turns": ["0 1 2 3 4 5"],  # a target without a tokenizer
-        "decoding_steps": [2],
-        "new_tokens": [6],
-        "accept_lengths": [3, 2],
-    }
 
 
 def test_checks_go_by_kind_for_all_answers_and_few_repeats() -> None:
@@ -362,14 +289,14 @@ def test_checks_go_by_kind_for_all_answers_and_few_repeats() -> None:
 
 
 def test_what_a_block_head_keeps_when_sampled_is_checked_by_budget() -> None:
-    greedy, sampled = _rows(_pairs()), [replace(row, speedup=0.8 * row.speedup) for row in _rows(_pairs(sampled=True))]
+    greedy, sampled = _rows(_pairs()), [at(row, 0.8 * row.row.speedup) for row in _rows(_pairs(sampled=True))]
     told = [(check.name, check.value, check.ok) for check in kept_checks([*greedy, *sampled], KINDS)]
     assert told == [(f"speedup of single:{head} at T=1 over T=0", pytest.approx(0.8), False) for head in "ab"]
-    wider = [replace(row, budget=16, speedup=row.speedup * (1 + row.temperature / 4)) for row in [*greedy, *sampled]]
+    wider = [at(row, row.row.speedup * (1 + row.cell.temperature / 4), budget=16) for row in [*greedy, *sampled]]
     told = [(check.name, check.ok) for check in kept_checks([*greedy, *sampled, *wider], KINDS)]
     assert ("speedup of single:a at T=1 over T=0, budget 16", True) in told
     assert len(told) == 4
-    assert list(kept_checks([*greedy, *(replace(row, sessions=4) for row in sampled)], KINDS)) == []
+    assert list(kept_checks([*greedy, *(at(row, row.row.speedup, sessions=4) for row in sampled)], KINDS)) == []
 
 
 def test_few_pairs_are_called_weak_and_missing_methods_have_no_checks() -> None:
@@ -377,9 +304,9 @@ def test_few_pairs_are_called_weak_and_missing_methods_have_no_checks() -> None:
     few = [check for check in speed_checks(pairs, _rows(pairs), KINDS) if "tokens/s" in check.name]
     assert few
     assert all("weak: " in check.note for check in few)
-    some = Pairs(0.0, {"plain": pairs.answers["plain"], "single:s": pairs.answers["single:s"]}, 1, 0)
+    some = Pairs(ONE, {"plain": pairs.answers["plain"], "single:s": pairs.answers["single:s"]}, 0)
     assert speed_checks(some, _rows(some), KINDS) == []
-    looping = Pairs(0.0, {"plain": pairs.answers["plain"][-1:]}, 1, 0)
+    looping = Pairs(ONE, {"plain": pairs.answers["plain"][-1:]}, 0)
     assert list(_rows(looping)[0].figures) == [ALL]
 
 
@@ -437,26 +364,3 @@ def test_bare_loops_time_what_the_services_would_run(target: Path, tmp_path: Pat
                 assert drafted == BareDraft()
             else:
                 assert 0 < drafted.forward_ms < drafted.total_ms
-
-
-# --- coupling ---
-
-
-def test_coupling_needs_a_head_that_can_use_the_noise() -> None:
-    assert coupled_heads((*HEADS, *COUNTED_HEADS)) == HEADS
-    with pytest.raises(InvalidField, match="none is of kind lm"):
-        coupled_heads(COUNTED_HEADS)
-
-
-def test_the_table_of_coupling_pairs_its_rows() -> None:
-    rows = [
-        CouplingRow("single:s", "single:s", ("s",), 8, 1, 2, 80, tau, 10.0, identical=2, temperature=0.7, coupled=on)
-        for tau, on in ((3.0, True), (2.0, False))
-    ]
-    console = Console(width=100, record=True)
-    CouplingReport("bench coupling", "float32", 2, rows=list(rows)).print(console)
-    assert "single:s   0.7   2.00            3.00          1.50    4/0/0" in console.export_text()
-
-
-def test_a_ratio_prints_its_interval() -> None:
-    assert str(Ratio(1.234, 1.1, 1.4)) == "1.23 (1.10-1.40)"

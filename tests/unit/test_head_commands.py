@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from coppice.bench.cli import app as bench
-from coppice.bench.paper.ablate import FULL, GUIDED, UNIFORM, Ablation, ablations
 from coppice.bench.paper.replay import Replay, replay
+from coppice.bench.paper.trained import FULL, GUIDED, UNIFORM, read_adapted, table_2
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth
@@ -83,27 +83,27 @@ def test_an_eagle3_head_is_trained_and_written(place: Path) -> None:
     Eagle3Head(DrafterSettings(kind="eagle3", path=str(folder), target=str(place / "target")))
 
 
-def test_baselines_are_trained_once_each_on_the_same_lessons(place: Path, tmp_path: Path) -> None:
+def test_baselines_are_trained_once_each_on_the_same_answers(place: Path, tmp_path: Path) -> None:
     target, file, kinds = place / "target", tmp_path / "out.json", ("medusa", "parallelspec", "falcon")
-    flags = ("baselines", "--out", str(tmp_path), "--tokens", "1024", "--lessons", str(place / "lessons"))
+    flags = ("paper", "baselines", "--cache", str(place), "--tokens", "1024")
     told = run(bench, place, *flags, "--json", str(file))
-    figures = json.loads(file.read_text())["figures"]
-    assert tuple(figures) == kinds
-    for kind, depth in zip(kinds, (5, 5, 8), strict=True):
-        folder = tmp_path / f"{kind}-1024"
-        assert f"--heads {kind}={kind}:{folder}" in told
-        assert len(figures[kind]["alpha"]) == depth
-        assert figures[kind]["loss"] == json.loads((folder / "report.json").read_text())["log"][-1]["held_out"]["words"]
+    lines = {line["kind"]: line for line in json.loads(file.read_text())["figures"]["baselines"]}
+    assert tuple(lines) == kinds
+    for kind in kinds:
+        folder = place / f"{kind}-1024"
+        assert f"--heads {kind}={kind}:{folder}" in told.splitlines()
+        assert all(0 <= lines[kind][f"alpha_{place}"] <= 1 for place in range(1, 5))
+        assert lines[kind]["loss"] == json.loads((folder / "report.json").read_text())["log"][-1]["held_out"]["words"]
         model = load_head(kind, folder, target).model  # type: ignore[arg-type]
-        assert figures[kind]["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+        assert lines[kind]["parameters"] == sum(parameter.numel() for parameter in model.parameters())
         assert f"--kind {kind}" in (folder / "README.md").read_text()
-    stamps = [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("*/model.safetensors"))]
-    again = CliRunner().invoke(bench, [*flags, "--target", str(target), "--kinds", "falcon,medusa"])  # data as recorded
+    stamps = [path.stat().st_mtime_ns for path in sorted(place.glob("*-1024/model.safetensors"))]
+    again = CliRunner().invoke(bench, [*flags, "--target", str(target), "--only", "falcon,medusa"])  # data as recorded
     assert again.exit_code == 0, again.output
-    assert [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("*/model.safetensors"))] == stamps
-    unknown = CliRunner().invoke(bench, [*flags, "--target", str(target), "--kinds", "medusa,hydra"])
-    assert unknown.exit_code == 2
-    assert "hydra" in unknown.output
+    assert [path.stat().st_mtime_ns for path in sorted(place.glob("*-1024/model.safetensors"))] == stamps
+    unknown = CliRunner().invoke(bench, [*flags, "--target", str(target), "--only", "medusa,hydra"])
+    assert isinstance(unknown.exception, InvalidField)
+    assert "hydra" in str(unknown.exception)
 
 
 def test_a_finished_run_goes_on_when_more_tokens_are_asked_for(place: Path) -> None:
@@ -146,10 +146,9 @@ def test_ablation_switches_change_the_head_and_are_refused_elsewhere(place: Path
 
 
 def test_ablate_trains_each_variant_once_and_compares_them(place: Path, tmp_path: Path) -> None:
-    flags = ("ablate", "--tokens", "512", "--n", "1", "--cache", str(tmp_path), "--lessons", str(place / "lessons"))
-    chosen = ("--methods", "full", "--methods", "no-layer-shift", "--json", str(tmp_path / "out.json"))
-    first = run(bench, place, *flags, *chosen)
-    assert "uniform" in first
+    flags = ("paper", "ablate", "--tokens", "512", "--n", "1", "--cache", str(place))
+    chosen = ("--only", "full,no-layer-shift", "--json", str(tmp_path / "out.json"))
+    run(bench, place, *flags, *chosen)
     told = json.loads((tmp_path / "out.json").read_text())
     assert {check["name"] for check in told["checks"]} == {
         "alpha of block 2, slot 1, over block 1, slot 4",
@@ -157,45 +156,47 @@ def test_ablate_trains_each_variant_once_and_compares_them(place: Path, tmp_path
         "alpha_4 of full over no-layer-shift",
     }
     assert told["ok"] == all(check["ok"] for check in told["checks"])
-    table = {row["variant"]: row for row in told["figures"]["table_2"]}
-    assert list(table) == ["SpecBlock", "- layer-wise shift", "- rank-guided branching"]
-    assert table["SpecBlock"]["over_whole"] == 1.0
-    assert table["- rank-guided branching"]["tau"] == told["figures"]["full"]["trees"]["uniform 4"]
-    assert not load_specblock(tmp_path / "no-layer-shift-512", place / "target").config.layer_shift
-    stamps = [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("*/model.safetensors"))]
+    variants = {line["variant"]: line for line in told["figures"]["table_2"]}
+    assert list(variants) == ["SpecBlock", "- layer-wise shift", "- rank-guided branching"]
+    assert variants["SpecBlock"]["over_whole"] == 1.0
+    trees = {(line["head"], line["tree"]): line["tau"] for line in told["figures"]["trees"]}
+    assert variants["- rank-guided branching"]["tau"] == trees[FULL, UNIFORM]
+    assert [line["head"] for line in told["figures"]["alpha"]] == ["full", "no-layer-shift"]
+    assert not load_specblock(place / "no-layer-shift-512", place / "target").config.layer_shift
+    stamps = [path.stat().st_mtime_ns for path in sorted(place.glob("*-512/model.safetensors"))]
     assert len(stamps) == 2
-    again = run(bench, place, *flags, *chosen)
-    assert [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("*/model.safetensors"))] == stamps
-    assert first.splitlines()[-4:] == again.splitlines()[-4:]
+    run(bench, place, *flags, *chosen)
+    assert [path.stat().st_mtime_ns for path in sorted(place.glob("*-512/model.safetensors"))] == stamps
+    assert json.loads((tmp_path / "out.json").read_text())["figures"] == told["figures"]
 
 
 def test_rows_of_adaptation_come_from_what_bench_adapt_wrote(tmp_path: Path) -> None:
     rows = [{"method": name, "tau": tau, "speedup": x} for name, tau, x in (("never", 2.0, 1.0), ("bandit", 4.0, 1.5))]
     (tmp_path / "adapt.json").write_text(json.dumps({"command": "bench adapt --what shift", "rows": rows}))
     gains = {FULL: {GUIDED: Replay(10, 30), UNIFORM: Replay(10, 15)}}
-    assert ablations(gains, tmp_path / "adapt.json") == [
-        Ablation("SpecBlock", 3.0, 1.0),
-        Ablation("- rank-guided branching", 1.5, 0.5),
-        Ablation("SpecBlock+adapt", 4.0, 1.0, 1.5),
-        Ablation("SpecBlock", 2.0, 0.5, 1.0),
+    assert [tuple(line.values()) for line in table_2(gains, read_adapted(tmp_path / "adapt.json"))] == [
+        ("SpecBlock", 3.0, 1.0, None),
+        ("- rank-guided branching", 1.5, 0.5, None),
+        ("SpecBlock+adapt", 4.0, 1.0, 1.5),
+        ("SpecBlock, never adapted", 2.0, 0.5, 1.0),
     ]
     (tmp_path / "run.json").write_text(json.dumps({"command": "bench run", "rows": rows}))
     for file, why in (("run.json", "holds no bandit"), ("none.json", "No such file")):
         with pytest.raises(InvalidField, match=why):
-            ablations(gains, tmp_path / file)
+            read_adapted(tmp_path / file)
 
 
 def test_rank_reports_the_rank_head_and_the_trees(place: Path, tmp_path: Path) -> None:
     folder = head(place, "specblock")
-    flags = ["rank", "--target", str(place / "target"), "--heads", f"sb=specblock:{folder}", "--n", "2"]
+    flags = ["paper", "rank", "--target", str(place / "target"), "--heads", f"sb=specblock:{folder}", "--n", "2"]
     told = CliRunner().invoke(bench, [*flags, "--max-new-tokens", "16", "--json", str(tmp_path / "rank.json")])
     assert told.exit_code == 0, told.output
-    figures = json.loads((tmp_path / "rank.json").read_text())["figures"]["sb"]
-    assert sum(row["frequency"] for row in figures["rank_head"]) == pytest.approx(1)
+    figures = json.loads((tmp_path / "rank.json").read_text())["figures"]
+    assert sum(line["frequency"] for line in figures["rank_head"]) == pytest.approx(1)
     assert len(figures["trees"]) == 5
-    assert all(tree["tau"] >= 1 for tree in figures["trees"].values())
-    none = CliRunner().invoke(bench, ["rank", "--target", str(place / "target"), "--heads", "l=lookup"])
-    assert none.exit_code == 2
+    assert all(line["tau"] >= 1 for line in figures["trees"])
+    none = CliRunner().invoke(bench, ["paper", "rank", "--target", str(place / "target"), "--heads", "l=lookup"])
+    assert isinstance(none.exception, InvalidField)
 
 
 class Knowing:

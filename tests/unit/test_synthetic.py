@@ -6,16 +6,14 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from rich.console import Console
 from transformers import LlamaConfig
 
-from coppice.bench.run.bare import BareDraft
-from coppice.bench.synthetic.profiles import PROFILES, Published, drawn_taus, expected_tau, read_profile
-from coppice.bench.synthetic.report import NOTE, SyntheticReport, compare
+from coppice.bench.bare import BareDraft
+from coppice.bench.synthetic import measure
+from coppice.bench.synthetic.measure import NOTE, BareTimes, SyntheticPlan, compare, expected_lines
+from coppice.bench.synthetic.profiles import PROFILES, expected_tau, read_profile
 from coppice.bench.synthetic.shapes import SHAPES, make_weights, read_shape
-from coppice.bench.synthetic.synthetic import BareTimes, SyntheticPlan, expected_rows
 from coppice.cli import main
 from coppice.errors import InvalidField
 from coppice.heads.checkpoints import read_target
@@ -55,15 +53,6 @@ def test_given_rates_are_every_heads() -> None:
 def test_an_unusable_profile_says_why(text: str, why: str) -> None:
     with pytest.raises(InvalidField, match=why):
         read_profile(text, ["lm"])
-
-
-def test_drawn_answers_have_the_expected_tau() -> None:
-    alphas = Published(4.41, 8, 0.544).alphas()
-    taus = drawn_taus(alphas, 300, 400, seed=1)
-    assert np.mean(taus) == pytest.approx(4.41, rel=0.01)
-    assert taus == drawn_taus(alphas, 300, 400, seed=1)
-    assert drawn_taus((), 2, 9, 0) == [1.0, 1.0]
-    assert drawn_taus((1.0, 1.0), 1, 10, 0) == [3.0]
 
 
 # --- shapes ---
@@ -116,77 +105,63 @@ def test_weights_are_made_once_and_fit_together(shape: Path, tmp_path: Path) -> 
 
 def test_expected_figures_follow_from_times_and_profile(shape: Path, tmp_path: Path) -> None:
     target, heads = make_weights(tmp_path, read_shape(str(shape)), KINDS, "float32", "cpu", 0)
-    profile = {"eagle3": (1.0,) * 3, "specblock": (1.0,) * 2}
-    plan = SyntheticPlan((1, 9), (1, 4), 8, 40, 13, profile, 200, 0)
+    plan = SyntheticPlan((1, 4), 8, {"eagle3": (1.0,) * 3, "specblock": (1.0,) * 2}, 200)
     forwards = {(1, 1): 10.0, (1, 9): 12.0, (4, 1): 14.0, (4, 9): 40.0}
     drafts = {(count, "eagle3"): BareDraft(8.0, 9.0) for count in (1, 4)}
     drafts |= {(count, "specblock"): BareDraft(3.0, 5.0) for count in (1, 4)}
-    rows = expected_rows(StackSpec(target=target, heads=heads), plan, BareTimes(forwards, drafts))
-    plain, eagle, block = rows[:3]
-    assert (plain.tau, plain.tokens_per_s, plain.speedup, plain.draft_share) == (1.0, 100.0, 1.0, 0.0)
-    assert (eagle.tau, eagle.tokens_per_s, eagle.speedup) == (4.0, pytest.approx(200.0), pytest.approx(2.0))
-    assert (eagle.draft_share, eagle.t_d_total_ms, eagle.drawn_tau) == (0.4, 9.0, (4.0, 4.0, 4.0))
-    assert (block.speedup, block.draft_share) == (pytest.approx(2.0), 0.2)
-    assert rows[4].speedup == pytest.approx(4 / 48 * 14)  # four sessions: plain shares its forward too
-    one, four = compare(rows)
+    times = BareTimes(forwards, drafts)
+    lines = expected_lines(StackSpec(target=target, heads=heads), plan, times)
+    plain, eagle, block = lines[:3]
+    assert [plain[key] for key in ("tau", "tokens_per_s", "speedup", "draft_share")] == [1.0, 100.0, 1.0, 0.0]
+    assert [eagle[key] for key in ("tau", "tokens_per_s", "speedup")] == pytest.approx([4.0, 200.0, 2.0])
+    assert (eagle["draft_share"], eagle["t_d_total_ms"]) == (0.4, 9.0)
+    assert (block["speedup"], block["draft_share"]) == (pytest.approx(2.0), 0.2)
+    assert lines[4]["speedup"] == pytest.approx(4 / 48 * 14)  # four sessions: plain shares its forward too
+    one, four = compare(lines)
     assert (one["speed"], one["t_d"], four["sessions"]) == (pytest.approx(1.0), 0.375, 4)
-    assert compare(rows[:2]) == []
-    figures = {"shape": "tiny", "profile_name": "ones", "budget": 8, "specblock_over_eagle3": [one]}
-    report = SyntheticReport("bench synthetic", "float32", 1, rows=list(rows))
-    report.figures = figures | {"forward_ms": BareTimes(forwards, drafts).by_sessions()}
-    console = Console(width=120, record=True)
-    report.print(console)
-    text = console.export_text()
-    assert text.count(NOTE) == 2
-    assert "speed 1.00, T_D 0.38, draft share 20% against 40%" in text
+    assert compare(lines[:2]) == []
+    assert times.forward_ms(5) == pytest.approx(11.0)
+    assert times.lines()[1] == {"sessions": "4", "1": 14.0, "9": 40.0}
 
 
 def _measured(arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict:
-    told = [
-        "--json",
-        str(tmp_path / "s.json"),
-        "--markdown",
-        str(tmp_path / "s.md"),
-        "--plots",
-        str(tmp_path / "plots"),
-    ]
-    monkeypatch.setattr(sys, "argv", ["coppice", "bench", "synthetic", *arguments, *told])
+    file = tmp_path / "s.json"
+    monkeypatch.setattr(sys, "argv", ["coppice", "bench", "synthetic", *arguments, "--json", str(file)])
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code
-    return json.loads((tmp_path / "s.json").read_text())
+    return json.loads(file.read_text())
 
 
 def test_a_tiny_shape_is_measured_bare_and_through_the_services(
     shape: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    sizes = ["--rows", "1,4", "--sessions", "1,2", "--budget", "6", "--context", "24", "--n", "1"]
-    arguments = ["--shape", str(shape), "--dtype", "float32", "--profile", "0.9,0.5", "--max-new-tokens", "12"]
-    told = _measured([*arguments, *sizes], monkeypatch, tmp_path)
-    assert (told["synthetic"], told["ok"]) == (NOTE, True)
-    assert {count: list(by_rows) for count, by_rows in told["figures"]["forward_ms"].items()} == {
-        "1": ["1", "4", "7"],
-        "2": ["1", "4", "7"],
-    }
+    monkeypatch.setattr(measure, "ROWS", (1, 4))
+    monkeypatch.setattr(measure, "CONTEXT", 24)
+    sizes = ["--sessions", "1,2", "--budget", "6", "--profile", "0.9,0.5"]
+    told = _measured(["--shape", str(shape), "--dtype", "float32", *sizes], monkeypatch, tmp_path)
+    assert (told["figures"]["synthetic"], told["ok"]) == (NOTE, True)
+    assert [list(line) for line in told["figures"]["forward_ms"]] == [["sessions", "1", "4", "7"]] * 2
     methods = ["plain", "single:eagle3", "single:specblock"]
     assert [(row["method"], row["sessions"]) for row in told["rows"]] == [(name, n) for n in (1, 2) for name in methods]
     for row in told["rows"]:
-        assert row["tau"] == pytest.approx(2.35 if row["heads"] else 1.0)
-        assert (row["t_d_ms"] > 0) == (row["draft_share"] > 0) == bool(row["heads"])
-        assert (row["pipeline_step_ms"] > 0) == (row["efficiency"] > 0) == (row["sessions"] == 1)
-        if row["sessions"] == 1:
-            assert 1 <= row["pipeline_tau"] < 2  # random heads
-            assert sum(row["parts_ms"].values()) == pytest.approx(row["pipeline_step_ms"], rel=0.1)
-    assert (tmp_path / "s.md").read_text().count(NOTE) == 3
-    files = sorted(file.name for file in (tmp_path / "plots").iterdir())
-    assert files == ["synthetic_expected.png", "synthetic_forward.png", "synthetic_step.png"]
-    assert all((tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG") for name in files)
+        head = row["method"] != "plain"
+        assert row["tau"] == pytest.approx(2.35 if head else 1.0)
+        assert (row["t_d_ms"] > 0) == (row["draft_share"] > 0) == head
+    steps = told["figures"]["pipeline"]
+    assert [step["method"] for step in steps] == methods
+    for step in steps:
+        assert 1 <= step["tau"] < 2  # random heads
+        assert step["efficiency"] > 0
+        parts = sum(took for name, took in step.items() if name not in ("method", "step_ms", "efficiency", "tau"))
+        assert parts == pytest.approx(step["step_ms"], rel=0.1)
 
 
 @pytest.mark.gpu
 def test_a_shape_is_measured_on_an_accelerator(shape: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     arguments = ["--shape", str(shape), "--device", "cuda", "--no-pipeline", "--sessions", "1,8", "--budget", "60"]
-    told = _measured([*arguments, "--context", "64"], monkeypatch, tmp_path)
+    monkeypatch.setattr(measure, "CONTEXT", 64)
+    told = _measured(arguments, monkeypatch, tmp_path)
     assert told["dtype"] == "bfloat16"
     assert all(row["t_m_ms"] > 0 for row in told["rows"])
     assert [one["sessions"] for one in told["figures"]["specblock_over_eagle3"]] == [1, 8]

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from coppice.bench.adapt.old_kv import swap
 from coppice.config.sections import DrafterSettings
 from coppice.errors import CoppiceError, InvalidField, StaleFence
 from coppice.heads.base import DraftJob
@@ -33,7 +32,7 @@ from coppice.limits import CHUNK_BYTES
 from coppice.messages.steps import WeightsHeader, WeightsPart
 from coppice.weights.staging import Staging, read_file
 from coppice.weights.versions import Weights, pack, pack_update, tensor_digest, weights_hash
-from tests.pushes import CORRUPTIONS, Case, Made, Push, altered
+from tests.pushes import CORRUPTIONS, Case, Made, Push, altered, swap
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import GREEDY, HIDDEN, VOCAB, Text, build, drafted, opened, save_random
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from coppice.adaptation.picture import CHANGE_COLOURS, moving_mean
@@ -17,13 +16,14 @@ from coppice.bench.adapt.lanes import Lane
 from coppice.bench.adapt.shift import StreamQuery
 from coppice.bench.exact import judged
 from coppice.bench.reference import Reference
-from coppice.bench.report import Check, Report, Row, Verdict, make_row
+from coppice.bench.report import Check, Row, Verdict, make_row, table
 from coppice.client.completion import Completion
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.spec import HeadSpec, StackSpec
 
 NEVER, BANDIT = "never", "bandit"
-POLICIES = (NEVER, "always", "full-only", "head-only", BANDIT)
+TRAINED = ("head", "full")
+"""what a change is called that put newly trained weights to use"""
 SAME, OTHER = "same device", "other device"
 LEAST_GAIN = 0.5
 """tau that the bandit is to gain over never in the last third of the shifted part"""
@@ -55,9 +55,10 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptRow(Row):
-    """One policy over the whole stream; `speedup` is over never."""
+class AdaptRow:
+    """One policy over the whole stream; the row's speedup is over never."""
 
+    row: Row
     updates: int = 0
     reverts: int = 0
     train_s: float = 0.0
@@ -65,6 +66,12 @@ class AdaptRow(Row):
     query_tau: list[float] = field(default_factory=list)
     query_tokens_per_s: list[float] = field(default_factory=list)
     changes: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as `--json` holds it: flat."""
+        others = asdict(self)
+        del others["row"]
+        return self.row.to_json() | others
 
 
 def spec_for(policy: str, head: HeadSpec, base: StackSpec, flags: dict[str, Any]) -> StackSpec:
@@ -106,11 +113,9 @@ def adapt_row(lane: Lane, stream: Sequence[StreamQuery], never: Row | None, verd
     answers, status = lane.served.answers, lane.served.status
     changes = [asdict(change) for change in status.changes] if status else []
     row = make_row(lane.name, answers, verdicts, lane.spec.budget or 0)
-    told: dict[str, Any] = {each.name: getattr(row, each.name) for each in fields(Row)}
-    told["speedup"] = row.tokens_per_s / never.tokens_per_s if never else 1.0
     return AdaptRow(
-        **told,
-        updates=sum(change["what"] in ("head", "full") for change in changes),
+        row=replace(row, speedup=row.tokens_per_s / never.tokens_per_s if never else 1.0),
+        updates=sum(change["what"] in TRAINED for change in changes),
         reverts=status.reverts if status else 0,
         train_s=_training(changes),
         parts=parts_of(stream, answers, changes),
@@ -123,7 +128,7 @@ def adapt_row(lane: Lane, stream: Sequence[StreamQuery], never: Row | None, verd
 def _training(changes: Sequence[dict[str, Any]]) -> float:
     """Seconds of all updates, by the median of each kind: some were held still halfway."""
     total = 0.0
-    for kind in ("head", "full"):
+    for kind in TRAINED:
         took = [change["train_s"] for change in changes if change["what"] == kind]
         total += len(took) * statistics.median(took) if took else 0.0
     return total
@@ -133,77 +138,65 @@ def parts_of(
     stream: Sequence[StreamQuery], answers: Sequence[Completion], changes: Sequence[dict[str, Any]]
 ) -> list[Part]:
     """Each part of the stream, and the last third of the first one."""
-    found = []
+    parts = []
     for name in dict.fromkeys(query.part for query in stream):
         at = [number for number, query in enumerate(stream) if query.part == name]
-        found.append(_part(name, at, answers, changes))
-        if len(found) == 1:
-            found.append(_part(f"{name}, last third", at[2 * len(at) // 3 :], answers, changes))
-    return found
+        parts.append(_part(name, at, answers, changes))
+        if len(parts) == 1:
+            parts.append(_part(f"{name}, last third", at[2 * len(at) // 3 :], answers, changes))
+    return parts
 
 
 def _part(name: str, at: Sequence[int], answers: Sequence[Completion], changes: Sequence[dict[str, Any]]) -> Part:
     row = make_row(name, [answers[number] for number in at], [], 0)
-    updates = sum(change["what"] in ("head", "full") and at[0] < change["query"] <= at[-1] + 1 for change in changes)
+    updates = sum(change["what"] in TRAINED and at[0] < change["query"] <= at[-1] + 1 for change in changes)
     return Part(name, len(at), row.tau, row.tokens_per_s, updates)
 
 
 def shift_checks(rows: Sequence[AdaptRow], cold_events: int) -> list[Check]:
     """What the bandit is for. Nothing is checked of a policy that was not run."""
-    by_name = {row.method: row for row in rows}
+    by_name = {row.row.method: row for row in rows}
     bandit, never = by_name.get(BANDIT), by_name.get(NEVER)
     if bandit is None or never is None:
         return []
     late, plain = bandit.parts[1], never.parts[1]
-    best = max(rows, key=lambda row: row.tokens_per_s)
-    others = max(row.tokens_per_s for row in rows if row is not bandit)
-    gain, lead = late.tau - plain.tau, bandit.tokens_per_s / others
+    best = max((row.row for row in rows), key=lambda row: row.tokens_per_s)
+    others = max(row.row.tokens_per_s for row in rows if row is not bandit)
     served = bandit.parts[-1]
-    first = next((change["query"] for number, change in enumerate(_updates(bandit), 1) if number == cold_events), None)
+    updates = [change["query"] for change in bandit.changes if change["what"] in TRAINED]
+    cold_end = updates[cold_events - 1] if 0 < cold_events <= len(updates) else 0
     total = len(bandit.query_tau)
-    begin = total - served.queries if first is None else max(first, total - served.queries)
-    settled = sum(change["query"] > begin for change in _updates(bandit))
-    share = 100 * settled / max(1, total - begin)
-    note = "" if first is not None else "its cold start was not over"
+    begin = max(cold_end, total - served.queries)
+    share = 100 * sum(query > begin for query in updates) / max(1, total - begin)
+    note = "" if cold_end else "its cold start was not over"
     return [
-        Check(f"tau over never, {late.name}", gain, f">= {LEAST_GAIN}", gain >= LEAST_GAIN),
-        Check("tokens/s over the best other policy", lead, ">= 1", lead >= 1, f"best: {best.method}"),
-        Check(f"updates in 100 queries of {served.name}", share, f"<= {MOST_UPDATES}", share <= MOST_UPDATES, note),
+        Check.at_least(f"tau over never, {late.name}", late.tau - plain.tau, LEAST_GAIN),
+        Check.at_least(
+            "tokens/s over the best other policy", bandit.row.tokens_per_s / others, 1.0, f"best: {best.method}"
+        ),
+        Check.at_most(f"updates in 100 queries of {served.name}", share, MOST_UPDATES, note),
     ]
 
 
-def _updates(row: AdaptRow) -> list[dict[str, Any]]:
-    return [change for change in row.changes if change["what"] in ("head", "full")]
-
-
-class AdaptReport(Report):
-    """Rows of policies: a table by part of the stream, and a picture."""
-
-    def adapted(self) -> list[AdaptRow]:
-        """The rows."""
-        return [row for row in self.rows if isinstance(row, AdaptRow)]
-
-    def tables(self) -> list[Table]:
-        """tau and tokens/s of every part, and what it cost."""
-        rows = self.adapted()
-        title = f"{self.command}: tau (tokens/s) by part, updates counted in; {self.dtype}, {self.threads} threads"
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        table.add_column("method", no_wrap=True)
-        headings = [f"{part.name} ({part.queries})" for part in rows[0].parts]
-        for heading in (*headings, "all", "x never", "updates", "reverts", "training s", "same/tie/wrong"):
-            table.add_column(heading, justify="right")
-        for row in rows:
-            table.add_row(
-                row.method,
-                *(f"{part.tau:.2f} ({part.tokens_per_s:.1f})" for part in row.parts),
-                f"{row.tau:.2f} ({row.tokens_per_s:.1f})",
-                f"{row.speedup:.2f}",
-                str(row.updates),
-                str(row.reverts),
-                f"{row.train_s:.0f}",
-                f"{row.identical}/{row.ties}/{row.wrong}",
-            )
-        return [table]
+def adapt_table(rows: Sequence[AdaptRow], title: str) -> Table:
+    """tau (tokens/s) of every part of the stream and of all of it, and what the updates cost."""
+    return table(
+        title,
+        [
+            {"method": row.row.method}
+            | {f"{part.name} ({part.queries})": f"{part.tau:.2f} ({part.tokens_per_s:.1f})" for part in row.parts}
+            | {
+                "all": f"{row.row.tau:.2f} ({row.row.tokens_per_s:.1f})",
+                "x never": row.row.speedup,
+                "updates": row.updates,
+                "reverts": row.reverts,
+                "training s": row.train_s,
+                "same/tie/wrong": str(row.row.verdicts),
+            }
+            for row in rows
+        ],
+        {"training s": ".0f"},
+    )
 
 
 def draw(rows: Sequence[AdaptRow], stream: Sequence[StreamQuery], file: Path) -> None:
@@ -213,11 +206,13 @@ def draw(rows: Sequence[AdaptRow], stream: Sequence[StreamQuery], file: Path) ->
     figure = Figure(figsize=(11, 6.5), layout="constrained")
     upper, lower, below = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 1))
     for number, row in enumerate(rows):
-        colour = f"C{number}"
-        upper.plot(moving_mean(row.query_tau), color=colour, label=row.method)
-        lower.plot(moving_mean(row.query_tokens_per_s), color=colour, label=row.method)
+        style = {"color": f"C{number}", "label": row.row.method}
+        upper.plot(moving_mean(row.query_tau), **style)
+        lower.plot(moving_mean(row.query_tokens_per_s), **style)
         for change in row.changes:
-            below.plot(change["query"], row.method, "|", markersize=12, color=CHANGE_COLOURS.get(change["what"], "0.5"))
+            below.plot(
+                change["query"], row.row.method, "|", markersize=12, color=CHANGE_COLOURS.get(change["what"], "0.5")
+            )
     for at in range(1, len(stream)):
         if stream[at].part != stream[at - 1].part:
             for panel in (upper, lower, below):

@@ -1,7 +1,7 @@
 """The command `coppice bench adapt`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -11,17 +11,13 @@ from coppice.bench.options import (
     NewTokens,
     Seed,
     Target,
-    encode,
     finish,
-    offline,
     reference_of,
+    report_of,
     spec_of,
 )
 
-if TYPE_CHECKING:
-    from coppice.stack.spec import HeadSpec, StackSpec
-
-WHAT = ("shift", "devices", "passes", "kv")
+WHAT = ("shift", "devices", "passes")
 
 
 def adapt(
@@ -29,7 +25,7 @@ def adapt(
         str,
         typer.Option(
             help="shift: stories, then code again, by policy; devices: training on the serving core or beside it "
-            "(table 4); passes: one mixed stream again and again (table 5); kv: what a swap costs sessions that go on."
+            "(table 4); passes: one mixed stream again and again (table 5)."
         ),
     ] = "shift",
     target: Target = None,
@@ -61,8 +57,9 @@ def adapt(
     from coppice.adaptation.bandit import UPDATES
     from coppice.bench.adapt.adapt import (
         DEMO_FLAGS,
-        AdaptReport,
+        AdaptRow,
         adapt_row,
+        adapt_table,
         device_lanes,
         draw,
         judged_lanes,
@@ -87,9 +84,6 @@ def adapt(
         raise typer.BadParameter(why, param_hint="--head")
     if n > (most := 2 * len(programs())):
         raise typer.BadParameter(f"there are {most} different prompts", param_hint="--n")
-    if what == "kv":
-        _kv(spec_of(target, [head], "float32"), chosen, n, max_new_tokens, budget, json_file)
-        return
     flags = DEMO_FLAGS | dict(_pair(text) for text in setting or ())
     base = replace(spec_of(target, [head], dtype), budget=budget)
     stream = mixed(n, passes, seed) if what == "passes" else shifted(n, seed)
@@ -98,45 +92,23 @@ def adapt(
     else:
         lanes = policy_lanes(policies if what == "shift" else ["never", "bandit"], chosen, base, flags)
     console = Console()
-    told = base.settings().verifier
-    report = AdaptReport(f"bench adapt --what {what}", told.dtype, told.threads, told.device)
+    report = report_of(f"bench adapt --what {what}", base)
+    rows: list[AdaptRow] = []
     with console.status("starting") as status:
         run_lanes(lanes, stream, max_new_tokens, turn, lambda line: status.update(line))
         status.update("judging")
         for lane, verdicts in judged_lanes(lanes, stream, reference_of(base)):
-            never = report.rows[0] if report.rows and report.rows[0].method == "never" else None
-            report.rows.append(adapt_row(lane, stream, never, verdicts))
-    rows = report.adapted()
-    report.checks += exactness_checks(rows, told.dtype, False, max_new_tokens)
+            never = rows[0].row if rows and rows[0].row.method == "never" else None
+            rows.append(adapt_row(lane, stream, never, verdicts))
+    report.rows += (row.to_json() for row in rows)
+    title = f"{report.command}: tau (tokens/s) by part, updates counted in; {report.dtype}, {report.threads} threads"
+    report.tables.append(adapt_table(rows, title))
+    report.checks += exactness_checks([row.row for row in rows], report.dtype, False, max_new_tokens)
     if what == "shift":
         report.checks += shift_checks(rows, int(flags.get("bandit.cold_events", 8)))
     report.figures = {"settings": flags, "stream": [query.part for query in stream]}
     if plot:
         draw(rows, stream, plot)
-    finish(console, report, json_file)
-
-
-def _kv(spec: "StackSpec", head: "HeadSpec", n: int, max_new_tokens: int, budget: int, json_file: Path | None) -> None:
-    """Half of the stories are learnt from, the others are drafted along."""
-    from rich.table import Table
-
-    from coppice.bench.adapt.old_kv import learnt, old_kv
-    from coppice.bench.adapt.shift import stories
-    from coppice.bench.paper.rank import answers
-
-    console, report = offline("bench adapt --what kv", spec)
-    ids = [encode(spec.target, prompt) for prompt in stories()[:n]]
-    with console.status("the target answers"):
-        texts = answers(spec.target, ids, max_new_tokens, "float32")
-    with console.status("the head learns"):
-        learner = learnt(head, spec.target, texts[: n // 2], max(1, n // 32))
-    with console.status("drafting along the other answers"):
-        found = old_kv(head, spec.target, learner, texts[n // 2 :], budget, threads=1)
-    table = Table("along the second half of an answer", "tau", "steps", title_justify="left")
-    for way, replayed in found.items():
-        table.add_row(way, f"{replayed.tau:.3f}", str(replayed.steps))
-    console.print(table)
-    report.figures = {way: {"tau": replayed.tau, "steps": replayed.steps} for way, replayed in found.items()}
     finish(console, report, json_file)
 
 

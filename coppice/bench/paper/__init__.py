@@ -1,1 +1,1 @@
-"""The papers' tables: what each part of a head is worth, by training and by replaying drafts."""
+"""The tables of the papers: `coppice bench paper NAME`."""

@@ -1,124 +1,58 @@
-"""`coppice bench drafting`: what a draft of a feature-fed head costs beside its bare forwards, in this process."""
+"""What a draft of a head that reads features costs beside its own forwards, in this process."""
 
 from __future__ import annotations
 
 import random
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from coppice.bench.report import Check
-from coppice.engine.batch import Piece, pack
-from coppice.engine.loading import load_engine
-from coppice.heads.base import DraftJob
-from coppice.heads.feature_head import FeatureHead
-from coppice.messages.steps import Advance, Features, OpenDraft
+from coppice.bench.bare import STRIDE, Bare
+from coppice.bench.options import encode, numbers, vocab_size_of
+from coppice.bench.paper.tables import Options, heads_of
+from coppice.bench.report import Check, Report
+from coppice.config.sections import FEATURE_KINDS
 from coppice.prompts.files import demo_prompts
 from coppice.speculation.sampling import SamplingParams
+from coppice.stack.spec import StackSpec
 
 CONTEXT = 300  # tokens before the first timed draft
-STRIDE = 3  # tokens committed between two drafts
+BUDGETS = (8, 31)
 BOUND = 1.15
 
-AnyHead = FeatureHead[Any]
+
+def drafting(spec: StackSpec, options: Options, report: Report, say: Callable[[str], None]) -> None:
+    """Time drafts of each head that reads features, at every budget and temperature, with one thread.
+
+    What is not the model's own computing may add 15% to it.
+    """
+    spec = replace(spec, heads=heads_of(spec.heads, FEATURE_KINDS), drafter_threads=1)
+    text = text_of(spec.target, CONTEXT + STRIDE * options.n)
+    bare, lines = Bare(spec, spec.settings(), 1, len(text)), []
+    budgets = (options.budget,) if options.budget else BUDGETS
+    for head, budget, temperature in product(spec.heads, budgets, numbers("temperatures", options.temperatures, float)):
+        say(f"{head.name}, budget {budget}, T={temperature:g}")
+        sampling = SamplingParams(temperature=temperature, seed=1)
+        draft = bare.draft(head.name, text[:CONTEXT], text[CONTEXT:], sampling, budget)
+        ratio = draft.total_ms / draft.forward_ms
+        name = f"{head.name}, budget {budget}, T {temperature:g}: draft over its forwards"
+        report.checks.append(Check.at_most(name, ratio, BOUND))
+        lines.append(
+            {
+                "head": head.name,
+                "budget": budget,
+                "T": f"{temperature:g}",
+                "draft_ms": draft.total_ms,
+                "forwards_ms": draft.forward_ms,
+                "ratio": ratio,
+            }
+        )
+    report.add_figures("drafting", "one session, one thread: medians of a draft and of the forwards in it", lines)
 
 
-@dataclass(frozen=True, slots=True)
-class Drafting:
-    """Medians over drafts: milliseconds of one, of its forwards alone, and their ratio."""
-
-    name: str
-    budget: int
-    temperature: float
-    draft_ms: float
-    forwards_ms: float
-    ratio: float
-
-    def check(self) -> Check:
-        """What is not the model's own computing is at most 15% on top of it."""
-        ratio = round(self.ratio, 3)
-        name = f"{self.name}, budget {self.budget}, T {self.temperature:g}: draft over bare forwards"
-        return Check(name, ratio, f"<= {BOUND}", ratio <= BOUND)
-
-
-@dataclass(frozen=True)
-class Text:
-    """Token ids, and the target's features of their positions."""
-
-    ids: list[int]
-    rows: Tensor  # (N, F)
-
-    def part(self, start: int, end: int) -> Features:
-        """The features of start..end-1 as they go over the wire."""
-        rows = self.rows[start:end].contiguous()
-        return Features(start, len(rows), str(rows.dtype)[6:], rows.view(torch.uint8).numpy().tobytes())
-
-
-def read_text(target: Path, layers: tuple[int, ...], dtype: str, device: str, drafts: int) -> Text:
-    """The demo's prompts one behind the other, random ids for a target without a tokenizer, for `drafts` drafts."""
-    length = CONTEXT + STRIDE * drafts + 1
-    engine = load_engine(target, device=device, dtype=dtype, kv_tokens=length)
-    file, width = target / "tokenizer.json", engine.info.vocab_size
-    if file.is_file():
-        from tokenizers import Tokenizer
-
-        ids = Tokenizer.from_file(str(file)).encode("\n\n".join(str(one.prompt) for one in demo_prompts())).ids
-    else:
-        ids = random.Random(0).choices(range(width), k=length)  # noqa: S311
-    table = engine.pool.allocate("features", length)
-    rows = engine.forward(pack([Piece.chain(table, 0, ids[:length], [length - 1])], layers)).features
-    assert rows is not None
-    return Text(ids[:length], rows.cpu())
-
-
-def measure(head: AnyHead, text: Text, budget: int, temperature: float, drafts: int) -> Drafting:
-    """Draft along the text; after each draft its forwards run again by themselves, on the same inputs."""
-    sampling = SamplingParams(temperature=temperature, seed=1)
-    opening = OpenDraft("drafting", text.ids[:CONTEXT], sampling, features=text.part(0, CONTEXT))
-    for _ in head.open(0, opening):
-        pass
-    took: list[tuple[int, int]] = []
-    try:
-        for at in range(CONTEXT, CONTEXT + STRIDE * drafts, STRIDE):
-            with _recorded(head) as forwards:
-                began = time.perf_counter_ns()
-                for _ in head.draft([DraftJob(0, text.ids[at], at, budget, sampling)]):
-                    pass
-                draft_ns = time.perf_counter_ns() - began
-            before = head.forward_ns
-            with torch.inference_mode():
-                for forward in forwards:
-                    forward()
-            took.append((draft_ns, head.forward_ns - before))
-            head.advance(0, Advance(text.ids[at : at + STRIDE], text.part(at, at + STRIDE)))
-    finally:
-        head.close(0)
-    took = took[len(took) // 5 :]  # the first ones warm up
-    draft_ms, forwards_ms = (statistics.median(part) / 1e6 for part in zip(*took, strict=True))
-    ratio = statistics.median(draft_ns / forwards_ns for draft_ns, forwards_ns in took)
-    return Drafting(head.description.name, budget, temperature, draft_ms, forwards_ms, ratio)
-
-
-@contextmanager
-def _recorded(head: AnyHead) -> Iterator[Sequence[Callable[[], object]]]:
-    """The head's forwards while open, to be run again on its clock."""
-    forwards: list[Callable[[], object]] = []
-    timed = head.timed
-
-    def record(work: Callable[..., Any], *inputs: Any) -> Any:
-        forwards.append(partial(timed, work, *inputs))
-        return timed(work, *inputs)
-
-    head.timed = record  # type: ignore[method-assign]
-    try:
-        yield forwards
-    finally:
-        head.timed = timed  # type: ignore[method-assign]
+def text_of(target: Path, length: int) -> list[int]:
+    """So many ids of the demo's prompts one behind the other; random ids for a target without a tokenizer."""
+    if (target / "tokenizer.json").is_file():
+        return list(encode(target, "\n\n".join(str(prompt.prompt) for prompt in demo_prompts())))[:length]
+    return random.Random(0).choices(range(vocab_size_of(target)), k=length)  # noqa: S311

@@ -1,19 +1,22 @@
-"""`coppice bench rank`: how well a SpecBlock head knows where it will be right, and what trees gain from it."""
+"""How well a SpecBlock head knows where it will be right, and what trees gain from it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from rich import box
-from rich.table import Table
-
+from coppice.bench.options import encode, spread
 from coppice.bench.paper.replay import Replay, replay_all
+from coppice.bench.paper.tables import Options, heads_of
+from coppice.bench.report import Report
 from coppice.config.sections import DrafterSettings
 from coppice.engine.loading import load_engine
 from coppice.heads.checkpoints import load_specblock, read_output
 from coppice.heads.feature_head import target_ids
 from coppice.heads.specblock import SpecBlockHead
+from coppice.prompts.files import demo_prompts, read_prompts
+from coppice.stack.spec import StackSpec
 from coppice.training.data.target_answers import Answerer, Lesson, as_positions
 from coppice.training.data.teacher import Teacher
 from coppice.training.losses.acceptance import Acceptance, measure
@@ -30,6 +33,25 @@ TREES: dict[str, tuple[tuple[int, int, int, int], bool]] = {
 """widths, and whether the rank head is asked; every tree is pruned to the same number of nodes"""
 
 
+def rank(spec: StackSpec, options: Options, report: Report, say: Callable[[str], None]) -> None:
+    """Measure the rank head of each SpecBlock head along the target's greedy answers, and its trees."""
+    heads = {head.name: head.path for head in heads_of(spec.heads, ("specblock",)) if head.path}
+    prompts = read_prompts(options.prompts) if options.prompts else spread(demo_prompts(), options.n)
+    ids = [encode(spec.target, prompt.prompt) for prompt in prompts[: options.n]]
+    say("the target answers")
+    texts = answers(spec.target, ids, options.max_new_tokens, "float32")
+    accepted, gains = {}, {}
+    for name, folder in heads.items():
+        say(f"{name} drafts along the answers")
+        accepted[name] = accepted_along(folder, spec.target, [text for text, _ in texts])
+        gains[name] = tree_gains(folder, spec.target, texts, options.budget or 0)
+    columns = ("frequency", "precision", "recall", "f1")
+    title = "does the rank head know where it is right?"
+    report.add_figures("rank_head", title, rank_lines(accepted), dict.fromkeys(columns, ".1%"))
+    add_alphas(report, "alpha by block and slot along a greedy chain", accepted)
+    add_trees(report, f"trees of at most {options.budget} nodes along the target's greedy answers", gains)
+
+
 def answers(target: Path, prompts: Sequence[Sequence[int]], new_tokens: int, dtype: str) -> list[tuple[Lesson, int]]:
     """The target's greedy answers with its hidden states, and the length of each one's prompt."""
     lengths = [len(prompt) + new_tokens for prompt in prompts]
@@ -38,8 +60,8 @@ def answers(target: Path, prompts: Sequence[Sequence[int]], new_tokens: int, dty
     return list(zip(texts, map(len, prompts), strict=True))
 
 
-def said_along(folder: Path, target: Path, texts: Sequence[Lesson]) -> Acceptance:
-    """What a SpecBlock head says along whole texts, prompts included."""
+def accepted_along(folder: Path, target: Path, texts: Sequence[Lesson]) -> Acceptance:
+    """How often a SpecBlock head is right along whole texts, prompts included."""
     loaded = load_specblock(folder, target)
     read, positions = as_positions(texts)
     teacher = Teacher(read, read_output(target).float(), target_ids(loaded.model, loaded.config))
@@ -50,43 +72,38 @@ def tree_gains(
     folder: Path, target: Path, texts: Sequence[tuple[Lesson, int]], budget: int, threads: int = 0
 ) -> dict[str, Replay]:
     """Each kind of tree along the same texts at the same budget of nodes."""
-    found = {}
+    gains = {}
     for name, (widths, guided) in TREES.items():
         settings = DrafterSettings(
             kind="specblock", path=str(folder), target=str(target), widths=widths, rank_guided=guided, threads=threads
         )
-        found[name] = replay_all(SpecBlockHead(settings), texts, budget)
-    return found
+        gains[name] = replay_all(SpecBlockHead(settings), texts, budget)
+    return gains
 
 
-def rank_table(found: Acceptance, title: str) -> Table:
-    """Table 3 of SpecBlock."""
-    table = Table("bucket", title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("frequency", "precision", "recall", "F1"):
-        table.add_column(heading, justify="right")
-    for bucket, row in zip(BUCKETS, found.ranks(), strict=True):
-        table.add_row(bucket, *(f"{row[key]:.1%}" for key in ("frequency", "precision", "recall", "f1")))
-    return table
+def rank_lines(accepted: Mapping[str, Acceptance]) -> list[dict[str, Any]]:
+    """Table 3 of SpecBlock, for each head."""
+    return [
+        {"head": name, "bucket": bucket, **row}
+        for name, acceptance in accepted.items()
+        for bucket, row in zip(BUCKETS, acceptance.ranks(), strict=True)
+    ]
 
 
-def alpha_table(found: dict[str, Acceptance], title: str) -> Table:
-    """alpha of each place of two blocks (or of eight steps), and what a greedy chain would commit."""
-    table = Table("head", title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    places = list(next(iter(found.values())).alphas)
-    for block, slot in places:
-        table.add_column(f"{block + 1}.{slot + 1}", justify="right")
-    table.add_column("chain", justify="right")
-    for name, acceptance in found.items():
-        table.add_row(name, *(f"{alpha:.3f}" for alpha in acceptance.alphas.values()), f"{acceptance.length:.2f}")
-    return table
+def add_alphas(report: Report, title: str, accepted: Mapping[str, Acceptance]) -> None:
+    """Add alpha of each place of two blocks (or of eight steps), and what a greedy chain would commit."""
+    lines = []
+    for name, acceptance in accepted.items():
+        places = {f"{block + 1}.{slot + 1}": alpha for (block, slot), alpha in acceptance.alphas.items()}
+        lines.append({"head": name, **places, "chain": acceptance.length})
+    report.add_figures("alpha", title, lines, dict.fromkeys(lines[0].keys() - {"head", "chain"}, ".3f"))
 
 
-def gains_table(found: dict[str, dict[str, Replay]], title: str) -> Table:
-    """tau and verified nodes a step by kind of tree."""
-    table = Table("head", "tree", title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("tau", "nodes"):
-        table.add_column(heading, justify="right")
-    for head, gains in found.items():
-        for name, gain in gains.items():
-            table.add_row(head, name, f"{gain.tau:.3f}", f"{gain.nodes / max(1, gain.steps):.1f}")
-    return table
+def add_trees(report: Report, title: str, gains: Mapping[str, Mapping[str, Replay]]) -> None:
+    """Add tau and verified nodes a step by head and kind of tree."""
+    lines = [
+        {"head": name, "tree": tree, "tau": gain.tau, "nodes": gain.nodes / max(1, gain.steps), "steps": gain.steps}
+        for name, trees in gains.items()
+        for tree, gain in trees.items()
+    ]
+    report.add_figures("trees", title, lines, {"tau": ".3f", "nodes": ".1f"})

@@ -6,7 +6,7 @@ tree that the text follows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,18 +44,8 @@ def replay_all(head: FeatureHead[Any], texts: Sequence[tuple[Lesson, int]], budg
     return sum((replay(head, text, prompt, budget) for text, prompt in texts), Replay())
 
 
-def replay(
-    head: FeatureHead[Any],
-    text: Lesson,
-    prompt: int,
-    budget: int,
-    start: int = 0,
-    at_start: Callable[[], None] = lambda: None,
-) -> Replay:
-    """Draft with at most `budget` nodes a step along a (T,) text whose first `prompt` tokens are given.
-
-    Only steps from position `start` on count; before the first of them `at_start` is called.
-    """
+def replay(head: FeatureHead[Any], text: Lesson, prompt: int, budget: int) -> Replay:
+    """Draft with at most `budget` nodes a step along a (T,) text whose first `prompt` tokens are given."""
     ids: list[int] = text.ids.tolist()
     steps = tokens = nodes = 0
     try:
@@ -63,9 +53,6 @@ def replay(
             pass
         known = prompt
         while known + 1 < len(ids):
-            if known >= start > 0:
-                at_start()
-                start = steps = tokens = nodes = 0
             tree = _drafted(head, DraftJob(KEY, ids[known], known, budget, SamplingParams()), budget)
             accepted = _followed(tree, ids[known + 1 :])
             end = min(known + 1 + accepted, len(ids) - 1)  # the next root

@@ -13,9 +13,6 @@ from coppice.bench.options import (
     Dtype,
     Heads,
     JsonFile,
-    MarkdownFile,
-    Plots,
-    Seed,
     Target,
     measuring,
     numbers,
@@ -37,6 +34,9 @@ def run(
     ] = None,
     category: Category = None,
     n: Count = 16,
+    warm_up: Annotated[
+        int, typer.Option(min=0, help="Prompts, the next ones after --n, that every method answers first, uncounted.")
+    ] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Send each text as a user's message.")] = False,
     max_new_tokens: Annotated[
         int, typer.Option(min=16, help="Tokens made for each prompt, past end-of-text ids too.")
@@ -44,37 +44,27 @@ def run(
     methods: Annotated[
         list[str] | None,
         typer.Option(
-            help="Policies (route:A/B between the heads named), head names with +pq, +chain, +uncoupled, +osd or "
-            "+adapt, hf-generate, hf-assisted, hf-lookup (commas between, or repeatable); default: plain, all heads, "
-            "route, merge, hf-generate."
+            help="Policies (route:A/B between the heads named), head names, hf-generate, hf-assisted, hf-lookup "
+            "(commas between, or repeatable); default: plain, all heads, route, merge, hf-generate."
         ),
     ] = None,
     budgets: Annotated[
         str | None, typer.Option(help="Draft nodes verified a step, comma-separated; default: the server's.")
     ] = None,
     temperatures: Annotated[str, typer.Option(help="Comma-separated.")] = "0,1",
-    rounds: Annotated[int, typer.Option(min=1, help="How often every method answers each prompt.")] = 1,
     sessions: Annotated[str, typer.Option(help="Prompts answered at once, comma-separated.")] = "1",
-    warm_up: Annotated[
-        int, typer.Option(min=0, help="Prompts, the next ones after --n, that every method answers first, uncounted.")
-    ] = 0,
-    seed: Seed = 1,
     dtype: Dtype = None,
-    answers: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Also write answer files, a folder for each benchmark.")
-    ] = None,
     json_file: JsonFile = None,
-    markdown: MarkdownFile = None,
-    plots: Plots = None,
+    plots: Annotated[
+        Path | None, typer.Option("--plots", metavar="DIR", help="Also draw PNGs into this folder.")
+    ] = None,
 ) -> None:
     """Speed of every method on the same prompts, in alternating order, against plain decoding and transformers."""
-    from coppice.bench.run.methods import lane_specs, main_spec, read_methods
+    from coppice.bench.run.measure import RunPlan
+    from coppice.bench.run.measure import run as run_methods
+    from coppice.bench.run.methods import read_methods
     from coppice.bench.run.plots import draw_all
     from coppice.bench.run.questions import read_questions
-    from coppice.bench.run.report import RunReport, RunRow
-    from coppice.bench.run.run import RunPlan
-    from coppice.bench.run.run import run as run_methods
-    from coppice.client.client import Client
     from coppice.limits import MAX_TREE_NODES, check_range
 
     spec = spec_of(target, heads or (shipped_heads(methods or ()) if target is None else None), dtype)
@@ -85,24 +75,12 @@ def run(
     for budget in nodes:
         check_range("budgets", budget, 0, MAX_TREE_NODES)
     chosen = read_methods(methods or (), spec.heads, counts)
-    lanes = lane_specs(spec, chosen, max(nodes))
     levels = numbers("temperatures", temperatures, float)
-    measured = measuring("bench run", main_spec(spec, chosen), json_file, RunReport, markdown)
-    with measured as (console, stack, report), Client(stack.address) as client:
+    with measuring("bench run", spec, json_file) as (console, stack, report, client):
         reference = reference_of(stack.spec)
         asked, warming = read_questions(prompts or (), n, client, reference, category, chat, warm_up)
-        plan = RunPlan(chosen, nodes, levels, max_new_tokens, rounds, counts, seed, answers, tuple(warming))
+        plan = RunPlan(chosen, nodes, levels, counts, max_new_tokens, tuple(asked), tuple(warming))
         with console.status("starting") as status:
-            run_methods(
-                stack,
-                client,
-                reference,
-                asked,
-                plan,
-                lanes,
-                report,
-                target is None,
-                lambda line: status.update(line),
-            )
+            rows = run_methods(stack, client, reference, plan, report, target is None, lambda line: status.update(line))
         if plots:
-            draw_all([row for row in report.rows if isinstance(row, RunRow)], plots)
+            draw_all(rows, plots)

@@ -1,4 +1,4 @@
-"""What several methods answered to the same prompts at one temperature, and figures that compare them in pairs."""
+"""What several methods answered to the same prompts in one cell, and figures that compare them in pairs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,24 @@ from itertools import pairwise
 import numpy as np
 
 from coppice.bench.report import repeat_share
-from coppice.bench.run.peers import PEERS
 from coppice.bench.run.questions import Question
 from coppice.client.completion import Completion
 
 MAX_REPEAT = 0.5  # of an answer's 4-grams: above, it loops, and loops flatter every drafter
 RESAMPLES = 2000
 ENOUGH = 15  # pairs that a figure of speed should rest on
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One temperature, budget and number of sessions; methods are compared within a cell."""
+
+    temperature: float
+    budget: int
+    sessions: int
+
+    def __str__(self) -> str:
+        return f"T={self.temperature:g}, budget {self.budget}, {self.sessions} sessions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +44,14 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Answers by method, one entry a prompt and round, in the same order for all methods."""
+    """Answers of a cell by method, one entry a prompt, in the same order for all methods."""
 
-    temperature: float
+    cell: Cell
     answers: Mapping[str, Sequence[Completion]]
-    sessions: int
     seed: int
+    """of the bootstrap"""
     questions: Sequence[Question] = ()
     """what was asked, in the order of the answers; empty when nobody wants figures by benchmark"""
-    budget: int = 0
 
     def __len__(self) -> int:
         return len(next(iter(self.answers.values())))
@@ -74,7 +84,7 @@ class Pairs:
 
     def tokens_per_s(self, method: str) -> float:
         """Pooled tokens over pooled seconds, prefill left out; of all sessions."""
-        return self._tokens(method) / sum(answer.decode_s for answer in self.answers[method]) * self.sessions
+        return self._tokens(method) / sum(answer.decode_s for answer in self.answers[method]) * self.cell.sessions
 
     def ratio(self, method: str, over: str) -> Ratio | None:
         """How much faster one method is than another, with a paired bootstrap; None without that other."""
@@ -115,7 +125,7 @@ class Pairs:
 
     def chosen(self, method: str) -> dict[str, float]:
         """Share of the steps that verified each head's tree; empty unless the method routes between heads."""
-        if method in PEERS or not method.startswith("route"):
+        if not method.startswith("route"):
             return {}
         steps = Counter(at for answer in self.answers[method] for at in answer.routed)
         return {head: steps[at] / steps.total() for at, head in enumerate(self.answers[method][0].heads)}

@@ -1,15 +1,11 @@
-"""What `coppice bench run` asks, and the answers in the files that other tools read."""
+"""What `coppice bench run` asks."""
 
 from __future__ import annotations
 
-import json
-import re
-import time
-import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coppice.bench.options import file_prompts
 from coppice.errors import InvalidField
@@ -17,7 +13,6 @@ from coppice.errors import InvalidField
 if TYPE_CHECKING:
     from coppice.bench.reference import Reference
     from coppice.client.client import Client
-    from coppice.client.completion import Completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +21,6 @@ class Question:
 
     ids: tuple[int, ...]
     benchmark: str = ""
-    category: str = ""
-    question_id: str = ""
 
 
 def read_questions(
@@ -46,7 +39,7 @@ def read_questions(
     """
     if chat and not client.describe().has_chat_template:
         raise InvalidField("chat", "this target has no chat template")
-    found: list[Question] = []
+    asked: list[Question] = []
     warming: list[Question] = []
     names = benchmark_names(files) if files else ["prompts"]
     for file, name in zip(files or (None,), names, strict=True):
@@ -54,12 +47,11 @@ def read_questions(
         if warm_up and len(prompts) < count + warm_up:
             why = f"there are {len(prompts)} prompts in {name}, too few for {count} and {warm_up} to warm up with"
             raise InvalidField("warm_up", why)
-        for number, one in enumerate(prompts, 1):
+        for number, one in enumerate(prompts):
             ids = reference.encode(one.prompt, chat) if isinstance(one.prompt, str) else one.prompt
-            benchmark = name if len(files) > 1 else one.category or name
-            question = Question(ids, benchmark, one.category, one.question_id or str(number))
-            (found if number <= count else warming).append(question)
-    return found, warming
+            question = Question(ids, name if len(files) > 1 else one.category or name)
+            (asked if number < count else warming).append(question)
+    return asked, warming
 
 
 def benchmark_names(files: Sequence[Path]) -> list[str]:
@@ -67,47 +59,3 @@ def benchmark_names(files: Sequence[Path]) -> list[str]:
     full = [file.resolve() for file in files]
     ways = [file.stem for file in full], [file.parent.name for file in full], list(map(str, full))
     return next(names for names in ways if len(set(names)) == len(set(full)))
-
-
-def write_answers(
-    folder: Path, model_id: str, asked: Sequence[Question], answers: Sequence[Completion], reference: Reference
-) -> None:
-    """BENCHMARK/MODEL_ID.jsonl in the usual harness's format: a line a question, a choice each time it was asked.
-
-    Times and tokens are of the whole call, prefill included, in all methods alike; accept_lengths count the root.
-    """
-    lines: dict[tuple[str, str], dict[str, Any]] = {}
-    for question, answer in zip(asked, answers, strict=True):
-        line = lines.setdefault(
-            (question.benchmark, question.question_id),
-            {
-                "question_id": int(question.question_id) if question.question_id.isdigit() else question.question_id,
-                "category": question.category or question.benchmark,
-                "answer_id": uuid.uuid4().hex,
-                "model_id": model_id,
-                "choices": [],
-                "tstamp": time.time(),
-            },
-        )
-        line["choices"].append(
-            {
-                "index": len(line["choices"]),
-                "turns": [answer.text or reference.decode(answer.ids)],
-                "decoding_steps": [answer.steps],
-                "new_tokens": [answer.new_tokens],
-                "wall_time": [answer.ttft_s + answer.decode_s],
-                "accept_lengths": list(answer.accept_lengths),
-            }
-        )
-    for benchmark in dict.fromkeys(name for name, _ in lines):
-        mine = [line for (name, _), line in lines.items() if name == benchmark]
-        _write(folder / _file_name(benchmark) / f"{_file_name(model_id)}.jsonl", mine)
-
-
-def _write(file: Path, lines: Iterable[dict[str, Any]]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
-
-
-def _file_name(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._+-]", "-", text)

@@ -1,22 +1,21 @@
-"""The figures of `coppice bench run`: rows, tables and a picture."""
+"""The rows of `coppice bench run`, and its tables."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from coppice.bench.report import HF_GENERATE, Report, Row
-from coppice.bench.run.bare import BareDraft
-from coppice.bench.run.pairs import Pairs, Ratio
-from coppice.bench.steps import StepCosts, costs
+from coppice.bench.report import HF_GENERATE, Report, Row, table
+from coppice.bench.run.pairs import Cell, Pairs, Ratio
+from coppice.bench.run.peers import PEERS
+from coppice.bench.steps import costs, parts_of
 
 ALL, FEW_REPEATS = "all", "few_repeats"
-"""the two sets of answers that figures are given for"""
+"""The sets of answers that figures are given for, beside the benchmarks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,102 +27,88 @@ class Figures:
     tokens_per_s: float
     over_plain: Ratio | None
     over_hf: Ratio | None
-    """over transformers' `generate`; None without it"""
+    """Over transformers' `generate`; None without it."""
     draft_share: float
-    """waiting for drafts / step time"""
+    """Time that steps wait for drafts over the time of all steps."""
     efficiency: float | None
-    """tokens/s over those of the same tau in bare loops; None for a peer"""
+    """tokens/s over those of the same tau in bare loops; None for a peer."""
     chosen: dict[str, float]
-    """share of the steps routed to each head"""
-    lookup_tau: float | None
-    """of free look-up on the same answers; None without it"""
+    """Share of the steps routed to each head."""
 
 
 @dataclass(frozen=True, slots=True)
-class RunRow(Row):
-    """One method at one temperature. Times are milliseconds a step."""
+class BareStep:
+    """What a step costs in bare loops, milliseconds; zeros for a peer."""
 
-    temperature: float = 0.0
-    cell_budget: int = 0
-    """of the methods that this one is compared with, where it has none itself"""
+    t_m_ms: float = 0.0
+    """a target forward at the mean verified rows"""
+    t_d_ms: float = 0.0
+    """the forwards of a draft, of the slowest head"""
+    t_d_total_ms: float = 0.0
+    """a draft with its tree, of the slowest head"""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """One method in one cell."""
+
+    row: Row
+    cell: Cell
+    figures: dict[str, Figures]
+    """By set of answers: all, few_repeats and, where there are several, the benchmarks; an empty set is left out."""
+    bare: BareStep
     settings: str = ""
     """the best ones of a peer that has some"""
     draft_ms: float = 0.0
-    """waiting for drafts, in the pipeline"""
-    t_m_ms: float = 0.0
-    """a bare target forward at the mean verified rows"""
-    t_d_ms: float = 0.0
-    """a bare draft inside the nn forward, of the slowest head"""
-    t_d_total_ms: float = 0.0
-    """a bare draft with its tree, of the slowest head"""
-    figures: dict[str, Figures] = field(default_factory=dict)
-    """by set of answers; a set without answers is left out"""
-    benchmarks: dict[str, Figures] = field(default_factory=dict)
-    """by benchmark, where there are several"""
+    """Mean time that a step waits for drafts, in the pipeline."""
     accepted: list[float] = field(default_factory=list)
-    """alpha_k, k = 1, 2, ... (coppice.bench.run.pairs)"""
+    """alpha_k, k = 1, 2, ... (Pairs.accepted)"""
     parts_ms: dict[str, float] = field(default_factory=dict)
-    """where a step's time goes; empty for a peer"""
+    """Where a step's time goes; empty for a peer."""
     ttft_ms: float = 0.0
-    """mean time to the first token, as the client saw it"""
+    """Mean time to the first token, as the client saw it."""
     answer_ms: float = 0.0
-    """mean time of an answer, prefill included"""
+    """Mean time of an answer, prefill included."""
+
+    @property
+    def name(self) -> str:
+        """The method's name in tables."""
+        return self.row.method.removeprefix("single:")
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as `--json` holds it; the key `cell_budget` also has the cell's budget for methods without one."""
+        others = asdict(self)
+        for key in ("row", "cell", "bare"):
+            del others[key]
+        where = {"temperature": self.cell.temperature, "cell_budget": self.cell.budget}
+        return self.row.to_json() | where | asdict(self.bare) | others
 
 
-def run_row(row: Row, pairs: Pairs, settings: str, t_m_ms: float, t_d: BareDraft, lookup: str | None) -> RunRow:
-    """One method's row with everything that is known of its pairs. `lookup`: the method of a look-up head."""
-    figures = {
-        name: figures_of(row, chosen, t_m_ms + t_d.forward_ms, lookup)
-        for name, chosen in ((ALL, pairs), (FEW_REPEATS, pairs.few_repeats()))
-        if len(chosen)
-    }
-    benchmarks = {
-        name: figures_of(row, chosen, t_m_ms + t_d.forward_ms, lookup) for name, chosen in pairs.by_benchmark().items()
-    }
-    over_plain, answers = figures[ALL].over_plain, pairs.answers[row.method]
+def run_row(row: Row, pairs: Pairs, settings: str, bare: BareStep) -> RunRow:
+    """One method's row with everything that is known of its pairs."""
+    method, answers = row.method, pairs.answers[row.method]
+    benchmarks = pairs.by_benchmark()
+    sets = {ALL: pairs, FEW_REPEATS: pairs.few_repeats()} | (benchmarks if len(benchmarks) > 1 else {})
+    figures = {name: figures_of(method, chosen, bare) for name, chosen in sets.items() if len(chosen)}
+    over_plain = figures[ALL].over_plain
     ttft_ms = 1e3 * statistics.fmean(answer.ttft_s for answer in answers)
-    told: dict[str, Any] = {each.name: getattr(row, each.name) for each in fields(Row)}
-    told |= {
-        "tokens_per_s": figures[ALL].tokens_per_s,
-        "speedup": over_plain.value if over_plain else 0.0,
-        "draft_ms": pairs.draft_ms(row.method),
-    }
     return RunRow(
-        **told,
-        temperature=pairs.temperature,
-        cell_budget=pairs.budget,
-        settings=settings,
-        t_m_ms=t_m_ms,
-        t_d_ms=t_d.forward_ms,
-        t_d_total_ms=t_d.total_ms,
+        row=replace(row, tokens_per_s=figures[ALL].tokens_per_s, speedup=over_plain.value if over_plain else 0.0),
+        cell=pairs.cell,
         figures=figures,
-        benchmarks=benchmarks if len(benchmarks) > 1 else {},
-        accepted=pairs.accepted(row.method),
-        parts_ms=parts_of(costs(row.method, answers)) if row.policy else {},
+        bare=bare,
+        settings=settings,
+        draft_ms=pairs.draft_ms(method),
+        accepted=pairs.accepted(method),
+        parts_ms={} if method in PEERS else parts_of(costs(method, answers)),
         ttft_ms=ttft_ms,
         answer_ms=ttft_ms + 1e3 * statistics.fmean(answer.decode_s for answer in answers),
     )
 
 
-def parts_of(step: StepCosts) -> dict[str, float]:
-    """A mean step in milliseconds, cut into what the models compute and what is done around them."""
-    head_forward = min(step.head_forward, step.draft)
-    target_forward = min(step.target_forward, step.verify)
-    return {
-        "head forward": head_forward,
-        "rest of drafting": step.draft - head_forward,
-        "target forward": target_forward,
-        "rest of verifying": step.verify - target_forward,
-        "transport": step.transport,
-        "accept": step.accept,
-        "commit": step.commit,
-    }
-
-
-def figures_of(row: Row, pairs: Pairs, bare_ms: float, lookup: str | None) -> Figures:
-    """A row's method over some pairs; `bare_ms` is what a step of it costs in bare loops, 0 for a peer."""
-    method = row.method
-    tau, tokens_per_s = pairs.tau(method), pairs.tokens_per_s(method)
+def figures_of(method: str, pairs: Pairs, bare: BareStep) -> Figures:
+    """A method's figures over some pairs."""
+    tau, tokens_per_s, bare_ms = pairs.tau(method), pairs.tokens_per_s(method), bare.t_m_ms + bare.t_d_ms
     return Figures(
         answers=len(pairs),
         tau=tau,
@@ -131,45 +116,47 @@ def figures_of(row: Row, pairs: Pairs, bare_ms: float, lookup: str | None) -> Fi
         over_plain=pairs.ratio(method, "plain"),
         over_hf=pairs.ratio(method, HF_GENERATE),
         draft_share=pairs.draft_share(method),
-        efficiency=tokens_per_s / pairs.sessions / (tau / bare_ms * 1e3) if bare_ms else None,
+        efficiency=tokens_per_s / pairs.cell.sessions / (tau / bare_ms * 1e3) if bare_ms else None,
         chosen=pairs.chosen(method),
-        lookup_tau=pairs.tau(lookup) if lookup else None,
     )
 
 
-class RunReport(Report):
-    """A report of RunRows: for each temperature, budget and number of sessions how fast, and where the time goes."""
-
-    def tables(self) -> Iterable[Table]:
-        """How fast, on which benchmark, where the time goes; then more sessions, if there are any."""
-        rows = [row for row in self.rows if isinstance(row, RunRow)]
-        for where, mine in cells(rows).items():
-            on = f"{where}, {self.dtype}, {self.threads} threads"
-            if before := self.figures.get("warm_up"):
-                on += f", {before} prompts answered before"
-            yield _speed_table(f"{self.command}, {on}, prefill left out; in brackets 95%", mine)
-            if mine[0].benchmarks:
-                yield _benchmark_table(f"{where}: x plain / tau / draft share by benchmark", mine)
-            yield _time_table(f"{where}: milliseconds a step; T_M and T_D in bare loops", mine)
-        if len({row.sessions for row in self.rows}) > 1:
-            yield _sessions_table("tokens/s (ms an answer) by sessions", rows)
+def tables(rows: Sequence[RunRow], report: Report, warm_up: int) -> Iterator[Table]:
+    """For each cell how fast, on which texts, where the time goes; then more sessions, if there are any."""
+    for cell, its in by_cell(rows).items():
+        on = f"{cell}, {report.dtype}, {report.threads} threads"
+        if warm_up:
+            on += f", {warm_up} prompts answered before"
+        yield _speed_table(f"{report.command}, {on}, prefill left out; in brackets 95%", its)
+        if len(its[0].figures) > 1:
+            yield _sets_table(f"{cell}: x plain / tau / draft share by set of answers", its)
+        yield _time_table(f"{cell}: milliseconds a step; T_M and T_D in bare loops", its)
+    if len({row.cell.sessions for row in rows}) > 1:
+        yield _sessions_table("tokens/s (ms an answer) by sessions", rows)
 
 
-def cells(rows: Iterable[RunRow]) -> dict[str, list[RunRow]]:
-    """The rows that were measured in alternation, by temperature, budget and sessions."""
-    found: dict[str, list[RunRow]] = {}
+def by_cell(rows: Iterable[RunRow]) -> dict[Cell, list[RunRow]]:
+    """The rows that were measured in alternation."""
+    groups: dict[Cell, list[RunRow]] = {}
     for row in rows:
-        where = f"T={row.temperature:g}, budget {row.cell_budget}, {row.sessions} sessions"
-        found.setdefault(where, []).append(row)
-    return found
+        groups.setdefault(row.cell, []).append(row)
+    return groups
 
 
-def crossover(rows: Iterable[RunRow], method: str) -> float | None:
+def over_sessions(rows: Iterable[RunRow]) -> dict[tuple[float, int, str], list[RunRow]]:
+    """The rows that differ by the number of sessions alone, by temperature, budget and method."""
+    groups: dict[tuple[float, int, str], list[RunRow]] = {}
+    for row in rows:
+        groups.setdefault((row.cell.temperature, row.cell.budget, row.name), []).append(row)
+    return groups
+
+
+def crossover(rows: Iterable[RunRow]) -> float | None:
     """The number of sessions from which on plain is faster, between two measured ones in proportion; None: never.
 
-    `rows`: of one temperature and budget.
+    `rows`: of one method, temperature and budget.
     """
-    speedups = sorted((row.sessions, row.speedup) for row in rows if row.method == method)
+    speedups = sorted((row.cell.sessions, row.row.speedup) for row in rows)
     for at, (sessions, speedup) in enumerate(speedups):
         if speedup < 1:
             if at == 0:
@@ -180,94 +167,62 @@ def crossover(rows: Iterable[RunRow], method: str) -> float | None:
 
 
 def _speed_table(title: str, rows: Sequence[RunRow]) -> Table:
-    headings = ("tau", "tokens/s", "x plain", "x generate", "few: tau", "x plain", "x gen.", "same/tie/wrong")
-    table = _table(title, headings)
-    for row in rows:
-        every, few = row.figures[ALL], row.figures.get(FEW_REPEATS)
-        ratios = [ratio and ratio.value for ratio in (few.over_plain, few.over_hf)] if few else (None, None)
-        judged = row.identical + row.ties + row.wrong
-        table.add_row(
-            row.method.removeprefix("single:"),
-            f"{row.tau:.2f}",
-            f"{row.tokens_per_s:.1f}",
-            str(every.over_plain or "-"),
-            str(every.over_hf or "-"),
-            *map(_number, (few.tau if few else None, *ratios)),
-            f"{row.identical}/{row.ties}/{row.wrong}" if judged else "-",
-        )
-    few = rows[0].figures.get(FEW_REPEATS)
-    caption = f"few: {few.answers if few else 0} of {rows[0].prompts} answers repeat at most half of their 4-grams"
-    if few and few.lookup_tau is not None:
-        caption += f"; look-up's tau there is {few.lookup_tau:.2f}"
-    table.caption = "\n".join((caption, *(f"{row.method}: {row.settings}" for row in rows if row.settings)))
-    return table
+    lines = [
+        {
+            "method": row.name,
+            "tau": row.row.tau,
+            "tokens/s": row.row.tokens_per_s,
+            "x plain": str(row.figures[ALL].over_plain or "-"),
+            "x generate": str(row.figures[ALL].over_hf or "-"),
+            "same/tie/wrong": str(row.row.verdicts),
+        }
+        for row in rows
+    ]
+    made = table(title, lines, {"tokens/s": ".1f"})
+    made.caption = "\n".join(f"{row.name}: {row.settings}" for row in rows if row.settings)
+    return made
 
 
-def _benchmark_table(title: str, rows: Sequence[RunRow]) -> Table:
-    """Table 1 of SpecBlock for the benchmarks at hand."""
-    names = list(rows[0].benchmarks)
-    table = _table(title, (*(f"{name} ({rows[0].benchmarks[name].answers})" for name in names), "all"))
-    for row in rows:
-        sets = [*(row.benchmarks[name] for name in names), row.figures[ALL]]
-        table.add_row(
-            row.method.removeprefix("single:"),
-            *(
-                f"{one.over_plain.value if one.over_plain else 0:.2f} / {one.tau:.2f} / {one.draft_share:.0%}"
-                for one in sets
-            ),
-        )
-    return table
+def _sets_table(title: str, rows: Sequence[RunRow]) -> Table:
+    """Table 1 of SpecBlock for the benchmarks at hand, for all answers, and for those that do not loop."""
 
+    def cell(figures: Figures) -> str:
+        speedup = figures.over_plain.value if figures.over_plain else 0.0
+        return f"{speedup:.2f} / {figures.tau:.2f} / {figures.draft_share:.0%}"
 
-def _sessions_table(title: str, rows: Sequence[RunRow]) -> Table:
-    counts = sorted({row.sessions for row in rows})
-    table = _table(title, (*map(str, counts), "slower than plain from"))
-    groups: dict[tuple[float, int, str], list[RunRow]] = {}
-    for row in rows:
-        groups.setdefault((row.temperature, row.cell_budget, row.method), []).append(row)
-    for (temperature, budget, method), mine in groups.items():
-        by_count = {row.sessions: row for row in mine}
-        slower = crossover(mine, method)
-        table.add_row(
-            f"{method.removeprefix('single:')}, T={temperature:g}, budget {budget}",
-            *(
-                f"{by_count[count].tokens_per_s:.1f} ({by_count[count].answer_ms:.0f})" if count in by_count else "-"
-                for count in counts
-            ),
-            "-" if slower is None or method == "plain" else f"{slower:.1f}",
-        )
-    return table
+    headings = {name: f"{name} ({its.answers})" for name, its in rows[0].figures.items()}
+    return table(
+        title,
+        [
+            {"method": row.name} | {heading: cell(row.figures[name]) for name, heading in headings.items()}
+            for row in rows
+        ],
+    )
 
 
 def _time_table(title: str, rows: Sequence[RunRow]) -> Table:
-    table = _table(title, ("nodes", "late", "draft", "share", "T_D", "T_M", "efficiency", "few", "chosen"))
-    for row in rows:
-        if not row.policy:  # a peer
-            continue
-        every, few = row.figures[ALL], row.figures.get(FEW_REPEATS)
-        table.add_row(
-            row.method.removeprefix("single:"),
-            f"{row.verified_nodes:.1f}",
-            str(row.late_drafts),
-            f"{row.draft_ms:.2f}",
-            f"{row.draft_share:.0%}",
-            f"{row.t_d_ms:.2f}",
-            f"{row.t_m_ms:.2f}",
-            _number(every.efficiency),
-            _number(few.efficiency if few else None),
-            " ".join(f"{head} {share:.0%}" for head, share in every.chosen.items()) or "-",
-        )
-    return table
+    lines = [
+        {
+            "method": row.name,
+            "nodes": row.row.verified_nodes,
+            "late": row.row.late_drafts,
+            "draft": row.draft_ms,
+            "share": row.row.draft_share,
+            "T_D": row.bare.t_d_ms,
+            "T_M": row.bare.t_m_ms,
+            "efficiency": row.figures[ALL].efficiency,
+            "chosen": " ".join(f"{head} {share:.0%}" for head, share in row.figures[ALL].chosen.items()) or "-",
+        }
+        for row in rows
+        if row.row.method not in PEERS
+    ]
+    return table(title, lines, {"nodes": ".1f", "share": ".0%"})
 
 
-def _table(title: str, headings: Iterable[str]) -> Table:
-    table = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.collapse_padding = True
-    table.add_column("method", no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right", overflow="fold")
-    return table
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def _sessions_table(title: str, rows: Sequence[RunRow]) -> Table:
+    lines = []
+    for (temperature, budget, method), its in over_sessions(rows).items():
+        line: dict[str, Any] = {"method": f"{method}, T={temperature:g}, budget {budget}"}
+        line |= {str(row.cell.sessions): f"{row.row.tokens_per_s:.1f} ({row.answer_ms:.0f})" for row in its}
+        lines.append(line | {"slower than plain from": None if method == "plain" else crossover(its)})
+    return table(title, lines, {"slower than plain from": ".1f"})

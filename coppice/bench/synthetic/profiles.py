@@ -70,17 +70,3 @@ def read_profile(text: str, kinds: Sequence[str]) -> dict[str, tuple[float, ...]
 def expected_tau(alphas: Sequence[float]) -> float:
     """Mean tokens a step, the root counted."""
     return 1 + float(np.cumprod(alphas).sum())
-
-
-def drawn_taus(alphas: Sequence[float], answers: int, new_tokens: int, seed: int) -> list[float]:
-    """tau of single answers whose every step is drawn: depth by depth a draft is accepted or ends the step."""
-    rng = np.random.default_rng(seed)
-    taus = []
-    for _ in range(answers):
-        left, steps = new_tokens - 1, 0  # the first token comes from the prefill
-        while left > 0:
-            accepted = np.logical_and.accumulate(rng.random(len(alphas)) < alphas).sum()
-            left -= 1 + int(accepted)
-            steps += 1
-        taus.append((new_tokens - 1) / steps)
-    return taus

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,63 +19,25 @@ from coppice.training.feature_heads import build_student, head_config
 DRAFT_VOCAB = 32_000
 """SpecBlock, A.1, as EAGLE-3"""
 
-SHAPES = MappingProxyType(
-    {
-        "demo": {  # the target of models/demo
-            "model_type": "llama",
-            "hidden_size": 256,
-            "intermediate_size": 768,
-            "num_hidden_layers": 20,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 8192,
-            "max_position_embeddings": 1024,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-        },
-        "0.5b": {  # as Qwen2.5-0.5B
-            "model_type": "qwen2",
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-            "vocab_size": 151_936,
-            "max_position_embeddings": 32_768,
-            "rope_theta": 1_000_000.0,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-        },
-        "llama-3.1-8b": {
-            "model_type": "llama",
-            "hidden_size": 4096,
-            "intermediate_size": 14_336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 128_256,
-            "max_position_embeddings": 8192,
-            "rope_theta": 500_000.0,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": False,
-        },
-        "qwen3-8b": {
-            "model_type": "qwen3",
-            "hidden_size": 4096,
-            "intermediate_size": 12_288,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "vocab_size": 151_936,
-            "max_position_embeddings": 40_960,
-            "rope_theta": 1_000_000.0,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": False,
-        },
-    }
+_FIELDS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
 )
-"""by name, under the words of a config.json"""
+_PRESETS = {
+    "demo": ("llama", 256, 768, 20, 4, 2, 8192, 1024, True),
+    "0.5b": ("qwen2", 896, 4864, 24, 14, 2, 151_936, 32_768, True),
+    "llama-3.1-8b": ("llama", 4096, 14_336, 32, 32, 8, 128_256, 8192, False),
+    "qwen3-8b": ("qwen3", 4096, 12_288, 36, 32, 8, 151_936, 40_960, False),
+}
+SHAPES: dict[str, dict[str, Any]] = {name: dict(zip(_FIELDS, row, strict=True)) for name, row in _PRESETS.items()}
+"""What costs time in a config.json, by name: models/demo, Qwen2.5-0.5B, Llama-3.1-8B, Qwen3-8B."""
 
 
 def read_shape(text: str) -> PretrainedConfig:
@@ -87,8 +48,8 @@ def read_shape(text: str) -> PretrainedConfig:
         return preset
     if not (Path(text) / "config.json").is_file():
         raise InvalidField("shape", f"{text!r} is neither a folder with config.json nor one of {', '.join(SHAPES)}")
-    found: PretrainedConfig = auto.from_pretrained(text, local_files_only=True, trust_remote_code=False)
-    return found
+    own: PretrainedConfig = auto.from_pretrained(text, local_files_only=True, trust_remote_code=False)
+    return own
 
 
 def make_weights(

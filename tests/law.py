@@ -1,13 +1,12 @@
-"""Does decoding sample the target's law? A tabular target small enough to know every probability of three tokens.
+"""A tabular target so small that the probability of every continuation of three tokens is known.
 
-The pipeline's own parts run on it in process: coupled and plain draft trees, routing and merging, the accept walk, the
-keyed draw of roots. The rule of seeds/tree-speculative-decoding-nanogpt is here as the control that must fail.
+The pipeline's own parts decode it in process: coupled and uncoupled draft trees, routing and merging, the accept walk,
+and the keyed draw of roots. A rule that accepts the nodes of a tree independently is the control that must fail.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from coppice.speculation.policy import Policy
 from coppice.speculation.routing import outcomes
 from coppice.speculation.sampling import SamplingParams, decode_row, draw, noise, uniform
 from coppice.speculation.tree import DraftTree
+from tests import reference
 
 VOCAB = 4
 LENGTH = 3  # tokens whose joint law is checked: 64 cells
@@ -43,9 +43,11 @@ class Tables:
         target = rng.normal(0, 1.2, (VOCAB,) * 3)
         return cls(target, tuple(target + rng.normal(0, 1.0, (VOCAB,) * 3) for _ in HEADS))
 
-    def exact(self, params: SamplingParams, prompt: tuple[int, int]) -> FloatArray:
-        """(V ** 3,) probability of every continuation of three tokens."""
-        return np.array([self._path(params, prompt, path) for path in itertools.product(range(VOCAB), repeat=LENGTH)])
+    def exact(self, params: SamplingParams, prompt: tuple[int, int]) -> dict[tuple[int, ...], float]:
+        """The probability of every continuation of three tokens; impossible ones are left out."""
+        paths = itertools.product(range(VOCAB), repeat=LENGTH)
+        probabilities = {path: self._path(params, prompt, path) for path in paths}
+        return {path: probability for path, probability in probabilities.items() if probability > 0}
 
     def _path(self, params: SamplingParams, prompt: tuple[int, int], path: tuple[int, ...]) -> float:
         text, probability = list(prompt), 1.0
@@ -124,8 +126,11 @@ def decode_pq(tables: Tables, params: SamplingParams, prompt: tuple[int, int]) -
 
 
 def decode_independent(tables: Tables, params: SamplingParams, prompt: tuple[int, int]) -> list[int]:
-    """The control, as printed in seeds/tree-speculative-decoding-nanogpt: every node of a top-k tree is accepted on
-    its own with probability min(1, p / q), then the longest accepted path is kept."""
+    """Three tokens by the control's rule, which does not follow the target's law.
+
+    Every node of a top-k tree is accepted on its own with probability min(1, p / q). Then the longest accepted path is
+    kept. nanoGPT's tree speculative decoding does this.
+    """
     rng = np.random.default_rng(params.seed)
     text = list(prompt)
     text.append(_root(tables, text, params))
@@ -136,7 +141,7 @@ def decode_independent(tables: Tables, params: SamplingParams, prompt: tuple[int
         p_rows = [_dense(rows(node)) for node in range(len(tree) + 1)]
         pairs = zip(tree.tokens.tolist(), tree.parents.tolist(), q.tolist(), strict=True)
         accepted = [True, *(rng.random() < p_rows[parent][token] / q_x for token, parent, q_x in pairs)]
-        best = max((_accepted_prefix(path.tolist(), accepted) for path in tree.path_matrix()), key=len)
+        best = max((_accepted_prefix(path, accepted) for path in reference.paths(tree)), key=len)
         text += [int(tree.tokens[node - 1]) for node in best]
         row = p_rows[best[-1] if best else 0]
         if not best:  # all children of the root were refused: the residual of the root's row, as printed
@@ -173,26 +178,3 @@ def _dense(row: tuple[NDArray[np.int64], FloatArray]) -> FloatArray:
     dense = np.zeros(VOCAB)
     dense[row[0]] = np.exp(row[1])
     return dense
-
-
-def counts(answers: list[list[int]]) -> FloatArray:
-    """(V ** 3,) how often each continuation came."""
-    seen = Counter(map(tuple, answers))
-    return np.array([float(seen[path]) for path in itertools.product(range(VOCAB), repeat=LENGTH)])
-
-
-def chi_square(observed: FloatArray, probabilities: FloatArray) -> float:
-    """p-value of the counts under the probabilities; cells that expect fewer than 5 are pooled."""
-    from scipy.stats import chisquare
-
-    expected = probabilities * observed.sum()
-    if observed[expected == 0].any():
-        return 0.0  # something impossible happened
-    rare = (expected < 5) & (expected > 0)
-    common = expected >= 5
-    if rare.any():
-        observed = np.append(observed[common], observed[rare].sum())
-        expected = np.append(expected[common], expected[rare].sum())
-    else:
-        observed, expected = observed[common], expected[common]
-    return float(chisquare(observed, expected * observed.sum() / expected.sum()).pvalue)

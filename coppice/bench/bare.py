@@ -26,7 +26,7 @@ STRIDE = 3  # tokens committed between two timed drafts, about what a draft is g
 
 @dataclass(frozen=True, slots=True)
 class BareDraft:
-    """Medians of a draft, milliseconds: inside the head's nn forward, and with its tree."""
+    """Medians of a draft in milliseconds: the head's forwards alone, and the draft with its tree."""
 
     forward_ms: float = 0.0
     total_ms: float = 0.0
@@ -62,10 +62,8 @@ class Bare:
         sampling: SamplingParams,
         budget: int,
         sessions: int = 1,
-        pq: bool = False,
-        coupled: bool = True,
     ) -> BareDraft:
-        """One head's drafts along a recorded answer, of so many sessions at once; zeros if it counts."""
+        """Time one head's drafts along a recorded answer, of so many sessions at once; zeros for a head that counts."""
         if name not in self._heads:
             return BareDraft()
         head, text = self._heads[name], [*prompt, *answer]
@@ -74,13 +72,11 @@ class Bare:
         with _torch_threads(self._drafter_threads, self._threads):
             try:
                 for key in range(sessions):
-                    opening = OpenDraft(
-                        str(key), list(prompt), sampling, coupled, features.part(0, len(prompt)), want_q_rows=pq
-                    )
-                    for _ in head.open(key, opening):
+                    read = features.part(0, len(prompt))
+                    for _ in head.open(key, OpenDraft(str(key), list(prompt), sampling, features=read)):
                         pass
                 for at in range(len(prompt), len(text), STRIDE):
-                    jobs = [DraftJob(key, text[at], at, budget, sampling, coupled, pq) for key in range(sessions)]
+                    jobs = [DraftJob(key, text[at], at, budget, sampling) for key in range(sessions)]
                     before, began = head.forward_ns, time.perf_counter_ns()
                     for _ in head.draft(jobs):
                         pass
@@ -101,15 +97,15 @@ class Bare:
         pool = self._engine.pool
         table = pool.allocate("features", len(text))
         try:
-            made = self._engine.forward(pack([Piece.chain(table, 0, text)], layers)).features
+            rows = self._engine.forward(pack([Piece.chain(table, 0, text)], layers)).features
         finally:
             pool.free(table)
-        return _TextFeatures(made, self._engine.info.dtype)
+        return _TextFeatures(rows, self._engine.info.dtype)
 
 
 def _settings_of(head: HeadSpec, shared: DrafterSettings) -> DrafterSettings:
-    told = {"name": head.name, "kind": head.kind, "path": str(head.path)}
-    return shared.model_copy(update=told | {name.removeprefix("drafter."): value for name, value in head.flags})
+    own = {"name": head.name, "kind": head.kind, "path": str(head.path)}
+    return shared.model_copy(update=own | {name.removeprefix("drafter."): value for name, value in head.flags})
 
 
 @dataclass(frozen=True)
@@ -129,7 +125,7 @@ class _TextFeatures:
 
 @contextmanager
 def _torch_threads(inside: int, behind: int) -> Iterator[None]:
-    """torch's threads while open and from then on; 0 leaves them."""
+    """Set torch's threads while the context is open, and to `behind` afterwards; 0 leaves them as they are."""
     if inside:
         torch.set_num_threads(inside)
     try:

@@ -1,0 +1,215 @@
+"""Tables of heads that are trained alike: what each part of SpecBlock is worth, and the heads it is compared with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from coppice.bench.paper.rank import accepted_along, add_alphas, add_trees, tree_gains
+from coppice.bench.paper.replay import Replay
+from coppice.bench.paper.tables import Options
+from coppice.bench.report import Check, Report
+from coppice.config.sections import ADAPTED_KINDS, FEATURE_KINDS
+from coppice.errors import InvalidField
+from coppice.heads.checkpoints import WEIGHTS
+from coppice.machine import usable_cores
+from coppice.stack.spec import StackSpec
+from coppice.training import feature_heads
+from coppice.training.cli import LESSONS_SHARE, work_folder
+from coppice.training.data.target_answers import LessonPlan, Lessons, record_lessons, recorded_lines
+from coppice.training.dtype import fast_dtype
+from coppice.training.export import read_run, write_run
+from coppice.training.losses.acceptance import Acceptance
+from coppice.training.report import REPORT
+
+FULL, NO_SHIFT = "full", "no-layer-shift"
+UNMASKED, UNMASKED_NO_SHIFT = "no-valid-prefix", "no-valid-prefix-no-layer-shift"
+VARIANTS: dict[str, dict[str, Any]] = {
+    FULL: {},
+    NO_SHIFT: {"switches": {"layer_shift": False}},
+    "no-prefix-broadcast": {"switches": {"prefix_broadcast": False}},
+    UNMASKED: {"valid_prefix": False},
+    UNMASKED_NO_SHIFT: {"valid_prefix": False, "switches": {"layer_shift": False}},
+    "no-cross-block": {"cross_block": False},
+    "no-rope-advance": {"switches": {"block_rope_advance": False}},
+}
+"""The arguments of train_feature_head for a head that lacks a part."""
+GUIDED, UNIFORM = "rank-guided 2,4,6,4 (released)", "uniform 4"
+"""trees of coppice.bench.paper.rank, of equally many nodes"""
+ARCHITECTURE = (
+    ("SpecBlock", FULL, GUIDED),
+    ("- prefix broadcast", "no-prefix-broadcast", GUIDED),
+    ("- layer-wise shift", NO_SHIFT, GUIDED),
+    ("- valid-prefix curriculum", UNMASKED, GUIDED),
+    ("- rank-guided branching", FULL, UNIFORM),
+)
+ADAPTATION = (
+    ("SpecBlock+adapt", "bandit"),
+    ("- cost-aware bandit", "always"),
+    ("- head-only action", "full-only"),
+    ("head-only action alone", "head-only"),
+    ("SpecBlock, never adapted", "never"),
+)
+BASELINES = tuple(kind for kind in FEATURE_KINDS if kind not in ADAPTED_KINDS)
+"""the kinds that no trained head is shipped of"""
+
+
+@dataclass(frozen=True)
+class HeadCache:
+    """Heads trained alike into a folder: the same lessons in the same order, and none trained twice."""
+
+    lines: list[str]
+    target: Path
+    folder: Path
+    tokens: int
+    lessons: Lessons
+    device: str
+
+    @classmethod
+    def of(cls, target: Path, lines: list[str], options: Options, dtype: str) -> HeadCache:
+        """The cache of the options; records the target's answers unless they are there."""
+        plan = LessonPlan(int(options.tokens * LESSONS_SHARE), seed=0)
+        folder = options.cache / "lessons"
+        lessons = record_lessons(lines, target, folder, plan, device=options.device, dtype=dtype)
+        return cls(lines, target, options.cache, options.tokens, lessons, options.device)
+
+    def head(self, name: str, kind: str, flags: Mapping[str, str], **arguments: Any) -> Path:
+        """The folder of a head, trained unless it is there; a run that was stopped goes on.
+
+        arguments: more of train_feature_head's; flags: the same as a command would say it, for the head's card.
+        """
+        out = self.folder / f"{name}-{self.tokens}"
+        if (out / "config.json").exists():
+            return out
+        work = work_folder(out)
+        own = {"kind": kind, "target": self.target.name, "out": out.name, "tokens": str(self.tokens)}
+        write_run(work, "head", self.lines, own | dict(flags))
+        self.lessons.describe(work / "data")
+        done = feature_heads.train_feature_head(
+            kind,
+            self.lessons,
+            self.target,
+            work,
+            feature_heads.head_schedule(self.tokens),
+            resume=True,
+            num_workers=usable_cores() if self.device == "cpu" else 1,
+            seed=0,
+            device=self.device,
+            **arguments,
+        )
+        if not done:
+            raise KeyboardInterrupt
+        feature_heads.export_feature_head(work, out, self.lessons, self.target, self.device)
+        return out
+
+
+def ablate(spec: StackSpec, options: Options, report: Report, say: Callable[[str], None]) -> None:
+    """Train the variants, and let each draft along held-out greedy answers of the target."""
+    variants = options.only.split(",") if options.only else list(VARIANTS)
+    if FULL not in variants or not set(variants) <= set(VARIANTS):
+        raise InvalidField("only", f"{FULL} and any of {', '.join(VARIANTS)}")
+    adapted = read_adapted(options.adaptation) if options.adaptation else {}  # before hours of training
+    budget = options.budget or 0
+    cache = HeadCache.of(spec.target, options.data or [], options, "float32")
+    folders = {}
+    for name in variants:
+        say(f"training {name}")
+        folders[name] = cache.head(name, "specblock", {} if name == FULL else {name: ""}, **VARIANTS[name])
+    texts = cache.lessons.greedy_texts(options.n)
+    halves = [(text, len(text.ids) // 4) for text in texts]
+    accepted = {name: accepted_along(folder, spec.target, texts) for name, folder in folders.items()}
+    gains = {name: tree_gains(folder, spec.target, halves, budget) for name, folder in folders.items()}
+    add_alphas(report, f"alpha by block and slot after {options.tokens:,} tokens, held-out greedy answers", accepted)
+    add_trees(report, f"trees of at most {budget} nodes along the same answers", gains)
+    title = f"one part less each: trees of {budget} nodes, policies of adaptation"
+    report.add_figures("table_2", title, table_2(gains, adapted))
+    report.checks += effect_checks(accepted)
+
+
+def table_2(
+    gains: Mapping[str, Mapping[str, Replay]], adapted: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """SpecBlock's table 2: tau, and over the row that lacks nothing; an adapted head's speed over never's.
+
+    It has the variants that were trained and the policies that were run.
+    """
+    taus = [(name, gains[variant][tree].tau) for name, variant, tree in ARCHITECTURE if variant in gains]
+    lines = [{"variant": name, "tau": tau, "over_whole": tau / taus[0][1], "speedup": None} for name, tau in taus]
+    for name, policy in ADAPTATION:
+        if row := adapted.get(policy):
+            over = row["tau"] / adapted["bandit"]["tau"]
+            lines.append({"variant": name, "tau": row["tau"], "over_whole": over, "speedup": row["speedup"]})
+    return lines
+
+
+def read_adapted(file: Path) -> dict[str, dict[str, Any]]:
+    """The rows of a `bench adapt --json` by policy. Raises InvalidField."""
+    try:
+        written = json.loads(file.read_text(encoding="utf-8"))
+        rows = {row["method"]: row for row in written["rows"] if str(written["command"]).startswith("bench adapt")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidField("adaptation", f"{file}: {error}") from None
+    if "bandit" not in rows:
+        raise InvalidField("adaptation", f"{file} holds no bandit of `coppice bench adapt`")
+    return rows
+
+
+def effect_checks(accepted: Mapping[str, Acceptance]) -> list[Check]:
+    """What the paper reports of the layer-wise shift and of the second block (SpecBlock, figure 5, table 2)."""
+    full = accepted[FULL].alphas
+    checks = [_larger("alpha of block 2, slot 1, over block 1, slot 4", full[1, 0], full[0, 3])]
+    for shifted, plain in ((FULL, NO_SHIFT), (UNMASKED, UNMASKED_NO_SHIFT)):
+        if shifted in accepted and plain in accepted:
+            for slot in (2, 3):
+                name = f"alpha_{slot + 1} of {shifted} over {plain}"
+                checks.append(_larger(name, accepted[shifted].alphas[0, slot], accepted[plain].alphas[0, slot]))
+    return checks
+
+
+def _larger(name: str, one: float, other: float) -> Check:
+    ratio = round(one / max(other, 1e-9), 3)
+    return Check(name, ratio, "> 1", ratio > 1, f"{one:.3f} against {other:.3f}")
+
+
+def baselines(spec: StackSpec, options: Options, report: Report, say: Callable[[str], None]) -> None:
+    """Train a head of each kind; those that are there stay."""
+    kinds = options.only.split(",") if options.only else BASELINES
+    if unknown := [kind for kind in kinds if kind not in FEATURE_KINDS]:
+        raise InvalidField("only", f"{unknown[0]!r} is none of {', '.join(FEATURE_KINDS)}")
+    lines = options.data or recorded_lines(options.cache / "lessons") or ["code=python:stdlib"]
+    dtype = str(fast_dtype(torch.device(options.device))).removeprefix("torch.")
+    cache = HeadCache.of(spec.target, lines, options, dtype)
+    trained = []
+    for kind in kinds:
+        say(f"training {kind}")
+        trained.append(baseline(kind, cache.head(kind, kind, {})))
+    report.add_figures("baselines", f"heads after {options.tokens:,} tokens, on held-out text", trained)
+    report.notes += (f"--heads {each['kind']}={each['kind']}:{each['folder']}" for each in trained)
+
+
+def baseline(kind: str, folder: Path) -> dict[str, Any]:
+    """What is known of a trained head without drafting in a pipeline.
+
+    `alpha k` is how often, on held-out text, the k-th greedy draft token is right when those before it were; `length`
+    is the tokens a step of a greedy chain; `loss` is the held-out loss of the best weights, whose terms differ between
+    kinds; `minutes` were spent in training steps.
+    """
+    report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    state = read_run(work_folder(folder)).state
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        tensors = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
+    return {
+        "kind": kind,
+        "parameters": sum(tensor.numel() for tensor in tensors if tensor.is_floating_point()),
+        **{f"alpha_{place}": alpha for place, alpha in enumerate(report["alpha"][:4], 1)},
+        "length": report["accepted_length"],
+        "loss": state["best_loss"],
+        "minutes": state["seconds"] / 60,
+        "folder": str(folder),
+    }
