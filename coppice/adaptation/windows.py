@@ -21,14 +21,14 @@ class DraftVocabulary:
 
     def __init__(self, draft_ids: Tensor, vocab: int) -> None:
         """draft_ids: (D,) target ids. vocab: the target's V."""
-        self.size = len(draft_ids)
+        self.size, self.target_ids = len(draft_ids), frozenset(draft_ids.tolist())
         # One entry more: NOTHING finds it from behind.
         self.number = torch.full((vocab + 1,), NOTHING, dtype=torch.int64, device=draft_ids.device)
         self.number[draft_ids] = torch.arange(self.size, device=draft_ids.device)
 
     def holds(self, sample: Sample) -> bool:
         """Whether the missed token is a draft id."""
-        return self.number_of(sample.target_id) >= 0
+        return sample.target_id in self.target_ids
 
     def number_of(self, token: int) -> int:
         """The draft id of a target id, or -1."""

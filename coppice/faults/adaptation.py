@@ -12,7 +12,6 @@ from itertools import cycle
 from typing import Any
 
 from coppice.adaptation.client import AdapterClient
-from coppice.adaptation.records import GROUP, queries_key, samples_key
 from coppice.bench.report import Check
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import CoppiceError
@@ -120,8 +119,7 @@ def _redis(rig: Rig) -> Any:
 
 
 async def _flows_again(rig: Rig, row: FaultRow) -> None:
-    """Queries reach the adapter, replicas use its weights, nothing is pending, and every signal is accounted for."""
-    heads = [head.name for head in rig.stack.spec.adapted]
+    """Queries reach the adapter, replicas use its weights, and every signal is accounted for."""
     began, queries, current = time.monotonic(), 0, False
     async with rig.load() as load:
         first = await _status(rig)
@@ -140,7 +138,6 @@ async def _flows_again(rig: Rig, row: FaultRow) -> None:
         row.leaks.append(f"no query reached the adapter in {BACK_S:g} s")
     if not current:
         row.leaks.append(f"a replica did not use the adapter's weights in {BACK_S:g} s")
-    row.leaks += await _pending(rig, heads)
     row.leaks += await _unaccounted(rig)
 
 
@@ -152,20 +149,6 @@ async def _status(rig: Rig) -> Any:
     with contextlib.suppress(CoppiceError):
         return await asyncio.to_thread(ask)
     return None
-
-
-async def _pending(rig: Rig, heads: list[str]) -> list[str]:
-    """Entries that Redis keeps for a reader that took them."""
-
-    def count() -> int:
-        with _redis(rig) as client:
-            prefix = rig.stack.settings.adaptation.prefix
-            keys = [key(prefix, head) for head in heads for key in (queries_key, samples_key)]
-            groups = [group for key in keys for group in client.xinfo_groups(key) if group["name"] == GROUP.encode()]
-            return sum(group["pending"] for group in groups)
-
-    pending = await asyncio.to_thread(count)
-    return [f"{pending} entries are pending"] if pending else []
 
 
 async def _unaccounted(rig: Rig) -> list[str]:

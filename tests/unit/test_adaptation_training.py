@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,18 @@ from coppice.adaptation.windows import Windows
 from coppice.bench.adapt.old_kv import swap, window_samples
 from coppice.bench.paper.rank import answers
 from coppice.bench.paper.replay import replay_all
-from coppice.config.adaptation import LearnerSettings
+from coppice.config.adaptation import AdapterSettings, LearnerSettings
 from coppice.config.sections import DrafterSettings
+from coppice.config.settings import Settings
 from coppice.heads.checkpoints import read_output
 from coppice.heads.specblock import SpecBlockHead
 from coppice.prompts.files import demo_prompts
 from coppice.training.data.tokenizer import load_tokenizer
 from coppice.training.losses.feature_losses import Anchor, Targets, divergence
+from coppice.weights.versions import Weights
 from services.adapter.buffers import Buffers
-from services.adapter.versions import BadVersion, Version, Versions
+from services.adapter.training_copy import TrainingCopy
+from services.adapter.versions import BadVersion, Versions
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import HIDDEN, VOCAB, save_random
 
@@ -287,28 +291,29 @@ def test_without_top_ids_the_missed_token_is_certain(heads: dict[str, Path], tar
 # --- buffers ---
 
 
-def test_a_buffer_is_saturated_at_its_capacity_and_never_holds_more(heads: dict[str, Path], target: Path) -> None:
-    made = learner(heads, "specblock", target)
-    buffers, samples = Buffers({"head": 4}), head_samples(made, 6)
-    assert [buffers.add(sample) for sample in samples] == [False] * 3 + [True] * 3
-    assert buffers.dropped == {("head", "overflow"): 2}
+def test_a_buffer_never_holds_more_than_its_capacity(heads: dict[str, Path], target: Path) -> None:
+    samples, dropped = head_samples(learner(heads, "specblock", target), 6), Counter[str]()
+    buffers = Buffers({"head": 4}, lambda count, why: dropped.update({why: count}))
+    for sample in samples:
+        buffers.add(sample)
+    assert dropped == {"overflow": 2}
     assert buffers.take("head") == samples[2:]
-    assert not buffers.saturated("head")
+    assert buffers.size("head") == 0
 
 
 def test_stale_head_samples_are_dropped_and_counted_and_full_ones_stay(heads: dict[str, Path], target: Path) -> None:
-    made = learner(heads, "specblock", target)
-    buffers = Buffers()
+    made, dropped = learner(heads, "specblock", target), Counter[str]()
+    buffers = Buffers({"head": 8, "full": 8}, lambda count, why: dropped.update({why: count}))
     for version, head, full in zip(range(4), head_samples(made), full_samples(made), strict=False):
         buffers.add(replace(head, version=version))
         buffers.add(replace(full, version=version))
     buffers.layers_changed(3)
-    assert buffers.dropped == {("head", "stale"): 3}
+    assert dropped == {"stale": 3}
     assert [sample.version for sample in buffers.take("head")] == [3]
     assert len(buffers.take("full")) == 4
     buffers.add(replace(head_samples(made)[0], version=2))
     buffers.add(replace(full_samples(made)[0], version=2))
-    assert buffers.dropped == {("head", "stale"): 4}
+    assert dropped == {"stale": 4}
     assert (buffers.size("head"), buffers.size("full")) == (0, 1)
 
 
@@ -374,55 +379,75 @@ def test_reverting_brings_back_the_given_version(heads: dict[str, Path], target:
 
 # --- versions on disk ---
 
+DEPLOYED = Weights.of({"lm_head.weight": torch.zeros(2, 3), "fc.weight": torch.ones(4)})
+
+
+def version_of(number: int) -> Weights:
+    return DEPLOYED.changed({"lm_head.weight": torch.full((2, 3), float(number))}, number)
+
 
 def test_versions_come_back_as_they_were_and_old_ones_make_room(tmp_path: Path) -> None:
-    versions = Versions(tmp_path / "versions", keep=3)
+    versions = Versions(tmp_path / "versions", DEPLOYED, keep=3)
     for number in range(1, 8):
-        versions.save(Version(number, number - 1, f"{number:064x}"), {"lm_head.weight": torch.full((2, 3), number)})
-        if number == 2:
-            versions.mark_good(2)
+        versions.save(version_of(number))
+        versions.good = min(number, 2)
     assert versions.numbers() == [2, 6, 7]
-    reopened = Versions(tmp_path / "versions", keep=3)
-    version, tensors = reopened.load(6)
-    assert version == Version(6, 5, f"{6:064x}")
-    assert torch.equal(tensors["lm_head.weight"], torch.full((2, 3), 6))
-    assert reopened.good == 2
-    reopened.mark_good(7)
-    assert (reopened.good, Versions(tmp_path / "versions").good) == (7, 7)
-    with pytest.raises(ValueError):
-        reopened.save(Version(7, 6, ""), {})
+    reopened = Versions(tmp_path / "versions", DEPLOYED, keep=3)
+    weights = reopened.load(6)
+    assert (weights.version, weights.hash) == (6, version_of(6).hash)
+    assert torch.equal(weights.tensors["lm_head.weight"], torch.full((2, 3), 6.0))
+    assert weights.tensors["fc.weight"] is DEPLOYED.tensors["fc.weight"]
+    assert reopened.load(0) is DEPLOYED
+    with pytest.raises(ValueError, match="there already"):
+        reopened.save(version_of(7))
     assert not [path for path in (tmp_path / "versions").rglob("*") if "partial" in path.name]
 
 
-def test_damaged_versions_are_refused_and_an_older_good_one_is_found(tmp_path: Path) -> None:
-    versions = Versions(tmp_path)
-    assert versions.load_good() == (None, {})
-    for number in (1, 2, 3):
-        versions.save(Version(number, number - 1, ""), {"lm_head.weight": torch.ones(4)})
-        versions.mark_good(number)
-    tensors = tmp_path / "version-00000003" / "tensors.safetensors"
-    data = bytearray(tensors.read_bytes())
-    data[-1] ^= 1
-    tensors.write_bytes(data)
-    (tmp_path / "version-00000002" / "version.json").write_text("{")
-    for number in (2, 3, 4):
+def test_damaged_versions_and_those_of_another_head_are_refused(tmp_path: Path) -> None:
+    versions = Versions(tmp_path, DEPLOYED)
+    for number in (1, 2):
+        versions.save(version_of(number))
+    file = tmp_path / "version-00000002.safetensors"
+    whole = file.read_bytes()
+    for damaged in (whole[:-7], b"", whole[:8] + b"[" + whole[9:], whole[:-1] + b"~"):
+        file.write_bytes(damaged)
         with pytest.raises(BadVersion):
-            versions.load(number)
-    version, _ = versions.load_good()
-    assert version is not None
-    assert version.number == 1
-    versions.save(Version(4, 3, ""), {"lm_head.weight": torch.tensor([torch.nan])})
-    with pytest.raises(BadVersion, match="finite"):
-        versions.load(4)
+            versions.load(2)
+    with pytest.raises(BadVersion):
+        versions.load(3)
+    assert versions.load(1).hash == version_of(1).hash
+    other = Versions(tmp_path, Weights.of({"lm_head.weight": torch.ones(2, 3), "fc.weight": torch.zeros(4)}))
+    with pytest.raises(BadVersion, match="another head"):
+        other.load(1)
 
 
 def test_a_half_written_version_is_none(tmp_path: Path) -> None:
-    partial = tmp_path / ".version-00000001.partial"
-    partial.mkdir(parents=True)
-    (partial / "tensors.safetensors").write_bytes(b"half")
-    versions = Versions(tmp_path)
-    assert versions.numbers() == []
+    partial = tmp_path / ".version-00000001.safetensors.partial"
+    partial.write_bytes(b"half")
+    assert Versions(tmp_path, DEPLOYED).numbers() == []
     assert not partial.exists()
+
+
+def test_a_damaged_version_is_passed_over_for_the_good_one_and_then_for_the_deployed_one(
+    heads: dict[str, Path], target: Path, tmp_path: Path
+) -> None:
+    settings = Settings(adapter=AdapterSettings(target=str(target)), learner=LearnerSettings(full_rate=3e-3))
+
+    def opened(live: int, good: int) -> TrainingCopy:
+        copy = TrainingCopy(str(heads["specblock"]), settings, tmp_path)
+        copy.open(live, good)
+        return copy
+
+    first = opened(0, 0)
+    samples = full_samples(learner(heads, "specblock", target))
+    made = [first.train("full", samples, number, True)[1] for number in (1, 2)]
+    assert opened(2, 1).live.hash == made[1].hash
+    (tmp_path / "version-00000002.safetensors").write_bytes(b"damaged")
+    again = opened(2, 1)
+    assert (again.live.version, again.live.hash) == (1, made[0].hash)
+    assert again.restore(None, 3).hash == made[0].hash
+    (tmp_path / "version-00000001.safetensors").unlink()
+    assert opened(2, 1).live.hash == first.deployed.hash
 
 
 # --- a real head ---
