@@ -6,7 +6,6 @@ SpecBlock, section 3.4 and algorithm 1, line 14: a step on the adaptation loss p
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import threading
 import time
@@ -26,8 +25,9 @@ from coppice.adaptation.windows import DraftVocabulary, Windows
 from coppice.config.adaptation import LearnerSettings
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import InvalidField
-from coppice.heads.checkpoints import OWN, layout_of, load_eagle3, load_specblock, public_state
+from coppice.heads.checkpoints import OWN, layout_of, load_eagle3, load_specblock
 from coppice.heads.feature_head import target_ids
+from coppice.heads.public_state import public_weights
 from coppice.training.checkpoint import load_optimisers, optimiser_tensors
 from coppice.training.losses.feature_losses import (
     Anchor,
@@ -39,16 +39,16 @@ from coppice.training.losses.feature_losses import (
     soft_loss,
 )
 from coppice.weights.atomic import replace_safetensors
+from coppice.weights.versions import weights_hash
 
 BETAS = (0.9, 0.95)
 KINDS: tuple[Kind, ...] = ("head", "full")
-_OUTSIDE = ("d2t",)
 _JUDGED = 16  # windows, the latest ones, that weights are compared on
 
 
 @dataclass(frozen=True)
 class Update:
-    """What an update did. Losses are of the adaptation alone, in nats, without penalty, rank head or mask."""
+    """The result of one update. Losses are of the adaptation alone, in nats, without penalty, rank head or mask."""
 
     kind: Kind
     tensors: dict[str, Tensor] = field(repr=False)
@@ -67,7 +67,7 @@ class BadState(ValueError):
 
 
 class Interrupted(RuntimeError):
-    """Somebody wants the process to end."""
+    """An update was given up, as the process is to end."""
 
 
 class Learner:
@@ -96,15 +96,15 @@ class Learner:
     # --- weights ---
 
     def tensors(self) -> dict[str, Tensor]:
-        """The training copy's float tensors under their public names: views, not copies."""
-        return self._of(self.student)
+        """Return the training copy's float tensors by their public names: views, not copies."""
+        return public_weights(self.student.model, self.config)
 
     def deployed(self) -> dict[str, Tensor]:
-        """The same of the frozen copy: version 0."""
-        return self._of(self.frozen)
+        """Return the frozen copy's tensors: version 0."""
+        return public_weights(self.frozen.model, self.config)
 
     def changed(self) -> dict[str, Tensor]:
-        """Copies, on the CPU, of all tensors that differ from version 0."""
+        """Return copies, on the CPU, of all tensors that differ from version 0."""
         return _differing(self.deployed(), self.tensors())
 
     @torch.no_grad()
@@ -121,12 +121,8 @@ class Learner:
             own[name].copy_(given.get(name, was))
         self._optimisers = {kind: self._optimiser(kind) for kind in KINDS}
 
-    def _of(self, student: Student) -> dict[str, Tensor]:
-        public = public_state(student.model, self.config)
-        return {name: tensor for name, tensor in public.items() if name not in _OUTSIDE}
-
     def _parts(self, kind: Kind) -> list[nn.Module]:
-        """The modules that an update of a kind may change."""
+        """Return the modules that an update of a kind may change."""
         model: Any = self.student.model
         if kind == "full":
             return [model]
@@ -143,7 +139,7 @@ class Learner:
         """Learn from samples of the kind; anchored=False leaves the penalty out (online distillation).
 
         Raises FloatingPointError when the loss or a weight is not finite: the weights are then as they were. Raises
-        Interrupted, half done, once `stopped` is set.
+        Interrupted once `stopped` is set, with the update half done.
         """
         began = time.perf_counter()
         was = {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
@@ -164,7 +160,7 @@ class Learner:
         return Update(kind, changed, len(fit), len(samples) - len(fit), before, after, seconds)
 
     def _learn_head(self, samples: Sequence[Sample], penalty: float) -> tuple[float, float]:
-        """The output layer towards the target's distributions; then the rank head, whose buckets have moved."""
+        """Teach the output layer the target's distributions, then the rank head, whose buckets have moved."""
         model: Any = self.student.model
         hidden = torch.from_numpy(np.stack([one.hidden for one in samples])).to(self.settings.device).float()
         taught = torch.stack([self.vocabulary.log_probs(one) for one in samples])
@@ -186,7 +182,7 @@ class Learner:
         return before, soft_loss(logits, taught).item()
 
     def _learn_full(self, samples: Sequence[Sample], penalty: float) -> tuple[float, float]:
-        """Every slot of every row of the windows, under the mask that it is served with.
+        """Teach every slot of every row of the windows, under the mask that it is served with.
 
         An anchored update begins with the deployed weights where they know these windows better than what was learnt
         since: traffic that comes back finds them as they were.
@@ -203,14 +199,16 @@ class Learner:
         return before, self._judged(self.student, loss, judged)
 
     def _loss(self, windows: Windows) -> Any:
-        told = self.settings
+        settings = self.settings
         if hasattr(self.student.model, "rank_head"):
-            return SpecBlockLoss(windows, blocks=told.blocks, every=told.every, valid_prefix=told.valid_prefix)
-        return Eagle3Loss(windows, steps=told.steps, valid_prefix=told.valid_prefix)
+            return SpecBlockLoss(
+                windows, blocks=settings.blocks, every=settings.every, valid_prefix=settings.valid_prefix
+            )
+        return Eagle3Loss(windows, steps=settings.steps, valid_prefix=settings.valid_prefix)
 
     @torch.no_grad()
     def _judged(self, student: Student, loss: Any, positions: Tensor) -> float:
-        """Mean loss over texts, on rows that do not depend on how good the head is."""
+        """Return the mean loss over texts, on rows that do not depend on how good the head is."""
         judge = replace(loss, valid_prefix=False)
         if isinstance(judge, SpecBlockLoss):
             judge = replace(judge, rank_on=lambda: False, cut=self.config.slots)
@@ -219,12 +217,12 @@ class Learner:
         return total / len(positions)
 
     def _batches(self, kind: Kind, count: int) -> Iterator[Tensor]:
-        """Rows of each optimiser step, every sample once a pass, in an order that seed and update number give."""
-        told = self.settings
-        order = torch.Generator().manual_seed(told.seed * 1_000_003 + self.updates[kind])
-        for _ in range(told.head_passes if kind == "head" else told.full_passes):
-            for rows in torch.split(torch.randperm(count, generator=order), told.batch):
-                yield rows.to(told.device)
+        """Yield the rows of each optimiser step: every sample once a pass, in an order of seed and update number."""
+        settings = self.settings
+        order = torch.Generator().manual_seed(settings.seed * 1_000_003 + self.updates[kind])
+        for _ in range(settings.head_passes if kind == "head" else settings.full_passes):
+            for rows in torch.split(torch.randperm(count, generator=order), settings.batch):
+                yield rows.to(settings.device)
 
     def _descend(self, kind: Kind, loss: Tensor) -> None:
         if self.stopped.is_set():
@@ -245,24 +243,28 @@ class Learner:
         for kind, optimiser in self._optimisers.items():
             held = optimiser_tensors([optimiser], dict(self.student.model.named_parameters()))
             tensors |= {f"{kind}|{name}": tensor for name, tensor in held.items()}
-        told = {"updates": self.updates, "deployed": _digest(self.deployed()), "tensors": _digest(tensors)}
-        replace_safetensors(file, tensors, {"state": json.dumps(told)})
+        facts = {
+            "updates": self.updates,
+            "deployed": weights_hash(self.deployed()).hex(),
+            "tensors": weights_hash(tensors).hex(),
+        }
+        replace_safetensors(file, tensors, {"state": json.dumps(facts)})
 
     def load(self, file: Path) -> None:
         """Go on from what `save` wrote. Raises BadState, changing nothing, for a damaged file or another head's."""
         tensors: dict[str, Tensor] = {}
         try:
             with safe_open(file, "pt") as held:
-                told = json.loads((held.metadata() or {})["state"])
+                facts = json.loads((held.metadata() or {})["state"])
                 for name in held.keys():  # noqa: SIM118
                     tensors[name] = held.get_tensor(name)
-            updates: dict[Kind, int] = {kind: int(told["updates"][kind]) for kind in KINDS}
-            deployed, digest = str(told["deployed"]), str(told["tensors"])
+            updates: dict[Kind, int] = {kind: int(facts["updates"][kind]) for kind in KINDS}
+            deployed, digest = str(facts["deployed"]), str(facts["tensors"])
         except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
             raise BadState(f"{file}: {error}") from None
-        if deployed != _digest(self.deployed()):
+        if deployed != weights_hash(self.deployed()).hex():
             raise BadState(f"{file} is of another head")
-        if digest != _digest(tensors):
+        if digest != weights_hash(tensors).hex():
             raise BadState(f"{file} is damaged")
 
         def part(prefix: str) -> dict[str, Tensor]:
@@ -273,15 +275,6 @@ class Learner:
         for kind, optimiser in self._optimisers.items():
             load_optimisers([optimiser], dict(self.student.model.named_parameters()), part(kind))
         self.updates = updates
-
-
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names and values."""
-    found = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
-        found.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()
 
 
 def _differing(was: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> dict[str, Tensor]:

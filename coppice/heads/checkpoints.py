@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from coppice.engine.linear import SIBLINGS
 from coppice.errors import InvalidField
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
 from coppice.heads.models.falcon import FalconConfig, FalconModel
@@ -29,6 +28,7 @@ from coppice.heads.models.layers import HeadConfig
 from coppice.heads.models.medusa import MedusaConfig, MedusaModel
 from coppice.heads.models.parallelspec import ParallelSpecConfig, ParallelSpecModel
 from coppice.heads.models.specblock import SpecBlockConfig, SpecBlockModel
+from coppice.heads.public_state import fused_tensor, public_state
 
 M = TypeVar("M", bound=nn.Module)
 C = TypeVar("C", bound=HeadConfig)
@@ -260,39 +260,6 @@ def _check_ids(d2t: Tensor, config: HeadConfig, file: Path) -> None:
 
 _TITLES = {"specblock": "SpecBlock", "eagle3": "EAGLE-3"}
 _ARCHITECTURES = {"specblock": "SpecBlock", "eagle3": "LlamaForCausalLMEagle3"}
-_FUSED = MappingProxyType(dict(zip(("qkv_proj", "gate_up_proj"), SIBLINGS, strict=True)))
-
-
-def public_names(name: str) -> tuple[str, ...]:
-    """The public names of what one tensor of a model's own state holds, in order along its first dimension."""
-    module, _, kind = name.rpartition(".")
-    owner, _, module = module.rpartition(".")
-    if module not in _FUSED:
-        return (name,)
-    return tuple(f"{owner}.{part}.{kind}" for part in _FUSED[module])
-
-
-def public_state(model: nn.Module, config: HeadConfig) -> dict[str, Tensor]:
-    """The model's tensors under the public names of its own layout, fused projections taken apart."""
-    query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    sizes = {3: (query, key, key), 2: (config.intermediate_size,) * 2}
-    public: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        names = public_names(name)
-        pieces = tensor.split(sizes[len(names)]) if len(names) > 1 else (tensor,)
-        public |= zip(names, pieces, strict=True)
-    return public
-
-
-def fused_tensor(public: Mapping[str, Tensor], name: str) -> Tensor:
-    """The tensor `name` of a model's own state, made of public ones."""
-    pieces = [public[part] for part in public_names(name)]
-    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-
-
-def public_weights(model: nn.Module, config: HeadConfig) -> dict[str, Tensor]:
-    """What may be trained and replaced: the public tensors that hold numbers, not ids, detached, as float32."""
-    return {name: tensor.float() for name, tensor in public_state(model, config).items() if tensor.is_floating_point()}
 
 
 def kind_of(config: HeadConfig) -> str:

@@ -19,9 +19,10 @@ between what `coppice bench rank` prints of two trained heads"""
 
 
 def prior(width: int) -> NDArray[np.float32]:
-    """(width,) log-probabilities that the static tree gives to a slot's tokens, by rank: the others fall as 1 / rank^2.
+    """Return the (width,) log-probabilities that the static tree gives to a slot's tokens by rank.
 
-    In 1024ths, so that sums are exact: of equal ones the earlier node is taken, on every machine.
+    The others fall as 1 / rank^2. All are in 1024ths, so that sums are exact: of equal ones every machine takes the
+    earlier node.
     """
     rank = np.arange(1, width)
     chances = np.concatenate(([FIRST], OTHERS / (rank * (rank + 1))))
@@ -48,9 +49,9 @@ class FalconHead(BlockHead[FalconModel]):
         super().__init__(settings, "falcon", loaded, (width,) * BUCKETS)
 
     def buckets(self, logits: Tensor, normed: Tensor) -> Tensor:
-        """The same everywhere."""
+        """Return the same bucket everywhere."""
         return torch.ones(logits.shape[:-1], dtype=torch.int64, device=self.device)
 
     def _visible(self, rows: int) -> NDArray[np.bool_]:
-        """The relaxed causal mask: all slots of the rows so far, the later ones of the same row too."""
+        """Return the relaxed causal mask: all slots of the rows so far, the later ones of the same row too."""
         return np.tri(rows, dtype=np.bool_).repeat(self.slots, axis=0).repeat(self.slots, axis=1)

@@ -10,7 +10,7 @@ from torch import Tensor
 from coppice.config.sections import DrafterSettings
 from coppice.heads.base import DraftJob
 from coppice.heads.checkpoints import load_head
-from coppice.heads.feature_head import Session
+from coppice.heads.feature_session import FeatureSession
 from coppice.heads.models.medusa import MedusaModel
 from coppice.heads.parallel_head import ParallelHead
 
@@ -25,10 +25,10 @@ class MedusaHead(ParallelHead[MedusaModel]):
         """
         super().__init__(settings, "medusa", load_head("medusa", settings.path, settings.target))
 
-    def _prefill(self, session: Session, upto: int) -> None:
+    def _prefill(self, session: FeatureSession, upto: int) -> None:
         session.done = upto  # nothing is kept of a position
 
-    def _say(self, jobs: Sequence[DraftJob]) -> Tensor:
+    def _predict(self, jobs: Sequence[DraftJob]) -> Tensor:
         rows, ends = self._query_rows(jobs)
         return self.timed(self._logits, rows.features[ends])
 

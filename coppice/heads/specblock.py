@@ -24,7 +24,7 @@ class SpecBlockHead(BlockHead[SpecBlockModel]):
         super().__init__(settings, "specblock", load_specblock(settings.path, settings.target), widths)
 
     def buckets(self, logits: Tensor, normed: Tensor) -> Tensor:
-        """What the rank head answers, or the same everywhere."""
+        """Return the rank head's answers, or bucket 1 everywhere."""
         if not self.settings.rank_guided:
             return torch.ones(logits.shape[:-1], dtype=torch.int64, device=self.device)
         return self.model.rank(normed, logits).argmax(-1)

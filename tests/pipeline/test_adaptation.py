@@ -15,7 +15,8 @@ import pytest
 
 from coppice.adaptation.client import AdapterClient
 from coppice.client.client import AsyncClient, Client
-from coppice.heads.checkpoints import load_specblock, public_weights
+from coppice.heads.checkpoints import load_specblock
+from coppice.heads.public_state import public_weights
 from coppice.messages.adapter import HeadStatus
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams

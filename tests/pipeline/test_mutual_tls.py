@@ -14,7 +14,8 @@ from coppice.adaptation.client import AdapterClient
 from coppice.bench.reference import Reference
 from coppice.client.client import Client
 from coppice.errors import CoppiceError, PermissionDenied, Unauthenticated, Unavailable
-from coppice.heads.checkpoints import load_specblock, public_weights
+from coppice.heads.checkpoints import load_specblock
+from coppice.heads.public_state import public_weights
 from coppice.rpc.channels import Dialer
 from coppice.stack.launch import SERVICES, Stack
 from coppice.stack.spec import HeadSpec, StackSpec

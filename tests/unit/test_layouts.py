@@ -23,9 +23,9 @@ from coppice.heads.checkpoints import (
     load_eagle3,
     load_head,
     load_specblock,
-    public_state,
     save_head,
 )
+from coppice.heads.public_state import public_state
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random
 

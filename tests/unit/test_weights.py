@@ -21,13 +21,11 @@ from coppice.config.sections import DrafterSettings
 from coppice.errors import CoppiceError, InvalidField, StaleFence
 from coppice.heads.base import DraftJob
 from coppice.heads.checkpoints import (
-    fused_tensor,
-    public_state,
-    public_weights,
     read_eagle3,
     read_specblock,
     save_head,
 )
+from coppice.heads.public_state import fused_tensor, public_state, public_weights
 from coppice.heads.registry import build_head
 from coppice.limits import CHUNK_BYTES
 from coppice.messages.steps import WeightsHeader, WeightsPart
@@ -297,16 +295,16 @@ def test_a_push_of_the_last_layers_leaves_every_other_tensor_as_it_is(kind: str,
 
 def test_weights_that_came_into_use_while_others_were_prepared_are_not_lost(target: Path, tmp_path: Path) -> None:
     head, _ = build("eagle3", save_random(tmp_path, "eagle3"), target)
-    first, spares = head.weights, []
+    first, swaps = head.weights, []
     for seed in (1, 2):
         header, parts = pack_update("eagle3", first, altered(first, seed))
         staging = head.staging(header)
         for part in parts:
             staging.add(part)
-        spares.append(head.spare(staging))
-    spares[0].swap()
+        swaps.append(head.prepare_swap(staging))
+    swaps[0].swap()
     with pytest.raises(StaleFence, match=r"version 1 .* came into use meanwhile"):
-        spares[1].swap()
+        swaps[1].swap()
     assert head.weights.hash == altered(first, 1).hash
 
 

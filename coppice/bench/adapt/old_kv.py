@@ -92,6 +92,6 @@ def swap(head: FeatureHead[Any], weights: Weights, parent: Weights | None = None
     staging = head.staging(header)
     for part in parts:
         staging.add(part)
-    spare = head.spare(staging)
-    spare.swap()
-    spare.release()
+    swapping = head.prepare_swap(staging)
+    swapping.swap()
+    swapping.release()

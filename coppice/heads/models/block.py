@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from coppice.heads.models.layers import MLP, Attend, Attention, HeadConfig, Rope, Rotary, norm_of
+from coppice.heads.models.layers import MLP, Attend, Attention, DraftModel, HeadConfig, Rope, norm_of
 
 
 class BlockConfig(HeadConfig):
@@ -63,8 +63,8 @@ class BlockInput(nn.Module):
         return torch.cat((slots[..., :1, :] + of_prefix[..., None, :], slots[..., 1:, :]), dim=-2)
 
 
-class BlockModel(nn.Module):
-    """Everything but the token embedding, which is the target's and frozen; a kind adds its layers and `forward`.
+class BlockModel(DraftModel):
+    """A model of blocks; a kind adds its layers and `forward`.
 
     Rows are blocks: a row has K slots, and slot k of a row predicts the token k + 1 places behind the row's token.
     `forward` takes (B, N, hidden) conditions and token embeddings, the rotary factors, and for each layer its attention
@@ -73,9 +73,6 @@ class BlockModel(nn.Module):
 
     config: BlockConfig
     input_layer: BlockInput
-    norm: nn.RMSNorm
-    lm_head: nn.Linear
-    rotary: Rotary
 
     def condition(self, features: Tensor) -> Tensor:
         """(..., 3 * target hidden) features to (..., hidden) conditions of first blocks (SpecBlock, equation 1)."""

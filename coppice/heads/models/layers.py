@@ -113,6 +113,29 @@ def rotate(states: Tensor, rope: Rope) -> Tensor:
     return states * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+class DraftModel(nn.Module):
+    """Everything of a draft head but the token embedding, which is the target's and frozen."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def add_output(self) -> None:
+        """Add what lies behind a kind's own layers: the last norm, the output layer, the rotary factors and d2t.
+
+        d2t are the (draft vocabulary,) offsets from draft ids to target ids.
+        """
+        config = self.config
+        self.norm = norm_of(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rotary = config.rotary()
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+
+    def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
+        """Return the rotary factors of (B, N) positions, (B, N, D) each."""
+        return self.rotary(positions, dtype)
+
+
 class Attention(nn.Module):
     """Grouped-query attention whose inputs are `inputs` times as wide as its output."""
 
