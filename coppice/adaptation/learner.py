@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from coppice.adaptation.windows import DraftVocabulary, Windows
 from coppice.config.adaptation import LearnerSettings
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import InvalidField
-from coppice.heads.checkpoints import OWN, layout_of, load_eagle3, load_specblock
+from coppice.heads.checkpoints import OWN, layout_of, load_head
 from coppice.heads.feature_head import target_ids
 from coppice.heads.public_state import public_weights
 from coppice.training.checkpoint import load_optimisers, optimiser_tensors
@@ -50,20 +50,15 @@ _JUDGED = 16  # windows, the latest ones, that weights are compared on
 class Update:
     """The result of one update. Losses are of the adaptation alone, in nats, without penalty, rank head or mask."""
 
-    kind: Kind
-    tensors: dict[str, Tensor] = field(repr=False)
-    """new float32 values, on the CPU, of the tensors that changed, by public name"""
     samples: int
     """how many it learned from"""
-    outside: int
-    """head samples left out: their token is no draft id"""
     loss_before: float
     loss_after: float
     seconds: float
 
 
 class BadState(ValueError):
-    """A learner's file is damaged or of another head."""
+    """A learner's file is damaged or of other weights."""
 
 
 class Interrupted(RuntimeError):
@@ -80,8 +75,7 @@ class Learner:
         if layout in OWN:
             kinds = " and ".join(ADAPTED_KINDS)
             raise InvalidField("adapter.heads", f"{folder} is a {layout} head; {kinds} heads are adapted, no others")
-        load: Any = load_specblock if layout == "specblock" else load_eagle3
-        loaded = load(folder, target)
+        loaded = load_head("specblock" if layout == "specblock" else "eagle3", folder, target)
         self.config = loaded.config
         embedding = loaded.embedding.to(self.settings.device)
         self.student = Student(loaded.model.to(self.settings.device), embedding)
@@ -136,28 +130,27 @@ class Learner:
     # --- updates ---
 
     def step(self, kind: Kind, samples: Sequence[Sample], *, anchored: bool = True) -> Update:
-        """Learn from samples of the kind; anchored=False leaves the penalty out (online distillation).
+        """Learn from one or more samples of the kind; those of a head update must be of draft ids.
+
+        anchored=False leaves the penalty out (online distillation).
 
         Raises FloatingPointError when the loss or a weight is not finite: the weights are then as they were. Raises
         Interrupted once `stopped` is set, with the update half done.
         """
         began = time.perf_counter()
         was = {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
-        fit = [one for one in samples if one.kind == kind and (kind == "full" or self.vocabulary.holds(one))]
-        before = after = 0.0
-        if fit:
-            learn: Any = self._learn_head if kind == "head" else self._learn_full
-            before, after = learn(fit, self.settings.penalty if anchored else 0.0)
-        changed = _differing(was, self.tensors())
-        if not np.isfinite([before, after]).all() or not all(bool(torch.isfinite(t).all()) for t in changed.values()):
+        learn: Any = self._learn_head if kind == "head" else self._learn_full
+        before, after = learn(samples, self.settings.penalty if anchored else 0.0)
+        if not all(
+            bool(torch.isfinite(tensor).all()) for tensor in (torch.tensor([before, after]), *self.tensors().values())
+        ):
             with torch.no_grad():
                 for name, tensor in self.tensors().items():
                     tensor.copy_(was[name])
             self._optimisers[kind] = self._optimiser(kind)
-            raise FloatingPointError(f"a {kind} update of {len(fit)} samples is not finite")
+            raise FloatingPointError(f"a {kind} update of {len(samples)} samples is not finite")
         self.updates[kind] += 1
-        seconds = time.perf_counter() - began
-        return Update(kind, changed, len(fit), len(samples) - len(fit), before, after, seconds)
+        return Update(len(samples), before, after, time.perf_counter() - began)
 
     def _learn_head(self, samples: Sequence[Sample], penalty: float) -> tuple[float, float]:
         """Teach the output layer the target's distributions, then the rank head, whose buckets have moved."""
@@ -238,42 +231,37 @@ class Learner:
     # --- restart ---
 
     def save(self, file: Path) -> None:
-        """Write everything that the next update depends on as one safetensors file, complete or not at all."""
-        tensors = {f"weights|{name}": tensor for name, tensor in self.changed().items()}
+        """Write what the next update depends on beside the weights as one file, complete or not at all."""
+        tensors: dict[str, Tensor] = {}
         for kind, optimiser in self._optimisers.items():
             held = optimiser_tensors([optimiser], dict(self.student.model.named_parameters()))
             tensors |= {f"{kind}|{name}": tensor for name, tensor in held.items()}
-        facts = {
-            "updates": self.updates,
-            "deployed": weights_hash(self.deployed()).hex(),
-            "tensors": weights_hash(tensors).hex(),
-        }
+        weights, digest = (weights_hash(each).hex() for each in (self.tensors(), tensors))
+        facts = {"updates": self.updates, "weights": weights, "tensors": digest}
         replace_safetensors(file, tensors, {"state": json.dumps(facts)})
 
     def load(self, file: Path) -> None:
-        """Go on from what `save` wrote. Raises BadState, changing nothing, for a damaged file or another head's."""
-        tensors: dict[str, Tensor] = {}
+        """Go on from what `save` wrote beside the weights that the training copy has.
+
+        Raises BadState, changing nothing, for a damaged file or one of other weights.
+        """
         try:
             with safe_open(file, "pt") as held:
                 facts = json.loads((held.metadata() or {})["state"])
-                for name in held.keys():  # noqa: SIM118
-                    tensors[name] = held.get_tensor(name)
+                tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
             updates: dict[Kind, int] = {kind: int(facts["updates"][kind]) for kind in KINDS}
-            deployed, digest = str(facts["deployed"]), str(facts["tensors"])
+            weights, digest = facts["weights"], facts["tensors"]
         except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
             raise BadState(f"{file}: {error}") from None
-        if deployed != weights_hash(self.deployed()).hex():
-            raise BadState(f"{file} is of another head")
+        if weights != weights_hash(self.tensors()).hex():
+            raise BadState(f"{file} is of other weights")
         if digest != weights_hash(tensors).hex():
             raise BadState(f"{file} is damaged")
-
-        def part(prefix: str) -> dict[str, Tensor]:
-            begin = f"{prefix}|"
-            return {name.removeprefix(begin): one for name, one in tensors.items() if name.startswith(begin)}
-
-        self.revert(part("weights"))
+        parameters: dict[str, Tensor] = dict(self.student.model.named_parameters())
         for kind, optimiser in self._optimisers.items():
-            load_optimisers([optimiser], dict(self.student.model.named_parameters()), part(kind))
+            begin = f"{kind}|"
+            own = {name.removeprefix(begin): one for name, one in tensors.items() if name.startswith(begin)}
+            load_optimisers([optimiser], parameters, own)
         self.updates = updates
 
 

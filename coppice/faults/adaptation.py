@@ -21,7 +21,7 @@ from coppice.rpc.channels import Dialer
 from coppice.stack.launch import ADAPTER, REDIS
 from coppice.stack.process import ProcessFailed
 from coppice.telemetry import metric
-from coppice.weights.push import Replica
+from coppice.weights.push import DrafterLink
 
 QUICK: Mapping[str, Mapping[str, Any]] = {
     "adapter": {
@@ -177,7 +177,7 @@ async def random_weights(rig: Rig, row: FaultRow) -> None:
         async with rig.watched(row) as load:
             for head in heads:
                 for name in _drafters(rig, head.name):
-                    async with Replica(rig.stack.services[name].address, Dialer()) as link:
+                    async with DrafterLink(rig.stack.services[name].address, Dialer()) as link:
                         await link.push(*head.random((await link.describe()).weights_version + 1, name=None))
             wanted = len(load.streams) + rig.plan.sessions
             await rig.until(lambda load=load, wanted=wanted: len(load.streams) >= wanted, 30)  # type: ignore[misc]
@@ -199,7 +199,7 @@ async def corrupted(rig: Rig, row: FaultRow) -> None:
         names = _drafters(rig, head.name)
         async with rig.watched(row, names), contextlib.AsyncExitStack() as links:
             for name in names:
-                link = await links.enter_async_context(Replica(rig.stack.services[name].address, Dialer()))
+                link = await links.enter_async_context(DrafterLink(rig.stack.services[name].address, Dialer()))
                 before = await link.describe()
                 for what, spoil in CORRUPTIONS.items():
                     push = await asyncio.to_thread(spoil, head)

@@ -54,10 +54,10 @@ class FeatureHead(Head, Generic[M]):
             torch.set_num_threads(settings.threads)
         config = self.config = loaded.config
         self.settings = settings.of_kind()
-        self.device, self.dtype = torch.device(settings.device), DTYPES[settings.dtype]
+        device, self.dtype = torch.device(settings.device), DTYPES[settings.dtype]
         self.weights = self._checkpoint = Weights.of(public_weights(loaded.model, config))
-        self.model = loaded.model.to(self.device, self.dtype).requires_grad_(False).train(False)
-        self.embedding = loaded.embedding.to(self.device, self.dtype)
+        self.model = loaded.model.to(device, self.dtype).requires_grad_(False).train(False)
+        self.embedding = loaded.embedding.to(device, self.dtype)
         prepack(self.model)
         compile_ahead(self.model)
         ids = target_ids(self.model, config)
@@ -79,6 +79,11 @@ class FeatureHead(Head, Generic[M]):
         )
         self.deepest = self.settings.depth
         self._sessions: dict[int, FeatureSession] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.embedding.device
 
     def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
         """Make the rows of the prompt's window, chunk by chunk. Raises InvalidField, and Overloaded without KV room."""

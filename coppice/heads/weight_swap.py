@@ -27,8 +27,11 @@ class Swappable(Protocol[M]):
     model: M
     weights: Weights
     description: HeadDescription
-    device: torch.device
     dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
 
 
 class ModelSwap(WeightSwap, Generic[M]):

@@ -16,7 +16,7 @@ from coppice.messages.steps import HeadDescription
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory
 from coppice.telemetry import AdapterMetrics
-from coppice.weights.push import Replica
+from coppice.weights.push import DrafterLink
 from coppice.weights.versions import Weights, pack_update
 
 log = structlog.get_logger()
@@ -26,7 +26,7 @@ _KNOWN = 4  # versions an update may start from, besides the checkpoint
 
 class _Replica:
     def __init__(self, address: str, dialer: Dialer, wanted: Weights) -> None:
-        self.link = Replica(address, dialer)
+        self.link = DrafterLink(address, dialer)
         self.address, self.wanted = address, wanted
         self.told: HeadDescription | None = None  # None: it did not answer last
         self.trouble = ""

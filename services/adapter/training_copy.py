@@ -54,13 +54,12 @@ class TrainingCopy:
             except BadVersion as error:
                 log.warning("a version cannot be read; going back to the last good one", why=str(error))
         self.versions.good = good if self.live.version == live else self.live.version
+        self._learner.revert(self._changed(self.live))
         try:
             if live:
                 self._learner.load(self._folder / LEARNER_FILE)
         except BadState as error:
             log.warning("the optimiser starts anew", why=str(error))
-        if self._trained(self.live.version).hash != self.live.hash:
-            self._learner.revert(self._changed(self.live))
         return self.live.version
 
     def train(self, kind: Kind, samples: Sequence[Sample], number: int, anchored: bool) -> tuple[Update, Weights]:

@@ -37,7 +37,7 @@ from coppice.messages.adapter import STANDING_BY, HeadStatus
 from coppice.messages.steps import HeadDescription
 from coppice.rpc.channels import Dialer
 from coppice.stack.redis_server import LocalRedis
-from coppice.weights.push import Replica
+from coppice.weights.push import DrafterLink
 from coppice.weights.versions import Weights, pack_update
 from services.adapter.__main__ import serve
 from tests.processes import Service
@@ -153,7 +153,7 @@ class Bench:
         async def ask() -> list[HeadDescription]:
             found = []
             for address in self.addresses:
-                async with Replica(address, Dialer()) as replica:
+                async with DrafterLink(address, Dialer()) as replica:
                     found.append(await replica.describe())
             return found
 
@@ -423,7 +423,7 @@ def test_weights_that_somebody_else_pushed_are_replaced(bench: Bench, first: Wei
     bench.until(adapter, lambda status: True)
 
     async def push() -> None:
-        async with Replica(bench.addresses[0], Dialer()) as replica:
+        async with DrafterLink(bench.addresses[0], Dialer()) as replica:
             await replica.push(*pack_update(HEAD, first, altered(first, 5, version=40)))
 
     asyncio.run(push())

@@ -21,8 +21,7 @@ from coppice.config.sections import DrafterSettings
 from coppice.errors import CoppiceError, InvalidField, StaleFence
 from coppice.heads.base import DraftJob
 from coppice.heads.checkpoints import (
-    read_eagle3,
-    read_specblock,
+    read_head,
     save_head,
 )
 from coppice.heads.public_state import fused_tensor, public_state, public_weights
@@ -236,7 +235,7 @@ def test_the_version_in_use_is_acknowledged_and_old_values_come_back_under_a_new
 
 def saved(folder: Path, kind: str, source: Path, weights: Weights) -> Path:
     """A checkpoint with these weights, otherwise that of `source`."""
-    model: Any = read_specblock(source) if kind == "specblock" else read_eagle3(source)
+    model = read_head(source)
     public = {**public_state(model, model.config), **weights.tensors}
     model.load_state_dict({name: fused_tensor(public, name) for name in model.state_dict()})
     save_head(folder, model, model.config, "specblock" if kind == "specblock" else "eagle3")
@@ -309,7 +308,7 @@ def test_weights_that_came_into_use_while_others_were_prepared_are_not_lost(targ
 
 
 def test_all_float_tensors_of_a_head_and_no_ids_may_be_replaced(tmp_path: Path) -> None:
-    model = read_specblock(save_random(tmp_path, "specblock"))
+    model = read_head(save_random(tmp_path, "specblock"))
     assert public_state(model, model.config).keys() - public_weights(model, model.config).keys() == {"d2t"}
 
 
