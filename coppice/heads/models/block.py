@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from coppice.heads.models.layers import MLP, Attend, Attention, DraftModel, HeadConfig, Rope, norm_of
+from coppice.heads.models.layers import MLP, Attend, Attention, DraftModel, HeadConfig, norm_of
+from coppice.heads.models.rotary import Rope
 
 
 class BlockConfig(HeadConfig):

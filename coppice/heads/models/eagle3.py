@@ -6,7 +6,8 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from coppice.heads.models.layers import MLP, Attend, Attention, DraftModel, HeadConfig, Rope, norm_of
+from coppice.heads.models.layers import MLP, Attend, Attention, DraftModel, HeadConfig, norm_of
+from coppice.heads.models.rotary import Rope
 
 
 class Eagle3Config(HeadConfig):

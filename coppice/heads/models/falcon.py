@@ -14,7 +14,8 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from coppice.heads.models.block import BlockConfig, BlockInput, BlockModel, Layer
-from coppice.heads.models.layers import Attend, Rope
+from coppice.heads.models.layers import Attend
+from coppice.heads.models.rotary import Rope
 
 
 class FalconConfig(BlockConfig):

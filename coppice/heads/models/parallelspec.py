@@ -9,7 +9,8 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from coppice.heads.models.block import Layer
-from coppice.heads.models.layers import Attend, DraftModel, HeadConfig, Rope, norm_of
+from coppice.heads.models.layers import Attend, DraftModel, HeadConfig, norm_of
+from coppice.heads.models.rotary import Rope
 
 
 class ParallelSpecConfig(HeadConfig):

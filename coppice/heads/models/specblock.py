@@ -9,7 +9,8 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from coppice.heads.models.block import BlockConfig, BlockInput, BlockModel, Layer
-from coppice.heads.models.layers import Attend, Rope, largest
+from coppice.heads.models.layers import Attend, largest
+from coppice.heads.models.rotary import Rope
 
 RANK_FEATURES = 15
 RANK_HIDDEN = 256
