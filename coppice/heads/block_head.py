@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from coppice.config.sections import DrafterSettings
 from coppice.engine.attention_plan import Tail
 from coppice.heads.base import DraftJob, Growth
 from coppice.heads.block_tree import MAX_STARTS, Blocks, BlockTree
-from coppice.heads.checkpoints import Loaded
 from coppice.heads.feature_head import FeatureHead
 from coppice.heads.feature_session import Inputs, Rows, join
 from coppice.heads.last_draft import LastDraft
@@ -63,11 +62,19 @@ class BlockHead(FeatureHead[M]):
     worth: NDArray[np.float32] | None = None
     """(W,) log-scores that nodes are chosen by, by their rank in a slot; None: their own"""
 
-    def __init__(self, settings: DrafterSettings, kind: str, loaded: Loaded[M, Any], widths: Sequence[int]) -> None:
-        """widths: how many tokens a slot branches into, by what `buckets` says of it."""
-        self.slots, self._widths = loaded.model.config.slots, widths
-        super().__init__(settings, kind, loaded)
+    def __init__(self, settings: DrafterSettings) -> None:
+        super().__init__(settings)
+        self._widths = self.widths()
         self.deepest = self.slots * settings.blocks
+
+    @property
+    def slots(self) -> int:
+        """Tokens that a block predicts, each with a KV entry."""
+        return self.model.config.slots
+
+    @abstractmethod
+    def widths(self) -> Sequence[int]:
+        """Return how many tokens a slot branches into, by what `buckets` says of it."""
 
     @abstractmethod
     def buckets(self, logits: Tensor, normed: Tensor) -> Tensor:

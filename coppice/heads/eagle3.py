@@ -9,10 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coppice.config.sections import DrafterSettings
 from coppice.engine.attention_plan import Tail
 from coppice.heads.base import DraftJob, Growth
-from coppice.heads.checkpoints import load_eagle3
 from coppice.heads.feature_head import FeatureHead
 from coppice.heads.feature_session import Inputs, Rows
 from coppice.heads.last_draft import LastDraft
@@ -29,12 +27,7 @@ class _Tree(LevelTree):
 class Eagle3Head(FeatureHead[Eagle3Model]):
     """A trained EAGLE-3 drafter."""
 
-    def __init__(self, settings: DrafterSettings) -> None:
-        """Load `settings.path` for the target of `settings.target`, on the thread that will use it.
-
-        Raises InvalidField on a folder that is not exactly an EAGLE-3 checkpoint for this target.
-        """
-        super().__init__(settings, "eagle3", load_eagle3(settings.path, settings.target))
+    kind = "eagle3"
 
     def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
         """Grow all trees level by level; each is sent when it is complete, ranked as a whole."""

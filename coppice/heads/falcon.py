@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -9,7 +11,6 @@ from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
 from coppice.heads.block_head import BlockHead
-from coppice.heads.checkpoints import load_head
 from coppice.heads.models.falcon import FalconModel
 from coppice.heads.models.specblock import BUCKETS
 
@@ -36,17 +37,16 @@ class FalconHead(BlockHead[FalconModel]):
     the model gives them: the tree grows as that of a drafter whose slots are all as sure as `prior` says.
     """
 
+    kind = "falcon"
     anytime = False  # a receiver would prune what a later block displaces by the model's scores
 
     def __init__(self, settings: DrafterSettings) -> None:
-        """Load `settings.path` for the target of `settings.target`, on the thread that will use it.
+        super().__init__(settings)
+        self.worth = prior(self.settings.top_k + 1)  # one more for a greedy token that noise puts behind the others
 
-        Raises InvalidField on a folder that is not exactly a Falcon checkpoint for this target.
-        """
-        width = settings.of_kind().top_k
-        self.worth = prior(width + 1)  # one more for a greedy token that noise puts behind the others
-        loaded = load_head("falcon", settings.path, settings.target)
-        super().__init__(settings, "falcon", loaded, (width,) * BUCKETS)
+    def widths(self) -> Sequence[int]:
+        """Return the same everywhere."""
+        return (self.settings.top_k,) * BUCKETS
 
     def buckets(self, logits: Tensor, normed: Tensor) -> Tensor:
         """Return the same bucket everywhere."""

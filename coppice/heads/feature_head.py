@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from coppice.engine.kv_cache import KVPool, OutOfBlocks
 from coppice.engine.linear import compile_ahead, prepack
 from coppice.errors import InvalidField, Overloaded
 from coppice.heads.base import DraftJob, Head, Miss
-from coppice.heads.checkpoints import Loaded
+from coppice.heads.checkpoints import load_head
 from coppice.heads.feature_session import FeatureSession, Inputs, Rows, join
 from coppice.heads.last_draft import LastDraft
 from coppice.heads.models.layers import Attend, HeadConfig, largest
@@ -46,17 +46,21 @@ R = TypeVar("R")
 class FeatureHead(Head, Generic[M]):
     """Sessions, prefill and packed attention of a trained head; a kind adds its model and its tree."""
 
-    slots = 1
-    """KV entries of a row"""
+    kind: ClassVar[str]
 
-    def __init__(self, settings: DrafterSettings, kind: str, loaded: Loaded[M, Any]) -> None:
+    def __init__(self, settings: DrafterSettings) -> None:
+        """Load `settings.path` for the target of `settings.target`, on the thread that will use it.
+
+        Raises InvalidField on a folder that is not exactly a checkpoint of this kind for this target.
+        """
+        loaded = load_head(self.kind, settings.path, settings.target)
         if settings.threads:
             torch.set_num_threads(settings.threads)
         config = self.config = loaded.config
         self.settings = settings.of_kind()
         device, self.dtype = torch.device(settings.device), DTYPES[settings.dtype]
         self.weights = self._checkpoint = Weights.of(public_weights(loaded.model, config))
-        self.model = loaded.model.to(device, self.dtype).requires_grad_(False).train(False)
+        self.model: M = loaded.model.to(device, self.dtype).requires_grad_(False).train(False)
         self.embedding = loaded.embedding.to(device, self.dtype)
         prepack(self.model)
         compile_ahead(self.model)
@@ -71,14 +75,19 @@ class FeatureHead(Head, Generic[M]):
             device=self.device,
         )
         self.description = HeadDescription(
-            settings.name or kind,
-            kind,
+            settings.name or self.kind,
+            self.kind,
             config.vocab_size,
             feature_layers=config.feature_layers,
             weights_hash=self.weights.hash,
         )
         self.deepest = self.settings.depth
         self._sessions: dict[int, FeatureSession] = {}
+
+    @property
+    def slots(self) -> int:
+        """KV entries of a row."""
+        return 1
 
     @property
     def device(self) -> torch.device:

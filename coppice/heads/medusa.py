@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from coppice.config.sections import DrafterSettings
 from coppice.heads.base import DraftJob
-from coppice.heads.checkpoints import load_head
 from coppice.heads.feature_session import FeatureSession
 from coppice.heads.models.medusa import MedusaModel
 from coppice.heads.parallel_head import ParallelHead
@@ -18,12 +16,7 @@ from coppice.heads.parallel_head import ParallelHead
 class MedusaHead(ParallelHead[MedusaModel]):
     """A trained set of Medusa heads: they read the last committed position's features alone, and not the root."""
 
-    def __init__(self, settings: DrafterSettings) -> None:
-        """Load `settings.path` for the target of `settings.target`, on the thread that will use it.
-
-        Raises InvalidField on a folder that is not exactly a Medusa checkpoint for this target.
-        """
-        super().__init__(settings, "medusa", load_head("medusa", settings.path, settings.target))
+    kind = "medusa"
 
     def _prefill(self, session: FeatureSession, upto: int) -> None:
         session.done = upto  # nothing is kept of a position

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
 from coppice.heads.base import DraftJob, Growth
-from coppice.heads.checkpoints import Loaded
 from coppice.heads.feature_head import FeatureHead, M
 from coppice.heads.level_tree import LevelTree
 
@@ -22,9 +21,9 @@ class ParallelHead(FeatureHead[M]):
     scratch: ClassVar[bool] = False
     """whether a draft writes KV entries behind its rows, one for each slot"""
 
-    def __init__(self, settings: DrafterSettings, kind: str, loaded: Loaded[M, Any]) -> None:
-        super().__init__(settings, kind, loaded)
-        self.deepest = min(loaded.config.slots, self.settings.depth)
+    def __init__(self, settings: DrafterSettings) -> None:
+        super().__init__(settings)
+        self.deepest = min(self.config.slots, self.settings.depth)
 
     def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
         """All trees, each sent as a whole."""

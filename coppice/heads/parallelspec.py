@@ -8,10 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coppice.config.sections import DrafterSettings
 from coppice.engine.attention_plan import Tail
 from coppice.heads.base import DraftJob
-from coppice.heads.checkpoints import load_head
 from coppice.heads.feature_session import FeatureSession, Inputs, Rows
 from coppice.heads.models.parallelspec import ParallelSpecModel
 from coppice.heads.parallel_head import ParallelHead
@@ -20,14 +18,8 @@ from coppice.heads.parallel_head import ParallelHead
 class ParallelSpecHead(ParallelHead[ParallelSpecModel]):
     """A trained ParallelSpec drafter. A draft's masks lie behind the rows in KV until later rows take their place."""
 
+    kind = "parallelspec"
     scratch = True
-
-    def __init__(self, settings: DrafterSettings) -> None:
-        """Load `settings.path` for the target of `settings.target`, on the thread that will use it.
-
-        Raises InvalidField on a folder that is not exactly a ParallelSpec checkpoint for this target.
-        """
-        super().__init__(settings, "parallelspec", load_head("parallelspec", settings.path, settings.target))
 
     def _committed_rows(self, session: FeatureSession, upto: int, root: int | None) -> Rows:
         """Add a group of masks behind the root; what a mask reads beside its position is of no account."""
