@@ -99,7 +99,7 @@ class LanguageModelHead(Head):
         yield [tree.finish(number) for number, tree in enumerate(trees)]
 
     def _start(self, tree: _Tree) -> bool:
-        """Whether there is anything to draft and room for it; takes the KV room."""
+        """Take the KV room of a tree; returns whether there is anything to draft and room for it."""
         job, session = tree.job, tree.session
         room = job.committed_len + 1 + self.settings.top_k * self.settings.depth
         if job.budget == 0 or job.committed_len + 1 + self.settings.depth > self.max_context:
@@ -111,7 +111,7 @@ class LanguageModelHead(Head):
         return True
 
     def _piece(self, tree: _Tree, depth: int) -> Piece:
-        """The rows of the next forward: what was committed and the root, later a level's frontier."""
+        """Make the rows of the next forward: what was committed and the root, later a level's frontier."""
         session, prefix = tree.session, tree.job.committed_len + 1
         if depth == 0:
             chunk = [*session.ids[session.in_kv : tree.job.committed_len], tree.job.root]
@@ -142,7 +142,7 @@ class LanguageModelHead(Head):
         tree.extend(top.indices.cpu().numpy(), top.values.cpu().numpy(), wanted, depth < last)
 
     def _sample(self, tree: _Tree, logits: Tensor, depth: int) -> tuple[int, float]:
-        """The next token and its score of a chain sampled from q, whose row is kept for the p/q rule."""
+        """Sample the next token of a chain from q, and its score; q's row is kept for the p/q rule."""
         job = tree.job
         q = (
             (logits[0, : self.description.vocab_size].double() / (job.sampling.temperature or 1.0))
@@ -162,8 +162,11 @@ class LanguageModelHead(Head):
 
 
 def draft_scores(logits: Tensor, job: DraftJob, depth: int) -> Tensor:
-    """(n, V) scores of the children at `depth` of one job's nodes: log q, or at T > 0 log q reweighted by the keyed
-    noise of the position they stand at (coupled drafting, docs/architecture.md)."""
+    """Return (n, V) scores of the children at `depth` of one job's nodes.
+
+    They are log q, reweighted at T > 0 by the keyed noise of the position that the children stand at (coupled drafting,
+    docs/architecture.md).
+    """
     scores = (logits.float() / (job.sampling.temperature or 1.0)).log_softmax(-1)
     if not job.noisy:
         return scores

@@ -19,6 +19,7 @@ from coppice.errors import InvalidField, StaleFence
 from coppice.messages.adapter import STANDING_BY, ActionStatus, Change, HeadStatus, QueryPoint, VersionStatus
 from coppice.telemetry import AdapterMetrics
 from services.adapter.buffers import Buffers
+from services.adapter.canary import Canary
 from services.adapter.drift import Drift
 from services.adapter.replicas import Replicas
 from services.adapter.rollout import OnThread, Rollout
@@ -129,7 +130,7 @@ class HeadLoop:
         self._observe(record, version, action)
         self._sorting.claim(record.session, action)
         if self._rollout.canary is not None:
-            self._judge_canary(record, version)
+            self._judge(self._rollout.canary, record, version)
         else:
             self._watch_drift(record, version)
         if action is not Action.SKIP:
@@ -146,9 +147,7 @@ class HeadLoop:
             with contextlib.suppress(KeyError):  # not shown since the restart
                 self._metrics.tau.remove(self.name, str(forgotten))
 
-    def _judge_canary(self, record: QueryRecord, version: int | None) -> None:
-        canary = self._rollout.canary
-        assert canary is not None
+    def _judge(self, canary: Canary, record: QueryRecord, version: int | None) -> None:
         canary.observe(record, version, self._state.live)
         verdict = canary.verdict(self._settings.drift, self._settings.bandit.patience)
         if verdict != "undecided" and not self._work:

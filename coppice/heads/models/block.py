@@ -1,4 +1,4 @@
-"""What drafters of blocks share: K slots a row, each fed with condition, token and a position query of its own."""
+"""The parts that drafters of blocks share: K slots a row, each with condition, token and a position query."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ class BlockModel(DraftModel):
     input_layer: BlockInput
 
     def condition(self, features: Tensor) -> Tensor:
-        """(..., 3 * target hidden) features to (..., hidden) conditions of first blocks (SpecBlock, equation 1)."""
+        """Turn (..., 3 * target hidden) features into (..., hidden) conditions of first blocks (equation 1)."""
         out: Tensor = self.input_layer.condition_proj(features)
         return out
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
-        """The rotary factors of (B, N) first-slot positions: slot k stands k further; (B, N * K, D) each."""
+        """Return the (B, N * K, D) rotary factors of (B, N) first-slot positions: slot k stands k further."""
         slots = positions[..., None] + torch.arange(self.config.slots, device=positions.device)
         return self.rotary(slots.flatten(1), dtype)
 

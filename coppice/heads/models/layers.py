@@ -1,4 +1,4 @@
-"""What feature-fed draft heads are made of: a configuration, pre-norm attention with rotary positions, a gated MLP.
+"""The parts of feature-fed draft heads: a configuration, pre-norm attention with rotary positions, a gated MLP.
 
 Shaped as the layers of Llama, Qwen3 and Mistral are. Projections that read the same input are one matrix here; the
 public layouts keep them apart (coppice/heads/public_state.py).
@@ -132,7 +132,7 @@ class MLP(nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, whose weights take the states' format: the fused kernel wants both alike, also where one is cast."""
+    """torch's norm with its weights cast to the states' dtype: the fused kernel wants both alike."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., size) -> (..., size)."""
@@ -140,20 +140,20 @@ class RMSNorm(nn.RMSNorm):
 
 
 def norm_of(config: HeadConfig, size: int = 0) -> RMSNorm:
-    """An RMS norm over `size` (0: the hidden size) values."""
+    """Make an RMS norm over `size` (0: the hidden size) values."""
     return RMSNorm(size or config.hidden_size, eps=config.rms_norm_eps)
 
 
 def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(..., count) largest of (..., V) values, best first, and where they are.
+    """Return the (..., count) largest of (..., V) values, best first, and where they are.
 
     `topk` on a CPU walks every row value by value. Of many rows, find the parts with the largest maxima first, which is
     vectorised: no other part holds one of the `count` largest.
     """
     width = rows.shape[-1]
     if rows.is_cuda or rows.numel() < _MANY_ROWS * width or width % _PART or width < count * _PART:
-        found = rows.topk(count, dim=-1)
-        return found.values, found.indices
+        best = rows.topk(count, dim=-1)
+        return best.values, best.indices
     parts = rows.reshape(-1, width // _PART, _PART)
     near = parts.amax(-1).topk(count, dim=-1).indices  # (N, count)
     first = torch.arange(0, len(parts) * parts.shape[1], parts.shape[1])[:, None]

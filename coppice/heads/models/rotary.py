@@ -43,7 +43,7 @@ class Rotary:
         self._scaling: float = like.attention_scaling
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rope:
-        """(B, T) positions to (B, T, D) factors."""
+        """Turn (B, T) positions into (B, T, D) factors."""
         self._frequencies = self._frequencies.to(positions.device)
         angles = positions[..., None] * self._frequencies
         cos, sin = angles.cos(), angles.sin()
@@ -53,7 +53,7 @@ class Rotary:
 
 
 def rotate(states: Tensor, rope: Rope) -> Tensor:
-    """(B, H, T, D) states at their rotary positions."""
+    """Rotate (B, H, T, D) states to their positions."""
     cos, sin = rope[0][:, None], rope[1][:, None]
     first, second = states.chunk(2, dim=-1)
     return states * cos + torch.cat((-second, first), dim=-1) * sin

@@ -75,7 +75,7 @@ class SpecBlockModel(BlockModel):
 
 
 def rank_features(logits: Tensor, norm_topk: int | None = None) -> Tensor:
-    """(..., 15) float32 summary of draft distributions (appendix B).
+    """Summarise draft distributions in (..., 15) float32 numbers (appendix B).
 
     Log-probabilities of the ten most probable ids, logit gaps 1-2, 1-3 and 1-5, p(top-1), entropy in nats.
     """
