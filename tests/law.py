@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.speculation.acceptance import pq_chain, walk
 from coppice.speculation.calibration import Calibration, step_log_probs
 from coppice.speculation.policy import Policy
 from coppice.speculation.routing import outcomes
 from coppice.speculation.sampling import SamplingParams, decode_row, draw, noise, uniform
 from coppice.speculation.tree import DraftTree
+from services.verifier.acceptance import pq_chain, walk
 from tests import reference
 
 VOCAB = 4

@@ -229,6 +229,6 @@ def swap(head: FeatureHead[Any], weights: Weights, parent: Weights | None = None
     staging = head.staging(header)
     for part in parts:
         staging.add(part)
-    spare = head.spare(staging)
-    spare.swap()
-    spare.release()
+    prepared = head.prepare_swap(staging)
+    prepared.swap()
+    prepared.release()

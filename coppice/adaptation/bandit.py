@@ -18,7 +18,7 @@ from coppice.speculation.sampling import uniform
 
 
 class Action(StrEnum):
-    """What a query's samples are for."""
+    """The use of a query's samples."""
 
     SKIP = "skip"
     HEAD = "head"
@@ -40,7 +40,7 @@ ACTION_STREAM = 1
 
 
 class Query(BaseModel):
-    """What the bandit hears of a query that ended."""
+    """A query that ended, as the bandit measures it."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
@@ -87,7 +87,7 @@ class Interval(BaseModel):
 
 
 class BanditState(BaseModel):
-    """All that the bandit knows. `model_dump_json` saves it, `model_validate_json` loads it."""
+    """All that the bandit knows, as JSON can hold it."""
 
     queries: int = 0
     events: int = 0
@@ -111,14 +111,14 @@ class Bandit:
         self.settings, self.state = settings, state or BanditState()
 
     def decide(self, query: Query) -> Action:
-        """What to use a query's samples for (lines 3 to 8); measures the query too (lines 19 to 21)."""
+        """Decide what a query's samples are for (lines 3 to 8), and measure the query (lines 19 to 21)."""
         self.state.queries += 1
         action = self._action(query)
         self._measure(query)
         return action
 
     def due(self, action: Action, query: Query, samples: int, capacity: int) -> Trigger | None:
-        """The trigger if the buffer of `action`, with samples of `query`, is to be trained now (lines 12 and 13).
+        """Return the trigger if the buffer of `action`, with samples of `query`, is to be trained on (lines 12, 13).
 
         Not while an event is measured, since two would share one observation, nor before there is a throughput to
         compare with. Online speculative decoding trains after every so many queries instead, whatever there is.
@@ -133,7 +133,7 @@ class Bandit:
         return Trigger(action=action, s=query.s, query=state.queries)
 
     def synced(self, trigger: Trigger, version: int) -> None:
-        """An event: the weights trained after `trigger` are live as `version` (lines 16 and 17)."""
+        """Begin an event: the weights trained after `trigger` are live as `version` (lines 16 and 17)."""
         state, settings = self.state, self.settings
         self._event(trigger)
         earlier = [rate for rate in state.rates if rate.query <= trigger.query]
@@ -145,25 +145,25 @@ class Bandit:
         state.version, state.rates = version, []
 
     def expected(self, query: Query | None) -> Action:
-        """What the next query's samples will be for if it is like this one; nothing changes."""
+        """Predict what the next query's samples will be for if it is like this one; nothing changes."""
         then = Bandit(self.settings, self.state.model_copy(deep=True))
         then.state.queries += 1
         return then._action(query or Query(s=self.settings.least_signal, tokens_per_s=0, version=None))
 
     def refused(self, trigger: Trigger, old: Sequence[float], new: Sequence[float]) -> None:
-        """An event whose weights were never live: tokens/s of queries on the old and on the new ones, side by side."""
+        """Measure an event whose weights were never live, by tokens/s of queries on the old and on the new ones."""
         self._event(trigger)
         self._revise(Interval(trigger=trigger, opened=0, load=1.0, before=list(old), during=[], after=list(new)))
 
     def reverted(self, version: int) -> None:
-        """The weights were taken back, and `version` is live: what was known of the values is void (line 23)."""
+        """Forget the values: the weights were taken back, and `version` is live (line 23)."""
         state = self.state
         state.values, state.interval, state.exploring = {}, None, None
         state.version, state.rates = version, []
         state.blocked = self.settings.blocked_queries
 
     def gain(self, action: Action, s: float) -> float:
-        """Predicted gain in tokens/s (equation 9), less what it has to be certain by. KeyError if never measured."""
+        """Predict the gain in tokens/s (equation 9), less the margin of certainty. Raises KeyError without a value."""
         known = self.state.values[action]
         return s * (known.value - self.settings.certainty * known.error)
 
@@ -187,7 +187,7 @@ class Bandit:
         return self._cold(actions) if state.events < settings.cold_events else self._warm(actions, query.s)
 
     def _cold(self, actions: Sequence[Action]) -> Action:
-        """Epsilon-greedy. Drawn once for each event: many queries fill a buffer."""
+        """Choose epsilon-greedily. It is drawn once for each event, as many queries fill a buffer."""
         state, settings = self.state, self.settings
         done = state.events / max(1, settings.cold_events - 1)
         epsilon = settings.epsilon_first + (settings.epsilon_last - settings.epsilon_first) * done
@@ -197,7 +197,7 @@ class Bandit:
         return max(actions, key=values.__getitem__)
 
     def _warm(self, actions: Sequence[Action], s: float) -> Action:
-        """Lines 3 to 8, an exploration now and then, and a measurement of what was never measured or was reset."""
+        """Choose by value (lines 3 to 8), explore now and then, and measure what has no value yet."""
         state, settings = self.state, self.settings
         measurable = s >= settings.least_signal
         if settings.certainty and not measurable:
@@ -216,7 +216,7 @@ class Bandit:
         return actions[int(uniform(self.settings.seed, query, ACTION_STREAM) * len(actions))]
 
     def _measure(self, query: Query) -> None:
-        """Adds a query to the open interval, which closes with its N-th; without N in time nothing is learnt."""
+        """Add a query to the open interval, which closes with its N-th; without N in time nothing is learnt."""
         state, settings, interval = self.state, self.settings, self.state.interval
         if query.version == state.version:
             rate = Rate(query=state.queries, tokens_per_s=query.tokens_per_s, load=query.load)
@@ -233,7 +233,7 @@ class Bandit:
             state.interval = None
 
     def _revise(self, interval: Interval) -> None:
-        """Lines 19 to 21, equation 10; the first observation of an action is its value.
+        """Revise a value (lines 19 to 21, equation 10); the first observation of an action is its value.
 
         The gain is the change of the mean tokens/s, less what the queries beside the training lost, spread over the
         horizon: so a value nets out the update's own cost, which is paid once, while what it gains goes on.
@@ -250,14 +250,14 @@ class Bandit:
             spread / math.sqrt(len(before)) * (1 + share),
             spread * math.sqrt(beside) / horizon,
         )
-        seen = Value(value=gained / trigger.s, error=error / trigger.s)
+        observed = Value(value=gained / trigger.s, error=error / trigger.s)
         known, alpha = self.state.values.get(trigger.action), settings.alpha
         if known is not None:
-            seen = Value(
-                value=(1 - alpha) * known.value + alpha * seen.value,
-                error=math.hypot((1 - alpha) * known.error, alpha * seen.error),
+            observed = Value(
+                value=(1 - alpha) * known.value + alpha * observed.value,
+                error=math.hypot((1 - alpha) * known.error, alpha * observed.error),
             )
-        self.state.values[trigger.action] = seen
+        self.state.values[trigger.action] = observed
 
     def _alike(self, load: float, other: float) -> bool:
         return max(load, other) <= self.settings.load_factor * min(load, other)

@@ -33,30 +33,30 @@ def status(
         Path | None, typer.Option(metavar="FILE", help="Draw tau and tokens/s of the latest queries (.png, .svg).")
     ] = None,
 ) -> None:
-    """What it did, what it knows, and which weights every drafter uses."""
+    """Show what the adapter did and knows, and which weights every drafter uses."""
     from coppice.limits import MAX_HISTORY
 
     with _client(address) as client:
-        found = client.status(head, MAX_HISTORY if as_json or plot else 0)
+        heads = client.status(head, MAX_HISTORY if as_json or plot else 0)
     if plot:
         from coppice.adaptation.picture import draw
 
-        draw(found, plot)
+        draw(heads, plot)
     if as_json:
-        told = [asdict(one) | {"weights_hash": one.weights_hash.hex()} for one in found]
-        print(json.dumps({"heads": told}))
+        values = [asdict(status) | {"weights_hash": status.weights_hash.hex()} for status in heads]
+        print(json.dumps({"heads": values}))
         return
     from rich.console import Console
 
     from coppice.adaptation.picture import show
 
-    for one in found:
-        show(one, Console())
+    for status in heads:
+        show(status, Console())
 
 
 @app.command()
 def pause(address: Address = None, head: Head = "") -> None:
-    """Train no more and ask for no samples; the weights in use stay."""
+    """Stop training and asking for samples; the weights in use stay."""
     with _client(address) as client:
         client.pause(head)
 

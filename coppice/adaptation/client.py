@@ -1,4 +1,4 @@
-"""What operators' tools call an adapter with."""
+"""The client with which operators' tools call an adapter."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ROLLBACK_S = 120.0
 
 
 def default_address() -> str:
-    """COPPICE_ADAPTER_ADDRESS, else the address `coppice up --adapt` takes."""
+    """Return COPPICE_ADAPTER_ADDRESS, else the address that `coppice up --adapt` takes."""
     return os.environ.get("COPPICE_ADAPTER_ADDRESS") or "127.0.0.1:50061"
 
 
 class AdapterClient:
-    """A context manager that closes its channel. Every call raises the CoppiceError it is answered with."""
+    """A context manager that closes its channel. Every call raises the CoppiceError that it is answered with."""
 
     def __init__(self, address: str | None = None, *, dialer: Dialer | None = None) -> None:
         """Connects with the first call; `dialer` None: with the certificates that the environment names."""
@@ -34,11 +34,11 @@ class AdapterClient:
         self._stub = AdapterServiceStub(self._channel)
 
     def status(self, head: str = "", history: int = 0) -> list[HeadStatus]:
-        """The status of one head or of all, with that many of the latest queries."""
+        """Return the status of one head or of all, with that many of the latest queries."""
         return adapter.read_status(self._call(self._stub.GetStatus, adapter.status_request(head, history)))
 
     def pause(self, head: str = "") -> None:
-        """Train no more."""
+        """Stop training."""
         self._call(self._stub.Pause, adapter.pause_request(head))
 
     def resume(self, head: str = "") -> None:

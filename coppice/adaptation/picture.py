@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,14 @@ from rich.table import Table
 from coppice.messages.adapter import STANDING_BY, Change, HeadStatus, QueryPoint
 
 SMOOTHING = 15
-"""queries of a moving mean"""
+"""Queries of a moving mean"""
 ACTION_COLOURS = {"skip": "0.8", "head": "tab:orange", "full": "tab:blue"}
 CHANGE_COLOURS = {"head": "tab:orange", "full": "tab:blue", "revert": "tab:red", "rollback": "tab:red"}
 _LATEST = 8
 
 
 def show(status: HeadStatus, console: Console) -> None:
-    """One head as text."""
+    """Print one head as text."""
     if status.doing == STANDING_BY and not status.weights_hash:
         console.print(f"[bold]{status.head}[/bold]: {STANDING_BY}; another adapter is active, or redis is away")
         return
@@ -59,14 +60,12 @@ def _table(*headings: str) -> Table:
 
 
 def moving_mean(values: Sequence[float], width: int = SMOOTHING) -> list[float]:
-    """The mean of each value and the `width` - 1 before it."""
-    return [
-        sum(values[max(0, at - width + 1) : at + 1]) / (at + 1 - max(0, at - width + 1)) for at in range(len(values))
-    ]
+    """Return the mean of each value and the `width` - 1 before it."""
+    return [statistics.fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
 
 
 def draw(heads: Sequence[HeadStatus], file: Path) -> None:
-    """tau and tokens/s along each head's queries, coloured by what a query was for; lines are changes."""
+    """Draw tau and tokens/s along each head's queries, coloured by what a query was for; lines are changes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.6 * max(1, len(heads))), layout="constrained")

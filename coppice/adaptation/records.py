@@ -5,13 +5,13 @@ Arrays are little-endian. Whatever is read is checked as if a stranger had writt
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from coppice import limits
 from coppice.errors import InvalidField
@@ -21,13 +21,23 @@ Demand = Literal["", "head", "full"]
 Fields = dict[bytes, bytes]
 """One stream entry"""
 
-GROUP = "adapter"
-"""The consumer group of every stream"""
 SENDER, NUMBER = b"by", b"n"
 """Fields that a producer adds to its entries, so that a reader sees what was trimmed before it was read"""
 MAX_META_BYTES = 4096
-_LARGEST = 1 << 62
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+T = TypeVar("T")
+
+
+def _checked_session(session: str) -> str:
+    limits.check_session("session", session)
+    return session
+
+
+_Session = Annotated[str, AfterValidator(_checked_session)]
+_Count = Annotated[int, Field(ge=0, le=1 << 62)]
+_Amount = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
+_Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 def queries_key(prefix: str, head: str) -> str:
@@ -46,7 +56,7 @@ def demand_key(prefix: str, head: str) -> str:
 
 
 def read_demand(value: bytes | str | None) -> Demand:
-    """What the demand key says; anything unknown wants nothing."""
+    """Read the demand key's value; anything unknown wants nothing."""
     return "full" if value == b"full" else "head" if value == b"head" else ""
 
 
@@ -54,44 +64,52 @@ def read_demand(value: bytes | str | None) -> Demand:
 class QueryRecord:
     """One request that ended, about one of the heads that drafted in it."""
 
-    session: str
-    s: float
-    """sum of the head's misses, 1 - r each (seeds/specblock, equation 8)"""
-    rejections: int
+    session: _Session
+    s: _Amount
+    """sum of the head's misses, 1 - r each (SpecBlock, equation 8)"""
+    rejections: _Count
     """misses it consists of"""
-    tau: float
-    """tokens of a step, mean"""
-    new_tokens: int
-    steps: int
-    tokens_per_s: float
-    """of decoding, the prefill left out"""
-    step_ns: int
-    """wall time of a step, median"""
-    draft_ns: int
-    """wait for drafts in a step, mean"""
-    versions: tuple[int, int]
+    tau: _Amount
+    """mean tokens of a step"""
+    new_tokens: _Count
+    steps: _Count
+    tokens_per_s: _Amount
+    """of decoding, without the prefill"""
+    step_ns: _Count
+    """median wall time of a step"""
+    draft_ns: _Count
+    """mean wait for drafts in a step"""
+    versions: tuple[_Count, _Count]
     """of the head's weights, first and last seen; equal: the query lived on one version"""
-    load: float
+    load: _Amount
     """requests running, mean of its start and its end"""
-    policy: str
+    policy: Annotated[str, Field(max_length=limits.MAX_POLICY_CHARS)]
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Sample:
-    """What there is to learn from one miss. `full` ones hold the text before it as the head reads it."""
+@dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
+class SampleFacts:
+    """The plain values of a sample."""
 
     kind: Kind
-    version: int
+    version: _Count
     """of the weights that drafted"""
-    session: str
-    position: int
+    session: _Session
+    position: Annotated[int, Field(ge=0, le=limits.MAX_CONTEXT)]
     """absolute position of the token that was missed"""
-    target_id: int
+    target_id: Annotated[int, Field(ge=0, lt=1 << 31)]
     """the token"""
-    miss: float
+    miss: _Share
     """1 - r"""
-    tail: float
+    tail: _Share
     """the target's mass outside top_ids"""
+    dtype: Annotated[str, Field(pattern="^(float32|bfloat16)$")] = "float32"
+    """of a full sample's features"""
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
+class Sample(SampleFacts):
+    """What there is to learn from one miss. `full` ones hold the text before it as the head reads it."""
+
     top_ids: NDArray[np.int64]
     """(n,) the target's likeliest ids at T=1; none where the miss is not where its walk ended"""
     top_log_probs: NDArray[np.float32]
@@ -102,55 +120,34 @@ class Sample:
     """full: (W + 1,) ids of the positions before the missed one, and the missed one; head: none"""
     features: bytes = b""
     """full: (W, F) target features of all of these positions but the last, row-major; head: none"""
-    dtype: str = "float32"
-    """of `features`: float32 or bfloat16"""
 
     def as_head(self) -> Sample:
-        """What a head-only update reads of it."""
+        """Return the part that a head-only update reads."""
         return replace(self, kind="head", tokens=np.empty(0, np.int64), features=b"")
 
     def feature_rows(self) -> NDArray[np.float32]:
-        """(W, F) the features as float32."""
+        """Return the (W, F) features as float32."""
         return _feature_rows(self.features, self.dtype, max(1, len(self.tokens) - 1))
 
 
+_QUERY, _SAMPLE = TypeAdapter(QueryRecord), TypeAdapter(SampleFacts)
+
+
 def query_to_fields(record: QueryRecord) -> Fields:
-    """QueryRecord to a stream entry."""
-    meta = {name: getattr(record, name) for name in QueryRecord.__slots__}
-    return {b"meta": _json(meta)}
+    """Write a QueryRecord as a stream entry."""
+    return {b"meta": _QUERY.dump_json(record)}
 
 
 def read_query(fields: Mapping[bytes, bytes]) -> QueryRecord:
-    """A stream entry to QueryRecord. Raises InvalidField."""
-    meta = _Meta(fields)
-    first_last = meta.value("versions")
-    if not isinstance(first_last, list) or len(first_last) != 2:
-        raise InvalidField("versions", "are not two numbers")
-    first, last = (meta.integer("versions", version) for version in first_last)
-    policy = meta.value("policy")
-    if not isinstance(policy, str) or len(policy) > limits.MAX_POLICY_CHARS:
-        raise InvalidField("policy", f"is not a string of at most {limits.MAX_POLICY_CHARS} characters")
-    return QueryRecord(
-        session=meta.session(),
-        s=meta.number("s"),
-        rejections=meta.integer("rejections"),
-        tau=meta.number("tau"),
-        new_tokens=meta.integer("new_tokens"),
-        steps=meta.integer("steps"),
-        tokens_per_s=meta.number("tokens_per_s"),
-        step_ns=meta.integer("step_ns"),
-        draft_ns=meta.integer("draft_ns"),
-        versions=(first, last),
-        load=meta.number("load"),
-        policy=policy,
-    )
+    """Read a stream entry as a QueryRecord. Raises InvalidField."""
+    return _read_meta(fields, _QUERY)
 
 
 def sample_to_fields(sample: Sample) -> Fields:
-    """Sample to a stream entry."""
-    meta = {name: getattr(sample, name) for name in _SAMPLE_META}
+    """Write a Sample as a stream entry."""
+    facts = SampleFacts(**{name: getattr(sample, name) for name in SampleFacts.__slots__})
     fields = {
-        b"meta": _json(meta),
+        b"meta": _SAMPLE.dump_json(facts),
         b"top_ids": sample.top_ids.astype("<i4").tobytes(),
         b"top_log_probs": sample.top_log_probs.astype("<f4").tobytes(),
         b"hidden": sample.hidden.astype("<f4").tobytes(),
@@ -160,103 +157,47 @@ def sample_to_fields(sample: Sample) -> Fields:
     return fields
 
 
-_SAMPLE_META = ("kind", "version", "session", "position", "target_id", "miss", "tail", "dtype")
-
-
 def read_sample(fields: Mapping[bytes, bytes], vocab_size: int = 0) -> Sample:
-    """A stream entry to Sample; vocab_size 0 admits any id. Raises InvalidField."""
-    meta = _Meta(fields)
-    kind, dtype = meta.value("kind"), meta.value("dtype")
-    if kind not in get_args(Kind):
-        raise InvalidField("kind", "is neither head nor full")
-    if dtype not in _ITEM_BYTES:
-        raise InvalidField("dtype", "is neither float32 nor bfloat16")
-    target_id = meta.integer("target_id", most=_most_id(vocab_size))
+    """Read a stream entry as a Sample; vocab_size 0 admits any id. Raises InvalidField."""
+    facts = _read_meta(fields, _SAMPLE)
+    limits.check_ids("target_id", [facts.target_id], vocab_size)
     top_ids = _ids(fields, "top_ids", 0, limits.MAX_TOP_N, vocab_size)
     top_log_probs = _floats(fields, "top_log_probs", len(top_ids), len(top_ids))
     if len(set(top_ids.tolist())) != len(top_ids):
         raise InvalidField("top_ids", "has an id twice")
     if (top_log_probs > 1e-3).any():
         raise InvalidField("top_log_probs", "has a value above 0")
+    hidden = _floats(fields, "hidden", 1, limits.MAX_HIDDEN)
     tokens, features = np.empty(0, np.int64), b""
-    if kind == "full":
+    if facts.kind == "full":
         tokens = _ids(fields, "tokens", 3, limits.MAX_WINDOW + 1, vocab_size)
-        if tokens[-1] != target_id:
+        if tokens[-1] != facts.target_id:
             raise InvalidField("tokens", "do not end with the target's")
-        features = _bytes(fields, "features")
-        row_bytes, rest = divmod(len(features), len(tokens) - 1)
-        width, part = divmod(row_bytes, _ITEM_BYTES[dtype])
-        if rest or part or not 0 < width <= 3 * limits.MAX_HIDDEN:
-            raise InvalidField("features", f"{len(features)} bytes are not {len(tokens) - 1} rows of {dtype}")
-        if not np.isfinite(_feature_rows(features, dtype, len(tokens) - 1)).all():
-            raise InvalidField("features", "has a value that is not finite")
+        features = _features(fields, len(tokens) - 1, facts.dtype)
     return Sample(
-        kind=kind,
-        version=meta.integer("version"),
-        session=meta.session(),
-        position=meta.integer("position", most=limits.MAX_CONTEXT),
-        target_id=target_id,
-        miss=meta.number("miss", 1.0),
-        tail=meta.number("tail", 1.0),
+        **{name: getattr(facts, name) for name in SampleFacts.__slots__},
         top_ids=top_ids,
         top_log_probs=top_log_probs,
-        hidden=_floats(fields, "hidden", 1, limits.MAX_HIDDEN),
+        hidden=hidden,
         tokens=tokens,
         features=features,
-        dtype=dtype,
     )
 
 
 def size_of(fields: Mapping[bytes, bytes]) -> int:
-    """Bytes of an entry's names and values."""
+    """Count the bytes of an entry's names and values."""
     return sum(len(name) + len(value) for name, value in fields.items())
 
 
-class _Meta:
-    """The JSON field of an entry, its values checked as they are taken."""
-
-    def __init__(self, fields: Mapping[bytes, bytes]) -> None:
-        text = _bytes(fields, "meta")
-        if len(text) > MAX_META_BYTES:
-            raise InvalidField("meta", f"has more than {MAX_META_BYTES} bytes")
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError):
-            raise InvalidField("meta", "is no JSON") from None
-        if not isinstance(found, dict):
-            raise InvalidField("meta", "is no JSON object")
-        self._found: dict[str, Any] = found
-
-    def value(self, name: str) -> Any:
-        if name not in self._found:
-            raise InvalidField(name, "is missing")
-        return self._found[name]
-
-    def integer(self, name: str, value: Any = None, most: int = _LARGEST) -> int:
-        value = self.value(name) if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise InvalidField(name, "is no integer")
-        limits.check_range(name, value, 0, most)
-        return value
-
-    def number(self, name: str, most: float = 1e18) -> float:
-        value = self.value(name)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise InvalidField(name, "is no number")
-        limits.check_range(name, value, 0, most)
-        return float(value)
-
-    def session(self) -> str:
-        value = self.value("session")
-        if not isinstance(value, str):
-            raise InvalidField("session", "is no string")
-        limits.check_session("session", value)
-        return value
-
-
-def _json(meta: Mapping[str, Any]) -> bytes:
-    """Raises ValueError on a number that is not finite."""
-    return json.dumps(meta, separators=(",", ":"), allow_nan=False).encode()
+def _read_meta(fields: Mapping[bytes, bytes], shape: TypeAdapter[T]) -> T:
+    text = _bytes(fields, "meta")
+    if len(text) > MAX_META_BYTES:
+        raise InvalidField("meta", f"has more than {MAX_META_BYTES} bytes")
+    try:
+        return shape.validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise InvalidField(".".join(map(str, first["loc"])) or "meta", first["msg"]) from None
 
 
 def _bytes(fields: Mapping[bytes, bytes], name: str) -> bytes:
@@ -264,10 +205,6 @@ def _bytes(fields: Mapping[bytes, bytes], name: str) -> bytes:
     if not isinstance(value, bytes):
         raise InvalidField(name, "is missing")
     return value
-
-
-def _most_id(vocab_size: int) -> int:
-    return vocab_size - 1 if vocab_size else (1 << 31) - 1
 
 
 def _count(name: str, data: bytes, low: int, high: int) -> None:
@@ -280,9 +217,9 @@ def _ids(fields: Mapping[bytes, bytes], name: str, low: int, high: int, vocab_si
     data = _bytes(fields, name)
     _count(name, data, low, high)
     ids = np.frombuffer(data, "<i4").astype(np.int64)
-    if len(ids):
-        limits.check_range(name, int(ids.min()), 0, _most_id(vocab_size))
-        limits.check_range(name, int(ids.max()), 0, _most_id(vocab_size))
+    if len(ids) and ids.min() < 0:
+        raise InvalidField(name, f"token id {ids.min()} is negative")
+    limits.check_ids(name, ids.tolist(), vocab_size)
     return ids
 
 
@@ -293,6 +230,18 @@ def _floats(fields: Mapping[bytes, bytes], name: str, low: int, high: int) -> ND
     if not np.isfinite(values).all():
         raise InvalidField(name, "has a value that is not finite")
     return values
+
+
+def _features(fields: Mapping[bytes, bytes], rows: int, dtype: str) -> bytes:
+    """Return the features of `rows` positions, checked to be whole rows of finite numbers."""
+    data = _bytes(fields, "features")
+    row_bytes, rest = divmod(len(data), rows)
+    width, part = divmod(row_bytes, _ITEM_BYTES[dtype])
+    if rest or part or not 0 < width <= 3 * limits.MAX_HIDDEN:
+        raise InvalidField("features", f"{len(data)} bytes are not {rows} rows of {dtype}")
+    if not np.isfinite(_feature_rows(data, dtype, rows)).all():
+        raise InvalidField("features", "has a value that is not finite")
+    return data
 
 
 def _feature_rows(data: bytes, dtype: str, rows: int) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""Samples as lessons: what the losses of training read, made of what a drafter saw."""
+"""Samples as texts to learn from: what the losses of training read, made of what a drafter saw."""
 
 from __future__ import annotations
 
@@ -13,44 +13,45 @@ from coppice.training.data.target_answers import Lesson
 from coppice.training.data.teacher import Read
 
 NOTHING = -1
-"""stands behind the end of a window; no draft id"""
+"""Stands behind the end of a window; no draft id"""
 
 
 class DraftVocabulary:
-    """Which target ids a head can say, and what samples say in them."""
+    """The target ids that a head can predict, and the distributions of samples over them."""
 
     def __init__(self, draft_ids: Tensor, vocab: int) -> None:
         """draft_ids: (D,) target ids. vocab: the target's V."""
-        self.size = len(draft_ids)
+        self.size, self.target_ids = len(draft_ids), frozenset(draft_ids.tolist())
         # One entry more: NOTHING finds it from behind.
         self.number = torch.full((vocab + 1,), NOTHING, dtype=torch.int64, device=draft_ids.device)
         self.number[draft_ids] = torch.arange(self.size, device=draft_ids.device)
 
     def holds(self, sample: Sample) -> bool:
-        """Whether the missed token is a draft id."""
-        return self.number_of(sample.target_id) >= 0
+        """Tell whether the missed token is a draft id."""
+        return sample.target_id in self.target_ids
 
     def number_of(self, token: int) -> int:
-        """The draft id of a target id, or -1."""
+        """Return the draft id of a target id, or -1."""
         return int(self.number[token]) if token < len(self.number) - 1 else NOTHING
 
     def log_probs(self, sample: Sample) -> Tensor:
-        """(D,) the target's distribution where the draft missed: its top ids that are draft ids, renormalised.
+        """Return (D,) log-probabilities of the target where the draft missed.
 
-        The tail is left out: it is shared out in proportion. All of it is the missed token where no top id is known.
+        They are of its top ids that are draft ids, renormalised, so the tail is shared out in proportion. Where no top
+        id is a draft id the missed token is certain.
         """
         known = sample.top_ids < len(self.number) - 1
         numbers = self.number[torch.from_numpy(sample.top_ids[known].astype(np.int64)).to(self.number.device)]
-        said = torch.from_numpy(sample.top_log_probs[known].astype(np.float32)).to(self.number.device)
+        log_probs = torch.from_numpy(sample.top_log_probs[known].astype(np.float32)).to(self.number.device)
         inside = numbers >= 0
         if not bool(inside.any()):
             return self.certain(torch.tensor(self.number_of(sample.target_id), device=self.number.device))
-        row = said.new_full((self.size,), -torch.inf)
-        row[numbers[inside]] = said[inside].log_softmax(0)
+        row = log_probs.new_full((self.size,), -torch.inf)
+        row[numbers[inside]] = log_probs[inside].log_softmax(0)
         return row
 
     def certain(self, numbers: Tensor) -> Tensor:
-        """(..., D) log-probabilities of (...) draft ids that are sure; of -1 they are not to be read."""
+        """Return (..., D) log-probabilities of (...) draft ids that are certain. Rows of -1 mean nothing."""
         rows = torch.full((*numbers.shape, self.size), -torch.inf, device=numbers.device)
         return rows.scatter(-1, numbers.clamp(min=0)[..., None], 0.0)
 
@@ -74,7 +75,7 @@ class Windows:
 
     @property
     def positions(self) -> Tensor:
-        """(S, T) of every text, as `read` takes them."""
+        """Return (S, T) positions of every text, as `read` takes them."""
         return torch.arange(self.ids.numel(), device=self.ids.device).view_as(self.ids)
 
     @property
@@ -83,7 +84,7 @@ class Windows:
         return self._read
 
     def _read(self, positions: Tensor) -> Lesson:
-        """`final` is the taught log-probabilities themselves, of the token behind each position."""
+        """Read texts; `final` holds the taught log-probabilities themselves, of the token behind each position."""
         texts = positions[:, 0] // self.ids.shape[1]
         ids = self.ids[texts]
         final = self.vocabulary.certain(self.draft_number[ids.roll(-1, dims=1)])
@@ -93,5 +94,5 @@ class Windows:
         return Lesson(ids, self.features[texts], final)
 
     def draft_log_probs(self, final: Tensor) -> Tensor:
-        """What `read` gave."""
+        """Return `final` as `_read` made it."""
         return final

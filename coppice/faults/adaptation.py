@@ -12,7 +12,6 @@ from itertools import cycle
 from typing import Any
 
 from coppice.adaptation.client import AdapterClient
-from coppice.adaptation.records import GROUP, queries_key, samples_key
 from coppice.bench.report import Check
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import CoppiceError
@@ -22,7 +21,7 @@ from coppice.rpc.channels import Dialer
 from coppice.stack.launch import ADAPTER, REDIS
 from coppice.stack.process import ProcessFailed
 from coppice.telemetry import metric
-from coppice.weights.push import Replica
+from coppice.weights.push import DrafterLink
 
 QUICK: Mapping[str, Mapping[str, Any]] = {
     "adapter": {
@@ -120,8 +119,7 @@ def _redis(rig: Rig) -> Any:
 
 
 async def _flows_again(rig: Rig, row: FaultRow) -> None:
-    """Queries reach the adapter, replicas use its weights, nothing is pending, and every signal is accounted for."""
-    heads = [head.name for head in rig.stack.spec.adapted]
+    """Queries reach the adapter, replicas use its weights, and every signal is accounted for."""
     began, queries, current = time.monotonic(), 0, False
     async with rig.load() as load:
         first = await _status(rig)
@@ -140,7 +138,6 @@ async def _flows_again(rig: Rig, row: FaultRow) -> None:
         row.leaks.append(f"no query reached the adapter in {BACK_S:g} s")
     if not current:
         row.leaks.append(f"a replica did not use the adapter's weights in {BACK_S:g} s")
-    row.leaks += await _pending(rig, heads)
     row.leaks += await _unaccounted(rig)
 
 
@@ -152,20 +149,6 @@ async def _status(rig: Rig) -> Any:
     with contextlib.suppress(CoppiceError):
         return await asyncio.to_thread(ask)
     return None
-
-
-async def _pending(rig: Rig, heads: list[str]) -> list[str]:
-    """Entries that Redis keeps for a reader that took them."""
-
-    def count() -> int:
-        with _redis(rig) as client:
-            prefix = rig.stack.settings.adaptation.prefix
-            keys = [key(prefix, head) for head in heads for key in (queries_key, samples_key)]
-            groups = [group for key in keys for group in client.xinfo_groups(key) if group["name"] == GROUP.encode()]
-            return sum(group["pending"] for group in groups)
-
-    pending = await asyncio.to_thread(count)
-    return [f"{pending} entries are pending"] if pending else []
 
 
 async def _unaccounted(rig: Rig) -> list[str]:
@@ -194,7 +177,7 @@ async def random_weights(rig: Rig, row: FaultRow) -> None:
         async with rig.watched(row) as load:
             for head in heads:
                 for name in _drafters(rig, head.name):
-                    async with Replica(rig.stack.services[name].address, Dialer()) as link:
+                    async with DrafterLink(rig.stack.services[name].address, Dialer()) as link:
                         await link.push(*head.random((await link.describe()).weights_version + 1, name=None))
             wanted = len(load.streams) + rig.plan.sessions
             await rig.until(lambda load=load, wanted=wanted: len(load.streams) >= wanted, 30)  # type: ignore[misc]
@@ -216,7 +199,7 @@ async def corrupted(rig: Rig, row: FaultRow) -> None:
         names = _drafters(rig, head.name)
         async with rig.watched(row, names), contextlib.AsyncExitStack() as links:
             for name in names:
-                link = await links.enter_async_context(Replica(rig.stack.services[name].address, Dialer()))
+                link = await links.enter_async_context(DrafterLink(rig.stack.services[name].address, Dialer()))
                 before = await link.describe()
                 for what, spoil in CORRUPTIONS.items():
                     push = await asyncio.to_thread(spoil, head)

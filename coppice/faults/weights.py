@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from coppice.heads.checkpoints import load_eagle3, load_specblock, public_weights
+from coppice.heads.checkpoints import load_eagle3, load_specblock
+from coppice.heads.public_state import public_weights
 from coppice.messages.steps import WeightsHeader, WeightsPart
 from coppice.stack.spec import HeadSpec
 from coppice.weights.versions import Weights, pack_update

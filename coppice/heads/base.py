@@ -28,7 +28,7 @@ WARM_BUDGET = 5  # times the rows: large trees too
 
 @dataclass(frozen=True, slots=True)
 class DraftJob:
-    """One tree that is wanted: below `root`, which stands at absolute position `committed_len`.
+    """The order of one tree below `root`, which stands at absolute position `committed_len`.
 
     A child of the root is drawn at position committed_len + 1, a node of depth d at committed_len + d: noise of other
     positions couples with nothing.
@@ -44,7 +44,7 @@ class DraftJob:
 
     @property
     def noisy(self) -> bool:
-        """Whether candidates are ranked with the target's noise; greedy drawing has none."""
+        """Tell whether candidates are ranked with the target's noise; greedy drawing has none."""
         return self.coupled and self.sampling.temperature > 0
 
 
@@ -61,19 +61,19 @@ class Growth:
     """(len(nodes), vocab_size) probabilities the nodes were sampled from; only for jobs that want them"""
 
 
-class Spare(ABC):
-    """New weights, all but in use: the next draft reads them once `swap` was called."""
+class WeightSwap(ABC):
+    """New weights that are ready: the next draft reads them once `swap` was called."""
 
     @abstractmethod
     def swap(self) -> None:
-        """Exchange them with the old ones, which this object then holds: between two drafts, on the head's thread.
+        """Exchange them with the old ones, which this object then holds. Call it on the head's thread between drafts.
 
         Raises StaleFence when the head's weights are no longer those that the push was checked against.
         """
 
     @abstractmethod
     def release(self) -> None:
-        """Free the old weights, which takes a while: on another thread than the head's."""
+        """Free the old weights. It takes a while: call it on another thread than the head's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ class Head(ABC):
     def advance(self, key: int, advance: Advance) -> Miss | None:
         """Append committed ids, the earlier root first, with their features and the rejection if they were sent.
 
-        `key` must be open. Changes this session alone. Leave forwards to `draft`, where sessions share them. Returns
-        what the head's last draft missed by, when the session wants misses and the rejection is about that draft.
+        `key` must be open. This changes one session alone; forwards are left to `draft`, where sessions share them.
+        Returns by how much the head's last draft missed, when the session wants misses and the rejection is about it.
         """
 
     @abstractmethod
@@ -154,16 +154,19 @@ class Head(ABC):
             self.close(key)
 
     def blank_features(self, start: int, count: int) -> Features | None:
-        """Zeros for the target features of `count` positions; None when this head reads none."""
+        """Return zeros for the target features of `count` positions; None when this head reads none."""
         return None
 
     def staging(self, header: WeightsHeader) -> Staging:
-        """Where the parts of a push of weights go. Any thread may ask; raises what Staging raises.
+        """Return what takes the parts of a push of weights. Any thread may ask.
 
-        Raises InvalidField when this head has no weights that can be replaced.
+        Raises what Staging raises, and InvalidField when this head has no weights that can be replaced.
         """
         raise InvalidField("header.head", f"a {self.description.kind} head has no weights that can be replaced")
 
-    def spare(self, staging: Staging) -> Spare:
-        """Check a push that is complete and make it ready. On any thread, beside drafts; raises what Staging raises."""
+    def prepare_swap(self, staging: Staging) -> WeightSwap:
+        """Check a push that is complete and make its weights ready. Any thread may call this while others draft.
+
+        Raises what Staging raises.
+        """
         raise NotImplementedError

@@ -52,16 +52,16 @@ class Ranking:
         self.total += 1
 
     def count(self, token: int) -> int:
-        """How often `token` was counted."""
+        """Return how often `token` was counted."""
         place = self._places.get(token)
         return 0 if place is None else -self._negated[place]
 
     def most_frequent(self, most: int) -> Iterator[tuple[int, int]]:
-        """Up to `most` ids and their counts, descending."""
+        """Yield up to `most` ids and their counts, descending."""
         return ((token, -negated) for token, negated in zip(self.ids[:most], self._negated, strict=False))
 
     def counts(self) -> NDArray[np.int64]:
-        """(len(ids),) the counts of `ids`, descending."""
+        """Return the (len(ids),) counts of `ids`, descending."""
         return -np.array(self._negated, np.int64)
 
 
@@ -90,19 +90,19 @@ class Bigram:
         self._rows = {}
 
     def end_text(self) -> None:
-        """What comes next belongs to another text: no pair spans the two."""
+        """End the text: no pair spans it and the next one."""
         self._last = None
 
     def start(self, root: int) -> int:
-        """The state behind `root`: a bigram remembers one token."""
+        """Return the state behind `root`: a bigram remembers one token."""
         return root
 
     def follow(self, state: int, token: int) -> int:
-        """The state after `token`."""
+        """Return the state after `token`."""
         return token
 
     def followers(self, state: int) -> dict[int, float]:
-        """Candidates after `state` and their probabilities, which sum to less than 1. Not to be changed."""
+        """Return candidates and their probabilities, which sum to less than 1. Do not change the answer."""
         row = self._rows.get(state)
         if row is not None:
             return row
@@ -114,7 +114,7 @@ class Bigram:
         return row
 
     def _row(self, previous: int, seen: Ranking, below: dict[int, float]) -> dict[int, float]:
-        """The most frequent followers and the candidates of the model below."""
+        """Score the most frequent followers and the candidates of the model below."""
         kinds, total = len(seen.ids), seen.total + len(seen.ids)
         own = {}
         for token, count in seen.most_frequent(FOLLOWERS):
@@ -126,7 +126,7 @@ class Bigram:
         return own
 
     def probability(self, previous: int, token: int) -> float:
-        """P(token | previous)."""
+        """Return P(token | previous)."""
         below = self._below(previous, token)
         seen = self._followers.get(previous)
         if seen is None:
@@ -142,7 +142,7 @@ class Bigram:
         return (self._tokens.count(token) + kinds * uniform) / max(self._tokens.total + kinds, 1)
 
     def row(self, previous: int) -> NDArray[np.float64]:
-        """(vocab_size,) P(. | previous), which sums to 1; the vocabulary must be known and a text begun."""
+        """Return (vocab_size,) P(. | previous), which sums to 1; the vocabulary must be known and a text begun."""
         if self.base:
             row = self.base.row(previous)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -15,10 +15,11 @@ from torch import Tensor
 from coppice.config.sections import DrafterSettings
 from coppice.engine.attention_plan import Tail
 from coppice.heads.base import DraftJob, Growth
-from coppice.heads.block_tree import MAX_STARTS, BlockTree
-from coppice.heads.checkpoints import Loaded
-from coppice.heads.feature_head import FeatureHead, Inputs, Rows, join
-from coppice.heads.last_draft import Recall
+from coppice.heads.block_tree import MAX_STARTS, Blocks, BlockTree
+from coppice.heads.feature_head import FeatureHead
+from coppice.heads.feature_session import Inputs, Rows, join
+from coppice.heads.last_draft import LastDraft
+from coppice.heads.level_tree import row_slices
 from coppice.heads.models.block import BlockModel
 from coppice.speculation.sampling_torch import greedy_ids
 
@@ -33,18 +34,19 @@ class _Active:
     tree: BlockTree
     noise: Tensor | None  # (K * M, draft vocabulary), by depth
     states: Tensor  # (S, K, hidden) of the blocks its starts came from
-    recall: Recall | None
+    last_draft: LastDraft | None
 
     def remember(self) -> None:
-        """Note the block just added, if anyone will ask."""
-        if self.recall is not None:
+        """Note the block just added, in a session that wants misses."""
+        if self.last_draft is not None:
             parents, alive = self.tree.block
-            self.recall.tokens, self.recall.parents = self.tree.tokens, self.tree.parents
-            self.recall.said.append((np.where(alive, parents, -1).ravel(), self.states.flatten(0, 1).clone()))
+            self.last_draft.tokens, self.last_draft.parents = self.tree.tokens, self.tree.parents
+            nodes = np.where(alive, parents, -1).ravel()
+            self.last_draft.predictions.append((nodes, self.states.flatten(0, 1).clone()))
 
 
 @dataclass(frozen=True)
-class _Said:
+class _Output:
     """What a forward says about all trees' starts, in order."""
 
     states: Tensor  # (S, K, hidden)
@@ -60,17 +62,27 @@ class BlockHead(FeatureHead[M]):
     worth: NDArray[np.float32] | None = None
     """(W,) log-scores that nodes are chosen by, by their rank in a slot; None: their own"""
 
-    def __init__(self, settings: DrafterSettings, kind: str, loaded: Loaded[M, Any], widths: Sequence[int]) -> None:
-        """widths: how many tokens a slot branches into, by what `buckets` says of it."""
-        self.slots, self._widths = loaded.model.config.slots, widths
-        super().__init__(settings, kind, loaded.model, loaded.config, loaded.embedding)
+    def __init__(self, settings: DrafterSettings) -> None:
+        super().__init__(settings)
+        self._widths = self.widths()
         self.deepest = self.slots * settings.blocks
+
+    @property
+    def slots(self) -> int:
+        """Tokens that a block predicts, each with a KV entry."""
+        return self.model.config.slots
+
+    @abstractmethod
+    def widths(self) -> Sequence[int]:
+        """Return how many tokens a slot branches into, by what `buckets` says of it."""
 
     @abstractmethod
     def buckets(self, logits: Tensor, normed: Tensor) -> Tensor:
-        """(S, K) which of the widths holds in each slot, of (S, K, draft vocabulary) logits and (S, K, hidden) states.
+        """Return (S, K) which of the widths holds in each slot.
 
-        1 branches into the second width; 0 also says that the slot's best token is expected to be the target's.
+        It is told by (S, K, draft vocabulary) logits and (S, K, hidden) normed states.
+
+        Bucket 1 branches into the second width; 0 also says that the slot's best token is expected to be the target's.
         """
 
     def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
@@ -81,38 +93,45 @@ class BlockHead(FeatureHead[M]):
         numbers = [at for at in range(len(jobs)) if fit[at]]
         if not numbers:
             return
-        said = self._first_block([jobs[at] for at in numbers])
-        depths = self.slots * blocks
-        trees = {at: BlockTree(jobs[at], self.settings.chain) for at in numbers}
+        output = self._first_block([jobs[at] for at in numbers])
         active = [
-            _Active(at, tree, self._noise(jobs[at], depths), said.states[:0], self._recall(jobs[at]))
-            for at, tree in trees.items()
+            _Active(
+                at,
+                BlockTree(jobs[at], self.settings.chain),
+                self._noise(jobs[at], self.slots * blocks),
+                output.states[:0],
+                self._keep_draft(jobs[at]),
+            )
+            for at in numbers
         ]
         for block in range(1, blocks + 1):
-            self._grow(active, said, deeper=block < blocks)
+            self._grow(active, output, deeper=block < blocks)
             growing = [one for one in active if len(one.tree.starts)]
-            told = active if self.anytime else [one for one in active if one not in growing]
-            yield [one.tree.send(one.number, last=one not in growing) for one in told]
+            sent = active if self.anytime else [one for one in active if one not in growing]
+            yield [one.tree.send(one.number, last=one not in growing) for one in sent]
             active = growing
             if not active:
                 return
-            said = self._next_block(active)
+            output = self._next_block(active)
 
     @torch.inference_mode()
-    def _first_block(self, jobs: Sequence[DraftJob]) -> _Said:
+    def _first_block(self, jobs: Sequence[DraftJob]) -> _Output:
         rows, ends = self._query_rows(jobs)
-        said = self.timed(self._first, self._inputs(rows), ends)
+        output = self.timed(self._first, self._inputs(rows), ends)
         self._settle(jobs)
-        return said
+        return output
 
     @torch.inference_mode()
-    def _next_block(self, active: Sequence[_Active]) -> _Said:
-        """One forward over the starts of all trees."""
+    def _next_block(self, active: Sequence[_Active]) -> _Output:
+        """Run one forward over the starts of all trees."""
         rows = join([self._start_rows(one) for one in active])
         return self.timed(self._next, self._inputs(rows))
 
     def _start_rows(self, one: _Active) -> Rows:
-        """A start reads the state of the slot that made it and its own token; it sees what lies on its path."""
+        """Make a row of each start: it reads its own token and the state of the slot that made it.
+
+        It sees what lies on its path.
+        """
         starts, job, slots = one.tree.starts, one.tree.job, self.slots
         session, count = self._sessions[job.key], len(starts)
         own = np.zeros((count, slots, count, slots), np.bool_)
@@ -126,24 +145,24 @@ class BlockHead(FeatureHead[M]):
             (Tail(session.table, self._entry(session, job.committed_len - 1), np.concatenate(sees, axis=1)),),
         )
 
-    def _first(self, inputs: Inputs, ends: Tensor) -> _Said:
-        """Of the rows that read the roots."""
+    def _first(self, inputs: Inputs, ends: Tensor) -> _Output:
+        """Read the rows of the roots."""
         return self._read_states(self._states(inputs)[ends])
 
-    def _next(self, inputs: Inputs) -> _Said:
-        """Of the starts' rows."""
+    def _next(self, inputs: Inputs) -> _Output:
+        """Read the starts' rows."""
         return self._read_states(self._blocks(inputs.features, inputs))
 
-    def _read_states(self, states: Tensor) -> _Said:
+    def _read_states(self, states: Tensor) -> _Output:
         logits, normed = self.model.read(states)
-        return _Said(states, logits, self.buckets(logits, normed))
+        return _Output(states, logits, self.buckets(logits, normed))
 
     def _score(self, states: Tensor) -> tuple[Tensor, Tensor]:
         logits, normed = self.model.read(states)
         return normed, logits
 
     def _states(self, inputs: Inputs) -> Tensor:
-        """(N, K, hidden) un-normed states of rows of target features."""
+        """Return (N, K, hidden) un-normed states of rows of target features."""
         return self._blocks(self.model.condition(inputs.features), inputs)
 
     def _blocks(self, condition: Tensor, inputs: Inputs) -> Tensor:
@@ -152,27 +171,23 @@ class BlockHead(FeatureHead[M]):
         return states[0]
 
     @torch.inference_mode()
-    def _grow(self, active: Sequence[_Active], said: _Said, deeper: bool) -> None:
-        """Add what a forward said to the trees."""
-        scores, at = said.logits.float(), 0
+    def _grow(self, active: Sequence[_Active], output: _Output, deeper: bool) -> None:
+        """Add the blocks of a forward to the trees."""
+        scores, slices = output.logits.float(), row_slices(len(one.tree.starts) for one in active)
         coupled = any(one.noise is not None for one in active)
         greedy = greedy_ids(scores)[..., None] if coupled else None
-        for one in active:
-            end, temperature = at + len(one.tree.starts), one.tree.job.sampling.temperature
-            if temperature:
-                scores[at:end] /= temperature
+        for one, rows in zip(active, slices, strict=True):
+            if one.tree.job.sampling.temperature:
+                scores[rows] /= one.tree.job.sampling.temperature
             if one.noise is not None:  # of the positions where each slot's token will stand
-                for row, depth in enumerate(one.tree.starts.depths.tolist(), at):
+                for row, depth in enumerate(one.tree.starts.depths.tolist(), rows.start):
                     scores[row] += one.noise[depth : depth + self.slots]
-            one.states, at = said.states[at:end], end
+            one.states = output.states[rows]
         width = max(1, *self._widths) + coupled  # room for a greedy token that the noise puts behind the others
-        tokens, values, more = self._likeliest(scores, width, said.buckets[..., None], wanted=greedy)
+        tokens, values, more = self._likeliest(scores, width, output.buckets[..., None], wanted=greedy)
         buckets, spine = more[..., 0], more[..., 1] if coupled else np.zeros_like(more[..., 0])
         worth = None if self.worth is None else np.broadcast_to(self.worth[:width], values.shape)
-        at = 0
-        for one in active:
-            end = at + len(one.tree.starts)
-            of_one = None if worth is None else worth[at:end]
-            one.tree.grow(tokens[at:end], values[at:end], spine[at:end], buckets[at:end], self._widths, deeper, of_one)
+        for one, rows in zip(active, slices, strict=True):
+            parts = tokens[rows], values[rows], spine[rows], buckets[rows], None if worth is None else worth[rows]
+            one.tree.grow(Blocks(*parts), self._widths, deeper)
             one.remember()
-            at = end

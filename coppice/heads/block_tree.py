@@ -13,6 +13,7 @@ from coppice.limits import MAX_TREE_NODES
 from coppice.speculation.tree import DraftTree
 
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 MAX_STARTS = 12  # of a block, the likeliest ones
 BUDGET_OF_A_START = 8  # nodes of the tree that a start should be good for; more starts cost time and gain no token
@@ -28,10 +29,21 @@ class Starts:
     depths: Ints
     rows: Ints  # of the forward before, whose state at the slot is the condition
     slots: Ints
-    sees: NDArray[np.bool_]  # (S, E) which KV entries of this step's earlier blocks lie on its path
+    sees: Bools  # (S, E) which KV entries of this step's earlier blocks lie on its path
 
     def __len__(self) -> int:
         return len(self.nodes)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What a forward predicts behind each of S starts, in K slots each."""
+
+    tokens: Ints  # (S, K, W) the slot's likeliest ids, best first
+    scores: NDArray[np.float32]  # (S, K, W) their log-scores, at most 0
+    spine: Ints  # (S, K) which of them is the slot's greedy token, from which the block itself goes on
+    buckets: Ints  # (S, K) the rank head's answers
+    worth: NDArray[np.float32] | None = None  # (S, K, W) log-scores that nodes and starts are chosen by; None: `scores`
 
 
 def _none() -> Ints:
@@ -39,7 +51,7 @@ def _none() -> Ints:
 
 
 def _starts(count: int) -> Starts:
-    """The root, or nothing."""
+    """Make the root a start, or nothing."""
     zeros = np.zeros(count, np.int64)
     return Starts(zeros, zeros, zeros, zeros, np.zeros((count, 0), np.bool_))
 
@@ -58,68 +70,59 @@ class BlockTree:
     worth: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # cumulative, what is chosen by
     sent: Ints = field(default_factory=_none)  # a candidate's number in what was sent, 0: not sent
     sent_count: int = 0
-    block: tuple[Ints, NDArray[np.bool_]] = field(default_factory=lambda: (_none(), _none().astype(np.bool_)))
+    block: tuple[Ints, Bools] = field(default_factory=lambda: (_none(), _none().astype(np.bool_)))
     """of the last forward (S, K) the node whose children each slot's tokens are, and whether they are in the tree"""
 
-    def grow(
-        self,
-        tokens: Ints,
-        scores: NDArray[np.float32],
-        spine: Ints,
-        buckets: Ints,
-        widths: Sequence[int],
-        deeper: bool,
-        worth: NDArray[np.float32] | None = None,
-    ) -> None:
-        """Add the block that each start began, and choose the starts of the next one if there is one.
+    def grow(self, blocks: Blocks, widths: Sequence[int], deeper: bool) -> None:
+        """Add what a forward predicts behind the starts, and choose the next starts if there is another forward.
 
-        tokens, scores: (S, K, W) for each start and slot the likeliest ids with their log-scores (at most 0), best
-        first. spine: (S, K) which of them is the slot's greedy token: the block itself goes on from that one, whatever
-        the noise of a coupled draft prefers. buckets: (S, K) the rank head's answers. widths: how many tokens a bucket
-        branches into; 0 ends the block there. worth: (S, K, W) log-scores that nodes and starts are chosen by; None: by
-        `scores`.
+        `widths` says how many tokens each bucket branches into; 0 ends the block there. The greedy token is a branch of
+        a slot whatever the noise of a coupled draft prefers.
         """
-        starts, (_, slots, widest) = self.starts, tokens.shape
-        width = np.asarray(widths)[buckets]
+        place = np.arange(blocks.tokens.shape[2])
+        on_spine = blocks.spine[..., None] == place
+        width = np.asarray(widths)[blocks.buckets]
         alive = np.logical_and.accumulate(width > 0, axis=1)
-        place, on_spine = np.arange(widest), spine[..., None] == np.arange(widest)
         if self.chain:
-            alive[:, 1:] &= np.logical_and.accumulate(spine[:, :-1] == 0, axis=1)
+            alive[:, 1:] &= np.logical_and.accumulate(blocks.spine[:, :-1] == 0, axis=1)
             kept = alive[..., None] & (place == 0)
         else:
             kept = alive[..., None] & ((place < width[..., None]) | on_spine)
-        cumulative = self._along(self.scores, scores, on_spine)
-        chosen_by = cumulative if worth is None else self._along(self.worth, worth, on_spine)
+        scores = self._along(self.scores, blocks.scores, on_spine)
+        worth = scores if blocks.worth is None else self._along(self.worth, blocks.worth, on_spine)
         nodes = len(self.tokens) + kept.cumsum().reshape(kept.shape)
-        parents = np.concatenate((starts.nodes[:, None], nodes[on_spine].reshape(spine.shape)[:, :-1]), axis=1)
+        spine_nodes = nodes[on_spine].reshape(blocks.spine.shape)
+        parents = np.concatenate((self.starts.nodes[:, None], spine_nodes[:, :-1]), axis=1)
         self.block = parents, alive
-        self.tokens = np.concatenate((self.tokens, tokens[kept]))
+        self.tokens = np.concatenate((self.tokens, blocks.tokens[kept]))
         self.parents = np.concatenate((self.parents, parents.repeat(kept.sum(axis=2).ravel())))
-        self.scores = np.concatenate((self.scores, cumulative[kept]))
-        self.worth = np.concatenate((self.worth, chosen_by[kept]))
+        self.scores = np.concatenate((self.scores, scores[kept]))
+        self.worth = np.concatenate((self.worth, worth[kept]))
         self.sent = np.concatenate((self.sent, np.zeros(len(self.tokens) - len(self.sent), np.int64)))
-        if not deeper:
+        if deeper:
+            begins = kept & ((blocks.buckets != CONFIDENT)[..., None] | (place < blocks.spine[..., None]))
+            # The greedy tokens inside a chain are no starts: the block predicts on from them itself.
+            last = np.arange(1, alive.shape[1] + 1) == alive.sum(axis=1)[:, None]
+            begins[on_spine] = (alive & last).ravel()
+            self.starts = self._next_starts(begins & kept, alive, worth, nodes)
+        else:
             self.starts = _starts(0)
-            return
-        begins = kept & ((buckets != CONFIDENT)[..., None] | (place < spine[..., None]))
-        # The greedy tokens inside a chain are no starts: the block predicts on from them itself.
-        begins[on_spine] = (alive & (np.arange(1, slots + 1) == alive.sum(axis=1)[:, None])).ravel()
-        places = np.flatnonzero(begins & kept)
-        found = chosen_by.ravel()[places]
-        job = self.job
-        most = min(MAX_STARTS, max(1, job.budget // (BUDGET_OF_A_NOISY_START if job.noisy else BUDGET_OF_A_START)))
-        order = np.argsort(-found, kind="stable")[:most]  # stable: the tree is the same on every machine
-        places = places[order[found[order] > self._edge()]]
-        rows, at, _ = np.unravel_index(places, kept.shape)
-        own = np.zeros((len(rows), *alive.shape), np.bool_)
-        own[np.arange(len(rows)), rows] = np.arange(slots) <= at[:, None]
-        sees = np.concatenate((starts.sees[rows], own.reshape(len(rows), alive.size)), axis=1)
-        self.starts = Starts(nodes.ravel()[places], starts.depths[rows] + at + 1, rows, at, sees)
 
-    def _along(
-        self, known: NDArray[np.float64], values: NDArray[np.floating], on_spine: NDArray[np.bool_]
-    ) -> NDArray[np.float64]:
-        """(S, K, W) sums of values from the root on, `known` those of the candidates so far."""
+    def _next_starts(self, begins: Bools, alive: Bools, worth: NDArray[np.float64], nodes: Ints) -> Starts:
+        """Choose the best of the (S, K, W) tokens that may begin a block, of which there are `nodes` in the tree."""
+        places, job = np.flatnonzero(begins), self.job
+        candidates = worth.ravel()[places]
+        most = min(MAX_STARTS, max(1, job.budget // (BUDGET_OF_A_NOISY_START if job.noisy else BUDGET_OF_A_START)))
+        order = np.argsort(-candidates, kind="stable")[:most]  # stable: the tree is the same on every machine
+        places = places[order[candidates[order] > self._edge()]]
+        rows, slots, _ = np.unravel_index(places, begins.shape)
+        own = np.zeros((len(rows), *alive.shape), np.bool_)
+        own[np.arange(len(rows)), rows] = np.arange(alive.shape[1]) <= slots[:, None]
+        sees = np.concatenate((self.starts.sees[rows], own.reshape(len(rows), alive.size)), axis=1)
+        return Starts(nodes.ravel()[places], self.starts.depths[rows] + slots + 1, rows, slots, sees)
+
+    def _along(self, known: NDArray[np.float64], values: NDArray[np.floating], on_spine: Bools) -> NDArray[np.float64]:
+        """Return (S, K, W) sums of values from the root on, `known` those of the candidates so far."""
         before = np.append(known, 0.0)[self.starts.nodes - 1]  # the root's is the last
         spine = values[on_spine].reshape(on_spine.shape[:2])[:, :-1]
         chain = np.concatenate((before[:, None], spine), axis=1).cumsum(axis=1)
@@ -127,12 +130,12 @@ class BlockTree:
         return summed
 
     def _edge(self) -> float:
-        """A node worth no more than this has no descendant among the `budget` best."""
+        """Return the worth at or below which a node has no descendant among the `budget` best."""
         budget = self.job.budget
         return float(np.partition(self.worth, -budget)[-budget]) if len(self.worth) >= budget else -np.inf
 
     def send(self, number: int, last: bool) -> Growth:
-        """What is new among the `budget` best candidates; a receiver prunes earlier ones that fell out."""
+        """Return what is new among the `budget` best candidates; a receiver prunes earlier ones that fell out."""
         ranking = np.argsort(-self.worth, kind="stable")[: self.job.budget]
         new = np.sort(ranking[self.sent[ranking] == 0][: MAX_TREE_NODES - self.sent_count])
         self.sent[new] = np.arange(1, len(new) + 1) + self.sent_count

@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from coppice.engine.linear import SIBLINGS
 from coppice.errors import InvalidField
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
 from coppice.heads.models.falcon import FalconConfig, FalconModel
@@ -29,6 +28,7 @@ from coppice.heads.models.layers import HeadConfig
 from coppice.heads.models.medusa import MedusaConfig, MedusaModel
 from coppice.heads.models.parallelspec import ParallelSpecConfig, ParallelSpecModel
 from coppice.heads.models.specblock import SpecBlockConfig, SpecBlockModel
+from coppice.heads.public_state import fused_tensor, public_state
 
 M = TypeVar("M", bound=nn.Module)
 C = TypeVar("C", bound=HeadConfig)
@@ -53,8 +53,12 @@ _PATH = "drafter.path"
 _KIND = "coppice_head"  # in config.json of a layout of our own: which one
 _NULLABLE = {"rank_norm_topk"}  # null says something else than nothing
 _OPTIONAL = {"embed_tokens.weight", "input_layer.embed_tokens.weight", "verifier_norm.weight", "t2d"}
+_TITLES = {"specblock": "SpecBlock", "eagle3": "EAGLE-3"}
+_ARCHITECTURES = {"specblock": "SpecBlock", "eagle3": "LlamaForCausalLMEagle3"}
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 _OUTPUT = ("lm_head.weight",)
+_MIDLAYER, _SPECULATORS_LAYER = "midlayer.", "layers.0."
+_SPECULATORS = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc")
 _TO_SAFETENSORS = (
     "convert it where you trust it: python -c \"import torch, safetensors.torch as s; s.save_file(torch.load('{0}', "
     "weights_only=True), '{1}')\""
@@ -73,7 +77,7 @@ class Loaded(Generic[M, C]):
 
 @dataclass(frozen=True)
 class TargetParts:
-    """What a head must know of its target."""
+    """The parts of a target that a head must know."""
 
     hidden_size: int
     vocab_size: int
@@ -82,12 +86,12 @@ class TargetParts:
 
     @property
     def feature_layers(self) -> tuple[int, int, int]:
-        """The hidden states that EAGLE-3 and SpecBlock read (0: the embeddings)."""
+        """Return the hidden states that EAGLE-3 and SpecBlock read (0: the embeddings)."""
         return 2, self.layers // 2, self.layers - 3
 
 
 def read_target(folder: str | Path) -> TargetParts:
-    """Sizes and token embedding of a target's folder. Raises InvalidField."""
+    """Read the sizes and the token embedding of a target's folder. Raises InvalidField."""
     path = Path(folder)
     if not folder or not (path / CONFIG).is_file():
         raise InvalidField("drafter.target", f"no Hugging Face model folder: {str(folder)!r}")
@@ -99,7 +103,7 @@ def read_target(folder: str | Path) -> TargetParts:
 
 
 def read_output(folder: str | Path) -> Tensor:
-    """(V, hidden) of a target's output layer, which may be its embedding. Raises InvalidField."""
+    """Read the (V, hidden) weights of a target's output layer, which may be its embedding. Raises InvalidField."""
     own = _find_tensor(Path(folder), _OUTPUT)
     return read_target(folder).embedding if own is None else own
 
@@ -109,13 +113,13 @@ def _find_tensor(folder: Path, names: tuple[str, ...]) -> Tensor | None:
         with safe_open(file, "pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118
                 if key.endswith(names):
-                    found: Tensor = tensors.get_tensor(key)
-                    return found
+                    tensor: Tensor = tensors.get_tensor(key)
+                    return tensor
     return None
 
 
 def layout_of(folder: str | Path) -> Layout | OwnLayout:
-    """Which layout a folder's config.json announces. Raises InvalidField."""
+    """Return the layout that a folder's config.json announces. Raises InvalidField."""
     config = _read_config(Path(folder))
     if _KIND in config:
         for own in OWN:
@@ -127,48 +131,36 @@ def layout_of(folder: str | Path) -> Layout | OwnLayout:
     return "specblock" if "diffspec_draft_token_num" in config else "eagle3"
 
 
-def load_head(kind: OwnLayout, folder: str | Path, target: str | Path) -> Loaded[Any, Any]:
-    """A head in a layout of our own. Raises InvalidField naming the first thing that does not fit."""
-    path = Path(folder)
-    if (found := layout_of(path)) != kind:
-        raise InvalidField(_PATH, f"{folder} is a checkpoint in the layout {found}, not a {kind} head")
-    return _for_target(path, _read(path, _read_config(path), *SHAPES[kind]), read_target(target))
+def load_head(kind: str, folder: str | Path, target: str | Path) -> Loaded[Any, Any]:
+    """Load a head of a kind for its target. Raises InvalidField naming the first thing that does not fit."""
+    path, layout = Path(folder), layout_of(folder)
+    if ("eagle3" if layout == "speculators" else layout) != kind:
+        has, wants = _TITLES.get(layout, layout), _TITLES.get(kind, kind)
+        raise InvalidField(_PATH, f"{folder} is a {has} checkpoint, not one of {wants}")
+    return _for_target(path, read_head(path), read_target(target))
 
 
 def load_specblock(folder: str | Path, target: str | Path) -> Loaded[SpecBlockModel, SpecBlockConfig]:
-    """A SpecBlock head. Raises InvalidField naming the first thing that does not fit."""
-    return _for_target(Path(folder), read_specblock(Path(folder)), read_target(target))
+    """Load a SpecBlock head. Raises InvalidField."""
+    return load_head("specblock", folder, target)
 
 
 def load_eagle3(folder: str | Path, target: str | Path) -> Loaded[Eagle3Model, Eagle3Config]:
-    """An EAGLE-3 head, from its own layout or speculators'. Raises InvalidField naming the first thing that is off."""
-    return _for_target(Path(folder), read_eagle3(Path(folder)), read_target(target))
+    """Load an EAGLE-3 head, from its own layout or speculators'. Raises InvalidField."""
+    return load_head("eagle3", folder, target)
 
 
-def read_specblock(folder: Path) -> SpecBlockModel:
-    """A SpecBlock checkpoint by itself, in float32. Raises InvalidField."""
-    if layout_of(folder) != "specblock":
-        raise InvalidField(_PATH, f"{folder} is no SpecBlock checkpoint: config.json has no diffspec_draft_token_num")
-    return _read(folder, _read_config(folder), SpecBlockConfig, SpecBlockModel)
-
-
-def read_eagle3(folder: Path) -> Eagle3Model:
-    """An EAGLE-3 checkpoint by itself, in its own layout or speculators', in float32. Raises InvalidField."""
-    layout, told = layout_of(folder), _read_config(folder)
-    if layout in ("specblock", *OWN):
-        raise InvalidField(_PATH, f"{folder} is a {_TITLES.get(layout, layout)} checkpoint, not one of EAGLE-3")
-    if layout == "eagle3":
-        return _read(folder, told, Eagle3Config, Eagle3Model)
-    nested = told.get("transformer_layer_config")
+def read_head(folder: Path) -> Any:
+    """Read a checkpoint by itself, in whichever layout, in float32. Raises InvalidField."""
+    layout, config = layout_of(folder), _read_config(folder)
+    if layout != "speculators":
+        return _read(folder, config, *SHAPES[layout])
+    nested = config.get("transformer_layer_config")
     if not isinstance(nested, dict):
         raise InvalidField(_PATH, "config.json has no transformer_layer_config")
-    own = {name: told[name] for name in _SPECULATORS if told.get(name) is not None}
-    told = nested | own | {"num_hidden_layers": 1, "feature_layers": told.get("eagle_aux_hidden_state_layer_ids")}
-    return _read(folder, told, Eagle3Config, Eagle3Model, _SPECULATORS_LAYER)
-
-
-_MIDLAYER, _SPECULATORS_LAYER = "midlayer.", "layers.0."
-_SPECULATORS = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc")
+    own = {name: config[name] for name in _SPECULATORS if config.get(name) is not None}
+    own |= {"num_hidden_layers": 1, "feature_layers": config.get("eagle_aux_hidden_state_layer_ids")}
+    return _read(folder, nested | own, *SHAPES["eagle3"], _SPECULATORS_LAYER)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -181,9 +173,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read(folder: Path, told: Mapping[str, Any], shape: type[C], build: Callable[[Any], M], layer: str = "") -> M:
-    """`layer`: what the file calls EAGLE-3's midlayer, when it has another name for it."""
-    given = {name: value for name, value in told.items() if value is not None or name in _NULLABLE}
+def _read(folder: Path, values: Mapping[str, Any], shape: type[C], build: Callable[[Any], M], layer: str = "") -> M:
+    """Read a checkpoint; `layer` is what the file calls EAGLE-3's midlayer, when it has another name for it."""
+    given = {name: value for name, value in values.items() if value is not None or name in _NULLABLE}
     try:
         config = shape.model_validate(given)
     except ValidationError as error:
@@ -199,7 +191,7 @@ def _read(folder: Path, told: Mapping[str, Any], shape: type[C], build: Callable
 
 
 def _for_target(folder: Path, model: Any, target: TargetParts) -> Loaded[Any, Any]:
-    """The head with what it takes from its target, which it must fit."""
+    """Join a head and what it takes from its target, which it must fit."""
     config: HeadConfig = model.config
     for name, has, wants in (
         ("vocab_size", config.vocab_size, target.vocab_size),
@@ -215,7 +207,7 @@ def _for_target(folder: Path, model: Any, target: TargetParts) -> Loaded[Any, An
 
 
 def _public_tensors(folder: Path, config: HeadConfig, layer: str) -> dict[str, Tensor]:
-    """The file's tensors under EAGLE-3's or SpecBlock's names; `layer` is what the file calls EAGLE-3's midlayer."""
+    """Return the file's tensors by the names of the kind's own layout; `layer` as in `_read`."""
     file = folder / WEIGHTS
     if not file.is_file():
         pickled = folder / "pytorch_model.bin"
@@ -258,52 +250,15 @@ def _check_ids(d2t: Tensor, config: HeadConfig, file: Path) -> None:
         raise InvalidField(_PATH, f"{file}: d2t does not name {config.draft_vocab_size} ids of {config.vocab_size}")
 
 
-_TITLES = {"specblock": "SpecBlock", "eagle3": "EAGLE-3"}
-_ARCHITECTURES = {"specblock": "SpecBlock", "eagle3": "LlamaForCausalLMEagle3"}
-_FUSED = MappingProxyType(dict(zip(("qkv_proj", "gate_up_proj"), SIBLINGS, strict=True)))
-
-
-def public_names(name: str) -> tuple[str, ...]:
-    """The public names of what one tensor of a model's own state holds, in order along its first dimension."""
-    module, _, kind = name.rpartition(".")
-    owner, _, module = module.rpartition(".")
-    if module not in _FUSED:
-        return (name,)
-    return tuple(f"{owner}.{part}.{kind}" for part in _FUSED[module])
-
-
-def public_state(model: nn.Module, config: HeadConfig) -> dict[str, Tensor]:
-    """The model's tensors under the public names of its own layout, fused projections taken apart."""
-    query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    sizes = {3: (query, key, key), 2: (config.intermediate_size,) * 2}
-    public: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        names = public_names(name)
-        pieces = tensor.split(sizes[len(names)]) if len(names) > 1 else (tensor,)
-        public |= zip(names, pieces, strict=True)
-    return public
-
-
-def fused_tensor(public: Mapping[str, Tensor], name: str) -> Tensor:
-    """The tensor `name` of a model's own state, made of public ones."""
-    pieces = [public[part] for part in public_names(name)]
-    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-
-
-def public_weights(model: nn.Module, config: HeadConfig) -> dict[str, Tensor]:
-    """What may be trained and replaced: the public tensors that hold numbers, not ids, detached, as float32."""
-    return {name: tensor.float() for name, tensor in public_state(model, config).items() if tensor.is_floating_point()}
-
-
 def kind_of(config: HeadConfig) -> str:
-    """The kind of head that a configuration is of."""
+    """Return the kind of head that a configuration is of."""
     return next(kind for kind, (shape, _) in SHAPES.items() if type(config) is shape)
 
 
 def save_head(folder: Path, model: nn.Module, config: HeadConfig, layout: Layout | OwnLayout, target: str = "") -> None:
     """Write a head: in the layout of its kind, or speculators' for EAGLE-3. Embeddings stay with the target.
 
-    Raises InvalidField when the layout cannot hold this kind of head. `target` is told to speculators' readers.
+    Raises InvalidField when the layout cannot hold this kind of head. `target` is a name for speculators' readers.
     """
     kind = kind_of(config)
     if layout not in ((kind, "speculators") if kind == "eagle3" else (kind,)):
@@ -312,22 +267,22 @@ def save_head(folder: Path, model: nn.Module, config: HeadConfig, layout: Layout
     known = torch.zeros(config.vocab_size, dtype=torch.bool)
     known[torch.arange(config.draft_vocab_size) + tensors["d2t"]] = True
     tensors["t2d"] = known
-    told = config.model_dump(by_alias=True)
+    values = config.model_dump(by_alias=True)
     if layout == "speculators":
         tensors = {
             _SPECULATORS_LAYER + name.removeprefix(_MIDLAYER) if name.startswith(_MIDLAYER) else name: tensor
             for name, tensor in tensors.items()
         }
-        told = _speculators_config(told, target)
+        values = _speculators_config(values, target)
     else:
-        told |= {"architectures": [_ARCHITECTURES[kind]]} if kind in _ARCHITECTURES else {_KIND: kind}
+        values |= {"architectures": [_ARCHITECTURES[kind]]} if kind in _ARCHITECTURES else {_KIND: kind}
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
-    (folder / CONFIG).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
-def _speculators_config(told: Mapping[str, Any], target: str) -> dict[str, Any]:
-    own = {name: told[name] for name in _SPECULATORS}
+def _speculators_config(values: Mapping[str, Any], target: str) -> dict[str, Any]:
+    own = {name: values[name] for name in _SPECULATORS}
     proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1}
     return own | {
         "architectures": ["Eagle3Speculator"],
@@ -339,14 +294,14 @@ def _speculators_config(told: Mapping[str, Any], target: str) -> dict[str, Any]:
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": target, "architectures": []},
         },
-        "eagle_aux_hidden_state_layer_ids": told["feature_layers"] or None,
+        "eagle_aux_hidden_state_layer_ids": values["feature_layers"] or None,
         "transformer_layer_config": {
-            name: value for name, value in told.items() if name not in (*own, "feature_layers")
+            name: value for name, value in values.items() if name not in (*own, "feature_layers")
         },
     }
 
 
 def convert(source: Path, out: Path, layout: Layout) -> None:
     """Write the head of `source` in another layout. Raises InvalidField."""
-    model: Any = read_specblock(source) if layout_of(source) == "specblock" else read_eagle3(source)
+    model = read_head(source)
     save_head(out, model, model.config, layout)

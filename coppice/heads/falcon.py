@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -9,7 +11,6 @@ from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
 from coppice.heads.block_head import BlockHead
-from coppice.heads.checkpoints import load_head
 from coppice.heads.models.falcon import FalconModel
 from coppice.heads.models.specblock import BUCKETS
 
@@ -19,9 +20,10 @@ between what `coppice bench paper rank` prints of two trained heads"""
 
 
 def prior(width: int) -> NDArray[np.float32]:
-    """(width,) log-probabilities that the static tree gives to a slot's tokens, by rank: the others fall as 1 / rank^2.
+    """Return the (width,) log-probabilities that the static tree gives to a slot's tokens by rank.
 
-    In 1024ths, so that sums are exact: of equal ones the earlier node is taken, on every machine.
+    The others fall as 1 / rank^2. All are in 1024ths, so that sums are exact: of equal ones every machine takes the
+    earlier node.
     """
     rank = np.arange(1, width)
     chances = np.concatenate(([FIRST], OTHERS / (rank * (rank + 1))))
@@ -35,22 +37,21 @@ class FalconHead(BlockHead[FalconModel]):
     the model gives them: the tree grows as that of a drafter whose slots are all as sure as `prior` says.
     """
 
+    kind = "falcon"
     anytime = False  # a receiver would prune what a later block displaces by the model's scores
 
     def __init__(self, settings: DrafterSettings) -> None:
-        """Load `settings.path` for the target of `settings.target`, on the thread that will use it.
+        super().__init__(settings)
+        self.worth = prior(self.settings.top_k + 1)  # one more for a greedy token that noise puts behind the others
 
-        Raises InvalidField on a folder that is not exactly a Falcon checkpoint for this target.
-        """
-        width = settings.of_kind().top_k
-        self.worth = prior(width + 1)  # one more for a greedy token that noise puts behind the others
-        loaded = load_head("falcon", settings.path, settings.target)
-        super().__init__(settings, "falcon", loaded, (width,) * BUCKETS)
+    def widths(self) -> Sequence[int]:
+        """Return the same everywhere."""
+        return (self.settings.top_k,) * BUCKETS
 
     def buckets(self, logits: Tensor, normed: Tensor) -> Tensor:
-        """The same everywhere."""
+        """Return the same bucket everywhere."""
         return torch.ones(logits.shape[:-1], dtype=torch.int64, device=self.device)
 
     def _visible(self, rows: int) -> NDArray[np.bool_]:
-        """The relaxed causal mask: all slots of the rows so far, the later ones of the same row too."""
+        """Return the relaxed causal mask: all slots of the rows so far, the later ones of the same row too."""
         return np.tri(rows, dtype=np.bool_).repeat(self.slots, axis=0).repeat(self.slots, axis=1)

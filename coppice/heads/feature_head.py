@@ -1,4 +1,4 @@
-"""Heads that read the target's features: their sessions, the rows a step adds, and the KV those rows leave.
+"""Heads that read the target's features: prefill, packed attention and the scores of drafts.
 
 A row belongs to a committed position p: the features of p beside the token at p + 1. Each row leaves `slots` entries in
 KV, the last row's token is the root, and every row is kept. Positions before the prompt window's start have no row.
@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -23,14 +22,16 @@ from torch import Tensor, nn
 from coppice.config.sections import DrafterSettings
 from coppice.engine.attention_plan import Tail, plan_tails
 from coppice.engine.engine import DTYPES
-from coppice.engine.kv_cache import BlockTable, KVPool, OutOfBlocks
+from coppice.engine.kv_cache import KVPool, OutOfBlocks
 from coppice.engine.linear import compile_ahead, prepack
 from coppice.errors import InvalidField, Overloaded
 from coppice.heads.base import DraftJob, Head, Miss
-from coppice.heads.checkpoints import public_weights
-from coppice.heads.last_draft import Recall
+from coppice.heads.checkpoints import load_head
+from coppice.heads.feature_session import FeatureSession, Inputs, Rows, join
+from coppice.heads.last_draft import LastDraft
 from coppice.heads.models.layers import Attend, HeadConfig, largest
-from coppice.heads.weight_swap import SpareModel, make_spare
+from coppice.heads.public_state import public_weights
+from coppice.heads.weight_swap import ModelSwap
 from coppice.messages.steps import Advance, Features, HeadDescription, OpenDraft, WeightsHeader
 from coppice.speculation.sampling_torch import noise
 from coppice.weights.staging import Staging
@@ -42,68 +43,28 @@ M = TypeVar("M", bound=nn.Module)
 R = TypeVar("R")
 
 
-@dataclass
-class Session:
-    """What a head knows of one session. `features` are those of the positions from `first` on."""
-
-    table: BlockTable
-    ids: list[int]
-    start: int  # position of the first row
-    features: Tensor
-    first: int
-    done: int  # rows of the positions before it are in KV
-    noise: tuple[int, int, Tensor]  # seed, first position and (P, draft vocabulary) of drafts to come
-    wants_misses: bool = False
-    recall: Recall | None = None  # the last draft; kept only for a session that wants misses, until ids are committed
-
-    def take(self, upto: int) -> Tensor:
-        """(upto - done, F) features of the positions done..upto-1."""
-        return self.features[self.done - self.first : upto - self.first]
-
-    def forget(self) -> None:
-        """Drop the features of rows that are in KV, save the last one's: the same draft may be asked for again."""
-        keep = min(max(self.done - 1, self.first), self.first + len(self.features))
-        self.features, self.first = self.features[keep - self.first :], keep
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows of several sessions for one forward, packed in order: what they read, and what they see."""
-
-    features: Tensor  # (N, F) target features, or (N, hidden) states of the head's own
-    tokens: Sequence[int] | NDArray[np.int64]  # (N,)
-    positions: Sequence[int] | NDArray[np.int64]  # (N,) where each row's features stand
-    tails: Sequence[Tail]
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The same as the model takes it: all that a forward needs is at hand."""
-
-    features: Tensor
-    embeddings: Tensor  # (1, N, hidden)
-    positions: Tensor  # (1, N)
-    attends: list[Attend]  # one for each layer
-
-
 class FeatureHead(Head, Generic[M]):
-    """Sessions, prefill and packed attention of a head of our own; a kind adds its model and its tree."""
+    """Sessions, prefill and packed attention of a trained head; a kind adds its model and its tree."""
 
-    slots = 1
-    """KV entries of a row"""
+    kind: ClassVar[str]
 
-    def __init__(self, settings: DrafterSettings, kind: str, model: M, config: HeadConfig, embedding: Tensor) -> None:
-        """embedding: (V, hidden) of the target. The model's buffers d2t (draft vocabulary,) say which id is which."""
+    def __init__(self, settings: DrafterSettings) -> None:
+        """Load `settings.path` for the target of `settings.target`, on the thread that will use it.
+
+        Raises InvalidField on a folder that is not exactly a checkpoint of this kind for this target.
+        """
+        loaded = load_head(self.kind, settings.path, settings.target)
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        self.settings, self.config = settings.of_kind(), config
-        self.device, self.dtype = torch.device(settings.device), DTYPES[settings.dtype]
-        self.weights = self._checkpoint = Weights.of(public_weights(model, config))
-        self.model = model.to(self.device, self.dtype).requires_grad_(False).train(False)
-        self.embedding = embedding.to(self.device, self.dtype)
+        config = self.config = loaded.config
+        self.settings = settings.of_kind()
+        device, self.dtype = torch.device(settings.device), DTYPES[settings.dtype]
+        self.weights = self._checkpoint = Weights.of(public_weights(loaded.model, config))
+        self.model: M = loaded.model.to(device, self.dtype).requires_grad_(False).train(False)
+        self.embedding = loaded.embedding.to(device, self.dtype)
         prepack(self.model)
         compile_ahead(self.model)
-        ids = target_ids(model, config)
+        ids = target_ids(self.model, config)
         self.target_ids, self._ids = ids.to(self.device), ids.numpy()
         self.pool = KVPool(
             layers=config.num_hidden_layers,
@@ -114,40 +75,40 @@ class FeatureHead(Head, Generic[M]):
             device=self.device,
         )
         self.description = HeadDescription(
-            settings.name or kind,
-            kind,
+            settings.name or self.kind,
+            self.kind,
             config.vocab_size,
             feature_layers=config.feature_layers,
             weights_hash=self.weights.hash,
         )
         self.deepest = self.settings.depth
-        self.max_context = settings.max_context or config.max_position_embeddings
-        self._row_bytes = 3 * config.target_hidden_size
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, FeatureSession] = {}
+
+    @property
+    def slots(self) -> int:
+        """KV entries of a row."""
+        return 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.embedding.device
 
     def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
         """Make the rows of the prompt's window, chunk by chunk. Raises InvalidField, and Overloaded without KV room."""
         if opening.want_q_rows:
             raise InvalidField("open.want_q_rows", f"a {self.description.kind} head does not sample its drafts")
-        features = self._read(opening.features, "open.features")
-        assert opening.features is not None
-        start, ids = opening.features.start, list(opening.ids)
+        start, features = self._read(opening.features, "open.features")
+        ids = list(opening.ids)
         if start + len(features) != len(ids):
             raise InvalidField("open.features", f"end at position {start + len(features)} of {len(ids)} committed ids")
         try:
             table = self.pool.allocate(str(key), len(features) * self.slots)
         except OutOfBlocks as error:
             raise Overloaded(str(error)) from None
-        session = self._sessions[key] = Session(
-            table,
-            ids,
-            start,
-            features,
-            start,
-            start,
-            (0, 0, features.new_empty(0, len(self._ids), dtype=torch.float32)),
-            opening.want_misses,
-        )
+        no_noise = 0, 0, features.new_empty(0, len(self._ids), dtype=torch.float32)
+        session = FeatureSession(table, ids, start, features, start, start, no_noise, opening.want_misses)
+        self._sessions[key] = session
         chunk = max(1, PREFILL_SLOTS // self.slots)
         while session.done < len(ids) - 1:  # the last position's row waits for the root
             self._prefill(session, min(session.done + chunk, len(ids) - 1))
@@ -165,95 +126,91 @@ class FeatureHead(Head, Generic[M]):
         if not advance.ids:
             return None
         session = self._sessions[key]
-        features = self._read(advance.features, "step.advance.features")
-        assert advance.features is not None
-        if (advance.features.start, len(features)) != (len(session.ids), len(advance.ids)):
+        start, features = self._read(advance.features, "step.advance.features")
+        if (start, len(features)) != (len(session.ids), len(advance.ids)):
             raise InvalidField("step.advance.features", "are not those of the committed ids")
         miss = self._miss(session, advance)
-        session.recall = None
+        session.last_draft = None
         session.ids += advance.ids
         session.features = torch.cat((session.features, features))
         return miss
 
     def blank_features(self, start: int, count: int) -> Features:
-        """Zeros."""
-        size = count * self._row_bytes * self.dtype.itemsize
+        """Return zeros."""
+        size = count * 3 * self.config.target_hidden_size * self.dtype.itemsize
         return Features(start, count, self.settings.dtype, bytes(size))
 
-    def _read(self, features: Features | None, field: str) -> Tensor:
-        """(n, F) rows of inline features."""
+    def _read(self, features: Features | None, field: str) -> tuple[int, Tensor]:
+        """Return the first position and the (n, F) rows of inline features. Raises InvalidField."""
         if features is None or features.inline is None or not features.count:
             raise InvalidField(field, f"a {self.description.kind} head drafts from the target's features")
         dtype = DTYPES[features.dtype or "float32"]
-        if len(features.inline) != features.count * self._row_bytes * dtype.itemsize:
+        if len(features.inline) != features.count * 3 * self.config.target_hidden_size * dtype.itemsize:
             raise InvalidField(field, f"{len(features.inline)} bytes are not {features.count} rows of {features.dtype}")
         rows = torch.frombuffer(bytearray(features.inline), dtype=dtype).view(features.count, -1)
-        return rows.to(self.device, self.dtype)
+        return features.start, rows.to(self.device, self.dtype)
 
     # --- weights ---
 
     def staging(self, header: WeightsHeader) -> Staging:
-        """Where the parts of a push go; its parent is what is in use or the checkpoint."""
+        """Return what takes the parts of a push; its parent is what is in use or the checkpoint."""
         return Staging(header, self.description.name, self.weights, self._checkpoint)
 
-    def spare(self, staging: Staging) -> SpareModel[M]:
-        """A model with the push's tensors, in the head's dtype and on its device. It shares the others."""
-        return make_spare(self, staging)
+    def prepare_swap(self, staging: Staging) -> ModelSwap[M]:
+        """Make a model with the push's tensors, in the head's dtype and on its device. It shares the others."""
+        return ModelSwap(self, staging)
 
     # --- misses ---
 
-    def _recall(self, job: DraftJob) -> Recall | None:
-        """Where to note the draft that begins; None in a session that does not want misses."""
+    def _keep_draft(self, job: DraftJob) -> LastDraft | None:
+        """Return where to note the draft that begins; None in a session that does not want misses."""
         session = self._sessions[job.key]
-        session.recall = Recall(job, self.description.weights_version) if session.wants_misses else None
-        return session.recall
+        session.last_draft = LastDraft(job, self.description.weights_version) if session.wants_misses else None
+        return session.last_draft
 
     @torch.inference_mode()
-    def _miss(self, session: Session, advance: Advance) -> Miss | None:
-        """What the last draft missed the target's token by; `advance` is not taken yet.
+    def _miss(self, session: FeatureSession, advance: Advance) -> Miss | None:
+        """Return by how much the last draft missed the target's token; `advance` is not taken yet.
 
         None when the rejection is not about that draft, or other weights made it.
         """
-        recall, rejection = session.recall, advance.rejection
-        if recall is None or rejection is None or recall.version != self.description.weights_version:
+        draft, rejection = session.last_draft, advance.rejection
+        if draft is None or rejection is None or draft.version != self.description.weights_version:
             return None
-        depth = rejection.position - len(session.ids) - 1
-        drafted = recall.job.committed_len, recall.job.root
-        if drafted != (len(session.ids), advance.ids[0]) or not 0 <= depth < len(advance.ids):
-            return None
-        state = recall.state(advance.ids[1 : depth + 1])
+        state = draft.state_where_rejected(advance, len(session.ids))
         if state is None:
             return None
         normed, logits = self._score(state[None])
         places = np.flatnonzero(self._ids == rejection.target_id)
         chance = logits[0].float().softmax(-1)[places[:1].tolist()]
-        found = torch.cat((normed[0].float(), chance)).cpu().numpy()
-        value = 1.0 - float(found[-1]) if len(places) else 1.0
-        return Miss(float(np.float32(min(1.0, max(0.0, value)))), found[: normed.shape[1]].copy())
+        answer = torch.cat((normed[0].float(), chance)).cpu().numpy()
+        value = 1.0 - float(answer[-1]) if len(places) else 1.0
+        return Miss(float(np.float32(min(1.0, max(0.0, value)))), answer[: normed.shape[1]].copy())
 
     def _score(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """(N, hidden) un-normed states to (N, hidden) normed ones and their (N, draft vocabulary) logits.
+        """Turn (N, hidden) un-normed states into (N, hidden) normed ones and their (N, draft vocabulary) logits.
 
-        Asked of kinds that recall their drafts; the others say of no miss.
+        Kinds that keep their last draft have it; the others report no miss.
         """
         raise NotImplementedError
 
     # --- rows ---
 
     def _room(self, job: DraftJob, extra: int) -> bool:
-        """Whether there is anything to draft and room for it, `extra` KV entries behind the rows; takes the room."""
+        """Take KV room for a job's rows and `extra` entries behind them; returns whether there is anything to draft."""
         session = self._sessions[job.key]
-        if job.budget == 0 or job.committed_len + 1 + self.deepest > self.max_context:
+        longest = self.settings.max_context or self.config.max_position_embeddings
+        if job.budget == 0 or job.committed_len + 1 + self.deepest > longest:
             return False
-        entries = (job.committed_len - session.start) * self.slots + extra
+        entries = self._entry(session, job.committed_len) + extra
         try:
             self.pool.extend(session.table, max(entries, session.table.num_tokens))
         except OutOfBlocks:
             return False
         return True
 
-    def _committed_rows(self, session: Session, upto: int, root: int | None) -> Rows:
-        """The rows of the positions done..upto-1; the last one's token is `root` when it is not committed yet."""
+    def _committed_rows(self, session: FeatureSession, upto: int, root: int | None) -> Rows:
+        """Make the rows of the positions done..upto-1; the last one's token is `root` when it is not committed yet."""
         tokens = session.ids[session.done + 1 : upto + 1]
         if root is not None:
             tokens = [*tokens[: upto - session.done - 1], root]
@@ -261,11 +218,11 @@ class FeatureHead(Head, Generic[M]):
         return Rows(session.take(upto), tokens, range(session.done, upto), (tail,))
 
     def _visible(self, rows: int) -> NDArray[np.bool_]:
-        """(rows * slots, rows * slots) which entries of rows in a row each of them sees."""
+        """Return (rows * slots, rows * slots): which entries of rows in a row each of them sees."""
         return np.tri(rows * self.slots, dtype=np.bool_)
 
     def _query_rows(self, jobs: Sequence[DraftJob]) -> tuple[Rows, Tensor]:
-        """All jobs' rows up to the one that reads the root, and the (J,) indices of those last ones."""
+        """Make all jobs' rows up to the one that reads the root; also returns the (J,) indices of those last ones."""
         parts = []
         for job in jobs:
             session = self._sessions[job.key]
@@ -275,18 +232,18 @@ class FeatureHead(Head, Generic[M]):
         return join(parts), self._tensor(ends) - 1
 
     def _settle(self, jobs: Sequence[DraftJob]) -> None:
-        """The jobs' rows are in KV now."""
+        """Note that the jobs' rows are in KV now."""
         for job in jobs:
             session = self._sessions[job.key]
             session.done = job.committed_len
             session.forget()
 
-    def _entry(self, session: Session, position: int) -> int:
-        """KV entries before a position's row."""
+    def _entry(self, session: FeatureSession, position: int) -> int:
+        """Count the KV entries before a position's row."""
         return (position - session.start) * self.slots
 
     def _tensor(self, numbers: Sequence[int] | NDArray[np.int64]) -> Tensor:
-        """int64 on the head's device, in the same shape."""
+        """Return the numbers as int64 on the head's device, in the same shape."""
         return torch.from_numpy(np.asarray(numbers, np.int64)).to(self.device)
 
     def _inputs(self, rows: Rows) -> Inputs:
@@ -305,29 +262,28 @@ class FeatureHead(Head, Generic[M]):
     def timed(self, work: Callable[..., R], *inputs: Any) -> R:
         """Run a part of the nn forward, its inputs at hand, on the head's clock."""
         began = time.perf_counter_ns()
-        made = work(*inputs)
+        outputs = work(*inputs)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.forward_ns += time.perf_counter_ns() - began
-        return made
+        return outputs
 
     @torch.inference_mode()
-    def _prefill(self, session: Session, upto: int) -> None:
-        inputs = self._inputs(self._committed_rows(session, upto, None))
-        self.timed(self._states, inputs)
+    def _prefill(self, session: FeatureSession, upto: int) -> None:
+        self.timed(self._states, self._inputs(self._committed_rows(session, upto, None)))
         session.done = upto
 
     def _states(self, inputs: Inputs) -> Tensor:
-        """The forward over rows of target features, keys and values stored; states of each row.
+        """Run the forward over rows of target features, which stores keys and values; returns each row's states.
 
-        Asked of kinds that keep KV.
+        Kinds that keep KV have it.
         """
         raise NotImplementedError
 
     # --- scores ---
 
     def _noise(self, job: DraftJob, depths: int) -> Tensor | None:
-        """(depths, draft vocabulary) float32 keyed noise of nodes at depth 1.. when the job is coupled at T > 0.
+        """Return (depths, draft vocabulary) float32 keyed noise of nodes at depth 1.. for a job coupled at T > 0.
 
         Most positions of a draft were drafted at before: their noise is kept between steps.
         """
@@ -345,10 +301,10 @@ class FeatureHead(Head, Generic[M]):
     def _likeliest(
         self, scores: Tensor, width: int, *more: Tensor, wanted: Tensor | None = None
     ) -> tuple[Any, Any, Any]:
-        """(..., width) target ids and log-scores of the best of (..., V) scores, best first, and (..., M) int64 more.
+        """Return (..., width) target ids and log-scores of the best of (..., V) scores, and (..., M) int64 more.
 
-        wanted: (..., 1) draft ids that are the last ones where they are not among the best. As numpy arrays, int64,
-        float32 and int64; one transfer from the device.
+        The best come first. `wanted` are (..., 1) draft ids that are the last ones where they are not among the best.
+        All are numpy arrays, int64, float32 and int64, after one transfer from the device.
         """
         scores = scores.log_softmax(-1)
         values, indices = largest(scores, width)
@@ -358,24 +314,11 @@ class FeatureHead(Head, Generic[M]):
             values[..., -1:] = torch.where(absent, scores.gather(-1, wanted), values[..., -1:])
             more = (*more, (indices == wanted).int().argmax(-1, keepdim=True))
         parts = (indices.int(), values.view(torch.int32), *(part.int() for part in more))
-        found = torch.cat(parts, dim=-1).cpu().numpy()
-        return self._ids[found[..., :width]], found[..., width : 2 * width].view(np.float32), found[..., 2 * width :]
+        best = torch.cat(parts, dim=-1).cpu().numpy()
+        return self._ids[best[..., :width]], best[..., width : 2 * width].view(np.float32), best[..., 2 * width :]
 
 
-def join(parts: Sequence[Rows]) -> Rows:
-    """Rows of several sessions as one."""
-    if len(parts) == 1:
-        return parts[0]
-    return Rows(
-        torch.cat([part.features for part in parts]),
-        np.concatenate([part.tokens for part in parts]),
-        np.concatenate([part.positions for part in parts]),
-        [tail for part in parts for tail in part.tails],
-    )
-
-
-def target_ids(model: nn.Module, config: HeadConfig) -> Tensor:
-    """(draft vocabulary,) int64 target id of each draft id; d2t holds offsets, as the public checkpoints do."""
-    draft = torch.arange(config.draft_vocab_size)
-    d2t = getattr(model, "d2t", None)
-    return draft if d2t is None else draft + d2t.cpu()
+def target_ids(model: Any, config: HeadConfig) -> Tensor:
+    """Return the (draft vocabulary,) int64 target id of each draft id; d2t holds offsets, as public checkpoints do."""
+    ids: Tensor = torch.arange(config.draft_vocab_size) + model.d2t.cpu()
+    return ids

@@ -1,8 +1,7 @@
-"""What a head remembers of a session's last draft, to say how far it was from the target where it missed."""
+"""The last draft of a session, kept to say how far it was from the target where the text left it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,16 +9,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.heads.base import DraftJob
+from coppice.messages.steps import Advance
 
 Ints = NDArray[np.int64]
 
 
-def _none() -> Ints:
-    return np.zeros(0, np.int64)
-
-
 @dataclass
-class Recall:
+class LastDraft:
     """One draft: all its candidates, sent or not, and the states that their children were predicted from.
 
     Candidate i is node i + 1, the root is node 0.
@@ -28,21 +24,31 @@ class Recall:
     job: DraftJob
     version: int
     """of the weights that drafted"""
-    tokens: Ints = field(default_factory=_none)
-    parents: Ints = field(default_factory=_none)
-    said: list[tuple[Ints, Tensor]] = field(default_factory=list)
+    tokens: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    parents: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    predictions: list[tuple[Ints, Tensor]] = field(default_factory=list)
     """of each forward (N,) nodes, -1 for none, and the (N, hidden) un-normed states that predicted their children"""
 
-    def state(self, path: Sequence[int]) -> Tensor | None:
-        """(hidden,) what the token behind `path`, tokens below the root, was predicted from; None when nothing was."""
+    def state_where_rejected(self, advance: Advance, committed_len: int) -> Tensor | None:
+        """Return the (hidden,) state that predicted the token where the target disagreed.
+
+        `committed_len` is that before the advance. None when the rejection is not about this draft, or when no forward
+        predicted there.
+        """
+        rejection = advance.rejection
+        if rejection is None or (self.job.committed_len, self.job.root) != (committed_len, advance.ids[0]):
+            return None
+        depth = rejection.position - committed_len - 1
+        if not 0 <= depth < len(advance.ids):
+            return None
         node = 0
-        for token in path:
-            found = np.flatnonzero((self.parents == node) & (self.tokens == token))
-            if not len(found):
+        for token in advance.ids[1 : depth + 1]:
+            children = np.flatnonzero((self.parents == node) & (self.tokens == token))
+            if not len(children):
                 return None
-            node = int(found[0]) + 1
-        for nodes, states in self.said:
-            found = np.flatnonzero(nodes == node)
-            if len(found):
-                return states[int(found[0])]
+            node = int(children[0]) + 1
+        for nodes, states in self.predictions:
+            rows = np.flatnonzero(nodes == node)
+            if len(rows):
+                return states[int(rows[0])]
         return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +17,8 @@ Floats = NDArray[np.float64]
 
 
 @dataclass
-class Growing:
-    """One job's tree while it grows: all candidates so far, and the rows of those that were expanded.
+class LevelTree:
+    """One job's tree while it grows: all candidates so far, and which of them were expanded.
 
     Candidate i is node i + 1. The arrays of the frontier, the nodes whose children come next, have F entries.
     """
@@ -34,7 +36,7 @@ class Growing:
     q_rows: list[NDArray[np.float32]] = field(default_factory=list)
 
     def enter_frontier(self) -> NDArray[np.bool_]:
-        """Give the frontier its rows; returns (F, E) which of the rows before them each descends from."""
+        """Give the frontier rows of its own; returns (F, E) which of the earlier rows each node descends from."""
         ancestors = self.paths[self.places]
         self.paths = np.concatenate((ancestors, np.eye(len(ancestors), dtype=np.bool_)), axis=1)
         return ancestors
@@ -63,12 +65,12 @@ class Growing:
             self.extend(np.broadcast_to(of_slot, shape), np.broadcast_to(values, shape), self.job.budget, deeper)
 
     def candidates(self) -> tuple[Ints, Ints, Floats]:
-        """Tokens, parents and cumulative scores of all candidates; there is at least one level."""
+        """Return the tokens, parents and cumulative scores of all candidates; there is at least one level."""
         tokens, parents, scores = zip(*self.levels, strict=True)
         return np.concatenate(tokens), np.concatenate(parents), np.concatenate(scores)
 
     def finish(self, number: int) -> Growth:
-        """The `budget` best candidates; cumulative scores never rise along a path, so they are closed under parents."""
+        """Return the `budget` best candidates: scores never rise along a path, so no kept node lacks its parent."""
         if not self.levels:
             return Growth(number, DraftTree.empty(), True)
         tokens, parents, scores = self.candidates()
@@ -78,3 +80,8 @@ class Growing:
         new_numbers[kept + 1] = np.arange(1, len(kept) + 1)
         nodes = DraftTree(tokens[kept], new_numbers[parents[kept]], scores[kept].astype(np.float32))
         return Growth(number, nodes, True, np.stack(self.q_rows) if self.q_rows else None)
+
+
+def row_slices(counts: Iterable[int]) -> list[slice]:
+    """Return where each tree's rows lie in a forward over all of them, given how many each has."""
+    return [slice(start, end) for start, end in pairwise(accumulate(counts, initial=0))]

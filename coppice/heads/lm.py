@@ -19,7 +19,7 @@ from coppice.engine.kv_cache import BlockTable, OutOfBlocks
 from coppice.engine.loading import load_engine
 from coppice.errors import Overloaded
 from coppice.heads.base import DraftJob, Growth, Head
-from coppice.heads.level_tree import Growing
+from coppice.heads.level_tree import LevelTree, row_slices
 from coppice.messages.steps import Advance, HeadDescription, OpenDraft
 from coppice.speculation.sampling import uniform
 from coppice.speculation.sampling_torch import noise
@@ -36,7 +36,7 @@ class _Session:
 
 
 @dataclass
-class _Growing(Growing):
+class _Tree(LevelTree):
     session: _Session = field(kw_only=True)
     positions: list[int] = field(default_factory=list)  # of the expanded nodes
 
@@ -85,24 +85,21 @@ class LanguageModelHead(Head):
 
     def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
         """Grow all trees level by level; each is sent when it is complete, ranked as a whole."""
-        growing = [_Growing(job, session=self._sessions[job.key]) for job in jobs]
-        active = [tree for tree in growing if self._start(tree)]
+        trees = [_Tree(job, session=self._sessions[job.key]) for job in jobs]
+        active = [tree for tree in trees if self._start(tree)]
         depth = 0
         while active:
             logits = self._forward([self._piece(tree, depth) for tree in active])
             for tree in active:  # only now: a forward that failed wrote nothing
                 tree.session.in_kv = tree.job.committed_len
             depth += 1
-            first = 0
-            for tree in active:
-                count = len(tree.frontier)
-                self._grow(tree, logits[first : first + count], depth)
-                first += count
+            for tree, rows in zip(active, row_slices(len(tree.frontier) for tree in active), strict=True):
+                self._add_level(tree, logits[rows], depth)
             active = [tree for tree in active if len(tree.frontier)]
-        yield [tree.finish(number) for number, tree in enumerate(growing)]
+        yield [tree.finish(number) for number, tree in enumerate(trees)]
 
-    def _start(self, tree: _Growing) -> bool:
-        """Whether there is anything to draft and room for it; takes the KV room."""
+    def _start(self, tree: _Tree) -> bool:
+        """Take the KV room of a tree; returns whether there is anything to draft and room for it."""
         job, session = tree.job, tree.session
         room = job.committed_len + 1 + self.settings.top_k * self.settings.depth
         if job.budget == 0 or job.committed_len + 1 + self.settings.depth > self.max_context:
@@ -113,8 +110,8 @@ class LanguageModelHead(Head):
             return False
         return True
 
-    def _piece(self, tree: _Growing, depth: int) -> Piece:
-        """The rows of the next forward: what was committed and the root, later a level's frontier."""
+    def _piece(self, tree: _Tree, depth: int) -> Piece:
+        """Make the rows of the next forward: what was committed and the root, later a level's frontier."""
         session, prefix = tree.session, tree.job.committed_len + 1
         if depth == 0:
             chunk = [*session.ids[session.in_kv : tree.job.committed_len], tree.job.root]
@@ -131,7 +128,7 @@ class LanguageModelHead(Head):
             earlier=earlier,
         )
 
-    def _grow(self, tree: _Growing, logits: Tensor, depth: int) -> None:
+    def _add_level(self, tree: _Tree, logits: Tensor, depth: int) -> None:
         """Add the children of the frontier and choose the next one."""
         job = tree.job
         wanted = 1 if job.want_q_rows else self.settings.top_k
@@ -144,8 +141,8 @@ class LanguageModelHead(Head):
         top = scores.topk(min(wanted, scores.shape[1]))
         tree.extend(top.indices.cpu().numpy(), top.values.cpu().numpy(), wanted, depth < last)
 
-    def _sample(self, tree: _Growing, logits: Tensor, depth: int) -> tuple[int, float]:
-        """The next token and its score of a chain sampled from q, whose row is kept for the p/q rule."""
+    def _sample(self, tree: _Tree, logits: Tensor, depth: int) -> tuple[int, float]:
+        """Sample the next token of a chain from q, and its score; q's row is kept for the p/q rule."""
         job = tree.job
         q = (
             (logits[0, : self.description.vocab_size].double() / (job.sampling.temperature or 1.0))
@@ -165,8 +162,11 @@ class LanguageModelHead(Head):
 
 
 def draft_scores(logits: Tensor, job: DraftJob, depth: int) -> Tensor:
-    """(n, V) scores of the children at `depth` of one job's nodes: log q, or at T > 0 log q reweighted by the keyed
-    noise of the position they stand at (coupled drafting, docs/architecture.md)."""
+    """Return (n, V) scores of the children at `depth` of one job's nodes.
+
+    They are log q, reweighted at T > 0 by the keyed noise of the position that the children stand at (coupled drafting,
+    docs/architecture.md).
+    """
     scores = (logits.float() / (job.sampling.temperature or 1.0)).log_softmax(-1)
     if not job.noisy:
         return scores

@@ -46,31 +46,31 @@ class Lookup:
                 latest[gram] = position
 
     def start(self, root: int) -> list[Occurrence]:
-        """Where the text's end, `root` included, stands in the text: longest suffixes first, then most recent."""
+        """Find where the text's end, `root` included, stands in the text: longest suffixes first, then most recent."""
         suffix = [*self._ids[1 - ORDERS[-1] :], root]
-        found: dict[int, int] = {}
+        lengths: dict[int, int] = {}
         for order in INDEXED:
             position = self._latest[order].get(hash(tuple(suffix[-order:])), -1)
-            while position >= 0 and len(found) < OCCURRENCES:
-                if position not in found and (length := self._match(position, suffix)) >= order:
-                    found[position] = length
+            while position >= 0 and len(lengths) < OCCURRENCES:
+                if position not in lengths and (length := self._match(position, suffix)) >= order:
+                    lengths[position] = length
                 position = self._earlier[order][position]
-        return list(found.items())
+        return list(lengths.items())
 
     def _match(self, position: int, suffix: list[int]) -> int:
-        """How many tokens before and at `position` equal the end of `suffix`."""
+        """Count the tokens before and at `position` that equal the end of `suffix`."""
         length = 0
         while length < min(len(suffix), position + 1) and self._ids[position - length] == suffix[-1 - length]:
             length += 1
         return length
 
     def follow(self, state: list[Occurrence], token: int) -> list[Occurrence]:
-        """The occurrences that `token` continues."""
+        """Return the occurrences that `token` continues."""
         after, end = self._ids, len(self._ids) - 1
         return [(at + 1, length + 1) for at, length in state if at < end and after[at + 1] == token]
 
     def followers(self, state: list[Occurrence]) -> dict[int, float]:
-        """The tokens that followed and their probabilities, which sum to less than 1."""
+        """Return the tokens that followed and their probabilities, which sum to less than 1."""
         after, end = self._ids, len(self._ids) - 1
         votes = [(length, after[at + 1]) for at, length in state if at < end]
         blended: dict[int, float] = {}

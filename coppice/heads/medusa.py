@@ -7,10 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from coppice.config.sections import DrafterSettings
 from coppice.heads.base import DraftJob
-from coppice.heads.checkpoints import load_head
-from coppice.heads.feature_head import Session
+from coppice.heads.feature_session import FeatureSession
 from coppice.heads.models.medusa import MedusaModel
 from coppice.heads.parallel_head import ParallelHead
 
@@ -18,17 +16,12 @@ from coppice.heads.parallel_head import ParallelHead
 class MedusaHead(ParallelHead[MedusaModel]):
     """A trained set of Medusa heads: they read the last committed position's features alone, and not the root."""
 
-    def __init__(self, settings: DrafterSettings) -> None:
-        """Load `settings.path` for the target of `settings.target`, on the thread that will use it.
+    kind = "medusa"
 
-        Raises InvalidField on a folder that is not exactly a Medusa checkpoint for this target.
-        """
-        super().__init__(settings, "medusa", load_head("medusa", settings.path, settings.target))
-
-    def _prefill(self, session: Session, upto: int) -> None:
+    def _prefill(self, session: FeatureSession, upto: int) -> None:
         session.done = upto  # nothing is kept of a position
 
-    def _say(self, jobs: Sequence[DraftJob]) -> Tensor:
+    def _predict(self, jobs: Sequence[DraftJob]) -> Tensor:
         rows, ends = self._query_rows(jobs)
         return self.timed(self._logits, rows.features[ends])
 

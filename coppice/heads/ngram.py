@@ -40,23 +40,23 @@ EXP_EULER_GAMMA = 1.7810724179901979  # exp of the mean of Gumbel noise
 
 
 class TextModel(Protocol):
-    """What one session's text says of the next token. A state is a place behind the root."""
+    """A model of the next token made of one session's text. A state is a place behind the root."""
 
     def extend(self, ids: Sequence[int]) -> None:
         """Append committed ids."""
 
     def start(self, root: int) -> Any:
-        """The state behind the root."""
+        """Return the state behind the root."""
 
     def follow(self, state: Any, token: int) -> Any:
-        """The state after one of the state's followers."""
+        """Return the state after one of the state's followers."""
 
     def followers(self, state: Any) -> dict[int, float]:
-        """A bounded number of candidates, with probabilities that sum to less than 1."""
+        """Return a bounded number of candidates, with probabilities that sum to less than 1."""
 
 
 def draft_scores(candidates: dict[int, float], job: DraftJob, position: int, width: int) -> list[tuple[float, int]]:
-    """(log-score, id) of the `width` best candidates of one row, best first, all below 0.
+    """Return (log-score, id) of the `width` best candidates of one row, best first, all below 0.
 
     Greedy scores are the log-probabilities. At T > 0 they are log_softmax(log q / T + noise at the position) when the
     job is coupled, without the noise when it is not. All tokens that are no candidates stand in the softmax as one,
@@ -83,12 +83,12 @@ def draft_scores(candidates: dict[int, float], job: DraftJob, position: int, wid
 
 @lru_cache(1 << 14)  # rows of one level share candidates, and the next step drafts some of the same positions
 def _exponential(key: int, token: int) -> float:
-    """exp(-g) of the token's noise g in `sampling.noise`; for a handful of ids numpy would be the main cost."""
+    """Return exp(-g) of the token's noise g in `sampling.noise`; for a handful of ids numpy would be the main cost."""
     return -math.log(((mix(key + token * GAMMA & MASK_64) >> 12) + 0.5) * 2.0**-52)
 
 
 class _Row(NamedTuple):
-    """What may follow one node: the node, its score, the state behind it, its children's level and scored ids."""
+    """The candidates behind one node: the node, its score, the state behind it, its children's level and scored ids."""
 
     parent: int
     score: float
@@ -98,7 +98,7 @@ class _Row(NamedTuple):
 
 
 def grow(model: TextModel, job: DraftJob, depth: int, width: int) -> DraftTree:
-    """The `budget` best nodes at most `depth` deep, of each row's `width` best: best-first on the sum of log-scores.
+    """Grow the `budget` best nodes, at most `depth` deep and `width` wide, best-first on the sum of log-scores.
 
     A score is below its parent's, so nodes leave the heap in order of score and parents before children.
     """
@@ -131,9 +131,9 @@ def grow(model: TextModel, job: DraftJob, depth: int, width: int) -> DraftTree:
 
 
 def sample_chain(model: Bigram, job: DraftJob, depth: int) -> tuple[DraftTree, NDArray[np.float32]]:
-    """A chain of min(budget, depth) tokens drawn from the model's rows after G, and those rows (n, vocab_size).
+    """Draw a chain of min(budget, depth) tokens; returns it and the model's rows (n, vocab_size) that it is drawn from.
 
-    Drawn with a stream of its own: the p/q rule needs drafts that are independent of its accept and residual draws.
+    It is drawn with a stream of its own: the p/q rule needs drafts that do not depend on its accept and residual draws.
     """
     tokens: list[int] = []
     log_probs: list[float] = []
@@ -181,7 +181,7 @@ class NgramHead(Head):
         self._models[key].extend(advance.ids)
 
     def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
-        """Session by session: there is no forward to share, so each tree goes out when it is ready."""
+        """Draft session by session: there is no forward to share, so each tree goes out when it is ready."""
         for index, job in enumerate(jobs):
             model = self._models[job.key]
             if job.want_q_rows and isinstance(model, Bigram):
@@ -192,12 +192,12 @@ class NgramHead(Head):
 
 
 def lookup_head(settings: DrafterSettings) -> NgramHead:
-    """A head that looks up what followed the same tokens earlier in the session."""
+    """Make a head that looks up what followed the same tokens earlier in the session."""
     return NgramHead(settings, Lookup)
 
 
 def bigram_head(settings: DrafterSettings) -> NgramHead:
-    """A head that counts pairs of the session's tokens, over the counts of `settings.path` if that is set."""
+    """Make a head that counts pairs of the session's tokens, over the counts of `settings.path` if that is set."""
     base = _read_base(settings) if settings.path else None
     return NgramHead(settings, lambda: Bigram(settings.vocab_size, base))
 

@@ -8,11 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coppice.config.sections import DrafterSettings
 from coppice.engine.attention_plan import Tail
 from coppice.heads.base import DraftJob
-from coppice.heads.checkpoints import load_head
-from coppice.heads.feature_head import Inputs, Rows, Session
+from coppice.heads.feature_session import FeatureSession, Inputs, Rows
 from coppice.heads.models.parallelspec import ParallelSpecModel
 from coppice.heads.parallel_head import ParallelHead
 
@@ -20,17 +18,11 @@ from coppice.heads.parallel_head import ParallelHead
 class ParallelSpecHead(ParallelHead[ParallelSpecModel]):
     """A trained ParallelSpec drafter. A draft's masks lie behind the rows in KV until later rows take their place."""
 
+    kind = "parallelspec"
     scratch = True
 
-    def __init__(self, settings: DrafterSettings) -> None:
-        """Load `settings.path` for the target of `settings.target`, on the thread that will use it.
-
-        Raises InvalidField on a folder that is not exactly a ParallelSpec checkpoint for this target.
-        """
-        super().__init__(settings, "parallelspec", load_head("parallelspec", settings.path, settings.target))
-
-    def _committed_rows(self, session: Session, upto: int, root: int | None) -> Rows:
-        """With the root, its group of masks follows; what such a row reads beside its position is of no account."""
+    def _committed_rows(self, session: FeatureSession, upto: int, root: int | None) -> Rows:
+        """Add a group of masks behind the root; what a mask reads beside its position is of no account."""
         rows = super()._committed_rows(session, upto, root)
         if root is None:
             return rows
@@ -43,7 +35,7 @@ class ParallelSpecHead(ParallelHead[ParallelSpecModel]):
             (Tail(tail.table, tail.prefix, visible),),
         )
 
-    def _say(self, jobs: Sequence[DraftJob]) -> Tensor:
+    def _predict(self, jobs: Sequence[DraftJob]) -> Tensor:
         rows, ends = self._query_rows(jobs)  # of each job the last mask's
         masks = ends[:, None] + torch.arange(1 - self.deepest, 1, device=self.device)
         return self.timed(self._logits, self._inputs(rows), masks)
@@ -52,11 +44,11 @@ class ParallelSpecHead(ParallelHead[ParallelSpecModel]):
         return self.model.read(self._forward(inputs, masks)[masks])
 
     def _states(self, inputs: Inputs) -> Tensor:
-        """(N, hidden) un-normed states of rows of target features."""
+        """Return (N, hidden) un-normed states of rows of target features."""
         return self._forward(inputs, None)
 
     def _forward(self, inputs: Inputs, masks: Tensor | None) -> Tensor:
-        """(N, hidden) states of rows of which those at (J, masks) indices are mask tokens."""
+        """Return (N, hidden) states of rows of which those at (J, masks) indices are mask tokens."""
         rows = self.model.prefix(inputs.features, inputs.embeddings[0])
         if masks is not None:
             rows[masks] = self.model.mask_tokens.weight[: self.deepest]

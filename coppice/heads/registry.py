@@ -1,4 +1,4 @@
-"""Which builder makes which kind of head. A kind's module, and torch with it, is imported only when it is built."""
+"""The builder of each kind of head. A kind's module, and torch with it, is imported only when it is built."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BUILDERS = MappingProxyType(
 
 
 def build_head(settings: DrafterSettings) -> Head:
-    """The head of `settings.kind`. Raises InvalidField on a kind that has no builder, and what the builder raises."""
+    """Build the head of `settings.kind`. Raises InvalidField on an unknown kind, and what the builder raises."""
     if settings.kind not in _BUILDERS:
         raise InvalidField("drafter.kind", f"no head of kind {settings.kind!r}; there are {', '.join(_BUILDERS)}")
     module, function = _BUILDERS[settings.kind]
@@ -35,7 +35,7 @@ def build_head(settings: DrafterSettings) -> Head:
 
 
 def served_head(settings: DrafterSettings) -> Head:
-    """The head as a drafter serves it: warmed up. Raises what `build_head` raises."""
+    """Build the head as a drafter serves it, warmed up. Raises what `build_head` raises."""
     head = build_head(settings)
     head.warm_up()
     return head

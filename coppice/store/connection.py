@@ -1,8 +1,10 @@
-"""Connections to Redis."""
+"""Connections to a Redis that may come and go."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 from redis.asyncio import Redis
@@ -11,10 +13,11 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from coppice.config.sections import RedisSettings
+from coppice.errors import Unavailable
 
 
 def connect(settings: RedisSettings) -> Redis:
-    """A client that never tries again by itself: what it sends again may have arrived.
+    """Make a client that never tries again by itself: what it sends again may have arrived.
 
     Bound its calls with asyncio.timeout. redis-py bounds them with asyncio.wait_for, which on Python 3.11 loses a
     cancellation that comes when what it waits for is just done.
@@ -30,7 +33,36 @@ def connect(settings: RedisSettings) -> Redis:
     )
 
 
-async def disconnect(client: Redis) -> None:
-    """End its connections, those in use too."""
-    with contextlib.suppress(RedisError, OSError, TimeoutError):
-        await client.connection_pool.disconnect(inuse_connections=True)
+class Connection:
+    """A client for one caller at a time. It is made with the first exchange and given up after any trouble."""
+
+    def __init__(self, settings: RedisSettings) -> None:
+        self._settings = settings
+        self._client: Redis | None = None
+
+    @contextlib.asynccontextmanager
+    async def exchange(self, more_s: float = 0.0) -> AsyncIterator[Redis]:
+        """Lend the client for one exchange of at most `timeout_s` + `more_s` seconds.
+
+        Raises Unavailable when Redis does not answer in time or refuses: what was sent may have arrived, or not. A
+        client whose exchange was cut short, by a cancellation too, is never used again: its answer would be the next
+        caller's.
+        """
+        if self._client is None:
+            self._client = connect(self._settings)
+        try:
+            async with asyncio.timeout(self._settings.timeout_s + more_s):
+                yield self._client
+        except (RedisError, OSError, TimeoutError) as error:
+            await self.close()
+            raise Unavailable(f"redis: {type(error).__name__}") from None
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Close the client's sockets, those in use too."""
+        client, self._client = self._client, None
+        if client is not None:
+            with contextlib.suppress(RedisError, OSError, TimeoutError):
+                await client.connection_pool.disconnect(inuse_connections=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def replace_file(file: Path, data: bytes) -> None:
-    """Put `data` in the place of the file."""
+    """Replace the file by `data`."""
     partial = file.with_name(f".{file.name}.partial")
     with partial.open("wb") as out:
         out.write(data)
@@ -21,5 +21,5 @@ def replace_file(file: Path, data: bytes) -> None:
 
 
 def replace_safetensors(file: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Put tensors in the place of the file."""
+    """Replace the file by one of these tensors."""
     replace_file(file, save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata))

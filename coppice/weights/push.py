@@ -1,4 +1,4 @@
-"""How new weights get to a drafter."""
+"""The adapter's connection to a drafter, over which new weights are pushed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from coppice.wire.drafter import read_head, read_synced, weights_to_wire
 DESCRIBE_S = 5.0
 
 
-class Replica:
+class DrafterLink:
     """One drafter that weights are pushed to; an async context manager that closes its channel."""
 
     def __init__(self, address: str, dialer: Dialer) -> None:
@@ -27,7 +27,7 @@ class Replica:
         self._stub = DrafterServiceStub(self._channel)
 
     async def describe(self, deadline_s: float = DESCRIBE_S) -> HeadDescription:
-        """What it serves: among others the version and hash in use. Raises CoppiceError."""
+        """Ask what it serves, the version and hash in use among others. Raises CoppiceError."""
         try:
             return read_head(await self._stub.DescribeHead(drafter_pb2.DescribeHeadRequest(), timeout=deadline_s))
         except grpc.RpcError as error:
@@ -51,7 +51,7 @@ class Replica:
         """End the channel."""
         await self._channel.close()
 
-    async def __aenter__(self) -> Replica:
+    async def __aenter__(self) -> DrafterLink:
         return self
 
     async def __aexit__(

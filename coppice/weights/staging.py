@@ -1,4 +1,4 @@
-"""Where a push of weights is put together and checked, piece by piece, before a head hears of it.
+"""A push of weights that is put together and checked, piece by piece, before a head sees it.
 
 Everything in a push is untrusted. The file is parsed here and not by the safetensors library, whose reader copies it in
 one go and keeps all of Python waiting; the format is a length, a JSON object and the values. Nothing here computes with
@@ -60,7 +60,7 @@ class Staging:
         self._parent = parent
 
     def add(self, part: WeightsPart) -> None:
-        """The next part. Raises InvalidField when it is another one or does not fit the announced size."""
+        """Take the next part. Raises InvalidField when it is another one or does not fit the announced size."""
         if part.number != self._parts or part.number >= self.header.parts:
             raise InvalidField("part.number", f"{part.number} came; expected {self._expected()}")
         size = len(self._file) + len(part.data)
@@ -74,7 +74,7 @@ class Staging:
         return f"part {self._parts}" if self._parts < self.header.parts else f"the end after {self._parts} parts"
 
     def finish(self) -> Weights:
-        """The weights that the push makes, when all parts are there. Raises InvalidField with the first thing wrong.
+        """Return the weights that the push makes, when all parts are there. Raises InvalidField naming the first error.
 
         A tensor that was changed but not sent cannot be told by its name, for nobody announces names: the weights then
         have another hash than `header.weights_hash`.
@@ -88,17 +88,17 @@ class Staging:
             raise InvalidField("header.sha256", f"the bytes that came have {self._sha256.hexdigest()}")
         tensors = read_file(self._file, self._parent)
         self._file = bytearray()
-        made = self._parent.changed(tensors, header.version)
-        if made.hash != header.weights_hash:
+        weights = self._parent.changed(tensors, header.version)
+        if weights.hash != header.weights_hash:
             raise InvalidField(
                 "header.weights_hash",
-                f"with these tensors the weights have {made.hash.hex()}: some are missing, or are not those announced",
+                f"with these tensors the weights have {weights.hash.hex()}: some are missing or not those announced",
             )
-        return made
+        return weights
 
 
 def read_file(file: bytearray, parent: Weights) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, copied out of it: any of the parent's, in float32, in its shapes, finite.
+    """Copy the tensors out of a safetensors file: any of the parent's, in float32, in its shapes, finite.
 
     Raises InvalidField: `file` where it is no safetensors file, else `tensors.NAME`.
     """
@@ -127,36 +127,36 @@ def read_file(file: bytearray, parent: Weights) -> dict[str, Tensor]:
 
 
 def _entries(file: bytearray) -> tuple[list[tuple[str, str, list[int], tuple[int, int]]], int]:
-    """Name, dtype, shape and place of each tensor as the file announces them, and where the values begin."""
+    """Return name, dtype, shape and place of each tensor as the file announces them, and where the values begin."""
     size = int.from_bytes(file[:8], "little")
     if len(file) < 8 or not 2 <= size <= min(len(file) - 8, MAX_FILE_HEADER):
         raise InvalidField("file", "is no safetensors file: its header does not fit into it")
     try:
-        told = json.loads(file[8 : 8 + size].decode(), object_pairs_hook=_once)
+        entries = json.loads(file[8 : 8 + size].decode(), object_pairs_hook=_once)
     except (ValueError, RecursionError):
         raise InvalidField("file", "is no safetensors file: its header is no JSON object of distinct names") from None
-    if not isinstance(told, dict):
+    if not isinstance(entries, dict):
         raise InvalidField("file", "is no safetensors file: its header is no JSON object")
-    return [_entry(name, entry) for name, entry in told.items() if name != "__metadata__"], 8 + size
+    return [_entry(name, entry) for name, entry in entries.items() if name != "__metadata__"], 8 + size
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         raise ValueError("a name comes twice")
-    return found
+    return values
 
 
-def _entry(name: str, told: Any) -> tuple[str, str, list[int], tuple[int, int]]:
-    if isinstance(told, dict) and told.keys() == _ENTRY:
-        dtype, shape, place = told["dtype"], told["shape"], told["data_offsets"]
+def _entry(name: str, entry: Any) -> tuple[str, str, list[int], tuple[int, int]]:
+    if isinstance(entry, dict) and entry.keys() == _ENTRY:
+        dtype, shape, place = entry["dtype"], entry["shape"], entry["data_offsets"]
         if isinstance(dtype, str) and _are_counts(shape) and _are_counts(place) and len(place) == 2:
             return name, dtype, shape, (place[0], place[1])
     raise InvalidField(f"tensors.{name[:_NAME_CHARS]}", "has no dtype, shape and data_offsets of a safetensors file")
 
 
-def _are_counts(told: Any) -> bool:
-    return isinstance(told, list) and all(type(number) is int and number >= 0 for number in told)
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(number) is int and number >= 0 for number in values)
 
 
 def _check_finite(field: str, values: NDArray[np.float32]) -> None:

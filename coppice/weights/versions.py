@@ -1,6 +1,6 @@
 """A head's weights as drafters and the adapter name, compare and send them.
 
-Names are the public ones (coppice/heads/checkpoints.py), values float32 whatever a drafter computes in. d2t is no
+Names are the public ones (coppice/heads/public_state.py), values float32 whatever a drafter computes in. d2t is no
 weight: which id is which never changes.
 """
 
@@ -21,24 +21,24 @@ from coppice.messages.steps import WeightsHeader, WeightsPart
 
 
 def float_bytes(tensor: Tensor) -> NDArray[np.float32]:
-    """A tensor's values on the CPU, row by row, as little-endian float32."""
+    """Return a tensor's values on the CPU, row by row, as little-endian float32."""
     return tensor.detach().to("cpu", torch.float32).contiguous().numpy().astype("<f4", copy=False)
 
 
 def tensor_digest(tensor: Tensor) -> bytes:
-    """SHA-256 of `F32[2,3]`, the dtype and shape, and the values as little-endian float32."""
+    """Return the SHA-256 of `F32[2,3]`, the dtype and shape, and the values as little-endian float32."""
     digest = hashlib.sha256(f"F32[{','.join(map(str, tensor.shape))}]".encode())
     digest.update(float_bytes(tensor).reshape(-1).data)
     return digest.digest()
 
 
 def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """The digest of each tensor."""
+    """Return the digest of each tensor."""
     return {name: tensor_digest(tensor) for name, tensor in tensors.items()}
 
 
 def hash_of_digests(digests: Mapping[str, bytes]) -> bytes:
-    """SHA-256 of each name, in order of their characters, with a zero byte and the tensor's digest behind it."""
+    """Return the SHA-256 of all names in order, each followed by a zero byte and its tensor's digest."""
     digest = hashlib.sha256()
     for name in sorted(digests):
         digest.update(name.encode() + b"\0" + digests[name])
@@ -46,7 +46,7 @@ def hash_of_digests(digests: Mapping[str, bytes]) -> bytes:
 
 
 def weights_hash(tensors: Mapping[str, Tensor]) -> bytes:
-    """The 32 bytes that name a set of weights."""
+    """Return the 32 bytes that name a set of weights."""
     return hash_of_digests(tensor_digests(tensors))
 
 
@@ -62,24 +62,24 @@ class Weights:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], version: int = 0) -> Weights:
-        """Weights by themselves: those of a checkpoint are version 0."""
+        """Make weights of all their tensors; those of a checkpoint are version 0."""
         digests = tensor_digests(tensors)
         return cls(version, dict(tensors), digests, hash_of_digests(digests))
 
     def changed(self, tensors: Mapping[str, Tensor], version: int) -> Weights:
-        """These with some tensors replaced; the others are shared. Only the new ones are hashed."""
+        """Return these weights with some tensors replaced; the others are shared. Only the new ones are hashed."""
         digests = {**self.digests, **tensor_digests(tensors)}
         return Weights(version, {**self.tensors, **tensors}, digests, hash_of_digests(digests))
 
     def differing(self, other: Weights) -> list[str]:
-        """Names of the tensors whose values are not the other's."""
+        """Return the names of the tensors whose values are not the other's."""
         return [name for name in self.tensors if self.digests[name] != other.digests.get(name)]
 
 
 def pack(
     tensors: Mapping[str, Tensor], *, head: str, version: int, parent: int, parent_hash: bytes, weights_hash: bytes
 ) -> tuple[WeightsHeader, list[WeightsPart]]:
-    """New values of some tensors as a weight sync sends them: one safetensors file in parts of 1 MiB."""
+    """Pack new values of some tensors as a weight sync sends them: one safetensors file in parts of 1 MiB."""
     file = save({name: torch.from_numpy(float_bytes(tensor)) for name, tensor in tensors.items()})
     parts = split(file)
     sha256 = hashlib.sha256(file).digest()
@@ -87,7 +87,7 @@ def pack(
 
 
 def pack_update(head: str, parent: Weights, weights: Weights) -> tuple[WeightsHeader, list[WeightsPart]]:
-    """What makes `weights` of `parent`, the version in use or version 0: the tensors that differ."""
+    """Pack what makes `weights` of `parent`, the version in use or version 0: the tensors that differ."""
     return pack(
         {name: weights.tensors[name] for name in weights.differing(parent)},
         head=head,
@@ -99,6 +99,6 @@ def pack_update(head: str, parent: Weights, weights: Weights) -> tuple[WeightsHe
 
 
 def split(file: bytes) -> list[WeightsPart]:
-    """A file in numbered parts."""
+    """Cut a file into numbered parts."""
     starts: Iterable[int] = range(0, len(file), CHUNK_BYTES)
     return [WeightsPart(number, file[start : start + CHUNK_BYTES]) for number, start in enumerate(starts)]

@@ -25,12 +25,13 @@ from coppice.rpc.directory import Directory, drafter_pools
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import AdapterMetrics, serve_metrics
 from coppice.v1 import adapter_pb2
-from services.adapter.head_loop import HeadLoop, OnThread
+from services.adapter.head_loop import HeadLoop
 from services.adapter.inbox import Inbox
 from services.adapter.lease import Lease
 from services.adapter.replicas import Replicas
+from services.adapter.rollout import OnThread
 from services.adapter.service import AdapterServicer
-from services.adapter.training_copy import Copies
+from services.adapter.training_copy import TrainingCopy
 
 log = structlog.get_logger()
 
@@ -40,16 +41,16 @@ class _Head:
     """One head's weights, loaded, and where its drafters are."""
 
     name: str
-    copies: Copies
+    training: TrainingCopy
     drafters: Directory
     folder: Path
 
 
 async def _load(settings: Settings, on_thread: OnThread, home: Path) -> list[_Head]:
-    """The heads; nothing is read from `home`, or written there. Raises InvalidField."""
-    told = settings.adapter
-    paths = dict(pair.split("=", 1) for pair in told.heads)
-    drafters = drafter_pools(told.drafters, settings.directory, "adapter.drafters")
+    """Load the heads; nothing is read from `home`, or written there. Raises InvalidField."""
+    adapter = settings.adapter
+    paths = dict(pair.split("=", 1) for pair in adapter.heads)
+    drafters = drafter_pools(adapter.drafters, settings.directory, "adapter.drafters")
     if not paths:
         raise InvalidField("adapter.heads", "names none")
     if unknown := [name for name in drafters if name not in paths]:
@@ -58,8 +59,8 @@ async def _load(settings: Settings, on_thread: OnThread, home: Path) -> list[_He
     for name, path in paths.items():
         if name not in drafters:
             raise InvalidField("adapter.drafters", f"none serves {name}")
-        copies = await on_thread(Copies, path, settings, home / name)
-        heads.append(_Head(name, copies, drafters[name], home / name))
+        training = await on_thread(TrainingCopy, path, settings, home / name)
+        heads.append(_Head(name, training, drafters[name], home / name))
     return heads
 
 
@@ -102,17 +103,17 @@ class _Adapter:
     def _loop(self, head: _Head) -> tuple[Replicas, HeadLoop]:
         head.folder.mkdir(parents=True, exist_ok=True)
         held, dialer = self._lease.held, Dialer(self._settings.limits, self._settings.tls)
-        replicas = Replicas(head.name, head.drafters, head.copies.checkpoint, dialer, self._metrics, held)
+        replicas = Replicas(head.name, head.drafters, head.training.deployed, dialer, self._metrics, held)
         loop = HeadLoop(
-            head.name, head.copies, replicas, self._settings, head.folder, self._on_thread, self._metrics, held
+            head.name, head.training, replicas, self._settings, head.folder, self._on_thread, self._metrics, held
         )
         return replicas, loop
 
 
-def _yielding(told: AdapterSettings) -> None:
+def _yielding(settings: AdapterSettings) -> None:
     """Make the calling thread, and those that torch starts from it, give way to everything else on the machine."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), told.nice)
-    torch.set_num_threads(told.threads)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), settings.nice)
+    torch.set_num_threads(settings.threads)
 
 
 async def serve(settings: Settings) -> int:

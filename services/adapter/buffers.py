@@ -1,70 +1,58 @@
-"""Samples that wait for an update, a bounded buffer for each action (SpecBlock, algorithm 1, lines 9 to 15)."""
+"""Samples that wait for an update, a bounded buffer for each kind (SpecBlock, algorithm 1, lines 9 to 15)."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Mapping
-from typing import Literal
+from collections import deque
+from collections.abc import Callable, Mapping
 
 from coppice.adaptation.records import Kind, Sample
 
-Dropped = Literal["stale", "overflow"]
-CAPACITIES: dict[Kind, int] = {"head": 64, "full": 16}
-"""samples an update learns from"""
+Drop = Callable[[int, str], None]
+"""Counts samples that teach nothing, and why"""
 
 
 class Buffers:
-    """Samples by kind. A buffer is saturated when it holds as many as its capacity; then new ones push out old ones.
+    """Samples by kind. A full buffer drops its oldest sample for each new one.
 
     A head sample holds a state of the weights that drafted: it is stale once the layers below the output layer have
     changed. A full sample holds the target's features, which no update changes.
     """
 
-    def __init__(self, capacities: Mapping[Kind, int] | None = None) -> None:
-        """capacities: samples of each kind, positive; CAPACITIES where not given."""
-        self.capacities: dict[Kind, int] = CAPACITIES | dict(capacities or {})
-        if min(self.capacities.values()) < 1:
-            raise ValueError("capacities are positive")
-        self._held: dict[Kind, deque[Sample]] = {kind: deque() for kind in self.capacities}
-        self.oldest_state = 0
-        """head samples of earlier versions are stale"""
-        self.dropped: Counter[tuple[Kind, Dropped]] = Counter()
+    def __init__(self, capacities: Mapping[Kind, int], drop: Drop) -> None:
+        """`capacities` are the samples that an update of each kind learns from, positive."""
+        self.capacities = capacities
+        self._drop = drop
+        self._held: dict[Kind, deque[Sample]] = {kind: deque() for kind in capacities}
+        self._oldest_version = 0  # head samples of earlier versions are stale
 
-    def add(self, sample: Sample) -> bool:
-        """Keep a sample unless it is stale; returns whether its buffer is saturated."""
-        kind = sample.kind
-        held = self._held[kind]
+    def add(self, sample: Sample) -> None:
+        """Keep a sample unless it is stale."""
         if self._stale(sample):
-            self.dropped[kind, "stale"] += 1
-        else:
-            held.append(sample)
-            if len(held) > self.capacities[kind]:
-                held.popleft()
-                self.dropped[kind, "overflow"] += 1
-        return self.saturated(kind)
-
-    def saturated(self, kind: Kind) -> bool:
-        """Whether the buffer of a kind is full."""
-        return len(self._held[kind]) >= self.capacities[kind]
+            self._drop(1, "stale")
+            return
+        held = self._held[sample.kind]
+        held.append(sample)
+        if len(held) > self.capacities[sample.kind]:
+            held.popleft()
+            self._drop(1, "overflow")
 
     def size(self, kind: Kind) -> int:
-        """How many samples wait."""
+        """Count the samples that wait."""
         return len(self._held[kind])
 
     def take(self, kind: Kind) -> list[Sample]:
-        """Empty the buffer of a kind; its samples, oldest first."""
-        taken = list(self._held[kind])
+        """Empty the buffer of a kind; returns its samples, oldest first."""
+        samples = list(self._held[kind])
         self._held[kind].clear()
-        return taken
+        return samples
 
     def layers_changed(self, version: int) -> None:
-        """From `version` on hidden states are others: a full update, or a rollback of one. Drops what became stale."""
-        self.oldest_state = max(self.oldest_state, version)
+        """Drop the head samples of versions before this one: it changed the layers that make their states."""
+        self._oldest_version = max(self._oldest_version, version)
         held = self._held["head"]
-        kept = [sample for sample in held if not self._stale(sample)]
-        self.dropped["head", "stale"] += len(held) - len(kept)
-        held.clear()
-        held.extend(kept)
+        fresh = [sample for sample in held if not self._stale(sample)]
+        self._drop(len(held) - len(fresh), "stale")
+        self._held["head"] = deque(fresh)
 
     def _stale(self, sample: Sample) -> bool:
-        return sample.kind == "head" and sample.version < self.oldest_state
+        return sample.kind == "head" and sample.version < self._oldest_version

@@ -17,11 +17,10 @@ from pydantic import BaseModel, ConfigDict
 from coppice.config.adaptation import DriftSettings
 
 Reason = Literal["falling", "collapse"]
-Verdict = Literal["undecided", "promote", "reject"]
 
 
 class Window(BaseModel):
-    """tau of a window of queries: its mean, its standard error, and the version that drafted most of them."""
+    """The tau of a window of queries: its mean, its standard error, and the version that drafted most of them."""
 
     tau: float
     error: float
@@ -29,7 +28,7 @@ class Window(BaseModel):
 
 
 class Alarm(BaseModel):
-    """Accepted length has fallen: why that is said, and the version of the weights before it, if it is known."""
+    """Accepted length has fallen: in which way, and the version of the weights before it, if it is known."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -38,7 +37,7 @@ class Alarm(BaseModel):
 
 
 class DriftState(BaseModel):
-    """All that drift control knows. `model_dump_json` saves it, `model_validate_json` loads it."""
+    """All that drift control knows, as JSON can hold it."""
 
     taus: list[float] = []  # of the window that is filling
     versions: list[int | None] = []
@@ -46,13 +45,13 @@ class DriftState(BaseModel):
 
 
 class Drift:
-    """Watches the accepted length of one head; `observe` each query that ended, `reset` after a revert."""
+    """Watches the accepted length of one head: `observe` each query that ended, `reset` after a revert."""
 
     def __init__(self, settings: DriftSettings, state: DriftState | None = None) -> None:
         self.settings, self.state = settings, state or DriftState()
 
     def observe(self, tau: float, version: int | None) -> Alarm | None:
-        """An alarm if this query closes a window and accepted length has fallen (line 22).
+        """Take a query; returns an alarm if it closes a window and accepted length has fallen (line 22).
 
         `version`: as in `coppice.adaptation.bandit.Query`.
         """
@@ -62,7 +61,7 @@ class Drift:
         if len(state.taus) < settings.window:
             return None
         known = [version for version in state.versions if version is not None]
-        mean, error = _mean(state.taus)
+        mean, error = mean_and_error(state.taus)
         window = Window(tau=mean, error=error, version=statistics.mode(known) if known else None)
         state.taus, state.versions = [], []
         state.windows = [*state.windows, window][-settings.windows :]
@@ -73,8 +72,8 @@ class Drift:
         return None
 
     def reset(self) -> None:
-        """The weights were taken back (line 23): windows before that say nothing of those after."""
-        self.state = DriftState()
+        """Forget all windows: the weights were taken back (line 23), and these say nothing of those after."""
+        self.state.taus, self.state.versions, self.state.windows = [], [], []
 
     def _falling(self) -> bool:
         windows = self.state.windows
@@ -82,7 +81,7 @@ class Drift:
         return monotonic and self._surely_lower(windows[0], windows[-1])
 
     def _collapsed(self, good: Window, window: Window) -> bool:
-        """Whether a new version lost most of what drafting gained; the same one is no worse than it was."""
+        """Tell whether a new version lost most of what drafting gained; the same version cannot have."""
         if good.version == window.version:
             return False
         far = window.tau - 1 < self.settings.collapse * (good.tau - 1)
@@ -92,21 +91,6 @@ class Drift:
         return earlier.tau - later.tau > self.settings.certainty * math.hypot(earlier.error, later.error)
 
 
-def canary_verdict(settings: DriftSettings, old: Sequence[float], new: Sequence[float]) -> Verdict:
-    """Whether a version that one replica drafts with may go to the others, by tau of queries that ran meanwhile.
-
-    Promoted or rejected when its tau is surely above or below the old one less a tolerance, by the standard error of
-    Welch's test; at the limit by the mean alone.
-    """
-    if min(len(old), len(new)) < settings.canary_queries:
-        return "undecided"
-    (old_tau, old_error), (new_tau, new_error) = _mean(old), _mean(new)
-    excess = new_tau - old_tau * (1 - settings.canary_tolerance)
-    if abs(excess) <= settings.canary_certainty * math.hypot(old_error, new_error) and len(new) < settings.canary_limit:
-        return "undecided"
-    return "promote" if excess >= 0 else "reject"
-
-
-def _mean(values: Sequence[float]) -> tuple[float, float]:
-    """Mean of two values or more, and its standard error."""
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of two values or more, and its standard error."""
     return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))

@@ -1,7 +1,8 @@
-"""What comes out of Redis: records are acknowledged when they are read, and what was sent and never came is counted.
+"""What comes out of Redis: the streams of all heads are read once, and what was sent and never came is counted.
 
-Learning from a sample twice would be worse than losing it, so nothing is claimed back: reads are NOACK, and Redis keeps
-nothing pending for us.
+How far a head's streams were read is part of that head's state, saved with all else that its records changed. After a
+crash the next adapter reads on from what it still knows: no record counts twice, and those since the last save are not
+lost.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ from typing import Any, Protocol
 
 import structlog
 from redis.asyncio import Redis
-from redis.exceptions import RedisError, ResponseError
 
 from coppice import failpoints
+from coppice.adaptation.record_queue import Stream
 from coppice.adaptation.records import (
-    GROUP,
     NUMBER,
     SENDER,
     Demand,
@@ -31,19 +31,19 @@ from coppice.adaptation.records import (
     samples_key,
 )
 from coppice.config.adaptation import AdaptationSettings
-from coppice.errors import InvalidField
-from coppice.store.connection import connect, disconnect
+from coppice.errors import InvalidField, Unavailable
+from coppice.store.connection import Connection
 from coppice.telemetry import AdapterMetrics
 
 log = structlog.get_logger()
 
-_CONSUMER = "adapter"
 _BATCH = 64  # entries of a stream read at a time
 _BLOCK_MS = 500
 _DEMAND_TTL_S = 10  # an adapter that is gone asks for nothing
 _DEMAND_EVERY_S = 2.0
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 5.0
 _SENDERS = 1024  # whose numbers are remembered
+_BEGINNING = "0-0"  # the id before all entries
 
 
 class Reader(Protocol):
@@ -53,63 +53,63 @@ class Reader(Protocol):
     vocab_size: int
 
     @property
+    def positions(self) -> dict[Stream, str]:
+        """The id of the last entry that was read of each stream; the inbox moves it on."""
+
+    @property
     def demand(self) -> Demand:
         """Which samples it wants now."""
 
     def take_query(self, record: QueryRecord) -> None:
-        """A query ended."""
+        """Take the record of a query that ended."""
 
     def take_sample(self, sample: Sample) -> None:
-        """A sample of a query that runs, or ended just now."""
+        """Take a sample of a query that runs, or ended just now."""
 
 
 class Inbox:
     """Reads the streams of all heads, and says which samples are wanted."""
 
     def __init__(self, settings: AdaptationSettings, readers: Sequence[Reader], metrics: AdapterMetrics) -> None:
-        self._settings, self._metrics = settings, metrics
-        self._readers = list(readers)
-        prefix = settings.prefix
-        self._queries = {queries_key(prefix, reader.name).encode(): reader for reader in readers}
-        self._samples = {samples_key(prefix, reader.name).encode(): reader for reader in readers}
+        self._settings, self._readers, self._metrics = settings, readers, metrics
+        self._connection = Connection(settings)
+        self._streams: dict[bytes, tuple[Reader, Stream]] = {}  # samples first, so that a query finds its own
+        for reader in readers:
+            self._streams[samples_key(settings.prefix, reader.name).encode()] = reader, "samples"
+        for reader in readers:
+            self._streams[queries_key(settings.prefix, reader.name).encode()] = reader, "queries"
         self._numbers: OrderedDict[tuple[bytes, bytes], int] = OrderedDict()
         self._asked: dict[str, tuple[Demand, float]] = {}
-        self.connected = False
 
     async def run(self) -> None:
         """Read for ever; Redis may come and go."""
-        backoff_s = _FIRST_BACKOFF_S
+        backoff_s, connected = _FIRST_BACKOFF_S, False
         while True:
-            client = connect(self._settings)
             try:
-                async with self._in_time():
-                    await self._create_groups(client)
-                self.connected, backoff_s = True, _FIRST_BACKOFF_S
+                async with self._connection.exchange() as client:
+                    await self._step_back(client)
+                backoff_s, connected = _FIRST_BACKOFF_S, True
                 while True:
-                    async with self._in_time():
+                    async with self._connection.exchange() as client:
                         await self._ask(client)
-                    async with self._in_time(_BLOCK_MS / 1000):
+                    async with self._connection.exchange(_BLOCK_MS / 1000) as client:
                         await self._read(client)
-            except (RedisError, OSError, TimeoutError) as error:
-                if self.connected:
-                    log.warning("redis is away", why=type(error).__name__)
-                self.connected = False
+            except Unavailable as error:
+                if connected:
+                    log.warning("redis is away", why=str(error))
+                connected = False
             finally:
                 self._asked.clear()
-                await disconnect(client)
+                await self._connection.close()
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
 
-    def _in_time(self, more_s: float = 0.0) -> asyncio.Timeout:
-        return asyncio.timeout(self._settings.timeout_s + more_s)
-
-    async def _create_groups(self, client: Redis) -> None:
-        for key in (*self._queries, *self._samples):
-            try:
-                await client.xgroup_create(key, GROUP, id="0", mkstream=True)
-            except ResponseError as error:
-                if "BUSYGROUP" not in str(error):
-                    raise
+    async def _step_back(self, client: Redis) -> None:
+        """Set a position that lies ahead of its stream to the stream's end, as after a Redis whose clock went back."""
+        for key, (reader, stream) in self._streams.items():
+            newest: Any = await client.xrevrange(key, count=1)
+            end = newest[0][0].decode() if newest else _BEGINNING
+            reader.positions[stream] = min(reader.positions.get(stream, _BEGINNING), end, key=_order)
 
     async def _ask(self, client: Redis) -> None:
         """Tell drafters which samples are wanted, when that changed and every now and then."""
@@ -126,26 +126,18 @@ class Inbox:
             self._asked[reader.name] = wanted, now
 
     async def _read(self, client: Redis) -> None:
-        """One batch; samples first, so that a query finds its own. A stream that was flushed gets its group again."""
-        streams: dict[Any, Any] = dict.fromkeys((*self._samples, *self._queries), ">")
-        try:
-            found: Any = await client.xreadgroup(GROUP, _CONSUMER, streams, count=_BATCH, block=_BLOCK_MS, noack=True)
-        except ResponseError as error:
-            if "NOGROUP" not in str(error):
-                raise
-            await self._create_groups(client)
-            return
-        by_key = dict(found or ())
-        if by_key:
+        """Hand on one batch of every stream that has entries."""
+        after: Any = {key: reader.positions[stream] for key, (reader, stream) in self._streams.items()}
+        batches: Any = dict(await client.xread(after, count=_BATCH, block=_BLOCK_MS) or ())
+        if batches:
             failpoints.hit("adapter.read")
-        for key, entries in sorted(by_key.items(), key=lambda item: item[0] in self._queries):
-            for _, fields in entries:
-                self._count(key, fields)
-                self._hand_on(key, fields)
+        for key, (reader, stream) in self._streams.items():
+            for entry, fields in batches.get(key, ()):
+                reader.positions[stream] = entry.decode()
+                self._count(key, stream, fields)
+                self._hand_on(reader, stream, fields)
 
-    def _hand_on(self, key: bytes, fields: Fields) -> None:
-        reader = self._queries.get(key) or self._samples[key]
-        stream = "queries" if key in self._queries else "samples"
+    def _hand_on(self, reader: Reader, stream: Stream, fields: Fields) -> None:
         self._metrics.read.labels(reader.name, stream).inc()
         try:
             if stream == "queries":
@@ -156,14 +148,19 @@ class Inbox:
             self._metrics.malformed.labels(reader.name, stream).inc()
             log.warning("a record is not what it should be", stream=stream, why=str(error))
 
-    def _count(self, key: bytes, fields: Mapping[bytes, bytes]) -> None:
-        """Senders number what Redis took from them: a gap was trimmed or flushed before anybody read it."""
-        sender, told = fields.get(SENDER, b"")[:64], fields.get(NUMBER, b"")
-        if not sender or not told.isdigit() or len(told) > 18:
+    def _count(self, key: bytes, stream: Stream, fields: Mapping[bytes, bytes]) -> None:
+        """Count what is missing: senders number what Redis took, so a gap was trimmed before anybody read it."""
+        sender, digits = fields.get(SENDER, b"")[:64], fields.get(NUMBER, b"")
+        if not sender or not digits.isdigit() or len(digits) > 18:
             return
-        number, last = int(told), self._numbers.pop((key, sender), None)
+        number, last = int(digits), self._numbers.pop((key, sender), None)
         if last is not None and number > last + 1:
-            self._metrics.lost.labels("queries" if key in self._queries else "samples").inc(number - last - 1)
+            self._metrics.lost.labels(stream).inc(number - last - 1)
         self._numbers[key, sender] = max(number, last or 0)
         if len(self._numbers) > _SENDERS:
             self._numbers.popitem(last=False)
+
+
+def _order(entry: str) -> tuple[int, ...]:
+    """Return the numbers of an entry's id, `MILLISECONDS-SEQUENCE`, by which ids are ordered."""
+    return tuple(map(int, entry.split("-")))

@@ -30,7 +30,7 @@ _GIVE_BACK = "if redis.call('HGET', KEYS[1], 'token') == ARGV[1] then redis.call
 
 
 def lease_key(prefix: str) -> str:
-    """The hash with the active adapter's `token`, and the milliseconds `until` its lease ends."""
+    """Name the hash with the active adapter's `token` and the time `until` its lease ends, in milliseconds."""
     return f"{prefix}:adapter"
 
 
@@ -39,7 +39,7 @@ class LeaseLost(Exception):
 
 
 class Lease:
-    """One process's part: `take` it or `wait` for it, then `keep` it beside the work that asks whether it is `held`."""
+    """One process's hold on the lease: `take` or `wait` for it, then `keep` it beside work that asks `held`."""
 
     def __init__(self, settings: AdaptationSettings, lease_s: float) -> None:
         self._store, self._key, self._lease_s = Store(settings), lease_key(settings.prefix), lease_s
@@ -47,25 +47,25 @@ class Lease:
         self._until = 0.0
 
     def held(self) -> bool:
-        """Whether it surely runs, by this machine's clock: nobody else has it before."""
+        """Tell whether the lease surely runs, by this machine's clock: nobody else can have it."""
         return time.monotonic() < self._until
 
     async def take(self) -> bool:
-        """Have it, if nobody else does and Redis answers."""
+        """Take the lease; returns whether nobody else had it and Redis answered."""
         try:
             return await self._take("any")
         except Unavailable:
             return False
 
     async def wait(self) -> None:
-        """Stand by until nobody else has it."""
+        """Stand by until nobody else has the lease, and take it."""
         while True:
             if await self.take():
                 return
             await asyncio.sleep(self._lease_s / _LOOKS)
 
     async def keep(self) -> None:
-        """Renew it for ever; while Redis is away it may end, and begin again. Raises LeaseLost."""
+        """Renew the lease for ever; while Redis is away it may end, and begin again. Raises LeaseLost."""
         had = True
         while True:
             await asyncio.sleep(self._lease_s / _LOOKS)
@@ -77,14 +77,14 @@ class Lease:
                 log.warning("the lease goes on" if had else "the lease ended; nothing is pushed until redis is back")
 
     async def give_back(self) -> None:
-        """End it, so that another one may take it at once."""
+        """End the lease, so that another adapter may take it at once."""
         self._until = 0.0
         with contextlib.suppress(Unavailable):
             await self._store.run(_GIVE_BACK, self._key, self._token)
         await self._store.close()
 
     async def _take(self, whose: str) -> bool:
-        """It begins when it is asked for: Redis counts from later on."""
+        """Ask for the lease. It counts from the asking, which is before Redis counts from."""
         asked = time.monotonic()
         answer = await self._store.run(_TAKE, self._key, self._token, round(1000 * self._lease_s), whose)
         taken = bool(answer == 1)

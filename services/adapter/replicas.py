@@ -1,4 +1,4 @@
-"""The drafters of one pool: which weights each is to use, and what is done until it does."""
+"""The drafters of one pool: which weights each is to use, and the pushes until it does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coppice.messages.steps import HeadDescription
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory
 from coppice.telemetry import AdapterMetrics
-from coppice.weights.push import Replica
+from coppice.weights.push import DrafterLink
 from coppice.weights.versions import Weights, pack_update
 
 log = structlog.get_logger()
@@ -24,16 +24,18 @@ log = structlog.get_logger()
 _KNOWN = 4  # versions an update may start from, besides the checkpoint
 
 
-class _Replica:
+class _Drafter:
+    """One drafter, as it answered last."""
+
     def __init__(self, address: str, dialer: Dialer, wanted: Weights) -> None:
-        self.link = Replica(address, dialer)
+        self.link = DrafterLink(address, dialer)
         self.address, self.wanted = address, wanted
-        self.told: HeadDescription | None = None  # None: it did not answer last
+        self.description: HeadDescription | None = None  # None: it did not answer last
         self.trouble = ""
 
     @property
     def current(self) -> bool:
-        return self.told is not None and self.told.weights_hash == self.wanted.hash
+        return self.description is not None and self.description.weights_hash == self.wanted.hash
 
 
 class Replicas:
@@ -52,8 +54,8 @@ class Replicas:
         self._head, self._where, self._dialer, self._metrics = head, where, dialer, metrics
         self._checkpoint = self._wanted = checkpoint
         self._may_push = may_push
-        self._replicas: list[_Replica] = []
-        self._gone: list[_Replica] = []  # whose channels a call may use yet
+        self._replicas: list[_Drafter] = []
+        self._gone: list[_Drafter] = []  # whose channels a call may use yet
         self._update(where.addresses)
         self._known: OrderedDict[bytes, Weights] = OrderedDict()
         self._busy = asyncio.Lock()
@@ -71,11 +73,11 @@ class Replicas:
             log.info("a replica is gone", head=self._head, replica=address)
             self._gone.append(known[address])
         self._replicas = [
-            known.get(address) or _Replica(address, self._dialer, self._wanted) for address in sorted(addresses)
+            known.get(address) or _Drafter(address, self._dialer, self._wanted) for address in sorted(addresses)
         ]
 
     async def _forget(self) -> None:
-        """Of replicas that are gone, while no call runs."""
+        """Close the channels of replicas that are gone, while no call runs."""
         while self._gone:
             replica = self._gone.pop()
             await replica.link.close()
@@ -89,19 +91,19 @@ class Replicas:
             await asyncio.gather(*map(self._describe, self._replicas))
 
     def want(self, weights: Weights, first_only: bool = False) -> None:
-        """What replicas are to use; `first_only`: the first one that answered last, which is the canary."""
+        """Set what replicas are to use; `first_only`: the first one that answered last, which is the canary."""
         self._known[weights.hash] = weights
         self._known.move_to_end(weights.hash)
         while len(self._known) > _KNOWN:
             self._known.popitem(last=False)
         if not first_only:
             self._wanted = weights
-        chosen = [replica for replica in self._replicas if replica.told] if first_only else self._replicas
+        chosen = [replica for replica in self._replicas if replica.description] if first_only else self._replicas
         for replica in chosen[:1] if first_only else chosen:
             replica.wanted = weights
 
     async def bring(self) -> None:
-        """Give every replica what it is to use and does not."""
+        """Push to every replica the weights that it is to use and does not."""
         async with self._busy:
             await self._forget()
             await asyncio.gather(*map(self._bring, self._replicas))
@@ -109,23 +111,30 @@ class Replicas:
 
     @property
     def newest(self) -> int:
-        """Highest version that a replica uses; 0: none answers."""
-        return max((replica.told.weights_version for replica in self._replicas if replica.told), default=0)
+        """The highest version that a replica uses; 0: none answers."""
+        return max(
+            (replica.description.weights_version for replica in self._replicas if replica.description), default=0
+        )
 
     @property
     def ahead(self) -> int:
-        """Highest version among replicas that use other weights than they are to; 0: none does."""
-        told = [replica.told for replica in self._replicas if replica.told and not replica.current]
-        return max((one.weights_version for one in told), default=0)
+        """The highest version among replicas that use other weights than they are to; 0: none does."""
+        others = [one.description for one in self._replicas if one.description and not one.current]
+        return max((description.weights_version for description in others), default=0)
 
     def numbers(self) -> set[int]:
-        """Version numbers under which replicas use the weights they are to use."""
-        return {replica.told.weights_version for replica in self._replicas if replica.told and replica.current}
+        """Return the version numbers under which replicas use the weights that they are to use."""
+        return {one.description.weights_version for one in self._replicas if one.description and one.current}
 
     def status(self) -> list[ReplicaStatus]:
-        """Each replica as it answered last."""
+        """Report each replica as it answered last."""
         return [
-            ReplicaStatus(one.address, one.told is not None, one.told.weights_version if one.told else 0, one.current)
+            ReplicaStatus(
+                one.address,
+                one.description is not None,
+                one.description.weights_version if one.description else 0,
+                one.current,
+            )
             for one in self._replicas
         ]
 
@@ -133,24 +142,26 @@ class Replicas:
         """End the channels."""
         await asyncio.gather(*(replica.link.close() for replica in (*self._replicas, *self._gone)))
 
-    async def _describe(self, replica: _Replica) -> None:
+    async def _describe(self, replica: _Drafter) -> None:
         try:
-            replica.told = await replica.link.describe()
+            replica.description = await replica.link.describe()
         except CoppiceError as error:
-            replica.told = None
+            replica.description = None
             self._note(replica, f"does not answer: {error}")
             return
-        self._metrics.live.labels(self._head, replica.address).set(replica.told.weights_version)
+        self._metrics.live.labels(self._head, replica.address).set(replica.description.weights_version)
 
-    async def _bring(self, replica: _Replica) -> None:
-        """One push, made for what this replica uses now. What fails is tried again with the next look."""
+    async def _bring(self, replica: _Drafter) -> None:
+        """Push what this replica lacks beside what it uses now. What fails is tried again with the next look."""
         await self._describe(replica)
-        told, wanted = replica.told, replica.wanted
-        if told is None or replica.current:
-            replica.trouble = "" if told else replica.trouble
+        used, wanted = replica.description, replica.wanted
+        if used is None:
             return
-        known = self._known.get(told.weights_hash)
-        parent = known if known is not None and known.version == told.weights_version else self._checkpoint
+        if replica.current:
+            replica.trouble = ""
+            return
+        known = self._known.get(used.weights_hash)
+        parent = known if known is not None and known.version == used.weights_version else self._checkpoint
         header, parts = await asyncio.to_thread(pack_update, self._head, parent, wanted)
         if not self._may_push():
             return
@@ -165,7 +176,7 @@ class Replicas:
         log.info("pushed", replica=replica.address, version=synced.version, bytes=header.size)
         await self._describe(replica)
 
-    def _note(self, replica: _Replica, trouble: str) -> None:
+    def _note(self, replica: _Drafter, trouble: str) -> None:
         """Log a trouble once, not with every look."""
         if trouble != replica.trouble:
             log.warning("a replica is in trouble", replica=replica.address, why=trouble)

@@ -1,4 +1,4 @@
-"""AdapterService on the wire."""
+"""AdapterService for gRPC."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from services.adapter.head_loop import HeadLoop
 
 
 class AdapterServicer:
-    """What an operator asks of the loops; until there are any it stands by."""
+    """Hands operators' requests to the loops; until there are any it stands by."""
 
     def __init__(self, heads: Sequence[str], policy: str) -> None:
         self._heads, self._policy = heads, policy
         self._loops: dict[str, HeadLoop] = {}
 
     def adapt(self, loops: Sequence[HeadLoop]) -> None:
-        """Stand by no more: the loops of all heads run."""
+        """Stop standing by: the loops of all heads run."""
         self._loops = {loop.name: loop for loop in loops}
 
     def _named(self, head: str) -> Sequence[str]:
-        """One name, or all. Raises NotFound."""
+        """Return one name, or all. Raises NotFound."""
         if head and head not in self._heads:
             raise NotFound(f"head {head} is not adapted here; there are {', '.join(self._heads)}")
         return [head] if head else self._heads
 
     def _chosen(self, head: str) -> list[HeadLoop]:
-        """One loop by its name, or all. Raises NotFound, Unavailable."""
+        """Return one loop by its name, or all. Raises NotFound, Unavailable."""
         chosen = [self._loops.get(name) for name in self._named(head)]
         active = [loop for loop in chosen if loop is not None and loop.active()]
         if len(active) < len(chosen):
@@ -47,7 +47,7 @@ class AdapterServicer:
     async def GetStatus(
         self, request: adapter_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> adapter_pb2.GetStatusResponse:
-        """What the loops did and know."""
+        """Report what the loops did and know."""
         head, history = read_status_request(request)
         return status_to_wire(
             [
@@ -59,7 +59,7 @@ class AdapterServicer:
     async def Pause(
         self, request: adapter_pb2.PauseRequest, context: grpc.aio.ServicerContext
     ) -> adapter_pb2.PauseResponse:
-        """Train no more."""
+        """Stop training."""
         for loop in self._chosen(read_head_name(request)):
             loop.pause(True)
         return adapter_pb2.PauseResponse()
@@ -75,7 +75,7 @@ class AdapterServicer:
     async def Rollback(
         self, request: adapter_pb2.RollbackRequest, context: grpc.aio.ServicerContext
     ) -> adapter_pb2.RollbackResponse:
-        """Earlier weights again, on every replica."""
+        """Put earlier weights back on every replica."""
         head, version = read_rollback_request(request)
         chosen = self._chosen(head)
         if len(chosen) != 1:

@@ -14,7 +14,7 @@ import structlog
 from coppice import failpoints, limits
 from coppice.engine.batching import BatchingThread, settle
 from coppice.errors import InvalidField
-from coppice.heads.base import DraftJob, Growth, Head, Spare
+from coppice.heads.base import DraftJob, Growth, Head, WeightSwap
 from coppice.messages.steps import (
     DraftStep,
     Fence,
@@ -90,13 +90,13 @@ class Worker(BatchingThread):
     async def replace_weights(self, staging: Staging) -> int:
         """Check what was staged, make it ready beside the drafts and put it to use between two of them.
 
-        Returns for how long nothing was drafted, nanoseconds. Raises what the head's `spare` and `swap` raise.
+        Returns for how long nothing was drafted, nanoseconds. Raises what the head's `prepare_swap` and `swap` raise.
         """
-        spare = await asyncio.to_thread(self._head.spare, staging)
+        swap = await asyncio.to_thread(self._head.prepare_swap, staging)
         swapped: asyncio.Future[int] = self.loop.create_future()
-        self.post(lambda: self._take_swap(spare, swapped))
+        self.post(lambda: self._take_swap(swap, swapped))
         swap_ns = await swapped
-        await asyncio.to_thread(spare.release)
+        await asyncio.to_thread(swap.release)
         return swap_ns
 
     # --- the thread ---
@@ -190,10 +190,10 @@ class Worker(BatchingThread):
         self._closed += 1
         self._metrics.closed.inc()
 
-    def _take_swap(self, spare: Spare, swapped: asyncio.Future[int]) -> None:
+    def _take_swap(self, swap: WeightSwap, swapped: asyncio.Future[int]) -> None:
         began = time.perf_counter_ns()
         try:
-            spare.swap()
+            swap.swap()
         except Exception as error:
             self.loop.call_soon_threadsafe(settle, swapped, error)
         else:

@@ -24,11 +24,11 @@ from coppice.messages.steps import (
     VerifyTimings,
     committed_hash,
 )
-from coppice.speculation.acceptance import RowAt, Walk, pq_chain, walk
 from coppice.speculation.sampling import Row as SampledRow
 from coppice.speculation.sampling import decode_row, draw
 from coppice.speculation.sampling_torch import greedy_ids
 from coppice.speculation.tree import DraftTree, TreeError
+from services.verifier.acceptance import RowAt, Walk, pq_chain, walk
 
 
 @dataclass

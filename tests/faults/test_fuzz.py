@@ -21,14 +21,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice.adaptation.client import AdapterClient
 from coppice.client.client import Client
-from coppice.heads.checkpoints import load_specblock, public_weights
+from coppice.heads.checkpoints import load_specblock
+from coppice.heads.public_state import public_weights
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import SERVICES, Stack
 from coppice.stack.process import Ready
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.v1 import adapter_pb2, drafter_pb2, generation_pb2, verifier_pb2
-from coppice.weights.push import Replica
+from coppice.weights.push import DrafterLink
 from coppice.weights.versions import Weights
 from coppice.wire.drafter import read_head
 from coppice.wire.verifier import open_session_to_wire, read_target
@@ -287,7 +288,7 @@ def test_every_method_is_documented_and_fuzzed() -> None:
 
 
 async def test_a_good_push_and_a_rollback_still_work(stack: Stack, pushes: list[Push]) -> None:
-    async with Replica(stack.services["drafter-block"].address, Dialer()) as replica:
+    async with DrafterLink(stack.services["drafter-block"].address, Dialer()) as replica:
         push = pushes[0].announcing(version=(await replica.describe()).weights_version + 10**6)
         assert (await replica.push(push.header, push.parts)).weights_hash == push.header.weights_hash
 

@@ -15,13 +15,14 @@ import pytest
 
 from coppice.adaptation.client import AdapterClient
 from coppice.client.client import AsyncClient, Client
-from coppice.heads.checkpoints import load_specblock, public_weights
+from coppice.heads.checkpoints import load_specblock
+from coppice.heads.public_state import public_weights
 from coppice.messages.adapter import HeadStatus
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
-from coppice.weights.push import Replica
+from coppice.weights.push import DrafterLink
 from coppice.weights.versions import Weights, pack_update
 from tests.pipeline.test_feature_heads import KINDS, PROMPTS, heads, target
 from tests.pushes import altered
@@ -126,7 +127,7 @@ def test_texts_are_plains_beside_pushes(
 
     async def pushing() -> None:
         nonlocal pushed
-        async with Replica(address, Dialer()) as replica:
+        async with DrafterLink(address, Dialer()) as replica:
             version = (await replica.describe()).weights_version
             for number in itertools.count():
                 if number >= PUSHES and generated > 2:

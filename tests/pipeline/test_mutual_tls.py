@@ -14,11 +14,12 @@ from coppice.adaptation.client import AdapterClient
 from coppice.bench.reference import Reference
 from coppice.client.client import Client
 from coppice.errors import CoppiceError, PermissionDenied, Unauthenticated, Unavailable
-from coppice.heads.checkpoints import load_specblock, public_weights
+from coppice.heads.checkpoints import load_specblock
+from coppice.heads.public_state import public_weights
 from coppice.rpc.channels import Dialer
 from coppice.stack.launch import SERVICES, Stack
 from coppice.stack.spec import HeadSpec, StackSpec
-from coppice.weights.push import Replica
+from coppice.weights.push import DrafterLink
 from coppice.weights.versions import Weights
 from coppice.wire.drafter import weights_to_wire
 from tests.certificates import Authority
@@ -112,10 +113,10 @@ async def test_weights_are_the_adapters_to_push(
     address = stack.services["drafter-block"].address
 
     header = weights_to_wire(push.header).SerializeToString()
-    async with Replica(address, authority.dialer("adapter")) as adapter:
+    async with DrafterLink(address, authority.dialer("adapter")) as adapter:
         before = await adapter.describe()
         for role in ("orchestrator", "verifier", "drafter", "operator", "stranger"):
-            async with Replica(address, authority.dialer(role)) as replica:
+            async with DrafterLink(address, authority.dialer(role)) as replica:
                 with pytest.raises(CoppiceError):  # while it still sends, it may hear only that the stream broke
                     await replica.push(push.header, push.parts)
             async with authority.dialer(role).open(address) as channel:

@@ -19,6 +19,7 @@ from coppice.adaptation.records import QueryRecord, demand_key
 from coppice.config.adaptation import AdaptationSettings
 from coppice.errors import Unavailable
 from coppice.stack.redis_server import LocalRedis, find_server
+from coppice.store.connection import Connection
 from coppice.telemetry import SignalMetrics
 from tests.signals import Counts, counts, eventually, queries, samples
 from tests.unit.test_records import sample
@@ -214,28 +215,37 @@ async def test_the_demand_is_followed_and_ends_with_redis(redis: LocalRedis) -> 
         await until("")
 
 
-async def test_an_exchange_that_is_cancelled_leaves_no_connection_behind(redis: LocalRedis) -> None:
-    line = Line(redis.url, timeout_s=30.0)
-    producer = line.producer
-    line.put(1)
-    await producer._send(producer._take())
-    first = producer._client
-    assert first is not None
+async def test_a_producer_that_ends_while_redis_stands_still_leaves_no_connection_behind(redis: LocalRedis) -> None:
+    before = len(client_of(redis).client_list())
+    async with line_to(redis.url, timeout_s=0.5) as line:
+        line.put(1)
+        await line.until(lambda seen: seen.sent == 1)
+        assert redis.pid is not None
+        os.kill(redis.pid, signal.SIGSTOP)
+        line.put(2)
+    assert line.counts.sent == 1
+    os.kill(redis.pid, signal.SIGCONT)
+    assert await asyncio.to_thread(eventually, lambda: len(client_of(redis).client_list()) <= before)
+
+
+async def test_an_exchange_that_was_cancelled_leaves_no_answer_to_the_next_one(redis: LocalRedis) -> None:
+    connection = Connection(AdaptationSettings(redis=redis.url, timeout_s=30.0))
+
+    async def echo(text: str) -> bytes:
+        async with connection.exchange() as client:
+            answer: bytes = await client.execute_command("ECHO", text)
+            return answer
+
+    assert await echo("one") == b"one"
     assert redis.pid is not None
     os.kill(redis.pid, signal.SIGSTOP)
-    line.put(2)
-    sending = asyncio.create_task(producer._send(producer._take()))
+    cut = asyncio.create_task(echo("two"))
     await asyncio.sleep(0.2)
-    sending.cancel()
-    await asyncio.wait([sending])
-    assert producer._client is None
+    cut.cancel()
+    await asyncio.wait([cut])
     os.kill(redis.pid, signal.SIGCONT)
-    assert line.counts.dropped == {"redis": 2}
-    line.put(3)
-    await producer._send(producer._take())
-    assert producer._client is not first
-    assert line.counts.sent == 4
-    await producer.stop()
+    assert await echo("three") == b"three"
+    await connection.close()
 
 
 def test_a_local_redis_is_ours_alone_and_ends() -> None:

@@ -21,7 +21,7 @@ from coppice.heads.feature_head import FeatureHead
 from coppice.messages.steps import TreeDelta, WeightsPart
 from coppice.rpc.channels import Dialer
 from coppice.v1 import drafter_pb2_grpc
-from coppice.weights.push import Replica
+from coppice.weights.push import DrafterLink
 from coppice.weights.versions import Weights
 from coppice.wire.drafter import open_draft_to_wire, weights_to_wire
 from tests.processes import Service
@@ -81,15 +81,15 @@ def case(setup: Setup, drafter: Service, first: Weights) -> Case:
 
 
 @contextlib.asynccontextmanager
-async def at_version_2(drafter: Service, case: Case) -> AsyncIterator[Replica]:
-    async with Replica(drafter.address, Dialer()) as replica:
+async def at_version_2(drafter: Service, case: Case) -> AsyncIterator[DrafterLink]:
+    async with DrafterLink(drafter.address, Dialer()) as replica:
         push = Push.of(case.head, case.first, case.live)
         synced = await replica.push(push.header, push.parts)
         assert (synced.version, synced.weights_hash) == (2, case.live.hash)
         yield replica
 
 
-async def state(replica: Replica) -> tuple[int, bytes]:
+async def state(replica: DrafterLink) -> tuple[int, bytes]:
     head = await replica.describe()
     return head.weights_version, head.weights_hash
 
@@ -179,7 +179,7 @@ async def test_after_a_push_drafts_are_those_of_a_head_loaded_with_the_new_tenso
     one = altered(first, 1, version=1)
     two = altered(one, 2, head_only, version=4)
     early = await asyncio.to_thread(setup.start)
-    async with Replica(early.address, Dialer()) as replica:
+    async with DrafterLink(early.address, Dialer()) as replica:
         described = await replica.describe()
         assert (described.name, described.weights_version, described.weights_hash) == (setup.kind, 0, first.hash)
         assert_same(await first_tree(early, text, 0), own_tree(setup.head(), text))
@@ -198,7 +198,7 @@ async def test_after_a_push_drafts_are_those_of_a_head_loaded_with_the_new_tenso
     # A replica that comes late gets all that differs from the checkpoint, at any time.
     await asyncio.to_thread(early.stop)
     late = await asyncio.to_thread(setup.start)
-    async with Replica(late.address, Dialer()) as replica:
+    async with DrafterLink(late.address, Dialer()) as replica:
         push = Push.of(setup.kind, one, two)
         with pytest.raises(StaleFence, match=r"the parent is version 1 .*; expected version 0"):
             await replica.push(push.header, push.parts)
@@ -256,7 +256,7 @@ async def test_hundreds_of_pushes_while_sessions_draft_lose_no_step(setup: Setup
 
     async def pushing() -> list[int]:
         pauses, live = [], first
-        async with Replica(drafter.address, Dialer()) as replica:
+        async with DrafterLink(drafter.address, Dialer()) as replica:
             for number in range(pushes):
                 names = None if number % 3 == 0 else ["lm_head.weight"]
                 new = altered(live, number, names) if number % 4 else altered(first, number, names, live.version + 1)
@@ -285,7 +285,7 @@ async def test_hundreds_of_pushes_while_sessions_draft_lose_no_step(setup: Setup
 async def test_a_head_without_weights_refuses_a_push(start_service: StartService, first: Weights) -> None:
     drafter = await asyncio.to_thread(start_service, "services.drafter", "--drafter.kind", "lookup")
     push = Push.of("lookup", first, altered(first, 1))
-    async with Replica(drafter.address, Dialer()) as replica:
+    async with DrafterLink(drafter.address, Dialer()) as replica:
         assert await state(replica) == (0, b"")
         with pytest.raises(InvalidField, match=r"header\.head: a lookup head has no weights that can be replaced"):
             await replica.push(push.header, push.parts)

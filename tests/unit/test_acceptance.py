@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from coppice.speculation.acceptance import Walk, pq_chain, walk
 from coppice.speculation.sampling import TOKEN_STREAM, Row, SamplingParams, decode_row, draw
 from coppice.speculation.tree import DraftTree, TreeError, dedup, prune, union
+from services.verifier.acceptance import Walk, pq_chain, walk
 from tests.reference import (
     EFFORT,
     Text,

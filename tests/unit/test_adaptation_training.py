@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,21 +14,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coppice.adaptation.learner import BadState, Learner
 from coppice.adaptation.records import Kind, Sample
 from coppice.adaptation.windows import Windows
 from coppice.bench.paper.rank import answers
 from coppice.bench.paper.replay import replay_all
-from coppice.config.adaptation import LearnerSettings
+from coppice.config.adaptation import AdapterSettings, LearnerSettings
 from coppice.config.sections import DrafterSettings
+from coppice.config.settings import Settings
 from coppice.heads.checkpoints import read_output
 from coppice.heads.specblock import SpecBlockHead
 from coppice.prompts.files import demo_prompts
 from coppice.training.data.target_answers import Lesson
 from coppice.training.data.tokenizer import load_tokenizer
 from coppice.training.losses.feature_losses import Anchor, Targets, divergence
+from coppice.weights.versions import Weights
 from services.adapter.buffers import Buffers
-from services.adapter.versions import BadVersion, Version, Versions
+from services.adapter.learner import BadState, Learner
+from services.adapter.training_copy import TrainingCopy
+from services.adapter.versions import BadVersion, Versions
 from tests.pushes import swap
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import HIDDEN, VOCAB, save_random
@@ -105,6 +109,10 @@ def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> set[str]:
+    return {name for name in one if not torch.equal(one[name], other[name])}
+
+
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
@@ -129,13 +137,9 @@ def test_a_head_only_update_raises_missed_tokens_and_changes_nothing_below(
     update = made.step("head", samples)
     assert likely().mean() > before.mean() + 0.1
     assert update.loss_after < update.loss_before
-    assert set(update.tensors) == (HEADS_OWN if kind == "specblock" else {"lm_head.weight"})
-    now = made.tensors()
-    for name, tensor in was.items():
-        assert torch.equal(now[name], tensor) == (name not in update.tensors)
-        if name in update.tensors:
-            assert update.tensors[name].dtype == torch.float32
-            assert torch.equal(update.tensors[name], now[name])
+    assert differing(made.tensors(), was) == (HEADS_OWN if kind == "specblock" else {"lm_head.weight"})
+    assert set(made.changed()) == differing(made.tensors(), was)
+    assert all(tensor.dtype == torch.float32 for tensor in made.changed().values())
 
 
 def test_the_rank_head_learns_the_buckets_of_the_new_output_layer(heads: dict[str, Path], target: Path) -> None:
@@ -158,7 +162,7 @@ def test_a_full_update_lowers_the_loss_on_its_windows(kind: str, heads: dict[str
     updates = [made.step("full", full_samples(made)) for _ in range(4)]
     assert updates[-1].loss_after < updates[0].loss_before - 0.3
     assert all(update.loss_after < update.loss_before for update in updates)
-    assert set(updates[0].tensors) >= set(made.tensors()) - HEADS_OWN
+    assert set(made.changed()) >= set(made.tensors()) - HEADS_OWN
     assert torch.equal(made.student.embedding, embedding)
     assert torch.equal(made.student.model.d2t, d2t)
     assert same(made.deployed(), learner(heads, kind, target).tensors())
@@ -202,16 +206,6 @@ def test_an_anchor_that_says_the_same_adds_nothing(heads: dict[str, Path], targe
         assert pulled.item() == pytest.approx(plain.item(), rel=1e-5)
 
 
-def test_tokens_outside_the_draft_vocabulary_teach_no_output_layer(heads: dict[str, Path], target: Path) -> None:
-    made = learner(heads, "specblock", target)
-    rng = np.random.default_rng(0)
-    unknown = next(token for token in range(VOCAB) if made.vocabulary.number_of(token) < 0)
-    strange = head_sample(np.ones(HIDDEN, np.float32), **missed(rng, unknown))
-    update = made.step("head", [strange])
-    assert (update.samples, update.outside, update.tensors) == (0, 1, {})
-    assert made.step("head", [strange, *head_samples(made)]).outside == 1
-
-
 @pytest.mark.parametrize("learns", BOTH)
 def test_an_update_that_is_not_finite_leaves_the_weights_alone(
     learns: Kind, heads: dict[str, Path], target: Path
@@ -226,7 +220,8 @@ def test_an_update_that_is_not_finite_leaves_the_weights_alone(
     with pytest.raises(FloatingPointError):
         made.step(learns, [bad])
     assert same(made.tensors(), was)
-    assert made.step(learns, samples_for(made, learns)).tensors
+    made.step(learns, samples_for(made, learns))
+    assert not same(made.tensors(), was)
 
 
 def test_windows_that_the_deployed_head_knows_better_are_learnt_from_there(
@@ -289,28 +284,29 @@ def test_without_top_ids_the_missed_token_is_certain(heads: dict[str, Path], tar
 # --- buffers ---
 
 
-def test_a_buffer_is_saturated_at_its_capacity_and_never_holds_more(heads: dict[str, Path], target: Path) -> None:
-    made = learner(heads, "specblock", target)
-    buffers, samples = Buffers({"head": 4}), head_samples(made, 6)
-    assert [buffers.add(sample) for sample in samples] == [False] * 3 + [True] * 3
-    assert buffers.dropped == {("head", "overflow"): 2}
+def test_a_buffer_never_holds_more_than_its_capacity(heads: dict[str, Path], target: Path) -> None:
+    samples, dropped = head_samples(learner(heads, "specblock", target), 6), Counter[str]()
+    buffers = Buffers({"head": 4}, lambda count, why: dropped.update({why: count}))
+    for sample in samples:
+        buffers.add(sample)
+    assert dropped == {"overflow": 2}
     assert buffers.take("head") == samples[2:]
-    assert not buffers.saturated("head")
+    assert buffers.size("head") == 0
 
 
 def test_stale_head_samples_are_dropped_and_counted_and_full_ones_stay(heads: dict[str, Path], target: Path) -> None:
-    made = learner(heads, "specblock", target)
-    buffers = Buffers()
+    made, dropped = learner(heads, "specblock", target), Counter[str]()
+    buffers = Buffers({"head": 8, "full": 8}, lambda count, why: dropped.update({why: count}))
     for version, head, full in zip(range(4), head_samples(made), full_samples(made), strict=False):
         buffers.add(replace(head, version=version))
         buffers.add(replace(full, version=version))
     buffers.layers_changed(3)
-    assert buffers.dropped == {("head", "stale"): 3}
+    assert dropped == {"stale": 3}
     assert [sample.version for sample in buffers.take("head")] == [3]
     assert len(buffers.take("full")) == 4
     buffers.add(replace(head_samples(made)[0], version=2))
     buffers.add(replace(full_samples(made)[0], version=2))
-    assert buffers.dropped == {("head", "stale"): 4}
+    assert dropped == {"stale": 4}
     assert (buffers.size("head"), buffers.size("full")) == (0, 1)
 
 
@@ -322,8 +318,9 @@ def test_the_same_samples_make_the_same_weights(kind: str, heads: dict[str, Path
     one, other = learner(heads, kind, target), learner(heads, kind, target)
     for learns in ("full", "head", "full"):
         action_: Kind = "head" if learns == "head" else "full"
-        first = one.step(action_, samples_for(one, action_)).tensors
-        assert same(first, other.step(action_, samples_for(other, action_)).tensors)
+        one.step(action_, samples_for(one, action_))
+        other.step(action_, samples_for(other, action_))
+        assert same(one.tensors(), other.tensors())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -335,21 +332,25 @@ def test_a_restarted_learner_goes_on_as_if_it_had_not_stopped(
         whole.step(learns, samples_for(whole, learns))
     whole.save(file)
     again = learner(heads, kind, target)
+    again.revert(whole.changed())
     again.load(file)
-    assert same(copies(again.tensors()), copies(whole.tensors()))
     for learns in BOTH:
-        wanted = whole.step(learns, samples_for(whole, learns)).tensors
-        assert same(again.step(learns, samples_for(again, learns)).tensors, wanted)
+        whole.step(learns, samples_for(whole, learns))
+        again.step(learns, samples_for(again, learns))
+        assert same(again.tensors(), whole.tensors())
     assert again.updates == {"head": 2, "full": 2}
 
 
-def test_a_damaged_or_foreign_state_is_refused(heads: dict[str, Path], target: Path, tmp_path: Path) -> None:
+def test_a_damaged_state_or_one_of_other_weights_is_refused(
+    heads: dict[str, Path], target: Path, tmp_path: Path
+) -> None:
     made, file = learner(heads, "specblock", target), tmp_path / "learner.safetensors"
     made.step("full", full_samples(made))
     made.save(file)
-    with pytest.raises(BadState, match="another head"):
-        learner(heads, "eagle3", target).load(file)
+    with pytest.raises(BadState, match="other weights"):
+        learner(heads, "specblock", target).load(file)
     whole, fresh = file.read_bytes(), learner(heads, "specblock", target)
+    fresh.revert(made.changed())
     was = copies(fresh.tensors())
     for damaged in (whole[:-7], whole[: len(whole) // 2], b"", whole[:8] + b"[" + whole[9:], whole[:-1] + b"~"):
         file.write_bytes(damaged)
@@ -376,55 +377,75 @@ def test_reverting_brings_back_the_given_version(heads: dict[str, Path], target:
 
 # --- versions on disk ---
 
+DEPLOYED = Weights.of({"lm_head.weight": torch.zeros(2, 3), "fc.weight": torch.ones(4)})
+
+
+def version_of(number: int) -> Weights:
+    return DEPLOYED.changed({"lm_head.weight": torch.full((2, 3), float(number))}, number)
+
 
 def test_versions_come_back_as_they_were_and_old_ones_make_room(tmp_path: Path) -> None:
-    versions = Versions(tmp_path / "versions", keep=3)
+    versions = Versions(tmp_path / "versions", DEPLOYED, keep=3)
     for number in range(1, 8):
-        versions.save(Version(number, number - 1, f"{number:064x}"), {"lm_head.weight": torch.full((2, 3), number)})
-        if number == 2:
-            versions.mark_good(2)
+        versions.save(version_of(number))
+        versions.good = min(number, 2)
     assert versions.numbers() == [2, 6, 7]
-    reopened = Versions(tmp_path / "versions", keep=3)
-    version, tensors = reopened.load(6)
-    assert version == Version(6, 5, f"{6:064x}")
-    assert torch.equal(tensors["lm_head.weight"], torch.full((2, 3), 6))
-    assert reopened.good == 2
-    reopened.mark_good(7)
-    assert (reopened.good, Versions(tmp_path / "versions").good) == (7, 7)
-    with pytest.raises(ValueError):
-        reopened.save(Version(7, 6, ""), {})
+    reopened = Versions(tmp_path / "versions", DEPLOYED, keep=3)
+    weights = reopened.load(6)
+    assert (weights.version, weights.hash) == (6, version_of(6).hash)
+    assert torch.equal(weights.tensors["lm_head.weight"], torch.full((2, 3), 6.0))
+    assert weights.tensors["fc.weight"] is DEPLOYED.tensors["fc.weight"]
+    assert reopened.load(0) is DEPLOYED
+    with pytest.raises(ValueError, match="there already"):
+        reopened.save(version_of(7))
     assert not [path for path in (tmp_path / "versions").rglob("*") if "partial" in path.name]
 
 
-def test_damaged_versions_are_refused_and_an_older_good_one_is_found(tmp_path: Path) -> None:
-    versions = Versions(tmp_path)
-    assert versions.load_good() == (None, {})
-    for number in (1, 2, 3):
-        versions.save(Version(number, number - 1, ""), {"lm_head.weight": torch.ones(4)})
-        versions.mark_good(number)
-    tensors = tmp_path / "version-00000003" / "tensors.safetensors"
-    data = bytearray(tensors.read_bytes())
-    data[-1] ^= 1
-    tensors.write_bytes(data)
-    (tmp_path / "version-00000002" / "version.json").write_text("{")
-    for number in (2, 3, 4):
+def test_damaged_versions_and_those_of_another_head_are_refused(tmp_path: Path) -> None:
+    versions = Versions(tmp_path, DEPLOYED)
+    for number in (1, 2):
+        versions.save(version_of(number))
+    file = tmp_path / "version-00000002.safetensors"
+    whole = file.read_bytes()
+    for damaged in (whole[:-7], b"", whole[:8] + b"[" + whole[9:], whole[:-1] + b"~"):
+        file.write_bytes(damaged)
         with pytest.raises(BadVersion):
-            versions.load(number)
-    version, _ = versions.load_good()
-    assert version is not None
-    assert version.number == 1
-    versions.save(Version(4, 3, ""), {"lm_head.weight": torch.tensor([torch.nan])})
-    with pytest.raises(BadVersion, match="finite"):
-        versions.load(4)
+            versions.load(2)
+    with pytest.raises(BadVersion):
+        versions.load(3)
+    assert versions.load(1).hash == version_of(1).hash
+    other = Versions(tmp_path, Weights.of({"lm_head.weight": torch.ones(2, 3), "fc.weight": torch.zeros(4)}))
+    with pytest.raises(BadVersion, match="another head"):
+        other.load(1)
 
 
 def test_a_half_written_version_is_none(tmp_path: Path) -> None:
-    partial = tmp_path / ".version-00000001.partial"
-    partial.mkdir(parents=True)
-    (partial / "tensors.safetensors").write_bytes(b"half")
-    versions = Versions(tmp_path)
-    assert versions.numbers() == []
+    partial = tmp_path / ".version-00000001.safetensors.partial"
+    partial.write_bytes(b"half")
+    assert Versions(tmp_path, DEPLOYED).numbers() == []
     assert not partial.exists()
+
+
+def test_a_damaged_version_is_passed_over_for_the_good_one_and_then_for_the_deployed_one(
+    heads: dict[str, Path], target: Path, tmp_path: Path
+) -> None:
+    settings = Settings(adapter=AdapterSettings(target=str(target)), learner=LearnerSettings(full_rate=3e-3))
+
+    def opened(live: int, good: int) -> TrainingCopy:
+        copy = TrainingCopy(str(heads["specblock"]), settings, tmp_path)
+        copy.open(live, good)
+        return copy
+
+    first = opened(0, 0)
+    samples = full_samples(learner(heads, "specblock", target))
+    made = [first.train("full", samples, number, True)[1] for number in (1, 2)]
+    assert opened(2, 1).live.hash == made[1].hash
+    (tmp_path / "version-00000002.safetensors").write_bytes(b"damaged")
+    again = opened(2, 1)
+    assert (again.live.version, again.live.hash) == (1, made[0].hash)
+    assert again.restore(None, 3).hash == made[0].hash
+    (tmp_path / "version-00000001.safetensors").unlink()
+    assert opened(2, 1).live.hash == first.deployed.hash
 
 
 # --- a real head ---

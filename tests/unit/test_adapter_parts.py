@@ -1,9 +1,9 @@
-"""Parts of the adapter that need no process: its memory, its wire, its pictures, the streams it is measured on."""
+"""Parts of the adapter that need no process: its state, its wire, its pictures, the streams it is measured on."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,13 +35,12 @@ from coppice.limits import MAX_HISTORY
 from coppice.messages.adapter import ActionStatus, Change, HeadStatus, QueryPoint, ReplicaStatus, VersionStatus
 from coppice.messages.generation import Chunk, Finished, Origin, Started, Timings
 from coppice.stack.spec import HeadSpec, StackSpec
-from coppice.telemetry import AdapterMetrics
 from coppice.v1 import adapter_pb2
 from coppice.weights.versions import Weights
 from coppice.wire import adapter
 from services.adapter.buffers import Buffers
-from services.adapter.sorting import SAMPLES, SESSIONS, Desk
-from services.adapter.state import FILE, Memory
+from services.adapter.sorting import SAMPLES, SESSIONS, Sorting
+from services.adapter.state import FILE, State
 from tests.tiny import make_target
 from tests.unit.test_records import sample
 
@@ -86,51 +85,52 @@ def test_requests_arrive_and_are_checked() -> None:
         adapter.read_head_name(adapter.pause_request("no name"))
 
 
-# --- memory ---
+# --- state ---
 
 
 def weights(number: float, version: int) -> Weights:
     return Weights.of({"a": torch.tensor([number])}, version)
 
 
-def test_memory_outlives_the_process_and_a_damaged_file_is_none(tmp_path: Path) -> None:
-    memory = Memory.load(tmp_path)
-    memory.paused, memory.live = True, memory.next_number()
-    memory.know(weights(1.0, 1))
-    memory.bandit.queries = 7
-    memory.change(STATUS.changes[0])
-    for tau in (2.0, 4.0):
-        mean = memory.observe(RECORD, 1, "full") if tau == 2.0 else memory.observe(RECORD, None, "skip")
-        assert mean == (3.0 if tau == 2.0 else None)
-    memory.save()
-    again = Memory.load(tmp_path)
-    assert again.model_dump() == memory.model_dump()
+def test_the_state_outlives_the_process_and_a_damaged_file_is_none(tmp_path: Path) -> None:
+    state = State.load(tmp_path)
+    state.paused, state.live = True, state.next_number()
+    state.know(weights(1.0, 1))
+    state.bandit.queries = 7
+    state.change(STATUS.changes[0])
+    state.positions["queries"] = "17-2"
+    state.observe(RECORD, 1, "full")
+    state.observe(RECORD, None, "skip")
+    state.save()
+    again = State.load(tmp_path)
+    assert again.model_dump() == state.model_dump()
     assert (again.queries, again.taus, again.newest, again.bandit.queries) == (2, {1: (1, 3.0)}, 1, 7)
     assert [QueryPoint(**point).version for point in again.history] == [1, None]
-    (tmp_path / FILE).write_text('{"live": "many"}')
-    assert Memory.load(tmp_path).model_dump() == Memory().model_dump()
+    for damaged in ('{"live": "many"}', '{"positions": {"queries": "$"}}', "{"):
+        (tmp_path / FILE).write_text(damaged)
+        assert State.load(tmp_path).model_dump() == State().model_dump()
 
 
-def test_memory_is_bounded(tmp_path: Path) -> None:
-    memory = Memory.load(tmp_path)
+def test_the_state_is_bounded(tmp_path: Path) -> None:
+    state = State.load(tmp_path)
     for number in range(MAX_HISTORY + 50):
-        memory.observe(RECORD, number, "skip")
-        memory.know(weights(number, number))
-        memory.change(STATUS.changes[0])
-    assert len(memory.history) == MAX_HISTORY
-    assert memory.queries == memory.history[-1]["query"] == MAX_HISTORY + 50
-    assert max(map(len, (memory.hashes, memory.taus))) <= 16
-    assert len(memory.changes) <= 200
+        state.observe(RECORD, number, "skip")
+        state.know(weights(number, number))
+        state.change(STATUS.changes[0])
+    assert len(state.history) == MAX_HISTORY
+    assert state.queries == state.history[-1]["query"] == MAX_HISTORY + 50
+    assert max(map(len, (state.hashes, state.taus))) <= 16
+    assert len(state.changes) <= 200
 
 
 def test_numbers_of_the_same_weights_are_one_version(tmp_path: Path) -> None:
-    memory = Memory.load(tmp_path)
-    memory.know(weights(1.0, 4))
-    memory.know(weights(2.0, 5))
-    memory.live = 6
-    memory.know(weights(1.0, 6))
-    memory.know(weights(1.0, 6), 9)
-    assert [memory.same_as_live(version) for version in (4, 5, 6, 9, 77)] == [6, 5, 6, 6, 77]
+    state = State.load(tmp_path)
+    state.know(weights(1.0, 4))
+    state.know(weights(2.0, 5))
+    state.live = 6
+    state.know(weights(1.0, 6))
+    state.know(weights(1.0, 6), 9)
+    assert [state.same_as_live(version) for version in (4, 5, 6, 9, 77)] == [6, 5, 6, 6, 77]
 
 
 # --- the bandit's foresight, and events that were never live ---
@@ -162,55 +162,52 @@ def test_a_refused_event_counts_and_is_measured_side_by_side() -> None:
 # --- samples until their query ends ---
 
 
-def desk_of(buffers: Buffers) -> tuple[Desk, Callable[[str], float]]:
-    metrics = AdapterMetrics()
-    made = Desk("a", buffers, {9}, metrics)
+def sorting_into(head: int, full: int) -> tuple[Sorting, Counter[str]]:
+    """Sorting into buffers of these sizes, where 9 is a draft id, and what was dropped by reason."""
+    dropped = Counter[str]()
 
-    def dropped(why: str) -> float:
-        return (
-            metrics.registry.get_sample_value("coppice_adapter_samples_dropped_total", {"head": "a", "reason": why})
-            or 0
-        )
+    def drop(count: int, why: str) -> None:
+        dropped[why] += count
 
-    return made, dropped
+    return Sorting(Buffers({"head": head, "full": full}, drop), {9}, drop), dropped
 
 
 def test_samples_go_to_the_buffer_that_their_query_chose_or_are_counted() -> None:
-    buffers = Buffers({"head": 10, "full": 2})
-    desk, dropped = desk_of(buffers)
+    sorting, dropped = sorting_into(10, 2)
+    buffers = sorting.buffers
 
-    def told(session: str, kind: Kind, token: int = 9) -> Sample:
+    def missed(session: str, kind: Kind, token: int = 9) -> Sample:
         made = sample(kind, session=session)
         return replace(made, target_id=token)
 
     for kind in ("head", "full", "full", "full"):
-        desk.take(told("one", kind))
+        sorting.take(missed("one", kind))
     assert buffers.size("full") == 0
-    desk.claim("one", Action.FULL)
-    assert (buffers.size("full"), dropped("unfit"), dropped("overflow")) == (2, 1, 1)
-    desk.take(told("one", "full"))  # late
-    assert dropped("overflow") == 2
-    desk.take(told("two", "full"))
-    desk.take(told("two", "head"))
-    desk.take(told("two", "head", 5))
-    desk.claim("two", Action.HEAD)
-    assert (buffers.size("head"), dropped("outside")) == (2, 1)
+    sorting.claim("one", Action.FULL)
+    assert (buffers.size("full"), dropped["unfit"], dropped["overflow"]) == (2, 1, 1)
+    sorting.take(missed("one", "full"))  # late
+    assert dropped["overflow"] == 2
+    sorting.take(missed("two", "full"))
+    sorting.take(missed("two", "head"))
+    sorting.take(missed("two", "head", 5))
+    sorting.claim("two", Action.HEAD)
+    assert (buffers.size("head"), dropped["outside"]) == (2, 1)
     assert {one.kind for one in buffers.take("head")} == {"head"}
-    desk.take(told("three", "head"))
-    desk.claim("three", Action.SKIP)
-    assert dropped("skipped") == 1
+    sorting.take(missed("three", "head"))
+    sorting.claim("three", Action.SKIP)
+    assert dropped["skipped"] == 1
 
 
 def test_samples_of_queries_that_never_end_are_bounded() -> None:
-    desk, dropped = desk_of(Buffers({}))
+    sorting, dropped = sorting_into(1, 1)
     for number in range(SESSIONS + 7):
-        desk.take(sample("head", session=f"s{number}"))
-    assert dropped("unclaimed") == 7
+        sorting.take(sample("head", session=f"s{number}"))
+    assert dropped["unclaimed"] == 7
     for _ in range(SAMPLES):
-        desk.take(sample("head", session="long"))
-    assert dropped("unclaimed") == SESSIONS + 7
-    desk.take(sample("head", session="long"))
-    assert dropped("unclaimed") == SESSIONS + 7 + SAMPLES + 1
+        sorting.take(sample("head", session="long"))
+    assert dropped["unclaimed"] == SESSIONS + 7
+    sorting.take(sample("head", session="long"))
+    assert dropped["unclaimed"] == SESSIONS + 7 + SAMPLES + 1
 
 
 # --- for people ---

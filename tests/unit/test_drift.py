@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coppice.config.adaptation import DriftSettings
-from services.adapter.drift import Alarm, Drift, DriftState, Verdict, canary_verdict
+from services.adapter.canary import Verdict, canary_verdict
+from services.adapter.drift import Alarm, Drift, DriftState
 from tests.reference import EFFORT
 
 SMALL = DriftSettings(window=2, certainty=0)

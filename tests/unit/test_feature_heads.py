@@ -24,7 +24,8 @@ from coppice.heads.checkpoints import SHAPES, Loaded, load_eagle3, load_head, lo
 from coppice.heads.falcon import prior
 from coppice.heads.feature_head import FeatureHead
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
-from coppice.heads.models.layers import Rotary, largest
+from coppice.heads.models.layers import largest
+from coppice.heads.models.rotary import Rotary
 from coppice.heads.registry import build_head, served_head
 from coppice.messages.steps import Advance, Features, OpenDraft, Rejection
 from coppice.speculation.sampling import SamplingParams

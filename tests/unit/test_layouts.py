@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from coppice.adaptation.learner import Learner
 from coppice.commands.convert import app
 from coppice.errors import InvalidField
 from coppice.heads.checkpoints import (
@@ -23,9 +22,10 @@ from coppice.heads.checkpoints import (
     load_eagle3,
     load_head,
     load_specblock,
-    public_state,
     save_head,
 )
+from coppice.heads.public_state import public_state
+from services.adapter.learner import Learner
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random
 
@@ -235,7 +235,7 @@ def test_other_folders_are_refused(target: Path, tmp_path: Path) -> None:
     folder = written(tmp_path / "in", eagle3())
     with pytest.raises(InvalidField, match=r"drafter\.target"):
         load_eagle3(folder, tmp_path)
-    with pytest.raises(InvalidField, match="no SpecBlock checkpoint"):
+    with pytest.raises(InvalidField, match="is a EAGLE-3 checkpoint, not one of SpecBlock"):
         load_specblock(folder, target)
     with pytest.raises(InvalidField, match="is a SpecBlock checkpoint"):
         load_eagle3(written(tmp_path / "other", specblock()), target)
@@ -274,7 +274,7 @@ def test_what_does_not_fit_a_layout_of_our_own_is_named(kind: Any, target: Path,
         layout_of(written(tmp_path / "hydra", (config | {"coppice_head": "hydra"}, tensors)))
     with pytest.raises(InvalidField, match=f"is a {kind} checkpoint, not one of EAGLE-3"):
         load_eagle3(folder, target)
-    with pytest.raises(InvalidField, match=f"in the layout eagle3, not a {kind} head"):
+    with pytest.raises(InvalidField, match=f"is a EAGLE-3 checkpoint, not one of {kind}"):
         load_head(kind, written(tmp_path / "eagle", eagle3()), target)
     with pytest.raises(InvalidField, match=f"is a {kind} head; eagle3 and specblock heads are adapted"):
         Learner(folder, target)

@@ -10,7 +10,6 @@ import torch
 
 from coppice.heads.base import DraftJob
 from coppice.heads.feature_head import FeatureHead
-from coppice.heads.last_draft import Recall
 from coppice.messages.steps import Advance, HeadDescription, Rejection
 from coppice.speculation.sampling import SamplingParams
 from tests.unit.test_feature_heads import (
@@ -124,20 +123,3 @@ def test_a_head_that_no_longer_knows_says_nothing(kind: str, target: Path, tmp_p
     was = head.description
     head.description = HeadDescription(was.name, was.kind, was.vocab_size, 7, was.feature_layers)  # swapped meanwhile
     assert head.advance(0, Advance(text.ids[9:12], text.inline(9, 12), rejection(10, 1))) is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_kept_of_a_session_that_does_not_ask(
-    kind: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    head, _ = build(kind, save_random(tmp_path, kind), target)
-    text = Text.random(40, 1)
-    made: list[object] = []
-    monkeypatch.setattr("coppice.heads.feature_head.Recall", lambda *told: made.append(told) or Recall(*told))
-    for key, misses in ((0, False), (1, True)):
-        opened(head, key, text, 9, misses=misses)
-        drafted(head, [DraftJob(key, text.ids[9], 9, 31, GREEDY)])
-        assert len(made) == misses
-    assert head._sessions[0].recall is None
-    head.advance(1, Advance(text.ids[9:10], text.inline(9, 10)))
-    assert head._sessions[1].recall is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -67,7 +68,8 @@ def sample(kind: Any = "full", rows: int = 3, width: int = 6, dtype: str = "floa
 
 
 def same(one: Sample, other: Sample) -> bool:
-    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in Sample.__slots__)
+    names = [field.name for field in dataclasses.fields(Sample)]
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
 
 
 @given(queries)

@@ -20,13 +20,10 @@ from coppice.config.sections import DrafterSettings
 from coppice.errors import CoppiceError, InvalidField, StaleFence
 from coppice.heads.base import DraftJob
 from coppice.heads.checkpoints import (
-    fused_tensor,
-    public_state,
-    public_weights,
-    read_eagle3,
-    read_specblock,
+    read_head,
     save_head,
 )
+from coppice.heads.public_state import fused_tensor, public_state, public_weights
 from coppice.heads.registry import build_head
 from coppice.limits import CHUNK_BYTES
 from coppice.messages.steps import WeightsHeader, WeightsPart
@@ -237,7 +234,7 @@ def test_the_version_in_use_is_acknowledged_and_old_values_come_back_under_a_new
 
 def saved(folder: Path, kind: str, source: Path, weights: Weights) -> Path:
     """A checkpoint with these weights, otherwise that of `source`."""
-    model: Any = read_specblock(source) if kind == "specblock" else read_eagle3(source)
+    model = read_head(source)
     public = {**public_state(model, model.config), **weights.tensors}
     model.load_state_dict({name: fused_tensor(public, name) for name in model.state_dict()})
     save_head(folder, model, model.config, "specblock" if kind == "specblock" else "eagle3")
@@ -296,21 +293,21 @@ def test_a_push_of_the_last_layers_leaves_every_other_tensor_as_it_is(kind: str,
 
 def test_weights_that_came_into_use_while_others_were_prepared_are_not_lost(target: Path, tmp_path: Path) -> None:
     head, _ = build("eagle3", save_random(tmp_path, "eagle3"), target)
-    first, spares = head.weights, []
+    first, swaps = head.weights, []
     for seed in (1, 2):
         header, parts = pack_update("eagle3", first, altered(first, seed))
         staging = head.staging(header)
         for part in parts:
             staging.add(part)
-        spares.append(head.spare(staging))
-    spares[0].swap()
+        swaps.append(head.prepare_swap(staging))
+    swaps[0].swap()
     with pytest.raises(StaleFence, match=r"version 1 .* came into use meanwhile"):
-        spares[1].swap()
+        swaps[1].swap()
     assert head.weights.hash == altered(first, 1).hash
 
 
 def test_all_float_tensors_of_a_head_and_no_ids_may_be_replaced(tmp_path: Path) -> None:
-    model = read_specblock(save_random(tmp_path, "specblock"))
+    model = read_head(save_random(tmp_path, "specblock"))
     assert public_state(model, model.config).keys() - public_weights(model, model.config).keys() == {"d2t"}
 
 

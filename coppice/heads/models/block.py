@@ -1,4 +1,4 @@
-"""What drafters of blocks share: K slots a row, each fed with condition, token and a position query of its own."""
+"""The parts that drafters of blocks share: K slots a row, each with condition, token and a position query."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from coppice.heads.models.layers import MLP, Attend, Attention, HeadConfig, Rope, Rotary, norm_of
+from coppice.heads.models.layers import MLP, Attend, Attention, DraftModel, HeadConfig, norm_of
+from coppice.heads.models.rotary import Rope
 
 
 class BlockConfig(HeadConfig):
@@ -63,8 +64,8 @@ class BlockInput(nn.Module):
         return torch.cat((slots[..., :1, :] + of_prefix[..., None, :], slots[..., 1:, :]), dim=-2)
 
 
-class BlockModel(nn.Module):
-    """Everything but the token embedding, which is the target's and frozen; a kind adds its layers and `forward`.
+class BlockModel(DraftModel):
+    """A model of blocks; a kind adds its layers and `forward`.
 
     Rows are blocks: a row has K slots, and slot k of a row predicts the token k + 1 places behind the row's token.
     `forward` takes (B, N, hidden) conditions and token embeddings, the rotary factors, and for each layer its attention
@@ -73,17 +74,14 @@ class BlockModel(nn.Module):
 
     config: BlockConfig
     input_layer: BlockInput
-    norm: nn.RMSNorm
-    lm_head: nn.Linear
-    rotary: Rotary
 
     def condition(self, features: Tensor) -> Tensor:
-        """(..., 3 * target hidden) features to (..., hidden) conditions of first blocks (SpecBlock, equation 1)."""
+        """Turn (..., 3 * target hidden) features into (..., hidden) conditions of first blocks (equation 1)."""
         out: Tensor = self.input_layer.condition_proj(features)
         return out
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
-        """The rotary factors of (B, N) first-slot positions: slot k stands k further; (B, N * K, D) each."""
+        """Return the (B, N * K, D) rotary factors of (B, N) first-slot positions: slot k stands k further."""
         slots = positions[..., None] + torch.arange(self.config.slots, device=positions.device)
         return self.rotary(slots.flatten(1), dtype)
 

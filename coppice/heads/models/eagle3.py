@@ -6,7 +6,8 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from coppice.heads.models.layers import MLP, Attend, Attention, HeadConfig, Rope, norm_of
+from coppice.heads.models.layers import MLP, Attend, Attention, DraftModel, HeadConfig, norm_of
+from coppice.heads.models.rotary import Rope
 
 
 class Eagle3Config(HeadConfig):
@@ -35,29 +36,21 @@ class _MidLayer(nn.Module):
         return out
 
 
-class Eagle3Model(nn.Module):
-    """Everything but the token embedding, which is the target's and frozen."""
+class Eagle3Model(DraftModel):
+    """The layer behind the fused features."""
 
     def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         wide = 3 * config.target_hidden_size
         self.fc = nn.Linear(wide, config.hidden_size, bias=False)
         self.input_norm = norm_of(config, wide) if config.norm_before_fc else None
         self.midlayer = _MidLayer(config)
-        self.norm = norm_of(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        self.rotary = config.rotary()
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.add_output()
 
     def condition(self, features: Tensor) -> Tensor:
-        """(..., 3 * target hidden) features to (..., hidden) fused ones."""
+        """Turn (..., 3 * target hidden) features into (..., hidden) fused ones."""
         out: Tensor = self.fc(features if self.input_norm is None else self.input_norm(features))
         return out
-
-    def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
-        """The rotary factors of (B, N) positions, (B, N, D) each."""
-        return self.rotary(positions, dtype)
 
     def forward(self, hidden: Tensor, embedding: Tensor, rope: Rope, attend: Attend) -> Tensor:
         """(B, N, hidden) fused features or own states, and token embeddings -> (B, N, hidden) un-normed states."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from coppice.heads.models.block import BlockConfig, BlockInput, BlockModel, Layer
-from coppice.heads.models.layers import Attend, Rope, norm_of
+from coppice.heads.models.layers import Attend
+from coppice.heads.models.rotary import Rope
 
 
 class FalconConfig(BlockConfig):
@@ -32,16 +32,12 @@ class FalconModel(BlockModel):
     config: FalconConfig
 
     def __init__(self, config: FalconConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         hidden = config.hidden_size
         self.input_layer = BlockInput(config)
         self.lstm = nn.LSTM(hidden, hidden, config.lstm_layers, batch_first=True)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = norm_of(config)
-        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
-        self.rotary = config.rotary()
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.add_output()
 
     def forward(self, condition: Tensor, token: Tensor, rope: Rope, attends: Sequence[Attend]) -> Tensor:
         """Blocks of (B, N, hidden) conditions and token embeddings -> (B, N, K, hidden) un-normed last-layer states.

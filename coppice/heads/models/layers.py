@@ -1,7 +1,7 @@
-"""What feature-fed draft heads are made of: a configuration, pre-norm attention with rotary positions, a gated MLP.
+"""The parts of feature-fed draft heads: a configuration, pre-norm attention with rotary positions, a gated MLP.
 
 Shaped as the layers of Llama, Qwen3 and Mistral are. Projections that read the same input are one matrix here; the
-public layouts keep them apart (coppice/heads/checkpoints.py).
+public layouts keep them apart (coppice/heads/public_state.py).
 """
 
 from __future__ import annotations
@@ -11,24 +11,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from coppice.heads.models.rotary import Rope, RotaryConfig, rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """query (B, H, T, D), key and value (B, KVH, T, D) of the rows -> (B, T, H, D)"""
 
 _MANY_ROWS, _PART = 16, 64
 
-Rope = tuple[Tensor, Tensor]
-"""cosines and sines, (B, T, D) each"""
 
-
-class HeadConfig(BaseModel):
+class HeadConfig(RotaryConfig):
     """A draft head's sizes, under the names of the public checkpoints' config.json."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
@@ -40,10 +35,6 @@ class HeadConfig(BaseModel):
     draft_vocab_size: PositiveInt = 0  # filled in: vocab_size
     target_hidden_size: PositiveInt = 0  # filled in: hidden_size
     rms_norm_eps: PositiveFloat = 1e-6
-    max_position_embeddings: PositiveInt = 4096
-    rope_theta: PositiveFloat = 10_000.0
-    rope_scaling: dict[str, Any] | None = None
-    rope_parameters: dict[str, Any] | None = None
     attention_bias: bool = False
     hidden_act: str = Field("silu", pattern="^silu$")
     feature_layers: tuple[NonNegativeInt, ...] = ()
@@ -76,41 +67,28 @@ class HeadConfig(BaseModel):
         """Query heads for each key head."""
         return self.num_attention_heads // self.num_key_value_heads
 
-    def rotary(self) -> Rotary:
-        """The rotary embedding that the configuration asks for."""
-        rope = self.rope_parameters or {"rope_type": "default", **(self.rope_scaling or {})}
-        config = LlamaConfig(
-            hidden_size=self.hidden_size,
-            num_attention_heads=self.num_attention_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=self.max_position_embeddings,
-            rope_parameters={"rope_theta": self.rope_theta, **rope},
-        )
-        return Rotary(LlamaRotaryEmbedding(config))
 
+class DraftModel(nn.Module):
+    """Everything of a draft head but the token embedding, which is the target's and frozen."""
 
-class Rotary:
-    """Rotary factors. No module: the frequencies stay float32 when a model is moved to another dtype."""
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
 
-    def __init__(self, like: LlamaRotaryEmbedding) -> None:
-        self._frequencies: Tensor = torch.cat((like.inv_freq, like.inv_freq)).float()  # (D,)
-        self._scaling: float = like.attention_scaling
+    def add_output(self) -> None:
+        """Add what lies behind a kind's own layers: the last norm, the output layer, the rotary factors and d2t.
 
-    def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rope:
-        """(B, T) positions to (B, T, D) factors."""
-        self._frequencies = self._frequencies.to(positions.device)
-        angles = positions[..., None] * self._frequencies
-        cos, sin = angles.cos(), angles.sin()
-        if self._scaling != 1.0:
-            cos, sin = cos * self._scaling, sin * self._scaling
-        return cos.to(dtype), sin.to(dtype)
+        d2t are the (draft vocabulary,) offsets from draft ids to target ids.
+        """
+        config = self.config
+        self.norm = norm_of(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rotary = config.rotary(config.head_dim)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 
-
-def rotate(states: Tensor, rope: Rope) -> Tensor:
-    """(B, H, T, D) states at their rotary positions."""
-    cos, sin = rope[0][:, None], rope[1][:, None]
-    first, second = states.chunk(2, dim=-1)
-    return states * cos + torch.cat((-second, first), dim=-1) * sin
+    def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
+        """Return the rotary factors of (B, N) positions, (B, N, D) each."""
+        return self.rotary(positions, dtype)
 
 
 class Attention(nn.Module):
@@ -154,7 +132,7 @@ class MLP(nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, whose weights take the states' format: the fused kernel wants both alike, also where one is cast."""
+    """torch's norm with its weights cast to the states' dtype: the fused kernel wants both alike."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., size) -> (..., size)."""
@@ -162,20 +140,20 @@ class RMSNorm(nn.RMSNorm):
 
 
 def norm_of(config: HeadConfig, size: int = 0) -> RMSNorm:
-    """An RMS norm over `size` (0: the hidden size) values."""
+    """Make an RMS norm over `size` (0: the hidden size) values."""
     return RMSNorm(size or config.hidden_size, eps=config.rms_norm_eps)
 
 
 def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(..., count) largest of (..., V) values, best first, and where they are.
+    """Return the (..., count) largest of (..., V) values, best first, and where they are.
 
     `topk` on a CPU walks every row value by value. Of many rows, find the parts with the largest maxima first, which is
     vectorised: no other part holds one of the `count` largest.
     """
     width = rows.shape[-1]
     if rows.is_cuda or rows.numel() < _MANY_ROWS * width or width % _PART or width < count * _PART:
-        found = rows.topk(count, dim=-1)
-        return found.values, found.indices
+        best = rows.topk(count, dim=-1)
+        return best.values, best.indices
     parts = rows.reshape(-1, width // _PART, _PART)
     near = parts.amax(-1).topk(count, dim=-1).indices  # (N, count)
     first = torch.arange(0, len(parts) * parts.shape[1], parts.shape[1])[:, None]

@@ -9,7 +9,8 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from coppice.heads.models.block import Layer
-from coppice.heads.models.layers import Attend, HeadConfig, Rope, norm_of
+from coppice.heads.models.layers import Attend, DraftModel, HeadConfig, norm_of
+from coppice.heads.models.rotary import Rope
 
 
 class ParallelSpecConfig(HeadConfig):
@@ -20,36 +21,30 @@ class ParallelSpecConfig(HeadConfig):
     """K, how many mask tokens follow the prefix"""
 
 
-class ParallelSpecModel(nn.Module):
-    """Everything but the token embedding, which is the target's and frozen.
+class ParallelSpecModel(DraftModel):
+    """The layers over prefix rows and mask tokens.
 
     A row of the prefix is the features of a position beside the token behind it. Mask k of the group behind a row
     predicts the token k + 1 places behind the row's token; it stands k + 1 places behind the row.
     """
 
+    config: ParallelSpecConfig
+
     def __init__(self, config: ParallelSpecConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         hidden = config.hidden_size
         self.condition_proj = nn.Linear(3 * config.target_hidden_size, hidden, bias=False)
         self.condition_norm, self.token_norm = norm_of(config), norm_of(config)
         self.fuse = nn.Linear(2 * hidden, hidden, bias=False)
         self.mask_tokens = nn.Embedding(config.slots, hidden)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = norm_of(config)
-        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
-        self.rotary = config.rotary()
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.add_output()
 
     def prefix(self, features: Tensor, token: Tensor) -> Tensor:
         """(..., 3 * target hidden) features and (..., hidden) token embeddings -> (..., hidden) rows of the prefix."""
         condition = self.condition_norm(self.condition_proj(features))
         out: Tensor = self.fuse(torch.cat((condition, self.token_norm(token)), dim=-1))
         return out
-
-    def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
-        """The rotary factors of (B, T) positions, (B, T, D) each."""
-        return self.rotary(positions, dtype)
 
     def forward(self, rows: Tensor, rope: Rope, attends: Sequence[Attend]) -> Tensor:
         """(B, T, hidden) rows of prefixes and mask tokens -> (B, T, hidden) un-normed states."""

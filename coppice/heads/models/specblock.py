@@ -9,7 +9,8 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from coppice.heads.models.block import BlockConfig, BlockInput, BlockModel, Layer
-from coppice.heads.models.layers import Attend, Rope, largest, norm_of
+from coppice.heads.models.layers import Attend, largest
+from coppice.heads.models.rotary import Rope
 
 RANK_FEATURES = 15
 RANK_HIDDEN = 256
@@ -38,23 +39,19 @@ class SpecBlockModel(BlockModel):
     config: SpecBlockConfig
 
     def __init__(self, config: SpecBlockConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         hidden, layers = config.hidden_size, config.num_hidden_layers
         self.input_layer = BlockInput(config)
         self.layers = nn.ModuleList(Layer(config) for _ in range(layers))
         self.shift_proj = nn.ModuleList(
             nn.Linear(2 * hidden, hidden, bias=False) for _ in range(layers - 1 if config.layer_shift else 0)
         )
-        self.norm = norm_of(config)
-        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+        self.add_output()
         self.rank_head = nn.Sequential(
             nn.Linear(hidden + RANK_FEATURES, RANK_HIDDEN, bias=False),
             nn.SiLU(),
             nn.Linear(RANK_HIDDEN, BUCKETS, bias=False),
         )
-        self.rotary = config.rotary()
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 
     def forward(self, condition: Tensor, token: Tensor, rope: Rope, attends: Sequence[Attend]) -> Tensor:
         """Blocks of (B, N, hidden) conditions and token embeddings -> (B, N, K, hidden) un-normed last-layer states.
@@ -78,7 +75,7 @@ class SpecBlockModel(BlockModel):
 
 
 def rank_features(logits: Tensor, norm_topk: int | None = None) -> Tensor:
-    """(..., 15) float32 summary of draft distributions (appendix B).
+    """Summarise draft distributions in (..., 15) float32 numbers (appendix B).
 
     Log-probabilities of the ten most probable ids, logit gaps 1-2, 1-3 and 1-5, p(top-1), entropy in nats.
     """

@@ -6,12 +6,11 @@ SpecBlock, section 3.4 and algorithm 1, line 14: a step on the adaptation loss p
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,9 @@ from coppice.adaptation.windows import DraftVocabulary, Windows
 from coppice.config.adaptation import LearnerSettings
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import InvalidField
-from coppice.heads.checkpoints import OWN, layout_of, load_eagle3, load_specblock, public_state
+from coppice.heads.checkpoints import OWN, layout_of, load_head
 from coppice.heads.feature_head import target_ids
+from coppice.heads.public_state import public_weights
 from coppice.training.checkpoint import load_optimisers, optimiser_tensors
 from coppice.training.losses.feature_losses import (
     Anchor,
@@ -39,35 +39,30 @@ from coppice.training.losses.feature_losses import (
     soft_loss,
 )
 from coppice.weights.atomic import replace_safetensors
+from coppice.weights.versions import weights_hash
 
 BETAS = (0.9, 0.95)
 KINDS: tuple[Kind, ...] = ("head", "full")
-_OUTSIDE = ("d2t",)
 _JUDGED = 16  # windows, the latest ones, that weights are compared on
 
 
 @dataclass(frozen=True)
 class Update:
-    """What an update did. Losses are of the adaptation alone, in nats, without penalty, rank head or mask."""
+    """The result of one update. Losses are of the adaptation alone, in nats, without penalty, rank head or mask."""
 
-    kind: Kind
-    tensors: dict[str, Tensor] = field(repr=False)
-    """new float32 values, on the CPU, of the tensors that changed, by public name"""
     samples: int
     """how many it learned from"""
-    outside: int
-    """head samples left out: their token is no draft id"""
     loss_before: float
     loss_after: float
     seconds: float
 
 
 class BadState(ValueError):
-    """A learner's file is damaged or of another head."""
+    """A learner's file is damaged or of other weights."""
 
 
 class Interrupted(RuntimeError):
-    """Somebody wants the process to end."""
+    """An update was given up, as the process is to end."""
 
 
 class Learner:
@@ -80,8 +75,7 @@ class Learner:
         if layout in OWN:
             kinds = " and ".join(ADAPTED_KINDS)
             raise InvalidField("adapter.heads", f"{folder} is a {layout} head; {kinds} heads are adapted, no others")
-        load: Any = load_specblock if layout == "specblock" else load_eagle3
-        loaded = load(folder, target)
+        loaded = load_head("specblock" if layout == "specblock" else "eagle3", folder, target)
         self.config = loaded.config
         embedding = loaded.embedding.to(self.settings.device)
         self.student = Student(loaded.model.to(self.settings.device), embedding)
@@ -96,15 +90,15 @@ class Learner:
     # --- weights ---
 
     def tensors(self) -> dict[str, Tensor]:
-        """The training copy's float tensors under their public names: views, not copies."""
-        return self._of(self.student)
+        """Return the training copy's float tensors by their public names: views, not copies."""
+        return public_weights(self.student.model, self.config)
 
     def deployed(self) -> dict[str, Tensor]:
-        """The same of the frozen copy: version 0."""
-        return self._of(self.frozen)
+        """Return the frozen copy's tensors: version 0."""
+        return public_weights(self.frozen.model, self.config)
 
     def changed(self) -> dict[str, Tensor]:
-        """Copies, on the CPU, of all tensors that differ from version 0."""
+        """Return copies, on the CPU, of all tensors that differ from version 0."""
         return _differing(self.deployed(), self.tensors())
 
     @torch.no_grad()
@@ -121,12 +115,8 @@ class Learner:
             own[name].copy_(given.get(name, was))
         self._optimisers = {kind: self._optimiser(kind) for kind in KINDS}
 
-    def _of(self, student: Student) -> dict[str, Tensor]:
-        public = public_state(student.model, self.config)
-        return {name: tensor for name, tensor in public.items() if name not in _OUTSIDE}
-
     def _parts(self, kind: Kind) -> list[nn.Module]:
-        """The modules that an update of a kind may change."""
+        """Return the modules that an update of a kind may change."""
         model: Any = self.student.model
         if kind == "full":
             return [model]
@@ -140,31 +130,30 @@ class Learner:
     # --- updates ---
 
     def step(self, kind: Kind, samples: Sequence[Sample], *, anchored: bool = True) -> Update:
-        """Learn from samples of the kind; anchored=False leaves the penalty out (online distillation).
+        """Learn from one or more samples of the kind; those of a head update must be of draft ids.
+
+        anchored=False leaves the penalty out (online distillation).
 
         Raises FloatingPointError when the loss or a weight is not finite: the weights are then as they were. Raises
-        Interrupted, half done, once `stopped` is set.
+        Interrupted once `stopped` is set, with the update half done.
         """
         began = time.perf_counter()
         was = {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
-        fit = [one for one in samples if one.kind == kind and (kind == "full" or self.vocabulary.holds(one))]
-        before = after = 0.0
-        if fit:
-            learn: Any = self._learn_head if kind == "head" else self._learn_full
-            before, after = learn(fit, self.settings.penalty if anchored else 0.0)
-        changed = _differing(was, self.tensors())
-        if not np.isfinite([before, after]).all() or not all(bool(torch.isfinite(t).all()) for t in changed.values()):
+        learn: Any = self._learn_head if kind == "head" else self._learn_full
+        before, after = learn(samples, self.settings.penalty if anchored else 0.0)
+        if not all(
+            bool(torch.isfinite(tensor).all()) for tensor in (torch.tensor([before, after]), *self.tensors().values())
+        ):
             with torch.no_grad():
                 for name, tensor in self.tensors().items():
                     tensor.copy_(was[name])
             self._optimisers[kind] = self._optimiser(kind)
-            raise FloatingPointError(f"a {kind} update of {len(fit)} samples is not finite")
+            raise FloatingPointError(f"a {kind} update of {len(samples)} samples is not finite")
         self.updates[kind] += 1
-        seconds = time.perf_counter() - began
-        return Update(kind, changed, len(fit), len(samples) - len(fit), before, after, seconds)
+        return Update(len(samples), before, after, time.perf_counter() - began)
 
     def _learn_head(self, samples: Sequence[Sample], penalty: float) -> tuple[float, float]:
-        """The output layer towards the target's distributions; then the rank head, whose buckets have moved."""
+        """Teach the output layer the target's distributions, then the rank head, whose buckets have moved."""
         model: Any = self.student.model
         hidden = torch.from_numpy(np.stack([one.hidden for one in samples])).to(self.settings.device).float()
         taught = torch.stack([self.vocabulary.log_probs(one) for one in samples])
@@ -186,7 +175,7 @@ class Learner:
         return before, soft_loss(logits, taught).item()
 
     def _learn_full(self, samples: Sequence[Sample], penalty: float) -> tuple[float, float]:
-        """Every slot of every row of the windows, under the mask that it is served with.
+        """Teach every slot of every row of the windows, under the mask that it is served with.
 
         An anchored update begins with the deployed weights where they know these windows better than what was learnt
         since: traffic that comes back finds them as they were.
@@ -203,14 +192,16 @@ class Learner:
         return before, self._judged(self.student, loss, judged)
 
     def _loss(self, windows: Windows) -> Any:
-        told = self.settings
+        settings = self.settings
         if hasattr(self.student.model, "rank_head"):
-            return SpecBlockLoss(windows, blocks=told.blocks, every=told.every, valid_prefix=told.valid_prefix)
-        return Eagle3Loss(windows, steps=told.steps, valid_prefix=told.valid_prefix)
+            return SpecBlockLoss(
+                windows, blocks=settings.blocks, every=settings.every, valid_prefix=settings.valid_prefix
+            )
+        return Eagle3Loss(windows, steps=settings.steps, valid_prefix=settings.valid_prefix)
 
     @torch.no_grad()
     def _judged(self, student: Student, loss: Any, positions: Tensor) -> float:
-        """Mean loss over texts, on rows that do not depend on how good the head is."""
+        """Return the mean loss over texts, on rows that do not depend on how good the head is."""
         judge = replace(loss, valid_prefix=False)
         if isinstance(judge, SpecBlockLoss):
             judge = replace(judge, rank_on=lambda: False, cut=self.config.slots)
@@ -219,12 +210,12 @@ class Learner:
         return total / len(positions)
 
     def _batches(self, kind: Kind, count: int) -> Iterator[Tensor]:
-        """Rows of each optimiser step, every sample once a pass, in an order that seed and update number give."""
-        told = self.settings
-        order = torch.Generator().manual_seed(told.seed * 1_000_003 + self.updates[kind])
-        for _ in range(told.head_passes if kind == "head" else told.full_passes):
-            for rows in torch.split(torch.randperm(count, generator=order), told.batch):
-                yield rows.to(told.device)
+        """Yield the rows of each optimiser step: every sample once a pass, in an order of seed and update number."""
+        settings = self.settings
+        order = torch.Generator().manual_seed(settings.seed * 1_000_003 + self.updates[kind])
+        for _ in range(settings.head_passes if kind == "head" else settings.full_passes):
+            for rows in torch.split(torch.randperm(count, generator=order), settings.batch):
+                yield rows.to(settings.device)
 
     def _descend(self, kind: Kind, loss: Tensor) -> None:
         if self.stopped.is_set():
@@ -240,48 +231,38 @@ class Learner:
     # --- restart ---
 
     def save(self, file: Path) -> None:
-        """Write everything that the next update depends on as one safetensors file, complete or not at all."""
-        tensors = {f"weights|{name}": tensor for name, tensor in self.changed().items()}
+        """Write what the next update depends on beside the weights as one file, complete or not at all."""
+        tensors: dict[str, Tensor] = {}
         for kind, optimiser in self._optimisers.items():
             held = optimiser_tensors([optimiser], dict(self.student.model.named_parameters()))
             tensors |= {f"{kind}|{name}": tensor for name, tensor in held.items()}
-        told = {"updates": self.updates, "deployed": _digest(self.deployed()), "tensors": _digest(tensors)}
-        replace_safetensors(file, tensors, {"state": json.dumps(told)})
+        weights, digest = (weights_hash(each).hex() for each in (self.tensors(), tensors))
+        facts = {"updates": self.updates, "weights": weights, "tensors": digest}
+        replace_safetensors(file, tensors, {"state": json.dumps(facts)})
 
     def load(self, file: Path) -> None:
-        """Go on from what `save` wrote. Raises BadState, changing nothing, for a damaged file or another head's."""
-        tensors: dict[str, Tensor] = {}
+        """Go on from what `save` wrote beside the weights that the training copy has.
+
+        Raises BadState, changing nothing, for a damaged file or one of other weights.
+        """
         try:
             with safe_open(file, "pt") as held:
-                told = json.loads((held.metadata() or {})["state"])
-                for name in held.keys():  # noqa: SIM118
-                    tensors[name] = held.get_tensor(name)
-            updates: dict[Kind, int] = {kind: int(told["updates"][kind]) for kind in KINDS}
-            deployed, digest = str(told["deployed"]), str(told["tensors"])
+                facts = json.loads((held.metadata() or {})["state"])
+                tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+            updates: dict[Kind, int] = {kind: int(facts["updates"][kind]) for kind in KINDS}
+            weights, digest = facts["weights"], facts["tensors"]
         except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
             raise BadState(f"{file}: {error}") from None
-        if deployed != _digest(self.deployed()):
-            raise BadState(f"{file} is of another head")
-        if digest != _digest(tensors):
+        if weights != weights_hash(self.tensors()).hex():
+            raise BadState(f"{file} is of other weights")
+        if digest != weights_hash(tensors).hex():
             raise BadState(f"{file} is damaged")
-
-        def part(prefix: str) -> dict[str, Tensor]:
-            begin = f"{prefix}|"
-            return {name.removeprefix(begin): one for name, one in tensors.items() if name.startswith(begin)}
-
-        self.revert(part("weights"))
+        parameters: dict[str, Tensor] = dict(self.student.model.named_parameters())
         for kind, optimiser in self._optimisers.items():
-            load_optimisers([optimiser], dict(self.student.model.named_parameters()), part(kind))
+            begin = f"{kind}|"
+            own = {name.removeprefix(begin): one for name, one in tensors.items() if name.startswith(begin)}
+            load_optimisers([optimiser], parameters, own)
         self.updates = updates
-
-
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names and values."""
-    found = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
-        found.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()
 
 
 def _differing(was: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> dict[str, Tensor]:

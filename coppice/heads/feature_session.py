@@ -1,0 +1,72 @@
+"""What a feature-fed head keeps of a session, and the rows of a forward made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coppice.engine.attention_plan import Tail
+from coppice.engine.kv_cache import BlockTable
+from coppice.heads.last_draft import LastDraft
+from coppice.heads.models.layers import Attend
+
+
+@dataclass
+class FeatureSession:
+    """One session: its text, its KV, and the features of the positions from `first` on."""
+
+    table: BlockTable
+    ids: list[int]
+    start: int  # position of the first row
+    features: Tensor
+    first: int
+    done: int  # rows of the positions before it are in KV
+    noise: tuple[int, int, Tensor]  # seed, first position and (P, draft vocabulary) of drafts to come
+    wants_misses: bool = False
+    last_draft: LastDraft | None = None  # only for a session that wants misses, until ids are committed
+
+    def take(self, upto: int) -> Tensor:
+        """Return the (upto - done, F) features of the positions done..upto-1."""
+        return self.features[self.done - self.first : upto - self.first]
+
+    def forget(self) -> None:
+        """Drop the features of rows that are in KV, save the last one's: the same draft may be asked for again."""
+        keep = min(max(self.done - 1, self.first), self.first + len(self.features))
+        self.features, self.first = self.features[keep - self.first :], keep
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of several sessions for one forward, packed in order: what they read, and what they see."""
+
+    features: Tensor  # (N, F) target features, or (N, hidden) states of the head's own
+    tokens: Sequence[int] | NDArray[np.int64]  # (N,)
+    positions: Sequence[int] | NDArray[np.int64]  # (N,) where each row's features stand
+    tails: Sequence[Tail]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Rows as the model takes them: all that a forward needs is at hand."""
+
+    features: Tensor
+    embeddings: Tensor  # (1, N, hidden)
+    positions: Tensor  # (1, N)
+    attends: list[Attend]  # one for each layer
+
+
+def join(parts: Sequence[Rows]) -> Rows:
+    """Join the rows of several sessions."""
+    if len(parts) == 1:
+        return parts[0]
+    return Rows(
+        torch.cat([part.features for part in parts]),
+        np.concatenate([part.tokens for part in parts]),
+        np.concatenate([part.positions for part in parts]),
+        [tail for part in parts for tail in part.tails],
+    )
