@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.adaptation.records import Kind, Sample
-from coppice.adaptation.windows import Windows
+from services.adapter.windows import Windows
 from coppice.bench.paper.rank import answers
 from coppice.bench.paper.replay import replay_all
 from coppice.config.adaptation import AdapterSettings, LearnerSettings
