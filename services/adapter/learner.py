@@ -21,7 +21,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from coppice.adaptation.records import Kind, Sample
-from coppice.adaptation.windows import DraftVocabulary, Windows
 from coppice.config.adaptation import LearnerSettings
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import InvalidField
@@ -38,8 +37,9 @@ from coppice.training.losses.feature_losses import (
     divergence,
     soft_loss,
 )
-from coppice.weights.atomic import replace_safetensors
 from coppice.weights.versions import weights_hash
+from services.adapter.atomic import replace_safetensors
+from services.adapter.windows import DraftVocabulary, Windows
 
 BETAS = (0.9, 0.95)
 KINDS: tuple[Kind, ...] = ("head", "full")
