@@ -23,7 +23,7 @@ from coppice.training.export import read_run
 from coppice.training.losses.acceptance import HeadLoss, measure
 from coppice.training.losses.feature_losses import Eagle3Loss, SpecBlockLoss, Student
 from coppice.training.losses.parallel import ParallelLoss
-from coppice.training.data.progress import Progress
+from coppice.training.progress import Progress
 from coppice.training.report import write_report
 from coppice.training.schedule import Schedule
 from coppice.training.trainer import Rates, Trainer

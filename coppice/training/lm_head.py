@@ -10,7 +10,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from coppice.heads.checkpoints import read_output, read_target
 from coppice.training.data.target_answers import Lessons
 from coppice.training.losses.chunked import soft_target_loss
-from coppice.training.data.progress import Progress
+from coppice.training.progress import Progress
 from coppice.training.schedule import Schedule
 from coppice.training.target import Shape, build_model
 from coppice.training.trainer import Rates, Trainer

@@ -14,7 +14,7 @@ from coppice.training.data.corpora import Corpus, load_corpus, parse_specs
 from coppice.training.data.packing import Packed, open_prepared, prepare
 from coppice.training.data.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from coppice.training.losses.chunked import next_token_loss
-from coppice.training.data.progress import Progress
+from coppice.training.progress import Progress
 from coppice.training.schedule import Schedule
 from coppice.training.trainer import Rates, Trainer
 

@@ -14,7 +14,7 @@ import torch
 from coppice.training.checkpoint import Named, checkpoints, load_checkpoint, save_checkpoint, save_weights
 from coppice.training.data.packing import Packed, Reader, check_held_out, held_out_rows
 from coppice.training.muon import Muon
-from coppice.training.data.progress import Progress
+from coppice.training.progress import Progress
 from coppice.training.schedule import Schedule
 from coppice.training.workers import LossFunction, Workers
 

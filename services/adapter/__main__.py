@@ -90,8 +90,11 @@ class _Adapter:
                     loops.append(loop)
                     await loop.start()
                     group.create_task(replicas.follow())
+                inbox = Inbox(self._settings.adaptation, loops, self._metrics)
+                await inbox.begin()
+                group.create_task(inbox.run())
+                for loop in loops:
                     group.create_task(loop.run())
-                group.create_task(Inbox(self._settings.adaptation, loops, self._metrics).run())
                 self.servicer.adapt(loops)
                 self.decided.set()
         finally:

@@ -8,6 +8,7 @@ lost.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -81,13 +82,17 @@ class Inbox:
         self._numbers: OrderedDict[tuple[bytes, bytes], int] = OrderedDict()
         self._asked: dict[str, tuple[Demand, float]] = {}
 
+    async def begin(self) -> None:
+        """Note where the streams end, if Redis answers: what comes from now on will be read."""
+        with contextlib.suppress(Unavailable):
+            await self._find_positions()
+
     async def run(self) -> None:
         """Read for ever; Redis may come and go."""
         backoff_s, connected = _FIRST_BACKOFF_S, False
         while True:
             try:
-                async with self._connection.exchange() as client:
-                    await self._step_back(client)
+                await self._find_positions()
                 backoff_s, connected = _FIRST_BACKOFF_S, True
                 while True:
                     async with self._connection.exchange() as client:
@@ -104,12 +109,17 @@ class Inbox:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
 
-    async def _step_back(self, client: Redis) -> None:
-        """Set a position that lies ahead of its stream to the stream's end, as after a Redis whose clock went back."""
-        for key, (reader, stream) in self._streams.items():
-            newest: Any = await client.xrevrange(key, count=1)
-            end = newest[0][0].decode() if newest else _BEGINNING
-            reader.positions[stream] = min(reader.positions.get(stream, _BEGINNING), end, key=_order)
+    async def _find_positions(self) -> None:
+        """Begin at the end of a stream whose position is not known, or lies ahead of it.
+
+        It is not known to an adapter that remembers nothing: what is there may have been learnt before. It lies ahead
+        when Redis lost entries or its clock went back.
+        """
+        async with self._connection.exchange() as client:
+            for key, (reader, stream) in self._streams.items():
+                newest: Any = await client.xrevrange(key, count=1)
+                end = newest[0][0].decode() if newest else _BEGINNING
+                reader.positions[stream] = min(reader.positions.get(stream, end), end, key=_order)
 
     async def _ask(self, client: Redis) -> None:
         """Tell drafters which samples are wanted, when that changed and every now and then."""

@@ -14,8 +14,8 @@ from coppice.adaptation.record_queue import Stream
 from coppice.adaptation.records import QueryRecord
 from coppice.limits import MAX_HISTORY
 from coppice.messages.adapter import Change, QueryPoint
-from coppice.weights.atomic import replace_file
 from coppice.weights.versions import Weights
+from services.adapter.atomic import replace_file
 from services.adapter.drift import DriftState
 
 log = structlog.get_logger()

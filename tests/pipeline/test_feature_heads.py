@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coppice.bench.paper.baselines import BASELINES
 
+from coppice.bench.paper.trained import BASELINES
 from coppice.bench.reference import Reference
 from coppice.client.client import AsyncClient, Client
 from coppice.client.completion import Completion

@@ -107,7 +107,9 @@ def told(running: TlsRedis, user: str, **more: Any) -> AdaptationSettings:
 async def test_records_pass_with_the_documented_rights_alone(redis: TlsRedis) -> None:
     registry, head = CollectorRegistry(), Head()
     producer = Producer(told(redis, "coppice-sender"), SignalMetrics(registry), "a")
-    inbox = asyncio.create_task(Inbox(told(redis, "coppice-adapter"), [head], AdapterMetrics()).run())
+    inbox = Inbox(told(redis, "coppice-adapter"), [head], AdapterMetrics())
+    await inbox.begin()
+    reading = asyncio.create_task(inbox.run())
     producer.start()
     for _ in range(3):
         producer.query("a", RECORD)
@@ -117,7 +119,7 @@ async def test_records_pass_with_the_documented_rights_alone(redis: TlsRedis) ->
         head.demand = ""
         while producer.demand:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-    inbox.cancel()
+    reading.cancel()
     await producer.stop()
     assert head.taken == [RECORD] * 3
     assert (counts(registry).sent, counts(registry).dropped.total()) == (3, 0)

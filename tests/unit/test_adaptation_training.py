@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.adaptation.records import Kind, Sample
-from services.adapter.windows import Windows
 from coppice.bench.paper.rank import answers
 from coppice.bench.paper.replay import replay_all
 from coppice.config.adaptation import AdapterSettings, LearnerSettings
@@ -32,6 +31,7 @@ from services.adapter.buffers import Buffers
 from services.adapter.learner import BadState, Learner
 from services.adapter.training_copy import TrainingCopy
 from services.adapter.versions import BadVersion, Versions
+from services.adapter.windows import Windows
 from tests.pushes import swap
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import HIDDEN, VOCAB, save_random

@@ -30,7 +30,7 @@ from coppice.engine.loading import load_engine
 from coppice.training.data.corpora import DataError, load_corpus, parse_specs
 from coppice.training.data.packing import Ids, Packed, check_held_out, open_prepared, prepare
 from coppice.training.data.tokenizer import copy_tokenizer, load_tokenizer
-from coppice.training.data.progress import say
+from coppice.training.progress import say
 
 TEMPERATURES = (1.0, 0.0, 1.0, 0.7)
 """of a domain's answers, in turn: greedy ones of a small target loop and teach little, so half are its own samples"""
