@@ -6,7 +6,7 @@ worker two runs agree to rounding, not to the bit.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from queue import Empty, SimpleQueue
@@ -43,22 +43,18 @@ def one_core_each(num_workers: int) -> Iterator[ThreadPoolExecutor]:
 
 
 class Workers:
-    """`num_workers` threads that share out the rows of a batch and other independent jobs."""
+    """`num_workers` threads that share out the rows of a batch."""
 
     def __init__(self, model: nn.Module, loss: LossFunction, num_workers: int, micro_tokens: int) -> None:
         """`micro_tokens`: tokens of one part; about 512 keeps a part's activations in the caches."""
         self.loss, self.micro_tokens = loss, micro_tokens
         self.replicas = [model] + [share_weights(model) for _ in range(num_workers - 1)]
         self._exit = ExitStack()
-        self.pool = self._exit.enter_context(one_core_each(num_workers))
+        self._pool = self._exit.enter_context(one_core_each(num_workers))
 
     def close(self) -> None:
         """End the threads and give torch its own back."""
         self._exit.close()
-
-    def map(self, function: Callable[[Any], Any], jobs: Iterable[Any]) -> list[Any]:
-        """Run independent jobs, in any order; results in the jobs' order."""
-        return list(self.pool.map(function, jobs))
 
     def backward(self, ids: Tensor) -> float:
         """Add the gradients of the mean loss of `ids` (B, T + 1) to the model's; returns that loss in nats."""
@@ -103,4 +99,4 @@ class Workers:
                     return total
                 total += job(replica, part)
 
-        return float(sum(self.map(work, self.replicas)))
+        return float(sum(self._pool.map(work, self.replicas)))
