@@ -1,4 +1,4 @@
-"""Samples as lessons: what the losses of training read, made of what a drafter saw."""
+"""Samples as target answers: what the losses of training read, made of what a drafter saw."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coppice.adaptation.records import Sample
-from coppice.training.data.target_answers import Lesson
+from coppice.training.data.target_answers import Answer
 from coppice.training.data.teacher import Read
 
 NOTHING = -1
@@ -79,10 +79,10 @@ class Windows:
 
     @property
     def read(self) -> Read:
-        """The reader of lessons."""
+        """The reader of answers."""
         return self._read
 
-    def _read(self, positions: Tensor) -> Lesson:
+    def _read(self, positions: Tensor) -> Answer:
         """`final` is the taught log-probabilities themselves, of the token behind each position."""
         texts = positions[:, 0] // self.ids.shape[1]
         ids = self.ids[texts]
@@ -90,7 +90,7 @@ class Windows:
         for row, number in enumerate(texts.tolist()):
             sample = self.samples[number]
             final[row, len(sample.tokens) - 2] = self.vocabulary.log_probs(sample)
-        return Lesson(ids, self.features[texts], final)
+        return Answer(ids, self.features[texts], final)
 
     def draft_log_probs(self, final: Tensor) -> Tensor:
         """What `read` gave."""

@@ -1,6 +1,5 @@
 """The model card: what a shipped model was trained on, by which command, how good it is and what it writes."""
 
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 from coppice.heads.checkpoints import OWN
 from coppice.training.data.tokenizer import load_tokenizer
 from coppice.training.losses.acceptance import Acceptance
+from coppice.training.run_folder import Run
 
 SAMPLE_TOKENS = 96
 SAMPLE_TEMPERATURE = 0.7
@@ -22,19 +22,6 @@ SAMPLE_PROMPTS = {
     "How many pencils does she have left?\nAnswer:",
     "story": "Once upon a time, there was a small owl who was afraid of the dark.",
 }
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a card tells of a run: `data` as in data.json, `state` as in a checkpoint, `held_out` in nats a token."""
-
-    title: str
-    command: str
-    data: dict[str, dict[str, Any]]
-    state: dict[str, Any]
-    held_out: dict[str, float]
-    loss: str = "nats a token"
-    """what a held-out loss is"""
 
 
 def write_card(folder: Path, model: PreTrainedModel, run: Run) -> None:

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from coppice.training.run_folder import checkpoints
+
 KEEP = 2
 EARLIER_FIELDS = {"momentum": "momentum_buffer"}
 """what checkpoints of Coppice's own Muon called torch's; the values mean the same"""
@@ -70,11 +72,6 @@ def save_checkpoint(
     for old in checkpoints(folder)[:-KEEP]:
         shutil.rmtree(old)
     return final
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints, oldest first."""
-    return sorted(folder.glob("step-*"))
 
 
 def load_checkpoint(path: Path, named: Named, optimisers: list[torch.optim.Optimizer]) -> dict[str, Any]:

@@ -7,11 +7,6 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
 
-def say(title: str, text: str) -> None:
-    """One plain, timestamped line."""
-    print(f"{time.strftime('%H:%M:%S')} {title}: {text}", flush=True)
-
-
 class Progress:
     """Reports steps (smoothed loss and tokens/s) and evaluations."""
 
@@ -59,4 +54,4 @@ class Progress:
         if self.console.is_terminal:
             self.console.print(text)
         else:
-            say(self.title, text)
+            print(f"{time.strftime('%H:%M:%S')} {self.title}: {text}", flush=True)

@@ -11,9 +11,10 @@ from types import FrameType
 
 import torch
 
-from coppice.training.checkpoint import Named, checkpoints, load_checkpoint, save_checkpoint, save_weights
+from coppice.training.checkpoint import Named, load_checkpoint, save_checkpoint, save_weights
 from coppice.training.data.packing import Packed, Reader, check_held_out, held_out_rows
 from coppice.training.progress import Progress
+from coppice.training.run_folder import checkpoints
 from coppice.training.schedule import Schedule
 from coppice.training.workers import LossFunction, Workers
 
@@ -94,11 +95,8 @@ class Trainer:
         self.judge, self.measure, self.best_by = judge, measure or dict, best_by
         self.model, self.domains, self.schedule = model, domains, schedule
         self.folder, self.rates = folder, rates or Rates()
-        self.named: Named = dict(model.named_parameters())
-        self.device = next(model.parameters()).device
         self.workers = Workers(model, loss, num_workers, self.rates.micro_tokens)
         self.optimisers = make_optimisers(model, self.rates)
-        self.peaks = [group["lr"] for opt in self.optimisers for group in opt.param_groups]
         self.counters = Counters()
         self.reader = Reader(domains, seed, max(schedule.length, schedule.long_length))
         self.stopping = False
@@ -110,6 +108,16 @@ class Trainer:
         return self.folder / "best.safetensors"
 
     @property
+    def named(self) -> Named:
+        """The model's parameters by name."""
+        return dict(self.model.named_parameters())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    @property
     def _stale(self) -> bool:
         """The last `patience_tokens` made nothing better."""
         best = self.counters.best_tokens
@@ -117,10 +125,10 @@ class Trainer:
 
     def resume(self) -> bool:
         """Load the newest checkpoint, if any; the data goes on at the next unread row."""
-        found = checkpoints(self.folder / "checkpoints")
-        if not found:
+        saved = checkpoints(self.folder / "checkpoints")
+        if not saved:
             return False
-        self.counters = Counters(**load_checkpoint(found[-1], self.named, self.optimisers))
+        self.counters = Counters(**load_checkpoint(saved[-1], self.named, self.optimisers))
         self.reader.drawn.update(self.counters.drawn)
         return True
 
@@ -175,9 +183,8 @@ class Trainer:
         if batch is None:
             return None
         rate = self.schedule.rate(self.counters.tokens)
-        groups = [group for opt in self.optimisers for group in opt.param_groups]
-        for group, peak in zip(groups, self.peaks, strict=True):
-            group["lr"] = peak * rate
+        for group in (group for optimiser in self.optimisers for group in optimiser.param_groups):
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * rate
         loss = self.workers.backward(torch.from_numpy(batch).to(self.device))
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.rates.clip, foreach=True)
         for optimiser in self.optimisers:

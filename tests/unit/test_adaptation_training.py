@@ -23,7 +23,7 @@ from coppice.config.sections import DrafterSettings
 from coppice.heads.checkpoints import read_output
 from coppice.heads.specblock import SpecBlockHead
 from coppice.prompts.files import demo_prompts
-from coppice.training.data.target_answers import Lesson
+from coppice.training.data.target_answers import Answer
 from coppice.training.data.tokenizer import load_tokenizer
 from coppice.training.losses.feature_losses import Anchor, Targets, divergence
 from services.adapter.buffers import Buffers
@@ -430,7 +430,7 @@ def test_a_half_written_version_is_none(tmp_path: Path) -> None:
 # --- a real head ---
 
 
-def window_samples(texts: Sequence[tuple[Lesson, int]], width: int, stride: int, output: Tensor) -> list[Sample]:
+def window_samples(texts: Sequence[tuple[Answer, int]], width: int, stride: int, output: Tensor) -> list[Sample]:
     """Full samples of at most `width` positions behind every `stride`-th token of the answers.
 
     They are what a drafter would send that missed there; output: (V, H), the target's output matrix.

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from coppice.errors import InvalidField
-from coppice.training import cli, export, lm_head, target
+from coppice.training import cli, export, lm_head, run_folder, target
 from coppice.training.checkpoint import load_optimisers, optimiser_tensors
 from coppice.training.data.corpora import is_held_out, load_corpus, parse_spec, parse_specs
 from coppice.training.data.packing import MAX_EPOCHS, Packed, Reader
-from coppice.training.data.target_answers import LessonPlan, record_lessons
+from coppice.training.data.target_answers import AnswerPlan, record_answers
 from coppice.training.losses.chunked import next_token_loss, soft_target_loss
 from coppice.training.schedule import Schedule
 from coppice.training.trainer import Rates
@@ -199,7 +199,7 @@ def test_the_rate_warms_up_stays_and_falls_to_zero() -> None:
 
 def test_a_target_and_its_head_are_trained_and_exported(text: Path, tmp_path: Path) -> None:
     lines, work, out = [f"words={text}:0.5"], tmp_path / "target.work", tmp_path / "target"
-    export.write_run(work, "target", lines, {"out": out.name, "tokens": "768"})
+    run_folder.write_run(work, "target", lines, {"out": out.name, "tokens": "768"})
     assert train(lines, work, 768)
     export.export(work, out)
     model = AutoModelForCausalLM.from_pretrained(out)
@@ -215,11 +215,11 @@ def test_a_target_and_its_head_are_trained_and_exported(text: Path, tmp_path: Pa
     assert str(tmp_path) not in card
 
     head_work, head_out = tmp_path / "lm.work", tmp_path / "lm"
-    export.write_run(head_work, "head", lines, {"kind": "lm", "target": out.name, "out": "lm", "tokens": "512"})
-    plan = LessonPlan(tokens=700, length=32, sessions=4, held_out_sessions=2)
-    lessons = record_lessons(lines, out, head_work / "lessons", plan)
-    lessons.describe(head_work / "data")
-    assert lm_head.train_lm(lessons, out, head_work, schedule(512), shape=HEAD_SHAPE, rates=RATES)
+    run_folder.write_run(head_work, "head", lines, {"kind": "lm", "target": out.name, "out": "lm", "tokens": "512"})
+    plan = AnswerPlan(tokens=700, length=32, sessions=4, held_out_sessions=2)
+    answers = record_answers(lines, out, head_work / "lessons", plan)
+    answers.describe(head_work / "data")
+    assert lm_head.train_lm(answers, out, head_work, schedule(512), shape=HEAD_SHAPE, rates=RATES)
     export.export(head_work, head_out)
     head = AutoModelForCausalLM.from_pretrained(head_out)
     assert head.config.vocab_size == model.config.vocab_size

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,18 +31,19 @@ from coppice.engine.loading import load_engine
 from coppice.training.data.corpora import DataError, load_corpus, parse_specs
 from coppice.training.data.packing import Ids, Packed, check_held_out, open_prepared, prepare
 from coppice.training.data.tokenizer import copy_tokenizer, load_tokenizer
-from coppice.training.progress import say
 
 TEMPERATURES = (1.0, 0.0, 1.0, 0.7)
 """of a domain's answers, in turn: greedy ones of a small target loop and teach little, so half are its own samples"""
 PREFIX_LENGTHS = (16, 32, 64, 96)
 LEAST_HELD_OUT = 2 * max(PREFIX_LENGTHS) + 1  # tokens of a domain that are answered
+ANSWERS_SHARE = 1 / 3
+"""tokens to record for a token of training: each is read three times"""
 LINES = "lines.json"
-"""in the data folder of lessons: what they were made from"""
+"""in the data folder of answers: what they were made from"""
 
 
 @dataclass(frozen=True)
-class LessonPlan:
+class AnswerPlan:
     """At least `tokens` tokens in texts of `length`; `sessions` of them make a shard, fewer a held-out one."""
 
     tokens: int
@@ -52,7 +54,7 @@ class LessonPlan:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class Answer:
     """Texts as the target reads them."""
 
     ids: Tensor  # (..., T)
@@ -60,12 +62,12 @@ class Lesson:
     final: Tensor  # (..., T, hidden), what the target's output layer reads
 
 
-def as_positions(texts: Sequence[Lesson]) -> tuple[Callable[[Tensor], Lesson], list[Tensor]]:
+def as_positions(texts: Sequence[Answer]) -> tuple[Callable[[Tensor], Answer], list[Tensor]]:
     """A reader of (B, T) positions in (T, ...) texts held in memory, and each text's own (T,) positions."""
     ids, features, final = (torch.cat([getattr(text, name) for text in texts]) for name in ("ids", "features", "final"))
 
-    def read(positions: Tensor) -> Lesson:
-        return Lesson(ids[positions], features[positions].float(), final[positions].float())
+    def read(positions: Tensor) -> Answer:
+        return Answer(ids[positions], features[positions].float(), final[positions].float())
 
     return read, list(torch.split(torch.arange(len(ids)), [len(text.ids) for text in texts]))
 
@@ -83,11 +85,11 @@ class _Shard:
 
 
 @dataclass
-class Lessons:
+class TargetAnswers:
     """Recorded shards as one long text."""
 
     folder: Path
-    plan: LessonPlan
+    plan: AnswerPlan
     weights: dict[str, float]
     shards: list[_Shard]
     _files: dict[int, Any] = field(default_factory=dict)
@@ -105,14 +107,14 @@ class Lessons:
             for name, weight in self.weights.items()
         ]
 
-    def greedy_texts(self, count: int) -> list[Lesson]:
+    def greedy_texts(self, count: int) -> list[Answer]:
         """Up to `count` held-out texts of every domain that the target wrote at temperature 0."""
         found = []
         for number, shard in enumerate(self.shards):
             if shard.held_out and not shard.temperature:
                 starts = range(self._starts[number], self._starts[number + 1], self.plan.length)
                 rows = [torch.arange(start, start + self.plan.length) for start in starts[:count]]
-                found += [Lesson(*(part[0] for part in vars(self.read(row[None])).values())) for row in rows]
+                found += [Answer(*(part[0] for part in vars(self.read(row[None])).values())) for row in rows]
         return found
 
     def describe(self, folder: Path) -> None:
@@ -128,11 +130,11 @@ class Lessons:
         files = [load_file(self.folder / shard.name)["ids"] for shard in self.shards if not shard.held_out]
         return torch.cat(files).long()
 
-    def read(self, positions: Tensor) -> Lesson:
-        """The lesson of (B, T) positions; each row is a stretch of one text."""
+    def read(self, positions: Tensor) -> Answer:
+        """The answer of (B, T) positions; each row is a stretch of one text."""
         parts = [self._stretch(int(row[0]), len(row)) for row in positions]
         ids, features, final = (torch.stack(part).to(positions.device) for part in zip(*parts, strict=True))
-        return Lesson(ids.long(), features.float(), final.float())
+        return Answer(ids.long(), features.float(), final.float())
 
     def _stretch(self, start: int, length: int) -> list[Tensor]:
         number = int(np.searchsorted(self._starts, start, side="right")) - 1
@@ -148,12 +150,12 @@ class Lessons:
         return np.concatenate(own) if own else np.zeros(0, dtype=np.int64)
 
 
-def record_lessons(
-    lines: list[str], target: Path, folder: Path, plan: LessonPlan, *, device: str = "cpu", dtype: str = "float32"
-) -> Lessons:
-    """Record lessons into `folder`, going on from the shards that it holds.
+def record_answers(
+    lines: list[str], target: Path, folder: Path, plan: AnswerPlan, *, device: str = "cpu", dtype: str = "float32"
+) -> TargetAnswers:
+    """Record answers into `folder`, going on from the shards that it holds.
 
-    Raises DataError for bad `lines`, and for a folder that holds lessons of another target, other data, another seed or
+    Raises DataError for bad `lines`, and for a folder that holds answers of another target, other data, another seed or
     other temperatures.
     """
     domains = _prepare(lines, target, folder / "data", plan)
@@ -166,11 +168,11 @@ def record_lessons(
         for done, shard in enumerate(missing, len(shards) - len(missing) + 1):
             domain = next(d for d in domains if d.name == shard.domain)
             _record(answerer, plan, domain, shard, folder)
-            say("lessons", f"{done}/{len(shards)} shards")
-    return Lessons(folder, plan, weights, shards)
+            print(f"{time.strftime('%H:%M:%S')} target answers: {done}/{len(shards)} shards", flush=True)
+    return TargetAnswers(folder, plan, weights, shards)
 
 
-def _planned(domains: Sequence[Packed], plan: LessonPlan) -> list[_Shard]:
+def _planned(domains: Sequence[Packed], plan: AnswerPlan) -> list[_Shard]:
     """Held-out shards of every temperature, then training shards in the domains' proportions."""
     shards = [
         _Shard(domain.name, True, number, temperature)
@@ -188,20 +190,20 @@ def _planned(domains: Sequence[Packed], plan: LessonPlan) -> list[_Shard]:
 
 
 def recorded_lines(folder: Path) -> list[str]:
-    """The corpora that a folder's lessons were recorded from; none without any."""
+    """The corpora that a folder's answers were recorded from; none without any."""
     record = folder / "data" / LINES
     lines: list[str] = json.loads(record.read_text(encoding="utf-8"))["lines"] if record.exists() else []
     return lines
 
 
-def _prepare(lines: list[str], target: Path, folder: Path, plan: LessonPlan) -> list[Packed]:
+def _prepare(lines: list[str], target: Path, folder: Path, plan: AnswerPlan) -> list[Packed]:
     """The corpora in the target's tokens."""
     record = folder / LINES
     told = {"lines": lines, "target": str(target.resolve()), "seed": plan.seed, "temperatures": list(TEMPERATURES)}
     if record.exists():
         held = json.loads(record.read_text(encoding="utf-8"))
         if held != told:
-            raise DataError(f"{folder.parent} holds lessons made from {held}; these would be from {told}")
+            raise DataError(f"{folder.parent} holds target answers made from {held}; these would be from {told}")
         return open_prepared(folder)
     corpora = [load_corpus(spec) for spec in parse_specs(lines)]
     folder.mkdir(parents=True, exist_ok=True)
@@ -232,9 +234,9 @@ class _Text:
         room = self.length - len(self.ids)
         return [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
 
-    def lesson(self) -> Lesson:
+    def answer(self) -> Answer:
         """The whole text, (T, ...) each."""
-        return Lesson(torch.tensor(self.ids), torch.cat(self.features), torch.cat(self.final))
+        return Answer(torch.tensor(self.ids), torch.cat(self.features), torch.cat(self.final))
 
 
 class Answerer:
@@ -253,7 +255,7 @@ class Answerer:
         temperature: float = 0.0,
         seed: int = 0,
         following: Callable[[], Sequence[int]] | None = None,
-    ) -> list[Lesson]:
+    ) -> list[Answer]:
         """A text of lengths[n] tokens from each prompt n; end-of-text ids are tokens like any other.
 
         following: what stands behind an end of text. Raises OutOfBlocks when the pool is too small for all.
@@ -268,7 +270,7 @@ class Answerer:
         finally:
             for text in texts:
                 pool.free(text.table)
-        return [text.lesson() for text in texts]
+        return [text.answer() for text in texts]
 
     @torch.inference_mode()
     def _forward(
@@ -304,7 +306,7 @@ class Answerer:
                 text.waiting += following()
 
 
-def _record(answerer: Answerer, plan: LessonPlan, domain: Packed, shard: _Shard, folder: Path) -> None:
+def _record(answerer: Answerer, plan: AnswerPlan, domain: Packed, shard: _Shard, folder: Path) -> None:
     """Write one shard."""
     own = [plan.seed, shard.number, shard.held_out, int.from_bytes(domain.name.encode(), "little") % 2**32]
     rng = np.random.default_rng(own)

@@ -1,4 +1,4 @@
-"""What a feature-fed head learns from: recorded lessons, in the draft vocabulary."""
+"""What a feature-fed head learns from: recorded answers, in the draft vocabulary."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from coppice.training.data.target_answers import Lesson
+from coppice.training.data.target_answers import Answer
 
-Read = Callable[[Tensor], Lesson]
-"""(B, T) positions -> their lesson"""
+Read = Callable[[Tensor], Answer]
+"""(B, T) positions -> their answer"""
 
 
 class Teaches(Protocol):
@@ -22,14 +22,14 @@ class Teaches(Protocol):
 
     @property
     def read(self) -> Read:
-        """The reader of lessons."""
+        """The reader of answers."""
 
     def draft_log_probs(self, final: Tensor) -> Tensor:
-        """(..., D) log-probabilities of the draft vocabulary, of what the lesson's `final` says."""
+        """(..., D) log-probabilities of the draft vocabulary, of what the answer's `final` says."""
 
 
 class Teacher:
-    """Recorded lessons and the draft vocabulary they are taught in."""
+    """Recorded answers and the draft vocabulary they are taught in."""
 
     def __init__(self, read: Read, output: Tensor, draft_ids: Tensor) -> None:
         """output: (V, hidden) of the target. draft_ids: (D,) ascending target ids of the draft vocabulary."""

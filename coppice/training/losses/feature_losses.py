@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from coppice.heads.models.block import BlockModel
 from coppice.heads.models.eagle3 import Eagle3Model
-from coppice.training.data.target_answers import Lesson
+from coppice.training.data.target_answers import Answer
 from coppice.training.data.teacher import Teaches
 from coppice.training.losses.block_masks import PathAttention
 
@@ -75,7 +75,7 @@ class Anchor:
 
 @dataclass(frozen=True)
 class Targets:
-    """What some rows of a lesson are to say, `offset` tokens further than the next one. Row i has token i + 1."""
+    """What some rows of an answer are to say, `offset` tokens further than the next one. Row i has token i + 1."""
 
     ids: Tensor  # (B, N + 1)
     gold: Tensor  # (B, N + 1) draft ids, -1 outside the draft vocabulary
@@ -83,10 +83,10 @@ class Targets:
     rows: Tensor  # (n,)
 
     @classmethod
-    def of(cls, lesson: Lesson, teacher: Teaches) -> Targets:
-        """The lesson's tokens and distributions in the draft vocabulary, for all of its rows."""
-        rows = torch.arange(lesson.ids.shape[1] - 1, device=lesson.ids.device)
-        return cls(lesson.ids, teacher.draft_number[lesson.ids], teacher.draft_log_probs(lesson.final), rows)
+    def of(cls, answer: Answer, teacher: Teaches) -> Targets:
+        """The answer's tokens and distributions in the draft vocabulary, for all of its rows."""
+        rows = torch.arange(answer.ids.shape[1] - 1, device=answer.ids.device)
+        return cls(answer.ids, teacher.draft_number[answer.ids], teacher.draft_log_probs(answer.final), rows)
 
     def token(self, offset: int) -> Tensor:
         """(B, n) ids that stand offset + 1 behind each row; rows whose text has ended repeat its last one."""
@@ -152,18 +152,18 @@ class SpecBlockLoss:
 
     def __call__(self, student: Any, inputs: Tensor, _labels: Tensor) -> Tensor:
         """The loss in nats of the texts at (B, N + 1) positions, summed over slots and blocks."""
-        lesson = self.teacher.read(inputs)
-        targets, slots = Targets.of(lesson, self.teacher), student.model.config.slots
+        answer = self.teacher.read(inputs)
+        targets, slots = Targets.of(answer, self.teacher), student.model.config.slots
         # Drawn from the batch itself, so that a resumed run repeats it.
-        drawn = int(lesson.ids.sum())
+        drawn = int(answer.ids.sum())
         later = targets.rows[drawn % self.every :: self.every]
         cuts = [self.cut or 1 + (drawn + 7919 * block) % slots for block in range(self.blocks)]
         near = None
         if self.anchor is not None:
-            near = self.anchor.follow(self._walk(self.anchor.student, lesson, targets, later, cuts))
-        total, offset = lesson.features.new_zeros(()), 0
+            near = self.anchor.follow(self._walk(self.anchor.student, answer, targets, later, cuts))
+        total, offset = answer.features.new_zeros(()), 0
         valid = torch.ones_like(inputs[:, : len(targets.rows)], dtype=torch.bool)
-        for block, states in enumerate(self._walk(student, lesson, targets, later, cuts)):
+        for block, states in enumerate(self._walk(student, answer, targets, later, cuts)):
             of_anchor = None if near is None else next(near)
             loss, ended = self._block(student.model, states, of_anchor, targets, block, offset, valid)
             offset, total = offset + cuts[block], total + loss
@@ -172,11 +172,11 @@ class SpecBlockLoss:
                 valid, targets = valid[:, later], replace(targets, rows=later)
         return total
 
-    def _walk(self, student: Any, lesson: Lesson, targets: Targets, later: Tensor, cuts: list[int]) -> Iterator[Tensor]:
+    def _walk(self, student: Any, answer: Answer, targets: Targets, later: Tensor, cuts: list[int]) -> Iterator[Tensor]:
         """(B, n, K, hidden) states of a block behind every row, then of blocks behind the cuts of the `later` rows."""
         model: BlockModel = student.model
         config, rows = model.config, len(targets.rows)
-        condition, offset = model.condition(lesson.features[:, :rows]), 0
+        condition, offset = model.condition(answer.features[:, :rows]), 0
         attention = PathAttention(rows, config.slots, config.num_hidden_layers, later, config.relaxed)
         for block, cut in enumerate(cuts):
             position = targets.rows[None] + 1 + (offset if config.block_rope_advance else 0)
@@ -242,14 +242,14 @@ class Eagle3Loss:
     def __call__(self, student: Any, inputs: Tensor, _labels: Tensor) -> Tensor:
         """The loss in nats of the texts at (B, N + 1) positions, a weighted mean over steps."""
         model: Eagle3Model = student.model
-        lesson, rows = self.teacher.read(inputs), inputs.shape[1] - 1
-        targets = Targets.of(lesson, self.teacher)
+        answer, rows = self.teacher.read(inputs), inputs.shape[1] - 1
+        targets = Targets.of(answer, self.teacher)
         near = None
         if self.anchor is not None:
-            near = self.anchor.follow(self._walk(self.anchor.student, lesson, targets))
-        total, weight, weights = lesson.features.new_zeros(()), 1.0, 0.0
+            near = self.anchor.follow(self._walk(self.anchor.student, answer, targets))
+        total, weight, weights = answer.features.new_zeros(()), 1.0, 0.0
         valid = torch.ones_like(inputs[:, :rows], dtype=torch.bool)
-        for step, states in enumerate(self._walk(student, lesson, targets)):
+        for step, states in enumerate(self._walk(student, answer, targets)):
             gold = targets.behind(step)
             admitted = valid & (gold >= 0)
             logits = model.read(states[admitted])
@@ -265,11 +265,11 @@ class Eagle3Loss:
             weights, weight = weights + weight, weight * self.decay
         return total / weights
 
-    def _walk(self, student: Any, lesson: Lesson, targets: Targets) -> Iterator[Tensor]:
+    def _walk(self, student: Any, answer: Answer, targets: Targets) -> Iterator[Tensor]:
         """(B, N, hidden) states of each step behind every row."""
         model: Eagle3Model = student.model
         rows = len(targets.rows)
-        states = model.condition(lesson.features[:, :rows])
+        states = model.condition(answer.features[:, :rows])
         attention = PathAttention(rows, 1, 1)
         for step in range(self.steps):
             (attend,) = attention.attends(states.device)

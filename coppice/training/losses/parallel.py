@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coppice.heads.models.medusa import MedusaModel
 from coppice.heads.models.parallelspec import ParallelSpecModel
-from coppice.training.data.target_answers import Lesson
+from coppice.training.data.target_answers import Answer
 from coppice.training.data.teacher import Teaches
 from coppice.training.losses.block_masks import attend_by, groups_visible
 from coppice.training.losses.feature_losses import Heard, Said, Targets, soft_loss
@@ -30,10 +30,10 @@ class ParallelLoss:
 
     def __call__(self, student: Any, inputs: Tensor, _labels: Tensor) -> Tensor:
         """The loss in nats of the texts at (B, N + 1) positions."""
-        lesson = self.teacher.read(inputs)
-        targets = Targets.of(lesson, self.teacher)
-        states = slot_states(student, lesson, targets)
-        total, weight, weights = lesson.features.new_zeros(()), 1.0, 0.0
+        answer = self.teacher.read(inputs)
+        targets = Targets.of(answer, self.teacher)
+        states = slot_states(student, answer, targets)
+        total, weight, weights = answer.features.new_zeros(()), 1.0, 0.0
         valid = torch.ones_like(inputs[:, : len(targets.rows)], dtype=torch.bool)
         for slot in range(states.shape[2]):
             gold = targets.behind(slot)
@@ -49,10 +49,10 @@ class ParallelLoss:
         return total / weights
 
 
-def slot_states(student: Any, lesson: Lesson, targets: Targets) -> Tensor:
-    """(B, N, K, hidden) states of the slots behind every row of the lesson."""
+def slot_states(student: Any, answer: Answer, targets: Targets) -> Tensor:
+    """(B, N, K, hidden) states of the slots behind every row of the answer."""
     model: MedusaModel | ParallelSpecModel = student.model
-    features = lesson.features[:, : len(targets.rows)]
+    features = answer.features[:, : len(targets.rows)]
     if isinstance(model, MedusaModel):
         states: Tensor = model(features)
         return states
