@@ -31,7 +31,7 @@ def write_card(folder: Path, model: PreTrainedModel, run: Run) -> None:
     (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def write_head_card(folder: Path, kind: str, model: nn.Module, found: Acceptance, run: Run) -> None:
+def write_head_card(folder: Path, kind: str, model: nn.Module, acceptance: Acceptance, run: Run) -> None:
     """Write README.md into the folder of a head that reads the target's features."""
     parameters = sum(p.numel() for p in model.parameters())
     layout = "a layout of Coppice's own" if kind in OWN else f"the layout others publish {kind} heads in"
@@ -39,11 +39,11 @@ def write_head_card(folder: Path, kind: str, model: nn.Module, found: Acceptance
         f"# A {kind} draft head of Coppice's demo\n\n{parameters / 1e6:.1f}M parameters, bfloat16 safetensors in "
         f"{layout}; the token embedding is the target's."
     )
-    alphas = " | ".join(f"{alpha:.3f}" for alpha in found.alphas.values())
-    places = range(1, len(found.alphas) + 1)
+    alphas = " | ".join(f"{alpha:.3f}" for alpha in acceptance.alphas.values())
+    places = range(1, len(acceptance.alphas) + 1)
     table = (
         "## Acceptance\nOn held-out text, how often the k-th greedy draft token is right when those before it were; "
-        f"a greedy chain would commit {found.length:.2f} tokens a step (report.json, report.png).\n\n"
+        f"a greedy chain would commit {acceptance.length:.2f} tokens a step (report.json, report.png).\n\n"
         f"| k | {' | '.join(map(str, places))} |\n|---|{'---|' * len(places)}\n| alpha | {alphas} |"
     )
     (folder / "README.md").write_text("\n\n".join([what, _training(run), _data(run), table]) + "\n", encoding="utf-8")

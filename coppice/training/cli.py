@@ -21,7 +21,6 @@ Data = Annotated[
 Out = Annotated[Path, typer.Option("--out", help="Model folder to write; OUT.work holds packed data and checkpoints.")]
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens of the whole run; may be changed on --resume.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in OUT.work.")]
-Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="Use torch.compile (no gain seen on CPUs).")]
 Device = Annotated[str, typer.Option("--device", help="A torch device.")]
 Workers = Annotated[
     int | None, typer.Option("--workers", min=1, help="Training threads, one core each; default: all cores of a CPU.")
@@ -45,7 +44,6 @@ def train_target(
     out: Out,
     tokens: Tokens = TARGET_TOKENS,
     resume: Resume = False,
-    compile_model: Compile = False,
     device: Device = "cpu",
     workers: Workers = None,
     seed: Seed = 0,
@@ -62,7 +60,6 @@ def train_target(
         work,
         Schedule(tokens=tokens),
         resume=resume,
-        compiled=compile_model,
         device=device,
         num_workers=workers or _cores(device),
         seed=seed,

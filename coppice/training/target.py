@@ -100,7 +100,6 @@ def train_target(
     shape: Shape | None = None,
     rates: Rates | None = None,
     resume: bool = False,
-    compiled: bool = False,
     device: str = "cpu",
     num_workers: int = 1,
     seed: int = 0,
@@ -111,8 +110,7 @@ def train_target(
     model: Any = build_model(shape, seed)
     model.to(device)
     model.config.save_pretrained(work)
-    loss = torch.compile(language_model_loss, dynamic=False) if compiled else language_model_loss
-    trainer = Trainer(model, loss, domains, schedule, work, rates, seed, num_workers)
+    trainer = Trainer(model, language_model_loss, domains, schedule, work, rates, seed, num_workers)
     if resume:
         trainer.resume()
     return trainer.train(Progress("target"))

@@ -21,7 +21,7 @@ from coppice.training.data.teacher import Teacher
 from coppice.training.feature_heads import build_student, draft_vocabulary, head_config, head_loss
 from coppice.training.losses.acceptance import measure
 from coppice.training.losses.block_masks import groups_visible, visible
-from coppice.training.losses.feature_losses import Eagle3Loss, Said, SpecBlockLoss, Student, Targets, bucket_of
+from coppice.training.losses.feature_losses import Eagle3Loss, SlotOutput, SpecBlockLoss, Student, Targets, bucket_of
 from coppice.training.losses.parallel import slot_states
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import HIDDEN, SLOW, VOCAB, SlowEagle3, SlowMedusa, Text, save_random
@@ -180,15 +180,15 @@ def test_the_valid_prefix_mask_admits_only_what_was_right_so_far(target: Path, t
     student = Student(loaded.model, loaded.embedding)
     seen: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def heard(said: Said) -> None:
-        seen[said.block, said.slot] = (len(said.gold), int((said.logits.argmax(-1) == said.gold).sum()))
+    def observe(output: SlotOutput) -> None:
+        seen[output.block, output.slot] = (len(output.gold), int((output.logits.argmax(-1) == output.gold).sum()))
 
-    SpecBlockLoss(teacher, heard=heard)(student, ids, ids)
+    SpecBlockLoss(teacher, observe=observe)(student, ids, ids)
     for (block, slot), (count, _) in seen.items():
         if slot:
             assert count <= seen[block, slot - 1][1]
     masked = dict(seen)
-    SpecBlockLoss(teacher, valid_prefix=False, heard=heard)(student, ids, ids)
+    SpecBlockLoss(teacher, valid_prefix=False, observe=observe)(student, ids, ids)
     assert seen[0, 0] == masked[0, 0]
     assert seen[0, 3][0] > masked[0, 3][0]
 

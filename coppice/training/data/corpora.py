@@ -103,7 +103,7 @@ def load_corpus(spec: DataSpec) -> Corpus:
     if spec.pattern == STDLIB_GLOB:
         documents = _python_documents(corpus.sources)
     else:
-        paths = [Path(found) for found in sorted(glob.glob(spec.pattern, recursive=True)) if Path(found).is_file()]
+        paths = [path for path in map(Path, sorted(glob.glob(spec.pattern, recursive=True))) if path.is_file()]
         if not paths:
             raise DataError(f"{spec.name}={spec.pattern}: no file matches")
         corpus.sources.extend(path.name for path in paths[:20])

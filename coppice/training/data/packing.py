@@ -115,10 +115,10 @@ def check_held_out(domains: Iterable[Packed], tokens: int) -> None:
     """Raise DataError unless some domain holds out so many tokens: they tell a run's best weights."""
     held = {domain.name: len(domain.held_out) for domain in domains}
     if max(held.values()) < tokens:
-        told = ", ".join(f"{count} of {name}" for name, count in held.items())
+        counts = ", ".join(f"{count} of {name}" for name, count in held.items())
         raise DataError(
             f"too few documents: one in {HELD_OUT_MODULUS} is held out, by its hash, to tell the best weights by, and "
-            f"these are only {told} (tokens; {tokens} of one are needed)"
+            f"these are only {counts} (tokens; {tokens} of one are needed)"
         )
 
 

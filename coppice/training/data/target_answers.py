@@ -109,13 +109,13 @@ class TargetAnswers:
 
     def greedy_texts(self, count: int) -> list[Answer]:
         """Up to `count` held-out texts of every domain that the target wrote at temperature 0."""
-        found = []
+        texts = []
         for number, shard in enumerate(self.shards):
             if shard.held_out and not shard.temperature:
                 starts = range(self._starts[number], self._starts[number + 1], self.plan.length)
                 rows = [torch.arange(start, start + self.plan.length) for start in starts[:count]]
-                found += [Answer(*(part[0] for part in vars(self.read(row[None])).values())) for row in rows]
-        return found
+                texts += [Answer(*(part[0] for part in vars(self.read(row[None])).values())) for row in rows]
+        return texts
 
     def describe(self, folder: Path) -> None:
         """Copy into `folder` what a run's model card needs to know of the data, with the number of tokens answered."""
@@ -199,11 +199,11 @@ def recorded_lines(folder: Path) -> list[str]:
 def _prepare(lines: list[str], target: Path, folder: Path, plan: AnswerPlan) -> list[Packed]:
     """The corpora in the target's tokens."""
     record = folder / LINES
-    told = {"lines": lines, "target": str(target.resolve()), "seed": plan.seed, "temperatures": list(TEMPERATURES)}
+    source = {"lines": lines, "target": str(target.resolve()), "seed": plan.seed, "temperatures": list(TEMPERATURES)}
     if record.exists():
         held = json.loads(record.read_text(encoding="utf-8"))
-        if held != told:
-            raise DataError(f"{folder.parent} holds target answers made from {held}; these would be from {told}")
+        if held != source:
+            raise DataError(f"{folder.parent} holds target answers made from {held}; these would be from {source}")
         return open_prepared(folder)
     corpora = [load_corpus(spec) for spec in parse_specs(lines)]
     folder.mkdir(parents=True, exist_ok=True)
@@ -214,7 +214,7 @@ def _prepare(lines: list[str], target: Path, folder: Path, plan: AnswerPlan) -> 
     end = int(eos[0] if isinstance(eos, list) else eos)
     domains = prepare(corpora, load_tokenizer(folder), folder, end)
     check_held_out(domains, LEAST_HELD_OUT)
-    record.write_text(json.dumps(told) + "\n", encoding="utf-8")
+    record.write_text(json.dumps(source) + "\n", encoding="utf-8")
     return domains
 
 
@@ -297,12 +297,12 @@ class Answerer:
         else:
             drawn = logits.argmax(-1).tolist()
         parts = zip(torch.split(features, lengths), torch.split(final, lengths), strict=True)
-        for text, chunk, said, (features, final) in zip(live, chunks, drawn, parts, strict=True):
+        for text, chunk, token, (features, final) in zip(live, chunks, drawn, parts, strict=True):
             text.features.append(features)
             text.final.append(final)
             text.ids += chunk
-            text.waiting.append(said)
-            if following is not None and said in self.engine.info.eos_ids:
+            text.waiting.append(token)
+            if following is not None and token in self.engine.info.eos_ids:
                 text.waiting += following()
 
 
