@@ -79,7 +79,7 @@ def _training(run: Run) -> str:
 
 
 def _data(run: Run) -> str:
-    """Size, sources, epochs and held-out loss of every domain."""
+    """Return a table with size, epochs and held-out loss of every domain, and a list of their sources."""
     rows = [
         f"| domain | bytes | documents | held out | tokens | epochs | held-out loss ({run.loss}) |",
         "|---|---|---|---|---|---|---|",
@@ -95,7 +95,7 @@ def _data(run: Run) -> str:
 
 
 def _samples(folder: Path, model: PreTrainedModel) -> str:
-    """One greedy and one sampled continuation of each sample prompt."""
+    """Return one greedy and one sampled continuation of each sample prompt."""
     tokenizer: Tokenizer = load_tokenizer(folder)
     parts = ["## Samples", f"The prompt, then {SAMPLE_TOKENS} tokens at most."]
     for name, prompt in SAMPLE_PROMPTS.items():
@@ -108,7 +108,7 @@ def _samples(folder: Path, model: PreTrainedModel) -> str:
 
 
 def _continue(model: Any, ids: torch.Tensor, temperature: float) -> list[int]:
-    """`ids` (1, T) and what the model says next, seeded."""
+    """Return `ids` (1, T) and the model's seeded continuation."""
     torch.manual_seed(0)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
     with torch.inference_mode():

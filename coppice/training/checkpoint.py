@@ -19,7 +19,7 @@ Named = dict[str, Tensor]
 
 
 def optimiser_tensors(optimisers: list[torch.optim.Optimizer], named: Named) -> Named:
-    """All optimiser state as flat tensors called `PARAMETER|KEY`; `named` maps names to the model's parameters."""
+    """Return all optimiser state as tensors called `PARAMETER|KEY`; `named` maps names to the model's parameters."""
     names = {id(p): name for name, p in named.items()}
     tensors: Named = {}
     for optimiser in optimisers:
@@ -30,7 +30,7 @@ def optimiser_tensors(optimisers: list[torch.optim.Optimizer], named: Named) -> 
 
 
 def load_optimisers(optimisers: list[torch.optim.Optimizer], named: Named, tensors: Named) -> None:
-    """Put what `optimiser_tensors` gave back."""
+    """Restore the optimisers' state from the tensors of `optimiser_tensors`."""
     owners = {id(p): opt for opt in optimisers for group in opt.param_groups for p in group["params"]}
     for key, value in tensors.items():
         name, _, field = key.rpartition("|")
@@ -47,7 +47,7 @@ def save_weights(path: Path, named: Named) -> None:
 
 
 def load_weights(path: Path, named: Named) -> None:
-    """Copy a safetensors file into the parameters; missing or unknown names are an error."""
+    """Copy a safetensors file into the parameters. Raises ValueError for missing or unknown names."""
     tensors = load_file(path)
     if tensors.keys() != named.keys():
         raise ValueError(f"{path}: names differ from the model's: {sorted(tensors.keys() ^ named.keys())[:4]}")
@@ -75,7 +75,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, named: Named, optimisers: list[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Restore weights and optimisers in place; returns the counters."""
+    """Restore weights and optimisers in place and return the counters."""
     load_weights(path / "model.safetensors", named)
     load_optimisers(optimisers, named, load_file(path / "optimizer.safetensors"))
     state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))

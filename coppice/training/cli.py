@@ -30,7 +30,7 @@ Kept = Annotated[bool, typer.Option(help="specblock: leave it out to see what it
 
 
 def own_folder(out: Path, resume: bool) -> Path:
-    """The work folder of a run that begins, or goes on; an error where it would write over another's checkpoints."""
+    """Return the run's work folder. Raises BadParameter if a new run would write over another's checkpoints."""
     work = work_folder(out)
     if not resume and any(work.glob("checkpoints/*/state.json")):
         why = f"{work} holds checkpoints of a run: --resume goes on with it, another folder begins anew"

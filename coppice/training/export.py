@@ -33,7 +33,7 @@ def export(work: Path, out: Path) -> None:
 
 
 def best_model(work: Path) -> Any:
-    """The run's model with its best weights (the newest ones before any evaluation)."""
+    """Load the run's model with its best weights, or the newest ones before any evaluation."""
     config: Any = AutoConfig.from_pretrained(work)
     auto: Any = AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32)
@@ -44,7 +44,7 @@ def best_model(work: Path) -> Any:
 
 
 def measure(model: PreTrainedModel, work: Path) -> dict[str, float]:
-    """Held-out cross-entropy of the corpora, in nats a token, per domain."""
+    """Measure the held-out cross-entropy of each domain in nats a token."""
     losses: dict[str, Any] = {}
     workers = Workers(model, language_model_loss, num_workers=1, micro_tokens=1024)
     for domain in open_prepared(work / "data"):

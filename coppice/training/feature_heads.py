@@ -53,7 +53,7 @@ HEAD = "head.json"
 
 
 def head_schedule(tokens: int) -> Schedule:
-    """Cosine with warm-up, in small steps over short rows."""
+    """Return a cosine with warm-up, in small steps over short rows."""
     return Schedule(
         tokens=tokens,
         cosine=True,
@@ -67,7 +67,7 @@ def head_schedule(tokens: int) -> Schedule:
 
 
 def head_config(kind: str, config: Any, parts: TargetParts, draft_vocab: int, **switches: bool) -> Any:
-    """A configuration shaped as the layers of the target, whose own configuration is `config`."""
+    """Return a head's configuration in the shape of the target's layers; `config` is the target's own."""
     shape = {
         "hidden_size": parts.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -87,7 +87,7 @@ def head_config(kind: str, config: Any, parts: TargetParts, draft_vocab: int, **
 
 
 def build_student(config: HeadConfig, embedding: Tensor, output: Tensor, draft_ids: Tensor, seed: int) -> Student:
-    """A fresh draft model whose output layer starts as the target's."""
+    """Make a fresh draft model whose output layer starts as the target's."""
     torch.manual_seed(seed)
     model: Any = SHAPES[kind_of(config)][1](config)
     model.d2t.copy_(draft_ids - torch.arange(len(draft_ids)))
@@ -108,7 +108,7 @@ def build_student(config: HeadConfig, embedding: Tensor, output: Tensor, draft_i
 
 
 def head_loss(kind: str, teacher: Teaches, valid_prefix: bool = True, cross_block: bool = True) -> HeadLoss:
-    """What a kind learns by; the switches are SpecBlock's."""
+    """Return the loss of a kind of head; the switches are SpecBlock's."""
     if kind == "eagle3":
         return Eagle3Loss(teacher)
     if kind == "specblock":
@@ -189,12 +189,12 @@ def export_feature_head(work: Path, out: Path, answers: TargetAnswers, target: P
 
 
 def draft_vocabulary(answers: TargetAnswers, vocab: int, size: int) -> Tensor:
-    """(size,) ascending ids that the target said most often."""
+    """Return the (size,) ids that are most frequent in the answers, ascending."""
     counts = torch.bincount(answers.ids(), minlength=vocab)
     return counts.argsort(descending=True, stable=True)[:size].sort().values
 
 
 def held_out_texts(answers: TargetAnswers, device: str) -> list[Tensor]:
-    """Positions of held-out texts of every domain, (N + 1,) each."""
+    """Return positions of held-out texts of every domain, (N + 1,) each."""
     rows = [held_out_rows(domain, MEASURED_ROWS, min(128, answers.plan.length)) for domain in answers.domains()]
     return [torch.from_numpy(row[:-1]).to(device) for batch in rows if batch is not None for row in batch]

@@ -1,4 +1,4 @@
-"""Training a draft head of kind `lm`: a small causal LM that is taught by the target on the target's own words."""
+"""Training a draft head of kind `lm`: a small causal LM that learns the target's distributions on its own answers."""
 
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,14 @@ LM_RATES = Rates(muon=0.02, adam=4e-3, eval_tokens=50_000)
 
 
 def lm_schedule(tokens: int) -> Schedule:
-    """A short run in small steps."""
+    """Return a short run in small steps."""
     return Schedule(tokens=tokens, warmup=20_000, batch=2048, length=128, long_length=256)
 
 
 def build_student(config: Any, embedding: Tensor, shape: Shape, seed: int = 0) -> LlamaForCausalLM:
-    """A small Llama over the vocabulary of a target, whose embeddings start as the main components of the target's.
+    """Make a small Llama over a target's vocabulary, whose embeddings start as the main components of the target's.
 
-    config: the target's.
+    `config` and `embedding` are the target's.
     """
     vocab, positions = len(embedding), config.max_position_embeddings
     student = build_model(shape.model_copy(update={"vocab": vocab, "positions": positions}), seed)
@@ -42,7 +42,7 @@ def build_student(config: Any, embedding: Tensor, shape: Shape, seed: int = 0) -
 
 
 def distillation_loss(answers: TargetAnswers, output: Tensor) -> LossFunction:
-    """The student's loss against what the target, whose output layer is `output`, believes at every position."""
+    """Return the student's loss against the distributions of a target, whose output layer is `output`."""
 
     def loss(student: Any, inputs: Tensor, _labels: Tensor) -> Tensor:
         answer = answers.read(inputs)

@@ -12,7 +12,7 @@ REPORT, PICTURE = "report.json", "report.png"
 
 
 def to_json(acceptance: Acceptance, log: list[dict[str, Any]]) -> dict[str, Any]:
-    """alpha along a greedy chain, alpha by block and slot, accepted length, the rank head's table, the run's log."""
+    """Return alpha along a greedy chain and by block and slot, accepted length, the rank head's table and the run's log."""
     return {
         "accepted_length": acceptance.length,
         "alpha": list(acceptance.alphas.values()),
@@ -26,14 +26,14 @@ def to_json(acceptance: Acceptance, log: list[dict[str, Any]]) -> dict[str, Any]
 
 
 def write_report(folder: Path, acceptance: Acceptance, log: list[dict[str, Any]]) -> None:
-    """report.json and report.png: alpha along the chain, alpha by block, held-out figures over the run."""
+    """Write report.json and report.png."""
     report = to_json(acceptance, log)
     (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     draw(report, folder / PICTURE)
 
 
 def draw(report: dict[str, Any], file: Path) -> None:
-    """Three panels, as in figure 5 of SpecBlock."""
+    """Draw alpha along the chain, alpha by block and the accepted length over the run (SpecBlock, figure 5)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.6), layout="constrained")

@@ -86,8 +86,8 @@ class Trainer:
         measure: Callable[[], dict[str, float]] | None = None,
         best_by: str = "",
     ) -> None:
-        """`judge`: the held-out loss, when the trained one does not compare over time. `measure`: further figures of
-        an evaluation. `best_by`: which of them the best weights have the highest of; empty: the lowest held-out loss.
+        """`judge` is the held-out loss, where the trained one does not compare over time. `measure` gives further
+        figures of an evaluation. The best weights have the highest `best_by` of these, or the lowest held-out loss.
 
         Raises DataError when nothing is held out.
         """
@@ -169,7 +169,7 @@ class Trainer:
         return not self.stopping
 
     def held_out_loss(self, rows: int) -> dict[str, float]:
-        """Mean held-out loss in nats a token, per domain that has held-out text."""
+        """Return the mean held-out loss in nats a token of each domain that has held-out text."""
         losses = {}
         for domain in self.domains:
             batch = held_out_rows(domain, rows, self.schedule.length)

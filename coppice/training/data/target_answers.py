@@ -1,4 +1,4 @@
-"""What heads learn from: prompts answered by the target itself, with its hidden states, in bounded safetensors shards.
+"""What heads learn from: the target's own answers to prompts, with its hidden states, in bounded safetensors shards.
 
 A shard is one batch of answers through the packed verifier engine. Every text has as many tokens: a prefix of a
 training document, the target's continuation and, behind an end of text, the next prefix. Beside the ids a shard has the
@@ -55,7 +55,7 @@ class AnswerPlan:
 
 @dataclass(frozen=True)
 class Answer:
-    """Texts as the target reads them."""
+    """Texts with the target's features and final hidden states at each token."""
 
     ids: Tensor  # (..., T)
     features: Tensor  # (..., T, F)
@@ -63,7 +63,7 @@ class Answer:
 
 
 def as_positions(texts: Sequence[Answer]) -> tuple[Callable[[Tensor], Answer], list[Tensor]]:
-    """A reader of (B, T) positions in (T, ...) texts held in memory, and each text's own (T,) positions."""
+    """Return a reader of (B, T) positions in (T, ...) texts held in memory, and each text's own (T,) positions."""
     ids, features, final = (torch.cat([getattr(text, name) for text in texts]) for name in ("ids", "features", "final"))
 
     def read(positions: Tensor) -> Answer:
@@ -86,7 +86,7 @@ class _Shard:
 
 @dataclass
 class TargetAnswers:
-    """Recorded shards as one long text."""
+    """The recorded answers of a target, read as one long text."""
 
     folder: Path
     plan: AnswerPlan
@@ -101,14 +101,14 @@ class TargetAnswers:
             self._starts.append(self._starts[-1] + sessions * self.plan.length)
 
     def domains(self) -> list[Packed]:
-        """Each domain's positions, to be drawn as ids are."""
+        """Return each domain's positions, to be drawn as ids are."""
         return [
             Packed(name, weight, self._positions(name, False), self._positions(name, True), aligned=True)
             for name, weight in self.weights.items()
         ]
 
     def greedy_texts(self, count: int) -> list[Answer]:
-        """Up to `count` held-out texts of every domain that the target wrote at temperature 0."""
+        """Return up to `count` held-out texts of every domain that the target wrote at temperature 0."""
         texts = []
         for number, shard in enumerate(self.shards):
             if shard.held_out and not shard.temperature:
@@ -126,12 +126,12 @@ class TargetAnswers:
         (folder / "data.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
     def ids(self) -> Tensor:
-        """All training ids, int64."""
+        """Return all training ids, int64."""
         files = [load_file(self.folder / shard.name)["ids"] for shard in self.shards if not shard.held_out]
         return torch.cat(files).long()
 
     def read(self, positions: Tensor) -> Answer:
-        """The answer of (B, T) positions; each row is a stretch of one text."""
+        """Read the answers at (B, T) positions; each row is a stretch of one text."""
         parts = [self._stretch(int(row[0]), len(row)) for row in positions]
         ids, features, final = (torch.stack(part).to(positions.device) for part in zip(*parts, strict=True))
         return Answer(ids.long(), features.float(), final.float())
@@ -153,7 +153,7 @@ class TargetAnswers:
 def record_answers(
     lines: list[str], target: Path, folder: Path, plan: AnswerPlan, *, device: str = "cpu", dtype: str = "float32"
 ) -> TargetAnswers:
-    """Record answers into `folder`, going on from the shards that it holds.
+    """Record a target's answers into `folder`, going on from the shards that it holds.
 
     Raises DataError for bad `lines`, and for a folder that holds answers of another target, other data, another seed or
     other temperatures.
@@ -173,7 +173,7 @@ def record_answers(
 
 
 def _planned(domains: Sequence[Packed], plan: AnswerPlan) -> list[_Shard]:
-    """Held-out shards of every temperature, then training shards in the domains' proportions."""
+    """List held-out shards of every temperature, then training shards in the domains' proportions."""
     shards = [
         _Shard(domain.name, True, number, temperature)
         for domain in domains
@@ -190,14 +190,14 @@ def _planned(domains: Sequence[Packed], plan: AnswerPlan) -> list[_Shard]:
 
 
 def recorded_lines(folder: Path) -> list[str]:
-    """The corpora that a folder's answers were recorded from; none without any."""
+    """Return the corpora that a folder's answers were recorded from; none if it holds no answers."""
     record = folder / "data" / LINES
     lines: list[str] = json.loads(record.read_text(encoding="utf-8"))["lines"] if record.exists() else []
     return lines
 
 
 def _prepare(lines: list[str], target: Path, folder: Path, plan: AnswerPlan) -> list[Packed]:
-    """The corpora in the target's tokens."""
+    """Return the corpora in the target's tokens, packed into `folder` unless an earlier recording has done so."""
     record = folder / LINES
     source = {"lines": lines, "target": str(target.resolve()), "seed": plan.seed, "temperatures": list(TEMPERATURES)}
     if record.exists():
@@ -230,12 +230,12 @@ class _Text:
     final: list[Tensor] = field(default_factory=list)
 
     def chunk(self) -> list[int]:
-        """What is to be fed next."""
+        """Take the ids to feed next."""
         room = self.length - len(self.ids)
         return [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
 
     def answer(self) -> Answer:
-        """The whole text, (T, ...) each."""
+        """Return the whole text, (T, ...) each."""
         return Answer(torch.tensor(self.ids), torch.cat(self.features), torch.cat(self.final))
 
 
@@ -256,9 +256,9 @@ class Answerer:
         seed: int = 0,
         following: Callable[[], Sequence[int]] | None = None,
     ) -> list[Answer]:
-        """A text of lengths[n] tokens from each prompt n; end-of-text ids are tokens like any other.
+        """Write a text of lengths[n] tokens from each prompt n; end-of-text ids are tokens like any other.
 
-        following: what stands behind an end of text. Raises OutOfBlocks when the pool is too small for all.
+        `following` gives the prompt behind an end of text. Raises OutOfBlocks when the pool is too small for all.
         """
         noise = torch.Generator(self.engine.model.device).manual_seed(seed)
         pool, texts = self.engine.pool, list[_Text]()
@@ -280,7 +280,7 @@ class Answerer:
         noise: torch.Generator,
         following: Callable[[], Sequence[int]] | None,
     ) -> None:
-        """Feed every text what waits for it; what the target says next waits then."""
+        """Feed every text its waiting ids, and let the token that the target draws next wait."""
         chunks = [text.chunk() for text in live]
         pieces = [
             Piece.chain(text.table, len(text.ids), chunk, range(len(chunk)))
@@ -331,7 +331,7 @@ def _record(answerer: Answerer, plan: AnswerPlan, domain: Packed, shard: _Shard,
 
 
 def _prefix(source: Ids, ends: NDArray[np.int64], rng: np.random.Generator) -> list[int]:
-    """The beginning of a document, or, as often, a stretch from anywhere."""
+    """Draw a prompt: half the time the beginning of a document, else a stretch from anywhere."""
     length = min(int(rng.choice(PREFIX_LENGTHS)), len(source) // 2)
     latest = len(source) - length
     beginnings = np.concatenate([[0], ends + 1])

@@ -53,7 +53,7 @@ class Acceptance:
         return total
 
     def ranks(self) -> list[dict[str, float]]:
-        """Frequency, precision, recall and F1 of each bucket (SpecBlock, table 3)."""
+        """Return frequency, precision, recall and F1 of each bucket (SpecBlock, table 3)."""
         table = []
         for bucket in range(BUCKETS):
             right = float(self.confusion[bucket, bucket])
@@ -74,7 +74,7 @@ class Acceptance:
 def measure(student: Any, loss: HeadLoss, texts: Sequence[Tensor], blocks: int = 2) -> Acceptance:
     """Draft greedily behind every token of texts at (N + 1,) positions.
 
-    `blocks` blocks deep, or 8 EAGLE-3 steps, or all slots of a head that says them at once.
+    The drafts are `blocks` blocks deep, or 8 EAGLE-3 steps, or all slots of a head that predicts them at once.
     """
     acceptance = Acceptance()
     if isinstance(loss, SpecBlockLoss):

@@ -143,7 +143,7 @@ def bucket_of(logits: Tensor, gold: Tensor) -> Tensor:
 class SpecBlockLoss:
     """Draft and rank losses over blocks (SpecBlock, section 3.3). Each switch is one ablation.
 
-    Falcon's blocks learn by the same, without the mask; they have no rank head.
+    Falcon's blocks learn by the same losses without the mask; they have no rank head.
     """
 
     teacher: Teaches
@@ -164,7 +164,7 @@ class SpecBlockLoss:
     anchor: Anchor | None = None
 
     def __call__(self, student: Any, inputs: Tensor, _labels: Tensor) -> Tensor:
-        """The loss in nats of the texts at (B, N + 1) positions, summed over slots and blocks."""
+        """Return the loss in nats of the texts at (B, N + 1) positions, summed over slots and blocks."""
         answer = self.teacher.read(inputs)
         targets, slots = Targets.of(answer, self.teacher), student.model.config.slots
         # Drawn from the batch itself, so that a resumed run repeats it.
@@ -250,7 +250,7 @@ class Eagle3Loss:
     anchor: Anchor | None = None
 
     def __call__(self, student: Any, inputs: Tensor, _labels: Tensor) -> Tensor:
-        """The loss in nats of the texts at (B, N + 1) positions, a weighted mean over steps."""
+        """Return the loss in nats of the texts at (B, N + 1) positions, a weighted mean over steps."""
         model: Eagle3Model = student.model
         answer, rows = self.teacher.read(inputs), inputs.shape[1] - 1
         targets = Targets.of(answer, self.teacher)

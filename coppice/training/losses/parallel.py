@@ -29,7 +29,7 @@ class ParallelLoss:
     observe: Observer | None = None
 
     def __call__(self, student: Any, inputs: Tensor, _labels: Tensor) -> Tensor:
-        """The loss in nats of the texts at (B, N + 1) positions."""
+        """Return the loss in nats of the texts at (B, N + 1) positions."""
         answer = self.teacher.read(inputs)
         targets = Targets.of(answer, self.teacher)
         states = slot_states(student, answer, targets)
