@@ -12,7 +12,7 @@ REPORT, PICTURE = "report.json", "report.png"
 
 
 def to_json(acceptance: Acceptance, log: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return alpha along a greedy chain and by block and slot, accepted length, the rank head's table and the run's log."""
+    """Return alpha by block and slot, the accepted length, the rank head's table and the run's log."""
     return {
         "accepted_length": acceptance.length,
         "alpha": list(acceptance.alphas.values()),
