@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from coppice.stack import process
-from tests import nursery
+from tests import fork_server
 from tests.processes import Service
 
 # Two workers with two threads each on two cores wait for one another most of the time: a test took four times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A fork of a process that has imported torch is a process like any other, seconds sooner.
-process.spawn = nursery.spawn  # type: ignore[assignment]
+process.spawn = fork_server.spawn  # type: ignore[assignment]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

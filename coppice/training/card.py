@@ -1,6 +1,5 @@
 """The model card: what a shipped model was trained on, by which command, how good it is and what it writes."""
 
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 from coppice.heads.checkpoints import OWN
 from coppice.training.data.tokenizer import load_tokenizer
 from coppice.training.losses.acceptance import Acceptance
+from coppice.training.run_folder import Run
 
 SAMPLE_TOKENS = 96
 SAMPLE_TEMPERATURE = 0.7
@@ -24,19 +24,6 @@ SAMPLE_PROMPTS = {
 }
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a card tells of a run: `data` as in data.json, `state` as in a checkpoint, `held_out` in nats a token."""
-
-    title: str
-    command: str
-    data: dict[str, dict[str, Any]]
-    state: dict[str, Any]
-    held_out: dict[str, float]
-    loss: str = "nats a token"
-    """what a held-out loss is"""
-
-
 def write_card(folder: Path, model: PreTrainedModel, run: Run) -> None:
     """Write README.md into the model folder."""
     title = f"# A small {'target' if run.title == 'target' else 'draft'} model of Coppice's demo"
@@ -44,7 +31,7 @@ def write_card(folder: Path, model: PreTrainedModel, run: Run) -> None:
     (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def write_head_card(folder: Path, kind: str, model: nn.Module, found: Acceptance, run: Run) -> None:
+def write_head_card(folder: Path, kind: str, model: nn.Module, acceptance: Acceptance, run: Run) -> None:
     """Write README.md into the folder of a head that reads the target's features."""
     parameters = sum(p.numel() for p in model.parameters())
     layout = "a layout of Coppice's own" if kind in OWN else f"the layout others publish {kind} heads in"
@@ -52,11 +39,11 @@ def write_head_card(folder: Path, kind: str, model: nn.Module, found: Acceptance
         f"# A {kind} draft head of Coppice's demo\n\n{parameters / 1e6:.1f}M parameters, bfloat16 safetensors in "
         f"{layout}; the token embedding is the target's."
     )
-    alphas = " | ".join(f"{alpha:.3f}" for alpha in found.alphas.values())
-    places = range(1, len(found.alphas) + 1)
+    alphas = " | ".join(f"{alpha:.3f}" for alpha in acceptance.alphas.values())
+    places = range(1, len(acceptance.alphas) + 1)
     table = (
         "## Acceptance\nOn held-out text, how often the k-th greedy draft token is right when those before it were; "
-        f"a greedy chain would commit {found.length:.2f} tokens a step (report.json, report.png).\n\n"
+        f"a greedy chain would commit {acceptance.length:.2f} tokens a step (report.json, report.png).\n\n"
         f"| k | {' | '.join(map(str, places))} |\n|---|{'---|' * len(places)}\n| alpha | {alphas} |"
     )
     (folder / "README.md").write_text("\n\n".join([what, _training(run), _data(run), table]) + "\n", encoding="utf-8")
@@ -92,7 +79,7 @@ def _training(run: Run) -> str:
 
 
 def _data(run: Run) -> str:
-    """Size, sources, epochs and held-out loss of every domain."""
+    """Return a table with size, epochs and held-out loss of every domain, and a list of their sources."""
     rows = [
         f"| domain | bytes | documents | held out | tokens | epochs | held-out loss ({run.loss}) |",
         "|---|---|---|---|---|---|---|",
@@ -108,7 +95,7 @@ def _data(run: Run) -> str:
 
 
 def _samples(folder: Path, model: PreTrainedModel) -> str:
-    """One greedy and one sampled continuation of each sample prompt."""
+    """Return one greedy and one sampled continuation of each sample prompt."""
     tokenizer: Tokenizer = load_tokenizer(folder)
     parts = ["## Samples", f"The prompt, then {SAMPLE_TOKENS} tokens at most."]
     for name, prompt in SAMPLE_PROMPTS.items():
@@ -121,7 +108,7 @@ def _samples(folder: Path, model: PreTrainedModel) -> str:
 
 
 def _continue(model: Any, ids: torch.Tensor, temperature: float) -> list[int]:
-    """`ids` (1, T) and what the model says next, seeded."""
+    """Return `ids` (1, T) and the model's seeded continuation."""
     torch.manual_seed(0)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
     with torch.inference_mode():

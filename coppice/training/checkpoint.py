@@ -10,12 +10,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from coppice.training.run_folder import checkpoints
+
 KEEP = 2
+EARLIER_FIELDS = {"momentum": "momentum_buffer"}
+"""what checkpoints of Coppice's own Muon called torch's; the values mean the same"""
 Named = dict[str, Tensor]
 
 
 def optimiser_tensors(optimisers: list[torch.optim.Optimizer], named: Named) -> Named:
-    """All optimiser state as flat tensors called `PARAMETER|KEY`; `named` maps names to the model's parameters."""
+    """Return all optimiser state as tensors called `PARAMETER|KEY`; `named` maps names to the model's parameters."""
     names = {id(p): name for name, p in named.items()}
     tensors: Named = {}
     for optimiser in optimisers:
@@ -26,10 +30,11 @@ def optimiser_tensors(optimisers: list[torch.optim.Optimizer], named: Named) -> 
 
 
 def load_optimisers(optimisers: list[torch.optim.Optimizer], named: Named, tensors: Named) -> None:
-    """Put what `optimiser_tensors` gave back."""
+    """Restore the optimisers' state from the tensors of `optimiser_tensors`."""
     owners = {id(p): opt for opt in optimisers for group in opt.param_groups for p in group["params"]}
     for key, value in tensors.items():
         name, _, field = key.rpartition("|")
+        field = EARLIER_FIELDS.get(field, field)
         p = named[name]
         owners[id(p)].state[p][field] = value.clone() if field == "step" else value.to(p.device).clone()
 
@@ -42,7 +47,7 @@ def save_weights(path: Path, named: Named) -> None:
 
 
 def load_weights(path: Path, named: Named) -> None:
-    """Copy a safetensors file into the parameters; missing or unknown names are an error."""
+    """Copy a safetensors file into the parameters. Raises ValueError for missing or unknown names."""
     tensors = load_file(path)
     if tensors.keys() != named.keys():
         raise ValueError(f"{path}: names differ from the model's: {sorted(tensors.keys() ^ named.keys())[:4]}")
@@ -69,13 +74,8 @@ def save_checkpoint(
     return final
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints, oldest first."""
-    return sorted(folder.glob("step-*"))
-
-
 def load_checkpoint(path: Path, named: Named, optimisers: list[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Restore weights and optimisers in place; returns the counters."""
+    """Restore weights and optimisers in place and return the counters."""
     load_weights(path / "model.safetensors", named)
     load_optimisers(optimisers, named, load_file(path / "optimizer.safetensors"))
     state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))

@@ -7,13 +7,12 @@ from typing import Annotated, Any
 import typer
 
 from coppice.config.sections import FEATURE_KINDS
+from coppice.training.run_folder import work_folder, write_run
 
 app = typer.Typer(help="Train a target of your own, or a draft head for a target.", no_args_is_help=True)
 
 HEAD_KINDS = (*FEATURE_KINDS, "lm")
 TARGET_TOKENS, HEAD_TOKENS = 4_000_000, 400_000
-LESSONS_SHARE = 1 / 3
-"""Tokens recorded for a token of training: each is read three times."""
 
 Data = Annotated[
     list[str],
@@ -22,7 +21,6 @@ Data = Annotated[
 Out = Annotated[Path, typer.Option("--out", help="Model folder to write; OUT.work holds packed data and checkpoints.")]
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens of the whole run; may be changed on --resume.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in OUT.work.")]
-Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="Use torch.compile (no gain seen on CPUs).")]
 Device = Annotated[str, typer.Option("--device", help="A torch device.")]
 Workers = Annotated[
     int | None, typer.Option("--workers", min=1, help="Training threads, one core each; default: all cores of a CPU.")
@@ -31,13 +29,8 @@ Seed = Annotated[int, typer.Option("--seed", min=0)]
 Kept = Annotated[bool, typer.Option(help="specblock: leave it out to see what it is worth.")]
 
 
-def work_folder(out: Path) -> Path:
-    """Where a run keeps what is not shipped: beside the model folder, so that the folder can be copied as it is."""
-    return out.with_name(out.name + ".work")
-
-
 def own_folder(out: Path, resume: bool) -> Path:
-    """The work folder of a run that begins, or goes on; an error where it would write over another's checkpoints."""
+    """Return the run's work folder. Raises BadParameter if a new run would write over another's checkpoints."""
     work = work_folder(out)
     if not resume and any(work.glob("checkpoints/*/state.json")):
         why = f"{work} holds checkpoints of a run: --resume goes on with it, another folder begins anew"
@@ -51,14 +44,13 @@ def train_target(
     out: Out,
     tokens: Tokens = TARGET_TOKENS,
     resume: Resume = False,
-    compile_model: Compile = False,
     device: Device = "cpu",
     workers: Workers = None,
     seed: Seed = 0,
 ) -> None:
     """Train a small Llama target and its tokenizer from text, then write its model folder."""
     from coppice.training import target
-    from coppice.training.export import export, write_run
+    from coppice.training.export import export
     from coppice.training.schedule import Schedule
 
     work = own_folder(out, resume)
@@ -68,7 +60,6 @@ def train_target(
         work,
         Schedule(tokens=tokens),
         resume=resume,
-        compiled=compile_model,
         device=device,
         num_workers=workers or _cores(device),
         seed=seed,
@@ -88,7 +79,7 @@ def train_head(
     device: Device = "cpu",
     workers: Workers = None,
     seed: Seed = 0,
-    lessons: Annotated[
+    answers: Annotated[
         Path | None,
         typer.Option(
             "--lessons", help="Folder of the target's answers, which heads may share; default: OUT.work/lessons."
@@ -111,9 +102,9 @@ def train_head(
     import torch
 
     from coppice.training import feature_heads, lm_head
-    from coppice.training.data.target_answers import LessonPlan, record_lessons
+    from coppice.training.data.target_answers import ANSWERS_SHARE, AnswerPlan, record_answers
     from coppice.training.dtype import fast_dtype
-    from coppice.training.export import export, write_run
+    from coppice.training.export import export
 
     switches = {"prefix-broadcast": prefix_broadcast, "layer-shift": layer_shift}
     switches |= {"valid-prefix": valid_prefix, "cross-block": cross_block, "rope-advance": rope_advance}
@@ -125,8 +116,8 @@ def train_head(
     flags |= {f"no-{name}": "" for name in left_out} | ({"adamw": ""} if adamw else {})
     write_run(work, "head", data, flags)
     dtype = str(fast_dtype(torch.device(device))).removeprefix("torch.")
-    plan = LessonPlan(int(tokens * LESSONS_SHARE), seed=seed)
-    recorded = record_lessons(data, target, lessons or work / "lessons", plan, device=device, dtype=dtype)
+    plan = AnswerPlan(int(tokens * ANSWERS_SHARE), seed=seed)
+    recorded = record_answers(data, target, answers or work / "lessons", plan, device=device, dtype=dtype)
     recorded.describe(work / "data")
     shared: dict[str, Any] = {"resume": resume, "device": device, "seed": seed}
     shared["num_workers"] = workers or _cores(device)

@@ -1,7 +1,5 @@
 """From a run's work folder to a model folder that can be shipped: bfloat16 safetensors, tokenizer, model card."""
 
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +7,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from coppice.training.card import Run, write_card
-from coppice.training.checkpoint import checkpoints, load_weights
-from coppice.training.data.corpora import parse_spec
+from coppice.training.card import write_card
+from coppice.training.checkpoint import load_weights
 from coppice.training.data.packing import held_out_rows, open_prepared
 from coppice.training.data.tokenizer import copy_tokenizer
+from coppice.training.run_folder import checkpoints, read_run, replacing
 from coppice.training.target import language_model_loss
 from coppice.training.workers import Workers
 
@@ -21,43 +19,21 @@ SHARD_SIZE = "40MB"
 HELD_OUT_ROWS = 64
 
 
-def write_run(work: Path, title: str, lines: list[str], flags: dict[str, str]) -> None:
-    """Remember the command that this run was started with, directories stripped, for the card."""
-    parts = [f"--data '{parse_spec(line).public}'" for line in lines]
-    parts += [f"--{name} {value}".strip() for name, value in flags.items()]
-    work.mkdir(parents=True, exist_ok=True)
-    run = {"title": title, "command": f"coppice train {title} " + " ".join(parts)}
-    (work / "run.json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
-
-
 def export(work: Path, out: Path) -> None:
     """Write the model folder `out` from the best weights in `work`; an older one is replaced when it is complete."""
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model = best_model(work)
-    model.to(torch.bfloat16)
-    model.save_pretrained(partial, max_shard_size=SHARD_SIZE)
-    copy_tokenizer(work / "data", partial)
-    # What is measured and sampled for the card is what is shipped: the rounded weights.
-    shipped: Any = AutoModelForCausalLM.from_pretrained(partial, dtype=torch.float32)
-    shipped.eval()
-    write_card(partial, shipped, replace(read_run(work), held_out=measure(shipped, work)))
-    for file in partial.iterdir():
-        file.chmod(0o644)  # safetensors writes for the owner alone, but images run as another user
-    shutil.rmtree(out, ignore_errors=True)
-    partial.rename(out)
-
-
-def read_run(work: Path) -> Run:
-    """What a card tells of the run in `work`; held-out losses are those of its last evaluation."""
-    state = json.loads((checkpoints(work / "checkpoints")[-1] / "state.json").read_text(encoding="utf-8"))
-    run = json.loads((work / "run.json").read_text(encoding="utf-8"))
-    facts = json.loads((work / "data" / "data.json").read_text(encoding="utf-8"))
-    return Run(**run, data=facts, state=state, held_out=state["held_out"])
+    with replacing(out) as partial:
+        model = best_model(work)
+        model.to(torch.bfloat16)
+        model.save_pretrained(partial, max_shard_size=SHARD_SIZE)
+        copy_tokenizer(work / "data", partial)
+        # What is measured and sampled for the card is what is shipped: the rounded weights.
+        shipped: Any = AutoModelForCausalLM.from_pretrained(partial, dtype=torch.float32)
+        shipped.eval()
+        write_card(partial, shipped, replace(read_run(work), held_out=measure(shipped, work)))
 
 
 def best_model(work: Path) -> Any:
-    """The run's model with its best weights (the newest ones before any evaluation)."""
+    """Load the run's model with its best weights, or the newest ones before any evaluation."""
     config: Any = AutoConfig.from_pretrained(work)
     auto: Any = AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32)
@@ -68,7 +44,7 @@ def best_model(work: Path) -> Any:
 
 
 def measure(model: PreTrainedModel, work: Path) -> dict[str, float]:
-    """Held-out cross-entropy of the corpora, in nats a token, per domain."""
+    """Measure the held-out cross-entropy of each domain in nats a token."""
     losses: dict[str, Any] = {}
     workers = Workers(model, language_model_loss, num_workers=1, micro_tokens=1024)
     for domain in open_prepared(work / "data"):

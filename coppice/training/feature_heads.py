@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,14 @@ from coppice.heads.models.layers import HeadConfig
 from coppice.training.card import write_head_card
 from coppice.training.checkpoint import load_weights
 from coppice.training.data.packing import held_out_rows
-from coppice.training.data.target_answers import Lessons
+from coppice.training.data.target_answers import TargetAnswers
 from coppice.training.data.teacher import Teacher, Teaches
-from coppice.training.export import read_run
 from coppice.training.losses.acceptance import HeadLoss, measure
 from coppice.training.losses.feature_losses import Eagle3Loss, SpecBlockLoss, Student
 from coppice.training.losses.parallel import ParallelLoss
 from coppice.training.progress import Progress
 from coppice.training.report import write_report
+from coppice.training.run_folder import read_run, replacing
 from coppice.training.schedule import Schedule
 from coppice.training.trainer import Rates, Trainer
 
@@ -54,7 +53,7 @@ HEAD = "head.json"
 
 
 def head_schedule(tokens: int) -> Schedule:
-    """Cosine with warm-up, in small steps over short rows."""
+    """Return a cosine with warm-up, in small steps over short rows."""
     return Schedule(
         tokens=tokens,
         cosine=True,
@@ -68,7 +67,7 @@ def head_schedule(tokens: int) -> Schedule:
 
 
 def head_config(kind: str, config: Any, parts: TargetParts, draft_vocab: int, **switches: bool) -> Any:
-    """A configuration shaped as the layers of the target, whose own configuration is `config`."""
+    """Return a head's configuration in the shape of the target's layers; `config` is the target's own."""
     shape = {
         "hidden_size": parts.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -88,7 +87,7 @@ def head_config(kind: str, config: Any, parts: TargetParts, draft_vocab: int, **
 
 
 def build_student(config: HeadConfig, embedding: Tensor, output: Tensor, draft_ids: Tensor, seed: int) -> Student:
-    """A fresh draft model whose output layer starts as the target's."""
+    """Make a fresh draft model whose output layer starts as the target's."""
     torch.manual_seed(seed)
     model: Any = SHAPES[kind_of(config)][1](config)
     model.d2t.copy_(draft_ids - torch.arange(len(draft_ids)))
@@ -109,7 +108,7 @@ def build_student(config: HeadConfig, embedding: Tensor, output: Tensor, draft_i
 
 
 def head_loss(kind: str, teacher: Teaches, valid_prefix: bool = True, cross_block: bool = True) -> HeadLoss:
-    """What a kind learns by; the switches are SpecBlock's."""
+    """Return the loss of a kind of head; the switches are SpecBlock's."""
     if kind == "eagle3":
         return Eagle3Loss(teacher)
     if kind == "specblock":
@@ -121,7 +120,7 @@ def head_loss(kind: str, teacher: Teaches, valid_prefix: bool = True, cross_bloc
 
 def train_feature_head(
     kind: str,
-    lessons: Lessons,
+    answers: TargetAnswers,
     target: Path,
     work: Path,
     schedule: Schedule,
@@ -138,26 +137,26 @@ def train_feature_head(
 ) -> bool:
     """Train into `work`; False when a signal stopped the run before its end."""
     parts, output = read_target(target), read_output(target)
-    draft_ids = draft_vocabulary(lessons, parts.vocab_size, draft_vocab)
-    if resume and (work / HEAD).exists():  # more lessons may be there now, but the head's vocabulary stays
+    draft_ids = draft_vocabulary(answers, parts.vocab_size, draft_vocab)
+    if resume and (work / HEAD).exists():  # more answers may be there now, but the head's vocabulary stays
         draft_ids = torch.tensor(json.loads((work / HEAD).read_text(encoding="utf-8"))["draft_ids"])
     config = head_config(kind, AutoConfig.from_pretrained(target), parts, len(draft_ids), **(switches or {}))
     student = build_student(config, parts.embedding, output, draft_ids, seed).to(device)
-    teacher = Teacher(lessons.read, output.to(device), draft_ids)
-    told = {"kind": kind, "config": config.model_dump(by_alias=True), "draft_ids": draft_ids.tolist()}
+    teacher = Teacher(answers.read, output.to(device), draft_ids)
+    record = {"kind": kind, "config": config.model_dump(by_alias=True), "draft_ids": draft_ids.tolist()}
     work.mkdir(parents=True, exist_ok=True)
-    (work / HEAD).write_text(json.dumps(told) + "\n", encoding="utf-8")
+    (work / HEAD).write_text(json.dumps(record) + "\n", encoding="utf-8")
     loss = head_loss(kind, teacher, valid_prefix, cross_block)
     # The mask admits more and harder rows as a head learns, so a masked loss rises when the head gets better.
     everywhere: Any = loss
     if isinstance(loss, SpecBlockLoss):
         everywhere = replace(loss, blocks=2, valid_prefix=False, rank_on=lambda: False, cut=config.slots)
-    texts = held_out_texts(lessons, device)
+    texts = held_out_texts(answers, device)
 
     def figures() -> dict[str, float]:
         return {LENGTH: measure(student, loss, texts).length}
 
-    domains = lessons.domains()
+    domains = answers.domains()
     trainer = Trainer(student, loss, domains, schedule, work, rates, seed, num_workers, everywhere, figures, LENGTH)
     if isinstance(loss, SpecBlockLoss) and kind == "specblock":
 
@@ -171,36 +170,31 @@ def train_feature_head(
     return trainer.train(Progress(kind))
 
 
-def export_feature_head(work: Path, out: Path, lessons: Lessons, target: Path, device: str = "cpu") -> None:
+def export_feature_head(work: Path, out: Path, answers: TargetAnswers, target: Path, device: str = "cpu") -> None:
     """Write the head folder `out` from the best weights in `work`, in its public layout, with card and report."""
-    told = json.loads((work / HEAD).read_text(encoding="utf-8"))
-    kind, draft_ids = told["kind"], torch.tensor(told["draft_ids"])
-    config = SHAPES[kind][0].model_validate(told["config"])
+    record = json.loads((work / HEAD).read_text(encoding="utf-8"))
+    kind, draft_ids = record["kind"], torch.tensor(record["draft_ids"])
+    config = SHAPES[kind][0].model_validate(record["config"])
     output = read_output(target)
     student = build_student(config, read_target(target).embedding, output, draft_ids, 0)
     load_weights(work / "best.safetensors", dict(student.named_parameters()))
     student.bfloat16().float()  # what is measured is what is shipped: the rounded weights
-    teacher = Teacher(lessons.read, output.to(device), draft_ids)
-    found = measure(student.to(device), head_loss(kind, teacher), held_out_texts(lessons, device))
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    save_head(partial, student.model.cpu().bfloat16(), config, kind)
+    teacher = Teacher(answers.read, output.to(device), draft_ids)
+    acceptance = measure(student.to(device), head_loss(kind, teacher), held_out_texts(answers, device))
     log = [json.loads(line) for line in (work / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-    write_report(partial, found, log)
-    write_head_card(partial, kind, student.model, found, replace(read_run(work), loss=LOSS_IS[kind]))
-    for file in partial.iterdir():
-        file.chmod(0o644)
-    shutil.rmtree(out, ignore_errors=True)
-    partial.rename(out)
+    with replacing(out) as partial:
+        save_head(partial, student.model.cpu().bfloat16(), config, kind)
+        write_report(partial, acceptance, log)
+        write_head_card(partial, kind, student.model, acceptance, replace(read_run(work), loss=LOSS_IS[kind]))
 
 
-def draft_vocabulary(lessons: Lessons, vocab: int, size: int) -> Tensor:
-    """(size,) ascending ids that the target said most often."""
-    counts = torch.bincount(lessons.ids(), minlength=vocab)
+def draft_vocabulary(answers: TargetAnswers, vocab: int, size: int) -> Tensor:
+    """Return the (size,) ids that are most frequent in the answers, ascending."""
+    counts = torch.bincount(answers.ids(), minlength=vocab)
     return counts.argsort(descending=True, stable=True)[:size].sort().values
 
 
-def held_out_texts(lessons: Lessons, device: str) -> list[Tensor]:
-    """Positions of held-out texts of every domain, (N + 1,) each."""
-    rows = [held_out_rows(domain, MEASURED_ROWS, min(128, lessons.plan.length)) for domain in lessons.domains()]
+def held_out_texts(answers: TargetAnswers, device: str) -> list[Tensor]:
+    """Return positions of held-out texts of every domain, (N + 1,) each."""
+    rows = [held_out_rows(domain, MEASURED_ROWS, min(128, answers.plan.length)) for domain in answers.domains()]
     return [torch.from_numpy(row[:-1]).to(device) for batch in rows if batch is not None for row in batch]

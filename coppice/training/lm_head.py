@@ -1,4 +1,4 @@
-"""Training a draft head of kind `lm`: a small causal LM that is taught by the target on the target's own words."""
+"""Training a draft head of kind `lm`: a small causal LM that learns the target's distributions on its own answers."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaForCausalLM
 
 from coppice.heads.checkpoints import read_output, read_target
-from coppice.training.data.target_answers import Lessons
+from coppice.training.data.target_answers import TargetAnswers
 from coppice.training.losses.chunked import soft_target_loss
 from coppice.training.progress import Progress
 from coppice.training.schedule import Schedule
@@ -21,14 +21,14 @@ LM_RATES = Rates(muon=0.02, adam=4e-3, eval_tokens=50_000)
 
 
 def lm_schedule(tokens: int) -> Schedule:
-    """A short run in small steps."""
+    """Return a short run in small steps."""
     return Schedule(tokens=tokens, warmup=20_000, batch=2048, length=128, long_length=256)
 
 
 def build_student(config: Any, embedding: Tensor, shape: Shape, seed: int = 0) -> LlamaForCausalLM:
-    """A small Llama over the vocabulary of a target, whose embeddings start as the main components of the target's.
+    """Make a small Llama over a target's vocabulary, whose embeddings start as the main components of the target's.
 
-    config: the target's.
+    `config` and `embedding` are the target's.
     """
     vocab, positions = len(embedding), config.max_position_embeddings
     student = build_model(shape.model_copy(update={"vocab": vocab, "positions": positions}), seed)
@@ -41,19 +41,19 @@ def build_student(config: Any, embedding: Tensor, shape: Shape, seed: int = 0) -
     return student
 
 
-def distillation_loss(lessons: Lessons, output: Tensor) -> LossFunction:
-    """The student's loss against what the target, whose output layer is `output`, believes at every position."""
+def distillation_loss(answers: TargetAnswers, output: Tensor) -> LossFunction:
+    """Return the student's loss against the distributions of a target, whose output layer is `output`."""
 
     def loss(student: Any, inputs: Tensor, _labels: Tensor) -> Tensor:
-        lesson = lessons.read(inputs)
-        hidden = student.model(input_ids=lesson.ids, use_cache=False).last_hidden_state.flatten(0, 1)
-        return soft_target_loss(hidden, student.lm_head.weight, lesson.final.flatten(0, 1), output)
+        answer = answers.read(inputs)
+        hidden = student.model(input_ids=answer.ids, use_cache=False).last_hidden_state.flatten(0, 1)
+        return soft_target_loss(hidden, student.lm_head.weight, answer.final.flatten(0, 1), output)
 
     return loss
 
 
 def train_lm(
-    lessons: Lessons,
+    answers: TargetAnswers,
     target: Path,
     work: Path,
     schedule: Schedule,
@@ -70,8 +70,8 @@ def train_lm(
     student: Any = build_student(config, read_target(target).embedding, shape, seed)
     student.to(device)
     student.config.save_pretrained(work)
-    loss = distillation_loss(lessons, read_output(target).float().to(device))
-    trainer = Trainer(student, loss, lessons.domains(), schedule, work, rates, seed, num_workers)
+    loss = distillation_loss(answers, read_output(target).float().to(device))
+    trainer = Trainer(student, loss, answers.domains(), schedule, work, rates, seed, num_workers)
     if resume:
         trainer.resume()
     return trainer.train(Progress("lm"))

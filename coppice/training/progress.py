@@ -7,16 +7,11 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
 
-def say(title: str, text: str) -> None:
-    """One plain, timestamped line."""
-    print(f"{time.strftime('%H:%M:%S')} {title}: {text}", flush=True)
-
-
 class Progress:
     """Reports steps (smoothed loss and tokens/s) and evaluations."""
 
     def __init__(self, title: str, console: Console | None = None, seconds: float = 20.0) -> None:
-        """`seconds`: how often a line is printed where there is no terminal."""
+        """Where there is no terminal, a line is printed every so many `seconds`."""
         self.title, self.seconds = title, seconds
         self.console = console or Console()
         self._bar: RichProgress | None = None
@@ -33,7 +28,7 @@ class Progress:
             self._bar.start()
 
     def step(self, step: int, tokens: int, loss: float, tokens_per_s: float) -> None:
-        """One optimiser step is done; `tokens` seen so far."""
+        """Report that an optimiser step is done; `tokens` have been seen so far."""
         keep = 0.95 if self._loss else 0.0
         self._loss = keep * self._loss + (1 - keep) * loss
         self._speed = keep * self._speed + (1 - keep) * tokens_per_s
@@ -45,7 +40,7 @@ class Progress:
             self._line(f"step {step}  {facts}")
 
     def evaluation(self, tokens: int, mean: float, held_out: dict[str, float]) -> None:
-        """A held-out measurement: the weighted mean and each domain, in nats a token."""
+        """Report a held-out measurement: the weighted mean and each domain, in nats a token."""
         parts = "  ".join(f"{name} {loss:.3f}" for name, loss in held_out.items())
         self._line(f"held out after {tokens:,} tokens: {mean:.3f} ({parts})")
 
@@ -59,4 +54,4 @@ class Progress:
         if self.console.is_terminal:
             self.console.print(text)
         else:
-            say(self.title, text)
+            print(f"{time.strftime('%H:%M:%S')} {self.title}: {text}", flush=True)

@@ -26,14 +26,14 @@ class Schedule(BaseModel):
     small_until: int = 1_500_000
 
     def rate(self, seen: int) -> float:
-        """The factor on every learning rate after `seen` tokens."""
+        """Return the factor on every learning rate after `seen` tokens."""
         risen = (seen + self.batch) / self.warmup
         if self.cosine:
             return max(0.0, min(risen, 0.5 + 0.5 * math.cos(math.pi * min(1.0, seen / self.tokens))))
         return max(0.0, min(1.0, (self.tokens - seen) / (self.tokens * self.decay), risen))
 
     def shape(self, seen: int) -> tuple[int, int]:
-        """(rows, length) of the step after `seen` tokens."""
+        """Return (rows, length) of the step after `seen` tokens."""
         length = self.long_length if seen >= self.tokens * (1 - self.long_share) else self.length
         batch = self.small_batch if seen < self.small_until else self.batch
         return max(1, batch // length), length

@@ -23,7 +23,7 @@ TOKENIZER_CHARACTERS = 6_000_000
 
 
 class Shape(BaseModel):
-    """A Llama's sizes. The defaults are the demo target: deep and narrow, a dear forward of few weights."""
+    """A Llama's sizes. The defaults are the demo target: deep and narrow, so that few weights make a costly forward."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -38,7 +38,7 @@ class Shape(BaseModel):
 
 
 def build_model(shape: Shape, seed: int = 0) -> LlamaForCausalLM:
-    """A fresh Llama model in float32 whose blocks start as the identity (zero output projections)."""
+    """Make a fresh Llama model in float32 whose blocks start as the identity (zero output projections)."""
     config = LlamaConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
@@ -67,7 +67,7 @@ def build_model(shape: Shape, seed: int = 0) -> LlamaForCausalLM:
 
 
 def language_model_loss(model: Any, inputs: Tensor, labels: Tensor) -> Tensor:
-    """The next-token loss of a tied causal LM; inputs and labels (B, T)."""
+    """Return the next-token loss of a tied causal LM; inputs and labels are (B, T)."""
     hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
     return next_token_loss(hidden.flatten(0, 1), model.lm_head.weight, labels.flatten())
 
@@ -86,7 +86,7 @@ def prepare_data(lines: list[str], folder: Path, shape: Shape) -> list[Packed]:
 
 
 def _tokenizer_text(corpus: Corpus) -> list[str]:
-    """Documents of about TOKENIZER_CHARACTERS in all, so that no domain's size decides the vocabulary."""
+    """Take documents of about TOKENIZER_CHARACTERS in all, so that no domain's size decides the vocabulary."""
     total = sum(len(text) for text in corpus.train)
     stride = max(1, round(total / TOKENIZER_CHARACTERS))
     return corpus.train[::stride]
@@ -100,7 +100,6 @@ def train_target(
     shape: Shape | None = None,
     rates: Rates | None = None,
     resume: bool = False,
-    compiled: bool = False,
     device: str = "cpu",
     num_workers: int = 1,
     seed: int = 0,
@@ -111,8 +110,7 @@ def train_target(
     model: Any = build_model(shape, seed)
     model.to(device)
     model.config.save_pretrained(work)
-    loss = torch.compile(language_model_loss, dynamic=False) if compiled else language_model_loss
-    trainer = Trainer(model, loss, domains, schedule, work, rates, seed, num_workers)
+    trainer = Trainer(model, language_model_loss, domains, schedule, work, rates, seed, num_workers)
     if resume:
         trainer.resume()
     return trainer.train(Progress("target"))

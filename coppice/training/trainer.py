@@ -11,15 +11,17 @@ from types import FrameType
 
 import torch
 
-from coppice.training.checkpoint import Named, checkpoints, load_checkpoint, save_checkpoint, save_weights
+from coppice.training.checkpoint import Named, load_checkpoint, save_checkpoint, save_weights
 from coppice.training.data.packing import Packed, Reader, check_held_out, held_out_rows
-from coppice.training.muon import Muon
 from coppice.training.progress import Progress
+from coppice.training.run_folder import checkpoints
 from coppice.training.schedule import Schedule
 from coppice.training.workers import LossFunction, Workers
 
 OUTSIDE = re.compile(r"embed|lm_head|position_queries|mask_tokens|rank_head")
 """matrices that read or write tokens, slots or buckets"""
+MUON_STEPS = 4
+"""Newton-Schulz iterations; a fifth made no run better"""
 
 
 @dataclass
@@ -54,17 +56,17 @@ class Rates:
     micro_tokens: int = 512
 
 
-def make_optimisers(model: torch.nn.Module, rates: Rates, workers: Workers) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside, AdamW for embeddings, output layers and norms."""
-    if not rates.muon:
-        return [torch.optim.AdamW(model.parameters(), lr=rates.adam, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and not OUTSIDE.search(name)]
+def make_optimisers(model: torch.nn.Module, rates: Rates) -> list[torch.optim.Optimizer]:
+    """Give the matrices inside to Muon; embeddings, the output layer and norms go to AdamW."""
+    named = dict(model.named_parameters())
+    matrices = [p for name, p in named.items() if rates.muon and p.ndim == 2 and not OUTSIDE.search(name)]
     chosen = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in chosen]
-    return [
-        Muon(matrices, lr=rates.muon, weight_decay=rates.weight_decay, run=workers.map),
-        torch.optim.AdamW(others, lr=rates.adam, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-    ]
+    others = [p for p in named.values() if id(p) not in chosen]
+    adamw = torch.optim.AdamW(others, lr=rates.adam, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    if not matrices:
+        return [adamw]
+    muon = torch.optim.Muon(matrices, lr=rates.muon, weight_decay=rates.weight_decay, ns_steps=MUON_STEPS)
+    return [muon, adamw]
 
 
 class Trainer:
@@ -84,8 +86,8 @@ class Trainer:
         measure: Callable[[], dict[str, float]] | None = None,
         best_by: str = "",
     ) -> None:
-        """`judge`: the held-out loss, when the trained one does not compare over time. `measure`: further figures of
-        an evaluation. `best_by`: which of them the best weights have the highest of; empty: the lowest held-out loss.
+        """`judge` is the held-out loss, where the trained one does not compare over time. `measure` gives further
+        figures of an evaluation. The best weights have the highest `best_by` of these, or the lowest held-out loss.
 
         Raises DataError when nothing is held out.
         """
@@ -93,11 +95,8 @@ class Trainer:
         self.judge, self.measure, self.best_by = judge, measure or dict, best_by
         self.model, self.domains, self.schedule = model, domains, schedule
         self.folder, self.rates = folder, rates or Rates()
-        self.named: Named = dict(model.named_parameters())
-        self.device = next(model.parameters()).device
         self.workers = Workers(model, loss, num_workers, self.rates.micro_tokens)
-        self.optimisers = make_optimisers(model, self.rates, self.workers)
-        self.peaks = [group["lr"] for opt in self.optimisers for group in opt.param_groups]
+        self.optimisers = make_optimisers(model, self.rates)
         self.counters = Counters()
         self.reader = Reader(domains, seed, max(schedule.length, schedule.long_length))
         self.stopping = False
@@ -109,6 +108,16 @@ class Trainer:
         return self.folder / "best.safetensors"
 
     @property
+    def named(self) -> Named:
+        """The model's parameters by name."""
+        return dict(self.model.named_parameters())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    @property
     def _stale(self) -> bool:
         """The last `patience_tokens` made nothing better."""
         best = self.counters.best_tokens
@@ -116,10 +125,10 @@ class Trainer:
 
     def resume(self) -> bool:
         """Load the newest checkpoint, if any; the data goes on at the next unread row."""
-        found = checkpoints(self.folder / "checkpoints")
-        if not found:
+        saved = checkpoints(self.folder / "checkpoints")
+        if not saved:
             return False
-        self.counters = Counters(**load_checkpoint(found[-1], self.named, self.optimisers))
+        self.counters = Counters(**load_checkpoint(saved[-1], self.named, self.optimisers))
         self.reader.drawn.update(self.counters.drawn)
         return True
 
@@ -160,7 +169,7 @@ class Trainer:
         return not self.stopping
 
     def held_out_loss(self, rows: int) -> dict[str, float]:
-        """Mean held-out loss in nats a token, per domain that has held-out text."""
+        """Return the mean held-out loss in nats a token of each domain that has held-out text."""
         losses = {}
         for domain in self.domains:
             batch = held_out_rows(domain, rows, self.schedule.length)
@@ -174,9 +183,8 @@ class Trainer:
         if batch is None:
             return None
         rate = self.schedule.rate(self.counters.tokens)
-        groups = [group for opt in self.optimisers for group in opt.param_groups]
-        for group, peak in zip(groups, self.peaks, strict=True):
-            group["lr"] = peak * rate
+        for group in (group for optimiser in self.optimisers for group in optimiser.param_groups):
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * rate
         loss = self.workers.backward(torch.from_numpy(batch).to(self.device))
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.rates.clip, foreach=True)
         for optimiser in self.optimisers:

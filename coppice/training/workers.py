@@ -6,7 +6,7 @@ worker two runs agree to rounding, not to the bit.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from queue import Empty, SimpleQueue
@@ -22,7 +22,7 @@ LossFunction = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 def share_weights(model: nn.Module) -> nn.Module:
-    """A replica with gradients of its own over the same weight storage."""
+    """Return a replica with gradients of its own over the same weight storage."""
     replica = copy.deepcopy(model)
     for mine, theirs in zip(replica.parameters(), model.parameters(), strict=True):
         mine.data = theirs.data
@@ -31,7 +31,7 @@ def share_weights(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def one_core_each(num_workers: int) -> Iterator[ThreadPoolExecutor]:
-    """A pool of threads in which torch uses one core a thread (a single worker keeps all of torch's)."""
+    """Give a pool of threads in which torch uses one core a thread (a single worker keeps all of torch's)."""
     before = torch.get_num_threads()
     if num_workers > 1:
         torch.set_num_threads(1)
@@ -43,25 +43,21 @@ def one_core_each(num_workers: int) -> Iterator[ThreadPoolExecutor]:
 
 
 class Workers:
-    """`num_workers` threads that share out the rows of a batch and other independent jobs."""
+    """`num_workers` threads that share out the rows of a batch."""
 
     def __init__(self, model: nn.Module, loss: LossFunction, num_workers: int, micro_tokens: int) -> None:
-        """`micro_tokens`: tokens of one part; about 512 keeps a part's activations in the caches."""
+        """A part has `micro_tokens` tokens; about 512 keep its activations in the caches."""
         self.loss, self.micro_tokens = loss, micro_tokens
         self.replicas = [model] + [share_weights(model) for _ in range(num_workers - 1)]
         self._exit = ExitStack()
-        self.pool = self._exit.enter_context(one_core_each(num_workers))
+        self._pool = self._exit.enter_context(one_core_each(num_workers))
 
     def close(self) -> None:
         """End the threads and give torch its own back."""
         self._exit.close()
 
-    def map(self, function: Callable[[Any], Any], jobs: Iterable[Any]) -> list[Any]:
-        """Run independent jobs, in any order; results in the jobs' order."""
-        return list(self.pool.map(function, jobs))
-
     def backward(self, ids: Tensor) -> float:
-        """Add the gradients of the mean loss of `ids` (B, T + 1) to the model's; returns that loss in nats."""
+        """Add the gradients of the mean loss of `ids` (B, T + 1) to the model's and return that loss in nats."""
 
         def job(model: nn.Module, part: Tensor) -> float:
             with autocast(part.device):
@@ -78,7 +74,7 @@ class Workers:
         return total
 
     def mean_loss(self, ids: Tensor, loss: LossFunction | None = None) -> float:
-        """The mean loss of `ids` (B, T + 1) in nats, without gradients; by default the one that is trained."""
+        """Return the mean loss of `ids` (B, T + 1) in nats, without gradients; by default the one that is trained."""
         judge = loss or self.loss
 
         def job(model: nn.Module, part: Tensor) -> float:
@@ -88,7 +84,7 @@ class Workers:
         return self._share_out(job, ids)
 
     def _share_out(self, job: Callable[[nn.Module, Tensor], float], ids: Tensor) -> float:
-        """The sum of `job` over parts of `ids`, each replica taking the next part when it is free."""
+        """Return the sum of `job` over parts of `ids`; each replica takes the next part when it is free."""
         parts: SimpleQueue[Tensor] = SimpleQueue()
         rows = max(1, self.micro_tokens // (ids.shape[1] - 1))
         for part in torch.split(ids, rows):
@@ -103,4 +99,4 @@ class Workers:
                     return total
                 total += job(replica, part)
 
-        return float(sum(self.map(work, self.replicas)))
+        return float(sum(self._pool.map(work, self.replicas)))

@@ -1,4 +1,4 @@
-"""Samples as texts to learn from: what the losses of training read, made of what a drafter saw."""
+"""Samples as target answers: what the losses of training read, made of what a drafter saw."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coppice.adaptation.records import Sample
-from coppice.training.data.target_answers import Lesson
+from coppice.training.data.target_answers import Answer
 from coppice.training.data.teacher import Read
 
 NOTHING = -1
@@ -80,18 +80,18 @@ class Windows:
 
     @property
     def read(self) -> Read:
-        """The reader of lessons."""
+        """The reader of answers."""
         return self._read
 
-    def _read(self, positions: Tensor) -> Lesson:
-        """Read texts; `final` holds the taught log-probabilities themselves, of the token behind each position."""
+    def _read(self, positions: Tensor) -> Answer:
+        """`final` is the taught log-probabilities themselves, of the token behind each position."""
         texts = positions[:, 0] // self.ids.shape[1]
         ids = self.ids[texts]
         final = self.vocabulary.certain(self.draft_number[ids.roll(-1, dims=1)])
         for row, number in enumerate(texts.tolist()):
             sample = self.samples[number]
             final[row, len(sample.tokens) - 2] = self.vocabulary.log_probs(sample)
-        return Lesson(ids, self.features[texts], final)
+        return Answer(ids, self.features[texts], final)
 
     def draft_log_probs(self, final: Tensor) -> Tensor:
         """Return `final` as `_read` made it."""

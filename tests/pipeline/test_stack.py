@@ -244,7 +244,7 @@ def test_a_process_that_ignores_sigterm_is_killed_and_named(target: Path, monkey
 UP = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
-from coppice import launch
+from coppice.stack import launch
 launch.MODULES.update({role: "tests.fake_service" for role in launch.MODULES})
 from coppice.cli import main
 main()

@@ -23,7 +23,7 @@ from coppice.config.settings import Settings
 from coppice.heads.checkpoints import read_output
 from coppice.heads.specblock import SpecBlockHead
 from coppice.prompts.files import demo_prompts
-from coppice.training.data.target_answers import Lesson
+from coppice.training.data.target_answers import Answer
 from coppice.training.data.tokenizer import load_tokenizer
 from coppice.training.losses.feature_losses import Anchor, Targets, divergence
 from coppice.weights.versions import Weights
@@ -451,7 +451,7 @@ def test_a_damaged_version_is_passed_over_for_the_good_one_and_then_for_the_depl
 # --- a real head ---
 
 
-def window_samples(texts: Sequence[tuple[Lesson, int]], width: int, stride: int, output: Tensor) -> list[Sample]:
+def window_samples(texts: Sequence[tuple[Answer, int]], width: int, stride: int, output: Tensor) -> list[Sample]:
     """Full samples of at most `width` positions behind every `stride`-th token of the answers.
 
     They are what a drafter would send that missed there; output: (V, H), the target's output matrix.

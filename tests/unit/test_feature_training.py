@@ -16,12 +16,12 @@ from coppice.heads.base import DraftJob
 from coppice.heads.checkpoints import load_eagle3, load_specblock, read_output, read_target
 from coppice.speculation.sampling import SamplingParams
 from coppice.training.data.corpora import DataError, is_held_out
-from coppice.training.data.target_answers import Lesson, LessonPlan, record_lessons
+from coppice.training.data.target_answers import Answer, AnswerPlan, record_answers
 from coppice.training.data.teacher import Teacher
 from coppice.training.feature_heads import build_student, draft_vocabulary, head_config, head_loss
 from coppice.training.losses.acceptance import measure
 from coppice.training.losses.block_masks import groups_visible, visible
-from coppice.training.losses.feature_losses import Eagle3Loss, Said, SpecBlockLoss, Student, Targets, bucket_of
+from coppice.training.losses.feature_losses import Eagle3Loss, SlotOutput, SpecBlockLoss, Student, Targets, bucket_of
 from coppice.training.losses.parallel import slot_states
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import HIDDEN, SLOW, VOCAB, SlowEagle3, SlowMedusa, Text, save_random
@@ -60,7 +60,7 @@ def test_a_mask_token_sees_its_own_group_and_the_prefix() -> None:
 
 def test_later_blocks_of_some_rows_are_those_of_all(target: Path, tmp_path: Path) -> None:
     loaded = load_specblock(save_random(tmp_path, "specblock"), target)
-    teacher, ids = lesson(target, loaded.model)
+    teacher, ids = answer(target, loaded.model)
     student = Student(loaded.model, loaded.embedding)
     states: list[torch.Tensor] = []
     loaded.model.register_forward_hook(lambda module, args, out: states.append(out.detach()))
@@ -78,15 +78,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=8, hidden=HIDDEN, tokenizer=False)
 
 
-def lesson(folder: Path, head: torch.nn.Module) -> tuple[Teacher, torch.Tensor]:
+def answer(folder: Path, head: torch.nn.Module) -> tuple[Teacher, torch.Tensor]:
     """A teacher whose positions are ids, read by Hugging Face's own forward."""
     model = LlamaForCausalLM.from_pretrained(folder).eval()
     layers = read_target(folder).feature_layers
 
     @torch.no_grad()
-    def read(ids: torch.Tensor) -> Lesson:
+    def read(ids: torch.Tensor) -> Answer:
         out = model.model(input_ids=ids, output_hidden_states=True)
-        return Lesson(ids, torch.cat([out.hidden_states[n] for n in layers], dim=-1), out.last_hidden_state)
+        return Answer(ids, torch.cat([out.hidden_states[n] for n in layers], dim=-1), out.last_hidden_state)
 
     draft_ids = torch.arange(head.config.draft_vocab_size) + head.d2t
     ids = torch.randint(VOCAB, (2, 20), generator=torch.Generator().manual_seed(3))
@@ -99,7 +99,7 @@ def test_training_computes_the_states_that_serving_does(kind: str, target: Path,
     folder = save_random(tmp_path, kind, block_rope_advance=True)
     settings = DrafterSettings(kind=kind, path=str(folder), target=str(target)).of_kind()  # type: ignore[arg-type]
     slow = SLOW[kind](folder, target, settings)
-    teacher, ids = lesson(target, slow.model)
+    teacher, ids = answer(target, slow.model)
     states: list[torch.Tensor] = []
     slow.model.register_forward_hook(lambda module, args, out: states.append(out.detach()))
     student = Student(slow.model, slow.embedding)
@@ -137,8 +137,8 @@ def test_a_head_learns_a_text_that_repeats(kind: str, target: Path) -> None:
     codes = torch.randn(VOCAB, 3 * HIDDEN, generator=torch.Generator().manual_seed(1))
     strong = torch.nn.functional.normalize(output, dim=-1)
 
-    def read(ids: torch.Tensor) -> Lesson:
-        return Lesson(ids, codes[ids], 20 * strong[(ids + 1) % 16])
+    def read(ids: torch.Tensor) -> Answer:
+        return Answer(ids, codes[ids], 20 * strong[(ids + 1) % 16])
 
     teacher = Teacher(read, strong, torch.arange(VOCAB))
     config = head_config(kind, AutoConfig.from_pretrained(target), parts, VOCAB)
@@ -160,7 +160,7 @@ def test_a_head_learns_a_text_that_repeats(kind: str, target: Path) -> None:
 
 def test_targets_are_the_tokens_behind(target: Path, tmp_path: Path) -> None:
     loaded = load_specblock(save_random(tmp_path, "specblock"), target)
-    teacher, ids = lesson(target, loaded.model)
+    teacher, ids = answer(target, loaded.model)
     targets = Targets.of(teacher.read(ids), teacher)
     logits = LlamaForCausalLM.from_pretrained(target)(input_ids=ids).logits[..., teacher.draft_ids].log_softmax(-1)
     for offset in range(3):
@@ -176,26 +176,26 @@ def test_targets_are_the_tokens_behind(target: Path, tmp_path: Path) -> None:
 
 def test_the_valid_prefix_mask_admits_only_what_was_right_so_far(target: Path, tmp_path: Path) -> None:
     loaded = load_specblock(save_random(tmp_path, "specblock"), target)
-    teacher, ids = lesson(target, loaded.model)
+    teacher, ids = answer(target, loaded.model)
     student = Student(loaded.model, loaded.embedding)
     seen: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def heard(said: Said) -> None:
-        seen[said.block, said.slot] = (len(said.gold), int((said.logits.argmax(-1) == said.gold).sum()))
+    def observe(output: SlotOutput) -> None:
+        seen[output.block, output.slot] = (len(output.gold), int((output.logits.argmax(-1) == output.gold).sum()))
 
-    SpecBlockLoss(teacher, heard=heard)(student, ids, ids)
+    SpecBlockLoss(teacher, observe=observe)(student, ids, ids)
     for (block, slot), (count, _) in seen.items():
         if slot:
             assert count <= seen[block, slot - 1][1]
     masked = dict(seen)
-    SpecBlockLoss(teacher, valid_prefix=False, heard=heard)(student, ids, ids)
+    SpecBlockLoss(teacher, valid_prefix=False, observe=observe)(student, ids, ids)
     assert seen[0, 0] == masked[0, 0]
     assert seen[0, 3][0] > masked[0, 3][0]
 
 
 def test_gradients_reach_what_they_should(target: Path, tmp_path: Path) -> None:
     loaded = load_specblock(save_random(tmp_path, "specblock"), target)
-    teacher, ids = lesson(target, loaded.model)
+    teacher, ids = answer(target, loaded.model)
     student = Student(loaded.model, loaded.embedding)
     SpecBlockLoss(teacher)(student, ids, ids).backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in student.parameters())
@@ -220,19 +220,19 @@ def test_buckets_are_those_of_the_paper() -> None:
     assert bucket_of(logits, torch.arange(20)).tolist() == [0, 1, 1, 1, *[2] * 6, *[3] * 10]
 
 
-def test_lessons_are_what_the_target_says_and_sees(tmp_path: Path) -> None:
+def test_answers_are_what_the_target_says_and_sees(tmp_path: Path) -> None:
     """Recorded ids, features and states against Hugging Face's own forward; recording goes on where it stopped."""
     folder = make_target(tmp_path / "target", layers=8, hidden=HIDDEN)
     text = tmp_path / "words.txt"
     words = ["the cat saw one red bird", "a dog ran", "two birds sang to the cat and the dog all day long"]
     text.write_text("<|endoftext|>".join(f"{word} {n}" for n in range(80) for word in words), encoding="utf-8")
-    lines, plan = [f"words={text}"], LessonPlan(tokens=512, length=128, sessions=2, held_out_sessions=1)
-    lessons = record_lessons(lines, folder, tmp_path / "lessons", plan)
-    (domain,) = lessons.domains()
+    lines, plan = [f"words={text}"], AnswerPlan(tokens=512, length=128, sessions=2, held_out_sessions=1)
+    answers = record_answers(lines, folder, tmp_path / "lessons", plan)
+    (domain,) = answers.domains()
     assert (len(domain.train), len(domain.held_out)) == (512, 4 * 128)
     model = LlamaForCausalLM.from_pretrained(folder)
     positions = torch.from_numpy(np.stack([domain.train[:128], domain.train[256:384]]))
-    read = lessons.read(positions)
+    read = answers.read(positions)
     out = model.model(input_ids=read.ids, output_hidden_states=True)
     layers = read_target(folder).feature_layers
     wanted = torch.cat([out.hidden_states[n] for n in layers], dim=-1)
@@ -242,16 +242,16 @@ def test_lessons_are_what_the_target_says_and_sees(tmp_path: Path) -> None:
     said = model(read.ids).logits[1].argmax(-1)  # the second shard is greedy
     assert torch.equal(said[96 : end - 1], read.ids[1, 97:end])
     assert end > 97
-    assert torch.equal(lessons.ids()[:128], read.ids[0])
+    assert torch.equal(answers.ids()[:128], read.ids[0])
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "lessons").glob("*.safetensors")}
-    more = record_lessons(lines, folder, tmp_path / "lessons", replace(plan, tokens=768))
+    more = record_answers(lines, folder, tmp_path / "lessons", replace(plan, tokens=768))
     assert len(more.domains()[0].train) == 768
     after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "lessons").glob("*.safetensors")}
     assert before.items() < after.items()
-    with pytest.raises(DataError, match="holds lessons made from"):
-        record_lessons(lines, folder, tmp_path / "lessons", replace(plan, seed=1))
-    assert sorted(draft_vocabulary(lessons, 300, 5).tolist()) == sorted(
-        torch.bincount(lessons.ids(), minlength=300).argsort(descending=True, stable=True)[:5].tolist()
+    with pytest.raises(DataError, match="holds target answers made from"):
+        record_answers(lines, folder, tmp_path / "lessons", replace(plan, seed=1))
+    assert sorted(draft_vocabulary(answers, 300, 5).tolist()) == sorted(
+        torch.bincount(answers.ids(), minlength=300).argsort(descending=True, stable=True)[:5].tolist()
     )
 
 
@@ -259,5 +259,5 @@ def test_documents_too_few_to_hold_one_out_are_an_error_before_anything_is_recor
     folder, text = make_target(tmp_path / "target", layers=8, hidden=HIDDEN), tmp_path / "few.txt"
     text.write_text(next(words for words in ("one two", "three four") if not is_held_out(words)))
     with pytest.raises(DataError, match=r"--data: too few documents.*only 0 of words .tokens; 193 of one"):
-        record_lessons([f"words={text}"], folder, tmp_path / "lessons", LessonPlan(tokens=512))
+        record_answers([f"words={text}"], folder, tmp_path / "lessons", AnswerPlan(tokens=512))
     assert not list((tmp_path / "lessons").glob("*.safetensors"))

@@ -24,9 +24,9 @@ from coppice.heads.specblock import SpecBlockHead
 from coppice.messages.steps import Advance, OpenDraft
 from coppice.speculation.tree import DraftTree
 from coppice.training import feature_heads
-from coppice.training.checkpoint import checkpoints
 from coppice.training.cli import app as train
-from coppice.training.data.target_answers import Lesson, LessonPlan, record_lessons
+from coppice.training.data.target_answers import Answer, AnswerPlan, record_answers
+from coppice.training.run_folder import checkpoints
 from tests.tiny import make_target
 
 WORDS = ["the cat saw one red bird", "a dog ran", "two birds sang to the cat and the dog all day long"]
@@ -123,16 +123,16 @@ def test_a_finished_run_goes_on_when_more_tokens_are_asked_for(place: Path) -> N
     assert ((folder / "model.safetensors").read_bytes() != before) is better
 
 
-def test_the_draft_vocabulary_stays_when_a_resumed_run_has_more_lessons(place: Path, tmp_path: Path) -> None:
+def test_the_draft_vocabulary_stays_when_a_resumed_run_has_more_answers(place: Path, tmp_path: Path) -> None:
     target, work, vocabularies = place / "target", tmp_path / "run", []
     schedule = feature_heads.head_schedule(512).model_copy(update={"length": 32, "long_length": 32, "small_batch": 64})
     for tokens in (128, 1024):
-        plan = LessonPlan(tokens, length=64, sessions=2, held_out_sessions=1)
-        lessons = record_lessons([f"words={place}/words.txt"], target, tmp_path / "lessons", plan)
+        plan = AnswerPlan(tokens, length=64, sessions=2, held_out_sessions=1)
+        answers = record_answers([f"words={place}/words.txt"], target, tmp_path / "lessons", plan)
         again = schedule.model_copy(update={"tokens": tokens})
-        assert feature_heads.train_feature_head("eagle3", lessons, target, work, again, draft_vocab=40, resume=True)
+        assert feature_heads.train_feature_head("eagle3", answers, target, work, again, draft_vocab=40, resume=True)
         vocabularies.append(json.loads((work / "head.json").read_text())["draft_ids"])
-        fresh = feature_heads.draft_vocabulary(lessons, 300, 40).tolist()
+        fresh = feature_heads.draft_vocabulary(answers, 300, 40).tolist()
     assert vocabularies[0] == vocabularies[1] != fresh
 
 
@@ -229,7 +229,7 @@ class Knowing:
 
 @pytest.mark.parametrize(("right", "budget", "steps"), [(0, 8, 20), (3, 8, 5), (3, 4, 7)])
 def test_a_replay_commits_what_the_text_follows(right: int, budget: int, steps: int) -> None:
-    text = Lesson(torch.arange(100, 125), torch.zeros(25, 6), torch.zeros(25, 2))
+    text = Answer(torch.arange(100, 125), torch.zeros(25, 6), torch.zeros(25, 2))
     found = replay(Knowing(text.ids.tolist(), right), text, 4, budget)  # type: ignore[arg-type]
     assert found.tokens == 20
     assert found.steps == steps

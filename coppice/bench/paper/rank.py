@@ -17,7 +17,7 @@ from coppice.heads.feature_head import target_ids
 from coppice.heads.specblock import SpecBlockHead
 from coppice.prompts.files import demo_prompts, read_prompts
 from coppice.stack.spec import StackSpec
-from coppice.training.data.target_answers import Answerer, Lesson, as_positions
+from coppice.training.data.target_answers import Answer, Answerer, as_positions
 from coppice.training.data.teacher import Teacher
 from coppice.training.losses.acceptance import Acceptance, measure
 from coppice.training.losses.feature_losses import SpecBlockLoss, Student
@@ -52,7 +52,7 @@ def rank(spec: StackSpec, options: Options, report: Report, say: Callable[[str],
     add_trees(report, f"trees of at most {options.budget} nodes along the target's greedy answers", gains)
 
 
-def answers(target: Path, prompts: Sequence[Sequence[int]], new_tokens: int, dtype: str) -> list[tuple[Lesson, int]]:
+def answers(target: Path, prompts: Sequence[Sequence[int]], new_tokens: int, dtype: str) -> list[tuple[Answer, int]]:
     """The target's greedy answers with its hidden states, and the length of each one's prompt."""
     lengths = [len(prompt) + new_tokens for prompt in prompts]
     engine = load_engine(target, dtype=dtype, kv_tokens=sum(lengths) + 32 * len(lengths))
@@ -60,7 +60,7 @@ def answers(target: Path, prompts: Sequence[Sequence[int]], new_tokens: int, dty
     return list(zip(texts, map(len, prompts), strict=True))
 
 
-def accepted_along(folder: Path, target: Path, texts: Sequence[Lesson]) -> Acceptance:
+def accepted_along(folder: Path, target: Path, texts: Sequence[Answer]) -> Acceptance:
     """How often a SpecBlock head is right along whole texts, prompts included."""
     loaded = load_specblock(folder, target)
     read, positions = as_positions(texts)
@@ -69,7 +69,7 @@ def accepted_along(folder: Path, target: Path, texts: Sequence[Lesson]) -> Accep
 
 
 def tree_gains(
-    folder: Path, target: Path, texts: Sequence[tuple[Lesson, int]], budget: int, threads: int = 0
+    folder: Path, target: Path, texts: Sequence[tuple[Answer, int]], budget: int, threads: int = 0
 ) -> dict[str, Replay]:
     """Each kind of tree along the same texts at the same budget of nodes."""
     gains = {}

@@ -17,7 +17,7 @@ from coppice.heads.feature_head import FeatureHead
 from coppice.messages.steps import Advance, Features, OpenDraft
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree, dedup, extend, prune
-from coppice.training.data.target_answers import Lesson
+from coppice.training.data.target_answers import Answer
 
 KEY = 0
 
@@ -39,12 +39,12 @@ class Replay:
         return Replay(self.steps + other.steps, self.tokens + other.tokens, self.nodes + other.nodes)
 
 
-def replay_all(head: FeatureHead[Any], texts: Sequence[tuple[Lesson, int]], budget: int) -> Replay:
+def replay_all(head: FeatureHead[Any], texts: Sequence[tuple[Answer, int]], budget: int) -> Replay:
     """Every (text, tokens of its prompt), one after the other."""
     return sum((replay(head, text, prompt, budget) for text, prompt in texts), Replay())
 
 
-def replay(head: FeatureHead[Any], text: Lesson, prompt: int, budget: int) -> Replay:
+def replay(head: FeatureHead[Any], text: Answer, prompt: int, budget: int) -> Replay:
     """Draft with at most `budget` nodes a step along a (T,) text whose first `prompt` tokens are given."""
     ids: list[int] = text.ids.tolist()
     steps = tokens = nodes = 0
@@ -64,7 +64,7 @@ def replay(head: FeatureHead[Any], text: Lesson, prompt: int, budget: int) -> Re
     return Replay(steps, tokens, nodes)
 
 
-def _rows(text: Lesson, start: int, end: int) -> Features:
+def _rows(text: Answer, start: int, end: int) -> Features:
     rows = text.features[start:end].float().contiguous()
     return Features(start, end - start, "float32", rows.numpy().tobytes())
 

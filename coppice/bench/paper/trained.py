@@ -21,12 +21,17 @@ from coppice.heads.checkpoints import WEIGHTS
 from coppice.machine import usable_cores
 from coppice.stack.spec import StackSpec
 from coppice.training import feature_heads
-from coppice.training.cli import LESSONS_SHARE, work_folder
-from coppice.training.data.target_answers import LessonPlan, Lessons, record_lessons, recorded_lines
+from coppice.training.data.target_answers import (
+    ANSWERS_SHARE,
+    AnswerPlan,
+    TargetAnswers,
+    record_answers,
+    recorded_lines,
+)
 from coppice.training.dtype import fast_dtype
-from coppice.training.export import read_run, write_run
 from coppice.training.losses.acceptance import Acceptance
 from coppice.training.report import REPORT
+from coppice.training.run_folder import read_run, work_folder, write_run
 
 FULL, NO_SHIFT = "full", "no-layer-shift"
 UNMASKED, UNMASKED_NO_SHIFT = "no-valid-prefix", "no-valid-prefix-no-layer-shift"
@@ -62,22 +67,22 @@ BASELINES = tuple(kind for kind in FEATURE_KINDS if kind not in ADAPTED_KINDS)
 
 @dataclass(frozen=True)
 class HeadCache:
-    """Heads trained alike into a folder: the same lessons in the same order, and none trained twice."""
+    """Heads trained alike into a folder: the same answers in the same order, and none trained twice."""
 
     lines: list[str]
     target: Path
     folder: Path
     tokens: int
-    lessons: Lessons
+    answers: TargetAnswers
     device: str
 
     @classmethod
     def of(cls, target: Path, lines: list[str], options: Options, dtype: str) -> HeadCache:
         """The cache of the options; records the target's answers unless they are there."""
-        plan = LessonPlan(int(options.tokens * LESSONS_SHARE), seed=0)
+        plan = AnswerPlan(int(options.tokens * ANSWERS_SHARE), seed=0)
         folder = options.cache / "lessons"
-        lessons = record_lessons(lines, target, folder, plan, device=options.device, dtype=dtype)
-        return cls(lines, target, options.cache, options.tokens, lessons, options.device)
+        answers = record_answers(lines, target, folder, plan, device=options.device, dtype=dtype)
+        return cls(lines, target, options.cache, options.tokens, answers, options.device)
 
     def head(self, name: str, kind: str, flags: Mapping[str, str], **arguments: Any) -> Path:
         """The folder of a head, trained unless it is there; a run that was stopped goes on.
@@ -90,10 +95,10 @@ class HeadCache:
         work = work_folder(out)
         own = {"kind": kind, "target": self.target.name, "out": out.name, "tokens": str(self.tokens)}
         write_run(work, "head", self.lines, own | dict(flags))
-        self.lessons.describe(work / "data")
+        self.answers.describe(work / "data")
         done = feature_heads.train_feature_head(
             kind,
-            self.lessons,
+            self.answers,
             self.target,
             work,
             feature_heads.head_schedule(self.tokens),
@@ -105,7 +110,7 @@ class HeadCache:
         )
         if not done:
             raise KeyboardInterrupt
-        feature_heads.export_feature_head(work, out, self.lessons, self.target, self.device)
+        feature_heads.export_feature_head(work, out, self.answers, self.target, self.device)
         return out
 
 
@@ -121,7 +126,7 @@ def ablate(spec: StackSpec, options: Options, report: Report, say: Callable[[str
     for name in variants:
         say(f"training {name}")
         folders[name] = cache.head(name, "specblock", {} if name == FULL else {name: ""}, **VARIANTS[name])
-    texts = cache.lessons.greedy_texts(options.n)
+    texts = cache.answers.greedy_texts(options.n)
     halves = [(text, len(text.ids) // 4) for text in texts]
     accepted = {name: accepted_along(folder, spec.target, texts) for name, folder in folders.items()}
     gains = {name: tree_gains(folder, spec.target, halves, budget) for name, folder in folders.items()}

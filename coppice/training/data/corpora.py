@@ -58,7 +58,7 @@ class Corpus:
 
     @property
     def num_bytes(self) -> int:
-        """UTF-8 bytes of all documents, held-out ones included."""
+        """The UTF-8 bytes of all documents, held-out ones included."""
         return sum(len(text.encode()) for text in self.train + self.held_out)
 
 
@@ -92,7 +92,7 @@ def parse_specs(lines: list[str]) -> list[DataSpec]:
 
 
 def is_held_out(text: str) -> bool:
-    """True for the twentieth of all documents that no model of this project is trained on."""
+    """Tell whether a document is in the twentieth of all that no model of this project is trained on."""
     digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_MODULUS == 0
 
@@ -103,7 +103,7 @@ def load_corpus(spec: DataSpec) -> Corpus:
     if spec.pattern == STDLIB_GLOB:
         documents = _python_documents(corpus.sources)
     else:
-        paths = [Path(found) for found in sorted(glob.glob(spec.pattern, recursive=True)) if Path(found).is_file()]
+        paths = [path for path in map(Path, sorted(glob.glob(spec.pattern, recursive=True))) if path.is_file()]
         if not paths:
             raise DataError(f"{spec.name}={spec.pattern}: no file matches")
         corpus.sources.extend(path.name for path in paths[:20])
@@ -122,7 +122,7 @@ def load_corpus(spec: DataSpec) -> Corpus:
 
 
 def read_documents(path: Path) -> Iterator[str]:
-    """The stripped, non-empty documents of one .txt, .md, .py or .jsonl file."""
+    """Yield a .txt, .md, .py or .jsonl file's stripped, non-empty documents. Raises DataError for an unreadable one."""
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -158,7 +158,7 @@ def _row_text(line: str, where: str) -> str:
 
 
 def _python_documents(sources: list[str]) -> Iterator[str]:
-    """The standard library and the installed pure-Python packages of PURE_PACKAGES, one document a file."""
+    """Yield each file of the standard library and of those PURE_PACKAGES that are installed."""
     version = ".".join(sysconfig.get_python_version().split(".")[:2])
     sources.append(f"Python {version} standard library")
     yield from _python_files(Path(sysconfig.get_paths()["stdlib"]))
@@ -185,7 +185,7 @@ def _keep_python(relative: Path) -> bool:
 
 
 def _python_text(path: Path) -> Iterator[str]:
-    """One file's text, unless it is empty, not UTF-8 (a few old modules) or long lines of generated data."""
+    """Yield one file's text, unless it is short, not UTF-8 (a few old modules) or long lines of generated data."""
     try:
         text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):

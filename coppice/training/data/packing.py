@@ -59,7 +59,7 @@ class Reader:
     """
 
     def __init__(self, domains: list[Packed], seed: int, block: int, drawn: dict[str, int] | None = None) -> None:
-        """`block`: the longest row that will be asked for, in tokens; every length must divide it."""
+        """`block` is the longest row that will be asked for, in tokens; every length must divide it."""
         self.domains, self.seed, self.block = domains, seed, block
         self.drawn = {d.name: 0 for d in domains} | (drawn or {})
         spare = {d.name: 0 if d.aligned else block for d in domains}  # for the offset
@@ -70,11 +70,11 @@ class Reader:
         self._orders: dict[str, tuple[tuple[int, int], NDArray[np.int64], int]] = {}
 
     def epochs(self, name: str) -> float:
-        """How often the domain has been read."""
+        """Return how often the domain has been read."""
         return self.drawn[name] / self.usable[name]
 
     def next_row(self, length: int) -> Ids | None:
-        """The next (length + 1,) ids, or None when every domain has been read MAX_EPOCHS times."""
+        """Return the next (length + 1,) ids, or None when every domain has been read MAX_EPOCHS times."""
         left = [d for d in self.domains if self.epochs(d.name) < MAX_EPOCHS]
         if not left:
             return None
@@ -86,7 +86,7 @@ class Reader:
         return domain.train[start : start + length + 1]
 
     def next_batch(self, rows: int, length: int) -> NDArray[np.int64] | None:
-        """`rows` rows as (rows, length + 1) int64, or None when the data is used up."""
+        """Return the next rows as (rows, length + 1) int64, or None when the data is used up."""
         batch = [row for row in (self.next_row(length) for _ in range(rows)) if row is not None]
         return np.stack(batch).astype(np.int64) if len(batch) == rows else None
 
@@ -103,7 +103,7 @@ class Reader:
 
 
 def held_out_rows(domain: Packed, rows: int, length: int) -> NDArray[np.int64] | None:
-    """Up to `rows` windows of (length + 1) ids, spread over the held-out text; None if it is shorter than one."""
+    """Return up to `rows` windows of (length + 1) ids, spread over the held-out text; None if it is too short."""
     windows = (len(domain.held_out) - 1) // length
     if windows < 1:
         return None
@@ -112,20 +112,20 @@ def held_out_rows(domain: Packed, rows: int, length: int) -> NDArray[np.int64] |
 
 
 def check_held_out(domains: Iterable[Packed], tokens: int) -> None:
-    """Raise DataError unless some domain holds out so many tokens: they tell a run's best weights."""
+    """Raise DataError unless some domain holds out so many tokens: a run chooses its best weights by them."""
     held = {domain.name: len(domain.held_out) for domain in domains}
     if max(held.values()) < tokens:
-        told = ", ".join(f"{count} of {name}" for name, count in held.items())
+        counts = ", ".join(f"{count} of {name}" for name, count in held.items())
         raise DataError(
             f"too few documents: one in {HELD_OUT_MODULUS} is held out, by its hash, to tell the best weights by, and "
-            f"these are only {told} (tokens; {tokens} of one are needed)"
+            f"these are only {counts} (tokens; {tokens} of one are needed)"
         )
 
 
 def prepare(corpora: list[Corpus], tokenizer: Tokenizer, folder: Path, end: int | None = None) -> list[Packed]:
-    """Pack every corpus into `folder` and write data.json, what the model card says of them.
+    """Pack every corpus into `folder` and write data.json, which the model card is made from.
 
-    end: the end-of-text id; None: that of a tokenizer of our own.
+    `end` is the end-of-text id; None takes that of a tokenizer of our own.
     """
     last: Any = tokenizer.token_to_id(END_OF_TEXT) if end is None else end
     facts = {}
@@ -146,6 +146,6 @@ def prepare(corpora: list[Corpus], tokenizer: Tokenizer, folder: Path, end: int 
 
 
 def open_prepared(folder: Path) -> list[Packed]:
-    """The domains that `prepare` wrote."""
+    """Load the domains that `prepare` wrote."""
     facts = json.loads((folder / "data.json").read_text(encoding="utf-8"))
     return [load_packed(name, fact["weight"], folder) for name, fact in facts.items()]

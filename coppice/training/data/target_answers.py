@@ -1,4 +1,4 @@
-"""What heads learn from: prompts answered by the target itself, with its hidden states, in bounded safetensors shards.
+"""What heads learn from: the target's own answers to prompts, with its hidden states, in bounded safetensors shards.
 
 A shard is one batch of answers through the packed verifier engine. Every text has as many tokens: a prefix of a
 training document, the target's continuation and, behind an end of text, the next prefix. Beside the ids a shard has the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,18 +31,19 @@ from coppice.engine.loading import load_engine
 from coppice.training.data.corpora import DataError, load_corpus, parse_specs
 from coppice.training.data.packing import Ids, Packed, check_held_out, open_prepared, prepare
 from coppice.training.data.tokenizer import copy_tokenizer, load_tokenizer
-from coppice.training.progress import say
 
 TEMPERATURES = (1.0, 0.0, 1.0, 0.7)
 """of a domain's answers, in turn: greedy ones of a small target loop and teach little, so half are its own samples"""
 PREFIX_LENGTHS = (16, 32, 64, 96)
 LEAST_HELD_OUT = 2 * max(PREFIX_LENGTHS) + 1  # tokens of a domain that are answered
+ANSWERS_SHARE = 1 / 3
+"""tokens to record for a token of training: each is read three times"""
 LINES = "lines.json"
-"""in the data folder of lessons: what they were made from"""
+"""in the data folder of answers: what they were made from"""
 
 
 @dataclass(frozen=True)
-class LessonPlan:
+class AnswerPlan:
     """At least `tokens` tokens in texts of `length`; `sessions` of them make a shard, fewer a held-out one."""
 
     tokens: int
@@ -52,20 +54,20 @@ class LessonPlan:
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """Texts as the target reads them."""
+class Answer:
+    """Texts with the target's features and final hidden states at each token."""
 
     ids: Tensor  # (..., T)
     features: Tensor  # (..., T, F)
     final: Tensor  # (..., T, hidden), what the target's output layer reads
 
 
-def as_positions(texts: Sequence[Lesson]) -> tuple[Callable[[Tensor], Lesson], list[Tensor]]:
-    """A reader of (B, T) positions in (T, ...) texts held in memory, and each text's own (T,) positions."""
+def as_positions(texts: Sequence[Answer]) -> tuple[Callable[[Tensor], Answer], list[Tensor]]:
+    """Return a reader of (B, T) positions in (T, ...) texts held in memory, and each text's own (T,) positions."""
     ids, features, final = (torch.cat([getattr(text, name) for text in texts]) for name in ("ids", "features", "final"))
 
-    def read(positions: Tensor) -> Lesson:
-        return Lesson(ids[positions], features[positions].float(), final[positions].float())
+    def read(positions: Tensor) -> Answer:
+        return Answer(ids[positions], features[positions].float(), final[positions].float())
 
     return read, list(torch.split(torch.arange(len(ids)), [len(text.ids) for text in texts]))
 
@@ -83,11 +85,11 @@ class _Shard:
 
 
 @dataclass
-class Lessons:
-    """Recorded shards as one long text."""
+class TargetAnswers:
+    """The recorded answers of a target, read as one long text."""
 
     folder: Path
-    plan: LessonPlan
+    plan: AnswerPlan
     weights: dict[str, float]
     shards: list[_Shard]
     _files: dict[int, Any] = field(default_factory=dict)
@@ -99,21 +101,21 @@ class Lessons:
             self._starts.append(self._starts[-1] + sessions * self.plan.length)
 
     def domains(self) -> list[Packed]:
-        """Each domain's positions, to be drawn as ids are."""
+        """Return each domain's positions, to be drawn as ids are."""
         return [
             Packed(name, weight, self._positions(name, False), self._positions(name, True), aligned=True)
             for name, weight in self.weights.items()
         ]
 
-    def greedy_texts(self, count: int) -> list[Lesson]:
-        """Up to `count` held-out texts of every domain that the target wrote at temperature 0."""
-        found = []
+    def greedy_texts(self, count: int) -> list[Answer]:
+        """Return up to `count` held-out texts of every domain that the target wrote at temperature 0."""
+        texts = []
         for number, shard in enumerate(self.shards):
             if shard.held_out and not shard.temperature:
                 starts = range(self._starts[number], self._starts[number + 1], self.plan.length)
                 rows = [torch.arange(start, start + self.plan.length) for start in starts[:count]]
-                found += [Lesson(*(part[0] for part in vars(self.read(row[None])).values())) for row in rows]
-        return found
+                texts += [Answer(*(part[0] for part in vars(self.read(row[None])).values())) for row in rows]
+        return texts
 
     def describe(self, folder: Path) -> None:
         """Copy into `folder` what a run's model card needs to know of the data, with the number of tokens answered."""
@@ -124,15 +126,15 @@ class Lessons:
         (folder / "data.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
     def ids(self) -> Tensor:
-        """All training ids, int64."""
+        """Return all training ids, int64."""
         files = [load_file(self.folder / shard.name)["ids"] for shard in self.shards if not shard.held_out]
         return torch.cat(files).long()
 
-    def read(self, positions: Tensor) -> Lesson:
-        """The lesson of (B, T) positions; each row is a stretch of one text."""
+    def read(self, positions: Tensor) -> Answer:
+        """Read the answers at (B, T) positions; each row is a stretch of one text."""
         parts = [self._stretch(int(row[0]), len(row)) for row in positions]
         ids, features, final = (torch.stack(part).to(positions.device) for part in zip(*parts, strict=True))
-        return Lesson(ids.long(), features.float(), final.float())
+        return Answer(ids.long(), features.float(), final.float())
 
     def _stretch(self, start: int, length: int) -> list[Tensor]:
         number = int(np.searchsorted(self._starts, start, side="right")) - 1
@@ -148,12 +150,12 @@ class Lessons:
         return np.concatenate(own) if own else np.zeros(0, dtype=np.int64)
 
 
-def record_lessons(
-    lines: list[str], target: Path, folder: Path, plan: LessonPlan, *, device: str = "cpu", dtype: str = "float32"
-) -> Lessons:
-    """Record lessons into `folder`, going on from the shards that it holds.
+def record_answers(
+    lines: list[str], target: Path, folder: Path, plan: AnswerPlan, *, device: str = "cpu", dtype: str = "float32"
+) -> TargetAnswers:
+    """Record a target's answers into `folder`, going on from the shards that it holds.
 
-    Raises DataError for bad `lines`, and for a folder that holds lessons of another target, other data, another seed or
+    Raises DataError for bad `lines`, and for a folder that holds answers of another target, other data, another seed or
     other temperatures.
     """
     domains = _prepare(lines, target, folder / "data", plan)
@@ -166,12 +168,12 @@ def record_lessons(
         for done, shard in enumerate(missing, len(shards) - len(missing) + 1):
             domain = next(d for d in domains if d.name == shard.domain)
             _record(answerer, plan, domain, shard, folder)
-            say("lessons", f"{done}/{len(shards)} shards")
-    return Lessons(folder, plan, weights, shards)
+            print(f"{time.strftime('%H:%M:%S')} target answers: {done}/{len(shards)} shards", flush=True)
+    return TargetAnswers(folder, plan, weights, shards)
 
 
-def _planned(domains: Sequence[Packed], plan: LessonPlan) -> list[_Shard]:
-    """Held-out shards of every temperature, then training shards in the domains' proportions."""
+def _planned(domains: Sequence[Packed], plan: AnswerPlan) -> list[_Shard]:
+    """List held-out shards of every temperature, then training shards in the domains' proportions."""
     shards = [
         _Shard(domain.name, True, number, temperature)
         for domain in domains
@@ -188,20 +190,20 @@ def _planned(domains: Sequence[Packed], plan: LessonPlan) -> list[_Shard]:
 
 
 def recorded_lines(folder: Path) -> list[str]:
-    """The corpora that a folder's lessons were recorded from; none without any."""
+    """Return the corpora that a folder's answers were recorded from; none if it holds no answers."""
     record = folder / "data" / LINES
     lines: list[str] = json.loads(record.read_text(encoding="utf-8"))["lines"] if record.exists() else []
     return lines
 
 
-def _prepare(lines: list[str], target: Path, folder: Path, plan: LessonPlan) -> list[Packed]:
-    """The corpora in the target's tokens."""
+def _prepare(lines: list[str], target: Path, folder: Path, plan: AnswerPlan) -> list[Packed]:
+    """Return the corpora in the target's tokens, packed into `folder` unless an earlier recording has done so."""
     record = folder / LINES
-    told = {"lines": lines, "target": str(target.resolve()), "seed": plan.seed, "temperatures": list(TEMPERATURES)}
+    source = {"lines": lines, "target": str(target.resolve()), "seed": plan.seed, "temperatures": list(TEMPERATURES)}
     if record.exists():
         held = json.loads(record.read_text(encoding="utf-8"))
-        if held != told:
-            raise DataError(f"{folder.parent} holds lessons made from {held}; these would be from {told}")
+        if held != source:
+            raise DataError(f"{folder.parent} holds target answers made from {held}; these would be from {source}")
         return open_prepared(folder)
     corpora = [load_corpus(spec) for spec in parse_specs(lines)]
     folder.mkdir(parents=True, exist_ok=True)
@@ -212,7 +214,7 @@ def _prepare(lines: list[str], target: Path, folder: Path, plan: LessonPlan) -> 
     end = int(eos[0] if isinstance(eos, list) else eos)
     domains = prepare(corpora, load_tokenizer(folder), folder, end)
     check_held_out(domains, LEAST_HELD_OUT)
-    record.write_text(json.dumps(told) + "\n", encoding="utf-8")
+    record.write_text(json.dumps(source) + "\n", encoding="utf-8")
     return domains
 
 
@@ -228,13 +230,13 @@ class _Text:
     final: list[Tensor] = field(default_factory=list)
 
     def chunk(self) -> list[int]:
-        """What is to be fed next."""
+        """Take the ids to feed next."""
         room = self.length - len(self.ids)
         return [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
 
-    def lesson(self) -> Lesson:
-        """The whole text, (T, ...) each."""
-        return Lesson(torch.tensor(self.ids), torch.cat(self.features), torch.cat(self.final))
+    def answer(self) -> Answer:
+        """Return the whole text, (T, ...) each."""
+        return Answer(torch.tensor(self.ids), torch.cat(self.features), torch.cat(self.final))
 
 
 class Answerer:
@@ -253,10 +255,10 @@ class Answerer:
         temperature: float = 0.0,
         seed: int = 0,
         following: Callable[[], Sequence[int]] | None = None,
-    ) -> list[Lesson]:
-        """A text of lengths[n] tokens from each prompt n; end-of-text ids are tokens like any other.
+    ) -> list[Answer]:
+        """Write a text of lengths[n] tokens from each prompt n; end-of-text ids are tokens like any other.
 
-        following: what stands behind an end of text. Raises OutOfBlocks when the pool is too small for all.
+        `following` gives the prompt behind an end of text. Raises OutOfBlocks when the pool is too small for all.
         """
         noise = torch.Generator(self.engine.model.device).manual_seed(seed)
         pool, texts = self.engine.pool, list[_Text]()
@@ -268,7 +270,7 @@ class Answerer:
         finally:
             for text in texts:
                 pool.free(text.table)
-        return [text.lesson() for text in texts]
+        return [text.answer() for text in texts]
 
     @torch.inference_mode()
     def _forward(
@@ -278,7 +280,7 @@ class Answerer:
         noise: torch.Generator,
         following: Callable[[], Sequence[int]] | None,
     ) -> None:
-        """Feed every text what waits for it; what the target says next waits then."""
+        """Feed every text its waiting ids, and let the token that the target draws next wait."""
         chunks = [text.chunk() for text in live]
         pieces = [
             Piece.chain(text.table, len(text.ids), chunk, range(len(chunk)))
@@ -295,16 +297,16 @@ class Answerer:
         else:
             drawn = logits.argmax(-1).tolist()
         parts = zip(torch.split(features, lengths), torch.split(final, lengths), strict=True)
-        for text, chunk, said, (features, final) in zip(live, chunks, drawn, parts, strict=True):
+        for text, chunk, token, (features, final) in zip(live, chunks, drawn, parts, strict=True):
             text.features.append(features)
             text.final.append(final)
             text.ids += chunk
-            text.waiting.append(said)
-            if following is not None and said in self.engine.info.eos_ids:
+            text.waiting.append(token)
+            if following is not None and token in self.engine.info.eos_ids:
                 text.waiting += following()
 
 
-def _record(answerer: Answerer, plan: LessonPlan, domain: Packed, shard: _Shard, folder: Path) -> None:
+def _record(answerer: Answerer, plan: AnswerPlan, domain: Packed, shard: _Shard, folder: Path) -> None:
     """Write one shard."""
     own = [plan.seed, shard.number, shard.held_out, int.from_bytes(domain.name.encode(), "little") % 2**32]
     rng = np.random.default_rng(own)
@@ -329,7 +331,7 @@ def _record(answerer: Answerer, plan: LessonPlan, domain: Packed, shard: _Shard,
 
 
 def _prefix(source: Ids, ends: NDArray[np.int64], rng: np.random.Generator) -> list[int]:
-    """The beginning of a document, or, as often, a stretch from anywhere."""
+    """Draw a prompt: half the time the beginning of a document, else a stretch from anywhere."""
     length = min(int(rng.choice(PREFIX_LENGTHS)), len(source) // 2)
     latest = len(source) - length
     beginnings = np.concatenate([[0], ends + 1])

@@ -1,4 +1,4 @@
-"""What a feature-fed head learns from: recorded lessons, in the draft vocabulary."""
+"""A teacher reads a target's answers and gives its distributions in a head's draft vocabulary."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from coppice.training.data.target_answers import Lesson
+from coppice.training.data.target_answers import Answer
 
-Read = Callable[[Tensor], Lesson]
-"""(B, T) positions -> their lesson"""
+Read = Callable[[Tensor], Answer]
+"""(B, T) positions -> their answer"""
 
 
 class Teaches(Protocol):
-    """What a loss asks of a teacher."""
+    """What a loss needs from a teacher."""
 
     draft_number: Tensor
     """(V,) draft id of each target id, -1 outside the draft vocabulary"""
 
     @property
     def read(self) -> Read:
-        """The reader of lessons."""
+        """The reader of answers."""
 
     def draft_log_probs(self, final: Tensor) -> Tensor:
-        """(..., D) log-probabilities of the draft vocabulary, of what the lesson's `final` says."""
+        """Return (..., D) log-probabilities of the draft vocabulary from an answer's (..., hidden) `final`."""
 
 
 class Teacher:
-    """Recorded lessons and the draft vocabulary they are taught in."""
+    """A reader of answers and the draft vocabulary that they are taught in."""
 
     def __init__(self, read: Read, output: Tensor, draft_ids: Tensor) -> None:
-        """output: (V, hidden) of the target. draft_ids: (D,) ascending target ids of the draft vocabulary."""
+        """`output` is the target's (V, hidden) layer, `draft_ids` the (D,) ascending ids of the draft vocabulary."""
         self.read = read
         self.draft_ids = draft_ids.to(output.device)
         self.draft_output = output[self.draft_ids].float()
@@ -41,6 +41,6 @@ class Teacher:
 
     @torch.no_grad()
     def draft_log_probs(self, final: Tensor) -> Tensor:
-        """(..., D) log-probabilities of the draft vocabulary, renormalised over it."""
+        """Return (..., D) log-probabilities of the draft vocabulary, renormalised over it."""
         log_probs: Tensor = (final @ self.draft_output.T).log_softmax(-1)
         return log_probs

@@ -50,7 +50,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a model folder, without transformers' wrapper."""
+    """Load the tokenizer of a model folder, without transformers' wrapper."""
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 

@@ -1,4 +1,4 @@
-"""How far a feature-fed head would be right: alpha by place, the accepted length, the rank head's answers.
+"""How often a head that reads features would be right: alpha by place, the accepted length, the rank head's table.
 
 alpha_k is the share of rows whose k-th greedy draft token is the text's, among those whose earlier ones were
 (SpecBlock, appendix C, figure 5).
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coppice.training.losses.feature_losses import Eagle3Loss, Said, SpecBlockLoss, bucket_of
+from coppice.training.losses.feature_losses import Eagle3Loss, SlotOutput, SpecBlockLoss, bucket_of
 from coppice.training.losses.parallel import ParallelLoss
 
 BUCKETS = 4
@@ -29,13 +29,13 @@ class Acceptance:
     confusion: Tensor = field(default_factory=lambda: torch.zeros(BUCKETS, BUCKETS, dtype=torch.int64))
     """[gold bucket, predicted bucket]"""
 
-    def hear(self, said: Said) -> None:
-        """Count what a slot said."""
-        place = said.block, said.slot
-        self.hits[place] = self.hits.get(place, 0) + int((said.logits.argmax(-1) == said.gold).sum())
-        self.rows[place] = self.rows.get(place, 0) + len(said.gold) + said.outside
-        if said.ranks is not None:
-            pairs = bucket_of(said.logits, said.gold) * BUCKETS + said.ranks.argmax(-1)
+    def count(self, output: SlotOutput) -> None:
+        """Count the right rows of a slot."""
+        place = output.block, output.slot
+        self.hits[place] = self.hits.get(place, 0) + int((output.logits.argmax(-1) == output.gold).sum())
+        self.rows[place] = self.rows.get(place, 0) + len(output.gold) + output.outside
+        if output.ranks is not None:
+            pairs = bucket_of(output.logits, output.gold) * BUCKETS + output.ranks.argmax(-1)
             self.confusion += torch.bincount(pairs.cpu(), minlength=BUCKETS**2).view(BUCKETS, BUCKETS)
 
     @property
@@ -53,12 +53,12 @@ class Acceptance:
         return total
 
     def ranks(self) -> list[dict[str, float]]:
-        """Frequency, precision, recall and F1 of each bucket (SpecBlock, table 3)."""
+        """Return frequency, precision, recall and F1 of each bucket (SpecBlock, table 3)."""
         table = []
         for bucket in range(BUCKETS):
             right = float(self.confusion[bucket, bucket])
-            gold, said = float(self.confusion[bucket].sum()), float(self.confusion[:, bucket].sum())
-            precision, recall = right / max(said, 1), right / max(gold, 1)
+            gold, predicted = float(self.confusion[bucket].sum()), float(self.confusion[:, bucket].sum())
+            precision, recall = right / max(predicted, 1), right / max(gold, 1)
             table.append(
                 {
                     "frequency": gold / max(1.0, float(self.confusion.sum())),
@@ -74,9 +74,9 @@ class Acceptance:
 def measure(student: Any, loss: HeadLoss, texts: Sequence[Tensor], blocks: int = 2) -> Acceptance:
     """Draft greedily behind every token of texts at (N + 1,) positions.
 
-    `blocks` blocks deep, or 8 EAGLE-3 steps, or all slots of a head that says them at once.
+    The drafts are `blocks` blocks deep, or 8 EAGLE-3 steps, or all slots of a head that predicts them at once.
     """
-    found = Acceptance()
+    acceptance = Acceptance()
     if isinstance(loss, SpecBlockLoss):
         slots = student.model.config.slots
         chain: Any = replace(
@@ -88,12 +88,12 @@ def measure(student: Any, loss: HeadLoss, texts: Sequence[Tensor], blocks: int =
             valid_prefix=True,
             mask_on=lambda: True,
             rank_on=lambda: hasattr(student.model, "rank_head"),
-            heard=found.hear,
+            observe=acceptance.count,
         )
     elif isinstance(loss, Eagle3Loss):
-        chain = replace(loss, steps=8, valid_prefix=True, heard=found.hear)
+        chain = replace(loss, steps=8, valid_prefix=True, observe=acceptance.count)
     else:
-        chain = replace(loss, valid_prefix=True, heard=found.hear)
+        chain = replace(loss, valid_prefix=True, observe=acceptance.count)
     for text in texts:
         chain(student, text[None], text[None])
-    return found
+    return acceptance

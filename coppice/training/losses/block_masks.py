@@ -18,10 +18,10 @@ from coppice.heads.models.layers import Attend
 
 
 def visible(rows: int, slots: int, cuts: Sequence[int], chosen: Tensor | None = None, relaxed: bool = False) -> Tensor:
-    """(n * K, N * K + b * n * K) bool: what each slot of block b + 1 sees of blocks 1..b + 1, b = len(cuts).
+    """Return (n * K, N * K + b * n * K) bool: which slots of blocks 1..b + 1 each slot of b + 1 sees, b = len(cuts).
 
-    chosen: (n,) the rows that later blocks start from, ascending; None for all N. relaxed: a slot sees later ones of
-    its own block, too.
+    `chosen` are the (n,) ascending rows that later blocks start from; None for all N. If `relaxed`, a slot also sees
+    the later ones of its own block.
     """
     every = torch.arange(rows)
     some = every if chosen is None else chosen
@@ -39,7 +39,7 @@ def visible(rows: int, slots: int, cuts: Sequence[int], chosen: Tensor | None = 
 
 
 def groups_visible(rows: int, slots: int) -> Tensor:
-    """(N + N * K, N + N * K) bool: what a prefix's rows and the K mask tokens behind each of them see.
+    """Return (N + N * K, N + N * K) bool: what a prefix's rows and the K mask tokens behind each of them see.
 
     A mask sees the rows up to its own and its group up to itself, never another group (SpecBlock, appendix A.4).
     """
@@ -51,7 +51,7 @@ def groups_visible(rows: int, slots: int) -> Tensor:
 
 
 def attend_by(mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention of (B, H, T, D) queries under a (T, L) bool mask -> (B, T, H, D)."""
+    """Return the attention of (B, H, T, D) queries under a (T, L) bool mask as (B, T, H, D)."""
     grouped = query.shape[1] != key.shape[1]
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
     return out.transpose(1, 2)
@@ -61,13 +61,13 @@ class PathAttention:
     """Keys and values of the blocks so far, for every layer of one forward over (B, N) rows."""
 
     def __init__(self, rows: int, slots: int, layers: int, chosen: Tensor | None = None, relaxed: bool = False) -> None:
-        """chosen: the rows that later blocks start from; None for all. relaxed: as for `visible`."""
+        """`chosen` are the rows that later blocks start from; None for all. `relaxed` is as for `visible`."""
         self.rows, self.slots, self.layers, self.chosen, self.relaxed = rows, slots, layers, chosen, relaxed
         self._stored: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(layers)]
         self.cuts: list[int] = []
 
     def attends(self, device: torch.device) -> list[Attend]:
-        """One attention for each layer, for the next block; append its cut to `cuts` before the one after."""
+        """Return each layer's attention for the next block; append its cut to `cuts` before the one after."""
         mask = visible(self.rows, self.slots, self.cuts, self.chosen, self.relaxed).to(device)
 
         def attend_in(layer: int) -> Attend:

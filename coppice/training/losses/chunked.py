@@ -8,7 +8,7 @@ CHUNK = 512
 
 
 def next_token_loss(hidden: Tensor, embedding: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy in nats. hidden (T, H), embedding (V, H) tied to the output, labels (T,)."""
+    """Return the mean cross-entropy in nats of hidden (T, H), embedding (V, H) tied to the output, labels (T,)."""
     total = hidden.new_zeros(())
     for h, y in zip(torch.split(hidden, CHUNK), torch.split(labels, CHUNK), strict=True):
         total = total + F.cross_entropy((h @ embedding.T).float(), y, reduction="sum")
@@ -16,7 +16,7 @@ def next_token_loss(hidden: Tensor, embedding: Tensor, labels: Tensor) -> Tensor
 
 
 def soft_target_loss(hidden: Tensor, embedding: Tensor, teacher_hidden: Tensor, teacher_embedding: Tensor) -> Tensor:
-    """Mean cross-entropy in nats to the teacher's full distribution at T=1.
+    """Return the mean cross-entropy in nats to the teacher's full distribution at T=1.
 
     hidden (T, H) and embedding (V, H) are the student's, teacher_hidden (T, H') and teacher_embedding (V, H') the
     teacher's, both tied models over one vocabulary.

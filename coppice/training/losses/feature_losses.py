@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from coppice.heads.models.block import BlockModel
 from coppice.heads.models.eagle3 import Eagle3Model
-from coppice.training.data.target_answers import Lesson
+from coppice.training.data.target_answers import Answer
 from coppice.training.data.teacher import Teaches
 from coppice.training.losses.block_masks import PathAttention
 
@@ -21,8 +21,8 @@ RANK_BOUNDS = (1, 4, 10)
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a slot said on the rows that the mask admits: logits (n, D), gold draft ids (n,), rank logits (n, 4)."""
+class SlotOutput:
+    """A slot's logits (n, D), gold draft ids (n,) and rank logits (n, 4) on the rows that the mask admits."""
 
     block: int
     slot: int
@@ -33,7 +33,7 @@ class Said:
     ranks: Tensor | None = None
 
 
-Heard = Callable[[Said], None]
+Observer = Callable[[SlotOutput], None]
 
 
 class Student(nn.Module):
@@ -46,7 +46,7 @@ class Student(nn.Module):
 
 
 def divergence(logits: Tensor, others: Tensor) -> Tensor:
-    """Mean KL(p || p') in nats of what (n, D) logits and (n, D) others say."""
+    """Return the mean KL(p || p') in nats of the distributions of (n, D) logits and (n, D) others."""
     if not len(logits):
         return logits.sum()
     log_probs = logits.float().log_softmax(-1)
@@ -55,27 +55,27 @@ def divergence(logits: Tensor, others: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Anchor:
-    """A frozen copy of a student that it is to stay near: `weight` times the divergence is added wherever it learns."""
+    """A frozen copy that a student is to stay near: `weight` times the divergence is added to each of its losses."""
 
     student: Any
     weight: float
 
     @torch.no_grad()
     def follow(self, walk: Iterator[Tensor]) -> Iterator[Tensor]:
-        """The copy's states, one by one."""
+        """Yield the copy's states, one block or step at a time."""
         while (states := next(walk, None)) is not None:
             yield states
 
     def pull(self, logits: Tensor, states: Tensor) -> Tensor:
-        """Nats added to a loss where the student says (n, D) logits and the copy is in (n, hidden) states."""
+        """Return the nats to add for the student's (n, D) logits and the copy's (n, hidden) states."""
         with torch.no_grad():
-            said = self.student.model.read(states)
-        return self.weight * divergence(logits, said[0] if isinstance(said, tuple) else said)
+            anchored = self.student.model.read(states)
+        return self.weight * divergence(logits, anchored[0] if isinstance(anchored, tuple) else anchored)
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What some rows of a lesson are to say, `offset` tokens further than the next one. Row i has token i + 1."""
+    """What some rows of answers are to predict, `offset` tokens further than the next one. Row i has token i + 1."""
 
     ids: Tensor  # (B, N + 1)
     gold: Tensor  # (B, N + 1) draft ids, -1 outside the draft vocabulary
@@ -83,25 +83,31 @@ class Targets:
     rows: Tensor  # (n,)
 
     @classmethod
-    def of(cls, lesson: Lesson, teacher: Teaches) -> Targets:
-        """The lesson's tokens and distributions in the draft vocabulary, for all of its rows."""
-        rows = torch.arange(lesson.ids.shape[1] - 1, device=lesson.ids.device)
-        return cls(lesson.ids, teacher.draft_number[lesson.ids], teacher.draft_log_probs(lesson.final), rows)
+    def of(cls, answer: Answer, teacher: Teaches) -> Targets:
+        """Take all rows of the answers, with their tokens and distributions in the draft vocabulary."""
+        rows = torch.arange(answer.ids.shape[1] - 1, device=answer.ids.device)
+        return cls(answer.ids, teacher.draft_number[answer.ids], teacher.draft_log_probs(answer.final), rows)
 
     def token(self, offset: int) -> Tensor:
-        """(B, n) ids that stand offset + 1 behind each row; rows whose text has ended repeat its last one."""
+        """Return the (B, n) ids offset + 1 behind each row; rows whose text has ended repeat its last one."""
         return self.ids[:, self._at(offset + 1)]
 
     def behind(self, offset: int) -> Tensor:
-        """(B, n) gold of what a prediction `offset` places further than the next is to be; -1 where there is none."""
+        """Return the (B, n) draft ids to predict `offset` places further than the next one; -1 where there is none."""
         return self.gold[:, self._at(offset + 2)].where(self._inside(offset), -1)
 
     def outside(self, valid: Tensor, offset: int) -> int:
-        """How many of the valid rows' tokens are no draft ids."""
+        """Count the valid rows whose token is outside the draft vocabulary."""
         return int((valid & self._inside(offset) & (self.behind(offset) < 0)).sum())
 
+    def admit(self, valid: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+        """Return those of the (B, n) valid rows that have a draft id to predict, and the m ids of the rows."""
+        gold = self.behind(offset)
+        admitted = valid & (gold >= 0)
+        return admitted, gold[admitted]
+
     def taught(self, admitted: Tensor, offset: int) -> Tensor:
-        """(m, D) log-probabilities for the m admitted rows of a (B, n) mask."""
+        """Return the target's (m, D) log-probabilities for the m admitted rows of a (B, n) mask."""
         text, row = admitted.nonzero(as_tuple=True)
         return self.log_probs[text, self._at(offset + 1)[row]]
 
@@ -112,15 +118,22 @@ class Targets:
         return (self.rows + offset).clamp(max=self.ids.shape[1] - 1)
 
 
+def right_rows(admitted: Tensor, logits: Tensor, gold: Tensor) -> Tensor:
+    """Return the rows of a (B, n) mask, m in all, whose (m, D) logits are highest at the (m,) gold ids."""
+    right = admitted.clone()
+    right[admitted] = logits.detach().argmax(-1) == gold
+    return right
+
+
 def soft_loss(logits: Tensor, taught: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of (n, D) logits to (n, D) log-probabilities (SpecBlock, equation 6)."""
+    """Return the mean cross-entropy in nats of (n, D) logits to (n, D) log-probabilities (SpecBlock, equation 6)."""
     if not len(logits):
         return logits.sum()
     return -(taught.exp() * logits.float().log_softmax(-1)).sum(-1).mean()
 
 
 def bucket_of(logits: Tensor, gold: Tensor) -> Tensor:
-    """(n,) bucket of the gold id's rank in (n, D) logits."""
+    """Return the (n,) buckets of the gold ids' ranks in (n, D) logits."""
     own = logits.gather(-1, gold[:, None])
     rank = 1 + (logits > own).sum(-1)
     return torch.bucketize(rank, torch.tensor(RANK_BOUNDS, device=rank.device))
@@ -130,7 +143,7 @@ def bucket_of(logits: Tensor, gold: Tensor) -> Tensor:
 class SpecBlockLoss:
     """Draft and rank losses over blocks (SpecBlock, section 3.3). Each switch is one ablation.
 
-    Falcon's blocks learn by the same, without the mask; they have no rank head.
+    Falcon's blocks learn by the same losses without the mask; they have no rank head.
     """
 
     teacher: Teaches
@@ -147,23 +160,23 @@ class SpecBlockLoss:
     """later blocks start from every so many rows: block 1 is what most steps need"""
     restart: bool = True
     """whether a block's mask forgets that the block before went wrong"""
-    heard: Heard | None = None
+    observe: Observer | None = None
     anchor: Anchor | None = None
 
     def __call__(self, student: Any, inputs: Tensor, _labels: Tensor) -> Tensor:
-        """The loss in nats of the texts at (B, N + 1) positions, summed over slots and blocks."""
-        lesson = self.teacher.read(inputs)
-        targets, slots = Targets.of(lesson, self.teacher), student.model.config.slots
+        """Return the loss in nats of the texts at (B, N + 1) positions, summed over slots and blocks."""
+        answer = self.teacher.read(inputs)
+        targets, slots = Targets.of(answer, self.teacher), student.model.config.slots
         # Drawn from the batch itself, so that a resumed run repeats it.
-        drawn = int(lesson.ids.sum())
+        drawn = int(answer.ids.sum())
         later = targets.rows[drawn % self.every :: self.every]
         cuts = [self.cut or 1 + (drawn + 7919 * block) % slots for block in range(self.blocks)]
         near = None
         if self.anchor is not None:
-            near = self.anchor.follow(self._walk(self.anchor.student, lesson, targets, later, cuts))
-        total, offset = lesson.features.new_zeros(()), 0
+            near = self.anchor.follow(self._walk(self.anchor.student, answer, targets, later, cuts))
+        total, offset = answer.features.new_zeros(()), 0
         valid = torch.ones_like(inputs[:, : len(targets.rows)], dtype=torch.bool)
-        for block, states in enumerate(self._walk(student, lesson, targets, later, cuts)):
+        for block, states in enumerate(self._walk(student, answer, targets, later, cuts)):
             of_anchor = None if near is None else next(near)
             loss, ended = self._block(student.model, states, of_anchor, targets, block, offset, valid)
             offset, total = offset + cuts[block], total + loss
@@ -172,11 +185,11 @@ class SpecBlockLoss:
                 valid, targets = valid[:, later], replace(targets, rows=later)
         return total
 
-    def _walk(self, student: Any, lesson: Lesson, targets: Targets, later: Tensor, cuts: list[int]) -> Iterator[Tensor]:
-        """(B, n, K, hidden) states of a block behind every row, then of blocks behind the cuts of the `later` rows."""
+    def _walk(self, student: Any, answer: Answer, targets: Targets, later: Tensor, cuts: list[int]) -> Iterator[Tensor]:
+        """Yield a block's (B, n, K, hidden) states behind every row, then of blocks behind the cuts of `later` rows."""
         model: BlockModel = student.model
         config, rows = model.config, len(targets.rows)
-        condition, offset = model.condition(lesson.features[:, :rows]), 0
+        condition, offset = model.condition(answer.features[:, :rows]), 0
         attention = PathAttention(rows, config.slots, config.num_hidden_layers, later, config.relaxed)
         for block, cut in enumerate(cuts):
             position = targets.rows[None] + 1 + (offset if config.block_rope_advance else 0)
@@ -199,30 +212,27 @@ class SpecBlockLoss:
         offset: int,
         valid: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """A block's losses and the (B, n) rows that were right to its end.
+        """Return a block's losses and the (B, n) rows that were right to its end.
 
         Only rows that the mask admits are read: the others' logits would be thrown away.
         """
         total = states.new_zeros(())
         for slot in range(states.shape[2]):
-            gold = targets.behind(offset + slot)
-            admitted = valid & (gold >= 0)
+            admitted, gold = targets.admit(valid, offset + slot)
             logits, normed = model.read(states[:, :, slot][admitted])
-            wanted = gold[admitted]
             total = total + soft_loss(logits, targets.taught(admitted, offset + slot))
             if self.anchor is not None and of_anchor is not None:
                 total = total + self.anchor.pull(logits, of_anchor[:, :, slot][admitted])
-            ranks = model.rank(normed, logits) if self.rank_on() and len(wanted) else None
+            ranks = model.rank(normed, logits) if self.rank_on() and len(gold) else None
             if ranks is not None:
-                total = total + F.cross_entropy(ranks.float(), bucket_of(logits.detach(), wanted))
-            if self.heard is not None:
+                total = total + F.cross_entropy(ranks.float(), bucket_of(logits.detach(), gold))
+            if self.observe is not None:
                 outside = targets.outside(valid, offset + slot)
-                self.heard(
-                    Said(block, slot, logits.detach(), wanted, outside, None if ranks is None else ranks.detach())
+                self.observe(
+                    SlotOutput(block, slot, logits.detach(), gold, outside, None if ranks is None else ranks.detach())
                 )
             if self.valid_prefix and self.mask_on():  # equation 5
-                valid = admitted.clone()
-                valid[admitted] = logits.detach().argmax(-1) == wanted
+                valid = right_rows(admitted, logits, gold)
         return total, valid
 
 
@@ -236,40 +246,38 @@ class Eagle3Loss:
     """weight of a step over the one before"""
     valid_prefix: bool = False
     """whether only rows that were right so far count; for measuring"""
-    heard: Heard | None = None
+    observe: Observer | None = None
     anchor: Anchor | None = None
 
     def __call__(self, student: Any, inputs: Tensor, _labels: Tensor) -> Tensor:
-        """The loss in nats of the texts at (B, N + 1) positions, a weighted mean over steps."""
+        """Return the loss in nats of the texts at (B, N + 1) positions, a weighted mean over steps."""
         model: Eagle3Model = student.model
-        lesson, rows = self.teacher.read(inputs), inputs.shape[1] - 1
-        targets = Targets.of(lesson, self.teacher)
+        answer, rows = self.teacher.read(inputs), inputs.shape[1] - 1
+        targets = Targets.of(answer, self.teacher)
         near = None
         if self.anchor is not None:
-            near = self.anchor.follow(self._walk(self.anchor.student, lesson, targets))
-        total, weight, weights = lesson.features.new_zeros(()), 1.0, 0.0
+            near = self.anchor.follow(self._walk(self.anchor.student, answer, targets))
+        total, weight, weights = answer.features.new_zeros(()), 1.0, 0.0
         valid = torch.ones_like(inputs[:, :rows], dtype=torch.bool)
-        for step, states in enumerate(self._walk(student, lesson, targets)):
-            gold = targets.behind(step)
-            admitted = valid & (gold >= 0)
+        for step, states in enumerate(self._walk(student, answer, targets)):
+            admitted, gold = targets.admit(valid, step)
             logits = model.read(states[admitted])
             loss = soft_loss(logits, targets.taught(admitted, step))
             if self.anchor is not None and near is not None:
                 loss = loss + self.anchor.pull(logits, next(near)[admitted])
             total = total + weight * loss
-            if self.heard is not None:
-                self.heard(Said(step, 0, logits.detach(), gold[admitted], targets.outside(valid, step)))
+            if self.observe is not None:
+                self.observe(SlotOutput(step, 0, logits.detach(), gold, targets.outside(valid, step)))
             if self.valid_prefix:
-                valid = admitted.clone()
-                valid[admitted] = logits.argmax(-1) == gold[admitted]
+                valid = right_rows(admitted, logits, gold)
             weights, weight = weights + weight, weight * self.decay
         return total / weights
 
-    def _walk(self, student: Any, lesson: Lesson, targets: Targets) -> Iterator[Tensor]:
-        """(B, N, hidden) states of each step behind every row."""
+    def _walk(self, student: Any, answer: Answer, targets: Targets) -> Iterator[Tensor]:
+        """Yield the (B, N, hidden) states of each step behind every row."""
         model: Eagle3Model = student.model
         rows = len(targets.rows)
-        states = model.condition(lesson.features[:, :rows])
+        states = model.condition(answer.features[:, :rows])
         attention = PathAttention(rows, 1, 1)
         for step in range(self.steps):
             (attend,) = attention.attends(states.device)

@@ -1,4 +1,4 @@
-"""The loss of heads that say a draft's tokens all at once: Medusa's and ParallelSpec's."""
+"""The loss of heads that predict a draft's tokens all at once: Medusa's and ParallelSpec's."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from coppice.heads.models.medusa import MedusaModel
 from coppice.heads.models.parallelspec import ParallelSpecModel
-from coppice.training.data.target_answers import Lesson
+from coppice.training.data.target_answers import Answer
 from coppice.training.data.teacher import Teaches
 from coppice.training.losses.block_masks import attend_by, groups_visible
-from coppice.training.losses.feature_losses import Heard, Said, Targets, soft_loss
+from coppice.training.losses.feature_losses import Observer, SlotOutput, Targets, right_rows, soft_loss
 
 
 @dataclass
@@ -26,33 +26,31 @@ class ParallelLoss:
     """weight of a slot over the one before"""
     valid_prefix: bool = False
     """whether only rows that were right so far count; for measuring"""
-    heard: Heard | None = None
+    observe: Observer | None = None
 
     def __call__(self, student: Any, inputs: Tensor, _labels: Tensor) -> Tensor:
-        """The loss in nats of the texts at (B, N + 1) positions."""
-        lesson = self.teacher.read(inputs)
-        targets = Targets.of(lesson, self.teacher)
-        states = slot_states(student, lesson, targets)
-        total, weight, weights = lesson.features.new_zeros(()), 1.0, 0.0
+        """Return the loss in nats of the texts at (B, N + 1) positions."""
+        answer = self.teacher.read(inputs)
+        targets = Targets.of(answer, self.teacher)
+        states = slot_states(student, answer, targets)
+        total, weight, weights = answer.features.new_zeros(()), 1.0, 0.0
         valid = torch.ones_like(inputs[:, : len(targets.rows)], dtype=torch.bool)
         for slot in range(states.shape[2]):
-            gold = targets.behind(slot)
-            admitted = valid & (gold >= 0)
-            logits, wanted = student.model.read(states[:, :, slot][admitted], slot), gold[admitted]
+            admitted, gold = targets.admit(valid, slot)
+            logits = student.model.read(states[:, :, slot][admitted], slot)
             total = total + weight * soft_loss(logits, targets.taught(admitted, slot))
-            if self.heard is not None:
-                self.heard(Said(0, slot, logits.detach(), wanted, targets.outside(valid, slot)))
+            if self.observe is not None:
+                self.observe(SlotOutput(0, slot, logits.detach(), gold, targets.outside(valid, slot)))
             if self.valid_prefix:
-                valid = admitted.clone()
-                valid[admitted] = logits.argmax(-1) == wanted
+                valid = right_rows(admitted, logits, gold)
             weights, weight = weights + weight, weight * self.decay
         return total / weights
 
 
-def slot_states(student: Any, lesson: Lesson, targets: Targets) -> Tensor:
-    """(B, N, K, hidden) states of the slots behind every row of the lesson."""
+def slot_states(student: Any, answer: Answer, targets: Targets) -> Tensor:
+    """Return the (B, N, K, hidden) states of the slots behind every row of the answers."""
     model: MedusaModel | ParallelSpecModel = student.model
-    features = lesson.features[:, : len(targets.rows)]
+    features = answer.features[:, : len(targets.rows)]
     if isinstance(model, MedusaModel):
         states: Tensor = model(features)
         return states

@@ -1,0 +1,66 @@
+"""A run's work folder, which lies beside the model folder that it makes, and how a model folder is put in its place."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coppice.training.data.corpora import parse_spec
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a model card tells of a run."""
+
+    title: str
+    command: str
+    data: dict[str, dict[str, Any]]
+    """as in data.json"""
+    state: dict[str, Any]
+    """as in the newest checkpoint"""
+    held_out: dict[str, float]
+    """held-out loss of each domain"""
+    loss: str = "nats a token"
+    """what a held-out loss is"""
+
+
+def work_folder(out: Path) -> Path:
+    """Return where a run keeps what is not shipped: beside the model folder, which can so be copied as it is."""
+    return out.with_name(out.name + ".work")
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in a folder, oldest first."""
+    return sorted(folder.glob("step-*"))
+
+
+def write_run(work: Path, title: str, lines: list[str], flags: dict[str, str]) -> None:
+    """Write down the command that starts this run, directories stripped, for the card."""
+    parts = [f"--data '{parse_spec(line).public}'" for line in lines]
+    parts += [f"--{name} {value}".strip() for name, value in flags.items()]
+    work.mkdir(parents=True, exist_ok=True)
+    run = {"title": title, "command": f"coppice train {title} " + " ".join(parts)}
+    (work / "run.json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+
+
+def read_run(work: Path) -> Run:
+    """Read what a card tells of the run in `work`. Held-out losses are those of its last evaluation."""
+    state = json.loads((checkpoints(work / "checkpoints")[-1] / "state.json").read_text(encoding="utf-8"))
+    run = json.loads((work / "run.json").read_text(encoding="utf-8"))
+    facts = json.loads((work / "data" / "data.json").read_text(encoding="utf-8"))
+    return Run(**run, data=facts, state=state, held_out=state["held_out"])
+
+
+@contextmanager
+def replacing(out: Path) -> Iterator[Path]:
+    """Give a folder to write a model into; at the end, and only without an error, it takes the place of `out`."""
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    yield partial
+    for file in partial.iterdir():
+        file.chmod(0o644)  # safetensors writes for the owner alone, but images run as another user
+    shutil.rmtree(out, ignore_errors=True)
+    partial.rename(out)
