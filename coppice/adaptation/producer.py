@@ -32,6 +32,7 @@ from coppice.adaptation.records import (
     samples_key,
     size_of,
 )
+from coppice.backoff import Backoff
 from coppice.config.adaptation import AdaptationSettings
 from coppice.errors import Unavailable
 from coppice.store.connection import Connection
@@ -99,19 +100,20 @@ class Producer:
     # --- the task ---
 
     async def _run(self) -> None:
-        backoff_s = _FIRST_BACKOFF_S
+        backoff = Backoff(_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S)
         while True:
             last = self._stopping.is_set()
             try:
                 await self._poll()
                 while batch := self._queue.take():
                     await self._send(batch)
-                pause_s, backoff_s = _PERIOD_S, _FIRST_BACKOFF_S
+                backoff.succeed()
+                pause_s = _PERIOD_S
             except Unavailable as error:
-                if self.demand or backoff_s == _FIRST_BACKOFF_S:
+                if self.demand or backoff.fresh:
                     log.warning("redis does not take signals", why=str(error))
                 self.demand, self._polled_at = "", -math.inf
-                pause_s, backoff_s = backoff_s, min(2 * backoff_s, _LONGEST_BACKOFF_S)
+                pause_s = backoff.fail()
             except Exception:
                 log.exception("signals not sent")
                 self.demand, pause_s = "", _LONGEST_BACKOFF_S
