@@ -262,7 +262,7 @@ def serve(
     role: Annotated[str, typer.Argument(help="verifier, drafter, orchestrator or adapter.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its settings, such as --verifier.target DIR.")] = None,
 ) -> None:
-    """Become one service."""
+    """Run one service in this process."""
     from coppice.stack.child import OPENMP_SPINS
     from coppice.stack.launch import MODULES
     from coppice.stack.spec import checkout
@@ -295,24 +295,9 @@ def demo(
 @app.command()
 def doctor(
     address: Address = None,
-    size: Annotated[
-        bool, typer.Option("--size", help="Instead: the memory that targets, heads and sessions take.")
-    ] = False,
-    target: Annotated[
-        list[str] | None, typer.Option(help="With --size: a folder with a config.json, 8B or 70B. May be repeated.")
-    ] = None,
-    context: Annotated[int, typer.Option(help="With --size: tokens of a session, prompt and answer.")] = 8192,
-    dtype: Annotated[str, typer.Option(help="With --size: of weights, KV and features.")] = "bfloat16",
-    memory: Annotated[float, typer.Option(help="With --size: a device's memory, GiB.")] = 80.0,
 ) -> None:
-    """Look for what is needed here, and for a server; or say how large a deployment must be."""
+    """Look for what is needed here, and for a server."""
     from rich.console import Console
-
-    if size:
-        from coppice.commands.size import report
-
-        report(Console(), target or (), context, dtype, memory)
-        return
 
     from coppice.commands.doctor import doctor as run
 

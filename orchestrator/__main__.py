@@ -37,7 +37,7 @@ async def serve(settings: Settings) -> int:
     heads_at = drafter_pools(told.heads, settings.directory, "orchestrator.heads")
     metrics, dialer = OrchestratorMetrics(), Dialer(settings.limits, settings.tls)
     codec = TextCodec.find(told.target)
-    verifiers = TargetPool(at.addresses, dialer, told.failover_s, told.reopens)
+    verifiers = TargetPool(at.addresses, dialer, told.failover_s)
     heads = {name: HeadPool(name, where.addresses, dialer, metrics) for name, where in heads_at.items()}
     following = [asyncio.create_task(_follow(verifiers, at, metrics))]
     following += [asyncio.create_task(_follow(heads[name], where, metrics)) for name, where in heads_at.items()]
@@ -47,7 +47,7 @@ async def serve(settings: Settings) -> int:
     target = await verifiers.first_target()
     await feature_layers(list(heads.values()), "orchestrator.heads")
     producer = Producer(settings.adaptation, SignalMetrics(metrics.registry))
-    signals = Signals(producer, settings.adaptation.top_n) if settings.adaptation.redis else None
+    signals = Signals(producer) if settings.adaptation.redis else None
     if signals is not None:
         producer.start()
     servicer = GenerationServicer(settings, target, verifiers, heads, codec, metrics, signals)

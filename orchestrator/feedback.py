@@ -13,11 +13,14 @@ from orchestrator.step_loop import Decoding
 
 LAST_MISS_S = 2.0  # how long a drafter may take to say the last one
 
+TOP_N = 32
+"""the target's likeliest ids that are told with a rejection"""
+
 
 class Signals:
     """Takes over the heads of requests that ended."""
 
-    def __init__(self, producer: Producer, top_n: int) -> None:
+    def __init__(self, producer: Producer, top_n: int = TOP_N) -> None:
         """`top_n`: how many of the target's likeliest ids a rejection tells."""
         self.top_n = top_n
         self._producer = producer

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import grpc
 import structlog
 
+from coppice.backoff import Backoff
 from coppice.errors import CoppiceError, Unavailable, from_rpc_error
 from coppice.rpc.channels import Dialer
 
@@ -34,7 +35,7 @@ class Replica:
         """it left the latest looks unanswered"""
         self.unfit = ""
         """why it serves something else than the others, if it does"""
-        self._backoff_s = _FIRST_BACKOFF_S
+        self._backoff = Backoff(_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S)
         self._silences = 0
         self._gone = False
 
@@ -49,14 +50,13 @@ class Replica:
         if self.cooling_until > now:
             return False
         if now - self.cooling_until > _LONGEST_BACKOFF_S:
-            self._backoff_s = _FIRST_BACKOFF_S
-        self.cooling_until = now + self._backoff_s
-        self._backoff_s = min(2 * self._backoff_s, _LONGEST_BACKOFF_S)
+            self._backoff.succeed()
+        self.cooling_until = now + self._backoff.fail()
         return True
 
     def well(self) -> None:
         """Note that it did what was asked of it: the next pause is a short one."""
-        self._backoff_s = _FIRST_BACKOFF_S
+        self._backoff.succeed()
 
     def answered(self, error: CoppiceError | None) -> None:
         """Take in how a look at it ended."""

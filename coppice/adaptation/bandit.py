@@ -6,6 +6,7 @@ its state is JSON, so a restart goes on as if there had been none. Lines are tho
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 from collections.abc import Sequence
@@ -33,6 +34,13 @@ UPDATES: dict[PolicyName, tuple[Action, ...]] = {
     "head-only": (Action.HEAD,),
     "never": (),
 }
+
+EPSILON = (0.30, 0.10)  # chance of a random action at the first and the last event of the cold start, linear between
+LEAST_SIGNAL = 5.0  # s of a trigger below which its observation is not used
+BLOCKED_QUERIES = 2  # queries after an event that trigger nothing
+ALWAYS_QUERIES = 8  # policy always: queries from one event to the next
+LOAD_FACTOR = 1.5  # ratio of loads up to which queries are comparable
+PATIENCE = 10  # intervals' worth of queries among which those of one interval must be found
 
 # Streams of the seed, as in coppice.speculation.sampling: whether to explore, and what.
 EXPLORE_STREAM = 0
@@ -107,8 +115,21 @@ class Bandit:
     For each query `decide`, then `due` with what its buffer holds; `synced` when the trained weights are live.
     """
 
-    def __init__(self, settings: BanditSettings, state: BanditState | None = None) -> None:
+    def __init__(
+        self,
+        settings: BanditSettings,
+        state: BanditState | None = None,
+        *,
+        epsilon: tuple[float, float] = EPSILON,
+        blocked_queries: int = BLOCKED_QUERIES,
+    ) -> None:
         self.settings, self.state = settings, state or BanditState()
+        self._epsilon, self._blocked_queries = epsilon, blocked_queries
+
+    @property
+    def patience(self) -> int:
+        """Queries after which a measurement is given up, whatever was found."""
+        return PATIENCE * self.settings.interval
 
     def decide(self, query: Query) -> Action:
         """Decide what a query's samples are for (lines 3 to 8), and measure the query (lines 19 to 21)."""
@@ -125,7 +146,7 @@ class Bandit:
         """
         state, settings = self.state, self.settings
         if settings.policy == "always":
-            ready = samples > 0 and state.queries % settings.always_queries == 0
+            ready = samples > 0 and state.queries % ALWAYS_QUERIES == 0
         else:
             ready = samples >= capacity and state.interval is None and len(state.rates) >= settings.warmup_queries
         if action == Action.SKIP or not ready:
@@ -146,9 +167,10 @@ class Bandit:
 
     def expected(self, query: Query | None) -> Action:
         """Predict what the next query's samples will be for if it is like this one; nothing changes."""
-        then = Bandit(self.settings, self.state.model_copy(deep=True))
+        then = copy.copy(self)
+        then.state = self.state.model_copy(deep=True)
         then.state.queries += 1
-        return then._action(query or Query(s=self.settings.least_signal, tokens_per_s=0, version=None))
+        return then._action(query or Query(s=LEAST_SIGNAL, tokens_per_s=0, version=None))
 
     def refused(self, trigger: Trigger, old: Sequence[float], new: Sequence[float]) -> None:
         """Measure an event whose weights were never live, by tokens/s of queries on the old and on the new ones."""
@@ -160,7 +182,7 @@ class Bandit:
         state = self.state
         state.values, state.interval, state.exploring = {}, None, None
         state.version, state.rates = version, []
-        state.blocked = self.settings.blocked_queries
+        state.blocked = self._blocked_queries
 
     def gain(self, action: Action, s: float) -> float:
         """Predict the gain in tokens/s (equation 9), less the margin of certainty. Raises KeyError without a value."""
@@ -171,7 +193,7 @@ class Bandit:
         state = self.state
         state.events += 1
         state.last_event = state.queries
-        state.blocked = self.settings.blocked_queries
+        state.blocked = self._blocked_queries
         state.exploring = None
         state.updates[trigger.action] = state.updates.get(trigger.action, 0) + 1
 
@@ -190,7 +212,8 @@ class Bandit:
         """Choose epsilon-greedily. It is drawn once for each event, as many queries fill a buffer."""
         state, settings = self.state, self.settings
         done = state.events / max(1, settings.cold_events - 1)
-        epsilon = settings.epsilon_first + (settings.epsilon_last - settings.epsilon_first) * done
+        first, last = self._epsilon
+        epsilon = first + (last - first) * done
         if uniform(settings.seed, state.last_event, EXPLORE_STREAM) < epsilon:
             return self._any(actions, state.last_event)
         values = {action: state.values[action].value if action in state.values else math.inf for action in actions}
@@ -199,7 +222,7 @@ class Bandit:
     def _warm(self, actions: Sequence[Action], s: float) -> Action:
         """Choose by value (lines 3 to 8), explore now and then, and measure what has no value yet."""
         state, settings = self.state, self.settings
-        measurable = s >= settings.least_signal
+        measurable = s >= LEAST_SIGNAL
         if settings.certainty and not measurable:
             return Action.SKIP  # nobody could say whether it paid, so a value gone stale would go on for ever
         if state.exploring is None and uniform(settings.seed, state.queries, EXPLORE_STREAM) < settings.exploration:
@@ -221,7 +244,7 @@ class Bandit:
         if query.version == state.version:
             rate = Rate(query=state.queries, tokens_per_s=query.tokens_per_s, load=query.load)
             state.rates.append(rate)
-            del state.rates[: -settings.patience]
+            del state.rates[: -self.patience]
             if interval is not None and self._alike(query.load, interval.load):
                 interval.after.append(query.tokens_per_s)
         if interval is None:
@@ -229,7 +252,7 @@ class Bandit:
         if len(interval.after) == settings.interval:
             state.interval = None
             self._revise(interval)
-        elif state.queries - interval.opened >= settings.patience:
+        elif state.queries - interval.opened >= self.patience:
             state.interval = None
 
     def _revise(self, interval: Interval) -> None:
@@ -239,7 +262,7 @@ class Bandit:
         horizon: so a value nets out the update's own cost, which is paid once, while what it gains goes on.
         """
         settings, trigger, before, after = self.settings, interval.trigger, interval.before, interval.after
-        if trigger.s < settings.least_signal or min(len(before), len(after)) < 2:
+        if trigger.s < LEAST_SIGNAL or min(len(before), len(after)) < 2:
             return
         beside, horizon = len(interval.during), max(settings.horizon, len(after))
         usual, spread, share = statistics.fmean(before), statistics.stdev(before), beside / horizon
@@ -260,4 +283,4 @@ class Bandit:
         self.state.values[trigger.action] = observed
 
     def _alike(self, load: float, other: float) -> bool:
-        return max(load, other) <= self.settings.load_factor * min(load, other)
+        return max(load, other) <= LOAD_FACTOR * min(load, other)

@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 
-from coppice.adaptation.record_queue import Entry, RecordQueue, Stream
+from coppice.adaptation.record_queue import BOUNDS, Bounds, Entry, RecordQueue, Stream
 from coppice.adaptation.records import (
     NUMBER,
     SENDER,
@@ -32,6 +32,7 @@ from coppice.adaptation.records import (
     samples_key,
     size_of,
 )
+from coppice.backoff import Backoff
 from coppice.config.adaptation import AdaptationSettings
 from coppice.errors import Unavailable
 from coppice.store.connection import Connection
@@ -47,14 +48,20 @@ _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 5.0
 class Producer:
     """Sends records to the streams of the heads. `query` and `sample` may be called from any thread."""
 
-    def __init__(self, settings: AdaptationSettings, metrics: SignalMetrics, demand_of: str = "") -> None:
+    def __init__(
+        self,
+        settings: AdaptationSettings,
+        metrics: SignalMetrics,
+        demand_of: str = "",
+        bounds: Bounds = BOUNDS,
+    ) -> None:
         """`demand_of` is the head whose demand for samples is followed, none when empty."""
         self.demand: Demand = ""
         """which samples are wanted; nothing while Redis does not answer"""
-        self._settings, self._metrics, self._demand_of = settings, metrics, demand_of
+        self._settings, self._metrics, self._demand_of, self._bounds = settings, metrics, demand_of, bounds
         self._name = secrets.token_hex(8).encode()
         self._accepted = Counter[str]()  # entries that Redis took, by key
-        self._queue = RecordQueue(settings)
+        self._queue = RecordQueue(bounds)
         self._connection = Connection(settings)
         self._polled_at = -math.inf
         self._stopping = asyncio.Event()
@@ -78,12 +85,12 @@ class Producer:
     def query(self, head: str, record: QueryRecord) -> None:
         """Queue a query's record."""
         key = queries_key(self._settings.prefix, head)
-        self._put("queries", key, query_to_fields(record), self._settings.queries_kept)
+        self._put("queries", key, query_to_fields(record), self._bounds.queries_kept)
 
     def sample(self, head: str, sample: Sample) -> None:
         """Queue a training sample."""
         key = samples_key(self._settings.prefix, head)
-        self._put("samples", key, sample_to_fields(sample), self._settings.samples_kept)
+        self._put("samples", key, sample_to_fields(sample), self._bounds.samples_kept)
 
     def _put(self, stream: Stream, key: str, fields: Fields, kept: int) -> None:
         size = size_of(fields)
@@ -99,19 +106,20 @@ class Producer:
     # --- the task ---
 
     async def _run(self) -> None:
-        backoff_s = _FIRST_BACKOFF_S
+        backoff = Backoff(_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S)
         while True:
             last = self._stopping.is_set()
             try:
                 await self._poll()
                 while batch := self._queue.take():
                     await self._send(batch)
-                pause_s, backoff_s = _PERIOD_S, _FIRST_BACKOFF_S
+                backoff.succeed()
+                pause_s = _PERIOD_S
             except Unavailable as error:
-                if self.demand or backoff_s == _FIRST_BACKOFF_S:
+                if self.demand or backoff.fresh:
                     log.warning("redis does not take signals", why=str(error))
                 self.demand, self._polled_at = "", -math.inf
-                pause_s, backoff_s = backoff_s, min(2 * backoff_s, _LONGEST_BACKOFF_S)
+                pause_s = backoff.fail()
             except Exception:
                 log.exception("signals not sent")
                 self.demand, pause_s = "", _LONGEST_BACKOFF_S

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from coppice.adaptation.records import Fields
-from coppice.config.adaptation import AdaptationSettings
 
 Stream = Literal["queries", "samples"]
 
@@ -29,10 +28,25 @@ class Entry:
     """about how many entries the stream keeps"""
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How much may wait and be sent, and about how many records a stream keeps."""
+
+    queue_entries: int = 4096
+    queue_bytes: int = 64 << 20
+    entry_bytes: int = 8 << 20
+    bytes_per_s: int = 32 << 20
+    queries_kept: int = 10_000
+    samples_kept: int = 4096
+
+
+BOUNDS = Bounds()
+
+
 class RecordQueue:
     """A queue between any thread that puts and one that takes."""
 
-    def __init__(self, bounds: AdaptationSettings) -> None:
+    def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
         self._lock = threading.Lock()
         self._entries: deque[Entry] = deque()

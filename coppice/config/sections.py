@@ -94,7 +94,6 @@ class VerifierSettings(TorchSettings):
     target: str = Field("", description="folder of a Hugging Face causal LM")
     name: str = Field("", description="name shown to clients; empty: the folder's name")
     kv_tokens: int = Field(65_536, gt=0, description="KV capacity, tokens over all sessions")
-    block_size: int = Field(32, gt=0, description="tokens of one KV block")
     prefill_rows: int = Field(512, gt=0, description="prompt rows added to one forward at most")
     batch_wait_ms: float = Field(50.0, ge=0, description="longest wait for sessions to join a forward, milliseconds")
     feature_window: int = Field(4096, ge=0, description="positions whose features a session keeps for fetching")
@@ -117,21 +116,7 @@ class DrafterSettings(TorchSettings):
     top_k: int = Field(0, ge=0, le=MAX_HEAD_NODES, description="candidates kept per node of a tree; 0: 8, eagle3 10")
     depth: int = Field(0, ge=0, le=32, description="deepest draft; 0: 6, eagle3 7")
     chain: bool = Field(False, description="draft a single chain instead of a tree")
-    blocks: int = Field(2, gt=0, le=4, description="forwards of a specblock or falcon draft")
-    widths: tuple[int, int, int, int] = Field(
-        (2, 4, 6, 10), description="tokens a specblock slot branches into, by the rank head's bucket; 0 ends the block"
-    )
-    rank_guided: bool = Field(
-        True, description="whether the rank head decides widths and starts; else every slot has widths[1] tokens"
-    )
     max_context: int = Field(0, ge=0, description="positions a session may hold; 0: the model's own limit")
-
-    def of_kind(self) -> DrafterSettings:
-        """The same with top_k and depth filled in; EAGLE-3's are those it was published with. A chain has no width."""
-        top_k, depth = (10, 7) if self.kind == "eagle3" else (8, 6)
-        told = {"top_k": self.top_k or top_k, "depth": self.depth or depth}
-        narrow = {"top_k": 1, "widths": (1, 1, 1, 1), "rank_guided": False}
-        return self.model_copy(update=told | (narrow if self.chain else {}))
 
 
 class OrchestratorSettings(Section):
@@ -149,7 +134,6 @@ class OrchestratorSettings(Section):
         0.0, ge=0, description="wait for drafts; 0: max(20, 4 x median draft time), at most 1000"
     )
     failover_s: float = Field(60.0, gt=0, description="how long a request waits for a verifier, seconds")
-    reopens: int = Field(4, gt=0, description="lost sessions that are prefilled again at once; others wait")
     chunk_tokens: int = Field(
         0, ge=0, description="tokens of every chunk sent, so that its size tells nothing; 0: those of a step"
     )

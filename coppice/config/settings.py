@@ -43,6 +43,45 @@ _OTHER_VARIABLES = frozenset(
     {"COPPICE_ADAPTER_ADDRESS", "COPPICE_ADDRESS", "COPPICE_CONFIG", "COPPICE_PROOF", "COPPICE_TOKEN"}
 )
 
+_REMOVED = {
+    "adaptation.bytes_per_s": "32 MiB",
+    "adaptation.entry_bytes": "8 MiB",
+    "adaptation.queries_kept": "10000",
+    "adaptation.queue_bytes": "64 MiB",
+    "adaptation.queue_entries": "4096",
+    "adaptation.samples_kept": "4096",
+    "adaptation.top_n": "32",
+    "adapter.nice": "19",
+    "bandit.always_queries": "8",
+    "bandit.blocked_queries": "2",
+    "bandit.epsilon_first": "0.30",
+    "bandit.epsilon_last": "0.10",
+    "bandit.least_signal": "5",
+    "bandit.load_factor": "1.5",
+    "bandit.patience": "ten times bandit.interval",
+    "drafter.blocks": "2",
+    "drafter.rank_guided": "true, but for a chain",
+    "drafter.widths": "2, 4, 6, 10, but for a chain",
+    "drift.canary_certainty": "2",
+    "drift.canary_limit": "40",
+    "drift.canary_tolerance": "0.03",
+    "drift.collapse": "0.5",
+    "drift.windows": "3",
+    "learner.batch": "8",
+    "learner.blocks": "1",
+    "learner.clip": "0.5",
+    "learner.every": "3",
+    "learner.full_passes": "2",
+    "learner.head_passes": "1",
+    "learner.penalty": "0.01",
+    "learner.seed": "0",
+    "learner.steps": "7",
+    "learner.valid_prefix": "false",
+    "orchestrator.reopens": "4",
+    "verifier.block_size": "32",
+}
+"""Settings that became constants, and the value of each. This table is kept for one release."""
+
 
 class Settings(BaseSettings):
     """Everything a Coppice process can be told; each process reads the sections it uses."""
@@ -88,7 +127,10 @@ def _sections() -> dict[str, type[BaseModel]]:
 
 
 def _no_such(what: str, known: Iterable[str], near_to: str | None = None) -> InvalidField:
-    """The error for a name that is no setting, with the nearest one that is."""
+    """The error for a name that is no setting: what it always is if it was one, else the nearest name that is."""
+    name = what.lower().removeprefix("--").removeprefix("coppice_").replace("__", ".")
+    if name in _REMOVED:
+        return InvalidField(what, f"is no setting any more: it is always {_REMOVED[name]}")
     near = difflib.get_close_matches(near_to or what, list(known), n=1)
     return InvalidField(what, f"no such setting{f'; did you mean {near[0]}?' if near else ''}")
 

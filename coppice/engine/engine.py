@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from coppice.engine.attention import NAME, UnsupportedModel, using
 from coppice.engine.attention_plan import plan_forward
 from coppice.engine.batch import PackedBatch, Piece, pack
-from coppice.engine.kv_cache import BlockTable, KVPool
+from coppice.engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool
 from coppice.engine.kv_layout import read_layout
 from coppice.engine.linear import fuse, prepack
 
@@ -61,7 +61,7 @@ class Engine:
         model: PreTrainedModel,
         *,
         kv_tokens: int,
-        block_size: int = 32,
+        block_size: int = BLOCK_SIZE,
         feature_layers: tuple[int, ...] | None = None,
     ) -> None:
         """Take over a model: it attends through the pool from now on.

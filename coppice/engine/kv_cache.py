@@ -10,6 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+BLOCK_SIZE = 32
+"""tokens of one KV block"""
+
 
 class OutOfBlocks(RuntimeError):
     """The pool has too few free blocks; nothing was changed."""
@@ -53,7 +56,7 @@ class KVPool:
         kv_heads: int,
         head_dim: int,
         tokens: int,
-        block_size: int = 32,
+        block_size: int = BLOCK_SIZE,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:

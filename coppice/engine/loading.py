@@ -8,6 +8,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 
 from coppice.engine.engine import DTYPES, Engine
+from coppice.engine.kv_cache import BLOCK_SIZE
 from coppice.engine.linear import compile_ahead
 from coppice.engine.self_check import self_check
 
@@ -18,7 +19,7 @@ def load_engine(
     device: str = "cpu",
     dtype: str = "float32",
     kv_tokens: int,
-    block_size: int = 32,
+    block_size: int = BLOCK_SIZE,
     feature_layers: tuple[int, ...] | None = None,
 ) -> Engine:
     """Load the model of a local folder (config.json and safetensors; no code of its own), and check it.

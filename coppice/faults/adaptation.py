@@ -32,7 +32,6 @@ QUICK: Mapping[str, Mapping[str, Any]] = {
         "bandit.interval": 2,
         "bandit.exploration": 1.0,
         "bandit.cold_events": 1000,
-        "bandit.patience": 16,
         "adaptation.window": 12,
         "adaptation.stride": 4,
     },

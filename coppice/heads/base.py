@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField, Overloaded
 from coppice.messages.steps import Advance, Features, HeadDescription, OpenDraft, WeightsHeader
 from coppice.speculation.sampling import SamplingParams
@@ -22,8 +23,17 @@ from coppice.speculation.tree import DraftTree
 if TYPE_CHECKING:
     from coppice.weights.staging import Staging
 
+TOP_K, DEPTH = 8, 6  # of a tree, for heads whose settings leave them open
+EAGLE3_TOP_K, EAGLE3_DEPTH = 10, 7  # as EAGLE-3 was published (arXiv:2503.01840)
 WARM_IDS, WARM_ROWS = 16, 12  # of the text that a head warms up with: its prompt, and what a step adds at most
 WARM_BUDGET = 5  # times the rows: large trees too
+
+
+def with_tree_shape(settings: DrafterSettings) -> DrafterSettings:
+    """The settings with the kind's `top_k` and `depth` where they are 0. A chain has one candidate a node."""
+    top_k, depth = (EAGLE3_TOP_K, EAGLE3_DEPTH) if settings.kind == "eagle3" else (TOP_K, DEPTH)
+    shape = {"top_k": 1 if settings.chain else settings.top_k or top_k, "depth": settings.depth or depth}
+    return settings.model_copy(update=shape)
 
 
 @dataclass(frozen=True, slots=True)

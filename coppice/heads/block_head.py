@@ -25,6 +25,9 @@ from coppice.speculation.sampling_torch import greedy_ids
 
 M = TypeVar("M", bound=BlockModel)
 
+BLOCKS = 2
+"""forwards of a draft"""
+
 
 @dataclass
 class _Active:
@@ -62,19 +65,19 @@ class BlockHead(FeatureHead[M]):
     worth: NDArray[np.float32] | None = None
     """(W,) log-scores that nodes are chosen by, by their rank in a slot; None: their own"""
 
-    def __init__(self, settings: DrafterSettings) -> None:
+    def __init__(self, settings: DrafterSettings, widths: Sequence[int], blocks: int = BLOCKS) -> None:
+        """A slot branches into widths[bucket] tokens, and ends the block at 0. `blocks` are the forwards of a draft.
+
+        Raises InvalidField on a folder that is not exactly a checkpoint of the kind for this target.
+        """
         super().__init__(settings)
-        self._widths = self.widths()
-        self.deepest = self.slots * settings.blocks
+        self._widths, self._num_blocks = widths, blocks
+        self.deepest = self.slots * blocks
 
     @property
     def slots(self) -> int:
         """Tokens that a block predicts, each with a KV entry."""
         return self.model.config.slots
-
-    @abstractmethod
-    def widths(self) -> Sequence[int]:
-        """Return how many tokens a slot branches into, by what `buckets` says of it."""
 
     @abstractmethod
     def buckets(self, logits: Tensor, normed: Tensor) -> Tensor:
@@ -87,7 +90,7 @@ class BlockHead(FeatureHead[M]):
 
     def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
         """Grow all trees block by block."""
-        blocks = self.settings.blocks
+        blocks = self._num_blocks
         fit = [self._room(job, (blocks - 1) * MAX_STARTS * self.slots) for job in jobs]
         yield [BlockTree(job).send(at, last=True) for at, job in enumerate(jobs) if not fit[at]]
         numbers = [at for at in range(len(jobs)) if fit[at]]

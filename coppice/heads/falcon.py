@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
-from coppice.heads.block_head import BlockHead
+from coppice.heads.base import with_tree_shape
+from coppice.heads.block_head import BLOCKS, BlockHead
 from coppice.heads.models.falcon import FalconModel
 from coppice.heads.models.specblock import BUCKETS
 
@@ -40,13 +39,10 @@ class FalconHead(BlockHead[FalconModel]):
     kind = "falcon"
     anytime = False  # a receiver would prune what a later block displaces by the model's scores
 
-    def __init__(self, settings: DrafterSettings) -> None:
-        super().__init__(settings)
-        self.worth = prior(self.settings.top_k + 1)  # one more for a greedy token that noise puts behind the others
-
-    def widths(self) -> Sequence[int]:
-        """Return the same everywhere."""
-        return (self.settings.top_k,) * BUCKETS
+    def __init__(self, settings: DrafterSettings, blocks: int = BLOCKS) -> None:
+        width = with_tree_shape(settings).top_k
+        super().__init__(settings, (width,) * BUCKETS, blocks)
+        self.worth = prior(width + 1)  # one more for a greedy token that noise puts behind the others
 
     def buckets(self, logits: Tensor, normed: Tensor) -> Tensor:
         """Return the same bucket everywhere."""

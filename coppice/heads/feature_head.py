@@ -25,7 +25,7 @@ from coppice.engine.engine import DTYPES
 from coppice.engine.kv_cache import KVPool, OutOfBlocks
 from coppice.engine.linear import compile_ahead, prepack
 from coppice.errors import InvalidField, Overloaded
-from coppice.heads.base import DraftJob, Head, Miss
+from coppice.heads.base import DraftJob, Head, Miss, with_tree_shape
 from coppice.heads.checkpoints import load_head
 from coppice.heads.feature_session import FeatureSession, Inputs, Rows, join
 from coppice.heads.last_draft import LastDraft
@@ -57,7 +57,7 @@ class FeatureHead(Head, Generic[M]):
         if settings.threads:
             torch.set_num_threads(settings.threads)
         config = self.config = loaded.config
-        self.settings = settings.of_kind()
+        self.settings = with_tree_shape(settings)
         device, self.dtype = torch.device(settings.device), DTYPES[settings.dtype]
         self.weights = self._checkpoint = Weights.of(public_weights(loaded.model, config))
         self.model: M = loaded.model.to(device, self.dtype).requires_grad_(False).train(False)

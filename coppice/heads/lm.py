@@ -18,7 +18,7 @@ from coppice.engine.batch import Earlier, Piece, pack
 from coppice.engine.kv_cache import BlockTable, OutOfBlocks
 from coppice.engine.loading import load_engine
 from coppice.errors import Overloaded
-from coppice.heads.base import DraftJob, Growth, Head
+from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
 from coppice.heads.level_tree import LevelTree, row_slices
 from coppice.messages.steps import Advance, HeadDescription, OpenDraft
 from coppice.speculation.sampling import uniform
@@ -46,7 +46,7 @@ class LanguageModelHead(Head):
 
     def __init__(self, settings: DrafterSettings) -> None:
         """Load the model of `settings.path`, on the thread that will use it. Raises what load_engine raises."""
-        settings = settings.of_kind()
+        settings = with_tree_shape(settings)
         if settings.threads:
             torch.set_num_threads(settings.threads)
         self.engine = load_engine(

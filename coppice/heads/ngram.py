@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
-from coppice.heads.base import DraftJob, Growth, Head
+from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
 from coppice.heads.bigram import Bigram
 from coppice.heads.lookup import Lookup
 from coppice.messages.steps import Advance, HeadDescription, OpenDraft
@@ -154,7 +154,7 @@ class NgramHead(Head):
 
     def __init__(self, settings: DrafterSettings, new_model: Callable[[], TextModel]) -> None:
         self.description = HeadDescription(settings.name or settings.kind, settings.kind, settings.vocab_size)
-        settings = settings.of_kind()
+        settings = with_tree_shape(settings)
         self._depth, self._width = settings.depth, settings.top_k
         self._new_model = new_model
         self._models: dict[int, TextModel] = {}

@@ -200,7 +200,6 @@ class Serving:
         self._health_server = grpc.aio.server()
         self._health = HealthServicer()
         self._service_name = ""
-        self._metrics_port = 0
 
     async def start(self, service: ServiceDescriptor, servicer: object, metrics_port: int = 0) -> None:
         """Bind, register and report ready; from here on SIGTERM and SIGINT end it in order.
@@ -210,7 +209,7 @@ class Serving:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.leaving.set)
         add_service(self.server, service, servicer, self._access, self.limits.idle_s)
-        self._service_name, self._metrics_port = service.full_name, metrics_port
+        self._service_name = service.full_name
         host = self.settings.host
         require = self._tls.require or needs_certificates(service.full_name)
         credentials = server_credentials(self._tls, require) if self._tls.on else None
@@ -224,14 +223,13 @@ class Serving:
         await self._health_server.start()
         if self._registration is not None:
             self._registration.start(self.address)
-        self._write_ready_file(f"{host}:{health_port}")
+        self._write_ready_file(f"{host}:{health_port}", f"{host}:{metrics_port}" if metrics_port else "")
         log.info("serving", role=self.role, address=self.address, health=f"{host}:{health_port}")
 
-    def _write_ready_file(self, health: str) -> None:
+    def _write_ready_file(self, health: str, metrics: str) -> None:
         if not self.settings.ready_file:
             return
         path = Path(self.settings.ready_file)
-        metrics = f"{self.settings.host}:{self._metrics_port}" if self._metrics_port else ""
         ready = {"role": self.role, "address": self.address, "health": health, "metrics": metrics, "pid": os.getpid()}
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(ready))

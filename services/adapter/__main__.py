@@ -113,9 +113,12 @@ class _Adapter:
         return replicas, loop
 
 
+NICE = 19  # how far training yields to others on the machine's cores: as far as it can
+
+
 def _yielding(settings: AdapterSettings) -> None:
     """Make the calling thread, and those that torch starts from it, give way to everything else on the machine."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), settings.nice)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
     torch.set_num_threads(settings.threads)
 
 

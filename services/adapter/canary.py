@@ -15,6 +15,10 @@ from services.adapter.drift import mean_and_error
 
 Verdict = Literal["undecided", "promote", "reject"]
 
+LIMIT = 40  # queries of the new version after which a canary must be decided
+TOLERANCE = 0.03  # share of the old tau that a new version may lack
+CERTAINTY = 2.0  # standard errors that decide a canary before the limit
+
 
 @dataclass
 class Canary:
@@ -55,7 +59,7 @@ def canary_verdict(settings: DriftSettings, old: Sequence[float], new: Sequence[
     if min(len(old), len(new)) < settings.canary_queries:
         return "undecided"
     (old_tau, old_error), (new_tau, new_error) = mean_and_error(old), mean_and_error(new)
-    excess = new_tau - old_tau * (1 - settings.canary_tolerance)
-    if abs(excess) <= settings.canary_certainty * math.hypot(old_error, new_error) and len(new) < settings.canary_limit:
+    excess = new_tau - old_tau * (1 - TOLERANCE)
+    if abs(excess) <= CERTAINTY * math.hypot(old_error, new_error) and len(new) < LIMIT:
         return "undecided"
     return "promote" if excess >= 0 else "reject"

@@ -18,6 +18,9 @@ from coppice.config.adaptation import DriftSettings
 
 Reason = Literal["falling", "collapse"]
 
+WINDOWS = 3  # consecutive windows over which tau must fall
+COLLAPSE = 0.5  # one window is an alarm below this share of what drafting gained, tau - 1, in the last good one
+
 
 class Window(BaseModel):
     """The tau of a window of queries: its mean, its standard error, and the version that drafted most of them."""
@@ -64,10 +67,10 @@ class Drift:
         mean, error = mean_and_error(state.taus)
         window = Window(tau=mean, error=error, version=statistics.mode(known) if known else None)
         state.taus, state.versions = [], []
-        state.windows = [*state.windows, window][-settings.windows :]
+        state.windows = [*state.windows, window][-WINDOWS:]
         if len(state.windows) > 1 and self._collapsed(*state.windows[-2:]):
             return Alarm(reason="collapse", good_version=state.windows[-2].version)
-        if len(state.windows) == settings.windows and self._falling():
+        if len(state.windows) == WINDOWS and self._falling():
             return Alarm(reason="falling", good_version=state.windows[0].version)
         return None
 
@@ -84,7 +87,7 @@ class Drift:
         """Tell whether a new version lost most of what drafting gained; the same version cannot have."""
         if good.version == window.version:
             return False
-        far = window.tau - 1 < self.settings.collapse * (good.tau - 1)
+        far = window.tau - 1 < COLLAPSE * (good.tau - 1)
         return far and self._surely_lower(good, window)
 
     def _surely_lower(self, earlier: Window, later: Window) -> bool:

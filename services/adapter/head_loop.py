@@ -149,7 +149,7 @@ class HeadLoop:
 
     def _judge(self, canary: Canary, record: QueryRecord, version: int | None) -> None:
         canary.observe(record, version, self._state.live)
-        verdict = canary.verdict(self._settings.drift, self._settings.bandit.patience)
+        verdict = canary.verdict(self._settings.drift, self._bandit.patience)
         if verdict != "undecided" and not self._work:
             self._plan(lambda: self._rollout.settle(canary, verdict == "promote"))
 

@@ -31,6 +31,7 @@ from coppice.adaptation.records import (
     read_sample,
     samples_key,
 )
+from coppice.backoff import Backoff
 from coppice.config.adaptation import AdaptationSettings
 from coppice.errors import InvalidField, Unavailable
 from coppice.store.connection import Connection
@@ -89,11 +90,12 @@ class Inbox:
 
     async def run(self) -> None:
         """Read for ever; Redis may come and go."""
-        backoff_s, connected = _FIRST_BACKOFF_S, False
+        backoff, connected = Backoff(_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S), False
         while True:
             try:
                 await self._find_positions()
-                backoff_s, connected = _FIRST_BACKOFF_S, True
+                backoff.succeed()
+                connected = True
                 while True:
                     async with self._connection.exchange() as client:
                         await self._ask(client)
@@ -106,8 +108,7 @@ class Inbox:
             finally:
                 self._asked.clear()
                 await self._connection.close()
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
+            await asyncio.sleep(backoff.fail())
 
     async def _find_positions(self) -> None:
         """Begin at the end of a stream whose position is not known, or lies ahead of it.

@@ -65,12 +65,40 @@ class Interrupted(RuntimeError):
     """An update was given up, as the process is to end."""
 
 
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How an update learns, beside its rates."""
+
+    head_passes: int = 1
+    """times that a head-only update reads its samples"""
+    full_passes: int = 2
+    """times that a full update reads its samples"""
+    batch: int = 8
+    """samples of each optimiser step"""
+    clip: float = 0.5
+    """largest norm of a gradient"""
+    penalty: float = 0.01
+    """lambda, weight of the KL to the head as it was deployed"""
+    blocks: int = 1
+    """blocks that a SpecBlock head learns from each row"""
+    steps: int = 7
+    """steps that an EAGLE-3 head learns from each row"""
+    every: int = 3
+    """later blocks start from every so many rows"""
+
+
 class Learner:
     """A head in training and its frozen copy, with an optimiser for each kind of update that keeps its moments."""
 
-    def __init__(self, folder: str | Path, target: str | Path, settings: LearnerSettings | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        target: str | Path,
+        settings: LearnerSettings | None = None,
+        recipe: Recipe = Recipe(),
+    ) -> None:
         """Load the head of `folder` for the target of another folder. Raises InvalidField."""
-        self.settings = settings or LearnerSettings()
+        self.settings, self.recipe = settings or LearnerSettings(), recipe
         layout = layout_of(folder)
         if layout in OWN:
             kinds = " and ".join(ADAPTED_KINDS)
@@ -140,7 +168,7 @@ class Learner:
         began = time.perf_counter()
         was = {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
         learn: Any = self._learn_head if kind == "head" else self._learn_full
-        before, after = learn(samples, self.settings.penalty if anchored else 0.0)
+        before, after = learn(samples, self.recipe.penalty if anchored else 0.0)
         if not all(
             bool(torch.isfinite(tensor).all()) for tensor in (torch.tensor([before, after]), *self.tensors().values())
         ):
@@ -192,30 +220,26 @@ class Learner:
         return before, self._judged(self.student, loss, judged)
 
     def _loss(self, windows: Windows) -> Any:
-        settings = self.settings
         if hasattr(self.student.model, "rank_head"):
-            return SpecBlockLoss(
-                windows, blocks=settings.blocks, every=settings.every, valid_prefix=settings.valid_prefix
-            )
-        return Eagle3Loss(windows, steps=settings.steps, valid_prefix=settings.valid_prefix)
+            return SpecBlockLoss(windows, blocks=self.recipe.blocks, every=self.recipe.every, valid_prefix=False)
+        return Eagle3Loss(windows, steps=self.recipe.steps, valid_prefix=False)
 
     @torch.no_grad()
     def _judged(self, student: Student, loss: Any, positions: Tensor) -> float:
         """Return the mean loss over texts, on rows that do not depend on how good the head is."""
-        judge = replace(loss, valid_prefix=False)
-        if isinstance(judge, SpecBlockLoss):
-            judge = replace(judge, rank_on=lambda: False, cut=self.config.slots)
-        parts = torch.split(positions, self.settings.batch)
+        judge = loss
+        if isinstance(loss, SpecBlockLoss):
+            judge = replace(loss, rank_on=lambda: False, cut=self.config.slots)
+        parts = torch.split(positions, self.recipe.batch)
         total: float = sum(judge(student, part, part).item() * len(part) for part in parts)
         return total / len(positions)
 
     def _batches(self, kind: Kind, count: int) -> Iterator[Tensor]:
-        """Yield the rows of each optimiser step: every sample once a pass, in an order of seed and update number."""
-        settings = self.settings
-        order = torch.Generator().manual_seed(settings.seed * 1_000_003 + self.updates[kind])
-        for _ in range(settings.head_passes if kind == "head" else settings.full_passes):
-            for rows in torch.split(torch.randperm(count, generator=order), settings.batch):
-                yield rows.to(settings.device)
+        """Yield the rows of each optimiser step: every sample once a pass, in an order of the update's number."""
+        order = torch.Generator().manual_seed(self.updates[kind])
+        for _ in range(self.recipe.head_passes if kind == "head" else self.recipe.full_passes):
+            for rows in torch.split(torch.randperm(count, generator=order), self.recipe.batch):
+                yield rows.to(self.settings.device)
 
     def _descend(self, kind: Kind, loss: Tensor) -> None:
         if self.stopped.is_set():
@@ -224,7 +248,7 @@ class Learner:
         self.student.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         weights = [weight for group in optimiser.param_groups for weight in group["params"]]
-        nn.utils.clip_grad_norm_(weights, self.settings.clip, foreach=True)
+        nn.utils.clip_grad_norm_(weights, self.recipe.clip, foreach=True)
         optimiser.step()
         self.student.zero_grad(set_to_none=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coppice.config.sections import VerifierSettings
 from coppice.engine.engine import Engine
-from coppice.engine.kv_cache import OutOfBlocks
+from coppice.engine.kv_cache import BLOCK_SIZE, OutOfBlocks
 from coppice.errors import InvalidField, NotFound, Unavailable
 from coppice.limits import TREE_ROOM
 from coppice.messages.steps import OpenSession
@@ -14,8 +14,8 @@ from services.verifier.session import Session
 
 def reserved_tokens(request: OpenSession, settings: VerifierSettings) -> int:
     """KV tokens a session is admitted with, whole blocks and at most all there are, so that nothing is ever evicted."""
-    wanted = -(-(request.max_len + TREE_ROOM) // settings.block_size)
-    return min(wanted, settings.kv_tokens // settings.block_size) * settings.block_size
+    wanted = -(-(request.max_len + TREE_ROOM) // BLOCK_SIZE)
+    return min(wanted, settings.kv_tokens // BLOCK_SIZE) * BLOCK_SIZE
 
 
 class Sessions:

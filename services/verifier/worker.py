@@ -90,7 +90,6 @@ class Worker(BatchingThread):
             device=self.settings.device,
             dtype=self.settings.dtype,
             kv_tokens=self.settings.kv_tokens,
-            block_size=self.settings.block_size,
         )
         self.engine.timings(range(WARM_ROWS, 0, -1), context=WARM_ROWS, repeats=1)
         if self.settings.prune:

@@ -140,7 +140,11 @@ def test_zero_and_false_are_kept() -> None:
             "settings": {"verifier": {"feature_window": 0}, "server": {"log_json": False}},
         },
         "drafters": [
-            {"name": "a", "kind": "lookup", "settings": {"drafter": {"chain": False, "widths": [0, 1, 2, 3]}}}
+            {
+                "name": "a",
+                "kind": "lookup",
+                "settings": {"drafter": {"chain": False}, "tls": {"operators": ["ann", "bob"]}},
+            }
         ],
     }
     found = of_kind(objects_in(manifests(values)), "Deployment")
@@ -154,7 +158,7 @@ def test_zero_and_false_are_kept() -> None:
     assert told["COPPICE_VERIFIER__DEVICE"] == "cpu"
     told = environment(drafter["template"]["spec"]["containers"][0])
     assert told["COPPICE_DRAFTER__CHAIN"] == "false"
-    assert told["COPPICE_DRAFTER__WIDTHS"] == "[0,1,2,3]"
+    assert told["COPPICE_TLS__OPERATORS"] == '["ann","bob"]'
     assert told["COPPICE_DRAFTER__DEVICE"] == "cuda"
 
 

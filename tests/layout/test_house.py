@@ -129,7 +129,9 @@ def fields(node: ast.ClassDef) -> set[str]:
 
 
 def is_values(node: ast.ClassDef) -> bool:
-    """Whether a class only holds values: settings, messages, rows of a report, metrics."""
+    """Whether a class only holds values, as a frozen dataclass, settings, rows of a report and metrics do."""
+    if any("frozen=True" in ast.unparse(one) for one in node.decorator_list):
+        return True
     methods = [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
     written = [item for item in methods if not item.decorator_list and not item.name.startswith("__")]
     return not written or node.name.endswith("Metrics")

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from redis import Redis
 
 from coppice.adaptation.producer import Producer
+from coppice.adaptation.record_queue import BOUNDS, Bounds
 from coppice.adaptation.records import QueryRecord, demand_key
 from coppice.config.adaptation import AdaptationSettings
 from coppice.errors import Unavailable
@@ -39,10 +40,10 @@ def redis() -> Iterator[LocalRedis]:
 class Line:
     """A producer and what it counted."""
 
-    def __init__(self, url: str, **told: Any) -> None:
+    def __init__(self, url: str, bounds: Bounds = BOUNDS, **more: Any) -> None:
         self.registry = CollectorRegistry()
-        settings = AdaptationSettings(redis=url, **({"timeout_s": 0.3} | told))
-        self.producer = Producer(settings, SignalMetrics(self.registry), "a")
+        settings = AdaptationSettings(redis=url, **({"timeout_s": 0.3} | more))
+        self.producer = Producer(settings, SignalMetrics(self.registry), "a", bounds)
 
     @property
     def counts(self) -> Counts:
@@ -59,9 +60,9 @@ class Line:
 
 
 @asynccontextmanager
-async def line_to(url: str, **told: Any) -> AsyncIterator[Line]:
+async def line_to(url: str, bounds: Bounds = BOUNDS, **more: Any) -> AsyncIterator[Line]:
     """A started producer; in the end each of its records was sent or dropped."""
-    line = Line(url, **told)
+    line = Line(url, bounds, **more)
     line.producer.start()
     try:
         yield line
@@ -96,7 +97,7 @@ async def test_what_waits_when_a_process_stops_is_sent(redis: LocalRedis) -> Non
 
 
 async def test_without_redis_the_queue_is_bounded_and_the_rest_is_counted() -> None:
-    async with line_to("redis://127.0.0.1:1/0", queue_entries=10) as line:
+    async with line_to("redis://127.0.0.1:1/0", Bounds(queue_entries=10)) as line:
         line.put(25)
         assert line.counts == Counts(25, 0, line.counts.dropped)
         assert line.counts.dropped["full"] == 15
@@ -104,7 +105,7 @@ async def test_without_redis_the_queue_is_bounded_and_the_rest_is_counted() -> N
 
 
 async def test_a_queue_is_bounded_in_bytes_and_a_large_record_is_refused() -> None:
-    async with line_to("redis://127.0.0.1:1/0", queue_bytes=2000, entry_bytes=1000) as line:
+    async with line_to("redis://127.0.0.1:1/0", Bounds(queue_bytes=2000, entry_bytes=1000)) as line:
         line.producer.sample("a", sample("full", rows=50))
         assert line.counts.dropped == {"oversized": 1}
         line.put(20)
@@ -112,7 +113,7 @@ async def test_a_queue_is_bounded_in_bytes_and_a_large_record_is_refused() -> No
 
 
 async def test_bytes_a_second_are_bounded(redis: LocalRedis) -> None:
-    async with line_to(redis.url, bytes_per_s=2000) as line:
+    async with line_to(redis.url, Bounds(bytes_per_s=2000)) as line:
         line.put(20)
         dropped = line.counts.dropped["rate"]
         assert 5 < dropped < 20
@@ -122,7 +123,7 @@ async def test_bytes_a_second_are_bounded(redis: LocalRedis) -> None:
 
 
 async def test_a_stream_keeps_about_as_many_entries_and_bytes_as_it_may(redis: LocalRedis) -> None:
-    async with line_to(redis.url, queries_kept=100, stream_bytes=20_000) as line:
+    async with line_to(redis.url, Bounds(queries_kept=100), stream_bytes=20_000) as line:
         line.put(1000)
         for _ in range(50):
             line.producer.sample("a", sample("full", rows=100))  # 2.4 kB and names

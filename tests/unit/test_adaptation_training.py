@@ -28,7 +28,7 @@ from coppice.training.data.tokenizer import load_tokenizer
 from coppice.training.losses.feature_losses import Anchor, Targets, divergence
 from coppice.weights.versions import Weights
 from services.adapter.buffers import Buffers
-from services.adapter.learner import BadState, Learner
+from services.adapter.learner import BadState, Learner, Recipe
 from services.adapter.training_copy import TrainingCopy
 from services.adapter.versions import BadVersion, Versions
 from services.adapter.windows import Windows
@@ -52,8 +52,11 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: save_random(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
 
 
+RATES = LearnerSettings(head_rate=1e-2, full_rate=3e-3)
+
+
 def learner(heads: dict[str, Path], kind: str, target: Path, **more: Any) -> Learner:
-    return Learner(heads[kind], target, LearnerSettings(head_rate=1e-2, full_rate=3e-3, blocks=2, steps=3, **more))
+    return Learner(heads[kind], target, RATES, Recipe(blocks=2, steps=3, **more))
 
 
 def missed(rng: np.random.Generator, token: int) -> dict[str, Any]:
@@ -485,7 +488,7 @@ def test_the_demo_head_of_code_learns_stories() -> None:
     prompts = [prompt.prompt for prompt in demo_prompts() if prompt.category == "story"][:3]
     tokenizer = load_tokenizer(DEMO / "target")
     texts = answers(DEMO / "target", [tokenizer.encode(str(prompt)).ids for prompt in prompts], 64, "float32")
-    made = Learner(DEMO / "specblock-code", DEMO / "target", LearnerSettings(batch=4))
+    made = Learner(DEMO / "specblock-code", DEMO / "target", recipe=Recipe(batch=4))
     samples = window_samples(texts, 32, 16, read_output(DEMO / "target").float())
     head = SpecBlockHead(
         DrafterSettings(kind="specblock", path=str(DEMO / "specblock-code"), target=str(DEMO / "target"), threads=1)

@@ -6,12 +6,24 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.adaptation.bandit import Action, Bandit, BanditState, Query, Trigger, Value
+from coppice.adaptation.bandit import (
+    ALWAYS_QUERIES,
+    BLOCKED_QUERIES,
+    EPSILON,
+    LEAST_SIGNAL,
+    Action,
+    Bandit,
+    BanditState,
+    Query,
+    Trigger,
+    Value,
+)
 from coppice.config.adaptation import BanditSettings, PolicyName
 from tests.reference import EFFORT
 
@@ -19,13 +31,19 @@ SKIP, HEAD, FULL = Action
 CAPACITY = 3  # queries whose samples saturate a simulated buffer
 
 
-def make(state: BanditState | None = None, **changed: object) -> Bandit:
+def make(
+    state: BanditState | None = None,
+    epsilon: tuple[float, float] = (0, 0),
+    blocked_queries: int = BLOCKED_QUERIES,
+    **changed: object,
+) -> Bandit:
     """A bandit by the paper's bare rule, without chance and with short intervals, unless told otherwise."""
-    bare = {"warmup_queries": 2, "epsilon_first": 0, "epsilon_last": 0, "exploration": 0, "certainty": 0, "interval": 3}
-    return Bandit(BanditSettings.model_validate(bare | changed), state)
+    bare = {"warmup_queries": 2, "exploration": 0, "certainty": 0, "interval": 3}
+    chosen = BanditSettings.model_validate(bare | changed)
+    return Bandit(chosen, state, epsilon=epsilon, blocked_queries=blocked_queries)
 
 
-def warm(head: float | None, full: float | None, error: float = 0.0, **changed: object) -> Bandit:
+def warm(head: float | None, full: float | None, error: float = 0.0, **changed: Any) -> Bandit:
     """One after its cold start, with these values."""
     values = {action: Value(value=v, error=error) for action, v in ((HEAD, head), (FULL, full)) if v is not None}
     return make(BanditState(queries=100, events=8, last_event=90, values=values), **changed)
@@ -53,9 +71,9 @@ def value(bandit: Bandit, action: Action) -> float:
 
 def test_the_defaults_are_the_papers() -> None:
     default = BanditSettings()
-    assert (default.warmup_queries, default.cold_events, default.blocked_queries) == (10, 8, 2)
-    assert (default.epsilon_first, default.epsilon_last, default.alpha) == (0.30, 0.10, 0.10)
-    assert (default.least_signal, default.always_queries) == (5, 8)
+    assert (default.warmup_queries, default.cold_events, BLOCKED_QUERIES) == (10, 8, 2)
+    assert (EPSILON, default.alpha) == ((0.30, 0.10), 0.10)
+    assert (LEAST_SIGNAL, ALWAYS_QUERIES) == (5, 8)
 
 
 def test_the_warm_up_only_measures() -> None:
@@ -107,7 +125,7 @@ def test_epsilon_falls_linearly_and_explores_both_actions_alike(events: int, eps
     seeds = 2_000 * EFFORT
     chosen = []
     for seed in range(seeds):
-        bandit = warm(2, 1, epsilon_first=0.30, epsilon_last=0.10, seed=seed)
+        bandit = warm(2, 1, epsilon=(0.30, 0.10), seed=seed)
         bandit.state.events = events
         chosen.append(ask(bandit))
     assert chosen.count(FULL) / seeds == pytest.approx(epsilon / 2, abs=0.02)
@@ -116,13 +134,13 @@ def test_epsilon_falls_linearly_and_explores_both_actions_alike(events: int, eps
 
 def test_the_last_event_of_the_cold_start_has_the_last_epsilon() -> None:
     for seed in range(50):
-        bandit = warm(2, 1, epsilon_first=1, epsilon_last=0, seed=seed)
+        bandit = warm(2, 1, epsilon=(1, 0), seed=seed)
         bandit.state.events = 7
         assert ask(bandit) == HEAD
 
 
 def test_chance_is_drawn_once_for_an_event_and_anew_for_the_next() -> None:
-    bandit = warm(2, 1, epsilon_first=0.5, epsilon_last=0.5, cold_events=100, blocked_queries=0)
+    bandit = warm(2, 1, epsilon=(0.5, 0.5), cold_events=100, blocked_queries=0)
     runs = []
     for _ in range(40):
         runs.append({ask(bandit) for _ in range(5)})
@@ -298,9 +316,9 @@ def test_what_training_costs_the_queries_beside_it_is_taken_off_the_gain() -> No
 
 
 def test_an_interval_that_finds_no_comparable_queries_is_given_up() -> None:
-    bandit = make(patience=10)
+    bandit = make(interval=3)
     event(bandit, HEAD, 20, [100] * 3, [100] * 2)
-    for _ in range(7):
+    for _ in range(27):
         ask(bandit, load=5)
     assert bandit.state.interval is not None
     ask(bandit, load=5)
@@ -309,7 +327,7 @@ def test_an_interval_that_finds_no_comparable_queries_is_given_up() -> None:
 
 
 def test_the_state_is_bounded() -> None:
-    bandit = make(patience=50)
+    bandit = make(interval=5)
     for _ in range(200):
         ask(bandit)
     assert [rate.query for rate in bandit.state.rates] == list(range(151, 201))
@@ -339,7 +357,7 @@ def test_a_revert_resets_the_values_which_are_then_measured_again() -> None:
     [("bandit", {HEAD, FULL}), ("head-only", {HEAD}), ("full-only", {FULL}), ("never", {SKIP}), ("always", {FULL})],
 )
 def test_a_policy_has_its_own_actions(policy: PolicyName, actions: set[Action]) -> None:
-    bandit = warm(1, 1, policy=policy, epsilon_first=1, epsilon_last=1, exploration=1)
+    bandit = warm(1, 1, policy=policy, epsilon=(1, 1), exploration=1)
     chosen = {ask(bandit)}
     bandit.state.events = 0
     for last_event in range(20):
@@ -381,8 +399,13 @@ QUERIES = st.lists(
 )
 
 
-def follow(bandit: Bandit, queries: Sequence[Query], cut: int, revert: int) -> tuple[list[object], BanditState]:
-    """All that it answers to a trace; before query `cut` it is saved and loaded, before `revert` reverted."""
+def follow(queries: Sequence[Query], cut: int, revert: int) -> tuple[list[object], BanditState]:
+    """All that a bandit answers to a trace; before query `cut` it is saved and loaded, before `revert` reverted."""
+
+    def start(state: BanditState | None = None) -> Bandit:
+        return make(state, epsilon=(0.5, 0.1), interval=4, cold_events=3, exploration=0.2)
+
+    bandit = start()
     said: list[object] = []
     waiting: Trigger | None = None
     for number, query in enumerate(queries):
@@ -390,7 +413,7 @@ def follow(bandit: Bandit, queries: Sequence[Query], cut: int, revert: int) -> t
             bandit.reverted(0)
         if number == cut:
             saved = bandit.state.model_dump_json()
-            bandit = Bandit(bandit.settings, BanditState.model_validate_json(saved))
+            bandit = start(BanditState.model_validate_json(saved))
             assert bandit.state.model_dump_json() == saved
         if waiting is not None and query.version is not None:
             bandit.synced(waiting, query.version)
@@ -404,10 +427,7 @@ def follow(bandit: Bandit, queries: Sequence[Query], cut: int, revert: int) -> t
 @given(QUERIES, st.data())
 def test_a_restart_anywhere_changes_no_decision(queries: list[Query], data: st.DataObject) -> None:
     cut, revert = data.draw(st.integers(0, len(queries) - 1)), data.draw(st.integers(0, len(queries) - 1))
-    whole, parted = (
-        follow(make(interval=4, patience=12, cold_events=3, epsilon_first=0.5, exploration=0.2), queries, at, revert)
-        for at in (-1, cut)
-    )
+    whole, parted = (follow(queries, at, revert) for at in (-1, cut))
     assert parted == whole
 
 

@@ -24,6 +24,7 @@ from coppice.cli import main
 from coppice.client.completion import Accumulator, Completion
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
+from coppice.heads.base import with_tree_shape
 from coppice.messages.generation import Chunk, Finished, Origin, Started, Timings
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.spec import COUNTED_HEADS, HeadSpec, StackSpec
@@ -52,9 +53,9 @@ def test_methods_are_policies_heads_and_peers() -> None:
 
 
 def test_a_chain_has_no_branches_whatever_the_kind() -> None:
-    told = DrafterSettings(kind="eagle3", chain=True).of_kind()
-    assert (told.top_k, told.widths, told.rank_guided, told.depth) == (1, (1, 1, 1, 1), False, 7)
-    assert DrafterSettings(kind="eagle3").of_kind().top_k == 10
+    chain = with_tree_shape(DrafterSettings(kind="eagle3", chain=True))
+    assert (chain.top_k, chain.depth) == (1, 7)
+    assert with_tree_shape(DrafterSettings(kind="eagle3")).top_k == 10
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from coppice.config.settings import Settings, load_settings
 from coppice.errors import InvalidField
+from coppice.heads.base import with_tree_shape
 
 
 @pytest.fixture(autouse=True)
@@ -64,12 +65,12 @@ def test_a_flag_beats_a_variable_beats_yaml_beats_the_default(
 
 
 def test_ways_mix_inside_a_section(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file.write_text("verifier: {threads: 1, block_size: 16}\nlimits: {sessions: 4}\n")
+    file.write_text("verifier: {threads: 1, prefill_rows: 16}\nlimits: {sessions: 4}\n")
     monkeypatch.setenv("COPPICE_VERIFIER__THREADS", "2")
     monkeypatch.setenv("COPPICE_CONFIG", str(file))
     settings = load_settings(["--verifier.kv_tokens", "77"])
     told = settings.verifier
-    assert (told.threads, told.block_size, told.kv_tokens, told.dtype) == (2, 16, 77, "float32")
+    assert (told.threads, told.prefill_rows, told.kv_tokens, told.dtype) == (2, 16, 77, "float32")
     assert settings.limits.sessions == 4
 
 
@@ -143,6 +144,24 @@ def test_an_unknown_flag_is_an_error_with_a_hint(flag: str, hint: str) -> None:
     assert refused.value.field == flag.partition("=")[0]
 
 
+def test_a_setting_that_became_a_constant_says_what_it_is(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text("drafter: {blocks: 2}")
+    with monkeypatch.context() as inner:
+        inner.setenv("COPPICE_BANDIT__PATIENCE", "200")
+        with pytest.raises(InvalidField, match="no setting any more: it is always ten times") as seen:
+            load_settings([])
+    assert seen.value.field == "COPPICE_BANDIT__PATIENCE"
+    for arguments, field, value in (
+        (["--config", str(file)], "drafter.blocks", "2"),
+        (["--verifier.block_size", "32"], "--verifier.block_size", "32"),
+        (["--learner.valid_prefix=true"], "--learner.valid_prefix", "false"),
+    ):
+        with pytest.raises(InvalidField, match=f"is no setting any more: it is always {value}$") as refused:
+            load_settings(arguments)
+        assert refused.value.field == field
+        monkeypatch.setenv("COPPICE_CONFIG", "")
+
+
 BAD = {
     "verifier.threads": "many",
     "verifier.dtype": "float64",
@@ -214,7 +233,7 @@ def test_every_setting_says_what_it_is_and_cannot_be_changed_later() -> None:
     [([], (8, 6)), (["--drafter.kind", "eagle3"], (10, 7)), (["--drafter.kind", "medusa"], (8, 6))],
 )
 def test_a_head_drafts_as_its_kind_does_unless_told(flags: list[str], drafted: tuple[int, int]) -> None:
-    settings = load_settings(flags).drafter.of_kind()
+    settings = with_tree_shape(load_settings(flags).drafter)
     assert (settings.top_k, settings.depth) == drafted
-    told = load_settings([*flags, "--drafter.depth", "3"]).drafter.of_kind()
-    assert (told.top_k, told.depth) == (drafted[0], 3)
+    shallow = with_tree_shape(load_settings([*flags, "--drafter.depth", "3"]).drafter)
+    assert (shallow.top_k, shallow.depth) == (drafted[0], 3)

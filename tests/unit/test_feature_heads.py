@@ -19,14 +19,16 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from coppice.config.sections import FEATURE_KINDS, DrafterSettings
 from coppice.errors import InvalidField
-from coppice.heads.base import DraftJob, Growth
+from coppice.heads.base import DraftJob, Growth, with_tree_shape
+from coppice.heads.block_head import BLOCKS
 from coppice.heads.checkpoints import SHAPES, Loaded, load_eagle3, load_head, load_specblock, read_target, save_head
-from coppice.heads.falcon import prior
+from coppice.heads.falcon import FalconHead, prior
 from coppice.heads.feature_head import FeatureHead
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
 from coppice.heads.models.layers import largest
 from coppice.heads.models.rotary import Rotary
 from coppice.heads.registry import build_head, served_head
+from coppice.heads.specblock import WIDTHS, SpecBlockHead
 from coppice.messages.steps import Advance, Features, OpenDraft, Rejection
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.sampling_torch import noise
@@ -149,7 +151,16 @@ class SlowSpecBlock:
 
     relaxed = False
 
-    def __init__(self, folder: Path, target: Path, settings: DrafterSettings) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        target: Path,
+        settings: DrafterSettings,
+        widths: Sequence[int] = WIDTHS,
+        rank_guided: bool = True,
+        blocks: int = BLOCKS,
+    ) -> None:
+        self.bucket_widths, self.rank_guided, self.blocks = widths, rank_guided, blocks
         loaded = self.load(folder, target)
         self.model, self.embedding, self.settings = loaded.model, loaded.embedding, settings
         self.ids = torch.arange(DRAFT_VOCAB) + loaded.model.d2t
@@ -162,9 +173,8 @@ class SlowSpecBlock:
 
     def widths(self, logits: Tensor, normed: Tensor) -> tuple[list[int], list[int]]:
         """What the rank head says of each slot, and into how many tokens the slot branches."""
-        guided = self.settings.rank_guided
-        buckets = self.model.rank(normed, logits).argmax(-1).tolist() if guided else [1] * self.slots
-        return buckets, [self.settings.widths[bucket] for bucket in buckets]
+        buckets = self.model.rank(normed, logits).argmax(-1).tolist() if self.rank_guided else [1] * self.slots
+        return buckets, [self.bucket_widths[bucket] for bucket in buckets]
 
     def worth(self, score: float, place: int) -> float:
         """What a node adds to that of its parent when nodes are compared; `place` in its slot's list."""
@@ -208,7 +218,7 @@ class SlowSpecBlock:
         worth: dict[tuple[int, ...], float] = {}
         self.said.clear()
         starts: list[tuple[tuple[int, ...], list[tuple[Tensor, int, int, int]]]] = [((), [])]
-        for _ in range(self.settings.blocks):
+        for _ in range(self.blocks):
             following = []
             for path, blocks in starts:
                 states = self.states(text, start, job, blocks)
@@ -311,7 +321,16 @@ class SlowEagle3:
 class SlowMedusa:
     """Medusa by the book, and every combination of what its heads say."""
 
-    def __init__(self, folder: Path, target: Path, settings: DrafterSettings) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        target: Path,
+        settings: DrafterSettings,
+        widths: Sequence[int] = WIDTHS,
+        rank_guided: bool = True,
+        blocks: int = BLOCKS,
+    ) -> None:
+        self.bucket_widths, self.rank_guided, self.blocks = widths, rank_guided, blocks
         loaded = self.load(folder, target)
         self.model, self.embedding, self.settings = loaded.model, loaded.embedding, settings
         self.ids = torch.arange(DRAFT_VOCAB) + loaded.model.d2t
@@ -368,10 +387,16 @@ SLOW = {
 Slow = SlowSpecBlock | SlowEagle3 | SlowMedusa
 
 
+TREE = ("widths", "rank_guided", "blocks")
+"""What a head's constructor takes beside its settings."""
+
+
 def build(kind: str, folder: Path, target: Path, **more: object) -> tuple[FeatureHead[torch.nn.Module], Slow]:
-    told = {"kind": kind, "path": str(folder), "target": str(target), "kv_tokens": 2048, "threads": 1} | more
-    settings = DrafterSettings.model_validate(told).of_kind()
-    return build_head(settings), SLOW[kind](folder, target, settings)  # type: ignore[return-value]
+    tree: Any = {name: more.pop(name) for name in TREE if name in more}
+    given = {"kind": kind, "path": str(folder), "target": str(target), "kv_tokens": 2048, "threads": 1} | more
+    settings = with_tree_shape(DrafterSettings.model_validate(given))
+    make: Any = {"specblock": SpecBlockHead, "falcon": FalconHead}.get(kind, build_head)
+    return make(settings, **tree), SLOW[kind](folder, target, settings, **tree)  # type: ignore[return-value]
 
 
 VARIANTS = [

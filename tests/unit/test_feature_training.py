@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
 from coppice.config.sections import FEATURE_KINDS, DrafterSettings
-from coppice.heads.base import DraftJob
+from coppice.heads.base import DraftJob, with_tree_shape
 from coppice.heads.checkpoints import load_eagle3, load_specblock, read_output, read_target
 from coppice.speculation.sampling import SamplingParams
 from coppice.training.data.corpora import DataError, is_held_out
@@ -97,7 +97,7 @@ def answer(folder: Path, head: torch.nn.Module) -> tuple[Teacher, torch.Tensor]:
 def test_training_computes_the_states_that_serving_does(kind: str, target: Path, tmp_path: Path) -> None:
     """Every row's last block, against the slow reference of the served head on the same prefix."""
     folder = save_random(tmp_path, kind, block_rope_advance=True)
-    settings = DrafterSettings(kind=kind, path=str(folder), target=str(target)).of_kind()  # type: ignore[arg-type]
+    settings = with_tree_shape(DrafterSettings(kind=kind, path=str(folder), target=str(target)))
     slow = SLOW[kind](folder, target, settings)
     teacher, ids = answer(target, slow.model)
     states: list[torch.Tensor] = []

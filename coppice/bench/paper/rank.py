@@ -72,12 +72,11 @@ def tree_gains(
     folder: Path, target: Path, texts: Sequence[tuple[Answer, int]], budget: int, threads: int = 0
 ) -> dict[str, Replay]:
     """Each kind of tree along the same texts at the same budget of nodes."""
+    settings = DrafterSettings(kind="specblock", path=str(folder), target=str(target), threads=threads)
     gains = {}
     for name, (widths, guided) in TREES.items():
-        settings = DrafterSettings(
-            kind="specblock", path=str(folder), target=str(target), widths=widths, rank_guided=guided, threads=threads
-        )
-        gains[name] = replay_all(SpecBlockHead(settings), texts, budget)
+        head = SpecBlockHead(settings, widths, guided)
+        gains[name] = replay_all(head, texts, budget)
     return gains
 
 
