@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from pydantic import ValidationError
-from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 from ray.serve.schema import ServeDeploySchema
 
@@ -69,18 +67,6 @@ def test_nothing_is_taken_away_while_a_replica_has_not_said_what_it_holds(
     sessions: dict[str, float], replicas: int, wanted: int
 ) -> None:
     assert scale_by_sessions(context(sessions, replicas))[0] == wanted
-
-
-@pytest.mark.parametrize(("held", "after_s", "wanted"), [(12.0, 10, 3), (1.0, 60, 1)])
-def test_serve_waits_before_it_follows(held: float, after_s: float, wanted: int, monkeypatch: Any) -> None:
-    """With the delays of Serve itself around the policy: 2 replicas stay until the delay is over."""
-    decide, state = _apply_autoscaling_config(scale_by_sessions), {}
-    for now in (1000.0, 1000.0 + after_s / 2, 1000.0 + after_s - 0.1):
-        monkeypatch.setattr("ray.serve.autoscaling_policy.time", SimpleNamespace(time=lambda now=now: now))
-        replicas, state = decide(context({"r0": held, "r1": 0.0}, 2, state=state))
-        assert replicas == 2
-    monkeypatch.setattr("ray.serve.autoscaling_policy.time", SimpleNamespace(time=lambda: 1000.0 + after_s))
-    assert decide(context({"r0": held, "r1": 0.0}, 2, state=state))[0] == wanted
 
 
 @pytest.mark.parametrize(
