@@ -109,8 +109,8 @@ def up(
         os.environ["COPPICE_CONFIG"] = str(config)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
     options = {"policy": policy, "device": device, "dtype": dtype, "port": port}
-    adapter_port = 0 if port == 0 else DEFAULT_ADAPTER_PORT
-    spec = stack_spec(target, head, **options, adapt=adapt, adapter_port=adapter_port)
+    extra = {"adapter": {"server.port": 0 if port == 0 else DEFAULT_ADAPTER_PORT}}
+    spec = stack_spec(target, head, **options, adapt=adapt, extra=extra)
     stack = Stack(spec)
     try:
         with stack:

@@ -114,13 +114,8 @@ class StackSpec:
     orchestrators: int = 1
     adapt: bool = False
     """whether an adapter trains the heads of ADAPTED_KINDS; with a Redis of its own unless settings name one"""
-    adapter_port: int = 0
     extra: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """more settings by role: {"verifier": {"verifier.kv_tokens": 4096}}"""
-    log_dir: Path | None = None
-    """where logs stay; None: a temporary folder"""
-    ready_s: float = 300.0
-    """how long the services may take to load"""
 
     def __post_init__(self) -> None:
         if not (self.target / "config.json").is_file():
