@@ -98,8 +98,8 @@ class Stack:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + self._ready_s
         self._signals = self._redis_flags()
-        spec, told = self.spec, self._verifier_flags()
-        verifiers = [self._launch(name, "verifier", told) for name in _names("verifier", spec.verifiers)]
+        spec, verifier_flags = self.spec, self._verifier_flags()
+        verifiers = [self._launch(name, "verifier", verifier_flags) for name in _names("verifier", spec.verifiers)]
         drafters = []
         for head in spec.heads:
             flags = self._drafter_flags(head)
@@ -228,25 +228,25 @@ class Stack:
         }
 
     def _verifier_flags(self) -> dict[str, Any]:
-        told = self.settings.verifier
+        verifier = self.settings.verifier
         return {
             **_LOOPBACK,
             "verifier.target": self.spec.target,
-            "verifier.device": told.device,
-            "verifier.dtype": told.dtype,
-            "verifier.threads": told.threads,
+            "verifier.device": verifier.device,
+            "verifier.dtype": verifier.dtype,
+            "verifier.threads": verifier.threads,
         }
 
     def _drafter_flags(self, head: HeadSpec) -> dict[str, Any]:
-        told = self.settings.drafter
+        drafter = self.settings.drafter
         flags = {
             **_LOOPBACK,
             "drafter.name": head.name,
             "drafter.kind": head.kind,
             "drafter.target": self.spec.target,
-            "drafter.device": told.device,
-            "drafter.dtype": told.dtype,
-            "drafter.threads": told.threads,
+            "drafter.device": drafter.device,
+            "drafter.dtype": drafter.dtype,
+            "drafter.threads": drafter.threads,
         }
         return {**flags, **({"drafter.path": head.path} if head.path else {}), **dict(head.flags)}
 
@@ -266,5 +266,5 @@ def _names(stem: str, count: int) -> list[str]:
 
 def _ports(ready: Ready) -> dict[str, int]:
     """The ports a process took, as its flags."""
-    told = {"port": ready.address, "health_port": ready.health, "metrics_port": ready.metrics}
-    return {f"server.{name}": int(address.rpartition(":")[2]) for name, address in told.items() if address}
+    addresses = {"port": ready.address, "health_port": ready.health, "metrics_port": ready.metrics}
+    return {f"server.{name}": int(address.rpartition(":")[2]) for name, address in addresses.items() if address}
