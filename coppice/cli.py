@@ -109,19 +109,19 @@ def up(
         os.environ["COPPICE_CONFIG"] = str(config)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
     options = {"policy": policy, "device": device, "dtype": dtype, "port": port}
-    adapter_port = 0 if port == 0 else DEFAULT_ADAPTER_PORT
-    spec = stack_spec(target, head, **options, adapt=adapt, adapter_port=adapter_port)
+    extra = {"adapter": {"server.port": 0 if port == 0 else DEFAULT_ADAPTER_PORT}}
+    spec = stack_spec(target, head, **options, adapt=adapt, extra=extra)
     stack = Stack(spec)
     try:
         with stack:
             _announce(stack, ready_file)
-            told = ""
+            reported = ""
             while True:
                 time.sleep(WATCH_S)
                 stack.check()
-                if (lost := stack.lost()) and not told:
+                if (lost := stack.lost()) and not reported:
                     print(f"coppice: heads are not adapted any more: {lost}", file=sys.stderr)
-                told = lost
+                reported = lost
     except KeyboardInterrupt:
         pass
     finally:
@@ -248,13 +248,13 @@ def _answer(client: "Client", prompt: Any, options: Any, as_json: bool) -> "Comp
             if isinstance(event, Chunk) and not as_json:
                 print(event.text, end="", flush=True)
     finally:
-        told = answer.completion()
-        if as_json and told.policy:  # else the call failed before it began
-            print(json.dumps(told.to_json()))
-        elif not as_json and told.ids:
+        completion = answer.completion()
+        if as_json and completion.policy:  # else the call failed before it began
+            print(json.dumps(completion.to_json()))
+        elif not as_json and completion.ids:
             # A target without a tokenizer answers in ids only.
-            print("" if told.text else ",".join(map(str, told.ids)))
-    return told
+            print("" if completion.text else ",".join(map(str, completion.ids)))
+    return completion
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

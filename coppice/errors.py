@@ -113,9 +113,9 @@ _BY_STATUS: dict[str, type[CoppiceError]] = {
 
 RETRY_HINT = "grpc-retry-pushback-ms"
 """the trailing metadata, gRPC's own, that says when to come back"""
-LOST = "Internal error from Core"
+CALL_ENDED = "Internal error from Core"
 """what grpc.aio says, with INTERNAL, when a write finds the call ended: the status it ended with is lost then"""
-_BROKEN = (LOST, "RST_STREAM", "Stream removed", "GOAWAY")  # what a connection that breaks is called, among others
+_BROKEN = (CALL_ENDED, "RST_STREAM", "Stream removed", "GOAWAY")  # in the details of a connection that broke
 
 
 def from_rpc_error(error: grpc.RpcError) -> CoppiceError:

@@ -34,7 +34,7 @@ _lock = threading.Lock()
 
 def parse(text: str) -> dict[str, float]:
     """Read NAME=VALUE;NAME=VALUE. Raises ValueError naming what is no failpoint or no value of one."""
-    told = {}
+    values = {}
     for part in filter(None, (part.strip() for part in text.split(";"))):
         name, _, written = part.partition("=")
         action = ACTIONS.get(name)
@@ -47,8 +47,8 @@ def parse(text: str) -> dict[str, float]:
         fits = {"delay": 0 < value <= 60, "garbage": 0 < value <= 1, "exit": value >= 1 and value == int(value)}
         if not fits[action]:
             raise ValueError(f"{part!r}: {_MEANING[action]}")
-        told[name] = value
-    return told
+        values[name] = value
+    return values
 
 
 _MEANING: Mapping[Action, str] = {
@@ -60,12 +60,12 @@ _MEANING: Mapping[Action, str] = {
 
 def enable(text: str) -> None:
     """Enable these failpoints and no others in this process. Raises ValueError."""
-    told = parse(text)
+    values = parse(text)
     with _lock:
         _enabled.clear()
-        _enabled.update(told)
+        _enabled.update(values)
         _hits.clear()
-        _hits.update((name, itertools.count(1)) for name in told)
+        _hits.update((name, itertools.count(1)) for name in values)
 
 
 def hit(name: str) -> bool:

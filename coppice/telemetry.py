@@ -1,4 +1,8 @@
-"""Logs (structlog) and metrics (Prometheus). The spec_decode stems are vLLM's, so dashboards carry over."""
+"""Logs (structlog) and metrics (Prometheus).
+
+The names of the spec_decode counters are vLLM's behind another prefix, `coppice_` for `vllm:`. Their labels differ, so
+a dashboard of vLLM's needs new queries.
+"""
 
 from __future__ import annotations
 

@@ -76,10 +76,10 @@ def _addresses(address: str | Sequence[str] | None) -> tuple[str, ...]:
     """Each HOST:PORT. Raises InvalidField when there is none."""
     address = address or default_address()
     given = address.split(",") if isinstance(address, str) else address
-    found = tuple(one.strip() for one in given if one.strip())
-    if not found:
+    addresses = tuple(one.strip() for one in given if one.strip())
+    if not addresses:
         raise InvalidField("address", "names no HOST:PORT")
-    return found
+    return addresses
 
 
 def _generate_call(prompt: Prompt, options: Options, addresses: int, first: int) -> tuple[Attempts, Accumulator]:

@@ -15,19 +15,13 @@ StreamEvent = Started | Chunk | Finished
 _JSON_TIMINGS = ("queue", "prefill", "draft", "transport", "verify", "accept", "commit")
 
 
-@dataclass(frozen=True)
-class Completion:
-    """One answer. Lists have one entry a step, `ids` and what is parallel to it one a new token.
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """What an answer's last event says. The tuples have one entry a step.
 
-    `finish_reason` is "cancelled" when the stream ended before its last event; what only that event tells is then
-    empty.
+    Without that event `finish_reason` is "cancelled" and the rest is empty.
     """
 
-    text: str
-    ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    """raw log-probabilities of the target; empty unless asked for"""
-    origins: tuple[Origin, ...]
     finish_reason: FinishReason
     prompt_tokens: int
     new_tokens: int
@@ -35,18 +29,9 @@ class Completion:
     routed: tuple[int, ...]
     """index into `heads` of the verified tree, -1 none, -2 a union"""
     verified_nodes: tuple[int, ...]
-    policy: str
-    heads: tuple[str, ...]
-    seed: int
-    ttft_s: float
-    """from the call to the first token, as the client saw it"""
-    decode_s: float
-    """from the first token to the last, prefill left out"""
     late_drafts: int = 0
     bad_drafts: int = 0
     timings: Timings = field(default_factory=Timings)
-    trees: tuple[StepTree, ...] = ()
-    """what each step verified; empty unless asked for"""
     resumed: int = 0
     """times that another server went on with it; what is told by step, and timings, are then of the last one alone"""
 
@@ -59,6 +44,26 @@ class Completion:
     def tau(self) -> float:
         """Committed tokens per target forward, root included; the first token costs no step. 1 without a step."""
         return sum(self.accept_lengths) / self.steps if self.steps else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion(Ending):
+    """One answer. `ids`, and what is parallel to it, has one entry a new token."""
+
+    text: str
+    ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    """raw log-probabilities of the target; empty unless asked for"""
+    origins: tuple[Origin, ...]
+    policy: str
+    heads: tuple[str, ...]
+    seed: int
+    ttft_s: float
+    """from the call to the first token, as the client saw it"""
+    decode_s: float
+    """from the first token to the last, prefill left out"""
+    trees: tuple[StepTree, ...] = ()
+    """what each step verified; empty unless asked for"""
 
     @property
     def tokens_per_s(self) -> float:

@@ -29,8 +29,8 @@ def convert_head(
     for option, layout in (("--from", from_layout), ("--to", to_layout)):
         if layout not in layouts.LAYOUTS:
             raise typer.BadParameter(f"{layout!r} is not {LAYOUTS}", param_hint=option)
-    found = layouts.layout_of(source)
-    if found != from_layout:
-        raise InvalidField("from", f"{source} is in the layout {found}")
+    layout = layouts.layout_of(source)
+    if layout != from_layout:
+        raise InvalidField("from", f"{source} is in the layout {layout}")
     layouts.convert(source, out, next(layout for layout in layouts.LAYOUTS if layout == to_layout))
     print(f"wrote {out} ({to_layout})")

@@ -107,17 +107,15 @@ def stream_coloured(console: Console, client: Client, prompt: FilePrompt, trees:
         if isinstance(event, Chunk):
             for piece, origin in zip(event.pieces, event.origins, strict=True):
                 console.print(Text(piece, style=STYLES[origin]), end="", soft_wrap=True)
-    told = answer.completion()
-    drafted = sum(origin is Origin.DRAFT for origin in told.origins)
-    console.print(
-        Text(f"\n{drafted} of {told.new_tokens} tokens drafted, tau {told.tau:.2f}, {told.tokens_per_s:.1f} tokens/s"),
-        style="dim",
-    )
-    tree = longest(told.trees)
+    completion = answer.completion()
+    drafted = sum(origin is Origin.DRAFT for origin in completion.origins)
+    speed = f"tau {completion.tau:.2f}, {completion.tokens_per_s:.1f} tokens/s"
+    console.print(Text(f"\n{drafted} of {completion.new_tokens} tokens drafted, {speed}"), style="dim")
+    tree = longest(completion.trees)
     if tree:
         console.print("the draft tree of the step that accepted most:", style="dim")
         show(tree, console)
-    return told
+    return completion
 
 
 def _compare(console: Console, stack: Stack, client: Client, prompts: Sequence[FilePrompt]) -> Report:
@@ -125,8 +123,8 @@ def _compare(console: Console, stack: Stack, client: Client, prompts: Sequence[F
     from coppice.bench.reference import Reference
 
     console.print("\nloading the target once more, in plain transformers, to compare with ...")
-    told = stack.settings.verifier
-    reference = Reference(stack.spec.target, told.dtype, told.device, told.threads)
+    settings = stack.settings.verifier
+    reference = Reference(stack.spec.target, settings.dtype, settings.device, settings.threads)
     ids = [reference.encode(prompt.prompt) if isinstance(prompt.prompt, str) else prompt.prompt for prompt in prompts]
     methods = [HF_GENERATE, "plain", *(f"single:{head.name}" for head in stack.spec.heads), "route", "merge"]
     for method in methods:
@@ -136,7 +134,7 @@ def _compare(console: Console, stack: Stack, client: Client, prompts: Sequence[F
         for method in methods if number % 2 == 0 else reversed(methods):
             answers[method].append(_answer(method, prompt, client, reference))
     stack.check()
-    report = Report("demo", told.dtype, told.threads, told.device)
+    report = Report("demo", settings.dtype, settings.threads, settings.device)
     budget = stack.settings.orchestrator.budget
     expected = [answer.ids for answer in answers[HF_GENERATE]]
     rows = []
@@ -148,7 +146,7 @@ def _compare(console: Console, stack: Stack, client: Client, prompts: Sequence[F
         rows.append(make_row(method, answers[method], verdicts, budget if answers[method][0].heads else 0))
     report.add_methods(with_speedups(rows))
     trained = any(head.path for head in stack.spec.heads)
-    report.checks = exactness_checks(rows, told.dtype, trained, NEW_TOKENS)
+    report.checks = exactness_checks(rows, settings.dtype, trained, NEW_TOKENS)
     return report
 
 

@@ -25,12 +25,12 @@ def longest(trees: Sequence[StepTree]) -> StepTree | None:
 
 def children(tree: StepTree) -> Mapping[int, list[int]]:
     """Each node's children, the likeliest first."""
-    found: dict[int, list[int]] = defaultdict(list)
+    below: dict[int, list[int]] = defaultdict(list)
     for node, parent in enumerate(tree.parents, 1):
-        found[parent].append(node)
-    for nodes in found.values():
+        below[parent].append(node)
+    for nodes in below.values():
         nodes.sort(key=lambda node: -tree.log_probs[node - 1])
-    return found
+    return below
 
 
 def label(tree: StepTree, node: int) -> str:
@@ -66,16 +66,16 @@ def places(tree: StepTree) -> dict[int, tuple[float, float]]:
     """Where each node is drawn: (depth, line); leaves lie on lines of their own, a parent between its children."""
     below = children(tree)
     lines = iter(range(len(tree.tokens) + 1))
-    found: dict[int, tuple[float, float]] = {}
+    positions: dict[int, tuple[float, float]] = {}
 
     def place(node: int, depth: int) -> float:
         own = [place(child, depth + 1) for child in below[node]]
         line = (own[0] + own[-1]) / 2 if own else float(next(lines))
-        found[node] = (float(depth), line)
+        positions[node] = (float(depth), line)
         return line
 
     place(0, 0)
-    return found
+    return positions
 
 
 def save(tree: StepTree, file: Path) -> None:

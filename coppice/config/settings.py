@@ -164,10 +164,10 @@ def _check_file(file: str) -> None:
     if not path.is_file():
         raise InvalidField("config", f"no such file: {file}")
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InvalidField("config", f"{file} is no YAML: {' '.join(str(error).split())}") from None
-    if found is not None and not isinstance(found, dict):
+    if content is not None and not isinstance(content, dict):
         raise InvalidField("config", f"{file} is not a mapping of sections")
 
 

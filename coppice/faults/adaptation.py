@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import cycle
 from typing import Any
 
@@ -60,61 +60,41 @@ def killed_at(point: str) -> Run:
     return run
 
 
-@contextlib.asynccontextmanager
-async def _stopped(rig: Rig) -> AsyncIterator[None]:
-    assert rig.stack.redis
-    pid = rig.stack.redis.pid
-    assert pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-@contextlib.asynccontextmanager
-async def _slow(rig: Rig) -> AsyncIterator[None]:
-    rig.proxies.slow(REDIS, SLOW_S)
-    try:
-        yield
-    finally:
-        await asyncio.to_thread(rig.proxies.heal, REDIS)
-
-
-@contextlib.asynccontextmanager
-async def _cut(rig: Rig) -> AsyncIterator[None]:
-    await asyncio.to_thread(rig.proxies.cut, REDIS)
-    try:
-        yield
-    finally:
-        await asyncio.to_thread(rig.proxies.heal, REDIS)
-
-
-@contextlib.asynccontextmanager
-async def _flushed(rig: Rig) -> AsyncIterator[None]:
-    with _redis(rig) as client:
-        client.flushall()
-        yield
-        client.flushall()
-
-
-def redis_fault(kind: Any) -> Run:
-    """Something happens to Redis for a while."""
+def redis_fault(begin: Callable[[Rig], object], end: Callable[[Rig], object]) -> Run:
+    """Something happens to Redis, and is over after a while."""
 
     async def run(rig: Rig, row: FaultRow) -> None:
         for _ in range(rig.plan.repeat):
-            async with rig.watched(row), kind(rig):
-                await asyncio.sleep(FAULT_S)
+            async with rig.watched(row):
+                await asyncio.to_thread(begin, rig)
+                try:
+                    await asyncio.sleep(FAULT_S)
+                finally:
+                    await asyncio.to_thread(end, rig)
             await _flows_again(rig, row)
 
     return run
 
 
-def _redis(rig: Rig) -> Any:
+def _signalled(number: signal.Signals) -> Callable[[Rig], None]:
+    def send(rig: Rig) -> None:
+        assert rig.stack.redis
+        assert rig.stack.redis.pid
+        os.kill(rig.stack.redis.pid, number)
+
+    return send
+
+
+def _healed(rig: Rig) -> None:
+    rig.proxies.heal(REDIS)
+
+
+def _flushed(rig: Rig) -> None:
     from redis import Redis
 
     assert rig.stack.redis
-    return Redis.from_url(rig.stack.redis.url, socket_timeout=5.0)
+    with Redis.from_url(rig.stack.redis.url, socket_timeout=5.0) as client:
+        client.flushall()
 
 
 async def _flows_again(rig: Rig, row: FaultRow) -> None:
@@ -222,10 +202,15 @@ SCENARIOS = [
             "acknowledge": "weights that a replica uses and the adapter has not heard of are found by the next one",
         }.items()
     ),
-    Scenario("redis-stop", "redis", "a Redis that hangs costs signals only", redis_fault(_stopped), adapts=True),
-    Scenario("redis-cut", "redis", "a Redis that is away costs signals only", redis_fault(_cut), adapts=True),
-    Scenario("redis-flush", "redis", "streams that are gone are made again", redis_fault(_flushed), adapts=True),
-    Scenario("redis-slow", "redis", "a slow Redis costs signals only", redis_fault(_slow), adapts=True),
+    *(
+        Scenario(f"redis-{name}", "redis", proves, redis_fault(begin, end), adapts=True)
+        for name, proves, begin, end in (
+            ("stop", "a Redis that hangs costs signals only", _signalled(signal.SIGSTOP), _signalled(signal.SIGCONT)),
+            ("cut", "a Redis that is away costs signals only", lambda rig: rig.proxies.cut(REDIS), _healed),
+            ("flush", "streams that are gone are made again", _flushed, _flushed),
+            ("slow", "a slow Redis costs signals only", lambda rig: rig.proxies.slow(REDIS, SLOW_S), _healed),
+        )
+    ),
     Scenario("weights-random", "weights", "random weights cost drafts, and are replaced", random_weights, adapts=True),
     Scenario("weights-corrupt", "weights", "no corruption of new weights gets through", corrupted, trains=True),
 ]

@@ -14,7 +14,8 @@ import typer
 from coppice.bench.options import Heads, JsonFile, Target
 
 if TYPE_CHECKING:
-    from coppice.faults.report import FaultReport
+    from coppice.bench.report import Check
+    from coppice.faults.report import FaultRow
     from coppice.faults.rig import Plan, Scenario
     from coppice.stack.spec import StackSpec
 
@@ -46,7 +47,8 @@ def faults(
     from rich.console import Console
 
     from coppice.bench.options import finish, spec_of
-    from coppice.faults.report import FaultReport
+    from coppice.bench.report import Report
+    from coppice.faults.report import add_faults
     from coppice.faults.rig import Plan
 
     console = Console()
@@ -56,11 +58,12 @@ def faults(
     chosen, left_out = choose(kinds or [], spec)
     if left_out:
         console.print(f"left out, no head can be adapted: {', '.join(one.name for one in left_out)}", highlight=False)
-    told = spec.settings().verifier
-    report = FaultReport("faults", told.dtype, told.threads, told.device)
+    settings = spec.settings().verifier
+    report = Report("faults", settings.dtype, settings.threads, settings.device)
     plan = Plan(repeat=repeat, sessions=sessions, new_tokens=max_new_tokens, requests=requests)
     with console.status("starting") as status:
-        campaign(spec, chosen, plan, report, lambda line: status.update(line))
+        rows, report.checks = campaign(spec, chosen, plan, lambda line: status.update(line))
+    add_faults(report, rows)
     finish(console, report, json_file)
 
 
@@ -93,12 +96,14 @@ def choose(kinds: Sequence[str], spec: StackSpec) -> tuple[list[Scenario], list[
 
 
 def campaign(
-    spec: StackSpec, scenarios: Sequence[Scenario], plan: Plan, report: FaultReport, say: Callable[[str], None]
-) -> None:
-    """Run scenarios, those that need an adapter on a second stack; their rows and checks go into the report."""
+    spec: StackSpec, scenarios: Sequence[Scenario], plan: Plan, say: Callable[[str], None]
+) -> tuple[list[FaultRow], list[Check]]:
+    """Run scenarios, those that need an adapter on a second stack. Return their rows, and a check of each stack."""
     from coppice.bench.report import Check
     from coppice.faults.rig import Rig, proxied
 
+    rows: list[FaultRow] = []
+    checks: list[Check] = []
     for adapts in (False, True):
         of_stack = [one for one in scenarios if one.adapts == adapts]
         if not of_stack:
@@ -110,11 +115,12 @@ def campaign(
                 async def all_of_them(scenarios: Sequence[Scenario] = of_stack) -> None:
                     rig = await Rig.on(stack, proxies, plan, say)
                     for one in scenarios:
-                        report.add(await rig.run(one))
+                        rows.append(await rig.run(one))
 
                 asyncio.run(all_of_them())
             unclean = len(stack.unclean)
-            report.checks.append(Check("processes not stopped cleanly", unclean, "0", not unclean))
+            checks.append(Check("processes not stopped cleanly", unclean, "0", not unclean))
+    return rows, checks
 
 
 def adapting(spec: StackSpec, folder: Path) -> StackSpec:

@@ -61,7 +61,7 @@ class Stream:
     @property
     def wrong(self) -> int:
         """Tokens that are not plain's; of a complete answer also those that are missing."""
-        differing = sum(told != wanted for told, wanted in zip(self.ids, self.expected, strict=False))
+        differing = sum(token != wanted for token, wanted in zip(self.ids, self.expected, strict=False))
         surplus = max(0, len(self.ids) - len(self.expected))
         complete = self.ended is not None and not self.failure and not self.left
         return differing + surplus + (max(0, len(self.expected) - len(self.ids)) if complete else 0)

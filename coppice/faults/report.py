@@ -1,4 +1,4 @@
-"""The campaign's table, its checks and its JSON."""
+"""What each fault did, as a row of the campaign's report."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
-from coppice.bench.report import Check, Report
+from coppice.bench.report import Check, Report, table
 from coppice.faults.load import Stream
 
 LIMIT_S = 5.0
@@ -93,43 +89,29 @@ class FaultRow:
 
     def to_json(self) -> dict[str, Any]:
         """One entry of `rows`."""
-        told = asdict(self)
+        values = asdict(self)
         for name in ("recoveries", "checks"):
-            del told[name]
-        return {**told, "recovery_p50_s": self.p50, "recovery_p99_s": self.p99, "ok": self.ok}
+            del values[name]
+        return {**values, "recovery_p50_s": self.p50, "recovery_p99_s": self.p99, "ok": self.ok}
 
 
-@dataclass(slots=True)
-class FaultReport(Report):
-    """One campaign."""
-
-    faults: list[FaultRow] = field(default_factory=list)
-
-    def add(self, row: FaultRow) -> None:
-        """Take in a fault that is done with."""
-        self.faults.append(row)
-        self.checks += row.to_checks()
-
-    def to_json(self) -> dict[str, Any]:
-        """The object of `--json FILE`: a row a fault."""
-        # Slots make a new class, which a bare super() does not know.
-        return {**super(FaultReport, self).to_json(), "rows": [row.to_json() for row in self.faults]}
-
-    def print(self, console: Console) -> None:
-        """The table, what did not hold, and the verdict."""
-        title = "seconds from a fault to the next token of every stream it affected"
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        table.add_column("fault", no_wrap=True)
-        for heading in ("times", "requests", "failed", "wrong", "recovery p50", "p99", "held"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for row in self.faults:
-            times = [f"{seconds:.2f}" if row.recoveries else "-" for seconds in (row.p50, row.p99)]
-            verdict = "ok" if row.ok else "weak" if row.weak else "FAILED"
-            table.add_row(row.fault, *map(str, (row.repetitions, row.requests, row.failed, row.wrong)), *times, verdict)
-        console.print(table)
-        shown = {check.name for row in self.faults for check in row.to_checks() if check not in row.checks}
-        for check in self.checks:
-            if not check.ok or check.name not in shown:
-                sign = "[green]ok[/]" if check.ok else "[red]FAILED[/]"
-                note = f" ({check.note})" if check.note else ""
-                console.print(f"{sign} {check.name}: {check.value:g}, bound {check.bound}{note}", highlight=False)
+def add_faults(report: Report, faults: Sequence[FaultRow]) -> None:
+    """Add a row for each fault, their table, and the checks that it does not show as held."""
+    lines = []
+    for row in faults:
+        report.rows.append(row.to_json())
+        held = "ok" if row.ok else "weak" if row.weak else "FAILED"
+        lines.append(
+            {
+                "fault": row.fault,
+                "times": row.repetitions,
+                "requests": row.requests,
+                "failed": row.failed,
+                "wrong": row.wrong,
+                "recovery p50": row.p50 if row.recoveries else None,
+                "p99": row.p99 if row.recoveries else None,
+                "held": held,
+            }
+        )
+        report.checks += [check for check in row.to_checks() if not check.ok or check in row.checks]
+    report.tables.append(table("seconds from a fault to the next token of every stream it affected", lines))

@@ -216,11 +216,11 @@ class Rig:
     async def leaks(self) -> list[str]:
         """What has not been let go of in time, and which process has grown since it was first idle."""
         until = time.monotonic() + SETTLE_S
-        while (found := await self._unfreed() or self._growth()) and time.monotonic() < until:  # noqa: ASYNC110
+        while (left := await self._unfreed() or self._growth()) and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(5 * _POLL_S)
         for pid, size in self._sizes().values():
             self._idle.setdefault(pid, []).append(size)
-        return found
+        return left
 
     async def _unfreed(self) -> list[str]:
         names = [name for name, ready in self.stack.services.items() if ready.role != "adapter"]
@@ -234,16 +234,16 @@ class Rig:
 
     def _growth(self) -> list[str]:
         """Channels and pools are complete by the second time that a process is idle."""
-        found = []
+        grown = []
         for name, (pid, (files, threads)) in self._sizes().items():
             known = self._idle.get(pid, [])[:2]
             if len(known) == 2:
                 most_files, most_threads = (max(sizes) for sizes in zip(*known, strict=True))
                 if files > most_files + MORE_FILES:
-                    found.append(f"{name} has {files} files open, {most_files} before")
+                    grown.append(f"{name} has {files} files open, {most_files} before")
                 if threads > most_threads + MORE_THREADS:
-                    found.append(f"{name} has {threads} threads, {most_threads} before")
-        return found
+                    grown.append(f"{name} has {threads} threads, {most_threads} before")
+        return grown
 
 
 def runs(pid: int) -> bool:

@@ -35,8 +35,8 @@ def misbehaving(failpoint: str) -> Run:
 
     async def run(rig: Rig, row: FaultRow) -> None:
         names = rig.names("drafter")
-        told = failpoint or f"drafter.slow={SLOWER * await _draft_s(rig):.3f}"
-        await rig.restart(*names, flags={"server.failpoints": told})
+        misbehaviour = failpoint or f"drafter.slow={SLOWER * await _draft_s(rig):.3f}"
+        await rig.restart(*names, flags={"server.failpoints": misbehaviour})
         felt = await _felt(rig)
         try:
             for _ in range(rig.plan.repeat):
@@ -44,7 +44,7 @@ def misbehaving(failpoint: str) -> Run:
         finally:
             await rig.restart(*names)
         if await _felt(rig) <= felt:
-            row.weak.append(f"{told} was never felt")
+            row.weak.append(f"{misbehaviour} was never felt")
 
     return run
 

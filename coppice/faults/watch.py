@@ -54,8 +54,8 @@ async def watching(services: Iterable[Ready], full: str = "") -> AsyncIterator[W
         await process.stdout.readline()  # it has begun
         yield seen
     finally:
-        told, _ = await process.communicate(b"")  # ends its input
-    seen.took, seen.missed, seen.refused = json.loads(told).values()
+        answer, _ = await process.communicate(b"")  # ends its input
+    seen.took, seen.missed, seen.refused = json.loads(answer).values()
 
 
 async def _health(address: str, seen: Watched, ended: asyncio.Event) -> None:

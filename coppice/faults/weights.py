@@ -76,8 +76,8 @@ class Head:
         header, file = self.good()
         merged = {**load(file), **tensors}
         sent = {name: tensor.contiguous() for name, tensor in merged.items() if tensor is not None}
-        told = self.checkpoint.changed({name: tensor.float() for name, tensor in sent.items()}, 1)
-        return _in_parts(replace(header, weights_hash=told.hash), save(sent))
+        changed = self.checkpoint.changed({name: tensor.float() for name, tensor in sent.items()}, 1)
+        return _in_parts(replace(header, weights_hash=changed.hash), save(sent))
 
     def spoiled(self, value: float) -> Push:
         """One number of the matrix replaced."""

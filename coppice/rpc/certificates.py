@@ -31,9 +31,9 @@ class Certificates:
             raise InvalidField("tls.ca", "is missing: nobody's certificate could be checked")
         if bool(tls.cert) != bool(tls.key):
             raise InvalidField("tls.key" if tls.cert else "tls.cert", "is missing: certificate and key go together")
-        found = cls(*(_read(f"tls.{name}", getattr(tls, name)) for name in ("ca", "cert", "key")))
-        found._check(tls)
-        return found
+        certificates = cls(*(_read(f"tls.{name}", getattr(tls, name)) for name in ("ca", "cert", "key")))
+        certificates._check(tls)
+        return certificates
 
     def renewed(self, tls: TlsSettings) -> Certificates:
         """What the files hold now: this very object while nothing changed, or while they are unusable."""

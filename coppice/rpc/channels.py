@@ -47,9 +47,9 @@ class Dialer:
     def from_environment(cls) -> Self:
         """A client's: COPPICE_TLS__CA and its like name the files, COPPICE_TOKEN is the token. Raises InvalidField."""
         variables = {name: f"COPPICE_TLS__{name.upper()}" for name in _CLIENT_TLS}
-        told: dict[str, Any] = {name: os.environ[key] for name, key in variables.items() if os.environ.get(key)}
+        given: dict[str, Any] = {name: os.environ[key] for name, key in variables.items() if os.environ.get(key)}
         try:
-            tls = TlsSettings(**told)
+            tls = TlsSettings(**given)
         except ValidationError as error:
             first = error.errors()[0]
             raise InvalidField(variables[str(first["loc"][0])], first["msg"]) from None

@@ -48,10 +48,10 @@ def registry_key(prefix: str, role: str, pool: str) -> str:
 
 def _split(address: str) -> tuple[str, int] | None:
     """Host, without brackets, and port; None for what is no HOST:PORT."""
-    found = _ADDRESS.fullmatch(address)
-    if not found or len(address) > MAX_ADDRESS_CHARS or not 0 < int(found[2]) < 1 << 16:
+    match = _ADDRESS.fullmatch(address)
+    if not match or len(address) > MAX_ADDRESS_CHARS or not 0 < int(match[2]) < 1 << 16:
         return None
-    return found[1].strip("[]"), int(found[2])
+    return match[1].strip("[]"), int(match[2])
 
 
 class _Source(Protocol):
@@ -74,11 +74,11 @@ class _Dns:
     async def look(self) -> frozenset[str]:
         loop = asyncio.get_running_loop()
         try:
-            found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            records = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             raise Unavailable(str(error)) from None
-        v4 = frozenset(f"{at[0]}:{self._port}" for family, *_, at in found if family == socket.AF_INET)
-        v6 = frozenset(f"[{at[0]}]:{self._port}" for family, *_, at in found if family == socket.AF_INET6)
+        v4 = frozenset(f"{at[0]}:{self._port}" for family, *_, at in records if family == socket.AF_INET)
+        v6 = frozenset(f"[{at[0]}]:{self._port}" for family, *_, at in records if family == socket.AF_INET6)
         if not v4 and not v6:
             raise Unavailable("names nobody")
         return v4 or v6
@@ -100,14 +100,14 @@ class _Registry:
 
     async def look(self) -> frozenset[str]:
         members = [member.decode(errors="replace") for member in await self._store.run(_LIST, self._key, MAX_REPLICAS)]
-        found = frozenset(member for member in members if _split(member))
-        made = next((member for member in members if member.startswith("#")), "")
-        known, self._made = self._made, made or self._made
-        if not found:
+        addresses = frozenset(member for member in members if _split(member))
+        made_at = next((member for member in members if member.startswith("#")), "")
+        known, self._made = self._made, made_at or self._made
+        if not addresses:
             raise Unavailable("names nobody")
-        if known not in ("", made):
+        if known not in ("", made_at):
             raise Unavailable("was emptied")
-        return found
+        return addresses
 
     async def close(self) -> None:
         await self._store.close()
@@ -132,22 +132,22 @@ class Directory:
 
     async def run(self, changed: Changed) -> None:
         """Call `changed` with the addresses as soon as there are any, and whenever they change, until cancelled."""
-        told: tuple[str, ...] = ()
+        latest: tuple[str, ...] = ()
 
-        def tell() -> None:
-            nonlocal told
-            if self.addresses != told:
-                told = self.addresses
-                changed(told)
+        def notify() -> None:
+            nonlocal latest
+            if self.addresses != latest:
+                latest = self.addresses
+                changed(latest)
 
-        tell()
+        notify()
         if not self._sources:
             await asyncio.Event().wait()
         async with asyncio.TaskGroup() as group:
             for source in self._sources:
-                group.create_task(self._follow(source, tell))
+                group.create_task(self._follow(source, notify))
 
-    async def _follow(self, source: _Source, tell: Callable[[], None]) -> None:
+    async def _follow(self, source: _Source, notify: Callable[[], None]) -> None:
         """Look again and again. For one lease after a trouble nobody is taken away: replicas need it to register."""
         clock = asyncio.get_running_loop().time
         last: frozenset[str] = frozenset()
@@ -155,18 +155,18 @@ class Directory:
         try:
             while True:
                 try:
-                    found = await source.look()
+                    addresses = await source.look()
                 except Unavailable as error:
                     if not troubled:
                         log.warning("a directory is lost; what it named last holds", at=source.name, why=str(error))
                     troubled = True
                 else:
                     if troubled:
-                        log.info("a directory is back", at=source.name, replicas=len(found))
+                        log.info("a directory is back", at=source.name, replicas=len(addresses))
                         troubled, hold_until = False, clock() + self._settings.lease_s if last else 0.0
-                    last = found | last if clock() < hold_until else found
+                    last = addresses | last if clock() < hold_until else addresses
                     self._found[source.name] = last
-                    tell()
+                    notify()
                 await asyncio.sleep(self._settings.poll_s)
         finally:
             await source.close()

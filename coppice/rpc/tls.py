@@ -101,8 +101,8 @@ class _Guarded:
 class GuardedChannel(_Guarded):
     """For callers without an event loop; may be used from several threads."""
 
-    def __init__(self, *told: Any) -> None:
-        super().__init__(*told)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._retired: list[Any] = []
 
     def _retire(self, channels: list[Any]) -> None:

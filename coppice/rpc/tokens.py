@@ -52,13 +52,13 @@ def read_tokens(file: str) -> tuple[Entry, ...]:
 
 
 def _read_entry(file: str, number: int, line: str) -> Entry:
-    found = _ENTRY.fullmatch(line)
-    if found is None:
+    match = _ENTRY.fullmatch(line)
+    if match is None:
         raise InvalidField(_SETTING, f"{file}, line {number}: is not NAME SHA256HEX [SESSIONS]")
-    digest, sessions = bytes.fromhex(found["digest"]), found["sessions"]
+    digest, sessions = bytes.fromhex(match["digest"]), match["sessions"]
     if digest == sha256(b"").digest():
         raise InvalidField(_SETTING, f"{file}, line {number}: is the hash of no token at all")
-    return Entry(found["name"], digest, int(sessions) if sessions else None)
+    return Entry(match["name"], digest, int(sessions) if sessions else None)
 
 
 class Tokens:
@@ -94,11 +94,11 @@ class Tokens:
 
     def _find(self, token: str) -> Entry | None:
         """Compares with every entry, in a time that does not tell which one it was."""
-        digest, found = sha256(token.encode()).digest(), None
+        digest, bearer = sha256(token.encode()).digest(), None
         for entry in self._entries:
             if hmac.compare_digest(entry.digest, digest):
-                found = entry
-        return found
+                bearer = entry
+        return bearer
 
     def _reread(self) -> None:
         """Take the file's entries if it changed; while it is unusable those known before hold."""
@@ -114,14 +114,14 @@ class Tokens:
 
 def _state(file: str) -> tuple[int, int, int] | None:
     try:
-        found = os.stat(file)
+        facts = os.stat(file)
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return facts.st_ino, facts.st_mtime_ns, facts.st_size
 
 
 def _bearer(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     """The token of a call; empty when it has none, or more than one."""
-    told = [value for key, value in metadata if key == "authorization"]
-    scheme, _, token = str(told[0]).partition(" ") if len(told) == 1 else ("", "", "")
+    values = [value for key, value in metadata if key == "authorization"]
+    scheme, _, token = str(values[0]).partition(" ") if len(values) == 1 else ("", "", "")
     return token if scheme.lower() == "bearer" else ""

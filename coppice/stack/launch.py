@@ -62,16 +62,19 @@ class Stack:
         spec: StackSpec,
         modules: Mapping[str, str] = MODULES,
         via: Callable[[str, str], str] = lambda name, address: address,
+        log_dir: Path | None = None,
+        ready_s: float = 300.0,
     ) -> None:
-        """`modules` are what is run for each role; `via` says, given a process's name and HOST:PORT, where the others
-        and clients are to reach it (a proxy). Raises NoCheckout, or InvalidField for an unusable setting.
+        """`modules` are what is run for each role. `via` says, given a process's name and HOST:PORT, where the others
+        and clients are to reach it (a proxy). `log_dir` is where logs stay; None: a temporary folder. `ready_s` is how
+        long the services may take to load. Raises NoCheckout, or InvalidField for an unusable setting.
         """
         self.spec = spec
         self.settings = spec.settings()
         self.unclean: list[str] = []
-        self._modules, self._root, self._via = modules, checkout(), via
+        self._modules, self._root, self._via, self._ready_s = modules, checkout(), via, ready_s
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._folder = spec.log_dir
+        self.log_dir = log_dir
         self._parts: dict[str, _Part] = {}  # by name, in the order of their start
         self.redis: LocalRedis | None = None  # its own, when signals need one
         self._signals: dict[str, Any] = {}
@@ -89,14 +92,14 @@ class Stack:
 
     def start(self) -> None:
         """Start everything and wait until it is healthy. Raises ProcessFailed; call `stop` then too."""
-        if self._folder is None:
+        if self.log_dir is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="coppice-")
-            self._folder = Path(self._temporary.name)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + self.spec.ready_s
+            self.log_dir = Path(self._temporary.name)
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + self._ready_s
         self._signals = self._redis_flags()
-        spec, told = self.spec, self._verifier_flags()
-        verifiers = [self._launch(name, "verifier", told) for name in _names("verifier", spec.verifiers)]
+        spec, verifier_flags = self.spec, self._verifier_flags()
+        verifiers = [self._launch(name, "verifier", verifier_flags) for name in _names("verifier", spec.verifiers)]
         drafters = []
         for head in spec.heads:
             flags = self._drafter_flags(head)
@@ -125,7 +128,7 @@ class Stack:
         ended_well = part.process.stop(STOP_GRACE_S)
         part.process.arguments = self._arguments(part.role, part.flags, {**part.ports, **(flags or {})})
         part.process.start()
-        part.process.wait_ready(time.monotonic() + (ready_s or self.spec.ready_s))
+        part.process.wait_ready(time.monotonic() + (ready_s or self._ready_s))
         return ended_well
 
     def stop(self) -> None:
@@ -193,9 +196,9 @@ class Stack:
         return {"address": first.address, "metrics": first.metrics, "services": services}
 
     def _launch(self, name: str, role: str, flags: Mapping[str, Any]) -> ServiceProcess:
-        assert self._folder
+        assert self.log_dir
         arguments = self._arguments(role, flags)
-        process = ServiceProcess(name, self._modules[role], SERVICES[role], arguments, self._folder, self._root)
+        process = ServiceProcess(name, self._modules[role], SERVICES[role], arguments, self.log_dir, self._root)
         self._parts[name] = _Part(role, flags, process)
         process.start()
         return process
@@ -219,32 +222,31 @@ class Stack:
         adapted = {head.name: head.path for head in self.spec.adapted}
         return {
             **_LOOPBACK,
-            "server.port": self.spec.adapter_port,
             "adapter.target": self.spec.target,
             "adapter.heads": [f"{name}={path}" for name, path in adapted.items()],
             "adapter.drafters": [pair for pair in drafters if pair.partition("=")[0] in adapted],
         }
 
     def _verifier_flags(self) -> dict[str, Any]:
-        told = self.settings.verifier
+        verifier = self.settings.verifier
         return {
             **_LOOPBACK,
             "verifier.target": self.spec.target,
-            "verifier.device": told.device,
-            "verifier.dtype": told.dtype,
-            "verifier.threads": told.threads,
+            "verifier.device": verifier.device,
+            "verifier.dtype": verifier.dtype,
+            "verifier.threads": verifier.threads,
         }
 
     def _drafter_flags(self, head: HeadSpec) -> dict[str, Any]:
-        told = self.settings.drafter
+        drafter = self.settings.drafter
         flags = {
             **_LOOPBACK,
             "drafter.name": head.name,
             "drafter.kind": head.kind,
             "drafter.target": self.spec.target,
-            "drafter.device": told.device,
-            "drafter.dtype": told.dtype,
-            "drafter.threads": told.threads,
+            "drafter.device": drafter.device,
+            "drafter.dtype": drafter.dtype,
+            "drafter.threads": drafter.threads,
         }
         return {**flags, **({"drafter.path": head.path} if head.path else {}), **dict(head.flags)}
 
@@ -264,5 +266,5 @@ def _names(stem: str, count: int) -> list[str]:
 
 def _ports(ready: Ready) -> dict[str, int]:
     """The ports a process took, as its flags."""
-    told = {"port": ready.address, "health_port": ready.health, "metrics_port": ready.metrics}
-    return {f"server.{name}": int(address.rpartition(":")[2]) for name, address in told.items() if address}
+    addresses = {"port": ready.address, "health_port": ready.health, "metrics_port": ready.metrics}
+    return {f"server.{name}": int(address.rpartition(":")[2]) for name, address in addresses.items() if address}

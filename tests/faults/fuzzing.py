@@ -21,7 +21,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescri
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from coppice.errors import LOST
+from coppice.errors import CALL_ENDED
 
 SEED = 1
 HANG_S = 2.0  # longest wait for an answer, and for the end
@@ -226,7 +226,7 @@ async def converse(
     finally:
         call.cancel()
     outcome.code, outcome.details = await call.code(), await call.details() or ""
-    outcome.unseen = outcome.details == LOST
+    outcome.unseen = outcome.details == CALL_ENDED
     return outcome
 
 

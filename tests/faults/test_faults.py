@@ -29,7 +29,6 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         dtype="float32",
         verifier_threads=1,
         drafter_threads=1,
-        log_dir=tmp_path_factory.mktemp("logs"),
     )
     with proxied(spec) as (stack, proxies):
         yield asyncio.run(Rig.on(stack, proxies, Plan(repeat=3, sessions=16, new_tokens=32)))

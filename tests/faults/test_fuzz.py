@@ -76,7 +76,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         verifier_threads=1,
         drafter_threads=1,
         adapt=True,
-        log_dir=folder,
         extra={
             "adapter": {"adapter.poll_s": 1e6},
             "orchestrator": {
@@ -86,7 +85,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             },
         },
     )
-    with Stack(spec) as running:
+    with Stack(spec, log_dir=folder) as running:
         yield running
     assert not running.unclean
 
@@ -277,7 +276,7 @@ async def test_a_method_survives_whatever_is_sent_to_it(
     assert await health(ready) == health_pb2.HealthCheckResponse.SERVING
     after = State.of(ready)
     assert after.has_not_grown(before, MEMORY), (before, after)
-    log = (Path(str(stack.spec.log_dir)) / f"{service}.log").read_text()
+    log = (Path(str(stack.log_dir)) / f"{service}.log").read_text()
     assert not re.search(r"unexpected error|Traceback|forward failed|drafting failed|goes on without", log), log[-3000:]
     assert await asyncio.to_thread(answers, stack) == right
 

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from coppice.errors import LOST, InvalidField, Unavailable, from_rpc_error
+from coppice.errors import CALL_ENDED, InvalidField, Unavailable, from_rpc_error
 from coppice.limits import Limits
 from coppice.messages.steps import Advance, DraftStep, Fence, OpenDraft, committed_hash
 from coppice.rpc.channels import Dialer
@@ -172,5 +172,5 @@ async def test_what_was_not_expected_stays_in_the_log() -> None:
 
 def test_a_write_that_finds_the_call_ended_is_a_lost_server() -> None:
     nothing = grpc.aio.Metadata()
-    error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, LOST)
+    error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, CALL_ENDED)
     assert type(from_rpc_error(error)) is Unavailable

@@ -35,11 +35,10 @@ def stack(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
         dtype="float32",
         verifier_threads=1,
         drafter_threads=1,
-        log_dir=tmp_path_factory.mktemp("logs"),
         # The machine that runs tests may be busy: no head is to be benched for that.
         extra={"orchestrator": {"orchestrator.draft_deadline_ms": 2000}},
     )
-    with Stack(spec) as running:
+    with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
         yield running
     assert not running.unclean
 

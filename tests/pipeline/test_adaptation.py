@@ -56,7 +56,6 @@ def spec(target: Path, heads: dict[str, Path], tmp_path_factory: pytest.TempPath
         verifier_threads=1,
         drafter_threads=1,
         adapt=True,
-        log_dir=tmp_path_factory.mktemp("logs"),
         extra={
             "adapter": FLAGS | signals | {"adapter.folder": folder},
             "orchestrator": signals | deadline,
@@ -66,8 +65,8 @@ def spec(target: Path, heads: dict[str, Path], tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture(scope="module")
-def stack(spec: StackSpec) -> Iterator[Stack]:
-    with Stack(spec) as running:
+def stack(spec: StackSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
         yield running
 
 
@@ -169,7 +168,7 @@ def test_texts_are_plains_without_redis_and_without_the_adapter(
 ) -> None:
     extra = {**spec.extra, "adapter": {**spec.extra["adapter"], "adapter.folder": tmp_path / "state"}}
     plain = dict(list(plain.items())[: len(SAMPLINGS)])  # each way of drawing once
-    with Stack(replace(spec, log_dir=tmp_path / "logs", extra=extra)) as stack, Client(stack.address) as client:
+    with Stack(replace(spec, extra=extra), log_dir=tmp_path / "logs") as stack, Client(stack.address) as client:
         answers_are_plains(client, plain, "merge")
         assert stack.redis
         assert stack.redis.pid

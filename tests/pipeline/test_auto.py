@@ -26,10 +26,8 @@ def stack(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
     random_head = make_target(tmp_path_factory.mktemp("random"), VOCAB, layers=2, seed=1)
     extra = {"orchestrator": {"orchestrator.draft_deadline_ms": 2000}}
     told = {"dtype": "float32", "verifier_threads": 1, "drafter_threads": 1, "extra": extra}
-    spec = StackSpec(
-        target=target, heads=(HeadSpec("random", "lm", random_head),), log_dir=tmp_path_factory.mktemp("logs"), **told
-    )
-    with Stack(spec) as running:
+    spec = StackSpec(target=target, heads=(HeadSpec("random", "lm", random_head),), **told)
+    with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
         yield running
 
 

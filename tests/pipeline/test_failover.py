@@ -49,9 +49,8 @@ def found(target: Path, registry: LocalRedis, tmp_path_factory: pytest.TempPathF
         replicas=2,
         orchestrators=2,
         extra={"verifier": at, "drafter": at, "orchestrator": {**at, **found_there}},
-        log_dir=tmp_path_factory.mktemp("found"),
     )
-    with Stack(spec) as running:
+    with Stack(spec, log_dir=tmp_path_factory.mktemp("found")) as running:
         yield running
 
 

@@ -63,13 +63,12 @@ def stack(target: Path, heads: dict[str, Path], tmp_path_factory: pytest.TempPat
         dtype="float32",
         verifier_threads=1,
         drafter_threads=1,
-        log_dir=tmp_path_factory.mktemp("logs"),
         extra={
             "verifier": {"verifier.feature_window": WINDOW},
             "orchestrator": {"orchestrator.draft_deadline_ms": 500},
         },
     )
-    with Stack(spec) as running:
+    with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
         yield running
 
 

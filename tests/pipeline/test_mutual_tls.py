@@ -53,10 +53,9 @@ def stack(
         verifier_threads=1,
         drafter_threads=1,
         adapt=True,
-        log_dir=tmp_path_factory.mktemp("logs"),
         extra=extra,
     )
-    with Stack(spec) as running:
+    with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
         yield running
     assert not running.unclean
 

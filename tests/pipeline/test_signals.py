@@ -59,10 +59,9 @@ def stack(
         dtype="float32",
         verifier_threads=1,
         drafter_threads=1,
-        log_dir=tmp_path_factory.mktemp("logs"),
         extra={"orchestrator": {"orchestrator.draft_deadline_ms": 20_000, **told}, "drafter": told},
     )
-    with Stack(spec) as running:
+    with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
         yield running
     assert not running.unclean
 

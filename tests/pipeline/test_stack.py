@@ -64,8 +64,8 @@ def _check_for(stack: Stack, seconds: float) -> None:
 
 def test_a_stack_starts_is_healthy_and_stops_cleanly(target: Path, tmp_path: Path) -> None:
     logs = tmp_path / "logs"
-    spec = StackSpec(target=target, policy="merge", budget=7, dtype="bfloat16", verifier_threads=3, log_dir=logs)
-    with Stack(spec, FAKES) as stack:
+    spec = StackSpec(target=target, policy="merge", budget=7, dtype="bfloat16", verifier_threads=3)
+    with Stack(spec, FAKES, log_dir=logs) as stack:
         names = ["verifier", "drafter-bigram", "drafter-lookup", "orchestrator"]
         assert list(stack.services) == names
         assert [ready.role for ready in stack.services.values()] == ["verifier", "drafter", "drafter", "orchestrator"]
@@ -98,7 +98,7 @@ def test_the_password_of_a_redis_is_on_no_command_line(
 ) -> None:
     monkeypatch.setenv("COPPICE_ADAPTATION__REDIS", "redis://user:secret@127.0.0.1:1/0")
     logs, head = tmp_path / "logs", HeadSpec("block", "specblock", target)
-    with Stack(StackSpec(target=target, heads=(head,), adapt=True, log_dir=logs), FAKES) as stack:
+    with Stack(StackSpec(target=target, heads=(head,), adapt=True), FAKES, log_dir=logs) as stack:
         assert "adapter" in stack.services
     for log in logs.glob("*.log"):
         told = _arguments(log)
@@ -114,8 +114,10 @@ def test_every_head_has_its_replicas(target: Path) -> None:
 
 def test_several_verifiers_and_orchestrators_all_know_each_other(target: Path, tmp_path: Path) -> None:
     heads = (HeadSpec("look", "lookup"), HeadSpec("block", "specblock", target))
-    spec = StackSpec(target=target, heads=heads, verifiers=2, orchestrators=2, log_dir=tmp_path)
-    with Stack(spec, FAKES, via=lambda name, address: f"{name}:{address.rpartition(':')[2]}") as stack:
+    spec = StackSpec(target=target, heads=heads, verifiers=2, orchestrators=2)
+    with Stack(
+        spec, FAKES, log_dir=tmp_path, via=lambda name, address: f"{name}:{address.rpartition(':')[2]}"
+    ) as stack:
         verifiers, orchestrators = ["verifier-0", "verifier-1"], ["orchestrator-0", "orchestrator-1"]
         assert list(stack.services) == [*verifiers, "drafter-look", "drafter-block", *orchestrators]
         own = {name: ready.address for name, ready in stack.services.items()}
@@ -136,10 +138,8 @@ def test_several_verifiers_and_orchestrators_all_know_each_other(target: Path, t
 def test_a_restarted_process_comes_back_where_it_was(
     target: Path, tmp_path: Path, number: signal.Signals | None
 ) -> None:
-    spec = StackSpec(
-        target=target, heads=(), budget=7, log_dir=tmp_path, extra={"verifier": {"verifier.kv_tokens": 64}}
-    )
-    with Stack(spec, FAKES) as stack:
+    spec = StackSpec(target=target, heads=(), budget=7, extra={"verifier": {"verifier.kv_tokens": 64}})
+    with Stack(spec, FAKES, log_dir=tmp_path) as stack:
         before = stack.services["verifier"]
         if number:
             os.kill(before.pid, number)
@@ -162,7 +162,7 @@ def test_a_stack_has_at_least_one_of_everything(target: Path) -> None:
 
 def test_heads_that_read_features_fetch_them_from_this_stacks_verifier_only(target: Path, tmp_path: Path) -> None:
     heads = (HeadSpec("look", "lookup"), HeadSpec("block", "specblock", target), HeadSpec("eagle", "eagle3", target))
-    with Stack(StackSpec(target=target, heads=heads, log_dir=tmp_path), FAKES) as stack:
+    with Stack(StackSpec(target=target, heads=heads), FAKES, log_dir=tmp_path) as stack:
         verifier = stack.services["verifier"].address
         assert list(stack.services) == ["verifier", "drafter-look", "drafter-block", "drafter-eagle", "orchestrator"]
     look, *readers = (_arguments(tmp_path / f"drafter-{head.name}.log") for head in heads)
@@ -207,8 +207,8 @@ def test_a_head_is_name_kind_and_folder(text: str, head: HeadSpec | None) -> Non
 
 def test_a_process_that_dies_at_start_shows_its_log_and_stops_the_others(target: Path, tmp_path: Path) -> None:
     logs = tmp_path / "logs"
-    spec = StackSpec(target=target, log_dir=logs, extra={"verifier": {"verifier.name": "dies"}})
-    stack = Stack(spec, FAKES)
+    spec = StackSpec(target=target, extra={"verifier": {"verifier.name": "dies"}})
+    stack = Stack(spec, FAKES, log_dir=logs)
     with pytest.raises(ProcessFailed, match=r"verifier ended with exit code 1(.|\n)*no such model"), stack:
         pass
     children = psutil.Process().children(recursive=True)
@@ -216,8 +216,8 @@ def test_a_process_that_dies_at_start_shows_its_log_and_stops_the_others(target:
 
 
 def test_a_process_that_never_gets_ready_is_an_error(target: Path) -> None:
-    spec = StackSpec(target=target, heads=(), ready_s=2.0, extra={"verifier": {"verifier.name": "hangs"}})
-    stack = Stack(spec, FAKES)
+    spec = StackSpec(target=target, heads=(), extra={"verifier": {"verifier.name": "hangs"}})
+    stack = Stack(spec, FAKES, ready_s=2.0)
     with pytest.raises(ProcessFailed, match="verifier was not ready in time"), stack:
         pass
     assert stack.unclean == []  # what never served may be ended by the signal

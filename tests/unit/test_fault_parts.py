@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from coppice.bench.report import Check
+from coppice.bench.report import Check, Report
 from coppice.cli import main
 from coppice.client.client import AsyncClient
 from coppice.errors import InvalidField, Overloaded
@@ -21,7 +21,7 @@ from coppice.faults.calls import Direct
 from coppice.faults.command import choose, every
 from coppice.faults.load import Load, Question, Stream, ask
 from coppice.faults.proxy import Proxies
-from coppice.faults.report import FaultReport, FaultRow, percentile
+from coppice.faults.report import FaultRow, add_faults, percentile
 from coppice.messages.generation import GenerationRequest
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.spec import HeadSpec, StackSpec
@@ -89,8 +89,8 @@ def test_a_row_fails_by_each_of_its_promises(changes: dict[str, object], failed:
     assert [check.name.rpartition(": ")[2] for check in made.to_checks() if not check.ok] == (
         [failed] if failed else []
     )
-    report = FaultReport("faults", "float32", 1)
-    report.add(made)
+    report = Report("faults", "float32", 1)
+    add_faults(report, [made])
     report.write(tmp_path / "faults.json")
     told = json.loads((tmp_path / "faults.json").read_text())
     assert told["ok"] == (failed is None)
