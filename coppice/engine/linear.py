@@ -35,15 +35,29 @@ _multiply: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 """oneDNN's product, (input, weight, bias, "none", [], "") -> input @ weight.T + bias; None where torch has none"""
 
 
+def compiled_rows(rows: int) -> int:
+    """The number of rows that so many are multiplied as: less than a quarter more."""
+    step = 1 if rows <= EXACT else 1 << ((rows - 1).bit_length() - 3)
+    return -(-rows // step) * step
+
+
+_PADDING = {rows: compiled_rows(rows) - rows for rows in range(1, MOST + 1) if compiled_rows(rows) > rows}
+"""rows that are added to so many, where any are; beyond MOST nothing is compiled ahead, and nothing added"""
+
+
 class PackedLinear(nn.Linear):
     """A linear layer without gradient; `weight` is opaque but for its shape, and `weight.to_dense()` is the matrix."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
-        if input.numel() <= EXACT * input.shape[-1]:
-            out: Tensor = _multiply(input, self.weight, self.bias, "none", [], "")
+        out: Tensor
+        rows = input.numel() // input.shape[-1]
+        if (padding := _PADDING.get(rows)) is None:
+            out = _multiply(input, self.weight, self.bias, "none", [], "")
             return out
-        return _padded_product(input, self.weight, self.bias)
+        # Written out here and below: these calls are half of what a forward spends in Python.
+        out = _multiply(F.pad(input.reshape(rows, -1), (0, 0, 0, padding)), self.weight, self.bias, "none", [], "")
+        return out[:rows].view(*input.shape[:-1], -1)
 
 
 class _Fused:
@@ -77,10 +91,12 @@ class FusedLinear(nn.Linear):
         """(..., in_features) -> (..., out_features). The input's product is kept until all layers had their part."""
         fused = self.fused
         if fused.input is not input or self.number not in fused.parts:
-            if input.numel() <= EXACT * input.shape[-1]:
+            rows = input.numel() // input.shape[-1]
+            if (padding := _PADDING.get(rows)) is None:
                 out = _multiply(input, fused.weight, fused.bias, "none", [], "")
             else:
-                out = _padded_product(input, fused.weight, fused.bias)
+                padded = F.pad(input.reshape(rows, -1), (0, 0, 0, padding))
+                out = _multiply(padded, fused.weight, fused.bias, "none", [], "")[:rows].view(*input.shape[:-1], -1)
             fused.input, fused.parts = input, dict(enumerate(out.split_with_sizes(fused.widths, -1)))
         part = fused.parts.pop(self.number)
         if not fused.parts:
@@ -135,7 +151,7 @@ def compile_ahead(model: nn.Module) -> None:
             for weight, bias in shapes.values():
                 if time.perf_counter() > until:
                     return
-                _padded_product(torch.zeros(rows, weight.shape[1], dtype=weight.dtype), weight, bias)
+                _multiply(torch.zeros(rows, weight.shape[1], dtype=weight.dtype), weight, bias, "none", [], "")
 
 
 def _packs(layer: nn.Module | None, *classes: type[nn.Linear]) -> TypeGuard[nn.Linear]:
@@ -144,23 +160,6 @@ def _packs(layer: nn.Module | None, *classes: type[nn.Linear]) -> TypeGuard[nn.L
         return False
     weight: Any = layer._parameters["weight"]
     return bool(weight.device.type == "cpu" and not weight.is_mkldnn and pays(weight.dtype))
-
-
-def _padded_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product with as many rows as kernels are compiled for."""
-    rows = input.numel() // input.shape[-1]
-    out: Tensor
-    if (padding := compiled_rows(rows) - rows) == 0:
-        out = _multiply(input, weight, bias, "none", [], "")
-        return out
-    out = _multiply(F.pad(input.reshape(rows, -1), (0, 0, 0, padding)), weight, bias, "none", [], "")
-    return out[:rows].view(*input.shape[:-1], -1)
-
-
-def compiled_rows(rows: int) -> int:
-    """The number of rows that so many are multiplied as: less than a quarter more."""
-    step = 1 if rows <= EXACT else 1 << ((rows - 1).bit_length() - 3)
-    return -(-rows // step) * step
 
 
 def _reordered(weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Counts the calls of the project's own functions a step: `python -m tests.counting.calls [POLICY ...]`.
+"""Counts calls of the project's own functions a step: `python -m tests.counting.calls [--list | --json] [POLICY ...]`.
 
 A function counts when it is called at least 0.8 times a step, so that what happens once a request is left out.
 """
@@ -92,10 +92,21 @@ def count(policies: Sequence[str], heads: Sequence[str] = HEADS) -> dict[str, Ca
 
 
 def main() -> None:
-    """Print what each process calls a step, and with --list each function."""
+    """Print what each process calls a step; with --list each function, with --json the totals as an object."""
     listed = "--list" in sys.argv
-    policies = [argument for argument in sys.argv[1:] if argument != "--list"] or [f"single:{HEADS[0]}", "auto"]
-    for policy, calls in count(policies).items():
+    policies = [argument for argument in sys.argv[1:] if not argument.startswith("--")] or [
+        f"single:{HEADS[0]}",
+        "auto",
+    ]
+    found = count(policies)
+    if "--json" in sys.argv:
+        print(
+            json.dumps(
+                {policy: {name: calls.total(name) for name in calls.by_process} for policy, calls in found.items()}
+            )
+        )
+        return
+    for policy, calls in found.items():
         print(policy, calls.steps, "steps:", ", ".join(f"{name} {calls.total(name):.0f}" for name in calls.by_process))
         for process, counted in calls.by_process.items() if listed else ():
             for name, a_step in sorted(counted.items(), key=lambda one: -one[1]):
