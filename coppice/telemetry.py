@@ -76,7 +76,7 @@ class OrchestratorMetrics:
         self.first_token_seconds = histogram("time_to_first_token_seconds", "from arrival to the first token")
         self.bad_drafts = counter("bad_drafts", "drafts dropped as invalid", ["head", "reason"])
         self.late_drafts = counter("late_drafts", "drafts that missed the deadline", ["head"])
-        self.benched = counter("heads_benched", "times a head was benched", ["head"])
+        self.benched = counter("heads_benched", "times that a head was left alone", ["head"])
         self.routed = counter("routed", "steps that verified a head's tree", ["head"])
         self.auto_choices = counter("auto_choices", "steps of the policy auto by what it chose", ["choice"])
         self.replicas_fit = Gauge(

@@ -10,9 +10,9 @@ import os
 import random
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Self, TypedDict, Unpack, cast
+from typing import Any, ClassVar, Self, TypedDict, Unpack, cast
 
 import grpc
 import grpc.aio
@@ -80,14 +80,6 @@ def _addresses(address: str | Sequence[str] | None) -> tuple[str, ...]:
     if not addresses:
         raise InvalidField("address", "names no HOST:PORT")
     return addresses
-
-
-def _generate_call(prompt: Prompt, options: Options, addresses: int, first: int) -> tuple[Attempts, Accumulator]:
-    """The call of a prompt and what folds its events. Raises InvalidField, TypeError for an unknown option."""
-    rest = dict(options)
-    timeout = cast(float, rest.pop("timeout", TIMEOUT_S))
-    request = build_request(prompt, **rest)  # type: ignore[arg-type]
-    return Attempts(timeout, request_to_wire(request), addresses, first), Accumulator(request.sampling.seed)
 
 
 def build_request(
@@ -169,17 +161,10 @@ def _read_ids(field: str, ids: Sequence[int]) -> tuple[int, ...]:
     return read
 
 
-def _turns(addresses: int) -> Iterator[int]:
-    """The address each request begins with; clients begin anywhere, so that no server gets all first requests."""
-    return itertools.count(random.randrange(addresses))  # noqa: S311 - it is no secret
+class _Endpoint:
+    """The servers that a client asks: an address, a channel and a stub of each, and whose turn it is."""
 
-
-class Client:
-    """Asks a server, blocking. A context manager; calls may be made from several threads.
-
-    With several addresses a request goes to the next one when a server is full or lost, and an answer that has begun
-    goes on there from the tokens held: none comes twice, none is lost, and the text is the same.
-    """
+    _blocking: ClassVar[bool]
 
     def __init__(self, address: str | Sequence[str] | None = None, *, dialer: Dialer | None = None) -> None:
         """Connect lazily to HOST:PORT or several, a list or with commas between; default COPPICE_ADDRESS, else
@@ -188,10 +173,31 @@ class Client:
         `dialer` holds certificates and the bearer token, by default those the environment names. Raises InvalidField.
         """
         self.addresses, dialer = _addresses(address), dialer or Dialer.from_environment()
-        self._channels = [dialer.open_blocking(one) for one in self.addresses]
+        connect: Callable[[str], Any] = dialer.open_blocking if self._blocking else dialer.open
+        self._channels = [connect(one) for one in self.addresses]
         self._stubs = [GenerationServiceStub(channel) for channel in self._channels]
-        self._turns = _turns(len(self._stubs))
+        # Clients begin anywhere, so that no server gets all first requests.
+        self._turns = itertools.count(random.randrange(len(self._stubs)))  # noqa: S311 - it is no secret
         self._closed = False
+
+    def _call(self, prompt: Prompt, options: Options) -> tuple[Attempts, Accumulator]:
+        """The call of a prompt and what folds its events. Raises InvalidField, TypeError for an unknown option."""
+        rest = dict(options)
+        timeout = cast(float, rest.pop("timeout", TIMEOUT_S))
+        request = build_request(prompt, **rest)  # type: ignore[arg-type]
+        count = len(self._stubs)
+        call = Attempts(timeout, request_to_wire(request), count, next(self._turns) % count)
+        return call, Accumulator(request.sampling.seed)
+
+
+class Client(_Endpoint):
+    """Asks a server, blocking. A context manager; calls may be made from several threads.
+
+    With several addresses a request goes to the next one when a server is full or lost, and an answer that has begun
+    goes on there from the tokens held: none comes twice, none is lost, and the text is the same.
+    """
+
+    _blocking = True
 
     def __enter__(self) -> Self:
         return self
@@ -229,9 +235,6 @@ class Client:
         """
         return self._events(self._call(prompt, options)[0])
 
-    def _call(self, prompt: Prompt, options: Options) -> tuple[Attempts, Accumulator]:
-        return _generate_call(prompt, options, len(self._stubs), next(self._turns) % len(self._stubs))
-
     def _events(self, call: Attempts) -> Iterator[StreamEvent]:
         while True:
             stub = self._stubs[call.at]
@@ -252,16 +255,10 @@ class Client:
             time.sleep(delay)
 
 
-class AsyncClient:
+class AsyncClient(_Endpoint):
     """Asks a server from asyncio, as `Client` does. Make it inside the running loop; an async context manager."""
 
-    def __init__(self, address: str | Sequence[str] | None = None, *, dialer: Dialer | None = None) -> None:
-        """As Client's."""
-        self.addresses, dialer = _addresses(address), dialer or Dialer.from_environment()
-        self._channels = [dialer.open(one) for one in self.addresses]
-        self._stubs = [GenerationServiceStub(channel) for channel in self._channels]
-        self._turns = _turns(len(self._stubs))
-        self._closed = False
+    _blocking = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -297,9 +294,6 @@ class AsyncClient:
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncIterator[StreamEvent]:
         """Started, then Chunks, then Finished. Wrap it in `contextlib.aclosing` to cancel at once on leaving early."""
         return self._events(self._call(prompt, options)[0])
-
-    def _call(self, prompt: Prompt, options: Options) -> tuple[Attempts, Accumulator]:
-        return _generate_call(prompt, options, len(self._stubs), next(self._turns) % len(self._stubs))
 
     async def _events(self, call: Attempts) -> AsyncGenerator[StreamEvent, None]:
         while True:

@@ -180,7 +180,7 @@ SCENARIOS = [
     ),
     Scenario("drafter-slow", "drafter", "a drafter ten times slower is not waited for", misbehaving("")),
     Scenario("drafter-stale", "drafter", "answers for another step are ignored", misbehaving("drafter.stale=0.5")),
-    Scenario("drafter-garbage", "drafter", "trees that are none are dropped", misbehaving("drafter.garbage=0.5")),
+    Scenario("drafter-garbage", "drafter", "malformed trees are dropped", misbehaving("drafter.garbage=0.5")),
     Scenario("drafter-gone", "drafter", "without any drafter it is plain decoding, as fast", drafters_gone),
     Scenario("verifier-verdict", "verifier", "a step whose verdict is lost is not committed twice", verdict_lost),
     Scenario("verifier-kv", "verifier", "sessions wait for KV, none fails", kv_exhausted),

@@ -1,7 +1,7 @@
 """Where the replicas of a pool are: a static list, DNS, or a registry in Redis that replicas keep themselves in.
 
-Losing a directory takes nothing away: when it does not answer, or names nobody, the last known addresses hold. Which of
-them are alive is for health checks to say.
+If a directory does not answer, or names nobody, the last known addresses stay in use. Which of them are alive is for
+health checks to say.
 """
 
 from __future__ import annotations
@@ -25,25 +25,8 @@ log = structlog.get_logger()
 Changed = Callable[[tuple[str, ...]], None]
 """Told the sorted addresses; never none"""
 
-MAX_REPLICAS = 1024
-"""of a pool that are read from a registry"""
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 _ANY_HOST = frozenset({"0.0.0.0", "::", "[::]"})  # noqa: S104
-
-# A registry is a sorted set for each pool: addresses by the end of their lease. A member that begins with # says when
-# the set was made, so that a flush is seen even when the first replicas are back before anybody looks.
-_ENTER = """
-if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('ZADD', KEYS[1], '+inf', '#' .. now) end
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
-return redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
-"""
-_LEAVE = "return redis.call('ZREM', KEYS[1], ARGV[1])"
-_LIST = "return redis.call('ZREVRANGEBYSCORE', KEYS[1], '+inf', now, 'LIMIT', 0, ARGV[1])"
-
-
-def registry_key(prefix: str, role: str, pool: str) -> str:
-    """The sorted set of a pool's replicas; `pool` is a drafter's name, empty for other roles."""
-    return f"{prefix}:directory:{role}:{pool}"
 
 
 def _split(address: str) -> tuple[str, int] | None:
@@ -91,18 +74,16 @@ class _Registry:
     """The replicas whose lease runs."""
 
     def __init__(self, settings: DirectorySettings, role: str, pool: str) -> None:
-        from coppice.store.scripts import Store
+        from coppice.store.registry import Registry
 
         self.name = "redis"
-        self._key = registry_key(settings.prefix, role, pool)
-        self._store = Store(settings)
-        self._made = ""
+        self._registry = Registry(settings, role, pool)
+        self._made_at = ""
 
     async def look(self) -> frozenset[str]:
-        members = [member.decode(errors="replace") for member in await self._store.run(_LIST, self._key, MAX_REPLICAS)]
+        members, made_at = await self._registry.members()
         addresses = frozenset(member for member in members if _split(member))
-        made_at = next((member for member in members if member.startswith("#")), "")
-        known, self._made = self._made, made_at or self._made
+        known, self._made_at = self._made_at, made_at or self._made_at
         if not addresses:
             raise Unavailable("names nobody")
         if known not in ("", made_at):
@@ -110,7 +91,7 @@ class _Registry:
         return addresses
 
     async def close(self) -> None:
-        await self._store.close()
+        await self._registry.close()
 
 
 class Directory:
@@ -210,10 +191,9 @@ class Registration:
 
     def __init__(self, settings: DirectorySettings, role: str, pool: str = "") -> None:
         """`settings.redis` is set."""
-        from coppice.store.scripts import Store
+        from coppice.store.registry import Registry
 
-        self._key = registry_key(settings.prefix, role, pool)
-        self._lease_s, self._store = settings.lease_s, Store(settings)
+        self._registry, self._lease_s = Registry(settings, role, pool), settings.lease_s
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -241,18 +221,18 @@ class Registration:
         registered, troubled = False, False
         while not self._stopping.is_set():
             try:
-                await self._store.run(_ENTER, self._key, address, round(1000 * self._lease_s))
+                await self._registry.enter(address, self._lease_s)
                 if not registered:
-                    log.info("registered", at=self._key, address=address)
+                    log.info("registered", at=self._registry.key, address=address)
                 registered, troubled = True, False
             except Unavailable as error:
                 if not troubled:
-                    log.warning("not registered", at=self._key, why=str(error))
+                    log.warning("not registered", at=self._registry.key, why=str(error))
                 registered, troubled = False, True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._lease_s / 3):
                     await self._stopping.wait()
         if registered:
             with contextlib.suppress(Unavailable):
-                await self._store.run(_LEAVE, self._key, address)
-        await self._store.close()
+                await self._registry.leave(address)
+        await self._registry.close()

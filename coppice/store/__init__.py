@@ -1,1 +1,1 @@
-"""Redis: connections, and scripts that run in it."""
+"""Redis: connections, scripts that run in it, and the registry of replicas."""

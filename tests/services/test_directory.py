@@ -20,9 +20,10 @@ from coppice.errors import InvalidField, Unavailable
 from coppice.limits import Limits
 from coppice.messages.steps import FeatureRef
 from coppice.rpc.channels import Dialer
-from coppice.rpc.directory import Registration, directory, registry_key
+from coppice.rpc.directory import Registration, directory
 from coppice.rpc.server import Serving
 from coppice.stack.redis_server import LocalRedis
+from coppice.store.registry import registry_key
 from coppice.store.scripts import Store
 from coppice.v1 import drafter_pb2
 from services.drafter.features import FeatureSource
