@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from coppice.bench.cli import app as bench
 from coppice.bench.paper.replay import Replay, replay
-from coppice.bench.paper.trained import FULL, GUIDED, UNIFORM, read_adapted, table_2
+from coppice.bench.paper.trained import FULL, GUIDED, UNIFORM, table_2
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth
@@ -170,20 +170,13 @@ def test_ablate_trains_each_variant_once_and_compares_them(place: Path, tmp_path
     assert json.loads((tmp_path / "out.json").read_text())["figures"] == told["figures"]
 
 
-def test_rows_of_adaptation_come_from_what_bench_adapt_wrote(tmp_path: Path) -> None:
-    rows = [{"method": name, "tau": tau, "speedup": x} for name, tau, x in (("never", 2.0, 1.0), ("bandit", 4.0, 1.5))]
-    (tmp_path / "adapt.json").write_text(json.dumps({"command": "bench adapt --what shift", "rows": rows}))
-    gains = {FULL: {GUIDED: Replay(10, 30), UNIFORM: Replay(10, 15)}}
-    assert [tuple(line.values()) for line in table_2(gains, read_adapted(tmp_path / "adapt.json"))] == [
-        ("SpecBlock", 3.0, 1.0, None),
-        ("- rank-guided branching", 1.5, 0.5, None),
-        ("SpecBlock+adapt", 4.0, 1.0, 1.5),
-        ("SpecBlock, never adapted", 2.0, 0.5, 1.0),
+def test_each_variant_is_compared_with_the_whole_head() -> None:
+    gains = {FULL: {GUIDED: Replay(10, 30), UNIFORM: Replay(10, 15)}, "no-layer-shift": {GUIDED: Replay(10, 24)}}
+    assert [tuple(line.values()) for line in table_2(gains)] == [
+        ("SpecBlock", 3.0, 1.0),
+        ("- layer-wise shift", 2.4, pytest.approx(0.8)),
+        ("- rank-guided branching", 1.5, 0.5),
     ]
-    (tmp_path / "run.json").write_text(json.dumps({"command": "bench run", "rows": rows}))
-    for file, why in (("run.json", "holds no bandit"), ("none.json", "No such file")):
-        with pytest.raises(InvalidField, match=why):
-            read_adapted(tmp_path / file)
 
 
 def test_rank_reports_the_rank_head_and_the_trees(place: Path, tmp_path: Path) -> None:

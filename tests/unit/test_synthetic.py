@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from coppice.bench.bare import BareDraft
 from coppice.bench.synthetic import measure
-from coppice.bench.synthetic.measure import NOTE, BareTimes, SyntheticPlan, compare, expected_lines
+from coppice.bench.synthetic.measure import NOTE, BareTimes, SyntheticPlan, expected_lines
 from coppice.bench.synthetic.profiles import PROFILES, expected_tau, read_profile
 from coppice.bench.synthetic.shapes import SHAPES, make_weights, read_shape
 from coppice.cli import main
@@ -117,9 +117,6 @@ def test_expected_figures_follow_from_times_and_profile(shape: Path, tmp_path: P
     assert (eagle["draft_share"], eagle["t_d_total_ms"]) == (0.4, 9.0)
     assert (block["speedup"], block["draft_share"]) == (pytest.approx(2.0), 0.2)
     assert lines[4]["speedup"] == pytest.approx(4 / 48 * 14)  # four sessions: plain shares its forward too
-    one, four = compare(lines)
-    assert (one["speed"], one["t_d"], four["sessions"]) == (pytest.approx(1.0), 0.375, 4)
-    assert compare(lines[:2]) == []
     assert times.forward_ms(5) == pytest.approx(11.0)
     assert times.lines()[1] == {"sessions": "4", "1": 14.0, "9": 40.0}
 
@@ -136,8 +133,8 @@ def _measured(arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_a_tiny_shape_is_measured_bare_and_through_the_services(
     shape: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(measure, "ROWS", (1, 4))
-    monkeypatch.setattr(measure, "CONTEXT", 24)
+    for name, value in {"ROWS": (1, 4), "CONTEXT": 24, "NEW_TOKENS": 12, "ANSWERS": 1}.items():
+        monkeypatch.setattr(measure, name, value)
     sizes = ["--sessions", "1,2", "--budget", "6", "--profile", "0.9,0.5"]
     told = _measured(["--shape", str(shape), "--dtype", "float32", *sizes], monkeypatch, tmp_path)
     assert (told["figures"]["synthetic"], told["ok"]) == (NOTE, True)
@@ -164,4 +161,4 @@ def test_a_shape_is_measured_on_an_accelerator(shape: Path, monkeypatch: pytest.
     told = _measured(arguments, monkeypatch, tmp_path)
     assert told["dtype"] == "bfloat16"
     assert all(row["t_m_ms"] > 0 for row in told["rows"])
-    assert [one["sessions"] for one in told["figures"]["specblock_over_eagle3"]] == [1, 8]
+    assert {row["sessions"] for row in told["rows"]} == {1, 8}

@@ -32,9 +32,6 @@ def paper(
     data: Annotated[list[str] | None, typer.Option("--data", help="As for `coppice train head`.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Where trained heads and recorded answers are kept.")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens that every head learns from.")] = None,
-    adaptation: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What `bench adapt --json` wrote: adds its policies' rows.")
-    ] = None,
     device: Annotated[str | None, typer.Option(help="A torch device to train on.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     json_file: JsonFile = None,

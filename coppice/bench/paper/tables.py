@@ -30,7 +30,6 @@ class Options:
     data: list[str] | None = None
     cache: Path = Path()
     tokens: int = 0
-    adaptation: Path | None = None
     device: str = "cpu"
     dtype: str | None = "float32"
 
@@ -75,15 +74,7 @@ TABLES = {
     "ablate": PaperTable(
         "SpecBlock heads that lack one part each, trained alike, and what each part is worth (table 2)",
         "trained",
-        {
-            "data": REQUIRED,
-            "cache": REQUIRED,
-            "tokens": 131_072,
-            "only": None,
-            "budget": 31,
-            "adaptation": None,
-            "n": 8,
-        },
+        TRAINED | {"data": REQUIRED, "tokens": 131_072, "budget": 31, "n": 8},
     ),
     "baselines": PaperTable(
         "the heads that SpecBlock is compared with, trained on the same data and steps",

@@ -54,13 +54,6 @@ ARCHITECTURE = (
     ("- valid-prefix curriculum", UNMASKED, GUIDED),
     ("- rank-guided branching", FULL, UNIFORM),
 )
-ADAPTATION = (
-    ("SpecBlock+adapt", "bandit"),
-    ("- cost-aware bandit", "always"),
-    ("- head-only action", "full-only"),
-    ("head-only action alone", "head-only"),
-    ("SpecBlock, never adapted", "never"),
-)
 BASELINES = tuple(kind for kind in FEATURE_KINDS if kind not in ADAPTED_KINDS)
 """the kinds that no trained head is shipped of"""
 
@@ -119,7 +112,6 @@ def ablate(spec: StackSpec, options: Options, report: Report, say: Callable[[str
     variants = options.only.split(",") if options.only else list(VARIANTS)
     if FULL not in variants or not set(variants) <= set(VARIANTS):
         raise InvalidField("only", f"{FULL} and any of {', '.join(VARIANTS)}")
-    adapted = read_adapted(options.adaptation) if options.adaptation else {}  # before hours of training
     budget = options.budget or 0
     cache = HeadCache.of(spec.target, options.data or [], options, "float32")
     folders = {}
@@ -132,37 +124,17 @@ def ablate(spec: StackSpec, options: Options, report: Report, say: Callable[[str
     gains = {name: tree_gains(folder, spec.target, halves, budget) for name, folder in folders.items()}
     add_alphas(report, f"alpha by block and slot after {options.tokens:,} tokens, held-out greedy answers", accepted)
     add_trees(report, f"trees of at most {budget} nodes along the same answers", gains)
-    title = f"one part less each: trees of {budget} nodes, policies of adaptation"
-    report.add_figures("table_2", title, table_2(gains, adapted))
+    report.add_figures("table_2", f"one part less each: trees of {budget} nodes", table_2(gains))
     report.checks += effect_checks(accepted)
 
 
-def table_2(
-    gains: Mapping[str, Mapping[str, Replay]], adapted: Mapping[str, Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """SpecBlock's table 2: tau, and over the row that lacks nothing; an adapted head's speed over never's.
+def table_2(gains: Mapping[str, Mapping[str, Replay]]) -> list[dict[str, Any]]:
+    """The upper half of SpecBlock's table 2: tau of the trained variants, and over the row that lacks nothing.
 
-    It has the variants that were trained and the policies that were run.
+    Its lower half, policies of adaptation, is the table of `coppice bench adapt`.
     """
     taus = [(name, gains[variant][tree].tau) for name, variant, tree in ARCHITECTURE if variant in gains]
-    lines = [{"variant": name, "tau": tau, "over_whole": tau / taus[0][1], "speedup": None} for name, tau in taus]
-    for name, policy in ADAPTATION:
-        if row := adapted.get(policy):
-            over = row["tau"] / adapted["bandit"]["tau"]
-            lines.append({"variant": name, "tau": row["tau"], "over_whole": over, "speedup": row["speedup"]})
-    return lines
-
-
-def read_adapted(file: Path) -> dict[str, dict[str, Any]]:
-    """The rows of a `bench adapt --json` by policy. Raises InvalidField."""
-    try:
-        written = json.loads(file.read_text(encoding="utf-8"))
-        rows = {row["method"]: row for row in written["rows"] if str(written["command"]).startswith("bench adapt")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidField("adaptation", f"{file}: {error}") from None
-    if "bandit" not in rows:
-        raise InvalidField("adaptation", f"{file} holds no bandit of `coppice bench adapt`")
-    return rows
+    return [{"variant": name, "tau": tau, "over_whole": tau / taus[0][1]} for name, tau in taus]
 
 
 def effect_checks(accepted: Mapping[str, Acceptance]) -> list[Check]:

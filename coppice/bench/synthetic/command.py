@@ -62,9 +62,6 @@ def synthetic(
         report.rows = measure.expected_lines(spec, plan, times)
         title = f"{on}: expected with profile {profile}, budget {budget}"
         report.add_figures("expected", title, report.rows, {"draft_share": ".0%"})
-        if compared := measure.compare(report.rows):
-            shares = dict.fromkeys(("draft_share", "eagle3_draft_share"), ".0%")
-            report.add_figures("specblock_over_eagle3", f"{on}: SpecBlock over EAGLE-3", compared, shares)
         if pipeline and 1 in counts:
             steps = measure.measure_pipeline(spec, plan, times, report, lambda line: status.update(line))
             report.add_figures("pipeline", f"{on}: milliseconds a step of the services, one session", steps)

@@ -8,7 +8,7 @@ the pipeline tells only what a step costs there beside the bare loops: its effic
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,22 +117,6 @@ def _expected(method: str, sessions: int, t_m_ms: float, draft: BareDraft, tau: 
         "tokens_per_s": sessions * tau / step_ms * 1e3,
         "draft_share": draft.forward_ms / step_ms,
     }
-
-
-def compare(lines: Sequence[Line]) -> list[Line]:
-    """SpecBlock's expected speed, T_D and draft share against EAGLE-3's, by sessions; empty unless both are there."""
-    by_name = {(line["method"], line["sessions"]): line for line in lines}
-    return [
-        {
-            "sessions": sessions,
-            "speed": block["tokens_per_s"] / eagle["tokens_per_s"],
-            "t_d": block["t_d_ms"] / eagle["t_d_ms"],
-            "draft_share": block["draft_share"],
-            "eagle3_draft_share": eagle["draft_share"],
-        }
-        for (method, sessions), block in by_name.items()
-        if method == "single:specblock" and (eagle := by_name.get(("single:eagle3", sessions)))
-    ]
 
 
 def measure_pipeline(
