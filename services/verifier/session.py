@@ -165,7 +165,7 @@ class Session:
     ) -> Rejection | None:
         """Where the walk ended above nodes of the sender's tree, verified or not; None after a full accept.
 
-        Source: seeds/specblock section 3.4. A node that was left out may have held the drawn token: the sender sees.
+        Source: SpecBlock, section 3.4. A node that was left out may have held the drawn token: the sender sees.
         """
         end = outcome.path[-1] if outcome.path else 0
         parent = verified[end - 1] if end and verified else end
