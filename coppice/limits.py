@@ -40,13 +40,18 @@ class Limits(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     message_bytes: int = Field(64 << 20, gt=0, description="largest gRPC message, bytes")
-    request_bytes: int = Field(8 << 20, gt=0, description="largest message of a client, bytes")
+    request_bytes: int = Field(
+        (1 << 20) + 5 * MAX_CONTEXT,
+        gt=0,
+        description="largest message of a client, bytes; the default holds 1 MiB of text and the longest context's ids",
+    )
     prompt_chars: int = Field(1 << 20, gt=0, description="longest text prompt, characters")
     max_new_tokens: int = Field(4096, gt=0, description="largest max_new_tokens of a request")
     weights_bytes: int = Field(4 << 30, gt=0, description="largest file of new weights for a head, bytes")
     sessions: int = Field(128, gt=0, description="sessions a service holds at once")
     queued: int = Field(128, ge=0, description="requests that may wait for a session")
     queue_s: float = Field(30.0, gt=0, description="longest wait for a session, seconds")
+    call_s: float = Field(600.0, gt=0, description="longest call, a whole session or answer, seconds")
     idle_s: float = Field(300.0, gt=0, description="a session without a message for this long is ended, seconds")
 
 

@@ -54,8 +54,12 @@ async def serve(settings: Settings) -> int:
     tokens = Tokens(told.tokens, metrics.client_requests) if told.tokens else None
     serving = Serving(settings.server, settings.limits, "orchestrator", settings.tls, tokens)
     port = serve_metrics(metrics.registry, settings.server.host, settings.server.metrics_port)
-    await serving.start(generation_pb2.DESCRIPTOR.services_by_name["GenerationService"], servicer, port)
+    await serving.start(
+        generation_pb2.DESCRIPTOR.services_by_name["GenerationService"], servicer, port, servicer.seats.check
+    )
     code = await serving.until_stopped(failed)
+    if servicer.encoder is not None:
+        await servicer.encoder.stop()
     for task in following:
         task.cancel()
     if signals is not None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 
 import coppice
 from coppice.config.settings import Settings
 from coppice.errors import CoppiceError, InvalidField
-from coppice.messages.generation import Chunk, Finished, GenerationRequest, ModelDescription, Started
+from coppice.messages.generation import Finished, GenerationRequest, ModelDescription, Started
 from coppice.messages.steps import OpenDraft, OpenSession, TargetDescription
 from coppice.rpc.admission import Admission
 from coppice.speculation.policy import POLICIES, Policy
@@ -25,6 +25,7 @@ from orchestrator.auto_policy import AutoPolicy
 from orchestrator.chunks import Chunks
 from orchestrator.drafters import HeadPool, feature_layers
 from orchestrator.drafting import Drafting
+from orchestrator.encoder import Encoder
 from orchestrator.feedback import Signals
 from orchestrator.head_session import HeadSession
 from orchestrator.output import Output
@@ -52,37 +53,46 @@ class GenerationServicer:
         self.settings, self.target, self.verifiers = settings, target, verifiers
         self.signals = signals
         self.heads, self.codec, self.metrics = heads, codec, metrics
+        self.encoder = Encoder(codec, target.max_len) if codec else None
         wanted = settings.orchestrator.policy
         self.default_policy = Policy.parse(wanted, list(heads)) if wanted else Policy.default(list(heads))
         self._choosers: dict[frozenset[str], Chooser] = {}  # of `auto`, by the heads it may ask
         bounds = settings.limits
-        self._seats = Admission("sessions", bounds.sessions, bounds.queued, bounds.queue_s)
+        self.seats = Admission("sessions", bounds.sessions, bounds.queued, bounds.queue_s)
 
     async def Generate(
         self, message: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
-        """One answer."""
+    ) -> AsyncIterator[bytes]:
+        """One answer. It is made beside the sending: no step waits for the client's stream, and a client that reads
+        slowly holds bytes, not a seat.
+        """
+        request = generation.read_request(message, self.target.vocab_size, self.settings.limits)
+        events: asyncio.Queue[bytes | None] = asyncio.Queue()
+        running = asyncio.create_task(self._answer(request, lambda event: events.put_nowait(event.SerializeToString())))
+        running.add_done_callback(lambda _: events.put_nowait(None))
+        try:
+            while (event := await events.get()) is not None:
+                yield event
+            running.result()
+        finally:
+            running.cancel()
+
+    async def _answer(
+        self, request: GenerationRequest, send: Callable[[generation_pb2.GenerateResponse], None]
+    ) -> None:
+        """Admit a request, decode it and count how it ended."""
         arrived = time.perf_counter_ns()
         outcome = "failed"
         try:
-            self._seats.check()  # before anything is done for what will be refused
-            request = generation.read_request(message, self.target.vocab_size, self.settings.limits)
-            ids = await self._prompt_ids(request)
-            plan = self._plan(request, len(ids))
-            async with self._seats.admit():
+            async with self.seats.admit():
                 admitted = time.perf_counter_ns()
-                yield generation.started_to_wire(
-                    Started(len(ids) - len(request.resume_ids), plan.policy.name, plan.policy.heads, plan.budget)
-                )
-                async for event in self._decode(request, ids, plan):
-                    if isinstance(event, Chunk):
-                        yield generation.chunk_to_wire(event)
-                        continue
-                    event.timings.queue_ns = admitted - arrived
-                    self.metrics.first_token_seconds.observe((admitted - arrived + event.timings.prefill_ns) / 1e9)
-                    yield generation.finished_to_wire(event)
-            outcome = event.finish_reason if isinstance(event, Finished) else outcome
-        except (asyncio.CancelledError, GeneratorExit):
+                ids = await self._prompt_ids(request)
+                finished = await self._decode(request, ids, self._plan(request, len(ids)), send)
+            finished.timings.queue_ns = admitted - arrived
+            self.metrics.first_token_seconds.observe((admitted - arrived + finished.timings.prefill_ns) / 1e9)
+            send(generation.finished_to_wire(finished))
+            outcome = finished.finish_reason
+        except asyncio.CancelledError:
             outcome = "cancelled"
             raise
         except CoppiceError as error:
@@ -91,9 +101,14 @@ class GenerationServicer:
         finally:
             self.metrics.requests.labels(outcome).inc()
 
-    async def _decode(self, request: GenerationRequest, ids: list[int], plan: Plan) -> AsyncIterator[Chunk | Finished]:
-        """Run the step loop beside the sending, so that a step never waits for the client's stream."""
-        events: asyncio.Queue[Chunk | Finished | None] = asyncio.Queue()
+    async def _decode(
+        self,
+        request: GenerationRequest,
+        ids: list[int],
+        plan: Plan,
+        send: Callable[[generation_pb2.GenerateResponse], None],
+    ) -> Finished:
+        """Run the step loop. The client is told that its answer starts when a verifier has admitted it."""
         session = secrets.token_hex(12)
         pools = [self.heads[name] for name in plan.policy.heads]
         layers = await feature_layers(pools if plan.budget else [], "policy")
@@ -110,31 +125,30 @@ class GenerationServicer:
             rejection_top_n=self.signals.top_n if self.signals and asks else 0,
             want_log_probs=request.want_log_probs,
         )
-        chunks = Chunks(events.put_nowait, 0 if request.want_trees else self.settings.orchestrator.chunk_tokens)
+        chunks = Chunks(
+            lambda chunk: send(generation.chunk_to_wire(chunk)),
+            0 if request.want_trees else self.settings.orchestrator.chunk_tokens,
+        )
+        started = Started(prompt_tokens, plan.policy.name, plan.policy.heads, plan.budget)
         stream = TextStream(self.codec, ids[:prompt_tokens], request.stop)
         output = Output(request, prompt_tokens, stream, plan.stop_ids, plan.max_new_tokens, chunks.add)
         verifier = TargetSession(self.verifiers, opening)
         policy = self._policy(request, ids[:prompt_tokens], plan, heads)
         drafting = Drafting(heads, policy, plan.draft_deadline_s)
         decoding = Decoding(request, plan, Committed(ids), verifier, drafting, policy, output, self.metrics)
-        running = asyncio.create_task(decoding.run())
-        running.add_done_callback(lambda _: chunks.flush())
-        running.add_done_callback(lambda _: events.put_nowait(None))
         self.metrics.running.inc()
-        load, finished = self._seats.used, False
+        load, finished = self.seats.used, False
         try:
-            while (event := await events.get()) is not None:
-                yield event
-            result = running.result()
+            result = await decoding.run(lambda: send(generation.started_to_wire(started)))
             finished = True
-            yield result
+            return result
         finally:
-            running.cancel()
+            chunks.flush()
             self.metrics.running.dec()
             verifier.close()
             policy.close()
             if self.signals is not None and asks and finished:
-                self.signals.ended(session, decoding, heads, (load + self._seats.used) / 2)
+                self.signals.ended(session, decoding, heads, (load + self.seats.used) / 2)
             else:
                 for head in heads:
                     head.close()
@@ -157,15 +171,13 @@ class GenerationServicer:
         return HeadSession(pool, opening, self.target.vocab_size)
 
     async def _prompt_ids(self, request: GenerationRequest) -> list[int]:
-        """The prompt's ids and what was resumed; a long text keeps no step of others waiting. Raises InvalidField."""
+        """The prompt's ids and what was resumed. Raises InvalidField."""
         if request.ids is not None:
             ids = list(request.ids)
-        elif self.codec is None:
+        elif self.encoder is None:
             raise InvalidField("prompt", "this target has no tokenizer.json: send ids")
-        elif request.text is not None:
-            ids = await asyncio.to_thread(self.codec.encode, request.text)
         else:
-            ids = await asyncio.to_thread(self.codec.encode_chat, request.chat or ())
+            ids = await self.encoder.encode(request.chat if request.text is None else request.text)
         if not ids:
             raise InvalidField("prompt", "holds no tokens")
         if request.stop and self.codec is None:
@@ -209,7 +221,7 @@ class GenerationServicer:
                 default_budget=self.settings.orchestrator.budget,
                 has_tokenizer=self.codec is not None,
                 has_chat_template=self.codec is not None and self.codec.has_chat_template,
-                running=self._seats.used,
+                running=self.seats.used,
                 version=coppice.__version__,
             )
         )

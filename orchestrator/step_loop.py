@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,14 +56,19 @@ class Decoding:
         self.steps = 0
         self._behind: Step | None = None  # a step that was not learnt from yet
 
-    async def run(self) -> Finished:
-        """Decode to the end and return the summary. Raises what the last verifier raised when no other took over."""
+    async def run(self, started: Callable[[], None]) -> Finished:
+        """Decode to the end and return the summary. `started` is called once a verifier has admitted the session.
+
+        Raises what the last verifier raised when no other took over.
+        """
         if self.output.finish is not None:  # the client holds all of it, and missed only this
+            started()
             return self.output.end(0, 0)
         began = time.perf_counter_ns()
         step = self._begin()
         self.drafting.open(step.wanted, self.text)
         opened = await self.verifier.open(self.text.ids)
+        started()
         self.drafting.learn(opened.features)
         self.drafting.open(self.policy.soon, self.text)
         step.root, log_prob = self._next_root(opened.next)

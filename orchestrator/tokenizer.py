@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ class TextCodec:
 
     def __init__(self, folder: Path) -> None:
         """Raises InvalidField when tokenizer.json is unusable."""
+        self.folder = folder
         try:
             self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:
@@ -42,12 +44,22 @@ class TextCodec:
         """Whether chat prompts work."""
         return self._template is not None
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, with the special tokens the tokenizer puts around a prompt."""
-        ids: list[int] = self.tokenizer.encode(text).ids
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
+
+    def encode(self, prompt: str | Sequence[ChatMessage]) -> list[int]:
+        """Ids of a text, with the special tokens the tokenizer puts around a prompt, or of a conversation.
+
+        The interpreter's lock is held all the time. Raises InvalidField.
+        """
+        if not isinstance(prompt, str):
+            return self._encode_chat(prompt)
+        ids: list[int] = self.tokenizer.encode(prompt).ids
         return ids
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def _encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Ids of a conversation up to where the assistant answers. Raises InvalidField."""
         if self._template is None:
             raise InvalidField("chat", "this target has no chat template")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
 import grpc.aio
@@ -51,6 +52,8 @@ ACCESS = {
 }
 """Every method of every service; what is not here may not be served."""
 _OPERATED = "coppice.v1.AdapterService"
+_WRONG_TOKEN_S = 0.5  # before a wrong token is refused
+_MOST_SLOWED = 64
 
 
 def needs_certificates(service: str) -> bool:
@@ -64,9 +67,10 @@ class Access:
     def __init__(self, tls: TlsSettings, tokens: Tokens | None = None) -> None:
         """Without TLS everybody may call everything but what `tokens` are for: generation."""
         self._tls, self._tokens = tls, tokens
+        self._slowed = 0
 
-    @contextlib.contextmanager
-    def admit(self, method: MethodDescriptor, context: grpc.aio.ServicerContext) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def admit(self, method: MethodDescriptor, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
         """Hold the call's place inside the block. Raises Unauthenticated, PermissionDenied, Overloaded."""
         service = method.containing_service.full_name
         callers = ACCESS[service].callers[method.name]
@@ -77,8 +81,24 @@ class Access:
         elif self._tokens is None:
             yield
         else:
-            with self._tokens.admit(context.invocation_metadata() or (), counted=method.server_streaming):
+            with contextlib.ExitStack() as place:
+                try:
+                    metadata = context.invocation_metadata() or ()
+                    place.enter_context(self._tokens.admit(metadata, counted=method.server_streaming))
+                except Unauthenticated:
+                    await self._slow_down()
+                    raise
                 yield
+
+    async def _slow_down(self) -> None:
+        """Let one who tries tokens wait; a few at once, so that those who wait fill no server."""
+        if self._slowed >= _MOST_SLOWED:
+            return
+        self._slowed += 1
+        try:
+            await asyncio.sleep(_WRONG_TOKEN_S)
+        finally:
+            self._slowed -= 1
 
     @staticmethod
     def _check_name(method: MethodDescriptor, callers: frozenset[str], context: grpc.aio.ServicerContext) -> None:

@@ -20,7 +20,7 @@ class Admission:
         self.what, self.capacity, self.queued, self.wait_s = what, capacity, queued, wait_s
         self.used = 0
         self._held_s = 0.0  # moving average of how long units are held
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiting: deque[asyncio.Event] = deque()
 
     @contextlib.asynccontextmanager
     async def admit(self, units: int = 1) -> AsyncIterator[None]:
@@ -54,28 +54,29 @@ class Admission:
         return False
 
     async def _acquire(self, units: int) -> None:
+        """Wait for this caller's turn and take its units.
+
+        A caller takes them itself, in the same turn of the loop in which it sees that they are there, and leaves the
+        queue itself. Nothing is granted to one who may just be giving up.
+        """
         if self.check(units):
             self.used += units
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (units, turn)
-        self._waiting.append(entry)
+        called = asyncio.Event()
+        self._waiting.append(called)
         try:
             async with asyncio.timeout(self.wait_s):
-                await turn
-        except BaseException as error:
-            if turn.done() and not turn.cancelled():  # granted in the very moment of giving up
-                self.used -= units
-            else:
-                self._waiting.remove(entry)
+                while self._waiting[0] is not called or self.used + units > self.capacity:
+                    called.clear()
+                    await called.wait()
+            self.used += units
+        except TimeoutError:
+            raise self._full(f"no {self.what} became free within {self.wait_s:g} s") from None
+        finally:
+            self._waiting.remove(called)
             self._wake()
-            if isinstance(error, TimeoutError):
-                raise self._full(f"no {self.what} became free within {self.wait_s:g} s") from None
-            raise
 
     def _wake(self) -> None:
-        while self._waiting and self.used + self._waiting[0][0] <= self.capacity:
-            units, turn = self._waiting.popleft()
-            if not turn.done():
-                self.used += units
-                turn.set_result(None)
+        """Have the first in the queue look whether its units are there."""
+        if self._waiting:
+            self._waiting[0].set()

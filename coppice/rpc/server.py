@@ -10,57 +10,42 @@ import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import structlog
-from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
 
 from coppice import failpoints
 from coppice.config.sections import ServerSettings, TlsSettings
 from coppice.config.settings import Settings, load_settings
-from coppice.errors import RETRY_HINT, CoppiceError, InvalidField, Overloaded, Unavailable
+from coppice.errors import RETRY_HINT, CoppiceError, DeadlineExceeded, InvalidField, Overloaded, Unavailable
 from coppice.limits import Limits
 from coppice.rpc.access import Access, needs_certificates
 from coppice.rpc.certificates import is_loopback
 from coppice.rpc.directory import Registration
+from coppice.rpc.health import Health
 from coppice.rpc.sessions import StreamWaits
 from coppice.rpc.tls import server_credentials
 from coppice.rpc.tokens import Tokens
+from coppice.rpc.unpacking import Refused, parser
 from coppice.telemetry import configure_logging
 
 log = structlog.get_logger()
 
+_SHORT_CALLS = 64
 MAX_DETAILS = 600  # characters of a status' details: a header holds 8 KiB, a character takes up to 12 bytes of it
 
 Handler = Callable[[Any, grpc.aio.ServicerContext], Any]
 
 
-class _Undecodable:
-    """Stands for a request whose bytes are no message: grpc would send the parser's text to the client."""
-
-
-def _deserializer(method: MethodDescriptor) -> Callable[[bytes], Any]:
-    message = message_factory.GetMessageClass(method.input_type)
-
-    def parse(data: bytes) -> Any:
-        try:
-            return message.FromString(data)
-        except Exception:
-            return _Undecodable()
-
-    return parse
-
-
 async def _checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     async for request in requests:
-        if isinstance(request, _Undecodable):
-            raise InvalidField("request", "the bytes are not a message of this method")
+        if isinstance(request, Refused):
+            raise request.error
         yield request
 
 
@@ -97,32 +82,58 @@ def _details(error: CoppiceError) -> str:
     return str(error)[:MAX_DETAILS].encode(errors="replace").decode()
 
 
-def _rpc_handler(method: MethodDescriptor, behaviour: Handler, access: Access, idle_s: float) -> grpc.RpcMethodHandler:
+@dataclass(frozen=True, slots=True)
+class Door:
+    """What holds for every call of a server."""
+
+    access: Access = field(default_factory=lambda: Access(TlsSettings()))
+    """who may call"""
+    limits: Limits = field(default_factory=Limits)
+    full: Callable[[], object] | None = None
+    """raises Overloaded while no streamed answer can begin; it is asked before the call's message is read"""
+
+
+def _rpc_handler(method: MethodDescriptor, behaviour: Handler, door: Door) -> grpc.RpcMethodHandler:
     """Every request is read as a stream: what a call brings is then ours to bound, one message or many."""
+    idle_s = door.limits.idle_s
+
+    @contextlib.asynccontextmanager
+    async def admitted(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+        async with _guard(context, method.full_name), door.access.admit(method, context):
+            if door.full is not None and method.server_streaming:
+                door.full()
+            try:
+                async with asyncio.timeout(door.limits.call_s) as ended:
+                    yield
+            except TimeoutError:
+                if not ended.expired():
+                    raise
+                raise DeadlineExceeded(f"a call ends after {door.limits.call_s:g} s") from None
 
     async def called(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
         checked = _checked(requests)
         return behaviour(checked if method.client_streaming else await _only(checked, idle_s), context)
 
     async def unary(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
-        async with _guard(context, method.full_name):
-            with access.admit(method, context):
-                return await (await called(requests, context))
+        async with admitted(context):
+            return await (await called(requests, context))
 
     async def stream(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
-        async with _guard(context, method.full_name):
-            with access.admit(method, context):
-                async with contextlib.aclosing(await called(requests, context)) as responses:
-                    async for response in responses:
-                        await _sent(context, response, idle_s)
+        async with admitted(context), contextlib.aclosing(await called(requests, context)) as responses:
+            async for response in responses:
+                await _sent(context, response, idle_s)
 
     make, guarded = (
         (grpc.stream_stream_rpc_method_handler, stream)
         if method.server_streaming
         else (grpc.stream_unary_rpc_method_handler, unary)
     )
-    serialize = message_factory.GetMessageClass(method.output_type).SerializeToString
-    return make(guarded, request_deserializer=_deserializer(method), response_serializer=serialize)
+    return make(guarded, request_deserializer=parser(method), response_serializer=_serialize)
+
+
+def _serialize(response: Any) -> bytes:
+    """The bytes of an answer, or what holds them already."""
+    return response if isinstance(response, bytes) else response.SerializeToString()
 
 
 async def _sent(context: grpc.aio.ServicerContext, response: Any, within_s: float) -> None:
@@ -135,21 +146,16 @@ async def _sent(context: grpc.aio.ServicerContext, response: Any, within_s: floa
 
 
 def add_service(
-    server: grpc.aio.Server,
-    service: ServiceDescriptor,
-    servicer: object,
-    access: Access | None = None,
-    idle_s: float = Limits().idle_s,
+    server: grpc.aio.Server, service: ServiceDescriptor, servicer: object, door: Door | None = None
 ) -> None:
-    """Register `servicer`, whose methods are named as in the proto, behind the guard and `access` (None: open to all).
+    """Register `servicer`, whose methods are named as in the proto, behind the guard and `door` (None: open to all).
 
-    Unary answers are awaitables, streamed ones async generators; they raise CoppiceError to refuse. A caller that
-    neither sends the message of a unary call nor reads its answers for `idle_s` seconds is refused too.
+    Unary answers are awaitables, streamed ones async generators of messages or of their bytes; they raise CoppiceError
+    to refuse. A caller that neither sends the message of a unary call nor reads its answers for `limits.idle_s` seconds
+    is refused too, and so is what a call would still do after `limits.call_s`.
     """
-    access = access or Access(TlsSettings())
-    handlers = {
-        method.name: _rpc_handler(method, getattr(servicer, method.name), access, idle_s) for method in service.methods
-    }
+    door = door or Door()
+    handlers = {method.name: _rpc_handler(method, getattr(servicer, method.name), door) for method in service.methods}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 
 
@@ -160,6 +166,7 @@ def server_options(limits: Limits, role: str) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", limits.request_bytes if role == "orchestrator" else limits.message_bytes),
         ("grpc.max_send_message_length", limits.message_bytes),
+        ("grpc.max_concurrent_streams", most_calls(limits)),  # of a connection
         ("grpc.max_metadata_size", 16 << 10),
         ("grpc.absolute_max_metadata_size", 16 << 10),  # between the two gRPC would refuse at random
         ("grpc.so_reuseport", 0),
@@ -168,11 +175,13 @@ def server_options(limits: Limits, role: str) -> list[tuple[str, int]]:
     ]
 
 
-class Serving:
-    """A running server: its addresses, its health, and its end.
+def most_calls(limits: Limits) -> int:
+    """Calls that a server takes at once, silent ones included: those admitted, those queued, and as many short ones."""
+    return 2 * (limits.sessions + limits.queued) + _SHORT_CALLS
 
-    Health "" answers SERVING from construction (liveness); the service's full name only while ready.
-    """
+
+class Serving:
+    """A running server: its addresses, its health, and its end."""
 
     def __init__(
         self,
@@ -191,36 +200,38 @@ class Serving:
         if tokens and not (self._tls.on or self._tls.tokens_in_clear or is_loopback(settings.host)):
             raise InvalidField("tls.tokens_in_clear", f"clients would send tokens to {settings.host} without TLS")
         self._access = Access(self._tls, tokens)
-        self.server = grpc.aio.server(options=server_options(limits, role))
+        self.server = grpc.aio.server(options=server_options(limits, role), maximum_concurrent_rpcs=most_calls(limits))
         self.draining = asyncio.Event()
         self.leaving = asyncio.Event()
         """set to end it, as SIGTERM does"""
         self.waits = StreamWaits(limits.idle_s, self.draining)
         self.address = ""
-        self._health_server = grpc.aio.server()
-        self._health = HealthServicer()
+        self._health = Health()
         self._service_name = ""
 
-    async def start(self, service: ServiceDescriptor, servicer: object, metrics_port: int = 0) -> None:
-        """Bind, register and report ready; from here on SIGTERM and SIGINT end it in order.
+    async def start(
+        self,
+        service: ServiceDescriptor,
+        servicer: object,
+        metrics_port: int = 0,
+        full: Callable[[], object] | None = None,
+    ) -> None:
+        """Bind, register and report ready; from here on SIGTERM and SIGINT end it in order. `full`: as a Door's.
 
         Raises OSError when a port is taken, InvalidField for bad certificates.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.leaving.set)
-        add_service(self.server, service, servicer, self._access, self.limits.idle_s)
+        add_service(self.server, service, servicer, Door(self._access, self.limits, full))
         self._service_name = service.full_name
         host = self.settings.host
         require = self._tls.require or needs_certificates(service.full_name)
         credentials = server_credentials(self._tls, require) if self._tls.on else None
         port = _bind(self.server, host, self.settings.port, credentials)
         self.address = f"{self.settings.advertise or host}:{port}"
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
-        await self._health.set(self._service_name, health_pb2.HealthCheckResponse.SERVING)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
-        health_port = _bind(self._health_server, host, self.settings.health_port)
+        health_port = _bind(self._health.server, host, self.settings.health_port)
         await self.server.start()
-        await self._health_server.start()
+        self._health.start(self._service_name)
         if self._registration is not None:
             self._registration.start(self.address)
         self._write_ready_file(f"{host}:{health_port}", f"{host}:{metrics_port}" if metrics_port else "")
@@ -246,9 +257,9 @@ class Serving:
         if self._registration is not None:
             await self._registration.stop()
         self.draining.set()
-        await self._health.set(self._service_name, health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._health.not_ready(self._service_name)
         await self.server.stop(self.settings.grace_s)
-        await self._health_server.stop(0)
+        await self._health.stop()
         for task in background:
             task.cancel()
         log.info("stopped", role=self.role)
@@ -275,7 +286,9 @@ def run_service(
         return 2 if isinstance(error, InvalidField) else 3
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
+def _bind(
+    server: grpc.aio.Server | grpc.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None
+) -> int:
     address = f"{host}:{port}"
     try:
         return int(server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address))

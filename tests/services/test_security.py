@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import subprocess
+import time
 from collections.abc import AsyncIterator
 from hashlib import sha256
 from pathlib import Path
@@ -354,6 +355,18 @@ async def test_only_the_right_token_gets_an_answer_and_nobody_hears_why(
     assert door.count("", "unauthenticated") == 10
     told = capfd.readouterr()
     assert TOKEN not in told.out + told.err + repr(Dialer(token=TOKEN)) + repr(vars(door.tokens))
+
+
+async def test_wrong_tokens_are_answered_slowly_and_right_ones_at_once(door: Door) -> None:
+    async with served("GenerationService", TlsSettings(), door.echo, door.tokens) as address:
+        began = time.monotonic()
+        wrong = [asyncio.create_task(described(address, f"wrong{n}")) for n in range(20)]
+        for _ in range(10):
+            assert await described(address, TOKEN) == "echo"
+        assert time.monotonic() - began < 0.4
+        for outcome in await asyncio.gather(*wrong, return_exceptions=True):
+            assert isinstance(outcome, Unauthenticated)
+        assert time.monotonic() - began > 0.45
 
 
 async def test_a_name_runs_as_many_requests_as_it_may(door: Door) -> None:

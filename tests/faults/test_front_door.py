@@ -1,0 +1,204 @@
+"""What clients can do to an orchestrator and its sessions without breaking any rule of gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import socket
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from threading import Thread
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from coppice.client.client import AsyncClient
+from coppice.rpc.channels import Dialer
+from coppice.rpc.health import NOT_READY_S, Health
+from coppice.rpc.server import most_calls
+from coppice.stack.launch import Stack
+from coppice.stack.spec import StackSpec
+from coppice.telemetry import MOST_SCRAPES
+from coppice.v1 import generation_pb2
+from coppice.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.tiny import make_target
+
+VOCAB, CONTEXT = 300, 32_768
+CALL_S = 6.0
+SEATS = 4
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A verifier with KV for two long sessions and an orchestrator with a few seats; calls end after CALL_S."""
+    folder = tmp_path_factory.mktemp("door")
+    target = make_target(folder / "target", VOCAB, max_len=CONTEXT)
+    spec = StackSpec(
+        target=target,
+        dtype="float32",
+        verifier_threads=1,
+        extra={
+            "verifier": {"verifier.kv_tokens": 2 * CONTEXT + 512, "limits.queue_s": 1},
+            "orchestrator": {"limits.sessions": SEATS, "limits.queued": 40, "limits.call_s": CALL_S},
+        },
+    )
+    with Stack(spec, log_dir=folder) as running:
+        yield running
+    assert not running.unclean
+
+
+@contextlib.asynccontextmanager
+async def connected(stack: Stack) -> AsyncIterator[Any]:
+    narrow = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))  # the window does not grow
+    async with grpc.aio.insecure_channel(stack.address, options=narrow) as channel:
+        yield GenerationServiceStub(channel)
+
+
+def request(prompt: int = 8, new: int = 16, **more: Any) -> generation_pb2.GenerateRequest:
+    ids = generation_pb2.TokenIds(ids=[1 + n % 200 for n in range(prompt)])
+    return generation_pb2.GenerateRequest(ids=ids, max_new_tokens=new, ignore_eos=True, **more)
+
+
+async def read(call: Any, kinds: list[str]) -> grpc.StatusCode:
+    with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
+        while (event := await call.read()) is not grpc.aio.EOF:
+            kinds.append(event.WhichOneof("kind"))
+    return await call.code()
+
+
+async def test_an_answer_that_started_is_not_refused_for_want_of_kv(stack: Stack) -> None:
+    """Two of the long ones fit at a time; the verifier's queue lets the others wait for one second."""
+    async with connected(stack) as stub:
+        calls = [stub.Generate(request(new=CONTEXT - 8)) for _ in range(3)]
+        heard: list[list[str]] = [[] for _ in calls]
+        codes = await asyncio.gather(*(read(call, kinds) for call, kinds in zip(calls, heard, strict=True)))
+    refused = [kinds for code, kinds in zip(codes, heard, strict=True) if code is grpc.StatusCode.RESOURCE_EXHAUSTED]
+    assert refused == [[]]
+    assert all(kinds[0] == "started" for kinds in heard if kinds)
+
+
+async def test_an_answer_that_is_not_read_holds_no_seat_and_ends(stack: Stack) -> None:
+    long = {"new": 900, "want_log_probs": True, "want_trees": True}
+    began = time.monotonic()
+    async with connected(stack) as stub:
+        unread = [stub.Generate(request(**long)) for _ in range(SEATS)]
+        for call in unread:
+            assert (await call.read()).WhichOneof("kind") == "started"
+        async with AsyncClient(stack.address) as other:
+            await other.generate([1, 2, 3], max_new_tokens=4)
+        assert not any(call.done() for call in unread)
+        for call in unread:  # one message now and then keeps none alive
+            with contextlib.suppress(grpc.RpcError):
+                while time.monotonic() - began < 2 * CALL_S and await call.read() is not grpc.aio.EOF:
+                    await asyncio.sleep(CALL_S / 20)
+        codes = [await call.code() for call in unread]
+    assert set(codes) == {grpc.StatusCode.DEADLINE_EXCEEDED}
+
+
+@pytest.mark.parametrize(
+    ("field", "name"), [(b"\x1a", "chat"), (b"\x3a", "stop"), (b"\xfa\x3f", "a field nobody knows")]
+)
+async def test_millions_of_empty_parts_are_refused_before_they_are_unpacked(
+    stack: Stack, field: bytes, name: str
+) -> None:
+    process = psutil.Process(stack.orchestrator.pid)
+    before = process.memory_info().rss
+    parts = (field + b"\x00") * 500_000
+    if name == "chat":
+        inside = b"\x0a\x00" * 500_000
+        parts = field + b"\xc0\x84\x3d" + inside
+    async with Dialer().open(stack.address) as channel:
+        generate = channel.unary_stream("/coppice.v1.GenerationService/Generate")
+        for call in [generate(parts) for _ in range(8)]:
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert await call.details() == "request: has more than 4096 parts"
+    assert process.memory_info().rss - before < 48 << 20
+
+
+async def test_long_texts_leave_running_sessions_alone(stack: Stack) -> None:
+    """A prompt that the context cannot hold, however it is split, is refused at once; others are encoded aside."""
+    async with connected(stack) as stub, AsyncClient(stack.address) as other:
+        hopeless = stub.Generate(generation_pb2.GenerateRequest(text="x" * (9 * CONTEXT)))
+        assert await hopeless.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "characters are more than" in await hopeless.details()
+        await other.generate("warm " * 4000, max_new_tokens=1)  # the process is there
+        long = [stub.Generate(generation_pb2.GenerateRequest(text="xyz " * (CONTEXT // 2))) for _ in range(SEATS - 1)]
+        arrivals = [time.monotonic()]
+        async for _ in other.stream([1, 2, 3], max_new_tokens=200, ignore_eos=True):
+            arrivals.append(time.monotonic())
+        gaps = [after - before for before, after in itertools.pairwise(arrivals)]
+        for call in long:
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert await call.details() == f"prompt: {2 * CONTEXT} tokens leave no room in a context of {CONTEXT}"
+    assert max(gaps) < 0.5
+
+
+async def test_a_tokenizer_process_that_is_killed_is_started_again(stack: Stack) -> None:
+    text = "once upon a time " * 300
+    async with AsyncClient(stack.address) as client:
+        first = await client.generate(text, max_new_tokens=4)
+        (child,) = psutil.Process(stack.orchestrator.pid).children()
+        child.kill()
+        child.wait(5)
+        assert (await client.generate(text, max_new_tokens=4)).ids == first.ids
+
+
+async def test_silent_calls_fill_no_server(stack: Stack) -> None:
+    address, most = stack.services["verifier-0"].address, most_calls(stack.settings.limits)
+    async with Dialer().open(address) as channel:
+        verify = channel.stream_stream("/coppice.v1.VerifierService/Verify")
+        calls = [verify() for _ in range(most + 40)]
+        await asyncio.sleep(1)
+        async with AsyncClient(stack.address) as other:
+            with pytest.raises(Exception, match=r"RPC limit|no verifier"):
+                await other.generate([1, 2, 3], max_new_tokens=1)
+        for call in calls:
+            call.cancel()
+    async with AsyncClient(stack.address) as other:
+        await other.generate([1, 2, 3], max_new_tokens=1)
+
+
+def test_idle_connections_do_not_keep_metrics_from_being_read(stack: Stack) -> None:
+    address = stack.orchestrator.metrics
+    host, _, port = address.rpartition(":")
+    before = psutil.Process(stack.orchestrator.pid).num_threads()
+    idle = [socket.create_connection((host, int(port))) for _ in range(40)]
+    time.sleep(0.5)
+    assert psutil.Process(stack.orchestrator.pid).num_threads() <= before + MOST_SCRAPES
+    time.sleep(6)
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as page:
+        assert b"coppice_requests" in page.read()
+    for connection in idle:
+        connection.close()
+
+
+def _asked(address: str, service: str, answers: list[tuple[int, float]], count: int) -> None:
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for _ in range(count):
+            began = time.monotonic()
+            status = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5).status
+            answers.append((status, time.monotonic() - began))
+            time.sleep(0.1)
+
+
+async def test_health_is_answered_while_the_loop_stands_and_says_that_it_does() -> None:
+    health = Health()
+    port = health.server.add_insecure_port("127.0.0.1:0")
+    health.start("a.Service")
+    answers: list[tuple[int, float]] = []
+    asking = Thread(target=_asked, args=(f"127.0.0.1:{port}", "a.Service", answers, 30))
+    asking.start()
+    await asyncio.sleep(0.5)
+    time.sleep(NOT_READY_S + 1)  # noqa: ASYNC251  # as a bug would
+    await asyncio.to_thread(asking.join)
+    await health.stop()
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    assert {status for status, _ in answers} == {serving, not_serving}
+    assert answers[0][0] == serving
+    assert max(seconds for _, seconds in answers) < 1.0
