@@ -35,7 +35,7 @@ def _checked_session(session: str) -> str:
 
 
 _Session = Annotated[str, AfterValidator(_checked_session)]
-_Count = Annotated[int, Field(ge=0, le=1 << 62)]
+_Count = Annotated[int, Field(ge=0, le=1 << 53)]
 _Amount = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
@@ -157,8 +157,18 @@ def sample_to_fields(sample: Sample) -> Fields:
     return fields
 
 
-def read_sample(fields: Mapping[bytes, bytes], vocab_size: int = 0) -> Sample:
-    """Read a stream entry as a Sample; vocab_size 0 admits any id. Raises InvalidField."""
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """What the samples of one head are as wide as; 0 admits any."""
+
+    vocab: int = 0
+    hidden: int = 0
+    features: int = 0
+
+
+def read_sample(fields: Mapping[bytes, bytes], widths: Widths = Widths()) -> Sample:
+    """Read a stream entry as a Sample of a head. Raises InvalidField."""
+    vocab_size = widths.vocab
     facts = _read_meta(fields, _SAMPLE)
     limits.check_ids("target_id", [facts.target_id], vocab_size)
     top_ids = _ids(fields, "top_ids", 0, limits.MAX_TOP_N, vocab_size)
@@ -167,13 +177,13 @@ def read_sample(fields: Mapping[bytes, bytes], vocab_size: int = 0) -> Sample:
         raise InvalidField("top_ids", "has an id twice")
     if (top_log_probs > 1e-3).any():
         raise InvalidField("top_log_probs", "has a value above 0")
-    hidden = _floats(fields, "hidden", 1, limits.MAX_HIDDEN)
+    hidden = _floats(fields, "hidden", widths.hidden or 1, widths.hidden or limits.MAX_HIDDEN)
     tokens, features = np.empty(0, np.int64), b""
     if facts.kind == "full":
         tokens = _ids(fields, "tokens", 3, limits.MAX_WINDOW + 1, vocab_size)
         if tokens[-1] != facts.target_id:
             raise InvalidField("tokens", "do not end with the target's")
-        features = _features(fields, len(tokens) - 1, facts.dtype)
+        features = _features(fields, len(tokens) - 1, facts.dtype, widths.features)
     return Sample(
         **{name: getattr(facts, name) for name in SampleFacts.__slots__},
         top_ids=top_ids,
@@ -232,13 +242,15 @@ def _floats(fields: Mapping[bytes, bytes], name: str, low: int, high: int) -> ND
     return values
 
 
-def _features(fields: Mapping[bytes, bytes], rows: int, dtype: str) -> bytes:
-    """Return the features of `rows` positions, checked to be whole rows of finite numbers."""
+def _features(fields: Mapping[bytes, bytes], rows: int, dtype: str, wanted: int) -> bytes:
+    """Return the features of `rows` positions, checked to be whole rows of finite numbers, `wanted` (0: any) a row."""
     data = _bytes(fields, "features")
     row_bytes, rest = divmod(len(data), rows)
     width, part = divmod(row_bytes, _ITEM_BYTES[dtype])
     if rest or part or not 0 < width <= 3 * limits.MAX_HIDDEN:
         raise InvalidField("features", f"{len(data)} bytes are not {rows} rows of {dtype}")
+    if wanted and width != wanted:
+        raise InvalidField("features", f"a row has {width} numbers, this head's have {wanted}")
     if not np.isfinite(_feature_rows(data, dtype, rows)).all():
         raise InvalidField("features", "has a value that is not finite")
     return data

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.errors import InvalidField, StaleFence
+from coppice.limits import MAX_VERSION_STEP
 from coppice.messages.steps import WeightsHeader, WeightsPart
 from coppice.weights.versions import Weights
 
@@ -33,7 +34,8 @@ class Staging:
         """live: the weights in use, first: version 0, the checkpoint. Either may be the parent.
 
         Raises StaleFence when the push is for another head, not above the version in use or for another parent, and
-        InvalidField when it announces what is in use already. The one in use once more is no error: see `in_use`.
+        InvalidField when it announces what is in use already, a version far above it, or more bytes than a file of all
+        of the head's tensors has. The one in use once more is no error: see `in_use`.
         """
         self.header, self.live = header, live
         self._file, self._sha256, self._parts = bytearray(), hashlib.sha256(), 0
@@ -48,6 +50,12 @@ class Staging:
                 f"version {header.version} with hash {header.weights_hash.hex()} is old; expected one above version "
                 f"{live.version} with hash {live.hash.hex()}"
             )
+        if header.version > live.version + MAX_VERSION_STEP:
+            why = f"{header.version} is more than {MAX_VERSION_STEP} above version {live.version}, which is in use"
+            raise InvalidField("header.version", why)
+        most = 8 + MAX_FILE_HEADER + 4 * sum(tensor.numel() for tensor in live.tensors.values())
+        if header.size > most:
+            raise InvalidField("header.size", f"{header.size} bytes are more than this head's weights take: {most}")
         parents = {weights.version: weights for weights in (first, live)}
         parent = parents.get(header.parent)
         if parent is None or parent.hash != header.parent_hash:

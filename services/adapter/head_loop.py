@@ -48,7 +48,7 @@ class HeadLoop:
         active: Callable[[], bool],
     ) -> None:
         """Go on from what `folder` remembers of an earlier run. Nothing begins or is saved while not `active`."""
-        self.name, self.vocab_size, self.active = name, training.vocab_size, active
+        self.name, self.widths, self.active = name, training.widths, active
         self.demand: Demand = ""
         """which samples are wanted now"""
         self._settings, self._metrics = settings, metrics
@@ -74,14 +74,18 @@ class HeadLoop:
 
     async def run(self) -> None:
         """Train, push and look after replicas for ever."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._look_after_replicas())
+            group.create_task(self._do_work())
+
+    async def _do_work(self) -> None:
+        """Train and change weights, one thing at a time."""
         rollout = self._rollout
         while True:
             try:
                 while self._work and self.active():
                     await self._work.popleft()()
                     self._save()
-                if self.active():
-                    await rollout.keep_up()
                 self._save(every_s=_SAVE_S)
             except Exception:
                 log.exception("the loop goes on without what failed", head=self.name)
@@ -91,6 +95,16 @@ class HeadLoop:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._settings.adapter.poll_s):
                         await self._wake.wait()
+
+    async def _look_after_replicas(self) -> None:
+        """Bring replicas to their weights, also while an update is trained or a canary is out."""
+        while True:
+            try:
+                if self.active():
+                    await self._rollout.keep_up()
+            except Exception:
+                log.exception("replicas are looked after again", head=self.name)
+            await asyncio.sleep(self._settings.adapter.poll_s)
 
     async def stop(self) -> None:
         """Give up an update under way, and remember everything."""

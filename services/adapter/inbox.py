@@ -25,6 +25,7 @@ from coppice.adaptation.records import (
     Fields,
     QueryRecord,
     Sample,
+    Widths,
     demand_key,
     queries_key,
     read_query,
@@ -52,7 +53,7 @@ class Reader(Protocol):
     """One head's part of the adapter, as the inbox sees it."""
 
     name: str
-    vocab_size: int
+    widths: Widths
 
     @property
     def positions(self) -> dict[Stream, str]:
@@ -154,7 +155,7 @@ class Inbox:
             if stream == "queries":
                 reader.take_query(read_query(fields))
             else:
-                reader.take_sample(read_sample(fields, reader.vocab_size))
+                reader.take_sample(read_sample(fields, reader.widths))
         except InvalidField as error:
             self._metrics.malformed.labels(reader.name, stream).inc()
             log.warning("a record is not what it should be", stream=stream, why=str(error))

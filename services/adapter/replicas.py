@@ -11,6 +11,7 @@ import structlog
 
 from coppice import failpoints
 from coppice.errors import CoppiceError
+from coppice.limits import MAX_VERSION_STEP
 from coppice.messages.adapter import ReplicaStatus
 from coppice.messages.steps import HeadDescription
 from coppice.rpc.channels import Dialer
@@ -116,15 +117,31 @@ class Replicas:
             (replica.description.weights_version for replica in self._replicas if replica.description), default=0
         )
 
-    @property
-    def ahead(self) -> int:
-        """The highest version among replicas that use other weights than they are to; 0: none does."""
-        others = [one.description for one in self._replicas if one.description and not one.current]
-        return max((description.weights_version for description in others), default=0)
+    def ahead(self, weights: Weights) -> bool:
+        """Tell whether a replica that is to use these weights uses others under their number or a higher one.
 
-    def numbers(self) -> set[int]:
-        """Return the version numbers under which replicas use the weights that they are to use."""
-        return {one.description.weights_version for one in self._replicas if one.description and one.current}
+        Number 0 is the checkpoint that it was deployed with: a replica with another checkpoint is not ahead.
+        """
+        return any(
+            one.description.weights_version >= max(1, weights.version)
+            for one in self._replicas
+            if one.wanted is weights and one.description and not one.current
+        )
+
+    def renumber(self, before: Weights, after: Weights) -> None:
+        """Take the same weights under another number."""
+        self._known[after.hash] = after
+        if self._wanted is before:
+            self._wanted = after
+        for replica in self._replicas:
+            if replica.wanted is before:
+                replica.wanted = after
+
+    def in_use(self) -> list[tuple[Weights, int]]:
+        """Return the weights that replicas use and are to use, with the number that each replica has for them."""
+        return [
+            (one.wanted, one.description.weights_version) for one in self._replicas if one.current and one.description
+        ]
 
     def status(self) -> list[ReplicaStatus]:
         """Report each replica as it answered last."""
@@ -149,7 +166,12 @@ class Replicas:
             replica.description = None
             self._note(replica, f"does not answer: {error}")
             return
-        self._metrics.live.labels(self._head, replica.address).set(replica.description.weights_version)
+        version = replica.description.weights_version
+        if version > replica.wanted.version + MAX_VERSION_STEP:
+            replica.description = None
+            self._note(replica, f"says that it uses version {version}, which nobody can have made")
+            return
+        self._metrics.live.labels(self._head, replica.address).set(version)
 
     async def _bring(self, replica: _Drafter) -> None:
         """Push what this replica lacks beside what it uses now. What fails is tried again with the next look."""

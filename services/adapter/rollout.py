@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -18,6 +19,7 @@ from coppice.weights.versions import Weights
 from services.adapter.buffers import Buffers
 from services.adapter.canary import Canary
 from services.adapter.drift import Drift
+from services.adapter.learner import Interrupted
 from services.adapter.replicas import Replicas
 from services.adapter.sorting import KINDS
 from services.adapter.state import State
@@ -70,18 +72,27 @@ class Rollout:
     async def keep_up(self) -> None:
         """Bring replicas that came, restarted or were pushed something else to the weights they are to use.
 
-        A replica refuses versions below its own: the live weights then get a higher number.
+        A replica refuses versions up to its own: the weights that it is to use then get a higher number. It may run
+        while an update is trained or a canary is out.
         """
         state, replicas = self._state, self.replicas
         await replicas.bring()
         state.newest = max(state.newest, replicas.newest)
-        if self.canary is not None:
-            return
-        if replicas.ahead > self.training.live.version:
-            await self._go_live(await self._on_thread(self.training.restore, None, state.next_number()), layers=False)
-            self._bandit.state.version = state.live
-        for number in replicas.numbers():
-            state.know(self.training.live, number)
+        live, canary = self.training.live, self.canary
+        if replicas.ahead(live):
+            renumbered = await asyncio.to_thread(self.training.renumber, state.next_number())
+            if self.training.live is live:  # else they have been replaced meanwhile
+                self.training.live = renumbered
+                self._note_live(renumbered)
+                self._bandit.state.version = state.live
+                replicas.renumber(live, renumbered)
+        if canary is not None and self.canary is canary and replicas.ahead(canary.weights):
+            before, canary.weights = canary.weights, canary.weights.changed({}, state.next_number())
+            state.know(canary.weights)
+            replicas.renumber(before, canary.weights)
+        await replicas.bring()
+        for weights, number in replicas.in_use():
+            state.know(weights, number)
 
     async def update(self, trigger: Trigger, kind: Kind, samples: list[Sample]) -> None:
         """Train on samples (algorithm 1, lines 14 to 16); the result goes to a canary where there are replicas."""
@@ -91,6 +102,12 @@ class Rollout:
             update, weights = await self._on_thread(self.training.train, kind, samples, number, anchored)
         except FloatingPointError as error:
             self._failed("not finite", str(error))
+            return
+        except Interrupted:
+            raise
+        except Exception as error:
+            log.exception("an update failed", head=self._name)
+            self._failed("error", str(error)[:200])
             return
         failpoints.hit("adapter.step")
         self._metrics.train_seconds.labels(self._name, kind).observe(update.seconds)

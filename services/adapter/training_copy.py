@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from coppice.adaptation.records import Widths
 from coppice.weights.versions import Weights
 from services.adapter.learner import BadState, Learner, Update
 from services.adapter.versions import BadVersion, Versions
@@ -37,7 +38,8 @@ class TrainingCopy:
         self.deployed = Weights.of(self._learner.deployed())
         self.live = self.deployed
         """what drafters are to use"""
-        self.vocab_size = self._learner.config.vocab_size
+        config = self._learner.config
+        self.widths = Widths(config.vocab_size, config.hidden_size, 3 * config.target_hidden_size)
         self.draft_ids = self._learner.vocabulary.target_ids
         """target ids that the output layer can be taught"""
 
@@ -79,6 +81,12 @@ class TrainingCopy:
         weights = earlier.changed({}, number)
         self._learner.revert(self._changed(weights))
         self._save(weights)
+        return weights
+
+    def renumber(self, number: int) -> Weights:
+        """Give the live values the new `number`; what is in training goes on."""
+        weights = self.live.changed({}, number)
+        self.versions.save(weights)
         return weights
 
     def stop(self) -> None:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from coppice.weights.versions import Weights
 from services.adapter.atomic import replace_safetensors
 
-_NAME = re.compile(r"version-(\d{8})\.safetensors")
+_NAME = re.compile(r"version-(\d{8,})\.safetensors")
 
 
 class BadVersion(ValueError):

@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from coppice.errors import CoppiceError, DeadlineExceeded, InvalidField, Overloaded
+from coppice.errors import CoppiceError, DeadlineExceeded, InvalidField, Overloaded, Unavailable
 from coppice.limits import Limits
 from coppice.messages.steps import WeightsHeader, WeightsPart, WeightsSynced
 from coppice.rpc.sessions import StreamWaits
@@ -20,6 +20,7 @@ from services.drafter.worker import Worker
 log = structlog.get_logger()
 
 SYNC_S = 600.0  # longest push
+PART_S = 30.0  # longest wait for a part of it: others wait for its end
 DROP_S = 5.0  # longest wait for the end of a push that is refused or needless
 
 
@@ -81,6 +82,10 @@ class WeightSync:
                     pass
 
     async def _next(self, messages: AsyncIterator[Any]) -> WeightsHeader | WeightsPart | None:
-        """The next message; None at the end."""
-        message = await self._waits.next(messages)
+        """The next message; None at the end. Raises Unavailable when none comes for a while."""
+        try:
+            async with asyncio.timeout(PART_S):
+                message = await self._waits.next(messages)
+        except TimeoutError:
+            raise Unavailable(f"no part for {PART_S:g} s") from None
         return None if message is None else read_weights(message, self._limits.weights_bytes)

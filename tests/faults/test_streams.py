@@ -140,7 +140,9 @@ class Careless:
 @asynccontextmanager
 async def careless() -> AsyncIterator[tuple[Careless, str]]:
     server, servicer = grpc.aio.server(options=server_options(Limits(), "drafter")), Careless()
-    add_service(server, drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer, Door(limits=Limits(idle_s=IDLE_S)))
+    add_service(
+        server, drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer, Door(limits=Limits(idle_s=IDLE_S))
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield servicer, f"127.0.0.1:{port}"

@@ -13,11 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from redis import Redis
 
 from coppice.adaptation.client import AdapterClient
@@ -27,6 +29,7 @@ from coppice.adaptation.records import (
     Kind,
     QueryRecord,
     Sample,
+    Widths,
     demand_key,
     queries_key,
     query_to_fields,
@@ -422,7 +425,7 @@ async def test_streams_are_read_on_from_a_position_and_from_their_end_without_a_
 class Taken:
     """One head's part of the adapter that keeps the names of the sessions it reads of."""
 
-    name, vocab_size = HEAD, VOCAB
+    name, widths = HEAD, Widths(VOCAB)
     demand: Demand = ""
 
     def __init__(self, positions: dict[Stream, str]) -> None:
@@ -467,6 +470,64 @@ def test_weights_that_somebody_else_pushed_are_replaced(bench: Bench, first: Wei
     asyncio.run(push())
     status = bench.until(adapter, lambda status: status.version > 40 and status.replicas[0].current)
     assert (status.weights_hash, bench.live()[0].weights_hash) == (first.hash, first.hash)
+
+
+async def push(address: str, parent: Weights, weights: Weights) -> None:
+    """As one who holds an adapter's certificate could."""
+    async with DrafterLink(address, Dialer()) as replica:
+        await replica.push(*pack_update(HEAD, parent, weights))
+
+
+def test_weights_that_somebody_else_pushed_are_replaced_while_a_canary_is_out(bench: Bench, first: Weights) -> None:
+    bench.drafter()
+    bench.drafter()
+    adapter = bench.adapter("drift.canary_queries", "50")
+    bench.until(adapter, lambda status: status.doing == "canary", bench.answer)
+    canary = next(one for one in bench.live() if one.weights_hash != first.hash)
+    for address in bench.addresses:
+        asyncio.run(push(address, first, altered(first, 6, version=40)))
+    status = bench.until(adapter, lambda status: all(one.current and one.version > 40 for one in status.replicas))
+    assert {one.weights_hash for one in bench.live()} == {first.hash, canary.weights_hash}
+    assert (status.doing, status.weights_hash) == ("canary", first.hash)
+    for _ in range(3):  # its queries still count for it
+        bench.query(version=next(one.weights_version for one in bench.live() if one.weights_hash != first.hash))
+    bench.until(adapter, lambda now: now.queries >= status.queries + 3)
+
+
+def test_a_version_that_nobody_can_have_made_is_refused_and_remembered_by_nobody(bench: Bench, first: Weights) -> None:
+    bench.drafter()
+    adapter = bench.adapter("bandit.interval", "1")
+    for version in (1 << 64) - 1, 1 << 62, 1 << 53, (1 << 20) + 1:
+        with pytest.raises(InvalidField, match="version"):
+            asyncio.run(push(bench.addresses[0], first, altered(first, 7, version=version)))
+    with pytest.raises(InvalidField, match="size"):
+        asyncio.run(push(bench.addresses[0], first, large(first)))
+    status = bench.until(adapter, lambda status: status.version >= 1, bench.answer)
+    assert status.version < 100
+    assert bench.live()[0].weights_version < 100
+
+
+def large(weights: Weights) -> Weights:
+    """A head whose first matrix has a few million rows."""
+    name = next(name for name, tensor in weights.tensors.items() if tensor.dim() == 2)
+    width = weights.tensors[name].shape[1]
+    return weights.changed({name: torch.zeros((8 << 20) // width, width)}, weights.version + 1)
+
+
+def test_a_sample_of_another_width_is_counted_and_spoils_no_batch(bench: Bench) -> None:
+    bench.drafter()
+    adapter = bench.adapter("bandit.policy", "full-only", "bandit.interval", "1")
+    for kind in ("head", "full"):
+        good = sample("odd", 0, kind, bench.draft_ids[0])
+        wide = replace(good, hidden=np.zeros(2 * HIDDEN, np.float32))
+        bench.store.xadd(samples_key("coppice", HEAD), as_entry(sample_to_fields(wide)))
+    rows = len(good.tokens) - 1
+    wide = replace(good, features=np.zeros((rows, 2 * 3 * HIDDEN), np.float32).tobytes(), dtype="float32")
+    bench.store.xadd(samples_key("coppice", HEAD), as_entry(sample_to_fields(wide)))
+    counted = lambda: sum(metric(adapter, "coppice_adapter_records_malformed_total").values())  # noqa: E731
+    assert eventually(lambda: counted() == 3)
+    bench.until(adapter, lambda status: status.version >= 1, lambda _: bench.query(kind="full"))
+    assert not metric(adapter, "coppice_adapter_updates_failed_total")
 
 
 def test_a_second_adapter_stands_by_takes_over_and_finds_drafters_that_come_and_go(bench: Bench) -> None:

@@ -16,6 +16,7 @@ from coppice.adaptation.records import (
     Fields,
     QueryRecord,
     Sample,
+    Widths,
     query_to_fields,
     read_demand,
     read_query,
@@ -25,7 +26,7 @@ from coppice.adaptation.records import (
 )
 from coppice.errors import InvalidField
 
-count = st.integers(0, 1 << 60)
+count = st.integers(0, 1 << 53)
 amount = st.floats(0, 1e12)
 queries = st.builds(
     QueryRecord,
@@ -83,7 +84,7 @@ def test_a_sample_is_read_as_it_was_written(kind: str, dtype: str) -> None:
     made = sample(kind, dtype=dtype)
     fields = sample_to_fields(made)
     assert same(read_sample(fields), made)
-    assert same(read_sample(fields, 10), made)
+    assert same(read_sample(fields, Widths(10)), made)
     assert size_of(fields) == sum(map(len, fields)) + sum(map(len, fields.values()))
     bare = sample(kind, top_ids=np.empty(0, np.int64), top_log_probs=np.empty(0, np.float32), tail=1.0)
     assert same(read_sample(sample_to_fields(bare)), bare)
@@ -178,7 +179,7 @@ def test_a_sample_out_of_bounds_is_refused(name: str, changes: dict[Any, Any]) -
     meta = {key: value for key, value in changes.items() if isinstance(key, str)}
     fields = changed(fields, **meta) | {key: value for key, value in changes.items() if isinstance(key, bytes)}
     with pytest.raises(InvalidField, match=name):
-        read_sample(fields, 10)
+        read_sample(fields, Widths(10))
 
 
 @pytest.mark.parametrize("name", ["meta", "top_ids", "top_log_probs", "hidden", "tokens", "features"])
