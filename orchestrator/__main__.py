@@ -38,13 +38,13 @@ async def serve(settings: Settings) -> int:
     metrics, dialer = OrchestratorMetrics(), Dialer(settings.limits, settings.tls)
     codec = TextCodec.find(told.target)
     verifiers = TargetPool(at.addresses, dialer, told.failover_s)
-    heads = {name: HeadPool(name, where.addresses, dialer, metrics) for name, where in heads_at.items()}
     following = [asyncio.create_task(_follow(verifiers, at, metrics))]
+    target = await verifiers.first_target()
+    heads = {name: HeadPool(name, where.addresses, dialer, metrics, target.layers) for name, where in heads_at.items()}
     following += [asyncio.create_task(_follow(heads[name], where, metrics)) for name, where in heads_at.items()]
     failed = asyncio.Event()
     for task in following:
         task.add_done_callback(lambda done: None if done.cancelled() else failed.set())
-    target = await verifiers.first_target()
     await feature_layers(list(heads.values()), "orchestrator.heads")
     producer = Producer(settings.adaptation, SignalMetrics(metrics.registry))
     signals = Signals(producer) if settings.adaptation.redis else None

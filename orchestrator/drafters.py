@@ -32,8 +32,11 @@ class DrafterReplica(Replica):
 class HeadPool(Pool[DrafterReplica]):
     """The replicas of one head, what its confidences are worth, and how long it takes to draft."""
 
-    def __init__(self, name: str, addresses: Sequence[str], dialer: Dialer, metrics: OrchestratorMetrics) -> None:
-        self.metrics = metrics
+    def __init__(
+        self, name: str, addresses: Sequence[str], dialer: Dialer, metrics: OrchestratorMetrics, layers: int
+    ) -> None:
+        """layers: of the target."""
+        self.metrics, self._layers = metrics, layers
         self.calibration = Calibration()
         self.feature_layers: tuple[int, ...] | None = None
         """target layers whose features the head reads; None until a replica has said so"""
@@ -47,9 +50,14 @@ class HeadPool(Pool[DrafterReplica]):
         return DrafterReplica(address, self._dialer)
 
     async def describe(self, replica: DrafterReplica, timeout_s: float) -> None:
-        """The first that answers says which features the head reads; one that reads others is never used."""
+        """The first that answers says which features the head reads; one that reads others is never used, nor one that
+        reads what the target does not have.
+        """
         told = await replica.stub.DescribeHead(drafter_pb2.DescribeHeadRequest(), timeout=timeout_s)
         layers = drafter.read_head(told).feature_layers
+        if max(layers, default=0) >= self._layers:
+            replica.unfit = f"it reads features of {layers}, of a target of {self._layers} layers"
+            return
         self.feature_layers = layers if self.feature_layers is None else self.feature_layers
         replica.unfit = "" if layers == self.feature_layers else f"it reads features of {layers}"
 

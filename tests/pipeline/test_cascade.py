@@ -62,7 +62,7 @@ async def generated(stack: Stack, request: GenerationRequest) -> tuple[list[int]
     dialer, metrics = Dialer(), OrchestratorMetrics()
     verifiers = TargetPool([stack.services["verifier"].address], dialer)
     heads = {
-        name: HeadPool(name, [stack.services[f"drafter-{name}"].address], dialer, metrics)
+        name: HeadPool(name, [stack.services[f"drafter-{name}"].address], dialer, metrics, 6)
         for name in ("self", "lookup")
     }
     try:

@@ -338,7 +338,7 @@ async def test_heads_of_different_layers_are_refused_where_that_is_known(
     async with drafter_of(heads[0]) as one, drafter_of(heads[1]) as two, drafter_of(heads[2]) as none:
         metrics = OrchestratorMetrics()
         addresses = {"one": one.address, "two": two.address, "none": none.address, "gone": "127.0.0.1:1"}
-        pools = {name: HeadPool(name, [address], Dialer(), metrics) for name, address in addresses.items()}
+        pools = {name: HeadPool(name, [address], Dialer(), metrics, 6) for name, address in addresses.items()}
         assert await feature_layers([], "policy") == ()
         assert await feature_layers([pools["none"], pools["gone"]], "policy") == ()
         assert await feature_layers([pools["none"], pools["two"], pools["gone"]], "policy") == (3, 2, 1)
