@@ -16,7 +16,7 @@ from coppice.errors import CALL_ENDED, InvalidField, Unavailable, from_rpc_error
 from coppice.limits import Limits
 from coppice.messages.steps import Advance, DraftStep, Fence, OpenDraft, committed_hash
 from coppice.rpc.channels import Dialer
-from coppice.rpc.server import MAX_DETAILS, add_service, server_options
+from coppice.rpc.server import MAX_DETAILS, Door, add_service, server_options
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.process import Ready
 from coppice.v1 import drafter_pb2
