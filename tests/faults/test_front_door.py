@@ -29,13 +29,12 @@ from coppice.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.tiny import make_target
 
 VOCAB, CONTEXT = 300, 32_768
-CALL_S = 6.0
 SEATS = 4
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A verifier with KV for two long sessions and an orchestrator with a few seats; calls end after CALL_S."""
+    """A verifier with KV for two long sessions and an orchestrator with a few seats."""
     folder = tmp_path_factory.mktemp("door")
     target = make_target(folder / "target", VOCAB, max_len=CONTEXT)
     spec = StackSpec(
@@ -44,7 +43,11 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         verifier_threads=1,
         extra={
             "verifier": {"verifier.kv_tokens": 2 * CONTEXT + 512, "limits.queue_s": 1},
-            "orchestrator": {"limits.sessions": SEATS, "limits.queued": 40, "limits.call_s": CALL_S},
+            "orchestrator": {
+                "limits.sessions": SEATS,
+                "limits.queued": 40,
+                "limits.max_new_tokens": CONTEXT,
+            },
         },
     )
     with Stack(spec, log_dir=folder) as running:
@@ -76,30 +79,26 @@ async def test_an_answer_that_started_is_not_refused_for_want_of_kv(stack: Stack
     async with connected(stack) as stub:
         calls = [stub.Generate(request(new=CONTEXT - 8)) for _ in range(3)]
         heard: list[list[str]] = [[] for _ in calls]
-        codes = await asyncio.gather(*(read(call, kinds) for call, kinds in zip(calls, heard, strict=True)))
+        reading = [asyncio.create_task(read(call, kinds)) for call, kinds in zip(calls, heard, strict=True)]
+        await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+        for call in calls:
+            call.cancel()
+        codes = await asyncio.gather(*reading)
     refused = [kinds for code, kinds in zip(codes, heard, strict=True) if code is grpc.StatusCode.RESOURCE_EXHAUSTED]
     assert refused == [[]]
     assert all(kinds[0] == "started" for kinds in heard if kinds)
 
 
-async def test_an_answer_that_is_not_read_holds_no_seat_and_ends(stack: Stack) -> None:
-    long = {"new": 900, "want_log_probs": True, "want_trees": True}
+async def test_an_answer_that_is_not_read_holds_no_seat(stack: Stack) -> None:
     async with connected(stack) as stub:
-        unread = [stub.Generate(request(**long)) for _ in range(SEATS)]
+        unread = [stub.Generate(request(new=900, want_log_probs=True)) for _ in range(SEATS)]
         for call in unread:
             assert (await call.read()).WhichOneof("kind") == "started"
         async with AsyncClient(stack.address) as other:
             await other.generate([1, 2, 3], max_new_tokens=4)
         assert not any(call.done() for call in unread)
-        for call in unread:  # one message now and then keeps none alive
-            with contextlib.suppress(grpc.RpcError, TimeoutError):
-                async with asyncio.timeout(2 * CALL_S):
-                    while True:
-                        if await call.read() is grpc.aio.EOF:
-                            break
-                        await asyncio.sleep(CALL_S / 20)
-        codes = [await call.code() for call in unread]
-    assert set(codes) == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        for call in unread:
+            assert await read(call, []) is grpc.StatusCode.OK
 
 
 @pytest.mark.parametrize(
@@ -128,7 +127,7 @@ async def test_long_texts_leave_running_sessions_alone(stack: Stack) -> None:
         hopeless = stub.Generate(generation_pb2.GenerateRequest(text="x" * (9 * CONTEXT)))
         assert await hopeless.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "characters are more than" in await hopeless.details()
-        await other.generate("warm " * 4000, max_new_tokens=1)  # the process is there
+        await other.generate("warm " * 1000, max_new_tokens=1)  # the process is there
         long = [stub.Generate(generation_pb2.GenerateRequest(text="xyz " * (CONTEXT // 2))) for _ in range(SEATS - 1)]
         arrivals = [time.monotonic()]
         async for _ in other.stream([1, 2, 3], max_new_tokens=200, ignore_eos=True):
@@ -151,7 +150,7 @@ async def test_a_tokenizer_process_that_is_killed_is_started_again(stack: Stack)
 
 
 async def test_silent_calls_fill_no_server(stack: Stack) -> None:
-    address, most = stack.services["verifier-0"].address, most_calls(stack.settings.limits)
+    address, most = stack.services["verifier"].address, most_calls(stack.settings.limits)
     async with Dialer().open(address) as channel:
         verify = channel.stream_stream("/coppice.v1.VerifierService/Verify")
         calls = [verify() for _ in range(most + 40)]

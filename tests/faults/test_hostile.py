@@ -129,7 +129,7 @@ async def test_extremes_in_every_number_fail_no_request(
             for number, liar in enumerate(liars):
                 answer = await client.generate(IDS, policy=f"single:head{number}", max_new_tokens=NEW, ignore_eos=True)
                 assert list(answer.ids) == truth[len(IDS) :][:NEW], liar.lie
-                assert (answer.tau > 2) or number, "the honest one is believed"
+                assert (answer.tau > 1.2) or number, "the honest one is believed"
         assert all(liar.told for liar in liars[1:])
         assert "unexpected error" not in service.log
         await asyncio.to_thread(service.stop)

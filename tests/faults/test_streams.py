@@ -29,6 +29,7 @@ IDLE_S = 0.5
 OPEN = open_draft_to_wire(OpenDraft("s", [1, 2, 3], SamplingParams())).SerializeToString()
 STEP = draft_step_to_wire(DraftStep(Fence(1, 3, committed_hash([1, 2, 3])), 1, 4, Advance())).SerializeToString()
 STREAMS = 2000
+READ_OR_LEAVE = Limits(idle_s=IDLE_S)
 
 
 @pytest.fixture(scope="module")
@@ -138,11 +139,9 @@ class Careless:
 
 
 @asynccontextmanager
-async def careless() -> AsyncIterator[tuple[Careless, str]]:
+async def careless(limits: Limits = READ_OR_LEAVE) -> AsyncIterator[tuple[Careless, str]]:
     server, servicer = grpc.aio.server(options=server_options(Limits(), "drafter")), Careless()
-    add_service(
-        server, drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer, Door(limits=Limits(idle_s=IDLE_S))
-    )
+    add_service(server, drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer, Door(limits=limits))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield servicer, f"127.0.0.1:{port}"
@@ -156,6 +155,15 @@ async def test_a_caller_that_does_not_read_is_left() -> None:
         with pytest.raises(grpc.aio.AioRpcError, match=f"the answer was not read for {IDLE_S:g} s") as ended:
             await read_all(call)
         assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_caller_that_reads_a_little_now_and_then_is_left_too() -> None:
+    async with careless(Limits(idle_s=60, call_s=2 * IDLE_S)) as (servicer, address), called(address, "Draft") as call:
+        began = time.monotonic()
+        while not servicer.ended.is_set():
+            await call.read()
+            await asyncio.sleep(IDLE_S / 5)
+        assert 2 * IDLE_S <= time.monotonic() - began < 2 * IDLE_S + 10
 
 
 async def test_details_fit_into_a_header_whatever_they_quote() -> None:
