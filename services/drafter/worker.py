@@ -14,7 +14,7 @@ import structlog
 from coppice import failpoints, limits
 from coppice.engine.batching import BatchingThread, settle
 from coppice.errors import InvalidField
-from coppice.heads.base import DraftJob, Growth, Head, WeightSwap
+from coppice.heads.base import DraftJob, Growth, Head
 from coppice.messages.steps import (
     DraftStep,
     Fence,
@@ -30,6 +30,7 @@ from services.drafter.session import Answer, Opened, Session
 from services.drafter.text import Missed, Text, Waiting
 
 if TYPE_CHECKING:
+    from coppice.heads.weight_swap import WeightSwap
     from coppice.weights.staging import Staging
 
 log = structlog.get_logger()

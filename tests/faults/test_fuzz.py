@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice.adaptation.client import AdapterClient
 from coppice.client.client import Client
-from coppice.heads.checkpoints import load_specblock
+from coppice.heads.checkpoints import load_head
 from coppice.heads.public_state import public_weights
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
@@ -95,7 +95,7 @@ def pushes(stack: Stack) -> list[Push]:
     """Weights for the block head, each over the checkpoint's."""
     _, _, block = stack.spec.heads
     assert block.path is not None
-    loaded = load_specblock(str(block.path), str(stack.spec.target))
+    loaded = load_head("specblock", str(block.path), str(stack.spec.target))
     first = Weights.of(public_weights(loaded.model, loaded.config))
     return [Push.of(block.name, first, altered(first, seed)) for seed in range(4)]
 

@@ -50,7 +50,7 @@ class Setup:
         flags += ["--drafter.target", str(self.target), "--drafter.threads", "1"]
         return self.start_service("services.drafter", *flags, "--drafter.top_k", "8", "--drafter.depth", "6")
 
-    def head(self, source: Path | None = None) -> FeatureHead[Any]:
+    def head(self, source: Path | None = None) -> FeatureHead:
         return build(self.kind, source or self.source, self.target, top_k=8, depth=6)[0]
 
 
@@ -126,7 +126,7 @@ async def first_tree(drafter: Service, text: Text, version: int) -> dict[tuple[i
     return paths(list(zip(nodes.tokens.tolist(), nodes.parents.tolist(), nodes.log_probs.tolist(), strict=True)))
 
 
-def own_tree(head: FeatureHead[Any], text: Text) -> dict[tuple[int, ...], float]:
+def own_tree(head: FeatureHead, text: Text) -> dict[tuple[int, ...], float]:
     """What a head in this process drafts."""
     opened(head, 0, text, 12)
     (tree,) = drafted(head, [DraftJob(0, text.ids[12], 12, 40, GREEDY)])

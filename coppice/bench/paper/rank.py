@@ -12,15 +12,15 @@ from coppice.bench.paper.tables import Options, heads_of
 from coppice.bench.report import Report
 from coppice.config.sections import DrafterSettings
 from coppice.engine.loading import load_engine
-from coppice.heads.checkpoints import load_specblock, read_output
+from coppice.heads.block_head import SpecBlockHead
+from coppice.heads.checkpoints import load_head, read_output
 from coppice.heads.feature_head import target_ids
-from coppice.heads.specblock import SpecBlockHead
 from coppice.prompts.files import demo_prompts, read_prompts
 from coppice.stack.spec import StackSpec
 from coppice.training.data.target_answers import Answer, Answerer, as_positions
 from coppice.training.data.teacher import Teacher
 from coppice.training.losses.acceptance import Acceptance, measure
-from coppice.training.losses.feature_losses import SpecBlockLoss, Student
+from coppice.training.losses.feature_losses import HeadLoss, Student
 
 BUCKETS = ("rank 1", "rank 2-4", "rank 5-10", "beyond 10")
 TREES: dict[str, tuple[tuple[int, int, int, int], bool]] = {
@@ -62,10 +62,10 @@ def answers(target: Path, prompts: Sequence[Sequence[int]], new_tokens: int, dty
 
 def accepted_along(folder: Path, target: Path, texts: Sequence[Answer]) -> Acceptance:
     """How often a SpecBlock head is right along whole texts, prompts included."""
-    loaded = load_specblock(folder, target)
+    loaded = load_head("specblock", folder, target)
     read, positions = as_positions(texts)
     teacher = Teacher(read, read_output(target).float(), target_ids(loaded.model, loaded.config))
-    return measure(Student(loaded.model, loaded.embedding.float()), SpecBlockLoss(teacher), positions)
+    return measure(Student(loaded.model, loaded.embedding.float()), HeadLoss(teacher), positions)
 
 
 def tree_gains(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -39,12 +38,12 @@ class Replay:
         return Replay(self.steps + other.steps, self.tokens + other.tokens, self.nodes + other.nodes)
 
 
-def replay_all(head: FeatureHead[Any], texts: Sequence[tuple[Answer, int]], budget: int) -> Replay:
+def replay_all(head: FeatureHead, texts: Sequence[tuple[Answer, int]], budget: int) -> Replay:
     """Every (text, tokens of its prompt), one after the other."""
     return sum((replay(head, text, prompt, budget) for text, prompt in texts), Replay())
 
 
-def replay(head: FeatureHead[Any], text: Answer, prompt: int, budget: int) -> Replay:
+def replay(head: FeatureHead, text: Answer, prompt: int, budget: int) -> Replay:
     """Draft with at most `budget` nodes a step along a (T,) text whose first `prompt` tokens are given."""
     ids: list[int] = text.ids.tolist()
     steps = tokens = nodes = 0
@@ -69,7 +68,7 @@ def _rows(text: Answer, start: int, end: int) -> Features:
     return Features(start, end - start, "float32", rows.numpy().tobytes())
 
 
-def _drafted(head: FeatureHead[Any], job: DraftJob, budget: int) -> DraftTree:
+def _drafted(head: FeatureHead, job: DraftJob, budget: int) -> DraftTree:
     """The tree as the orchestrator would send it."""
     tree = DraftTree.empty()
     for growths in head.draft([job]):

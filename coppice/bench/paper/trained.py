@@ -39,9 +39,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     FULL: {},
     NO_SHIFT: {"switches": {"layer_shift": False}},
     "no-prefix-broadcast": {"switches": {"prefix_broadcast": False}},
-    UNMASKED: {"valid_prefix": False},
-    UNMASKED_NO_SHIFT: {"valid_prefix": False, "switches": {"layer_shift": False}},
-    "no-cross-block": {"cross_block": False},
+    UNMASKED: {"learning": {"valid_prefix": False}},
+    UNMASKED_NO_SHIFT: {"learning": {"valid_prefix": False}, "switches": {"layer_shift": False}},
+    "no-cross-block": {"learning": {"blocks": 1}},
     "no-rope-advance": {"switches": {"block_rope_advance": False}},
 }
 """The arguments of train_feature_head for a head that lacks a part."""
