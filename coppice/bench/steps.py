@@ -10,33 +10,43 @@ from coppice.bench.report import Check
 from coppice.client.completion import Completion
 
 SPLIT_BOUND_MS = 1.2
-PARTS = ("draft", "transport", "verify", "accept", "commit", "target_forward", "head_forward")
-"""of Timings"""
+PARTS = {
+    "draft": "draft",
+    "wire": "transport",
+    "verify": "verify",
+    "accept": "accept",
+    "commit": "commit",
+    "T_M": "target_forward",
+    "T_D": "head_forward",
+}
+"""our names, and those of Timings"""
 
 
 def costs(method: str, answers: Sequence[Completion]) -> dict[str, Any]:
     """Means over the steps of some answers, and the median split cost, in milliseconds."""
     timings = [answer.timings for answer in answers]
     steps = sum(answer.steps for answer in answers)
-    means = {part: sum(getattr(timing, f"{part}_ns") for timing in timings) / steps / 1e6 for part in PARTS}
+    means = {part: sum(getattr(timing, f"{its}_ns") for timing in timings) / steps / 1e6 for part, its in PARTS.items()}
     step = sum(sum(timing.step_ns) for timing in timings) / steps / 1e6
     split = statistics.median(split for timing in timings for split in timing.split_ns) / 1e6
-    return {"method": method, "step": step, **means, "split_median": split}
+    return {"method": method, "step": step, **means, "split": split}
 
 
 def split_check(step: Mapping[str, Any]) -> Check:
     """The bound of the split cost at one session."""
-    return Check.at_most(f"median split cost of {step['method']}, ms", step["split_median"], SPLIT_BOUND_MS)
+    return Check.at_most(f"median split cost of {step['method']}, ms", step["split"], SPLIT_BOUND_MS)
 
 
 def parts_of(step: Mapping[str, Any]) -> dict[str, float]:
     """A mean step in milliseconds, cut into what the models compute and what is done around them."""
-    head_forward = min(step["head_forward"], step["draft"])
-    target_forward = min(step["target_forward"], step["verify"])
+    head_forward = min(step["T_D"], step["draft"])
+    target_forward = min(step["T_M"], step["verify"])
     return {
         "head forward": head_forward,
         "rest of drafting": step["draft"] - head_forward,
         "target forward": target_forward,
         "rest of verifying": step["verify"] - target_forward,
-        **{part: step[part] for part in ("transport", "accept", "commit")},
+        "transport": step["wire"],
+        "accept": step["accept"],
+        "commit": step["commit"],
     }

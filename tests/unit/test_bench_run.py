@@ -250,8 +250,8 @@ def test_pictures_show_every_question(tmp_path: Path) -> None:
 def test_tables_have_a_line_for_each_method_of_a_cell() -> None:
     several, report = _several(), Report("bench run", "float32", 2)
     made = list(tables(several, report, 24))
-    assert [each.row_count for each in made[:2]] == [10, 10]
-    assert len(made) == 4 * 2 + 1  # by cell speed and sets of answers; then sessions
+    assert [each.row_count for each in made[:3]] == [10, 10, 8]  # peers have no steps of ours
+    assert len(made) == 4 * 3 + 1  # by cell speed, sets of answers and time; then sessions
     assert made[-1].row_count == 3 * 10  # by temperature, budget and method
 
 

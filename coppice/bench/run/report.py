@@ -123,14 +123,15 @@ def figures_of(method: str, pairs: Pairs, bare_ms: float) -> Figures:
 
 
 def tables(rows: Sequence[RunRow], report: Report, warm_up: int) -> Iterator[Table]:
-    """For each cell how fast and why, and on which texts; then more sessions, if there are any."""
+    """For each cell how fast, on which texts, where the time goes; then more sessions, if there are any."""
     for cell, its in grouped(rows, lambda row: str(row.cell)).items():
         on = f"{cell}, {report.dtype}, {report.threads} threads"
         if warm_up:
             on += f", {warm_up} prompts answered before"
-        yield _speed_table(f"{report.command}, {on}, prefill left out; in brackets 95%; T_D, T_M in ms", its)
+        yield _speed_table(f"{report.command}, {on}, prefill left out; in brackets 95%", its)
         if len(its[0].figures) > 1:
             yield _sets_table(f"{cell}: x plain / tau / draft share by set of answers", its)
+        yield _time_table(f"{cell}: a step; T_D and T_M are milliseconds in bare loops", its)
     if len({row.cell.sessions for row in rows}) > 1:
         yield _sessions_table("tokens/s (ms an answer) by sessions", rows)
 
@@ -166,15 +167,11 @@ def _speed_table(title: str, rows: Sequence[RunRow]) -> Table:
             "tokens/s": row.row.tokens_per_s,
             "x plain": str(row.figures[ALL].over_plain or "-"),
             "x generate": str(row.figures[ALL].over_hf or "-"),
-            "draft share": None if row.row.method in PEERS else row.row.draft_share,
-            "T_D": row.t_d_ms if row.t_m_ms else None,
-            "T_M": row.t_m_ms or None,
-            "efficiency": row.figures[ALL].efficiency,
             "same/tie/wrong": str(row.row.verdicts),
         }
         for row in rows
     ]
-    made = table(title, lines, {"tokens/s": ".1f", "draft share": ".0%"})
+    made = table(title, lines, {"tokens/s": ".1f"})
     made.caption = "\n".join(f"{row.name}: {row.settings}" for row in rows if row.settings)
     return made
 
@@ -194,6 +191,21 @@ def _sets_table(title: str, rows: Sequence[RunRow]) -> Table:
             for row in rows
         ],
     )
+
+
+def _time_table(title: str, rows: Sequence[RunRow]) -> Table:
+    lines = [
+        {
+            "method": row.name,
+            "draft share": row.row.draft_share,
+            "T_D": row.t_d_ms,
+            "T_M": row.t_m_ms,
+            "efficiency": row.figures[ALL].efficiency,
+        }
+        for row in rows
+        if row.row.method not in PEERS
+    ]
+    return table(title, lines, {"draft share": ".0%"})
 
 
 def _sessions_table(title: str, rows: Sequence[RunRow]) -> Table:
