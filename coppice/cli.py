@@ -171,9 +171,6 @@ def generate(
     show_tree: Annotated[
         bool, typer.Option("--show-tree", help="Then draw the draft tree of the step that accepted most.")
     ] = False,
-    tree_picture: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Save that tree as a picture (.png, .svg).")
-    ] = None,
 ) -> None:
     """Answer a prompt, streaming the text."""
     from coppice.client.client import Client, Options
@@ -188,28 +185,21 @@ def generate(
         "seed": seed,
         "max_new_tokens": max_new_tokens,
         "stop": stop or (),
-        "trees": show_tree or tree_picture is not None,
+        "trees": show_tree,
     }
     with Client(address) as client:
         for one in prompts:
             answer = _answer(client, [{"role": "user", "content": one}] if chat else one, options, as_json)
-            _draw_tree(answer, show_tree and not as_json, tree_picture)
+            if answer.trees and not as_json:
+                _show_tree(answer)
 
 
-def _draw_tree(answer: "Completion", shown: bool, picture: Path | None) -> None:
-    """The tree of the step that accepted most, on the terminal and as a picture."""
-    if not answer.trees or not (shown or picture):
-        return
+def _show_tree(answer: "Completion") -> None:
     from rich.console import Console
 
-    from coppice.commands import tree_picture
+    from coppice.commands.tree_picture import longest, show
 
-    tree = tree_picture.longest(answer.trees)
-    assert tree
-    if shown:
-        tree_picture.show(tree, Console())
-    if picture:
-        tree_picture.save(tree, picture)
+    show(longest(answer.trees), Console())
 
 
 def _read_prompts(prompt: str | None, ids: str | None, file: Path | None) -> list[Any]:
@@ -278,18 +268,13 @@ def serve(
 @app.command()
 def demo(
     json_file: JsonFile = None,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also save what is shown as a picture.")] = None,
 ) -> None:
     """Start everything with the shipped models, stream three answers, compare the policies."""
     from rich.console import Console
 
     from coppice.commands.demo import demo as run
 
-    console = Console(record=svg is not None)
-    good = run(console, json_file)
-    if svg:
-        console.save_svg(str(svg), title="coppice demo")
-    raise typer.Exit(GOOD if good else CHECK_FAILED)
+    raise typer.Exit(GOOD if run(Console(), json_file) else CHECK_FAILED)
 
 
 @app.command()

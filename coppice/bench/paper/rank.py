@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from coppice.bench.options import encode, spread
 from coppice.bench.paper.replay import Replay, replay_all
@@ -46,8 +45,13 @@ def rank(spec: StackSpec, options: Options, report: Report, say: Callable[[str],
         accepted[name] = accepted_along(folder, spec.target, [text for text, _ in texts])
         gains[name] = tree_gains(folder, spec.target, texts, options.budget or 0)
     columns = ("frequency", "precision", "recall", "f1")
+    lines = [
+        {"head": name, "bucket": bucket, **row}
+        for name, acceptance in accepted.items()
+        for bucket, row in zip(BUCKETS, acceptance.ranks(), strict=True)
+    ]
     title = "does the rank head know where it is right?"
-    report.add_figures("rank_head", title, rank_lines(accepted), dict.fromkeys(columns, ".1%"))
+    report.add_figures("rank_head", title, lines, dict.fromkeys(columns, ".1%"))
     add_alphas(report, "alpha by block and slot along a greedy chain", accepted)
     add_trees(report, f"trees of at most {options.budget} nodes along the target's greedy answers", gains)
 
@@ -78,15 +82,6 @@ def tree_gains(
         head = SpecBlockHead(settings, widths, guided)
         gains[name] = replay_all(head, texts, budget)
     return gains
-
-
-def rank_lines(accepted: Mapping[str, Acceptance]) -> list[dict[str, Any]]:
-    """Table 3 of SpecBlock, for each head."""
-    return [
-        {"head": name, "bucket": bucket, **row}
-        for name, acceptance in accepted.items()
-        for bucket, row in zip(BUCKETS, acceptance.ranks(), strict=True)
-    ]
 
 
 def add_alphas(report: Report, title: str, accepted: Mapping[str, Acceptance]) -> None:

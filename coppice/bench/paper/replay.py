@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from coppice.bench.bare import wire_features
 from coppice.heads.base import DraftJob
 from coppice.heads.feature_head import FeatureHead
-from coppice.messages.steps import Advance, Features, OpenDraft
+from coppice.messages.steps import Advance, OpenDraft
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree, dedup, extend, prune
 from coppice.training.data.target_answers import Answer
@@ -46,9 +47,12 @@ def replay_all(head: FeatureHead, texts: Sequence[tuple[Answer, int]], budget: i
 def replay(head: FeatureHead, text: Answer, prompt: int, budget: int) -> Replay:
     """Draft with at most `budget` nodes a step along a (T,) text whose first `prompt` tokens are given."""
     ids: list[int] = text.ids.tolist()
+    features = text.features.float()
     steps = tokens = nodes = 0
     try:
-        for _ in head.open(KEY, OpenDraft("", ids[:prompt], SamplingParams(), features=_rows(text, 0, prompt))):
+        for _ in head.open(
+            KEY, OpenDraft("", ids[:prompt], SamplingParams(), features=wire_features(features, 0, prompt))
+        ):
             pass
         known = prompt
         while known + 1 < len(ids):
@@ -56,16 +60,11 @@ def replay(head: FeatureHead, text: Answer, prompt: int, budget: int) -> Replay:
             accepted = _followed(tree, ids[known + 1 :])
             end = min(known + 1 + accepted, len(ids) - 1)  # the next root
             steps, tokens, nodes = steps + 1, tokens + end - known, nodes + len(tree)
-            head.advance(KEY, Advance(ids[known:end], _rows(text, known, end)))
+            head.advance(KEY, Advance(ids[known:end], wire_features(features, known, end)))
             known = end
     finally:
         head.close(KEY)
     return Replay(steps, tokens, nodes)
-
-
-def _rows(text: Answer, start: int, end: int) -> Features:
-    rows = text.features[start:end].float().contiguous()
-    return Features(start, end - start, "float32", rows.numpy().tobytes())
 
 
 def _drafted(head: FeatureHead, job: DraftJob, budget: int) -> DraftTree:

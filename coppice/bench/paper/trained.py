@@ -150,8 +150,7 @@ def effect_checks(accepted: Mapping[str, Acceptance]) -> list[Check]:
 
 
 def _larger(name: str, one: float, other: float) -> Check:
-    ratio = round(one / max(other, 1e-9), 3)
-    return Check(name, ratio, "> 1", ratio > 1, f"{one:.3f} against {other:.3f}")
+    return Check.at_least(name, one / max(other, 1e-9), 1.0, f"{one:.3f} against {other:.3f}")
 
 
 def baselines(spec: StackSpec, options: Options, report: Report, say: Callable[[str], None]) -> None:
