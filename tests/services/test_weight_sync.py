@@ -23,7 +23,7 @@ from coppice.rpc.channels import Dialer
 from coppice.v1 import drafter_pb2_grpc
 from coppice.weights.push import DrafterLink
 from coppice.weights.versions import Weights
-from coppice.wire.drafter import open_draft_to_wire, weights_to_wire
+from coppice.wire.drafter import draft_request_to_wire, weights_to_wire
 from tests.processes import Service
 from tests.pushes import CORRUPTIONS, Case, Made, Push, altered
 from tests.services import test_drafter
@@ -102,7 +102,7 @@ class Client(test_drafter.Client):
         self.text = text
 
     async def open(self) -> Client:
-        await self.call.write(open_draft_to_wire(self.opening))
+        await self.call.write(draft_request_to_wire(self.opening))
         self.version = await self.read()
         return self
 
