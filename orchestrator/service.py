@@ -71,16 +71,16 @@ class GenerationServicer:
             plan = self._plan(request, len(ids))
             async with self._seats.admit():
                 admitted = time.perf_counter_ns()
-                yield generation.started_to_wire(
+                yield generation.response_to_wire(
                     Started(len(ids) - len(request.resume_ids), plan.policy.name, plan.policy.heads, plan.budget)
                 )
                 async for event in self._decode(request, ids, plan):
                     if isinstance(event, Chunk):
-                        yield generation.chunk_to_wire(event)
+                        yield generation.response_to_wire(event)
                         continue
                     event.timings.queue_ns = admitted - arrived
                     self.metrics.first_token_seconds.observe((admitted - arrived + event.timings.prefill_ns) / 1e9)
-                    yield generation.finished_to_wire(event)
+                    yield generation.response_to_wire(event)
             outcome = event.finish_reason if isinstance(event, Finished) else outcome
         except (asyncio.CancelledError, GeneratorExit):
             outcome = "cancelled"

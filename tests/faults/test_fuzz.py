@@ -32,7 +32,7 @@ from coppice.v1 import adapter_pb2, drafter_pb2, generation_pb2, verifier_pb2
 from coppice.weights.push import DrafterLink
 from coppice.weights.versions import Weights
 from coppice.wire.drafter import read_head
-from coppice.wire.verifier import open_session_to_wire, read_target
+from coppice.wire.verifier import read_target, verify_request_to_wire
 from tests.faults import talks
 from tests.faults.fuzzing import HANG_S, Outcome, converse
 from tests.faults.talks import HELD, VOCAB, Says
@@ -139,7 +139,7 @@ async def held(stack: Stack) -> AsyncIterator[None]:
     """A session with features beside whatever is done meanwhile."""
     async with Dialer().open(stack.services["verifier"].address) as channel:
         call = channel.stream_stream("/coppice.v1.VerifierService/Verify")()
-        await call.write(open_session_to_wire(HELD).SerializeToString())
+        await call.write(verify_request_to_wire(HELD).SerializeToString())
         assert await call.read() is not grpc.aio.EOF
         yield
         call.cancel()

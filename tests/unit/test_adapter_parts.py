@@ -138,7 +138,8 @@ def test_numbers_of_the_same_weights_are_one_version(tmp_path: Path) -> None:
 
 
 def test_expected_says_what_decide_will_and_changes_nothing() -> None:
-    bandit = Bandit(BanditSettings(warmup_queries=3, exploration=0.2), epsilon=(1.0, 1.0))
+    bandit = Bandit(BanditSettings(warmup_queries=3, exploration=0.2))
+    bandit.epsilon = (1.0, 1.0)
     for number in range(200):
         query = Query(s=6.0 + number % 5, tokens_per_s=50.0, version=0)
         before = bandit.state.model_copy(deep=True)

@@ -31,6 +31,7 @@ from coppice.messages.generation import (
 )
 from coppice.messages.steps import (
     Advance,
+    DraftOpened,
     DraftStep,
     FeatureRef,
     Features,
@@ -113,30 +114,34 @@ Case = tuple[object, Callable[[Any], Message], Read]
 SAMPLES: dict[str, Case] = {
     "open session": (
         OpenSession("s.1", [1, 2, 99], SAMPLING, frozenset({0, 7}), 20, (2, 3), 64, True),
-        verifier.open_session_to_wire,
+        verifier.verify_request_to_wire,
         read_verify,
     ),
-    "verify step": (VerifyStep(FENCE, 99, TREE, Q_ROWS, True), verifier.verify_step_to_wire, read_verify),
-    "verify step without q rows": (VerifyStep(FENCE, 0, TREE), verifier.verify_step_to_wire, read_verify),
-    "verify step without a tree": (VerifyStep(FENCE, 4, DraftTree.empty()), verifier.verify_step_to_wire, read_verify),
+    "verify step": (VerifyStep(FENCE, 99, TREE, Q_ROWS, True), verifier.verify_request_to_wire, read_verify),
+    "verify step without q rows": (VerifyStep(FENCE, 0, TREE), verifier.verify_request_to_wire, read_verify),
+    "verify step without a tree": (
+        VerifyStep(FENCE, 4, DraftTree.empty()),
+        verifier.verify_request_to_wire,
+        read_verify,
+    ),
     "opened": (
         SessionOpened(FENCE, NextRoot(ROW), BY_REF, TIMES),
-        verifier.opened_to_wire,
+        verifier.verify_response_to_wire,
         verifier.read_verify_response,
     ),
     "opened with a row without raw log-probs": (
         SessionOpened(FENCE, NextRoot(dataclasses.replace(ROW, raw_log_probs=None)), None, TIMES),
-        verifier.opened_to_wire,
+        verifier.verify_response_to_wire,
         verifier.read_verify_response,
     ),
     "verdict": (
         Verdict(FENCE, (1, 3), NextRoot(None, 17, -0.5), TIMES, (1, 3, 4), INLINE, REJECTION, (-0.5, -1.5), True, 0),
-        verifier.verdict_to_wire,
+        verifier.verify_response_to_wire,
         verifier.read_verify_response,
     ),
     "verdict of a text that ended": (
         Verdict(FENCE, (), None, TIMES),
-        verifier.verdict_to_wire,
+        verifier.verify_response_to_wire,
         verifier.read_verify_response,
     ),
     "verdict with empty rejection lists": (
@@ -147,7 +152,7 @@ SAMPLES: dict[str, Case] = {
             TIMES,
             rejection=Rejection(3, 0, 1, np.empty(0, np.int64), np.empty(0, np.float32), 1.0),
         ),
-        verifier.verdict_to_wire,
+        verifier.verify_response_to_wire,
         verifier.read_verify_response,
     ),
     "fetch": (REF, verifier.fetch_to_wire, verifier.read_fetch),
@@ -157,24 +162,32 @@ SAMPLES: dict[str, Case] = {
         verifier.target_to_wire,
         verifier.read_target,
     ),
-    "open draft": (OpenDraft("s", [1, 2], SAMPLING, True, BY_REF, True, True), drafter.open_draft_to_wire, read_draft),
-    "uncoupled open draft": (OpenDraft("s", [1], SamplingParams(), False), drafter.open_draft_to_wire, read_draft),
-    "draft step": (
-        DraftStep(FENCE, 99, 64, Advance([4, 5], INLINE, REJECTION)),
-        drafter.draft_step_to_wire,
+    "open draft": (
+        OpenDraft("s", [1, 2], SAMPLING, True, BY_REF, True, True),
+        drafter.draft_request_to_wire,
         read_draft,
     ),
-    "draft step without news": (DraftStep(FENCE, 1, 0, Advance()), drafter.draft_step_to_wire, read_draft),
+    "uncoupled open draft": (OpenDraft("s", [1], SamplingParams(), False), drafter.draft_request_to_wire, read_draft),
+    "draft step": (
+        DraftStep(FENCE, 99, 64, Advance([4, 5], INLINE, REJECTION)),
+        drafter.draft_request_to_wire,
+        read_draft,
+    ),
+    "draft step without news": (DraftStep(FENCE, 1, 0, Advance()), drafter.draft_request_to_wire, read_draft),
     "weights header": (WEIGHTS, drafter.weights_to_wire, read_weights),
     "weights part": (WeightsPart(3, b"abc"), drafter.weights_to_wire, read_weights),
     "weights synced": (WeightsSynced(7, bytes(32), 9), drafter.synced_to_wire, drafter.read_synced),
-    "delta": (TreeDelta(FENCE, TREE, True, 8, 9, Q_ROWS, 0.5), drafter.delta_to_wire, drafter.read_draft_response),
-    "empty delta": (
-        TreeDelta(FENCE, DraftTree.empty(), False),
-        drafter.delta_to_wire,
+    "delta": (
+        TreeDelta(FENCE, TREE, True, 8, 9, Q_ROWS, 0.5),
+        drafter.draft_response_to_wire,
         drafter.read_draft_response,
     ),
-    "draft opened": (2**64 - 1, drafter.draft_opened_to_wire, drafter.read_draft_response),
+    "empty delta": (
+        TreeDelta(FENCE, DraftTree.empty(), False),
+        drafter.draft_response_to_wire,
+        drafter.read_draft_response,
+    ),
+    "draft opened": (DraftOpened(2**64 - 1), drafter.draft_response_to_wire, drafter.read_draft_response),
     "head": (
         HeadDescription("a", "lm", 100, 2**63, (2, 3), 4, 5, 6, bytes(32)),
         drafter.head_to_wire,
@@ -183,18 +196,18 @@ SAMPLES: dict[str, Case] = {
     "request of ids": (REQUEST, generation.request_to_wire, read_request),
     "request of text": (GenerationRequest(text="hé"), generation.request_to_wire, read_request),
     "request of a chat": (GenerationRequest(chat=CHAT, budget=256), generation.request_to_wire, read_request),
-    "started": (Started(3, "route", ("a", "b"), 31), generation.started_to_wire, generation.read_response),
+    "started": (Started(3, "route", ("a", "b"), 31), generation.response_to_wire, generation.read_response),
     "chunk": (
         Chunk("hé!", (1, 2), (Origin.DRAFT, Origin.ROOT), ("h", "é!"), (-0.5, -2.0)),
-        generation.chunk_to_wire,
+        generation.response_to_wire,
         generation.read_response,
     ),
     "chunk with its tree": (
         Chunk("", (1,), (Origin.ROOT,), ("",), (), StepTree(3, (4, 5), (0, 1), (-0.5, -1.0), (1, 2), ("a", "b"), (1,))),
-        generation.chunk_to_wire,
+        generation.response_to_wire,
         generation.read_response,
     ),
-    "finished": (FINISHED, generation.finished_to_wire, generation.read_response),
+    "finished": (FINISHED, generation.response_to_wire, generation.read_response),
     "model": (
         ModelDescription("t", 100, 512, ("a",), ("plain", "route"), "route", 31, True, True, 4, "0.1"),
         generation.model_to_wire,
@@ -370,10 +383,10 @@ def deltas(draw: st.DrawFn) -> TreeDelta:
 
 ids = st.lists(token, min_size=1, max_size=8)
 ANY: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], Message], Read]] = {
-    "verify step": (verify_steps(), verifier.verify_step_to_wire, read_verify),
+    "verify step": (verify_steps(), verifier.verify_request_to_wire, read_verify),
     "opened": (
         st.builds(SessionOpened, fence, next_roots(), features, timings),
-        verifier.opened_to_wire,
+        verifier.verify_response_to_wire,
         verifier.read_verify_response,
     ),
     "verdict": (
@@ -388,12 +401,12 @@ ANY: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], Message], Read]] = 
             rejections(),
             st.lists(float32, max_size=5).map(tuple),
         ),
-        verifier.verdict_to_wire,
+        verifier.verify_response_to_wire,
         verifier.read_verify_response,
     ),
     "open draft": (
         st.builds(OpenDraft, session_name, ids, sampling, st.booleans(), features, st.booleans()),
-        drafter.open_draft_to_wire,
+        drafter.draft_request_to_wire,
         read_draft,
     ),
     "draft step": (
@@ -404,10 +417,10 @@ ANY: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], Message], Read]] = 
             st.integers(0, limits.MAX_HEAD_NODES),
             st.builds(Advance, st.lists(token, max_size=8), features, rejections()),
         ),
-        drafter.draft_step_to_wire,
+        drafter.draft_request_to_wire,
         read_draft,
     ),
-    "delta": (deltas(), drafter.delta_to_wire, drafter.read_draft_response),
+    "delta": (deltas(), drafter.draft_response_to_wire, drafter.read_draft_response),
 }
 
 
@@ -629,7 +642,7 @@ def test_a_request_needs_exactly_one_prompt() -> None:
 
 
 def test_any_id_will_do_for_a_head_without_a_vocabulary() -> None:
-    message = drafter.open_draft_to_wire(OpenDraft("s", [2**32 - 1], SamplingParams()))
+    message = drafter.draft_request_to_wire(OpenDraft("s", [2**32 - 1], SamplingParams()))
     read = drafter.read_draft_request(message, 0)
     assert isinstance(read, OpenDraft)
     assert read.ids == [2**32 - 1]
