@@ -171,6 +171,9 @@ def generate(
     show_tree: Annotated[
         bool, typer.Option("--show-tree", help="Then draw the draft tree of the step that accepted most.")
     ] = False,
+    tree_picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Save that tree as a picture (.png, .svg).")
+    ] = None,
 ) -> None:
     """Answer a prompt, streaming the text."""
     from coppice.client.client import Client, Options
@@ -185,21 +188,26 @@ def generate(
         "seed": seed,
         "max_new_tokens": max_new_tokens,
         "stop": stop or (),
-        "trees": show_tree,
+        "trees": show_tree or tree_picture is not None,
     }
     with Client(address) as client:
         for one in prompts:
             answer = _answer(client, [{"role": "user", "content": one}] if chat else one, options, as_json)
-            if answer.trees and not as_json:
-                _show_tree(answer)
+            if answer.trees:
+                _draw_tree(answer, show_tree and not as_json, tree_picture)
 
 
-def _show_tree(answer: "Completion") -> None:
+def _draw_tree(answer: "Completion", shown: bool, picture: Path | None) -> None:
+    """The tree of the step that accepted most, on the terminal and as a picture."""
     from rich.console import Console
 
-    from coppice.commands.tree_picture import longest, show
+    from coppice.commands.tree_picture import longest, save, show
 
-    show(longest(answer.trees), Console())
+    tree = longest(answer.trees)
+    if shown:
+        show(tree, Console())
+    if picture:
+        save(tree, picture)
 
 
 def _read_prompts(prompt: str | None, ids: str | None, file: Path | None) -> list[Any]:
@@ -268,13 +276,18 @@ def serve(
 @app.command()
 def demo(
     json_file: JsonFile = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also save what is shown as a picture.")] = None,
 ) -> None:
     """Start everything with the shipped models, stream three answers, compare the policies."""
     from rich.console import Console
 
     from coppice.commands.demo import demo as run
 
-    raise typer.Exit(GOOD if run(Console(), json_file) else CHECK_FAILED)
+    console = Console(record=svg is not None)
+    good = run(console, json_file)
+    if svg:
+        console.save_svg(str(svg), title="coppice demo")
+    raise typer.Exit(GOOD if good else CHECK_FAILED)
 
 
 @app.command()
