@@ -193,23 +193,21 @@ def generate(
     with Client(address) as client:
         for one in prompts:
             answer = _answer(client, [{"role": "user", "content": one}] if chat else one, options, as_json)
-            _draw_tree(answer, show_tree and not as_json, tree_picture)
+            if answer.trees:
+                _draw_tree(answer, show_tree and not as_json, tree_picture)
 
 
 def _draw_tree(answer: "Completion", shown: bool, picture: Path | None) -> None:
     """The tree of the step that accepted most, on the terminal and as a picture."""
-    if not answer.trees or not (shown or picture):
-        return
     from rich.console import Console
 
-    from coppice.commands import tree_picture
+    from coppice.commands.tree_picture import longest, save, show
 
-    tree = tree_picture.longest(answer.trees)
-    assert tree
+    tree = longest(answer.trees)
     if shown:
-        tree_picture.show(tree, Console())
+        show(tree, Console())
     if picture:
-        tree_picture.save(tree, picture)
+        save(tree, picture)
 
 
 def _read_prompts(prompt: str | None, ids: str | None, file: Path | None) -> list[Any]:

@@ -10,7 +10,7 @@ import grpc
 import structlog
 
 from coppice.errors import CoppiceError
-from coppice.messages.steps import TreeDelta
+from coppice.messages.steps import DraftOpened, TreeDelta
 from coppice.v1 import drafter_pb2
 from coppice.wire import drafter
 from orchestrator.drafters import DrafterReplica
@@ -25,7 +25,7 @@ class DraftStream:
         self,
         head: str,
         replica: DrafterReplica,
-        heard: Callable[[TreeDelta | int], None],
+        heard: Callable[[TreeDelta | DraftOpened], None],
         lost: Callable[[], None],
     ) -> None:
         """head: its name in logs. `heard` takes every answer, `lost` is called unless `close` ended the stream."""

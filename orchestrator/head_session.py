@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from coppice.limits import MAX_HEAD_NODES, MAX_TREE_NODES
-from coppice.messages.steps import Advance, DraftStep, Features, Fence, OpenDraft, Rejection, TreeDelta
+from coppice.messages.steps import Advance, DraftOpened, DraftStep, Features, Fence, OpenDraft, Rejection, TreeDelta
 from coppice.speculation.routing import first_miss
 from coppice.speculation.tree import DraftTree, TreeError, extend, validate
 from coppice.wire import drafter
@@ -119,7 +119,7 @@ class HeadSession:
         self._unsent, self.signal.owed = _Unsent(len(ids)), 0  # this drafter knows no earlier tree
         self._stream = DraftStream(self.pool.name, replica, self._heard, self._cool_down)
         opening = replace(self.opening, ids=ids, features=self._features_of(ids))
-        self._stream.write(drafter.open_draft_to_wire(opening))
+        self._stream.write(drafter.draft_request_to_wire(opening))
 
     def _features_of(self, ids: list[int]) -> Features | None:
         """Where to fetch features up to the last id; the verifier raises the start to what it still holds."""
@@ -153,7 +153,7 @@ class HeadSession:
         advance = self._advance(ids)
         answer = asyncio.get_running_loop().create_future()
         self._question = _Question(fence.step, min(budget, MAX_HEAD_NODES), answer)
-        self._stream.write(drafter.draft_step_to_wire(DraftStep(fence, root, self._question.budget, advance)))
+        self._stream.write(drafter.draft_request_to_wire(DraftStep(fence, root, self._question.budget, advance)))
         return answer
 
     def _advance(self, ids: list[int]) -> Advance:
@@ -235,11 +235,11 @@ class HeadSession:
             self.pool.cool_down(self._stream.replica)
             self.close()
 
-    def _heard(self, answer: TreeDelta | int) -> None:
+    def _heard(self, answer: TreeDelta | DraftOpened) -> None:
         """Take in a part of a tree, or the version of the weights of a session that is open now."""
-        if isinstance(answer, int):
+        if isinstance(answer, DraftOpened):
             self._opened = True
-            self.signal.drafted_by(answer)
+            self.signal.drafted_by(answer.weights_version)
             return
         if answer.miss is not None:
             self.signal.missed(answer.miss)

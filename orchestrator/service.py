@@ -90,7 +90,7 @@ class GenerationServicer:
                 finished = await self._decode(request, ids, self._plan(request, len(ids)), send)
             finished.timings.queue_ns = admitted - arrived
             self.metrics.first_token_seconds.observe((admitted - arrived + finished.timings.prefill_ns) / 1e9)
-            send(generation.finished_to_wire(finished))
+            send(generation.response_to_wire(finished))
             outcome = finished.finish_reason
         except asyncio.CancelledError:
             outcome = "cancelled"
@@ -126,7 +126,7 @@ class GenerationServicer:
             want_log_probs=request.want_log_probs,
         )
         chunks = Chunks(
-            lambda chunk: send(generation.chunk_to_wire(chunk)),
+            lambda chunk: send(generation.response_to_wire(chunk)),
             0 if request.want_trees else self.settings.orchestrator.chunk_tokens,
         )
         started = Started(prompt_tokens, plan.policy.name, plan.policy.heads, plan.budget)
@@ -139,7 +139,7 @@ class GenerationServicer:
         self.metrics.running.inc()
         load, finished = self.seats.used, False
         try:
-            result = await decoding.run(lambda: send(generation.started_to_wire(started)))
+            result = await decoding.run(lambda: send(generation.response_to_wire(started)))
             finished = True
             return result
         finally:

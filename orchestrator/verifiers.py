@@ -168,7 +168,7 @@ class TargetSession:
         loop = asyncio.get_running_loop()
         began = loop.time()
         fence = replace(step.fence, step=step.fence.step - self._steps_before)
-        answer = await self._exchange(verifier.verify_step_to_wire(replace(step, fence=fence)), self.deadline_s)
+        answer = await self._exchange(verifier.verify_request_to_wire(replace(step, fence=fence)), self.deadline_s)
         if not isinstance(answer, Verdict) or answer.fence.step != fence.step:
             raise InternalError("the verifier answered another step")
         assert self._replica
@@ -192,7 +192,7 @@ class TargetSession:
         opening = replace(self._opening, session=f"{self._opening.session}.{self._streams}", ids=list(ids))
         self._replica, self._call = replica, replica.stub.Verify()
         replica.taken()
-        answer = await self._exchange(verifier.open_session_to_wire(opening), _PREFILL_S)
+        answer = await self._exchange(verifier.verify_request_to_wire(opening), _PREFILL_S)
         if not isinstance(answer, SessionOpened):
             raise InternalError("the verifier answered open with a verdict")
         return answer

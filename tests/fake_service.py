@@ -65,7 +65,7 @@ class Echo:
         if text in ("mute", "wait") and not request.resume_ids:  # before the first event, or the call could end unheard
             context.add_callback(self.cancelled.set)
         ids = (request.ids or tuple(text.encode()))[len(request.resume_ids) :]
-        yield generation.started_to_wire(Started(len(ids), request.policy or "route", ("a", "b"), 31))
+        yield generation.response_to_wire(Started(len(ids), request.policy or "route", ("a", "b"), 31))
         yield _chunk(ids[:1], request.want_log_probs)
         if text == "break" and not request.resume_ids:
             raise Unavailable("broke")
@@ -80,7 +80,7 @@ class Echo:
         lengths, count = [len(ids[step]) for step in steps], len(steps)
         timings = Timings(decode_ns=10**9, draft_ns=2 * 10**8, verify_ns=7, step_ns=[10**9 // max(1, count)] * count)
         finished = Finished("eos", len(ids), len(ids), lengths, [0] * count, [5] * count, 1, 2, timings)
-        yield generation.finished_to_wire(finished)
+        yield generation.response_to_wire(finished)
 
     def DescribeModel(self, message: Any, context: grpc.ServicerContext) -> Any:
         """What is served."""
@@ -94,7 +94,7 @@ class Echo:
 def _chunk(ids: tuple[int, ...], log_probs: bool) -> Any:
     pieces = tuple(chr(token) for token in ids)
     origins = (*(Origin.DRAFT for _ in ids[1:]), Origin.ROOT)
-    return generation.chunk_to_wire(
+    return generation.response_to_wire(
         Chunk("".join(pieces), ids, origins, pieces, (-0.5,) * len(ids) if log_probs else ())
     )
 

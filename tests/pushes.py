@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from safetensors.torch import load, save
@@ -223,7 +222,7 @@ CORRUPTIONS: dict[str, tuple[Made, type[CoppiceError], str]] = {
 
 
 @torch.no_grad()
-def swap(head: FeatureHead[Any], weights: Weights, parent: Weights | None = None) -> None:
+def swap(head: FeatureHead, weights: Weights, parent: Weights | None = None) -> None:
     """Put weights to use as a push would that starts from `parent`, None: from those in use."""
     header, parts = pack_update(head.description.name, parent or head.weights, weights)
     staging = head.staging(header)

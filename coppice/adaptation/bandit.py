@@ -115,16 +115,9 @@ class Bandit:
     For each query `decide`, then `due` with what its buffer holds; `synced` when the trained weights are live.
     """
 
-    def __init__(
-        self,
-        settings: BanditSettings,
-        state: BanditState | None = None,
-        *,
-        epsilon: tuple[float, float] = EPSILON,
-        blocked_queries: int = BLOCKED_QUERIES,
-    ) -> None:
+    def __init__(self, settings: BanditSettings, state: BanditState | None = None) -> None:
         self.settings, self.state = settings, state or BanditState()
-        self._epsilon, self._blocked_queries = epsilon, blocked_queries
+        self.epsilon, self.blocked_queries = EPSILON, BLOCKED_QUERIES
 
     @property
     def patience(self) -> int:
@@ -182,7 +175,7 @@ class Bandit:
         state = self.state
         state.values, state.interval, state.exploring = {}, None, None
         state.version, state.rates = version, []
-        state.blocked = self._blocked_queries
+        state.blocked = self.blocked_queries
 
     def gain(self, action: Action, s: float) -> float:
         """Predict the gain in tokens/s (equation 9), less the margin of certainty. Raises KeyError without a value."""
@@ -193,7 +186,7 @@ class Bandit:
         state = self.state
         state.events += 1
         state.last_event = state.queries
-        state.blocked = self._blocked_queries
+        state.blocked = self.blocked_queries
         state.exploring = None
         state.updates[trigger.action] = state.updates.get(trigger.action, 0) + 1
 
@@ -212,7 +205,7 @@ class Bandit:
         """Choose epsilon-greedily. It is drawn once for each event, as many queries fill a buffer."""
         state, settings = self.state, self.settings
         done = state.events / max(1, settings.cold_events - 1)
-        first, last = self._epsilon
+        first, last = self.epsilon
         epsilon = first + (last - first) * done
         if uniform(settings.seed, state.last_event, EXPLORE_STREAM) < epsilon:
             return self._any(actions, state.last_event)

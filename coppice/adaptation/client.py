@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Self
+from contextlib import AbstractContextManager
+from typing import Any
 
 import grpc
 
@@ -24,7 +24,7 @@ def default_address() -> str:
     return os.environ.get("COPPICE_ADAPTER_ADDRESS") or "127.0.0.1:50061"
 
 
-class AdapterClient:
+class AdapterClient(AbstractContextManager["AdapterClient"]):
     """A context manager that closes its channel. Every call raises the CoppiceError that it is answered with."""
 
     def __init__(self, address: str | None = None, *, dialer: Dialer | None = None) -> None:
@@ -60,8 +60,5 @@ class AdapterClient:
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -32,6 +32,9 @@ class BareDraft:
     total_ms: float = 0.0
 
 
+NO_DRAFT = BareDraft()
+
+
 class Bare:
     """The target and the heads of a stack, set up as its services are. Belongs to the thread that makes it."""
 
@@ -65,14 +68,14 @@ class Bare:
     ) -> BareDraft:
         """Time one head's drafts along a recorded answer, of so many sessions at once; zeros for a head that counts."""
         if name not in self._heads:
-            return BareDraft()
+            return NO_DRAFT
         head, text = self._heads[name], [*prompt, *answer]
         features = self._features(text, head.description.feature_layers)
         took = []
         with _torch_threads(self._drafter_threads, self._threads):
             try:
                 for key in range(sessions):
-                    read = features.part(0, len(prompt))
+                    read = wire_features(features, 0, len(prompt))
                     for _ in head.open(key, OpenDraft(str(key), list(prompt), sampling, features=read)):
                         pass
                 for at in range(len(prompt), len(text), STRIDE):
@@ -81,7 +84,7 @@ class Bare:
                     for _ in head.draft(jobs):
                         pass
                     took.append((head.forward_ns - before, time.perf_counter_ns() - began))
-                    step = Advance(text[at : at + STRIDE], features.part(at, at + STRIDE))
+                    step = Advance(text[at : at + STRIDE], wire_features(features, at, at + STRIDE))
                     for key in range(sessions):
                         head.advance(key, step)
             finally:
@@ -90,17 +93,16 @@ class Bare:
         forward_ns, total_ns = np.median(took, axis=0)
         return BareDraft(float(forward_ns) / 1e6, float(total_ns) / 1e6)
 
-    def _features(self, text: Sequence[int], layers: tuple[int, ...]) -> _TextFeatures:
-        """The target's features of every position of a text; nothing for a head that reads none."""
+    def _features(self, text: Sequence[int], layers: tuple[int, ...]) -> torch.Tensor | None:
+        """The target's features of every position of a text; None for a head that reads none."""
         if not layers:
-            return _TextFeatures(None, "")
+            return None
         pool = self._engine.pool
         table = pool.allocate("features", len(text))
         try:
-            rows = self._engine.forward(pack([Piece.chain(table, 0, text)], layers)).features
+            return self._engine.forward(pack([Piece.chain(table, 0, text)], layers)).features
         finally:
             pool.free(table)
-        return _TextFeatures(rows, self._engine.info.dtype)
 
 
 def _settings_of(head: HeadSpec, shared: DrafterSettings) -> DrafterSettings:
@@ -108,19 +110,13 @@ def _settings_of(head: HeadSpec, shared: DrafterSettings) -> DrafterSettings:
     return shared.model_copy(update=own | {name.removeprefix("drafter."): value for name, value in head.flags})
 
 
-@dataclass(frozen=True)
-class _TextFeatures:
-    """(N, F) features of a text's positions."""
-
-    rows: torch.Tensor | None
-    dtype: str
-
-    def part(self, start: int, end: int) -> Features | None:
-        """Those of start..end-1 as they go over the wire."""
-        if self.rows is None:
-            return None
-        rows = self.rows[start:end].cpu().contiguous()
-        return Features(start, len(rows), self.dtype, rows.view(torch.uint8).numpy().tobytes())
+def wire_features(rows: torch.Tensor | None, start: int, end: int) -> Features | None:
+    """Positions start..end-1 of (N, F) features of a text as they go over the wire; None of None."""
+    if rows is None:
+        return None
+    part = rows[start:end].cpu().contiguous()
+    dtype = str(part.dtype).removeprefix("torch.")
+    return Features(start, len(part), dtype, part.view(torch.uint8).numpy().tobytes())
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -68,7 +68,7 @@ def exact(
         reference = reference_of(stack.spec)
         ids = prompt_ids(prompts, n, client, reference)
         with console.status("decoding") as status:
-            rows = run_exact(stack.address, ids, plan, reference, report, lambda line: status.update(line))
+            rows = run_exact(client, ids, plan, reference, report, lambda line: status.update(line))
         report.checks += exactness_checks(rows, report.dtype, target is None, max_new_tokens)
 
 
@@ -84,18 +84,17 @@ def steps(
     json_file: JsonFile = None,
 ) -> None:
     """The split's own cost a step at one session, and where a step's time goes."""
-    from coppice.bench.exact import methods_of
-    from coppice.bench.report import table
-    from coppice.bench.steps import line, measure, split_check
+    from coppice.bench.exact import answers_to, methods_of
+    from coppice.bench.steps import costs, split_check
 
     spec = spec_of(target, heads, dtype)
     with measuring("bench steps", spec, json_file) as (_, _, report, client):
         texts = prompts_of(prompts, n, client)
-        chosen = methods_of(client.describe(), methods or ())
-        measured = [measure(client, texts, method, max_new_tokens) for method in chosen]
-        report.figures["steps"] = [asdict(each) for each in measured]
-        title = "milliseconds a step: means, and the median split cost"
-        report.tables.append(table(title, [line(each) for each in measured]))
+        measured = []
+        for method in methods_of(client.describe(), methods or ()):
+            _, *answers = answers_to(client, [texts[0], *texts], policy=method, max_new_tokens=max_new_tokens)
+            measured.append(costs(method, answers))
+        report.add_figures("steps", "milliseconds a step: means, and the median split cost", measured)
         report.checks += map(split_check, measured)
 
 
@@ -124,10 +123,8 @@ def rows(
         ids = prompt_ids(prompts, n, client, reference)
         matrix_units = verifier.device.startswith("cuda") or "amx_bf16" in this_machine().features
         report.checks.append(rows_check(by_rows, verifier.dtype, matrix_units))
-        report.checks.append(plain_over_generate(stack.address, reference, ids, max_new_tokens, rounds))
-        report.checks.append(
-            plain_over_bare(stack.address, lambda: forward_ms(*placed)[1], ids, max_new_tokens, rounds)
-        )
+        report.checks.append(plain_over_generate(client, reference, ids, max_new_tokens, rounds))
+        report.checks.append(plain_over_bare(client, lambda: forward_ms(*placed)[1], ids, max_new_tokens, rounds))
 
 
 app.command()(run)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 from coppice.bench.reference import Reference
 from coppice.bench.report import Report, Row, Verdict, make_row, with_speedups
-from coppice.client.client import AsyncClient
+from coppice.client.client import Client
 from coppice.client.completion import Completion
 from coppice.messages.generation import ModelDescription
 from coppice.speculation.sampling import SamplingParams
@@ -35,7 +37,7 @@ def methods_of(model: ModelDescription, wanted: Sequence[str]) -> tuple[str, ...
 
 
 def run_exact(
-    address: str,
+    client: Client,
     prompts: Sequence[tuple[int, ...]],
     plan: Plan,
     reference: Reference,
@@ -47,19 +49,26 @@ def run_exact(
     rows = []
     for temperature in plan.temperatures:
         sampling = SamplingParams(temperature=temperature, seed=plan.seed)
+        asked = [(ids, sampling) for ids in prompts]
         expected: list[tuple[int, ...]] | None = greedy if temperature == 0 else None
-        for method in plan.methods:
-            for budget in plan.budgets if method != "plain" else (0,):
-                for sessions in plan.sessions:
-                    answers = asyncio.run(_answers(address, prompts, method, budget, sampling, plan, sessions))
-                    verdicts = judged(reference, [(ids, sampling) for ids in prompts], answers, expected)
-                    if expected is None:  # what plain decoding says with this seed, itself re-scored
-                        expected = [answer.ids for answer in answers]
-                    row = make_row(f"{method} T={temperature:g}", answers, verdicts, budget, sessions)
-                    rows.append(row)
-                    say(f"{row.method} B={budget} sessions={sessions}: {row.verdicts}")
+        runs = product(("plain",), (0,), plan.sessions), product(plan.methods[1:], plan.budgets, plan.sessions)
+        for method, budget, sessions in (each for several in runs for each in several):
+            options = {"policy": method, "budget": budget, "sampling": sampling, "max_new_tokens": plan.new_tokens}
+            answers = answers_to(client, prompts, sessions, **options)
+            verdicts = judged(reference, asked, answers, expected)
+            if expected is None:  # what plain decoding says with this seed, itself re-scored
+                expected = [answer.ids for answer in answers]
+            row = make_row(f"{method} T={temperature:g}", answers, verdicts, budget, sessions)
+            rows.append(row)
+            say(f"{row.method} B={budget} sessions={sessions}: {row.verdicts}")
     report.add_methods(with_speedups(rows))
     return rows
+
+
+def answers_to(client: Client, prompts: Sequence[Prompt], sessions: int = 1, **options: Any) -> list[Completion]:
+    """The answers to all prompts, so many at once, end-of-text ids included like any other."""
+    with ThreadPoolExecutor(sessions) as pool:
+        return list(pool.map(lambda prompt: client.generate(prompt, ignore_eos=True, **options), prompts))
 
 
 def judged(
@@ -73,29 +82,3 @@ def judged(
         reference.judge(prompt, answer.ids, sampling, expected[number] if expected else None)
         for number, ((prompt, sampling), answer) in enumerate(zip(asked, answers, strict=True))
     ]
-
-
-async def _answers(
-    address: str,
-    prompts: Sequence[tuple[int, ...]],
-    method: str,
-    budget: int,
-    sampling: SamplingParams,
-    plan: Plan,
-    sessions: int,
-) -> list[Completion]:
-    gate = asyncio.Semaphore(sessions)
-    async with AsyncClient(address) as client:
-
-        async def one(prompt: tuple[int, ...]) -> Completion:
-            async with gate:
-                return await client.generate(
-                    prompt,
-                    policy=method,
-                    budget=budget,
-                    sampling=sampling,
-                    max_new_tokens=plan.new_tokens,
-                    ignore_eos=True,
-                )
-
-        return list(await asyncio.gather(*map(one, prompts)))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from coppice.bench.reference import Reference
-    from coppice.bench.report import Report
+    from coppice.bench.report import Check, Report
     from coppice.client.client import Client
     from coppice.prompts.files import FilePrompt
     from coppice.stack.launch import Stack
@@ -57,12 +57,19 @@ def measuring(command: str, spec: StackSpec, json_file: Path | None) -> Iterator
 @contextmanager
 def running(spec: StackSpec, report: Report) -> Iterator[Stack]:
     """A stack that runs meanwhile; the report gets a check that every process of it stopped cleanly."""
-    from coppice.bench.report import Check
     from coppice.stack.launch import Stack
 
     with Stack(spec) as stack:
         yield stack
-    report.checks.append(Check("processes not stopped cleanly", len(stack.unclean), "0", not stack.unclean))
+    report.checks.append(clean_check(stack))
+
+
+def clean_check(stack: Stack) -> Check:
+    """Whether every process of a stack that has ended stopped by itself."""
+    from coppice.bench.report import Check
+
+    unclean = stack.unclean
+    return Check("processes not stopped cleanly", len(unclean), "0", not unclean, ", ".join(unclean))
 
 
 def report_of(command: str, spec: StackSpec) -> Report:

@@ -8,21 +8,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coppice.bench.report import Verdict
+from coppice.client.completion import Completion
 from coppice.messages.generation import Origin
 from coppice.speculation.sampling import SamplingParams, decode_row, draw, noise
-
-if TYPE_CHECKING:
-    from coppice.client.completion import Completion
 
 # How far an emitted token may lie below the best one and still be a tie, in logits at temperature 1. In bfloat16 a
 # row's logits depend on how many rows are computed together and on where its keys lie, and some rows of a deep model
@@ -34,42 +31,6 @@ if TYPE_CHECKING:
 # there is reported as one and fails.
 EPS = 0.8
 _TOKENIZER = "tokenizer.json"
-
-
-@dataclass(frozen=True, slots=True)
-class ReferenceAnswer:
-    """An answer of transformers and its times."""
-
-    ids: tuple[int, ...]
-    accept_lengths: tuple[int, ...]
-    """tokens of each forward behind the prefill, which may make several itself when `generate` is assisted"""
-    ttft_s: float
-    decode_s: float
-    """from the prefill's tokens to the last"""
-
-    def as_completion(self, prompt_tokens: int) -> Completion:
-        """The same as a Completion, so that it is counted like the others."""
-        from coppice.client.completion import Completion
-
-        steps = len(self.accept_lengths)
-
-        return Completion(
-            text="",
-            ids=self.ids,
-            log_probs=(),
-            origins=(Origin.ROOT,) * len(self.ids),
-            finish_reason="length",
-            prompt_tokens=prompt_tokens,
-            new_tokens=len(self.ids),
-            accept_lengths=self.accept_lengths,
-            routed=(-1,) * steps,
-            verified_nodes=(0,) * steps,
-            policy="",
-            heads=(),
-            seed=0,
-            ttft_s=self.ttft_s,
-            decode_s=self.decode_s,
-        )
 
 
 class _TokenClock:
@@ -134,16 +95,15 @@ class Reference:
 
         return Tokenizer.from_file(str(self._target / _TOKENIZER))
 
-    def greedy(self, ids: Sequence[int], max_new_tokens: int) -> ReferenceAnswer:
+    def greedy(self, ids: Sequence[int], max_new_tokens: int) -> Completion:
         """`generate(do_sample=False)` of exactly `max_new_tokens`, end-of-text ids included like any other."""
         return self.generate(ids, max_new_tokens, SamplingParams())
 
-    def generate(
-        self, ids: Sequence[int], max_new_tokens: int, sampling: SamplingParams, **options: Any
-    ) -> ReferenceAnswer:
+    def generate(self, ids: Sequence[int], max_new_tokens: int, sampling: SamplingParams, **options: Any) -> Completion:
         """`generate` of exactly `max_new_tokens`, sampled at T > 0 with torch's own noise from the seed.
 
-        options: more of `generate`'s, such as assistant_model.
+        A step is a forward behind the prefill; one that is assisted may make several tokens. What the prefill's own
+        forward made is not counted as decoded. `options`: more of `generate`'s, such as assistant_model.
         """
         torch, clock = self._torch, _TokenClock()
         if sampling.temperature > 0:
@@ -155,8 +115,24 @@ class Reference:
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, streamer=clock, **options
         )
         _, first, *_, last = (*clock.times, clock.times[-1])
-        new = tuple(output[0, len(ids) :].tolist())
-        return ReferenceAnswer(new, tuple(clock.counts[2:]), first - called, last - first)
+        new, counts = tuple(output[0, len(ids) :].tolist()), tuple(clock.counts[2:])
+        return Completion(
+            text="",
+            ids=new,
+            log_probs=(),
+            origins=(Origin.ROOT,) * len(new),
+            finish_reason="length",
+            prompt_tokens=len(ids),
+            new_tokens=len(new),
+            accept_lengths=counts,
+            routed=(-1,) * len(counts),
+            verified_nodes=(0,) * len(counts),
+            policy="",
+            heads=(),
+            seed=sampling.seed,
+            ttft_s=first - called,
+            decode_s=last - first,
+        )
 
     def judge(
         self, prompt: Sequence[int], ids: Sequence[int], sampling: SamplingParams, expected: Sequence[int] | None = None

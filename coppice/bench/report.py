@@ -31,9 +31,6 @@ class Verdicts:
     ties: int = 0
     wrong: int = 0
 
-    def __add__(self, other: Verdicts) -> Verdicts:
-        return Verdicts(self.identical + other.identical, self.ties + other.ties, self.wrong + other.wrong)
-
     def __str__(self) -> str:
         return f"{self.identical}/{self.ties}/{self.wrong}" if self.identical + self.ties + self.wrong else "-"
 
@@ -50,7 +47,7 @@ class Row:
     tokens: int
     tau: float
     tokens_per_s: float
-    """The prefill is left out."""
+    """Of all sessions; the prefill is left out."""
     speedup: float = 0.0
     """Over plain in the same run; 0 without plain."""
     draft_share: float = 0.0
@@ -117,22 +114,7 @@ class Report:
     def add_methods(self, rows: Sequence[Row]) -> None:
         """Add a row for each method, and their table."""
         self.rows += (row.to_json() for row in rows)
-        peer = next((row.tokens_per_s for row in rows if row.method == HF_GENERATE), 0.0)
-        lines = [
-            {
-                "method": row.method.removeprefix("single:"),
-                "tau": row.tau,
-                "tokens/s": row.tokens_per_s,
-                "x plain": row.speedup or None,
-                "x hf": row.tokens_per_s / peer if peer else None,
-                "draft": row.draft_share if row.heads else None,
-                "nodes": row.verified_nodes if row.heads else None,
-                "same/tie/wrong": str(row.verdicts),
-            }
-            for row in rows
-        ]
-        title = f"{self.command}: {self.dtype}, {self.threads} threads, prefill left out; x hf is over transformers"
-        self.tables.append(table(title, lines, {"draft": ".0%", "nodes": ".1f"}))
+        self.tables.append(method_table(f"{self.command}: {self.dtype}, {self.threads} threads", rows))
 
     def add_figures(
         self, name: str, title: str, rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str] | None = None
@@ -188,6 +170,26 @@ def table(title: str, rows: Sequence[Mapping[str, Any]], formats: Mapping[str, s
     return made
 
 
+def method_table(title: str, rows: Sequence[Row]) -> Table:
+    """A line for each method."""
+    peer = next((row.tokens_per_s for row in rows if row.method == HF_GENERATE), 0.0)
+    lines = [
+        {
+            "method": row.method.removeprefix("single:"),
+            "tau": row.tau,
+            "tokens/s": row.tokens_per_s,
+            "x plain": row.speedup or None,
+            "x hf": row.tokens_per_s / peer if peer else None,
+            "draft": row.draft_share if row.heads else None,
+            "nodes": row.verified_nodes if row.heads else None,
+            "same/tie/wrong": str(row.verdicts),
+        }
+        for row in rows
+    ]
+    title = f"{title}, prefill left out; x hf is over transformers"
+    return table(title, lines, {"draft": ".0%", "nodes": ".1f"})
+
+
 def _cell(value: Any, form: str) -> str:
     if value is None:
         return "-"
@@ -213,7 +215,7 @@ def make_row(
         prompts=len(completions),
         tokens=sum(answer.new_tokens for answer in completions),
         tau=behind_first / steps if steps else 1.0,
-        tokens_per_s=behind_first / decode_s if decode_s else 0.0,
+        tokens_per_s=sessions * behind_first / decode_s if decode_s else 0.0,
         draft_share=sum(answer.timings.draft_ns for answer in completions) / step_ns if step_ns else 0.0,
         verified_nodes=sum(sum(answer.verified_nodes) for answer in completions) / steps if steps else 0.0,
         late_drafts=sum(answer.late_drafts for answer in completions),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from coppice.bench.exact import answers_to
 from coppice.bench.reference import Reference
 from coppice.bench.report import Check
-from coppice.client.client import AsyncClient
+from coppice.client.client import Client
+from coppice.client.completion import Completion
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 160  # tokens before the timed rows: about the middle of the answers that are compared
@@ -39,45 +40,28 @@ def rows_check(by_rows: dict[int, float], dtype: str, matrix_units: bool) -> Che
 
 
 def plain_over_generate(
-    address: str, reference: Reference, prompts: Sequence[tuple[int, ...]], new_tokens: int, rounds: int
+    client: Client, reference: Reference, prompts: Sequence[tuple[int, ...]], new_tokens: int, rounds: int
 ) -> Check:
     """Plain decoding at one session over transformers' `generate`, alternating; the median of the rounds' ratios."""
     ratios = []
     for _ in range(rounds):
-        ours = _tokens_per_s(address, prompts, new_tokens, sessions=1)
-        theirs = [reference.greedy(ids, new_tokens) for ids in prompts]
-        tokens, seconds = sum(len(answer.ids) - 1 for answer in theirs), sum(answer.decode_s for answer in theirs)
-        ratios.append(ours * seconds / tokens)
+        ours = _tokens_per_s(answers_to(client, prompts, policy="plain", max_new_tokens=new_tokens))
+        ratios.append(ours / _tokens_per_s([reference.greedy(ids, new_tokens) for ids in prompts]))
     return Check.at_least("plain over generate, one session", statistics.median(ratios), 0.95)
 
 
 def plain_over_bare(
-    address: str,
-    bare_ms: Callable[[], float],
-    prompts: Sequence[tuple[int, ...]],
-    new_tokens: int,
-    rounds: int,
+    client: Client, bare_ms: Callable[[], float], prompts: Sequence[tuple[int, ...]], new_tokens: int, rounds: int
 ) -> Check:
     """Plain decoding of eight sessions over the tokens that the same packed forwards give in a bare loop."""
     eight = [prompts[number % len(prompts)] for number in range(MANY)]
-    ratios = [_tokens_per_s(address, eight, new_tokens, MANY) * bare_ms() / 1e3 / MANY for _ in range(rounds)]
+    ratios = []
+    for _ in range(rounds):
+        answers = answers_to(client, eight, MANY, policy="plain", max_new_tokens=new_tokens)
+        ratios.append(_tokens_per_s(answers) * bare_ms() / 1e3)
     return Check.at_least("plain over bare forwards, eight sessions", statistics.median(ratios), 0.75)
 
 
-def _tokens_per_s(address: str, prompts: Sequence[tuple[int, ...]], new_tokens: int, sessions: int) -> float:
-    """Tokens a second of plain decoding, prefill left out: of one session after the other, or of all at once."""
-
-    async def run() -> float:
-        gate = asyncio.Semaphore(sessions)
-        async with AsyncClient(address) as client:
-
-            async def one(ids: tuple[int, ...]) -> tuple[int, float]:
-                async with gate:
-                    answer = await client.generate(ids, policy="plain", max_new_tokens=new_tokens, ignore_eos=True)
-                    return answer.new_tokens - 1, answer.decode_s
-
-            answers = await asyncio.gather(*map(one, prompts))
-        tokens, seconds = sum(tokens for tokens, _ in answers), sum(seconds for _, seconds in answers)
-        return tokens / seconds * sessions
-
-    return asyncio.run(run())
+def _tokens_per_s(answers: Sequence[Completion]) -> float:
+    """Tokens a second of one session, prefill left out."""
+    return sum(answer.new_tokens - 1 for answer in answers) / sum(answer.decode_s for answer in answers)

@@ -11,8 +11,7 @@ import random
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, ClassVar, Self, TypedDict, Unpack, cast
+from typing import Any, ClassVar, TypedDict, Unpack, cast
 
 import grpc
 import grpc.aio
@@ -190,7 +189,7 @@ class _Endpoint:
         return call, Accumulator(request.sampling.seed)
 
 
-class Client(_Endpoint):
+class Client(_Endpoint, contextlib.AbstractContextManager["Client"]):
     """Asks a server, blocking. A context manager; calls may be made from several threads.
 
     With several addresses a request goes to the next one when a server is full or lost, and an answer that has begun
@@ -199,10 +198,7 @@ class Client(_Endpoint):
 
     _blocking = True
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -255,17 +251,12 @@ class Client(_Endpoint):
             time.sleep(delay)
 
 
-class AsyncClient(_Endpoint):
+class AsyncClient(_Endpoint, contextlib.AbstractAsyncContextManager["AsyncClient"]):
     """Asks a server from asyncio, as `Client` does. Make it inside the running loop; an async context manager."""
 
     _blocking = False
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -14,16 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from coppice.adaptation import picture
 from coppice.adaptation.client import AdapterClient
-from coppice.bench.report import (
-    HF_GENERATE,
-    Check,
-    Report,
-    Verdict,
-    exactness_checks,
-    make_row,
-    with_speedups,
-)
+from coppice.bench.exact import judged
+from coppice.bench.options import clean_check, reference_of, report_of
+from coppice.bench.report import HF_GENERATE, Report, exactness_checks, make_row, with_speedups
 from coppice.client.client import Client
 from coppice.client.completion import Accumulator, Completion
 from coppice.commands.tree_picture import longest, show
@@ -57,9 +52,10 @@ def run_demo(console: Console, spec: StackSpec, prompts: Sequence[FilePrompt]) -
                 adapter.pause()  # policies are compared on the same weights
             report = _compare(console, stack, client, prompts)
             if adapter:
-                _show_adapter(console, adapter)
-    unclean = len(stack.unclean)
-    report.checks.append(Check("processes not stopped cleanly", unclean, "0", unclean == 0, ", ".join(stack.unclean)))
+                console.print("\nwhat the adapter heard; it was paused while policies were compared:")
+                for head in adapter.status():
+                    picture.show(head, console)
+    report.checks.append(clean_check(stack))
     return report
 
 
@@ -67,18 +63,6 @@ def _adapter(stack: Stack) -> contextlib.AbstractContextManager[AdapterClient | 
     """A client of the stack's adapter, if it has one."""
     ready = stack.services.get("adapter")
     return AdapterClient(ready.address) if ready else contextlib.nullcontext()
-
-
-def _show_adapter(console: Console, adapter: AdapterClient) -> None:
-    """What the adapter heard of the answers above."""
-    console.print("\nwhat the adapter heard; paused while policies were compared; `coppice up --adapt` lets it train:")
-    for head in adapter.status():
-        console.print(
-            f"{head.head}: {head.queries} queries, version {head.version}, "
-            f"{sum(replica.current for replica in head.replicas)} of {len(head.replicas)} drafters up to date",
-            style="dim",
-            highlight=False,
-        )
 
 
 def pick_prompts(prompts: Sequence[FilePrompt]) -> list[FilePrompt]:
@@ -111,20 +95,16 @@ def stream_coloured(console: Console, client: Client, prompt: FilePrompt, trees:
     drafted = sum(origin is Origin.DRAFT for origin in completion.origins)
     speed = f"tau {completion.tau:.2f}, {completion.tokens_per_s:.1f} tokens/s"
     console.print(Text(f"\n{drafted} of {completion.new_tokens} tokens drafted, {speed}"), style="dim")
-    tree = longest(completion.trees)
-    if tree:
+    if completion.trees:
         console.print("the draft tree of the step that accepted most:", style="dim")
-        show(tree, console)
+        show(longest(completion.trees), console)
     return completion
 
 
 def _compare(console: Console, stack: Stack, client: Client, prompts: Sequence[FilePrompt]) -> Report:
     """Every method on every prompt in alternating order, each answer judged by transformers' own."""
-    from coppice.bench.reference import Reference
-
     console.print("\nloading the target once more, in plain transformers, to compare with ...")
-    settings = stack.settings.verifier
-    reference = Reference(stack.spec.target, settings.dtype, settings.device, settings.threads)
+    reference = reference_of(stack.spec)
     ids = [reference.encode(prompt.prompt) if isinstance(prompt.prompt, str) else prompt.prompt for prompt in prompts]
     methods = [HF_GENERATE, "plain", *(f"single:{head.name}" for head in stack.spec.heads), "route", "merge"]
     for method in methods:
@@ -134,19 +114,16 @@ def _compare(console: Console, stack: Stack, client: Client, prompts: Sequence[F
         for method in methods if number % 2 == 0 else reversed(methods):
             answers[method].append(_answer(method, prompt, client, reference))
     stack.check()
-    report = Report("demo", settings.dtype, settings.threads, settings.device)
+    report = report_of("demo", stack.spec)
     budget = stack.settings.orchestrator.budget
     expected = [answer.ids for answer in answers[HF_GENERATE]]
+    asked = [(prompt, SamplingParams()) for prompt in ids]
     rows = []
-    for method in methods:
-        verdicts: list[Verdict] = [
-            reference.judge(prompt, answer.ids, SamplingParams(), wanted)
-            for prompt, answer, wanted in zip(ids, answers[method], expected, strict=True)
-        ]
-        rows.append(make_row(method, answers[method], verdicts, budget if answers[method][0].heads else 0))
+    for method, its in answers.items():
+        rows.append(make_row(method, its, judged(reference, asked, its, expected), budget if its[0].heads else 0))
     report.add_methods(with_speedups(rows))
     trained = any(head.path for head in stack.spec.heads)
-    report.checks = exactness_checks(rows, settings.dtype, trained, NEW_TOKENS)
+    report.checks = exactness_checks(rows, report.dtype, trained, NEW_TOKENS)
     return report
 
 
@@ -154,7 +131,7 @@ def _answer(
     method: str, ids: Sequence[int], client: Client, reference: Reference, new_tokens: int = NEW_TOKENS
 ) -> Completion:
     if method == HF_GENERATE:
-        return reference.greedy(ids, new_tokens).as_completion(len(ids))
+        return reference.greedy(ids, new_tokens)
     return client.generate(ids, policy=method, max_new_tokens=new_tokens, ignore_eos=True)
 
 

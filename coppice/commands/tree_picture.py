@@ -18,9 +18,9 @@ PICTURE_COLOURS = ("#2a9d5c", "#2f6fd0", "#b0419b", "#1f9fb0", "#c98a1b")
 WIDEST_LABEL = 14
 
 
-def longest(trees: Sequence[StepTree]) -> StepTree | None:
+def longest(trees: Sequence[StepTree]) -> StepTree:
     """The tree whose accepted path is the longest; the first of several."""
-    return max(trees, key=lambda tree: len(tree.accepted), default=None)
+    return max(trees, key=lambda tree: len(tree.accepted))
 
 
 def children(tree: StepTree) -> Mapping[int, list[int]]:

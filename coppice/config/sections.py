@@ -105,7 +105,7 @@ class DrafterSettings(TorchSettings):
 
     name: str = Field("", description="the pool's name; empty: the kind")
     kind: HeadKind = Field("lookup", description="kind of head")
-    path: str = Field("", description="folder of the head's weights; for bigram a JSON list of texts as ids")
+    path: str = Field("", description="folder of the head's weights")
     target: str = Field("", description="folder of the target, for heads that read its features")
     verifiers: list[str] = Field(
         default_factory=list,

@@ -8,16 +8,16 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from coppice.client.client import AsyncClient
 from coppice.errors import from_rpc_error
 from coppice.messages.generation import Chunk
 from coppice.rpc.channels import Dialer
 from coppice.stack.process import Ready
-from coppice.v1 import drafter_pb2, generation_pb2, verifier_pb2
-from coppice.v1.drafter_pb2_grpc import DrafterServiceStub
+from coppice.v1 import verifier_pb2
 from coppice.v1.generation_pb2_grpc import GenerationServiceStub
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
-from coppice.wire.drafter import read_head
-from coppice.wire.generation import read_model, read_response
+from coppice.weights.push import DrafterLink
+from coppice.wire.generation import read_response
 from coppice.wire.verifier import read_target
 
 CALL_S = 5.0
@@ -40,23 +40,20 @@ class Held:
 
 async def held(ready: Ready) -> Held:
     """What a verifier, drafter or orchestrator holds now. Raises CoppiceError when it does not answer."""
-    channel = Dialer().open(ready.address)
-    try:
-        if ready.role == "verifier":
-            request = verifier_pb2.DescribeTargetRequest()
+    if ready.role == "drafter":
+        async with DrafterLink(ready.address, Dialer()) as link:
+            head = await link.describe(CALL_S)
+        return Held(head.sessions, 0, head.sessions_opened, head.sessions_closed)
+    if ready.role == "orchestrator":
+        async with AsyncClient(ready.address) as client:
+            return Held((await client.describe(CALL_S)).running)
+    async with Dialer().open(ready.address) as channel:
+        request = verifier_pb2.DescribeTargetRequest()
+        try:
             target = read_target(await VerifierServiceStub(channel).DescribeTarget(request, timeout=CALL_S))
-            return Held(target.sessions, target.kv_tokens_used, target.sessions_opened, target.sessions_closed)
-        if ready.role == "drafter":
-            asked = drafter_pb2.DescribeHeadRequest()
-            head = read_head(await DrafterServiceStub(channel).DescribeHead(asked, timeout=CALL_S))
-            return Held(head.sessions, 0, head.sessions_opened, head.sessions_closed)
-        about = generation_pb2.DescribeModelRequest()
-        model = read_model(await GenerationServiceStub(channel).DescribeModel(about, timeout=CALL_S))
-        return Held(model.running)
-    except grpc.RpcError as error:
-        raise from_rpc_error(error) from None
-    finally:
-        await channel.close()
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+    return Held(target.sessions, target.kv_tokens_used, target.sessions_opened, target.sessions_closed)
 
 
 class Direct:

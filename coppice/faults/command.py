@@ -46,8 +46,7 @@ def faults(
     """
     from rich.console import Console
 
-    from coppice.bench.options import finish, spec_of
-    from coppice.bench.report import Report
+    from coppice.bench.options import finish, report_of, spec_of
     from coppice.faults.report import add_faults
     from coppice.faults.rig import Plan
 
@@ -58,8 +57,7 @@ def faults(
     chosen, left_out = choose(kinds or [], spec)
     if left_out:
         console.print(f"left out, no head can be adapted: {', '.join(one.name for one in left_out)}", highlight=False)
-    settings = spec.settings().verifier
-    report = Report("faults", settings.dtype, settings.threads, settings.device)
+    report = report_of("faults", spec)
     plan = Plan(repeat=repeat, sessions=sessions, new_tokens=max_new_tokens, requests=requests)
     with console.status("starting") as status:
         rows, report.checks = campaign(spec, chosen, plan, lambda line: status.update(line))
@@ -99,7 +97,7 @@ def campaign(
     spec: StackSpec, scenarios: Sequence[Scenario], plan: Plan, say: Callable[[str], None]
 ) -> tuple[list[FaultRow], list[Check]]:
     """Run scenarios, those that need an adapter on a second stack. Return their rows, and a check of each stack."""
-    from coppice.bench.report import Check
+    from coppice.bench.options import clean_check
     from coppice.faults.rig import Rig, proxied
 
     rows: list[FaultRow] = []
@@ -118,8 +116,7 @@ def campaign(
                         rows.append(await rig.run(one))
 
                 asyncio.run(all_of_them())
-            unclean = len(stack.unclean)
-            checks.append(Check("processes not stopped cleanly", unclean, "0", not unclean))
+            checks.append(clean_check(stack))
     return rows, checks
 
 

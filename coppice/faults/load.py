@@ -149,10 +149,6 @@ class Load:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        await self.stop()
-
-    async def stop(self) -> None:
-        """Begin no further request and wait for those that run."""
         self._stopping = True
         await asyncio.gather(*self._tasks)
 

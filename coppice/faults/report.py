@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import numpy as np
 
 from coppice.bench.report import Check, Report, table
 from coppice.faults.load import Stream
@@ -16,8 +17,7 @@ LIMIT_S = 5.0
 
 def percentile(values: Sequence[float], share: float) -> float:
     """The nearest-rank percentile; 0 of nothing."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
+    return float(np.quantile(values, share, method="inverted_cdf")) if values else 0.0
 
 
 @dataclass(slots=True)
@@ -75,8 +75,7 @@ class FaultRow:
             Check(f"{name}: left behind", len(self.leaks), "0", not self.leaks, "; ".join(self.leaks[:3])),
         ]
         if self.recoveries:
-            bound = f"at most {LIMIT_S:g} s"
-            checks.append(Check(f"{name}: recovery p99", self.p99, bound, self.p99 <= LIMIT_S))
+            checks.append(Check.at_most(f"{name}: recovery p99, s", self.p99, LIMIT_S))
         if self.weak:
             note = f"weak: {'; '.join(self.weak[:3])}"
             checks.append(Check(f"{name}: repetitions that prove nothing", len(self.weak), "0", False, note))

@@ -97,9 +97,9 @@ class Rig:
         """Whether a process has not ended."""
         return name in self.stack.services and runs(self.pid(name))
 
-    def load(self, policy: str = "", sessions: int = 0) -> Load:
+    def load(self, policy: str = "") -> Load:
         """As many sessions as planned; by default under the policy that the stack was told."""
-        return Load(self.stack.address, self.answers, sessions or self.plan.sessions, policy)
+        return Load(self.stack.address, self.answers, self.plan.sessions, policy)
 
     async def restart(self, *names: str, flags: Mapping[str, Any] | None = None) -> bool:
         """Processes anew where they were, all at once; whether they ended well before. Raises ProcessFailed."""
@@ -155,11 +155,11 @@ class Rig:
             return await self.restart(name) or fault == "kill"
         return True
 
-    async def strike(self, row: FaultRow, fault: Fault, name: str, policy: str = "") -> None:
+    async def strike(self, row: FaultRow, fault: Fault, name: str) -> None:
         """One repetition: a load, the fault in its midst, every stream it met to its end, everything as before."""
         row.repetitions += 1
         self.say(f"{row.fault}: {row.repetitions}, {name}")
-        async with self.load(policy) as load:
+        async with self.load() as load:
             await self.under_way(row, load, [name])
             met, began = load.answering, time.monotonic()
             if len(met) < self.plan.sessions / 2:
@@ -192,11 +192,11 @@ class Rig:
         await self.until(lambda: 2 * len(load.answering) >= wanted, 1.0)
 
     @contextlib.asynccontextmanager
-    async def watched(self, row: FaultRow, names: Iterable[str] = (), policy: str = "") -> AsyncIterator[Load]:
+    async def watched(self, row: FaultRow, names: Iterable[str] = ()) -> AsyncIterator[Load]:
         """One repetition of something else than a blow: a load around it, then everything as before."""
         row.repetitions += 1
         self.say(f"{row.fault}: {row.repetitions}")
-        async with self.load(policy) as load:
+        async with self.load() as load:
             await self.under_way(row, load, names)
             began = time.monotonic()
             yield load

@@ -97,8 +97,7 @@ async def drafters_gone(rig: Rig, row: FaultRow) -> None:
     for name in names:
         await rig.restart(name)
     share = percentile(rates[""], 0.5) / max(1e-9, percentile(rates["plain"], 0.5))
-    bound = f"at least {GONE_SHARE} of plain's"
-    row.checks.append(Check(f"{row.fault}: throughput", share, bound, share >= GONE_SHARE))
+    row.checks.append(Check.at_least(f"{row.fault}: throughput over plain's", share, GONE_SHARE))
     row.leaks += await rig.leaks()
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from coppice.heads.checkpoints import load_eagle3, load_specblock
+from coppice.heads.checkpoints import load_head
 from coppice.heads.public_state import public_weights
 from coppice.messages.steps import WeightsHeader, WeightsPart
 from coppice.stack.spec import HeadSpec
@@ -42,11 +42,8 @@ class Head:
     def of(cls, spec: HeadSpec, target: Path) -> Head:
         """Read a head that weights can be pushed to. Raises InvalidField."""
         assert spec.path
-        if spec.kind == "eagle3":
-            eagle = load_eagle3(spec.path, target)
-            return cls(spec.name, Weights.of(public_weights(eagle.model, eagle.config)))
-        block = load_specblock(spec.path, target)
-        return cls(spec.name, Weights.of(public_weights(block.model, block.config)))
+        loaded = load_head(spec.kind, spec.path, target)
+        return cls(spec.name, Weights.of(public_weights(loaded.model, loaded.config)))
 
     def random(self, version: int, name: str | None = MATRIX) -> Push:
         """A valid update to random weights, of one tensor or (None) of all."""

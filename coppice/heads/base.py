@@ -21,6 +21,7 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 
 if TYPE_CHECKING:
+    from coppice.heads.weight_swap import WeightSwap
     from coppice.weights.staging import Staging
 
 TOP_K, DEPTH = 8, 6  # of a tree, for heads whose settings leave them open
@@ -69,21 +70,6 @@ class Growth:
     """nothing more comes for this job"""
     q_rows: NDArray[np.float32] | None = None
     """(len(nodes), vocab_size) probabilities the nodes were sampled from; only for jobs that want them"""
-
-
-class WeightSwap(ABC):
-    """New weights that are ready: the next draft reads them once `swap` was called."""
-
-    @abstractmethod
-    def swap(self) -> None:
-        """Exchange them with the old ones, which this object then holds. Call it on the head's thread between drafts.
-
-        Raises StaleFence when the head's weights are no longer those that the push was checked against.
-        """
-
-    @abstractmethod
-    def release(self) -> None:
-        """Free the old weights. It takes a while: call it on another thread than the head's."""
 
 
 @dataclass(frozen=True, slots=True)

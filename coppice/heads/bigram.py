@@ -7,8 +7,8 @@ below,
 
     P(x | a) = (c(a, x) + T(a) P_below(x | a)) / (c(a) + T(a)).
 
-A pair seen once therefore has about one half, not certainty. Below the session's own pairs lie a base model's, if
-there is one, else the session's single tokens; below single tokens the uniform distribution.
+A pair seen once therefore has about one half, not certainty. Below the session's pairs lie its single tokens, below
+those the uniform distribution.
 """
 
 from __future__ import annotations
@@ -66,13 +66,10 @@ class Ranking:
 
 
 class Bigram:
-    """Counts of one text. `vocab_size` 0 is unknown: then what is left of a row belongs to ids never seen.
+    """Counts of one text. `vocab_size` 0 is unknown: then what is left of a row belongs to ids never seen."""
 
-    A `base` is shared by sessions and never extended again.
-    """
-
-    def __init__(self, vocab_size: int, base: Bigram | None = None) -> None:
-        self.vocab_size, self.base = vocab_size, base
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
         self._tokens = Ranking()
         self._followers: dict[int, Ranking] = {}
         self._last: int | None = None
@@ -89,10 +86,6 @@ class Bigram:
         self._frequent = {token: self._unigram(token) for token in self._tokens.ids[:FREQUENT]}
         self._rows = {}
 
-    def end_text(self) -> None:
-        """End the text: no pair spans it and the next one."""
-        self._last = None
-
     def start(self, root: int) -> int:
         """Return the state behind `root`: a bigram remembers one token."""
         return root
@@ -106,35 +99,24 @@ class Bigram:
         row = self._rows.get(state)
         if row is not None:
             return row
-        below = self.base.followers(state) if self.base else self._frequent
         seen = self._followers.get(state)
         if seen is None:
-            return below
-        row = self._rows[state] = self._row(state, seen, below)
+            return self._frequent
+        row = self._rows[state] = self._row(seen)
         return row
 
-    def _row(self, previous: int, seen: Ranking, below: dict[int, float]) -> dict[int, float]:
-        """Score the most frequent followers and the candidates of the model below."""
+    def _row(self, seen: Ranking) -> dict[int, float]:
+        """Score the most frequent followers, and the most frequent tokens of all."""
+        below = self._frequent
         kinds, total = len(seen.ids), seen.total + len(seen.ids)
         own = {}
         for token, count in seen.most_frequent(FOLLOWERS):
             p = below.get(token)
-            own[token] = (count + kinds * (self._below(previous, token) if p is None else p)) / total
+            own[token] = (count + kinds * (self._unigram(token) if p is None else p)) / total
         for token, p in below.items():
             if token not in own:
                 own[token] = (seen.count(token) + kinds * p) / total
         return own
-
-    def probability(self, previous: int, token: int) -> float:
-        """Return P(token | previous)."""
-        below = self._below(previous, token)
-        seen = self._followers.get(previous)
-        if seen is None:
-            return below
-        return (seen.count(token) + len(seen.ids) * below) / (seen.total + len(seen.ids))
-
-    def _below(self, previous: int, token: int) -> float:
-        return self.base.probability(previous, token) if self.base else self._unigram(token)
 
     def _unigram(self, token: int) -> float:
         kinds = len(self._tokens.ids)
@@ -143,11 +125,8 @@ class Bigram:
 
     def row(self, previous: int) -> NDArray[np.float64]:
         """Return (vocab_size,) P(. | previous), which sums to 1; the vocabulary must be known and a text begun."""
-        if self.base:
-            row = self.base.row(previous)
-        else:
-            row = np.full(self.vocab_size, 1 / self.vocab_size)
-            _interpolate(row, self._tokens)
+        row = np.full(self.vocab_size, 1 / self.vocab_size)
+        _interpolate(row, self._tokens)
         if seen := self._followers.get(previous):
             _interpolate(row, seen)
         return row

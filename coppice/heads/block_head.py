@@ -1,11 +1,13 @@
-"""Heads that draft in blocks: K tokens a forward, M forwards a step, the later ones from several nodes at once."""
+"""Heads that draft in blocks: K tokens a forward, M forwards a step, the later ones from several nodes at once.
+
+`specblock` branches by a rank head (SpecBlock, section 3); `falcon`'s tree is static (SpecBlock, appendix A.4).
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -14,19 +16,22 @@ from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
 from coppice.engine.attention_plan import Tail
-from coppice.heads.base import DraftJob, Growth
+from coppice.heads.base import DraftJob, Growth, with_tree_shape
 from coppice.heads.block_tree import MAX_STARTS, Blocks, BlockTree
-from coppice.heads.feature_head import FeatureHead
-from coppice.heads.feature_session import Inputs, Rows, join
+from coppice.heads.feature_head import FeatureHead, Output
+from coppice.heads.feature_session import Rows, join
 from coppice.heads.last_draft import LastDraft
 from coppice.heads.level_tree import row_slices
-from coppice.heads.models.block import BlockModel
+from coppice.heads.models.specblock import BUCKETS
 from coppice.speculation.sampling_torch import greedy_ids
-
-M = TypeVar("M", bound=BlockModel)
 
 BLOCKS = 2
 """forwards of a draft"""
+WIDTHS = (2, 4, 6, 10)
+"""tokens that a slot branches into, by the rank head's bucket"""
+FIRST, OTHERS = 0.6, 0.25
+"""how often a slot's best token is the target's and how often one of its others, roughly and of no head in particular:
+between what `coppice bench paper rank` prints of two trained heads"""
 
 
 @dataclass
@@ -48,16 +53,7 @@ class _Active:
             self.last_draft.predictions.append((nodes, self.states.flatten(0, 1).clone()))
 
 
-@dataclass(frozen=True)
-class _Output:
-    """What a forward says about all trees' starts, in order."""
-
-    states: Tensor  # (S, K, hidden)
-    logits: Tensor  # (S, K, draft vocabulary)
-    buckets: Tensor  # (S, K)
-
-
-class BlockHead(FeatureHead[M]):
+class BlockHead(FeatureHead):
     """Drafts block by block; a kind says what a slot branches into."""
 
     anytime: ClassVar[bool] = True
@@ -77,16 +73,15 @@ class BlockHead(FeatureHead[M]):
     @property
     def slots(self) -> int:
         """Tokens that a block predicts, each with a KV entry."""
-        return self.model.config.slots
+        return int(self.model.config.slots)
 
-    @abstractmethod
     def buckets(self, logits: Tensor, normed: Tensor) -> Tensor:
-        """Return (S, K) which of the widths holds in each slot.
+        """Return (S, K) which of the widths holds in each slot: here bucket 1, the second width, everywhere.
 
-        It is told by (S, K, draft vocabulary) logits and (S, K, hidden) normed states.
-
-        Bucket 1 branches into the second width; 0 also says that the slot's best token is expected to be the target's.
+        It is told by (S, K, draft vocabulary) logits and (S, K, hidden) normed states. Bucket 0 also says that the
+        slot's best token is expected to be the target's.
         """
+        return torch.ones(logits.shape[:-1], dtype=torch.int64, device=self.device)
 
     def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
         """Grow all trees block by block."""
@@ -96,13 +91,13 @@ class BlockHead(FeatureHead[M]):
         numbers = [at for at in range(len(jobs)) if fit[at]]
         if not numbers:
             return
-        output = self._first_block([jobs[at] for at in numbers])
+        output = self._from_roots([jobs[at] for at in numbers])
         active = [
             _Active(
                 at,
                 BlockTree(jobs[at], self.settings.chain),
                 self._noise(jobs[at], self.slots * blocks),
-                output.states[:0],
+                output[0][:0],
                 self._keep_draft(jobs[at]),
             )
             for at in numbers
@@ -115,20 +110,7 @@ class BlockHead(FeatureHead[M]):
             active = growing
             if not active:
                 return
-            output = self._next_block(active)
-
-    @torch.inference_mode()
-    def _first_block(self, jobs: Sequence[DraftJob]) -> _Output:
-        rows, ends = self._query_rows(jobs)
-        output = self.timed(self._first, self._inputs(rows), ends)
-        self._settle(jobs)
-        return output
-
-    @torch.inference_mode()
-    def _next_block(self, active: Sequence[_Active]) -> _Output:
-        """Run one forward over the starts of all trees."""
-        rows = join([self._start_rows(one) for one in active])
-        return self.timed(self._next, self._inputs(rows))
+            output = self._from_states(join([self._start_rows(one) for one in active]))
 
     def _start_rows(self, one: _Active) -> Rows:
         """Make a row of each start: it reads its own token and the state of the slot that made it.
@@ -148,35 +130,16 @@ class BlockHead(FeatureHead[M]):
             (Tail(session.table, self._entry(session, job.committed_len - 1), np.concatenate(sees, axis=1)),),
         )
 
-    def _first(self, inputs: Inputs, ends: Tensor) -> _Output:
-        """Read the rows of the roots."""
-        return self._read_states(self._states(inputs)[ends])
-
-    def _next(self, inputs: Inputs) -> _Output:
-        """Read the starts' rows."""
-        return self._read_states(self._blocks(inputs.features, inputs))
-
-    def _read_states(self, states: Tensor) -> _Output:
+    def _read_states(self, states: Tensor) -> Output:
+        """Return (S, K, hidden) states with their logits and the (S, K) buckets of their slots."""
         logits, normed = self.model.read(states)
-        return _Output(states, logits, self.buckets(logits, normed))
-
-    def _score(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        logits, normed = self.model.read(states)
-        return normed, logits
-
-    def _states(self, inputs: Inputs) -> Tensor:
-        """Return (N, K, hidden) un-normed states of rows of target features."""
-        return self._blocks(self.model.condition(inputs.features), inputs)
-
-    def _blocks(self, condition: Tensor, inputs: Inputs) -> Tensor:
-        rope = self.model.rope(inputs.positions + 1, self.dtype)  # slot k of row p stands at p + 1 + k
-        states: Tensor = self.model(condition[None], inputs.embeddings, rope, inputs.attends)
-        return states[0]
+        return states, logits, self.buckets(logits, normed)
 
     @torch.inference_mode()
-    def _grow(self, active: Sequence[_Active], output: _Output, deeper: bool) -> None:
+    def _grow(self, active: Sequence[_Active], output: Output, deeper: bool) -> None:
         """Add the blocks of a forward to the trees."""
-        scores, slices = output.logits.float(), row_slices(len(one.tree.starts) for one in active)
+        states, logits, branching = output
+        scores, slices = logits.float(), row_slices(len(one.tree.starts) for one in active)
         coupled = any(one.noise is not None for one in active)
         greedy = greedy_ids(scores)[..., None] if coupled else None
         for one, rows in zip(active, slices, strict=True):
@@ -185,12 +148,61 @@ class BlockHead(FeatureHead[M]):
             if one.noise is not None:  # of the positions where each slot's token will stand
                 for row, depth in enumerate(one.tree.starts.depths.tolist(), rows.start):
                     scores[row] += one.noise[depth : depth + self.slots]
-            one.states = output.states[rows]
+            one.states = states[rows]
         width = max(1, *self._widths) + coupled  # room for a greedy token that the noise puts behind the others
-        tokens, values, more = self._likeliest(scores, width, output.buckets[..., None], wanted=greedy)
+        tokens, values, more = self._likeliest(scores, width, branching[..., None], wanted=greedy)
         buckets, spine = more[..., 0], more[..., 1] if coupled else np.zeros_like(more[..., 0])
         worth = None if self.worth is None else np.broadcast_to(self.worth[:width], values.shape)
         for one, rows in zip(active, slices, strict=True):
             parts = tokens[rows], values[rows], spine[rows], buckets[rows], None if worth is None else worth[rows]
             one.tree.grow(Blocks(*parts), self._widths, deeper)
             one.remember()
+
+
+class SpecBlockHead(BlockHead):
+    """A trained SpecBlock drafter; each block is sent as soon as it exists."""
+
+    kind = "specblock"
+
+    def __init__(
+        self, settings: DrafterSettings, widths: Sequence[int] = WIDTHS, rank_guided: bool = True, blocks: int = BLOCKS
+    ) -> None:
+        """Unless `rank_guided`, every slot branches into widths[1] tokens. A chain has one token a slot."""
+        if settings.chain:
+            widths, rank_guided = (1,) * BUCKETS, False
+        self._rank_guided = rank_guided
+        super().__init__(settings, widths if rank_guided else (widths[1],) * BUCKETS, blocks)
+
+    def buckets(self, logits: Tensor, normed: Tensor) -> Tensor:
+        """Return the rank head's answers, or bucket 1 everywhere."""
+        if not self._rank_guided:
+            return super().buckets(logits, normed)
+        buckets: Tensor = self.model.rank(normed, logits).argmax(-1)
+        return buckets
+
+
+class FalconHead(BlockHead):
+    """A trained Falcon drafter.
+
+    Which nodes a tree has and where its later blocks start depends on the ranks of tokens in their slots, never on what
+    the model gives them: the tree grows as that of a drafter whose slots are all as sure as `prior` says.
+    """
+
+    kind = "falcon"
+    anytime = False  # a receiver would prune what a later block displaces by the model's scores
+
+    def __init__(self, settings: DrafterSettings, blocks: int = BLOCKS) -> None:
+        width = with_tree_shape(settings).top_k
+        super().__init__(settings, (width,) * BUCKETS, blocks)
+        self.worth = prior(width + 1)  # one more for a greedy token that noise puts behind the others
+
+
+def prior(width: int) -> NDArray[np.float32]:
+    """Return the (width,) log-probabilities that the static tree gives to a slot's tokens by rank.
+
+    The others fall as 1 / rank^2. All are in 1024ths, so that sums are exact: of equal ones every machine takes the
+    earlier node.
+    """
+    rank = np.arange(1, width)
+    chances = np.concatenate(([FIRST], OTHERS / (rank * (rank + 1))))
+    return (np.round(np.log(chances) * 1024) / 1024).astype(np.float32)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -30,13 +30,9 @@ from coppice.heads.models.parallelspec import ParallelSpecConfig, ParallelSpecMo
 from coppice.heads.models.specblock import SpecBlockConfig, SpecBlockModel
 from coppice.heads.public_state import fused_tensor, public_state
 
-M = TypeVar("M", bound=nn.Module)
-C = TypeVar("C", bound=HeadConfig)
-Layout = Literal["specblock", "eagle3", "speculators"]
-LAYOUTS: tuple[Layout, ...] = ("specblock", "eagle3", "speculators")
+LAYOUTS = ("specblock", "eagle3", "speculators")
 """those that others read, too"""
-OwnLayout = Literal["medusa", "parallelspec", "falcon"]
-OWN: tuple[OwnLayout, ...] = ("medusa", "parallelspec", "falcon")
+OWN = ("medusa", "parallelspec", "falcon")
 SHAPES: Mapping[str, tuple[type[HeadConfig], Callable[[Any], nn.Module]]] = MappingProxyType(
     {
         "specblock": (SpecBlockConfig, SpecBlockModel),
@@ -66,11 +62,11 @@ _TO_SAFETENSORS = (
 
 
 @dataclass(frozen=True)
-class Loaded(Generic[M, C]):
+class Loaded:
     """A head in float32 on the CPU, and what it takes from its target."""
 
-    model: M
-    config: C
+    model: Any
+    config: Any
     embedding: Tensor
     """(vocabulary, hidden), the target's"""
 
@@ -118,36 +114,26 @@ def _find_tensor(folder: Path, names: tuple[str, ...]) -> Tensor | None:
     return None
 
 
-def layout_of(folder: str | Path) -> Layout | OwnLayout:
+def layout_of(folder: str | Path) -> str:
     """Return the layout that a folder's config.json announces. Raises InvalidField."""
     config = _read_config(Path(folder))
     if _KIND in config:
-        for own in OWN:
-            if config[_KIND] == own:
-                return own
-        raise InvalidField(_PATH, f"{folder} holds a {config[_KIND]!r} head; there are {', '.join(OWN)}")
+        kind: str = config[_KIND]
+        if kind in OWN:
+            return kind
+        raise InvalidField(_PATH, f"{folder} holds a {kind!r} head; there are {', '.join(OWN)}")
     if "speculators_model_type" in config or "Eagle3Speculator" in config.get("architectures", ()):
         return "speculators"
     return "specblock" if "diffspec_draft_token_num" in config else "eagle3"
 
 
-def load_head(kind: str, folder: str | Path, target: str | Path) -> Loaded[Any, Any]:
+def load_head(kind: str, folder: str | Path, target: str | Path) -> Loaded:
     """Load a head of a kind for its target. Raises InvalidField naming the first thing that does not fit."""
     path, layout = Path(folder), layout_of(folder)
     if ("eagle3" if layout == "speculators" else layout) != kind:
         has, wants = _TITLES.get(layout, layout), _TITLES.get(kind, kind)
         raise InvalidField(_PATH, f"{folder} is a {has} checkpoint, not one of {wants}")
     return _for_target(path, read_head(path), read_target(target))
-
-
-def load_specblock(folder: str | Path, target: str | Path) -> Loaded[SpecBlockModel, SpecBlockConfig]:
-    """Load a SpecBlock head. Raises InvalidField."""
-    return load_head("specblock", folder, target)
-
-
-def load_eagle3(folder: str | Path, target: str | Path) -> Loaded[Eagle3Model, Eagle3Config]:
-    """Load an EAGLE-3 head, from its own layout or speculators'. Raises InvalidField."""
-    return load_head("eagle3", folder, target)
 
 
 def read_head(folder: Path) -> Any:
@@ -173,7 +159,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read(folder: Path, values: Mapping[str, Any], shape: type[C], build: Callable[[Any], M], layer: str = "") -> M:
+def _read(
+    folder: Path, values: Mapping[str, Any], shape: type[HeadConfig], build: Callable[[Any], nn.Module], layer: str = ""
+) -> nn.Module:
     """Read a checkpoint; `layer` is what the file calls EAGLE-3's midlayer, when it has another name for it."""
     given = {name: value for name, value in values.items() if value is not None or name in _NULLABLE}
     try:
@@ -190,7 +178,7 @@ def _read(folder: Path, values: Mapping[str, Any], shape: type[C], build: Callab
     return model.float()
 
 
-def _for_target(folder: Path, model: Any, target: TargetParts) -> Loaded[Any, Any]:
+def _for_target(folder: Path, model: Any, target: TargetParts) -> Loaded:
     """Join a head and what it takes from its target, which it must fit."""
     config: HeadConfig = model.config
     for name, has, wants in (
@@ -255,7 +243,7 @@ def kind_of(config: HeadConfig) -> str:
     return next(kind for kind, (shape, _) in SHAPES.items() if type(config) is shape)
 
 
-def save_head(folder: Path, model: nn.Module, config: HeadConfig, layout: Layout | OwnLayout, target: str = "") -> None:
+def save_head(folder: Path, model: nn.Module, config: HeadConfig, layout: str, target: str = "") -> None:
     """Write a head: in the layout of its kind, or speculators' for EAGLE-3. Embeddings stay with the target.
 
     Raises InvalidField when the layout cannot hold this kind of head. `target` is a name for speculators' readers.
@@ -301,7 +289,7 @@ def _speculators_config(values: Mapping[str, Any], target: str) -> dict[str, Any
     }
 
 
-def convert(source: Path, out: Path, layout: Layout) -> None:
+def convert(source: Path, out: Path, layout: str) -> None:
     """Write the head of `source` in another layout. Raises InvalidField."""
     model = read_head(source)
     save_head(out, model, model.config, layout)

@@ -12,10 +12,9 @@ from torch import Tensor
 from coppice.engine.attention_plan import Tail
 from coppice.heads.base import DraftJob, Growth
 from coppice.heads.feature_head import FeatureHead
-from coppice.heads.feature_session import Inputs, Rows
+from coppice.heads.feature_session import Rows
 from coppice.heads.last_draft import LastDraft
 from coppice.heads.level_tree import LevelTree, row_slices
-from coppice.heads.models.eagle3 import Eagle3Model
 
 
 @dataclass
@@ -24,7 +23,7 @@ class _Tree(LevelTree):
     last_draft: LastDraft | None = None
 
 
-class Eagle3Head(FeatureHead[Eagle3Model]):
+class Eagle3Head(FeatureHead):
     """A trained EAGLE-3 drafter."""
 
     kind = "eagle3"
@@ -41,17 +40,14 @@ class Eagle3Head(FeatureHead[Eagle3Model]):
             tree.noise = self._noise(tree.job, min(self.settings.depth, tree.job.budget))
             tree.last_draft = self._keep_draft(tree.job)
         if active:
-            rows, ends = self._query_rows([tree.job for tree in active])
-            states, logits = self.timed(self._first, self._inputs(rows), ends)
-            self._settle([tree.job for tree in active])
+            states, logits, _ = self._from_roots([tree.job for tree in active])
         level = 0
         while active:
             level += 1
             self._extend(active, states, logits, level)
             before, active = active, [tree for tree in active if len(tree.frontier)]
             if active:
-                rows = self._level_rows(before, states, level)
-                states, logits = self.timed(self._next, self._inputs(rows))
+                states, logits, _ = self._from_states(self._level_rows(before, states, level))
         for tree in trees:
             if tree.last_draft is not None:
                 tree.last_draft.tokens, tree.last_draft.parents, _ = tree.candidates()
@@ -92,27 +88,3 @@ class Eagle3Head(FeatureHead[Eagle3Model]):
             np.concatenate(positions),
             tails,
         )
-
-    def _first(self, inputs: Inputs, ends: Tensor) -> tuple[Tensor, Tensor]:
-        """Return states and logits of the rows that read the roots."""
-        states = self._states(inputs)[ends]
-        return states, self.model.read(states)
-
-    def _next(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Return states and logits of a level's rows."""
-        states = self._level(inputs.features, inputs)
-        return states, self.model.read(states)
-
-    def _score(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        normed = self.model.norm(states)
-        return normed, self.model.lm_head(normed)
-
-    def _states(self, inputs: Inputs) -> Tensor:
-        """Return (N, hidden) un-normed states of rows of target features."""
-        return self._level(self.model.condition(inputs.features), inputs)
-
-    def _level(self, hidden: Tensor, inputs: Inputs) -> Tensor:
-        rope = self.model.rope(inputs.positions, self.dtype)
-        (attend,) = inputs.attends
-        states: Tensor = self.model(hidden[None], inputs.embeddings, rope, attend)
-        return states[0]

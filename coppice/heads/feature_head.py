@@ -12,12 +12,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
 from coppice.engine.attention_plan import Tail, plan_tails
@@ -31,7 +31,7 @@ from coppice.heads.feature_session import FeatureSession, Inputs, Rows, join
 from coppice.heads.last_draft import LastDraft
 from coppice.heads.models.layers import Attend, HeadConfig, largest
 from coppice.heads.public_state import public_weights
-from coppice.heads.weight_swap import ModelSwap
+from coppice.heads.weight_swap import WeightSwap
 from coppice.messages.steps import Advance, Features, HeadDescription, OpenDraft, WeightsHeader
 from coppice.speculation.sampling_torch import noise
 from coppice.weights.staging import Staging
@@ -39,14 +39,16 @@ from coppice.weights.versions import Weights
 
 PREFILL_SLOTS = 1024  # KV entries made in one prefill forward
 
-M = TypeVar("M", bound=nn.Module)
 R = TypeVar("R")
+Output = tuple[Tensor, Tensor, Tensor]
+"""of a forward: un-normed states, their logits, and what a kind reads off them beside"""
 
 
-class FeatureHead(Head, Generic[M]):
+class FeatureHead(Head):
     """Sessions, prefill and packed attention of a trained head; a kind adds its model and its tree."""
 
     kind: ClassVar[str]
+    model: Any
 
     def __init__(self, settings: DrafterSettings) -> None:
         """Load `settings.path` for the target of `settings.target`, on the thread that will use it.
@@ -60,7 +62,7 @@ class FeatureHead(Head, Generic[M]):
         self.settings = with_tree_shape(settings)
         device, self.dtype = torch.device(settings.device), DTYPES[settings.dtype]
         self.weights = self._checkpoint = Weights.of(public_weights(loaded.model, config))
-        self.model: M = loaded.model.to(device, self.dtype).requires_grad_(False).train(False)
+        self.model = loaded.model.to(device, self.dtype).requires_grad_(False).train(False)
         self.embedding = loaded.embedding.to(device, self.dtype)
         prepack(self.model)
         compile_ahead(self.model)
@@ -156,9 +158,9 @@ class FeatureHead(Head, Generic[M]):
         """Return what takes the parts of a push; its parent is what is in use or the checkpoint."""
         return Staging(header, self.description.name, self.weights, self._checkpoint)
 
-    def prepare_swap(self, staging: Staging) -> ModelSwap[M]:
+    def prepare_swap(self, staging: Staging) -> WeightSwap:
         """Make a model with the push's tensors, in the head's dtype and on its device. It shares the others."""
-        return ModelSwap(self, staging)
+        return WeightSwap(self, staging)
 
     # --- misses ---
 
@@ -180,19 +182,12 @@ class FeatureHead(Head, Generic[M]):
         state = draft.state_where_rejected(advance, len(session.ids))
         if state is None:
             return None
-        normed, logits = self._score(state[None])
+        logits, normed = self.model.read(state[None])
         places = np.flatnonzero(self._ids == rejection.target_id)
         chance = logits[0].float().softmax(-1)[places[:1].tolist()]
         answer = torch.cat((normed[0].float(), chance)).cpu().numpy()
         value = 1.0 - float(answer[-1]) if len(places) else 1.0
         return Miss(float(np.float32(min(1.0, max(0.0, value)))), answer[: normed.shape[1]].copy())
-
-    def _score(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn (N, hidden) un-normed states into (N, hidden) normed ones and their (N, draft vocabulary) logits.
-
-        Kinds that keep their last draft have it; the others report no miss.
-        """
-        raise NotImplementedError
 
     # --- rows ---
 
@@ -219,6 +214,8 @@ class FeatureHead(Head, Generic[M]):
 
     def _visible(self, rows: int) -> NDArray[np.bool_]:
         """Return (rows * slots, rows * slots): which entries of rows in a row each of them sees."""
+        if self.config.relaxed:  # the later slots of its own row, too
+            return np.tri(rows, dtype=np.bool_).repeat(self.slots, axis=0).repeat(self.slots, axis=1)
         return np.tri(rows * self.slots, dtype=np.bool_)
 
     def _query_rows(self, jobs: Sequence[DraftJob]) -> tuple[Rows, Tensor]:
@@ -274,11 +271,32 @@ class FeatureHead(Head, Generic[M]):
         session.done = upto
 
     def _states(self, inputs: Inputs) -> Tensor:
-        """Run the forward over rows of target features, which stores keys and values; returns each row's states.
+        """Run the forward over rows of target features, which stores keys and values; returns each row's states."""
+        return self._forward(self.model.condition(inputs.features), inputs)
 
-        Kinds that keep KV have it.
-        """
-        raise NotImplementedError
+    def _forward(self, condition: Tensor, inputs: Inputs) -> Tensor:
+        """Return the (N, ...) un-normed states of rows with these (N, hidden) conditions."""
+        rope = self.model.rope(inputs.positions, self.dtype)
+        states: Tensor = self.model(condition[None], inputs.embeddings, rope, inputs.attends)
+        return states[0]
+
+    def _read_states(self, states: Tensor) -> Output:
+        """Return un-normed states with their logits, and whatever else a kind reads off them."""
+        logits, normed = self.model.read(states)
+        return states, logits, normed
+
+    @torch.inference_mode()
+    def _from_roots(self, jobs: Sequence[DraftJob]) -> Output:
+        """Run the jobs' rows, and read those of the roots."""
+        rows, ends = self._query_rows(jobs)
+        output = self.timed(lambda inputs: self._read_states(self._states(inputs)[ends]), self._inputs(rows))
+        self._settle(jobs)
+        return output
+
+    @torch.inference_mode()
+    def _from_states(self, rows: Rows) -> Output:
+        """Run rows of the head's own states, and read them."""
+        return self.timed(lambda inputs: self._read_states(self._forward(inputs.features, inputs)), self._inputs(rows))
 
     # --- scores ---
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -153,6 +151,9 @@ class NgramHead(Head):
     """Sessions that draft from their own text; they share nothing but an immutable base model."""
 
     def __init__(self, settings: DrafterSettings, new_model: Callable[[], TextModel]) -> None:
+        """Raise InvalidField for a path: there are no weights to read."""
+        if settings.path:
+            raise InvalidField("drafter.path", f"a {settings.kind} head reads no weights, as of {settings.path}")
         self.description = HeadDescription(settings.name or settings.kind, settings.kind, settings.vocab_size)
         settings = with_tree_shape(settings)
         self._depth, self._width = settings.depth, settings.top_k
@@ -197,22 +198,5 @@ def lookup_head(settings: DrafterSettings) -> NgramHead:
 
 
 def bigram_head(settings: DrafterSettings) -> NgramHead:
-    """Make a head that counts pairs of the session's tokens, over the counts of `settings.path` if that is set."""
-    base = _read_base(settings) if settings.path else None
-    return NgramHead(settings, lambda: Bigram(settings.vocab_size, base))
-
-
-def _read_base(settings: DrafterSettings) -> Bigram:
-    """Count a JSON file: a list of texts, each a list of ids. Raises InvalidField when it is anything else."""
-    base = Bigram(settings.vocab_size)
-    try:
-        for ids in json.loads(Path(settings.path).read_text()):
-            if not all(type(token) is int and 0 <= token < (settings.vocab_size or 1 << 32) for token in ids):
-                raise ValueError("an entry is no token id below the vocabulary width")
-            base.extend(ids)
-            base.end_text()
-        if not base.followers(0):
-            raise ValueError("it holds no ids")
-    except (OSError, ValueError, TypeError) as error:
-        raise InvalidField("drafter.path", f"{settings.path} is no JSON list of texts as ids: {error}") from None
-    return base
+    """Make a head that counts pairs of the session's tokens."""
+    return NgramHead(settings, lambda: Bigram(settings.vocab_size))

@@ -1,4 +1,7 @@
-"""Heads that predict all of a draft's tokens in one forward, no slot knowing of another."""
+"""Heads that predict all of a draft's tokens in one forward, no slot knowing of another (SpecBlock, appendix A.4).
+
+`medusa` has K independent heads on the target's features; `parallelspec` reads K mask tokens behind the prefix.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,19 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
+from coppice.engine.attention_plan import Tail
 from coppice.heads.base import DraftJob, Growth
-from coppice.heads.feature_head import FeatureHead, M
+from coppice.heads.feature_head import FeatureHead
+from coppice.heads.feature_session import FeatureSession, Inputs, Rows
 from coppice.heads.level_tree import LevelTree
 
 
-class ParallelHead(FeatureHead[M]):
+class ParallelHead(FeatureHead):
     """The tree is every combination of the slots' `top_k` tokens, pruned to the budget by cumulative probability."""
 
     scratch: ClassVar[bool] = False
@@ -53,3 +59,63 @@ class ParallelHead(FeatureHead[M]):
     @abstractmethod
     def _predict(self, jobs: Sequence[DraftJob]) -> Tensor:
         """Return (J, deepest, draft vocabulary) logits of each slot behind each job's root; rows end up in KV."""
+
+
+class MedusaHead(ParallelHead):
+    """A trained set of Medusa heads: they read the last committed position's features alone, and not the root."""
+
+    kind = "medusa"
+
+    def _prefill(self, session: FeatureSession, upto: int) -> None:
+        session.done = upto  # nothing is kept of a position
+
+    def _predict(self, jobs: Sequence[DraftJob]) -> Tensor:
+        rows, ends = self._query_rows(jobs)
+        return self.timed(self._logits, rows.features[ends])
+
+    def _logits(self, features: Tensor) -> Tensor:
+        states = self.model(features)
+        return torch.stack([self.model.read(states[:, slot], slot)[0] for slot in range(self.deepest)], dim=1)
+
+
+class ParallelSpecHead(ParallelHead):
+    """A trained ParallelSpec drafter. A draft's masks lie behind the rows in KV until later rows take their place."""
+
+    kind = "parallelspec"
+    scratch = True
+
+    def _committed_rows(self, session: FeatureSession, upto: int, root: int | None) -> Rows:
+        """Add a group of masks behind the root; what a mask reads beside its position is of no account."""
+        rows = super()._committed_rows(session, upto, root)
+        if root is None:
+            return rows
+        (tail,), masks = rows.tails, self.deepest
+        visible = self._visible(len(rows.tokens) + masks)
+        return Rows(
+            torch.cat((rows.features, rows.features.new_zeros(masks, rows.features.shape[1]))),
+            [*rows.tokens, *[0] * masks],
+            np.append(rows.positions, np.arange(masks) + upto),
+            (Tail(tail.table, tail.prefix, visible),),
+        )
+
+    def _predict(self, jobs: Sequence[DraftJob]) -> Tensor:
+        rows, ends = self._query_rows(jobs)  # of each job the last mask's
+        masks = ends[:, None] + torch.arange(1 - self.deepest, 1, device=self.device)
+        return self.timed(self._logits, self._inputs(rows), masks)
+
+    def _logits(self, inputs: Inputs, masks: Tensor) -> Tensor:
+        logits: Tensor = self.model.read(self._masked(inputs, masks)[masks])[0]
+        return logits
+
+    def _states(self, inputs: Inputs) -> Tensor:
+        """Return (N, hidden) un-normed states of rows of target features."""
+        return self._masked(inputs, None)
+
+    def _masked(self, inputs: Inputs, masks: Tensor | None) -> Tensor:
+        """Return (N, hidden) states of rows of which those at (J, masks) indices are mask tokens."""
+        rows = self.model.prefix(inputs.features, inputs.embeddings[0])
+        if masks is not None:
+            rows[masks] = self.model.mask_tokens.weight[: self.deepest]
+        rope = self.model.rope(inputs.positions, self.dtype)
+        states: Tensor = self.model(rows[None], rope, inputs.attends)
+        return states[0]

@@ -17,10 +17,10 @@ _BUILDERS = MappingProxyType(
         "lookup": ("coppice.heads.ngram", "lookup_head"),
         "lm": ("coppice.heads.lm", "LanguageModelHead"),
         "eagle3": ("coppice.heads.eagle3", "Eagle3Head"),
-        "specblock": ("coppice.heads.specblock", "SpecBlockHead"),
-        "medusa": ("coppice.heads.medusa", "MedusaHead"),
-        "parallelspec": ("coppice.heads.parallelspec", "ParallelSpecHead"),
-        "falcon": ("coppice.heads.falcon", "FalconHead"),
+        "specblock": ("coppice.heads.block_head", "SpecBlockHead"),
+        "medusa": ("coppice.heads.parallel_head", "MedusaHead"),
+        "parallelspec": ("coppice.heads.parallel_head", "ParallelSpecHead"),
+        "falcon": ("coppice.heads.block_head", "FalconHead"),
     }
 )
 

@@ -5,39 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from coppice.engine.linear import prepack
 from coppice.errors import StaleFence
-from coppice.heads.base import WeightSwap
 from coppice.heads.public_state import fused_tensor, public_names
-from coppice.messages.steps import HeadDescription
 from coppice.weights.staging import Staging
-from coppice.weights.versions import Weights
 
-M = TypeVar("M", bound=nn.Module)
-
-
-class Swappable(Protocol[M]):
-    """The parts of a head that a swap exchanges."""
-
-    model: M
-    weights: Weights
-    description: HeadDescription
-    dtype: torch.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
+if TYPE_CHECKING:
+    from coppice.heads.feature_head import FeatureHead
 
 
-class ModelSwap(WeightSwap, Generic[M]):
-    """A model beside the one that drafts."""
+class WeightSwap:
+    """A model with new weights beside the one that drafts, ready: the next draft reads them once `swap` was called."""
 
-    def __init__(self, head: Swappable[M], staging: Staging) -> None:
+    def __init__(self, head: FeatureHead, staging: Staging) -> None:
         """Make the head's model with a push's tensors, in its dtype and on its device; it shares all others.
 
         Raises what `Staging.finish` raises.
@@ -56,7 +41,10 @@ class ModelSwap(WeightSwap, Generic[M]):
         self._model = with_tensors(head.model, state)
 
     def swap(self) -> None:
-        """Exchange the models. Raises StaleFence when other weights came into use meanwhile."""
+        """Exchange the models. Call it on the head's thread between drafts.
+
+        Raises StaleFence when the head's weights are no longer those that the push was checked against.
+        """
         head, weights = self._head, self._weights
         if head.weights is not self._replaces:
             raise StaleFence(
@@ -68,11 +56,11 @@ class ModelSwap(WeightSwap, Generic[M]):
         head.description = replace(head.description, weights_version=weights.version, weights_hash=weights.hash)
 
     def release(self) -> None:
-        """Free the old model."""
+        """Free the old model. It takes a while: call it on another thread than the head's."""
         del self._model
 
 
-def with_tensors(model: M, state: Mapping[str, Tensor]) -> M:
+def with_tensors(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     """Copy a model with the tensors of `state`, which names all of its own; no tensor is copied."""
     shared = [*model.parameters(), *model.buffers(), getattr(model, "rotary", None), model.config]
     copy = deepcopy(model, {id(one): one for one in shared})

@@ -41,9 +41,9 @@ class GenerationRequest:
     budget: int | None = None
     ignore_eos: bool = False
     want_log_probs: bool = False
+    want_trees: bool = False
     pq: bool = False
     coupled: bool = True
-    want_trees: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,6 +191,13 @@ class OpenDraft:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftOpened:
+    """The head holds the prompt."""
+
+    weights_version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Advance:
     """Committed ids the drafter has not seen, the earlier root first."""
 

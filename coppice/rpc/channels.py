@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, Self
 
 import grpc
@@ -57,17 +58,17 @@ class Dialer:
 
     def open(self, address: str) -> grpc.aio.Channel:
         """A channel to one address; connects lazily. Raises InvalidField for unusable certificates or a token."""
-        options = channel_options(self.limits.message_bytes)
-        if not self.tls.on and not self.token:
-            return grpc.aio.insecure_channel(address, options=options)
-        return AioGuardedChannel(_open, address, options, self.tls, self._metadata(address))
+        return self._open(grpc.aio, AioGuardedChannel, address)
 
     def open_blocking(self, address: str) -> grpc.Channel:
         """The same for callers without an event loop."""
+        return self._open(grpc, GuardedChannel, address)
+
+    def _open(self, library: ModuleType, guarded: type[AioGuardedChannel | GuardedChannel], address: str) -> Any:
         options = channel_options(self.limits.message_bytes)
         if not self.tls.on and not self.token:
-            return grpc.insecure_channel(address, options=options)
-        return GuardedChannel(_open_blocking, address, options, self.tls, self._metadata(address))
+            return library.insecure_channel(address, options=options)
+        return guarded(library, address, options, self.tls, self._metadata(address))
 
     def _metadata(self, address: str) -> Metadata:
         if not self.token:
@@ -77,15 +78,3 @@ class Dialer:
         if not (self.tls.on or self.tls.tokens_in_clear or is_loopback(address.rpartition(":")[0])):
             raise InvalidField("token", f"would go to {address} in clear; COPPICE_TLS__CA encrypts it")
         return (("authorization", f"Bearer {self.token}"),)
-
-
-def _open(address: str, credentials: grpc.ChannelCredentials | None, options: Any) -> grpc.aio.Channel:
-    if credentials is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, credentials, options=options)
-
-
-def _open_blocking(address: str, credentials: grpc.ChannelCredentials | None, options: Any) -> grpc.Channel:
-    if credentials is None:
-        return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(address, credentials, options=options)

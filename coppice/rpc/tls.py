@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from contextlib import AbstractAsyncContextManager
+from functools import partial, partialmethod
+from types import ModuleType
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -53,26 +54,22 @@ class _Guarded:
     """
 
     def __init__(
-        self, open_channel: Callable[..., Any], address: str, options: Options, tls: TlsSettings, metadata: Metadata
+        self, library: ModuleType, address: str, options: Options, tls: TlsSettings, metadata: Metadata
     ) -> None:
-        """`open_channel(address, credentials, options)`; credentials are None without TLS. Raises InvalidField."""
+        """`library` opens the channels: grpc, or grpc.aio. Raises InvalidField."""
         self._metadata = metadata
-        self._open, self._address, self._options, self._tls = open_channel, address, options, tls
+        self._library, self._address, self._options, self._tls = library, address, options, tls
         self._certificates = Certificates.read(tls) if tls.on else None
         self._current: dict[str, Any] = {}  # by the name the server must have
 
-    def unary_unary(self, *method: Any, **codecs: Any) -> Callable[..., Any]:
-        """As of a gRPC channel; so are the next three."""
-        return partial(self._call, "unary_unary", method, codecs)
+    def _callable(self, kind: str, *method: Any, **codecs: Any) -> Callable[..., Any]:
+        return partial(self._call, kind, method, codecs)
 
-    def unary_stream(self, *method: Any, **codecs: Any) -> Callable[..., Any]:
-        return partial(self._call, "unary_stream", method, codecs)
-
-    def stream_unary(self, *method: Any, **codecs: Any) -> Callable[..., Any]:
-        return partial(self._call, "stream_unary", method, codecs)
-
-    def stream_stream(self, *method: Any, **codecs: Any) -> Callable[..., Any]:
-        return partial(self._call, "stream_stream", method, codecs)
+    unary_unary = partialmethod(_callable, "unary_unary")
+    """As of a gRPC channel; so are the next three"""
+    unary_stream = partialmethod(_callable, "unary_stream")
+    stream_unary = partialmethod(_callable, "stream_unary")
+    stream_stream = partialmethod(_callable, "stream_stream")
 
     def _call(self, kind: str, method: Any, codecs: Any, *request: Any, metadata: Any = None, **options: Any) -> Any:
         service = method[0].strip("/").partition("/")[0]
@@ -81,17 +78,21 @@ class _Guarded:
 
     def _channel(self, service: str) -> Any:
         """The channel for calls of a service."""
-        credentials, options, name = None, self._options, ""
+        name = ""
         if self._certificates is not None:
             before, self._certificates = self._certificates, self._certificates.renewed(self._tls)
             if self._certificates is not before:
                 self._retire(list(self._current.values()))
                 self._current.clear()
             name = self._tls.server_name or (ACCESS[service].server if service in ACCESS else "")
-            credentials = _channel_credentials(self._certificates)
         if name not in self._current:
-            named = [("grpc.ssl_target_name_override", name)] if name else []
-            self._current[name] = self._open(self._address, credentials, [*options, *named])
+            options = [*self._options, *([("grpc.ssl_target_name_override", name)] if name else [])]
+            if self._certificates is None:
+                channel = self._library.insecure_channel(self._address, options=options)
+            else:
+                credentials = _channel_credentials(self._certificates)
+                channel = self._library.secure_channel(self._address, credentials, options=options)
+            self._current[name] = channel
         return self._current[name]
 
     def _retire(self, channels: list[Any]) -> None:
@@ -114,17 +115,12 @@ class GuardedChannel(_Guarded):
             channel.close()
 
 
-class AioGuardedChannel(_Guarded):
+class AioGuardedChannel(_Guarded, AbstractAsyncContextManager["AioGuardedChannel"]):
     """For callers on an event loop; an async context manager. A retired channel goes when its last call ends."""
 
     async def close(self) -> None:
         """End the calls of the channels in use."""
         await asyncio.gather(*(channel.close() for channel in self._current.values()))
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()

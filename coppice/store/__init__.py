@@ -1,1 +1,1 @@
-"""Redis: connections, scripts that run in it, and the registry of replicas."""
+"""Redis: connections, with scripts that run in it, and the registry of replicas."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coppice.config.sections import DirectorySettings
-from coppice.store.scripts import Store
+from coppice.store.connection import Connection
 
 MAX_REPLICAS = 1024
 """of a pool that are read"""
@@ -29,22 +29,24 @@ class Registry:
 
     def __init__(self, settings: DirectorySettings, role: str, pool: str) -> None:
         self.key = registry_key(settings.prefix, role, pool)
-        self._store = Store(settings)
+        self._connection = Connection(settings)
 
     async def enter(self, address: str, lease_s: float) -> None:
         """Add an address, or renew its lease; drop those whose lease is over."""
-        await self._store.run(_ENTER, self.key, address, round(1000 * lease_s))
+        await self._connection.run(_ENTER, self.key, address, round(1000 * lease_s))
 
     async def leave(self, address: str) -> None:
         """Remove an address."""
-        await self._store.run(_LEAVE, self.key, address)
+        await self._connection.run(_LEAVE, self.key, address)
 
     async def members(self) -> tuple[list[str], str]:
         """Read the addresses whose lease runs, and the mark of when the set was made; "" without a set."""
-        members = [member.decode(errors="replace") for member in await self._store.run(_LIST, self.key, MAX_REPLICAS)]
+        members = [
+            member.decode(errors="replace") for member in await self._connection.run(_LIST, self.key, MAX_REPLICAS)
+        ]
         marks = [member for member in members if member.startswith("#")]
         return [member for member in members if member not in marks], marks[0] if marks else ""
 
     async def close(self) -> None:
         """End the connection."""
-        await self._store.close()
+        await self._connection.close()

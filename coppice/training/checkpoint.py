@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from coppice.training.run_folder import checkpoints
+from coppice.training.run_folder import checkpoints, replacing
 
 KEEP = 2
 EARLIER_FIELDS = {"momentum": "momentum_buffer"}
@@ -61,14 +61,10 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder/step-NNNNNNN` (complete or not there at all) and delete all but the last KEEP."""
     final = folder / f"step-{step:07d}"
-    temporary = folder / f".{final.name}.partial"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_weights(temporary / "model.safetensors", named)
-    save_file(optimiser_tensors(optimisers, named), temporary / "optimizer.safetensors")
-    (temporary / "state.json").write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(temporary, final)
+    with replacing(final) as partial:
+        save_weights(partial / "model.safetensors", named)
+        save_file(optimiser_tensors(optimisers, named), partial / "optimizer.safetensors")
+        (partial / "state.json").write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
     for old in checkpoints(folder)[:-KEEP]:
         shutil.rmtree(old)
     return final

@@ -26,7 +26,6 @@ Workers = Annotated[
     int | None, typer.Option("--workers", min=1, help="Training threads, one core each; default: all cores of a CPU.")
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0)]
-Kept = Annotated[bool, typer.Option(help="specblock: leave it out to see what it is worth.")]
 
 
 def own_folder(out: Path, resume: bool) -> Path:
@@ -88,11 +87,6 @@ def train_head(
     adamw: Annotated[
         bool, typer.Option("--adamw", help="Heads that read features: AdamW for all weights, not Muon for matrices.")
     ] = False,
-    prefix_broadcast: Kept = True,
-    layer_shift: Kept = True,
-    valid_prefix: Kept = True,
-    cross_block: Kept = True,
-    rope_advance: Kept = True,
 ) -> None:
     """Record a target's answers, train a draft head on its distributions there, then write the head's folder."""
     if kind not in HEAD_KINDS:
@@ -106,15 +100,9 @@ def train_head(
     from coppice.training.dtype import fast_dtype
     from coppice.training.export import export
 
-    switches = {"prefix-broadcast": prefix_broadcast, "layer-shift": layer_shift}
-    switches |= {"valid-prefix": valid_prefix, "cross-block": cross_block, "rope-advance": rope_advance}
-    left_out = [name for name, kept in switches.items() if not kept]
-    if left_out and kind != "specblock":
-        raise typer.BadParameter(f"a {kind} head has none", param_hint=f"--no-{left_out[0]}")
     work = own_folder(out, resume)
     flags = {"kind": kind, "target": target.name, "out": out.name, "tokens": str(tokens)}
-    flags |= {f"no-{name}": "" for name in left_out} | ({"adamw": ""} if adamw else {})
-    write_run(work, "head", data, flags)
+    write_run(work, "head", data, flags | ({"adamw": ""} if adamw else {}))
     dtype = str(fast_dtype(torch.device(device))).removeprefix("torch.")
     plan = AnswerPlan(int(tokens * ANSWERS_SHARE), seed=seed)
     recorded = record_answers(data, target, answers or work / "lessons", plan, device=device, dtype=dtype)
@@ -132,15 +120,6 @@ def train_head(
         work,
         feature_heads.head_schedule(tokens),
         rates=feature_heads.ADAMW_RATES if adamw else feature_heads.RATES,
-        valid_prefix=valid_prefix,
-        cross_block=cross_block,
-        switches={
-            "prefix_broadcast": prefix_broadcast,
-            "layer_shift": layer_shift,
-            "block_rope_advance": rope_advance,
-        }
-        if kind == "specblock"
-        else None,
         **shared,
     )
     if done:

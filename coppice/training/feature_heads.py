@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,9 @@ from coppice.training.card import write_head_card
 from coppice.training.checkpoint import load_weights
 from coppice.training.data.packing import held_out_rows
 from coppice.training.data.target_answers import TargetAnswers
-from coppice.training.data.teacher import Teacher, Teaches
-from coppice.training.losses.acceptance import HeadLoss, measure
-from coppice.training.losses.feature_losses import Eagle3Loss, SpecBlockLoss, Student
-from coppice.training.losses.parallel import ParallelLoss
+from coppice.training.data.teacher import Teacher
+from coppice.training.losses.acceptance import measure
+from coppice.training.losses.feature_losses import DECAY, HeadLoss, Student
 from coppice.training.progress import Progress
 from coppice.training.report import write_report
 from coppice.training.run_folder import read_run, replacing
@@ -36,8 +36,18 @@ RANK_AFTER = 0.1
 MASK_AFTER = 0.5
 """share of the run after which SpecBlock's valid-prefix mask holds: the later slots of a head that is often wrong would
 see too few rows; without it they never learn what follows the block's own tokens"""
+STEPS = 7
+"""of drafting that an EAGLE-3 head learns"""
 LATER_ROWS = 3
 """later blocks learn from one row in so many"""
+LOSSES: Mapping[str, dict[str, Any]] = {
+    "specblock": {"blocks": 3, "valid_prefix": True, "every": LATER_ROWS},
+    "falcon": {"blocks": 2, "every": LATER_ROWS},
+    "eagle3": {"blocks": STEPS, "decay": DECAY},
+    "medusa": {"decay": DECAY},
+    "parallelspec": {"decay": DECAY},
+}
+"""what a kind of head learns by"""
 MEASURED_ROWS = 12
 LOSS_IS = {
     "specblock": "nats, all slots of two blocks",
@@ -107,17 +117,6 @@ def build_student(config: HeadConfig, embedding: Tensor, output: Tensor, draft_i
     return Student(model, embedding.float())
 
 
-def head_loss(kind: str, teacher: Teaches, valid_prefix: bool = True, cross_block: bool = True) -> HeadLoss:
-    """Return the loss of a kind of head; the switches are SpecBlock's."""
-    if kind == "eagle3":
-        return Eagle3Loss(teacher)
-    if kind == "specblock":
-        return SpecBlockLoss(teacher, blocks=3 if cross_block else 1, valid_prefix=valid_prefix, every=LATER_ROWS)
-    if kind == "falcon":
-        return SpecBlockLoss(teacher, blocks=2, valid_prefix=False, rank_on=lambda: False, every=LATER_ROWS)
-    return ParallelLoss(teacher)
-
-
 def train_feature_head(
     kind: str,
     answers: TargetAnswers,
@@ -127,30 +126,30 @@ def train_feature_head(
     *,
     rates: Rates = RATES,
     draft_vocab: int = DRAFT_VOCAB,
-    valid_prefix: bool = True,
-    cross_block: bool = True,
-    switches: dict[str, bool] | None = None,
+    learning: Mapping[str, Any] = {},
+    switches: Mapping[str, bool] = {},
     resume: bool = False,
     device: str = "cpu",
     num_workers: int = 1,
     seed: int = 0,
 ) -> bool:
-    """Train into `work`; False when a signal stopped the run before its end."""
+    """Train into `work`; False when a signal stopped the run before its end.
+
+    `learning` changes fields of the kind's loss, `switches` those of a SpecBlock head's configuration (ablations).
+    """
     parts, output = read_target(target), read_output(target)
     draft_ids = draft_vocabulary(answers, parts.vocab_size, draft_vocab)
     if resume and (work / HEAD).exists():  # more answers may be there now, but the head's vocabulary stays
         draft_ids = torch.tensor(json.loads((work / HEAD).read_text(encoding="utf-8"))["draft_ids"])
-    config = head_config(kind, AutoConfig.from_pretrained(target), parts, len(draft_ids), **(switches or {}))
+    config = head_config(kind, AutoConfig.from_pretrained(target), parts, len(draft_ids), **switches)
     student = build_student(config, parts.embedding, output, draft_ids, seed).to(device)
     teacher = Teacher(answers.read, output.to(device), draft_ids)
     record = {"kind": kind, "config": config.model_dump(by_alias=True), "draft_ids": draft_ids.tolist()}
     work.mkdir(parents=True, exist_ok=True)
     (work / HEAD).write_text(json.dumps(record) + "\n", encoding="utf-8")
-    loss = head_loss(kind, teacher, valid_prefix, cross_block)
+    loss = HeadLoss(teacher, **{**LOSSES[kind], **learning})
     # The mask admits more and harder rows as a head learns, so a masked loss rises when the head gets better.
-    everywhere: Any = loss
-    if isinstance(loss, SpecBlockLoss):
-        everywhere = replace(loss, blocks=2, valid_prefix=False, rank_on=lambda: False, cut=config.slots)
+    everywhere = replace(loss.whole(config.slots, STEPS), valid_prefix=False, rank_on=lambda: False)
     texts = held_out_texts(answers, device)
 
     def figures() -> dict[str, float]:
@@ -158,16 +157,15 @@ def train_feature_head(
 
     domains = answers.domains()
     trainer = Trainer(student, loss, domains, schedule, work, rates, seed, num_workers, everywhere, figures, LENGTH)
-    if isinstance(loss, SpecBlockLoss) and kind == "specblock":
 
-        def after(share: float) -> bool:
-            return trainer.counters.tokens >= share * schedule.tokens
+    def after(share: float) -> bool:
+        return trainer.counters.tokens >= share * schedule.tokens
 
-        loss.rank_on = lambda: after(RANK_AFTER)
-        loss.mask_on = lambda: after(MASK_AFTER)
+    loss.rank_on = lambda: after(RANK_AFTER)
+    loss.mask_on = lambda: after(MASK_AFTER)
     if resume:
         trainer.resume()
-    return trainer.train(Progress(kind))
+    return trainer.train(Progress(kind, schedule.tokens))
 
 
 def export_feature_head(work: Path, out: Path, answers: TargetAnswers, target: Path, device: str = "cpu") -> None:
@@ -180,7 +178,7 @@ def export_feature_head(work: Path, out: Path, answers: TargetAnswers, target: P
     load_weights(work / "best.safetensors", dict(student.named_parameters()))
     student.bfloat16().float()  # what is measured is what is shipped: the rounded weights
     teacher = Teacher(answers.read, output.to(device), draft_ids)
-    acceptance = measure(student.to(device), head_loss(kind, teacher), held_out_texts(answers, device))
+    acceptance = measure(student.to(device), HeadLoss(teacher), held_out_texts(answers, device))
     log = [json.loads(line) for line in (work / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     with replacing(out) as partial:
         save_head(partial, student.model.cpu().bfloat16(), config, kind)

@@ -74,4 +74,4 @@ def train_lm(
     trainer = Trainer(student, loss, answers.domains(), schedule, work, rates, seed, num_workers)
     if resume:
         trainer.resume()
-    return trainer.train(Progress("lm"))
+    return trainer.train(Progress("lm", schedule.tokens))

@@ -1,4 +1,4 @@
-"""A run's work folder, which lies beside the model folder that it makes, and how a model folder is put in its place."""
+"""A run's work folder, which lies beside the model folder that it makes, and how a folder is put in its place."""
 
 import json
 import shutil
@@ -56,9 +56,10 @@ def read_run(work: Path) -> Run:
 
 @contextmanager
 def replacing(out: Path) -> Iterator[Path]:
-    """Give a folder to write a model into; at the end, and only without an error, it takes the place of `out`."""
+    """Give an empty folder to write into; at the end, and only without an error, it takes the place of `out`."""
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     yield partial
     for file in partial.iterdir():
         file.chmod(0o644)  # safetensors writes for the owner alone, but images run as another user

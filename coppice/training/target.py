@@ -113,4 +113,4 @@ def train_target(
     trainer = Trainer(model, language_model_loss, domains, schedule, work, rates, seed, num_workers)
     if resume:
         trainer.resume()
-    return trainer.train(Progress("target"))
+    return trainer.train(Progress("target", schedule.tokens))

@@ -143,7 +143,6 @@ class Trainer:
         """Run to the schedule's end; False when a signal stopped it first (a checkpoint is then written)."""
         previous = signal.signal(signal.SIGTERM, self._stop)
         last_checkpoint = time.monotonic()
-        progress.start(self.schedule.tokens)
         try:
             while self.counters.tokens < self.schedule.tokens and not self.stopping and not self._stale:
                 started = time.monotonic()
@@ -163,7 +162,6 @@ class Trainer:
                 self._evaluate(None, progress)
             self.checkpoint()
         finally:
-            progress.stop()
             self.workers.close()
             signal.signal(signal.SIGTERM, previous)
         return not self.stopping

@@ -6,10 +6,8 @@ worker two runs agree to rounding, not to the bit.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -29,19 +27,6 @@ def share_weights(model: nn.Module) -> nn.Module:
     return replica
 
 
-@contextmanager
-def one_core_each(num_workers: int) -> Iterator[ThreadPoolExecutor]:
-    """Give a pool of threads in which torch uses one core a thread (a single worker keeps all of torch's)."""
-    before = torch.get_num_threads()
-    if num_workers > 1:
-        torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(num_workers, thread_name_prefix="training") as pool:
-            yield pool
-    finally:
-        torch.set_num_threads(before)
-
-
 class Workers:
     """`num_workers` threads that share out the rows of a batch."""
 
@@ -49,12 +34,15 @@ class Workers:
         """A part has `micro_tokens` tokens; about 512 keep its activations in the caches."""
         self.loss, self.micro_tokens = loss, micro_tokens
         self.replicas = [model] + [share_weights(model) for _ in range(num_workers - 1)]
-        self._exit = ExitStack()
-        self._pool = self._exit.enter_context(one_core_each(num_workers))
+        self._torch_threads = torch.get_num_threads()
+        if num_workers > 1:  # a core each; a single one keeps all of torch's
+            torch.set_num_threads(1)
+        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="training")
 
     def close(self) -> None:
         """End the threads and give torch its own back."""
-        self._exit.close()
+        self._pool.shutdown()
+        torch.set_num_threads(self._torch_threads)
 
     def backward(self, ids: Tensor) -> float:
         """Add the gradients of the mean loss of `ids` (B, T + 1) to the model's and return that loss in nats."""
@@ -85,18 +73,9 @@ class Workers:
 
     def _share_out(self, job: Callable[[nn.Module, Tensor], float], ids: Tensor) -> float:
         """Return the sum of `job` over parts of `ids`; each replica takes the next part when it is free."""
-        parts: SimpleQueue[Tensor] = SimpleQueue()
-        rows = max(1, self.micro_tokens // (ids.shape[1] - 1))
-        for part in torch.split(ids, rows):
-            parts.put(part)
+        parts = iter(torch.split(ids, max(1, self.micro_tokens // (ids.shape[1] - 1))))  # one for all threads
 
         def work(replica: nn.Module) -> float:
-            total = 0.0
-            while True:
-                try:
-                    part = parts.get_nowait()
-                except Empty:
-                    return total
-                total += job(replica, part)
+            return sum(job(replica, part) for part in parts)
 
         return float(sum(self._pool.map(work, self.replicas)))

@@ -3,49 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from coppice import limits
 from coppice.messages.adapter import ActionStatus, Change, HeadStatus, QueryPoint, ReplicaStatus, VersionStatus
 from coppice.v1 import adapter_pb2 as adapter
+from coppice.wire.shapes import Shape
+
+for _value, _message in (
+    (ActionStatus, adapter.ActionStatus),
+    (ReplicaStatus, adapter.ReplicaStatus),
+    (VersionStatus, adapter.VersionStatus),
+    (QueryPoint, adapter.QueryPoint),
+    (Change, adapter.Change),
+):
+    Shape(_value, _message)
+_HEAD = Shape(HeadStatus, adapter.HeadStatus)
 
 
 def status_to_wire(heads: Sequence[HeadStatus]) -> adapter.GetStatusResponse:
     """The status of heads to its message."""
-    return adapter.GetStatusResponse(heads=[adapter.HeadStatus(**asdict(head)) for head in heads])
+    return adapter.GetStatusResponse(heads=map(_HEAD.fields, heads))
 
 
 def read_status(message: adapter.GetStatusResponse) -> list[HeadStatus]:
     """Message to the status of heads."""
-    return [
-        HeadStatus(
-            head=head.head,
-            policy=head.policy,
-            paused=head.paused,
-            doing=head.doing,
-            version=head.version,
-            weights_hash=head.weights_hash,
-            good_version=head.good_version,
-            queries=head.queries,
-            events=head.events,
-            reverts=head.reverts,
-            actions=[ActionStatus(**_values(one, "value")) for one in head.actions],
-            replicas=[ReplicaStatus(**_values(one)) for one in head.replicas],
-            versions=[VersionStatus(**_values(one)) for one in head.versions],
-            history=[QueryPoint(**_values(one, "version")) for one in head.history],
-            changes=[Change(**_values(one)) for one in head.changes],
-        )
-        for head in message.heads
-    ]
-
-
-def _values(message: Any, optional: str = "") -> dict[str, Any]:
-    """Every field by name; None for an optional one that is not set."""
-    found = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
-    if optional and not message.HasField(optional):
-        found[optional] = None
-    return found
+    return [_HEAD.read(head) for head in message.heads]
 
 
 def status_request(head: str, history: int) -> adapter.GetStatusRequest:

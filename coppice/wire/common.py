@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,35 +14,16 @@ from coppice.messages.steps import FeatureRef, Features, Fence, Rejection
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.v1 import common_pb2 as common
+from coppice.wire.shapes import Part, Shape, array
 
 
-def fence_to_wire(fence: Fence) -> common.Fence:
-    """Fence to its message."""
-    return common.Fence(
-        step=fence.step,
-        committed_len=fence.committed_len,
-        committed_hash=fence.committed_hash,
-        weights_version=fence.weights_version,
-        deadline_ns=fence.deadline_ns,
-    )
+def _sampling_fields(params: SamplingParams) -> dict[str, Any]:
+    return {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k, "seed": params.seed}
 
 
-def read_fence(message: common.Fence) -> Fence:
-    """Message to Fence."""
-    limits.check_range("fence.committed_len", message.committed_len, 0, limits.MAX_CONTEXT)
-    limits.check_range("fence.deadline_ns", message.deadline_ns, 0, limits.MAX_DEADLINE_NS)
-    return Fence(
-        message.step, message.committed_len, message.committed_hash, message.weights_version, message.deadline_ns
-    )
-
-
-def sampling_to_wire(params: SamplingParams) -> common.Sampling:
-    """SamplingParams to its message."""
-    return common.Sampling(temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, seed=params.seed)
-
-
-def read_sampling(message: common.Sampling) -> SamplingParams:
-    """Message to SamplingParams; an unset message is greedy."""
+def _read_sampling(owner: Any, name: str, path: str) -> SamplingParams:
+    """The SamplingParams of a message; unset they are greedy."""
+    message = getattr(owner, name)
     limits.check_range("sampling.temperature", message.temperature, 0, limits.MAX_TEMPERATURE)
     try:
         return SamplingParams(
@@ -57,116 +37,46 @@ def read_sampling(message: common.Sampling) -> SamplingParams:
         raise InvalidField(f"sampling.{first['loc'][0]}", first["msg"]) from None
 
 
-def tree_to_wire(tree: DraftTree) -> common.Tree:
-    """DraftTree to its message."""
-    return common.Tree(tokens=tree.tokens.tolist(), parents=tree.parents.tolist(), log_probs=tree.log_probs.tolist())
+def _tree_fields(tree: DraftTree) -> dict[str, Any]:
+    return {
+        "tokens": tree.tokens.tolist(),
+        "parents": tree.parents.tolist(),
+        "log_probs": tree.log_probs.tolist(),
+    }
 
 
-def read_tree(field: str, message: common.Tree, most: int) -> DraftTree:
-    """Message to an unjudged DraftTree of at most `most` nodes whose three lists are equally long."""
-    count = len(message.tokens)
-    limits.check_count(f"{field}.tokens", count, 0, most)
-    if len(message.parents) != count or len(message.log_probs) != count:
-        raise InvalidField(field, "tokens, parents and log_probs differ in length")
-    return DraftTree(
-        np.array(message.tokens, dtype=np.int64),
-        np.array(message.parents, dtype=np.int64),
-        np.array(message.log_probs, dtype=np.float32),
-    )
-
-
-def features_to_wire(features: Features | None) -> common.Features | None:
-    """Features to their message, None to None."""
-    if features is None:
-        return None
-    message = common.Features(dtype=features.dtype, start=features.start, count=features.count)
-    if features.inline is not None:
-        message.inline = features.inline
-    elif features.ref is not None:
-        message.ref.CopyFrom(ref_to_wire(features.ref))
-    return message
-
-
-def ref_to_wire(ref: FeatureRef) -> common.FeatureRef:
-    """FeatureRef to its message."""
-    return common.FeatureRef(verifier=ref.verifier, session=ref.session, start=ref.start, count=ref.count)
-
-
-def read_ref(field: str, message: common.FeatureRef) -> FeatureRef:
-    """Message to FeatureRef."""
-    limits.check_session(f"{field}.session", message.session)
-    limits.check_count(f"{field}.verifier", len(message.verifier), 0, limits.MAX_ADDRESS_CHARS)
-    limits.check_range(f"{field}.start", message.start, 0, limits.MAX_CONTEXT)
-    limits.check_range(f"{field}.count", message.count, 1, limits.MAX_CONTEXT)
-    return FeatureRef(message.verifier, message.session, message.start, message.count)
-
-
-def read_features(field: str, owner: Any, name: str = "features") -> Features | None:
-    """The Features of `owner`, None when unset."""
-    if not owner.HasField(name):
-        return None
+def _read_tree(owner: Any, name: str, path: str) -> DraftTree:
+    """An unjudged DraftTree whose three lists are equally long."""
     message = getattr(owner, name)
-    limits.check_range(f"{field}.start", message.start, 0, limits.MAX_CONTEXT)
-    limits.check_range(f"{field}.count", message.count, 0, limits.MAX_CONTEXT)
-    if message.dtype not in ("", "float32", "bfloat16"):
-        raise InvalidField(f"{field}.dtype", f"{message.dtype[:32]!r} is not float32 or bfloat16")
-    source = message.WhichOneof("source")
-    ref = read_ref(f"{field}.ref", message.ref) if source == "ref" else None
-    inline = message.inline if source == "inline" else None
-    return Features(message.start, message.count, message.dtype, inline, ref)
-
-
-def rejection_to_wire(rejection: Rejection | None) -> common.Rejection | None:
-    """Rejection to its message, None to None."""
-    if rejection is None:
-        return None
-    return common.Rejection(
-        position=rejection.position,
-        parent=rejection.parent,
-        target_id=rejection.target_id,
-        top_ids=rejection.top_ids.tolist(),
-        top_log_probs=rejection.top_log_probs.tolist(),
-        tail=rejection.tail,
+    count = len(message.tokens)
+    limits.check_count(f"{path}{name}.tokens", count, 0, limits.MAX_TREE_NODES)
+    if len(message.parents) != count or len(message.log_probs) != count:
+        raise InvalidField(path + name, "tokens, parents and log_probs differ in length")
+    return DraftTree(
+        array(message.tokens, np.int64), array(message.parents, np.int64), array(message.log_probs, np.float32)
     )
 
 
-def read_rejection(field: str, owner: Any) -> Rejection | None:
-    """The Rejection of `owner`, None when unset."""
-    if not owner.HasField("rejection"):
-        return None
-    message = owner.rejection
-    limits.check_range(f"{field}.position", message.position, 0, limits.MAX_CONTEXT)
-    limits.check_range(f"{field}.parent", message.parent, 0, limits.MAX_TREE_NODES)
-    limits.check_count(f"{field}.top_ids", len(message.top_ids), 0, limits.MAX_TOP_N)
-    limits.check_count(f"{field}.top_log_probs", len(message.top_log_probs), len(message.top_ids), len(message.top_ids))
-    return Rejection(
-        message.position,
-        message.parent,
-        message.target_id,
-        np.array(message.top_ids, dtype=np.int64),
-        np.array(message.top_log_probs, dtype=np.float32),
-        message.tail,
-    )
+def q_rows(tree: str) -> Part:
+    """Float32 rows (n, vocab) as little-endian bytes, one row for each node of the field `tree`."""
+
+    def write(rows: NDArray[np.float32]) -> bytes:
+        return rows.astype("<f4").tobytes()
+
+    def read(owner: Any, name: str, path: str) -> NDArray[np.float32] | None:
+        if not owner.HasField(name):
+            return None
+        data, nodes = getattr(owner, name), len(getattr(owner, tree).tokens)
+        if nodes == 0 or len(data) % (4 * nodes):
+            raise InvalidField(path + name, f"{len(data)} bytes are not {nodes} equal float32 rows")
+        return np.frombuffer(data, dtype="<f4").reshape(nodes, -1)
+
+    return Part(write, read)
 
 
-def q_rows_to_wire(rows: NDArray[np.float32] | None) -> bytes | None:
-    """Float32 rows (n, vocab) to little-endian bytes, None to None."""
-    return None if rows is None else rows.astype("<f4").tobytes()
-
-
-def read_q_rows(field: str, owner: Any, nodes: int) -> NDArray[np.float32] | None:
-    """The q rows (nodes, vocab) of `owner`, None when unset."""
-    if not owner.HasField("q_rows"):
-        return None
-    flat = np.frombuffer(owner.q_rows[: len(owner.q_rows) // 4 * 4], dtype="<f4")
-    if nodes == 0 or len(owner.q_rows) % (4 * nodes):
-        raise InvalidField(field, f"{len(owner.q_rows)} bytes are not {nodes} equal float32 rows")
-    return flat.reshape(nodes, -1)
-
-
-def read_ids(field: str, ids: Sequence[int], vocab_size: int, low: int = 1) -> list[int]:
-    """A bounded list of ids below the vocabulary width (0: any)."""
-    limits.check_count(field, len(ids), low, limits.MAX_CONTEXT)
-    plain = list(ids)
-    limits.check_ids(field, plain, vocab_size)
-    return plain
+SAMPLING = Part(_sampling_fields, _read_sampling)
+TREE = Part(_tree_fields, _read_tree)
+FENCE = Shape(Fence, common.Fence)
+FEATURE_REF = Shape(FeatureRef, common.FeatureRef)
+FEATURES = Shape(Features, common.Features)
+REJECTION = Shape(Rejection, common.Rejection, parallel=("top_ids", "top_log_probs"))

@@ -29,9 +29,9 @@ from coppice.heads.feature_head import target_ids
 from coppice.heads.public_state import public_weights
 from coppice.training.checkpoint import load_optimisers, optimiser_tensors
 from coppice.training.losses.feature_losses import (
+    DECAY,
     Anchor,
-    Eagle3Loss,
-    SpecBlockLoss,
+    HeadLoss,
     Student,
     bucket_of,
     divergence,
@@ -219,17 +219,15 @@ class Learner:
             self._descend("full", anchored(self.student, positions[rows], positions[rows]))
         return before, self._judged(self.student, loss, judged)
 
-    def _loss(self, windows: Windows) -> Any:
-        if hasattr(self.student.model, "rank_head"):
-            return SpecBlockLoss(windows, blocks=self.recipe.blocks, every=self.recipe.every, valid_prefix=False)
-        return Eagle3Loss(windows, steps=self.recipe.steps, valid_prefix=False)
+    def _loss(self, windows: Windows) -> HeadLoss:
+        if self.config.slots == 1:
+            return HeadLoss(windows, blocks=self.recipe.steps, decay=DECAY)
+        return HeadLoss(windows, blocks=self.recipe.blocks, every=self.recipe.every)
 
     @torch.no_grad()
-    def _judged(self, student: Student, loss: Any, positions: Tensor) -> float:
+    def _judged(self, student: Student, loss: HeadLoss, positions: Tensor) -> float:
         """Return the mean loss over texts, on rows that do not depend on how good the head is."""
-        judge = loss
-        if isinstance(loss, SpecBlockLoss):
-            judge = replace(loss, rank_on=lambda: False, cut=self.config.slots)
+        judge = replace(loss, rank_on=lambda: False, cut=self.config.slots)
         parts = torch.split(positions, self.recipe.batch)
         total: float = sum(judge(student, part, part).item() * len(part) for part in parts)
         return total / len(positions)

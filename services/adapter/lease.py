@@ -11,7 +11,7 @@ import structlog
 
 from coppice.config.adaptation import AdaptationSettings
 from coppice.errors import Unavailable
-from coppice.store.scripts import Store
+from coppice.store.connection import Connection
 
 log = structlog.get_logger()
 
@@ -42,7 +42,7 @@ class Lease:
     """One process's hold on the lease: `take` or `wait` for it, then `keep` it beside work that asks `held`."""
 
     def __init__(self, settings: AdaptationSettings, lease_s: float) -> None:
-        self._store, self._key, self._lease_s = Store(settings), lease_key(settings.prefix), lease_s
+        self._connection, self._key, self._lease_s = Connection(settings), lease_key(settings.prefix), lease_s
         self._token = secrets.token_hex(16)
         self._until = 0.0
 
@@ -80,13 +80,13 @@ class Lease:
         """End the lease, so that another adapter may take it at once."""
         self._until = 0.0
         with contextlib.suppress(Unavailable):
-            await self._store.run(_GIVE_BACK, self._key, self._token)
-        await self._store.close()
+            await self._connection.run(_GIVE_BACK, self._key, self._token)
+        await self._connection.close()
 
     async def _take(self, whose: str) -> bool:
         """Ask for the lease. It counts from the asking, which is before Redis counts from."""
         asked = time.monotonic()
-        answer = await self._store.run(_TAKE, self._key, self._token, round(1000 * self._lease_s), whose)
+        answer = await self._connection.run(_TAKE, self._key, self._token, round(1000 * self._lease_s), whose)
         taken = bool(answer == 1)
         self._until = asked + self._lease_s if taken else 0.0
         return taken

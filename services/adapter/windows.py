@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coppice.adaptation.records import Sample
 from coppice.training.data.target_answers import Answer
-from coppice.training.data.teacher import Read
+from coppice.training.data.teacher import Teacher
 
 NOTHING = -1
 """Stands behind the end of a window; no draft id"""
@@ -56,7 +56,7 @@ class DraftVocabulary:
         return rows.scatter(-1, numbers.clamp(min=0)[..., None], 0.0)
 
 
-class Windows:
+class Windows(Teacher):
     """Full samples as texts: their own tokens are certain, the missed one is what the target found likely.
 
     Rotary attention sees differences of positions alone, so every text starts at 0. Shorter ones end early.
@@ -78,13 +78,11 @@ class Windows:
         """Return (S, T) positions of every text, as `read` takes them."""
         return torch.arange(self.ids.numel(), device=self.ids.device).view_as(self.ids)
 
-    @property
-    def read(self) -> Read:
-        """The reader of answers."""
-        return self._read
+    def read(self, positions: Tensor) -> Answer:
+        """Return the samples at (B, T) positions.
 
-    def _read(self, positions: Tensor) -> Answer:
-        """`final` is the taught log-probabilities themselves, of the token behind each position."""
+        `final` is the taught log-probabilities themselves, of the token behind each position.
+        """
         texts = positions[:, 0] // self.ids.shape[1]
         ids = self.ids[texts]
         final = self.vocabulary.certain(self.draft_number[ids.roll(-1, dims=1)])
@@ -94,5 +92,5 @@ class Windows:
         return Answer(ids, self.features[texts], final)
 
     def draft_log_probs(self, final: Tensor) -> Tensor:
-        """Return `final` as `_read` made it."""
+        """Return `final` as `read` made it."""
         return final

@@ -12,18 +12,17 @@ import grpc.aio
 
 from coppice.errors import InvalidField, Overloaded, Unavailable
 from coppice.limits import Limits
-from coppice.messages.steps import DraftStep, OpenDraft
+from coppice.messages.steps import DraftOpened, DraftStep, OpenDraft
 from coppice.rpc.sessions import StreamWaits
 from coppice.v1 import drafter_pb2
 from coppice.wire.drafter import (
-    delta_to_wire,
-    draft_opened_to_wire,
+    draft_response_to_wire,
     head_to_wire,
     read_draft_request,
     synced_to_wire,
 )
 from services.drafter.features import FeatureSource
-from services.drafter.session import Opened, Session
+from services.drafter.session import Session
 from services.drafter.sync import WeightSync
 from services.drafter.worker import Worker
 
@@ -57,14 +56,13 @@ class DrafterServicer:
                 answer = await session.answers.get()
                 if isinstance(answer, Exception):
                     raise answer
-                if isinstance(answer, Opened):
+                if isinstance(answer, DraftOpened):
                     # Steps are read only now: until then they wait in the transport, which bounds them.
                     reader = asyncio.create_task(self._read_steps(requests, session))
-                    yield draft_opened_to_wire(answer.weights_version)
-                elif answer is not None:
-                    if answer.last and answer.fence.step == session.newest:
-                        session.newest = None
-                    yield delta_to_wire(answer)
+                elif answer is not None and answer.last and answer.fence.step == session.newest:
+                    session.newest = None
+                if answer is not None:
+                    yield draft_response_to_wire(answer)
             if session.end is not None:
                 raise session.end
         finally:

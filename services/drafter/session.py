@@ -6,19 +6,12 @@ import asyncio
 from dataclasses import dataclass, field
 
 from coppice.errors import CoppiceError, Overloaded
-from coppice.messages.steps import TreeDelta
+from coppice.messages.steps import DraftOpened, TreeDelta
 
 MAX_BACKLOG = 32  # steps not taken and answers not sent; a client that reads its answers has a few
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """The head holds the prompt."""
-
-    weights_version: int
-
-
-Answer = Opened | TreeDelta | Exception
+Answer = DraftOpened | TreeDelta | Exception
 
 
 @dataclass(eq=False, slots=True)

@@ -14,8 +14,9 @@ import structlog
 from coppice import failpoints, limits
 from coppice.engine.batching import BatchingThread, settle
 from coppice.errors import InvalidField
-from coppice.heads.base import DraftJob, Growth, Head, WeightSwap
+from coppice.heads.base import DraftJob, Growth, Head
 from coppice.messages.steps import (
+    DraftOpened,
     DraftStep,
     Fence,
     HeadDescription,
@@ -26,10 +27,11 @@ from coppice.messages.steps import (
 from coppice.telemetry import SessionMetrics
 from services.drafter.garbage import garbage
 from services.drafter.samples import Samples
-from services.drafter.session import Answer, Opened, Session
+from services.drafter.session import Answer, Session
 from services.drafter.text import Missed, Text, Waiting
 
 if TYPE_CHECKING:
+    from coppice.heads.weight_swap import WeightSwap
     from coppice.weights.staging import Staging
 
 log = structlog.get_logger()
@@ -69,7 +71,7 @@ class Worker(BatchingThread):
         return self._opened - self._closed
 
     def open(self, session: Session, opening: OpenDraft) -> None:
-        """Open a session; Opened or an error is posted to it. `close` must follow."""
+        """Open a session; DraftOpened or an error is posted to it. `close` must follow."""
         self._opened += 1
         self._metrics.opened.inc()
         self.post(lambda: self._take_open(session, opening))
@@ -144,7 +146,7 @@ class Worker(BatchingThread):
         try:
             next(opening)
         except StopIteration:
-            self._post([(session, Opened(self._head.description.weights_version))])
+            self._post([(session, DraftOpened(self._head.description.weights_version))])
         except Exception as error:
             self._fail(session, error)
         else:

@@ -47,13 +47,13 @@ class VerifierServicer:
             self._opened += 1
             key = self._opened
             try:
-                yield verifier.opened_to_wire(await self.worker.open(key, first))
+                yield verifier.verify_response_to_wire(await self.worker.open(key, first))
                 while (step := await self._read(requests)) is not None:
                     if not isinstance(step, VerifyStep):
                         raise InvalidField("kind", "the session is open already")
                     verdict = await self.worker.verify(key, step)
                     failpoints.hit("verifier.verdict")
-                    yield verifier.verdict_to_wire(verdict)
+                    yield verifier.verify_response_to_wire(verdict)
             finally:
                 self._closed += 1
                 self.worker.close(key)

@@ -27,9 +27,9 @@ from coppice.messages.steps import (
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.wire.adapter import pause_request, resume_request, rollback_request, status_request
-from coppice.wire.drafter import draft_step_to_wire, open_draft_to_wire, weights_to_wire
+from coppice.wire.drafter import draft_request_to_wire, weights_to_wire
 from coppice.wire.generation import request_to_wire
-from coppice.wire.verifier import fetch_to_wire, open_session_to_wire, verify_step_to_wire
+from coppice.wire.verifier import fetch_to_wire, verify_request_to_wire
 from tests.faults.fuzzing import Talk
 from tests.pushes import Push
 
@@ -66,7 +66,7 @@ def verifying(random: Random, name: str) -> Talk:
     """Open, then steps; one in four with p/q rejection."""
     committed, chain = _ids(random), random.random() < 0.25
     yield (
-        open_session_to_wire(
+        verify_request_to_wire(
             OpenSession(
                 session=name,
                 ids=list(committed),
@@ -84,7 +84,7 @@ def verifying(random: Random, name: str) -> Talk:
         root, tree = random.randrange(VOCAB), _tree(random, chain)
         q_rows = np.full((len(tree), VOCAB), 1 / VOCAB, np.float32) if chain else None
         fence = Fence(number, len(committed), committed_hash(committed))
-        answer = yield verify_step_to_wire(VerifyStep(fence, root, tree, q_rows)), True
+        answer = yield verify_request_to_wire(VerifyStep(fence, root, tree, q_rows)), True
         nodes = answer.verdict.accepted if answer is not None else ()  # type: ignore[attr-defined]
         committed += [root, *(int(tree.tokens[node - 1]) for node in nodes if node <= len(tree))]
 
@@ -120,7 +120,7 @@ def drafting(verifier: str = "", features: bool = False, samples: bool = False) 
             want_q_rows=samples and random.random() < 0.2,
             want_misses=features and random.random() < 0.5,
         )
-        yield open_draft_to_wire(opening), True
+        yield draft_request_to_wire(opening), True
         ids: list[int] = []
         for number in range(1, random.randint(2, 5)):
             start, root = len(committed), random.randrange(VOCAB)
@@ -132,7 +132,7 @@ def drafting(verifier: str = "", features: bool = False, samples: bool = False) 
                 missed = Rejection(len(committed), 0, root, top, -np.arange(len(top), dtype=np.float32) - 1, 0.1)
             fence = Fence(number, len(committed), committed_hash(committed))
             step = DraftStep(fence, root, random.choice((0, 1, 8, 31, 64)), Advance(list(ids), rows, missed))
-            yield draft_step_to_wire(step), True
+            yield draft_request_to_wire(step), True
             ids = [root, *_ids(random, 4)]
 
     return says

@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice.adaptation.client import AdapterClient
 from coppice.client.client import Client
-from coppice.heads.checkpoints import load_specblock
+from coppice.heads.checkpoints import load_head
 from coppice.heads.public_state import public_weights
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
@@ -32,7 +32,7 @@ from coppice.v1 import adapter_pb2, drafter_pb2, generation_pb2, verifier_pb2
 from coppice.weights.push import DrafterLink
 from coppice.weights.versions import Weights
 from coppice.wire.drafter import read_head
-from coppice.wire.verifier import open_session_to_wire, read_target
+from coppice.wire.verifier import read_target, verify_request_to_wire
 from tests.faults import talks
 from tests.faults.fuzzing import HANG_S, Outcome, converse
 from tests.faults.talks import HELD, VOCAB, Says
@@ -95,7 +95,7 @@ def pushes(stack: Stack) -> list[Push]:
     """Weights for the block head, each over the checkpoint's."""
     _, _, block = stack.spec.heads
     assert block.path is not None
-    loaded = load_specblock(str(block.path), str(stack.spec.target))
+    loaded = load_head("specblock", str(block.path), str(stack.spec.target))
     first = Weights.of(public_weights(loaded.model, loaded.config))
     return [Push.of(block.name, first, altered(first, seed)) for seed in range(4)]
 
@@ -139,7 +139,7 @@ async def held(stack: Stack) -> AsyncIterator[None]:
     """A session with features beside whatever is done meanwhile."""
     async with Dialer().open(stack.services["verifier"].address) as channel:
         call = channel.stream_stream("/coppice.v1.VerifierService/Verify")()
-        await call.write(open_session_to_wire(HELD).SerializeToString())
+        await call.write(verify_request_to_wire(HELD).SerializeToString())
         assert await call.read() is not grpc.aio.EOF
         yield
         call.cancel()

@@ -120,7 +120,7 @@ async def test_extremes_in_every_number_fail_no_request(
 ) -> None:
     liars = [Liar(truth), *(Liar(truth, lie) for lie in lies(kind))]
     async with contextlib.AsyncExitStack() as servers:
-        flags = ["--orchestrator.verifiers", verifier.address]
+        flags = ["--orchestrator.verifiers", verifier.address, "--orchestrator.draft_deadline_ms", "2000"]
         for number, liar in enumerate(liars):
             server = await servers.enter_async_context(server_of(SERVICE, liar))
             flags += ["--orchestrator.heads", f"head{number}={server.address}"]

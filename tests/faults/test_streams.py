@@ -20,14 +20,14 @@ from coppice.rpc.server import MAX_DETAILS, Door, add_service, server_options
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.process import Ready
 from coppice.v1 import drafter_pb2
-from coppice.wire.drafter import draft_step_to_wire, open_draft_to_wire
+from coppice.wire.drafter import draft_request_to_wire
 from tests.faults.test_fuzz import State, described, eventually
 from tests.processes import Service
 
 SERVICE = "/coppice.v1.DrafterService"
 IDLE_S = 0.5
-OPEN = open_draft_to_wire(OpenDraft("s", [1, 2, 3], SamplingParams())).SerializeToString()
-STEP = draft_step_to_wire(DraftStep(Fence(1, 3, committed_hash([1, 2, 3])), 1, 4, Advance())).SerializeToString()
+OPEN = draft_request_to_wire(OpenDraft("s", [1, 2, 3], SamplingParams())).SerializeToString()
+STEP = draft_request_to_wire(DraftStep(Fence(1, 3, committed_hash([1, 2, 3])), 1, 4, Advance())).SerializeToString()
 STREAMS = 2000
 READ_OR_LEAVE = Limits(idle_s=IDLE_S)
 

@@ -19,6 +19,8 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from hatchling.builders.wheel import WheelBuilder
 
 from coppice import limits
+from coppice.wire.bounds import BOUNDS as BOUNDS_TABLE
+from coppice.wire.bounds import ELEMENTS
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("coppice", "services", "orchestrator")
@@ -211,39 +213,26 @@ BOUNDS = {
 }
 
 
-# What bounds each number that a service reads of a stranger: as above, or one of these words. "vocabulary" is the width
-# of the logits, "fence" that any other value than the expected one is refused, "unit" 0 to 1, "any" that each value
-# means something (a seed, the number of a version, ids that are only compared).
+# What bounds each number that is read of a service or of a client, besides coppice/wire/bounds.py: as above, or one of
+# these words. "vocabulary" is the width of the logits, "fence" that any other value than the expected one is refused,
+# "tree" what a tree is validated by, "unit" 0 to 1, "any" that each value means something (a seed, ids that are only
+# compared).
 NUMBERS = {
-    "any": """
-        Sampling.seed Sampling.top_k Fence.weights_version Rejection.target_id Rejection.top_ids Rejection.top_log_probs
-        Rejection.tail OpenSession.stop_ids RollbackRequest.version DraftOpened.weights_version TreeDelta.forward_ns
-        TreeDelta.total_ns
-    """,
+    "any": "Sampling.seed Sampling.top_k OpenSession.stop_ids RollbackRequest.version",
     "vocabulary": """
         OpenSession.ids OpenDraft.ids Advance.ids TokenIds.ids GenerateRequest.resume_ids VerifyStep.root DraftStep.root
-        Tree.tokens
     """,
-    "fence": """
-        Fence.step Fence.committed_hash WeightsHeader.version WeightsHeader.parent WeightsPart.number
-    """,
-    "unit": "Sampling.top_p TreeDelta.miss",
+    "fence": "Fence.committed_hash WeightsPart.number",
+    "tree": "Tree.tokens Tree.parents Tree.log_probs",
+    "unit": "Sampling.top_p",
     "choice": "GenerateRequest.accept_rule OpenSession.feature_layers",
-    "MAX_TREE_NODES": "Tree.parents Rejection.parent GenerateRequest.budget",
-    "LOG_PROB_TOLERANCE": "Tree.log_probs",
-    "MAX_HEAD_NODES": "DraftStep.budget",
-    "MAX_CONTEXT": """
-        Fence.committed_len FeatureRef.start FeatureRef.count Features.start Features.count Rejection.position
-        OpenSession.max_len
-    """,
-    "MAX_DEADLINE_NS": "Fence.deadline_ns",
+    "MAX_CONTEXT": "OpenSession.max_len",
     "MAX_TEMPERATURE": "Sampling.temperature",
-    "MAX_TOP_N": "OpenSession.rejection_top_n",
     "MAX_HISTORY": "GetStatusRequest.history",
     "weights_bytes": "WeightsHeader.size WeightsHeader.parts",
     "max_new_tokens": "GenerateRequest.max_new_tokens",
 }
-WORDS = {"choice", "session", "any", "vocabulary", "fence", "unit"}
+WORDS = {"choice", "session", "any", "vocabulary", "fence", "tree", "unit"}
 
 
 def protos() -> list[FileDescriptor]:
@@ -262,9 +251,10 @@ def messages_of(files: Iterable[FileDescriptor]) -> Iterator[Descriptor]:
 
 
 def messages_read(files: Iterable[FileDescriptor]) -> set[Descriptor]:
-    """What a service reads of others: requests, a drafter's answers, and all that is in them."""
+    """What is read of others: requests, the answers of all but the server that a client chose, and what is in them."""
     methods = [method for file in files for service in file.services_by_name.values() for method in service.methods]
-    waiting = [method.input_type for method in methods] + [each.output_type for each in methods if each.name == "Draft"]
+    answers = [method.output_type for method in methods if method.containing_service.name != "GenerationService"]
+    waiting = [method.input_type for method in methods] + answers
     found: set[Descriptor] = set()
     while waiting:
         message = waiting.pop()
@@ -308,7 +298,15 @@ def test_every_field_without_a_size_of_its_own_has_a_bound() -> None:
 
 
 def test_every_number_that_a_service_reads_has_a_bound() -> None:
-    assert stated(NUMBERS) == sorted(number_fields(messages_read(protos())))
+    read = messages_read(protos())
+    repeated = {f"{message.name}.{field.name}" for message in read for field in message.fields if field.is_repeated}
+    numbers = set(number_fields(read))
+    by_table = {f"{message}.{name}" for message, bounds in BOUNDS_TABLE.items() for name in bounds} - repeated
+    by_table |= {f"{message}.{name}" for message, bounds in ELEMENTS.items() for name in bounds}
+    elsewhere = stated(NUMBERS)
+    assert len(set(elsewhere)) == len(elsewhere)
+    assert set(elsewhere) | (by_table & numbers) == numbers
+    assert not by_table & set(elsewhere)
 
 
 def test_bounds_are_those_of_the_limits_module() -> None:

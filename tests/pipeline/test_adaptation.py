@@ -15,7 +15,7 @@ import pytest
 
 from coppice.adaptation.client import AdapterClient
 from coppice.client.client import AsyncClient, Client
-from coppice.heads.checkpoints import load_specblock
+from coppice.heads.checkpoints import load_head
 from coppice.heads.public_state import public_weights
 from coppice.messages.adapter import HeadStatus
 from coppice.rpc.channels import Dialer
@@ -116,7 +116,7 @@ def test_texts_are_plains_beside_pushes(
     stack: Stack, plain: dict[tuple[int, int], tuple[int, ...]], target: Path, heads: dict[str, Path]
 ) -> None:
     """Some of them are of random weights. The adapter, which would put its own back, is held still."""
-    loaded = load_specblock(heads["block"], target)
+    loaded = load_head("specblock", heads["block"], target)
     first = Weights.of(public_weights(loaded.model, loaded.config))
     address = stack.services["drafter-block"].address
     adapter = stack.services["adapter"].pid

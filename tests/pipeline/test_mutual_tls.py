@@ -14,7 +14,7 @@ from coppice.adaptation.client import AdapterClient
 from coppice.bench.reference import Reference
 from coppice.client.client import Client
 from coppice.errors import CoppiceError, PermissionDenied, Unauthenticated, Unavailable
-from coppice.heads.checkpoints import load_specblock
+from coppice.heads.checkpoints import load_head
 from coppice.heads.public_state import public_weights
 from coppice.rpc.channels import Dialer
 from coppice.stack.launch import SERVICES, Stack
@@ -106,7 +106,7 @@ def test_no_process_talks_to_the_nameless(stack: Stack, authority: Authority) ->
 async def test_weights_are_the_adapters_to_push(
     stack: Stack, authority: Authority, target: Path, heads: dict[str, Path]
 ) -> None:
-    loaded = load_specblock(heads["block"], target)
+    loaded = load_head("specblock", heads["block"], target)
     first = Weights.of(public_weights(loaded.model, loaded.config))
     push = Push.of("block", first, altered(first, 1, version=7))
     address = stack.services["drafter-block"].address

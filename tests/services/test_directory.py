@@ -23,8 +23,8 @@ from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Registration, directory
 from coppice.rpc.server import Serving
 from coppice.stack.redis_server import LocalRedis
+from coppice.store.connection import Connection
 from coppice.store.registry import registry_key
-from coppice.store.scripts import Store
 from coppice.v1 import drafter_pb2
 from services.drafter.features import FeatureSource
 from tests.services.test_signal_stream import client_of, redis
@@ -320,7 +320,7 @@ class Mute:
 
 
 async def test_a_cancellation_is_never_lost_wherever_a_call_of_redis_is(redis: LocalRedis) -> None:
-    store = Store(told(redis.url))
+    store = Connection(told(redis.url))
     lost = []
     for turns in range(40):
         await store.run("return 1", "key")  # connected

@@ -23,6 +23,7 @@ from coppice.heads.ngram import grow
 from coppice.limits import MAX_HEAD_NODES
 from coppice.messages.steps import (
     Advance,
+    DraftOpened,
     DraftStep,
     Features,
     Fence,
@@ -37,8 +38,8 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree, extend, validate
 from coppice.telemetry import SessionMetrics
 from coppice.v1 import drafter_pb2, drafter_pb2_grpc
-from coppice.wire.drafter import draft_step_to_wire, open_draft_to_wire, read_draft_response, read_head
-from services.drafter.session import MAX_BACKLOG, Opened, Session
+from coppice.wire.drafter import draft_request_to_wire, read_draft_response, read_head
+from services.drafter.session import MAX_BACKLOG, Session
 from services.drafter.worker import Worker
 from tests.processes import Service
 
@@ -69,8 +70,8 @@ class Client:
         self.call = stub.Draft()
 
     async def open(self) -> Client:
-        await self.call.write(open_draft_to_wire(self.opening))
-        assert await self.read() == 0
+        await self.call.write(draft_request_to_wire(self.opening))
+        assert await self.read() == DraftOpened(0)
         return self
 
     async def send(self, root: int, commit: Sequence[int] = (), budget: int = 16, **changes: Any) -> None:
@@ -83,7 +84,7 @@ class Client:
         }
         advance = Advance(list(commit), changes.pop("features", None), changes.pop("rejection", None))
         step = DraftStep(Fence(**(fence | changes)), root, budget, advance)
-        await self.call.write(draft_step_to_wire(step))
+        await self.call.write(draft_request_to_wire(step))
 
     async def read(self) -> TreeDelta | int:
         try:
@@ -196,17 +197,17 @@ async def test_a_client_that_never_reads_is_refused_before_its_answers_pile_up()
     session.check_backlog()
     session.taken = 5
     for _ in range(6):
-        session.answers.put_nowait(Opened(0))
+        session.answers.put_nowait(DraftOpened(0))
     with pytest.raises(Overloaded, match="waiting"):
         session.check_backlog()
 
 
 def bad_requests() -> dict[str, list[drafter_pb2.DraftRequest]]:
     """By field: messages of which the last is unusable."""
-    opening = open_draft_to_wire(OpenDraft("s", IDS, SamplingParams()))
+    opening = draft_request_to_wire(OpenDraft("s", IDS, SamplingParams()))
 
     def changed_open(**fields: Any) -> list[drafter_pb2.DraftRequest]:
-        message = open_draft_to_wire(OpenDraft("s", IDS, SamplingParams()))
+        message = draft_request_to_wire(OpenDraft("s", IDS, SamplingParams()))
         message.open.MergeFrom(drafter_pb2.OpenDraft(**fields))
         return [message]
 
@@ -246,7 +247,7 @@ async def test_bad_input_is_refused_by_field_and_other_sessions_go_on(lookup: Se
 async def test_a_stream_begins_with_open(lookup: Service) -> None:
     async with connected(lookup) as stub:
         for message, why in [
-            (draft_step_to_wire(DraftStep(Fence(1, 0, 0), 1, 1, Advance())), "kind: the first message"),
+            (draft_request_to_wire(DraftStep(Fence(1, 0, 0), 1, 1, Advance())), "kind: the first message"),
             (drafter_pb2.DraftRequest(), "kind: neither open nor step"),
         ]:
             call = stub.Draft()
@@ -259,7 +260,7 @@ async def test_a_stream_begins_with_open(lookup: Service) -> None:
 async def test_undecodable_bytes_are_an_invalid_argument_without_the_parsers_words(lookup: Service) -> None:
     async with Dialer().open(lookup.address) as channel:
         raw = channel.stream_stream(f"/{SERVICE}/Draft")
-        for first in ([], [open_draft_to_wire(OpenDraft("s", IDS, SamplingParams())).SerializeToString()]):
+        for first in ([], [draft_request_to_wire(OpenDraft("s", IDS, SamplingParams())).SerializeToString()]):
             call = raw()
             for message in [*first, b"\xff\xff\xff"]:
                 await call.write(message)
@@ -302,10 +303,10 @@ async def test_a_session_ends_with_its_stream_however_that_ends(lookup: Service)
 async def test_a_step_sent_before_the_client_closes_its_side_is_answered(lookup: Service) -> None:
     async with connected(lookup) as stub:
         session = Client(stub)
-        await session.call.write(open_draft_to_wire(session.opening))
+        await session.call.write(draft_request_to_wire(session.opening))
         await session.send(3)
         await session.call.done_writing()
-        assert await session.read() == 0
+        assert await session.read() == DraftOpened(0)
         assert (await session.tree()).nodes == own_tree(IDS, 3, 16)
         with pytest.raises(EOFError, match="OK"):
             await session.read()

@@ -29,7 +29,7 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import verifier_pb2
-from coppice.wire.drafter import open_draft_to_wire
+from coppice.wire.drafter import draft_request_to_wire
 from coppice.wire.verifier import feature_part_to_wire
 from orchestrator.drafters import HeadPool, feature_layers
 from services.drafter import features as drafter_features
@@ -124,7 +124,7 @@ async def test_features_that_cannot_be_fetched_are_unavailable_and_the_head_hear
                 (fetched("127.0.0.1:1", "s"), "no features from the verifier at 127.0.0.1:1"),
             ]:
                 call = stub.Draft()
-                await call.write(open_draft_to_wire(OpenDraft("s", IDS, SamplingParams(), features=lost)))
+                await call.write(draft_request_to_wire(OpenDraft("s", IDS, SamplingParams(), features=lost)))
                 code, details = await status_of(call)
                 assert code is grpc.StatusCode.UNAVAILABLE
                 assert why in details
@@ -171,7 +171,7 @@ async def test_rows_of_other_positions_than_asked_for_are_unavailable(
     ):
         call = stub.Draft()
         lost = fetched(liar.address, "s")
-        await call.write(open_draft_to_wire(OpenDraft("s", IDS, SamplingParams(), features=lost)))
+        await call.write(draft_request_to_wire(OpenDraft("s", IDS, SamplingParams(), features=lost)))
         assert (await status_of(call))[0] is grpc.StatusCode.UNAVAILABLE
 
 
@@ -189,7 +189,7 @@ async def test_missing_or_other_positions_features_are_refused_by_field() -> Non
     async with drafter_of(Recorder(), allowed=["elsewhere:1"]) as drafter, test_drafter.connected(drafter) as stub:
         for features, why in openings:
             call = stub.Draft()
-            await call.write(open_draft_to_wire(OpenDraft("s", IDS, SamplingParams(), features=features)))
+            await call.write(draft_request_to_wire(OpenDraft("s", IDS, SamplingParams(), features=features)))
             code, details = await status_of(call)
             assert (code, details[: len(why)]) == (grpc.StatusCode.INVALID_ARGUMENT, why)
         for features in steps:

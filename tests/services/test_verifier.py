@@ -40,11 +40,10 @@ from coppice.speculation.tree import DraftTree
 from coppice.v1 import verifier_pb2, verifier_pb2_grpc
 from coppice.wire.verifier import (
     fetch_to_wire,
-    open_session_to_wire,
     read_feature_part,
     read_target,
     read_verify_response,
-    verify_step_to_wire,
+    verify_request_to_wire,
 )
 from tests.processes import Service
 from tests.tiny import make_target
@@ -104,7 +103,7 @@ class Client:
         self.root = -1
 
     async def open(self) -> SessionOpened:
-        opened = await self.ask(open_session_to_wire(self.opening))
+        opened = await self.ask(verify_request_to_wire(self.opening))
         assert isinstance(opened, SessionOpened)
         assert opened.fence == self.fence(0)
         self.root = self.draw(opened)
@@ -124,7 +123,7 @@ class Client:
         """One step: commit the root and what is accepted, and draw the next root. The whole tree is verified."""
         tree = DraftTree.empty() if tree is None else tree
         step = VerifyStep(self.fence(self.step_number + 1), self.root, tree, whole_tree=True)
-        verdict = await self.ask(verify_step_to_wire(replace(step, **changes)))
+        verdict = await self.ask(verify_request_to_wire(replace(step, **changes)))
         assert isinstance(verdict, Verdict)
         self.step_number += 1
         self.committed += [self.root, *(int(tree.tokens[node - 1]) for node in verdict.accepted)]
@@ -418,7 +417,7 @@ async def test_a_session_is_opened_first_and_once(verifier: Service) -> None:
         twice = Client(stub)
         await twice.open()
         with pytest.raises(InvalidField, match="kind: the session is open already"):
-            await twice.ask(open_session_to_wire(twice.opening))
+            await twice.ask(verify_request_to_wire(twice.opening))
         with pytest.raises(InvalidField, match="kind: neither open nor step"):
             await Client(stub).ask(verifier_pb2.VerifyRequest())
 
@@ -668,7 +667,7 @@ async def test_kv_is_free_again_however_a_session_ends(verifier: Service) -> Non
             async with connected(verifier) as own:
                 client = Client(own, f"live-{number}")
                 if number % 5 == 4:  # leaves before the prefill is done
-                    await client.call.write(open_session_to_wire(client.opening))
+                    await client.call.write(verify_request_to_wire(client.opening))
                     client.call.cancel()
                     return
                 await client.open()

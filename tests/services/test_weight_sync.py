@@ -18,12 +18,12 @@ import pytest
 from coppice.errors import CoppiceError, InvalidField, Overloaded, StaleFence
 from coppice.heads.base import DraftJob
 from coppice.heads.feature_head import FeatureHead
-from coppice.messages.steps import TreeDelta, WeightsPart
+from coppice.messages.steps import DraftOpened, TreeDelta, WeightsPart
 from coppice.rpc.channels import Dialer
 from coppice.v1 import drafter_pb2_grpc
 from coppice.weights.push import DrafterLink
 from coppice.weights.versions import Weights
-from coppice.wire.drafter import open_draft_to_wire, weights_to_wire
+from coppice.wire.drafter import draft_request_to_wire, weights_to_wire
 from tests.processes import Service
 from tests.pushes import CORRUPTIONS, Case, Made, Push, altered
 from tests.services import test_drafter
@@ -50,7 +50,7 @@ class Setup:
         flags += ["--drafter.target", str(self.target), "--drafter.threads", "1"]
         return self.start_service("services.drafter", *flags, "--drafter.top_k", "8", "--drafter.depth", "6")
 
-    def head(self, source: Path | None = None) -> FeatureHead[Any]:
+    def head(self, source: Path | None = None) -> FeatureHead:
         return build(self.kind, source or self.source, self.target, top_k=8, depth=6)[0]
 
 
@@ -102,8 +102,8 @@ class Client(test_drafter.Client):
         self.text = text
 
     async def open(self) -> Client:
-        await self.call.write(open_draft_to_wire(self.opening))
-        self.version = await self.read()
+        await self.call.write(draft_request_to_wire(self.opening))
+        self.opened = await self.read()
         return self
 
     async def next(self, commit: int) -> TreeDelta:
@@ -118,7 +118,7 @@ async def first_tree(drafter: Service, text: Text, version: int) -> dict[tuple[i
     """What a new session drafts."""
     async with test_drafter.connected(drafter) as stub:
         client = await Client(stub, text, 12).open()
-        assert client.version == version
+        assert client.opened == DraftOpened(version)
         delta = await client.next(0)
         assert delta.fence.weights_version == version
         client.call.cancel()
@@ -126,7 +126,7 @@ async def first_tree(drafter: Service, text: Text, version: int) -> dict[tuple[i
     return paths(list(zip(nodes.tokens.tolist(), nodes.parents.tolist(), nodes.log_probs.tolist(), strict=True)))
 
 
-def own_tree(head: FeatureHead[Any], text: Text) -> dict[tuple[int, ...], float]:
+def own_tree(head: FeatureHead, text: Text) -> dict[tuple[int, ...], float]:
     """What a head in this process drafts."""
     opened(head, 0, text, 12)
     (tree,) = drafted(head, [DraftJob(0, text.ids[12], 12, 40, GREEDY)])

@@ -20,12 +20,13 @@ from coppice.bench.paper.replay import replay_all
 from coppice.config.adaptation import AdapterSettings, LearnerSettings
 from coppice.config.sections import DrafterSettings
 from coppice.config.settings import Settings
+from coppice.heads.block_head import SpecBlockHead
 from coppice.heads.checkpoints import read_output
-from coppice.heads.specblock import SpecBlockHead
 from coppice.prompts.files import demo_prompts
 from coppice.training.data.target_answers import Answer
 from coppice.training.data.tokenizer import load_tokenizer
-from coppice.training.losses.feature_losses import Anchor, Targets, divergence
+from coppice.training.losses.feature_losses import Anchor, divergence
+from coppice.training.losses.walk import Targets
 from coppice.weights.versions import Weights
 from services.adapter.buffers import Buffers
 from services.adapter.learner import BadState, Learner, Recipe

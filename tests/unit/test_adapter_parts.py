@@ -15,6 +15,7 @@ from coppice.adaptation import picture
 from coppice.adaptation.bandit import Action, Bandit, BanditState, Query, Trigger
 from coppice.adaptation.records import Kind, QueryRecord, Sample
 from coppice.bench.adapt.adapt import (
+    DEMO_FLAGS,
     AdaptRow,
     Part,
     adapt_row,
@@ -137,7 +138,8 @@ def test_numbers_of_the_same_weights_are_one_version(tmp_path: Path) -> None:
 
 
 def test_expected_says_what_decide_will_and_changes_nothing() -> None:
-    bandit = Bandit(BanditSettings(warmup_queries=3, exploration=0.2), epsilon=(1.0, 1.0))
+    bandit = Bandit(BanditSettings(warmup_queries=3, exploration=0.2))
+    bandit.epsilon = (1.0, 1.0)
     for number in range(200):
         query = Query(s=6.0 + number % 5, tokens_per_s=50.0, version=0)
         before = bandit.state.model_copy(deep=True)
@@ -289,9 +291,9 @@ def test_answers_that_differ_by_rounding_are_ties_and_others_are_wrong(tmp_path:
     reference, stream = Reference(make_target(tmp_path), "float32", threads=1), shifted(5)
     own = [reference.greedy(reference.encode(query.prompt), 8).ids for query in stream]
     lanes = [Lane(name, StackSpec.demo()) for name in ("never", "bandit")]
-    lanes[0].served.answers = [answer(ids) for ids in own]
+    lanes[0].answers = [answer(ids) for ids in own]
     other = (own[0][0] + 1) % 300
-    lanes[1].served.answers = [answer((other, *ids[1:]) if at == 0 else ids) for at, ids in enumerate(own)]
+    lanes[1].answers = [answer((other, *ids[1:]) if at == 0 else ids) for at, ids in enumerate(own)]
     rows = [adapt_row(lane, stream, None, verdicts) for lane, verdicts in judged_lanes(lanes, stream, reference)]
     assert [row.row.verdicts for row in rows] == [Verdicts(5, 0, 0), Verdicts(4, 0, 1)]
 
@@ -307,12 +309,13 @@ def test_rows_are_shown_drawn_and_written(tmp_path: Path) -> None:
 
 def test_never_has_no_adapter_and_settings_go_where_they_are_read() -> None:
     base = StackSpec.demo(dtype="float32")
-    flags = {"adaptation.stride": "16", "bandit.interval": "8"}
-    never = spec_for("never", HeadSpec.shipped("specblock-code"), base, flags)
+    never = spec_for("never", HeadSpec.shipped("specblock-code"), base)
     assert (never.adapt, never.adapted) == (False, ())
-    always = spec_for("always", HeadSpec.shipped("specblock-code"), base, flags)
+    always = spec_for("always", HeadSpec.shipped("specblock-code"), base)
     assert [head.name for head in always.adapted] == ["specblock-code"]
-    assert always.extra["adapter"] == flags | {"bandit.policy": "always"}
-    assert always.extra["drafter"] == always.extra["orchestrator"] == {"adaptation.stride": "16"}
+    assert always.extra["adapter"] == DEMO_FLAGS | {"bandit.policy": "always"}
+    assert (
+        always.extra["drafter"] == always.extra["orchestrator"] == {"adaptation.window": "32", "adaptation.stride": "8"}
+    )
     with pytest.raises(InvalidField, match="no head can be adapted"):
         StackSpec.demo(heads=(HeadSpec("lookup", "lookup"),), adapt=True)

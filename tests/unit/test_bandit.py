@@ -40,7 +40,9 @@ def make(
     """A bandit by the paper's bare rule, without chance and with short intervals, unless told otherwise."""
     bare = {"warmup_queries": 2, "exploration": 0, "certainty": 0, "interval": 3}
     chosen = BanditSettings.model_validate(bare | changed)
-    return Bandit(chosen, state, epsilon=epsilon, blocked_queries=blocked_queries)
+    bandit = Bandit(chosen, state)
+    bandit.epsilon, bandit.blocked_queries = epsilon, blocked_queries
+    return bandit
 
 
 def warm(head: float | None, full: float | None, error: float = 0.0, **changed: Any) -> Bandit:

@@ -169,8 +169,7 @@ def test_the_reference_answers_as_generate_does_and_judges_others(tmp_path: Path
     assert len(answer.ids) == 24
     assert answer.ttft_s > 0
     assert answer.decode_s > 0
-    told = answer.as_completion(len(prompt))
-    assert (told.tau, told.steps, told.new_tokens) == (1.0, 23, 24)
+    assert (answer.tau, answer.steps, answer.new_tokens) == (1.0, 23, 24)
     assert reference.greedy(prompt, 1).ids == answer.ids[:1]
     assert reference.judge(prompt, answer.ids, greedy, answer.ids) == "identical"
     assert reference.judge(prompt, answer.ids, greedy) == "identical"

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from coppice.bench.bare import Bare, BareDraft
+from coppice.bench.bare import NO_DRAFT, Bare, BareDraft
 from coppice.bench.reference import Reference
-from coppice.bench.report import HF_GENERATE, Report, make_row
+from coppice.bench.report import HF_GENERATE, Report
 from coppice.bench.run.checks import kept_checks, speed_checks
 from coppice.bench.run.methods import read_methods
 from coppice.bench.run.pairs import Cell, Pairs
 from coppice.bench.run.peers import CHOICES, HF_ASSISTED, HF_LOOKUP, Peers
 from coppice.bench.run.plots import draw_all
 from coppice.bench.run.questions import Question, benchmark_names
-from coppice.bench.run.report import ALL, FEW_REPEATS, BareStep, RunRow, crossover, run_row, tables
+from coppice.bench.run.report import ALL, FEW_REPEATS, RunRow, crossover, run_row, tables
 from coppice.cli import main
 from coppice.client.completion import Accumulator, Completion
 from coppice.config.sections import DrafterSettings
@@ -147,10 +147,9 @@ def _pairs(count: int = 16, sampled: bool = False) -> Pairs:
 def test_pairs_pool_tokens_and_seconds() -> None:
     pairs = _pairs()
     assert (len(pairs), len(pairs.few_repeats())) == (16, 15)
-    assert pairs.tau("single:a") == 4
+    assert pairs.row("single:a").tau == 4
     assert pairs.tokens_per_s("plain") == pytest.approx(24 * 16 / sum(1.0 + 0.1 * (at % 3) for at in range(16)))
     assert replace(pairs, cell=Cell(0.0, 8, 2)).tokens_per_s("plain") == 2 * pairs.tokens_per_s("plain")
-    assert pairs.draft_ms("single:a") == 1.0
     assert pairs.chosen("route") == pytest.approx({"a": 4 / 6, "b": 1 / 6, "e": 0.0, "s": 0.0})
     assert pairs.chosen("merge") == pairs.chosen(HF_GENERATE) == {}
 
@@ -176,11 +175,9 @@ def _rows(pairs: Pairs) -> list[RunRow]:
     rows = []
     for method, answers in pairs.answers.items():
         peer = not answers[0].policy
-        row = make_row(method, answers, [] if peer else ["identical"] * len(pairs), 8)
-        bare = BareStep(0.0 if peer else 40.0)
-        if row.heads:
-            bare = BareStep(40.0, 3.0, 4.0) if method == "single:a" else BareStep(40.0, 6.0, 7.0)
-        rows.append(run_row(row, pairs, "4 tokens" if method == HF_ASSISTED else "", bare))
+        row = pairs.row(method, [] if peer else ["identical"] * len(pairs))
+        draft = BareDraft(3.0, 4.0) if method == "single:a" else BareDraft(6.0, 7.0) if row.heads else NO_DRAFT
+        rows.append(run_row(row, pairs, "4 tokens" if method == HF_ASSISTED else "", 0.0 if peer else 40.0, draft))
     return rows
 
 
@@ -208,7 +205,7 @@ def test_the_json_of_a_row_is_flat() -> None:
 def test_figures_by_benchmark_share_answers_out() -> None:
     pairs = _pairs()
     assert {name: len(some) for name, some in pairs.by_benchmark().items()} == {"a": 8, "b": 8}
-    assert pairs.draft_share("single:a") == pytest.approx(0.1)
+    assert pairs.row("single:a").draft_share == pytest.approx(0.1)
     row = next(row for row in _rows(pairs) if row.row.method == "single:a")
     assert {name: (row.figures[name].answers, row.figures[name].tau) for name in "ab"} == {"a": (8, 4.0), "b": (8, 4.0)}
     assert sum(row.parts_ms.values()) == pytest.approx(1.0)  # only waiting for drafts is timed here
@@ -329,7 +326,7 @@ def test_peers_say_what_generate_says_and_count_their_forwards(target: Path, tem
     for name in (HF_ASSISTED, HF_LOOKUP):
         if name == HF_ASSISTED:
             peers.settings[name] = CHOICES[name][2]
-            assert str(peers.settings[name]) == "4 tokens, confidence 0"
+            assert peers.told(name) == "num_assistant_tokens 4, assistant_confidence_threshold 0"
         else:
             peers.tune(name, [prompt], 16, sampling)
             assert peers.settings[name] in CHOICES[name]

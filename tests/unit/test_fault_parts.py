@@ -79,7 +79,7 @@ def row(**changes: object) -> FaultRow:
         ({"failed": 1}, "failed requests"),
         ({"wrong": 1}, "wrong tokens"),
         ({"leaks": ["verifier holds a session"]}, "left behind"),
-        ({"recoveries": [0.1, 5.2]}, "recovery p99"),
+        ({"recoveries": [0.1, 5.2]}, "recovery p99, s"),
         ({"weak": ["3 of 16 sessions were being answered"]}, "repetitions that prove nothing"),
         ({"checks": [Check("throughput", 0.5, "0.9", False)]}, "throughput"),
     ],

@@ -20,15 +20,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from coppice.config.sections import FEATURE_KINDS, DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth, with_tree_shape
-from coppice.heads.block_head import BLOCKS
-from coppice.heads.checkpoints import SHAPES, Loaded, load_eagle3, load_head, load_specblock, read_target, save_head
-from coppice.heads.falcon import FalconHead, prior
+from coppice.heads.block_head import BLOCKS, WIDTHS, FalconHead, SpecBlockHead, prior
+from coppice.heads.checkpoints import SHAPES, Loaded, load_head, read_target, save_head
 from coppice.heads.feature_head import FeatureHead
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
 from coppice.heads.models.layers import largest
 from coppice.heads.models.rotary import Rotary
 from coppice.heads.registry import build_head, served_head
-from coppice.heads.specblock import WIDTHS, SpecBlockHead
 from coppice.messages.steps import Advance, Features, OpenDraft, Rejection
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.sampling_torch import noise
@@ -84,16 +82,14 @@ class Text:
         return Features(start, len(rows), "float32", rows.numpy().tobytes())
 
 
-def opened(
-    head: FeatureHead[torch.nn.Module], key: int, text: Text, length: int, start: int = 0, misses: bool = False
-) -> None:
+def opened(head: FeatureHead, key: int, text: Text, length: int, start: int = 0, misses: bool = False) -> None:
     features = text.inline(start, length)
     opening = OpenDraft(f"s{key}", text.ids[:length], GREEDY, features=features, want_misses=misses)
     for _ in head.open(key, opening):
         pass
 
 
-def drafted(head: FeatureHead[torch.nn.Module], jobs: Sequence[DraftJob]) -> list[dict[tuple[int, ...], float]]:
+def drafted(head: FeatureHead, jobs: Sequence[DraftJob]) -> list[dict[tuple[int, ...], float]]:
     """Each job's tree as {path of tokens: score}, from what was streamed; every job ends exactly once."""
     trees: list[list[tuple[int, int, float]]] = [[] for _ in jobs]
     ended = [0] * len(jobs)
@@ -168,8 +164,8 @@ class SlowSpecBlock:
         self.said: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         """of the last tree: normed state and logits that the children of each node came from"""
 
-    def load(self, folder: Path, target: Path) -> Loaded[Any, Any]:
-        return load_specblock(folder, target)
+    def load(self, folder: Path, target: Path) -> Loaded:
+        return load_head("specblock", folder, target)
 
     def widths(self, logits: Tensor, normed: Tensor) -> tuple[list[int], list[int]]:
         """What the rank head says of each slot, and into how many tokens the slot branches."""
@@ -194,7 +190,7 @@ class SlowSpecBlock:
             [self.model.condition(text.features[start:length]), *(state[None] for state, _, _, _ in path)]
         )
         advance = self.model.config.block_rope_advance
-        first = [*range(start + 1, length + 1), *(length + depth * advance for _, _, depth, _ in path)]
+        first = [*range(start, length), *(length - 1 + depth * advance for _, _, depth, _ in path)]
         rows = len(first)
         mask = torch.zeros(rows * slots, rows * slots, dtype=torch.bool)
         for row in range(rows):
@@ -260,7 +256,7 @@ class SlowFalcon(SlowSpecBlock):
 
     relaxed = True
 
-    def load(self, folder: Path, target: Path) -> Loaded[Any, Any]:
+    def load(self, folder: Path, target: Path) -> Loaded:
         return load_head("falcon", folder, target)
 
     def widths(self, logits: Tensor, normed: Tensor) -> tuple[list[int], list[int]]:
@@ -279,7 +275,7 @@ class SlowEagle3:
     """EAGLE-3 by the book: every node recomputes all committed rows and its ancestors."""
 
     def __init__(self, folder: Path, target: Path, settings: DrafterSettings) -> None:
-        loaded = load_eagle3(folder, target)
+        loaded = load_head("eagle3", folder, target)
         self.model, self.embedding, self.settings = loaded.model, loaded.embedding, settings
         self.ids = torch.arange(DRAFT_VOCAB) + loaded.model.d2t
         self.said: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
@@ -293,7 +289,7 @@ class SlowEagle3:
             mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
             rope = self.model.rope(torch.arange(start, start + len(tokens))[None], torch.float32)
             embedded = self.embedding[torch.tensor(tokens)]
-            out: Tensor = self.model(hidden[None], embedded[None], rope, lambda q, k, v: attention(q, k, v, mask))
+            out: Tensor = self.model(hidden[None], embedded[None], rope, [lambda q, k, v: attention(q, k, v, mask)])
         return out[0, -1]
 
     def tree(self, text: Text, start: int, job: DraftJob) -> dict[tuple[int, ...], float]:
@@ -305,7 +301,7 @@ class SlowEagle3:
             for path, ancestors in frontier:
                 state = self.state(text, start, job, ancestors)
                 with torch.inference_mode():
-                    logits = self.model.read(state)
+                    logits, _ = self.model.read(state)
                     self.said[path] = self.model.norm(state), logits
                     scores = log_scores(logits, job, depth, self.ids)
                 for at in scores.argsort(descending=True)[: self.settings.top_k].tolist():
@@ -336,7 +332,7 @@ class SlowMedusa:
         self.ids = torch.arange(DRAFT_VOCAB) + loaded.model.d2t
         self.slots = min(loaded.config.slots, settings.depth)
 
-    def load(self, folder: Path, target: Path) -> Loaded[Any, Any]:
+    def load(self, folder: Path, target: Path) -> Loaded:
         return load_head("medusa", folder, target)
 
     def said(self, text: Text, start: int, job: DraftJob) -> list[Tensor]:
@@ -360,7 +356,7 @@ class SlowMedusa:
 class SlowParallelSpec(SlowMedusa):
     """ParallelSpec by the book: all committed rows and the masks behind them in one dense forward."""
 
-    def load(self, folder: Path, target: Path) -> Loaded[Any, Any]:
+    def load(self, folder: Path, target: Path) -> Loaded:
         return load_head("parallelspec", folder, target)
 
     def states(self, text: Text, start: int, job: DraftJob) -> Tensor:
@@ -374,7 +370,7 @@ class SlowParallelSpec(SlowMedusa):
         return out[0, -len(masks) :]
 
     def said(self, text: Text, start: int, job: DraftJob) -> list[Tensor]:
-        return list(self.model.read(self.states(text, start, job)))
+        return list(self.model.read(self.states(text, start, job))[0])
 
 
 SLOW = {
@@ -391,7 +387,7 @@ TREE = ("widths", "rank_guided", "blocks")
 """What a head's constructor takes beside its settings."""
 
 
-def build(kind: str, folder: Path, target: Path, **more: object) -> tuple[FeatureHead[torch.nn.Module], Slow]:
+def build(kind: str, folder: Path, target: Path, **more: object) -> tuple[FeatureHead, Slow]:
     tree: Any = {name: more.pop(name) for name in TREE if name in more}
     given = {"kind": kind, "path": str(folder), "target": str(target), "kv_tokens": 2048, "threads": 1} | more
     settings = with_tree_shape(DrafterSettings.model_validate(given))

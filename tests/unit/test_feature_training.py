@@ -13,18 +13,21 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from coppice.config.sections import FEATURE_KINDS, DrafterSettings
 from coppice.heads.base import DraftJob, with_tree_shape
-from coppice.heads.checkpoints import load_eagle3, load_specblock, read_output, read_target
+from coppice.heads.checkpoints import load_head, read_output, read_target
 from coppice.speculation.sampling import SamplingParams
 from coppice.training.data.corpora import DataError, is_held_out
 from coppice.training.data.target_answers import Answer, AnswerPlan, record_answers
 from coppice.training.data.teacher import Teacher
-from coppice.training.feature_heads import build_student, draft_vocabulary, head_config, head_loss
+from coppice.training.feature_heads import LOSSES, build_student, draft_vocabulary, head_config
 from coppice.training.losses.acceptance import measure
 from coppice.training.losses.block_masks import groups_visible, visible
-from coppice.training.losses.feature_losses import Eagle3Loss, SlotOutput, SpecBlockLoss, Student, Targets, bucket_of
-from coppice.training.losses.parallel import slot_states
+from coppice.training.losses.feature_losses import HeadLoss, SlotOutput, Student, bucket_of
+from coppice.training.losses.walk import Targets, slot_states
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import HIDDEN, SLOW, VOCAB, SlowEagle3, SlowMedusa, Text, save_random
+
+WHOLE = LOSSES["specblock"] | {"every": 1}
+"""with later blocks behind every row"""
 
 
 @pytest.mark.parametrize("relaxed", [False, True])
@@ -59,15 +62,15 @@ def test_a_mask_token_sees_its_own_group_and_the_prefix() -> None:
 
 
 def test_later_blocks_of_some_rows_are_those_of_all(target: Path, tmp_path: Path) -> None:
-    loaded = load_specblock(save_random(tmp_path, "specblock"), target)
+    loaded = load_head("specblock", save_random(tmp_path, "specblock"), target)
     teacher, ids = answer(target, loaded.model)
     student = Student(loaded.model, loaded.embedding)
     states: list[torch.Tensor] = []
     loaded.model.register_forward_hook(lambda module, args, out: states.append(out.detach()))
-    SpecBlockLoss(teacher)(student, ids, ids)
+    HeadLoss(teacher, **WHOLE)(student, ids, ids)
     whole, first = list(states), int(ids.sum()) % 3
     states.clear()
-    SpecBlockLoss(teacher, every=3)(student, ids, ids)
+    HeadLoss(teacher, **LOSSES["specblock"])(student, ids, ids)
     assert torch.equal(states[0], whole[0])
     for block in (1, 2):
         assert torch.allclose(states[block], whole[block][:, first::3], atol=1e-4)
@@ -103,9 +106,8 @@ def test_training_computes_the_states_that_serving_does(kind: str, target: Path,
     states: list[torch.Tensor] = []
     slow.model.register_forward_hook(lambda module, args, out: states.append(out.detach()))
     student = Student(slow.model, slow.embedding)
-    losses: dict[str, Any] = {"specblock": SpecBlockLoss(teacher), "eagle3": Eagle3Loss(teacher, steps=3)}
-    losses["falcon"] = SpecBlockLoss(teacher, valid_prefix=False, rank_on=lambda: False)
-    loss = losses.get(kind) or head_loss(kind, teacher)
+    changes: dict[str, Any] = {"specblock": {"every": 1}, "eagle3": {"blocks": 3}, "falcon": {"every": 1, "blocks": 3}}
+    loss = HeadLoss(teacher, **LOSSES[kind] | changes.get(kind, {}))
     assert loss(student, ids, ids).item() > 0
     of_training = list(states)
     read = teacher.read(ids)
@@ -114,7 +116,7 @@ def test_training_computes_the_states_that_serving_does(kind: str, target: Path,
         job = DraftJob(0, text.ids[row + 1], row + 1, 8, SamplingParams())
         if isinstance(slow, SlowMedusa):
             at_once = slot_states(student, read, Targets.of(read, teacher))[0, row]
-            logits = torch.stack([slow.model.read(state, slot) for slot, state in enumerate(at_once)])
+            logits = torch.stack([slow.model.read(state, slot)[0] for slot, state in enumerate(at_once)])
             assert torch.allclose(logits, torch.stack(slow.said(text, 0, job)), atol=1e-4)
             continue
         if isinstance(slow, SlowEagle3):
@@ -143,7 +145,7 @@ def test_a_head_learns_a_text_that_repeats(kind: str, target: Path) -> None:
     teacher = Teacher(read, strong, torch.arange(VOCAB))
     config = head_config(kind, AutoConfig.from_pretrained(target), parts, VOCAB)
     student = build_student(config, parts.embedding, output, torch.arange(VOCAB), seed=0)
-    loss = replace(head_loss(kind, teacher), **({"every": 1} if kind == "falcon" else {}))
+    loss = HeadLoss(teacher, **LOSSES[kind] | {"every": 1})
     texts = (torch.arange(20)[None] + torch.arange(0, 16, 2)[:, None]) % 16
     untrained = measure(student, loss, list(texts)).length
     optimiser, losses = torch.optim.AdamW(student.parameters(), lr=5e-3), []
@@ -159,7 +161,7 @@ def test_a_head_learns_a_text_that_repeats(kind: str, target: Path) -> None:
 
 
 def test_targets_are_the_tokens_behind(target: Path, tmp_path: Path) -> None:
-    loaded = load_specblock(save_random(tmp_path, "specblock"), target)
+    loaded = load_head("specblock", save_random(tmp_path, "specblock"), target)
     teacher, ids = answer(target, loaded.model)
     targets = Targets.of(teacher.read(ids), teacher)
     logits = LlamaForCausalLM.from_pretrained(target)(input_ids=ids).logits[..., teacher.draft_ids].log_softmax(-1)
@@ -175,7 +177,7 @@ def test_targets_are_the_tokens_behind(target: Path, tmp_path: Path) -> None:
 
 
 def test_the_valid_prefix_mask_admits_only_what_was_right_so_far(target: Path, tmp_path: Path) -> None:
-    loaded = load_specblock(save_random(tmp_path, "specblock"), target)
+    loaded = load_head("specblock", save_random(tmp_path, "specblock"), target)
     teacher, ids = answer(target, loaded.model)
     student = Student(loaded.model, loaded.embedding)
     seen: dict[tuple[int, int], tuple[int, int]] = {}
@@ -183,35 +185,35 @@ def test_the_valid_prefix_mask_admits_only_what_was_right_so_far(target: Path, t
     def observe(output: SlotOutput) -> None:
         seen[output.block, output.slot] = (len(output.gold), int((output.logits.argmax(-1) == output.gold).sum()))
 
-    SpecBlockLoss(teacher, observe=observe)(student, ids, ids)
+    HeadLoss(teacher, **WHOLE, observe=observe)(student, ids, ids)
     for (block, slot), (count, _) in seen.items():
         if slot:
             assert count <= seen[block, slot - 1][1]
     masked = dict(seen)
-    SpecBlockLoss(teacher, valid_prefix=False, observe=observe)(student, ids, ids)
+    HeadLoss(teacher, blocks=3, observe=observe)(student, ids, ids)
     assert seen[0, 0] == masked[0, 0]
     assert seen[0, 3][0] > masked[0, 3][0]
 
 
 def test_gradients_reach_what_they_should(target: Path, tmp_path: Path) -> None:
-    loaded = load_specblock(save_random(tmp_path, "specblock"), target)
+    loaded = load_head("specblock", save_random(tmp_path, "specblock"), target)
     teacher, ids = answer(target, loaded.model)
     student = Student(loaded.model, loaded.embedding)
-    SpecBlockLoss(teacher)(student, ids, ids).backward()
+    HeadLoss(teacher, **WHOLE)(student, ids, ids).backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in student.parameters())
     student.zero_grad()
-    SpecBlockLoss(teacher, rank_on=lambda: False)(student, ids, ids).backward()
+    HeadLoss(teacher, **WHOLE, rank_on=lambda: False)(student, ids, ids).backward()
     without = {name: p.grad.clone() for name, p in student.named_parameters() if p.grad is not None}
     student.zero_grad()
-    SpecBlockLoss(teacher)(student, ids, ids).backward()
+    HeadLoss(teacher, **WHOLE)(student, ids, ids).backward()
     for name, p in student.named_parameters():
         if "rank_head" in name:
             assert name not in without or not without[name].any()
         else:
             assert torch.allclose(p.grad, without[name], atol=1e-6)  # equation 4: no rank gradient in the trunk
-    eagle = load_eagle3(save_random(tmp_path / "e", "eagle3"), target)
+    eagle = load_head("eagle3", save_random(tmp_path / "e", "eagle3"), target)
     learner = Student(eagle.model, eagle.embedding)
-    Eagle3Loss(teacher)(learner, ids, ids).backward()
+    HeadLoss(teacher, **LOSSES["eagle3"])(learner, ids, ids).backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in learner.parameters())
 
 

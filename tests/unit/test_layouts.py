@@ -19,9 +19,7 @@ from coppice.heads.checkpoints import (
     OWN,
     convert,
     layout_of,
-    load_eagle3,
     load_head,
-    load_specblock,
     save_head,
 )
 from coppice.heads.public_state import public_state
@@ -131,7 +129,7 @@ def written(folder: Path, made: tuple[dict[str, Any], Tensors]) -> Path:
 
 
 def load(folder: Path, target: Path) -> Any:
-    return load_specblock(folder, target) if layout_of(folder) == "specblock" else load_eagle3(folder, target)
+    return load_head("specblock" if layout_of(folder) == "specblock" else "eagle3", folder, target)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -231,14 +229,14 @@ def test_a_full_vocabulary_needs_no_map(target: Path, tmp_path: Path) -> None:
 
 def test_other_folders_are_refused(target: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidField, match=r"drafter\.path"):
-        load_eagle3(tmp_path, target)
+        load_head("eagle3", tmp_path, target)
     folder = written(tmp_path / "in", eagle3())
     with pytest.raises(InvalidField, match=r"drafter\.target"):
-        load_eagle3(folder, tmp_path)
+        load_head("eagle3", folder, tmp_path)
     with pytest.raises(InvalidField, match="is a EAGLE-3 checkpoint, not one of SpecBlock"):
-        load_specblock(folder, target)
+        load_head("specblock", folder, target)
     with pytest.raises(InvalidField, match="is a SpecBlock checkpoint"):
-        load_eagle3(written(tmp_path / "other", specblock()), target)
+        load_head("eagle3", written(tmp_path / "other", specblock()), target)
 
 
 @pytest.mark.parametrize("kind", OWN)
@@ -273,7 +271,7 @@ def test_what_does_not_fit_a_layout_of_our_own_is_named(kind: Any, target: Path,
     with pytest.raises(InvalidField, match="there are medusa, parallelspec, falcon"):
         layout_of(written(tmp_path / "hydra", (config | {"coppice_head": "hydra"}, tensors)))
     with pytest.raises(InvalidField, match=f"is a {kind} checkpoint, not one of EAGLE-3"):
-        load_eagle3(folder, target)
+        load_head("eagle3", folder, target)
     with pytest.raises(InvalidField, match=f"is a EAGLE-3 checkpoint, not one of {kind}"):
         load_head(kind, written(tmp_path / "eagle", eagle3()), target)
     with pytest.raises(InvalidField, match=f"is a {kind} head; eagle3 and specblock heads are adapted"):

@@ -29,7 +29,7 @@ from tests.unit.test_feature_heads import (
 __all__ = ["target"]  # the fixture
 
 KINDS = ("specblock", "eagle3")
-Head = FeatureHead[torch.nn.Module]
+Head = FeatureHead
 
 
 def rejection(position: int, token: int) -> Rejection:

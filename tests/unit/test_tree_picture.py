@@ -43,4 +43,3 @@ def test_nodes_of_a_depth_stand_below_each_other(tmp_path: Path) -> None:
 def test_the_tree_that_accepted_most_is_chosen() -> None:
     other = StepTree(1, (2,), (0,), (-1.0,), (1,), ("x",), (1,))
     assert longest([other, TREE, other]) is TREE
-    assert longest([]) is None

@@ -31,6 +31,7 @@ from coppice.messages.generation import (
 )
 from coppice.messages.steps import (
     Advance,
+    DraftOpened,
     DraftStep,
     FeatureRef,
     Features,
@@ -58,7 +59,7 @@ from coppice.v1 import common_pb2, drafter_pb2, generation_pb2, verifier_pb2
 from coppice.wire import drafter, generation, verifier
 
 VOCAB, MAX_LEN = 100, 512
-FENCE = Fence(7, 12, committed_hash([1, 2, 3]), weights_version=2**63 + 1, deadline_ns=5 * 10**8)
+FENCE = Fence(7, 12, committed_hash([1, 2, 3]), weights_version=2**53 - 1, deadline_ns=5 * 10**8)
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.9, top_k=40, seed=2**64 - 1)
 WEIGHTS = WeightsHeader("code", 2**40, 2**39, bytes(32), b"\1" * 32, b"\2" * 32, 2**31, 2048)
 TREE = DraftTree(np.array([5, 6, 7]), np.array([0, 1, 1]), np.array([-0.5, -1.0, -2.5], np.float32))
@@ -113,30 +114,34 @@ Case = tuple[object, Callable[[Any], Message], Read]
 SAMPLES: dict[str, Case] = {
     "open session": (
         OpenSession("s.1", [1, 2, 99], SAMPLING, frozenset({0, 7}), 20, (2, 3), 64, True),
-        verifier.open_session_to_wire,
+        verifier.verify_request_to_wire,
         read_verify,
     ),
-    "verify step": (VerifyStep(FENCE, 99, TREE, Q_ROWS, True), verifier.verify_step_to_wire, read_verify),
-    "verify step without q rows": (VerifyStep(FENCE, 0, TREE), verifier.verify_step_to_wire, read_verify),
-    "verify step without a tree": (VerifyStep(FENCE, 4, DraftTree.empty()), verifier.verify_step_to_wire, read_verify),
+    "verify step": (VerifyStep(FENCE, 99, TREE, Q_ROWS, True), verifier.verify_request_to_wire, read_verify),
+    "verify step without q rows": (VerifyStep(FENCE, 0, TREE), verifier.verify_request_to_wire, read_verify),
+    "verify step without a tree": (
+        VerifyStep(FENCE, 4, DraftTree.empty()),
+        verifier.verify_request_to_wire,
+        read_verify,
+    ),
     "opened": (
         SessionOpened(FENCE, NextRoot(ROW), BY_REF, TIMES),
-        verifier.opened_to_wire,
+        verifier.verify_response_to_wire,
         verifier.read_verify_response,
     ),
     "opened with a row without raw log-probs": (
         SessionOpened(FENCE, NextRoot(dataclasses.replace(ROW, raw_log_probs=None)), None, TIMES),
-        verifier.opened_to_wire,
+        verifier.verify_response_to_wire,
         verifier.read_verify_response,
     ),
     "verdict": (
         Verdict(FENCE, (1, 3), NextRoot(None, 17, -0.5), TIMES, (1, 3, 4), INLINE, REJECTION, (-0.5, -1.5), True, 0),
-        verifier.verdict_to_wire,
+        verifier.verify_response_to_wire,
         verifier.read_verify_response,
     ),
     "verdict of a text that ended": (
         Verdict(FENCE, (), None, TIMES),
-        verifier.verdict_to_wire,
+        verifier.verify_response_to_wire,
         verifier.read_verify_response,
     ),
     "verdict with empty rejection lists": (
@@ -147,7 +152,7 @@ SAMPLES: dict[str, Case] = {
             TIMES,
             rejection=Rejection(3, 0, 1, np.empty(0, np.int64), np.empty(0, np.float32), 1.0),
         ),
-        verifier.verdict_to_wire,
+        verifier.verify_response_to_wire,
         verifier.read_verify_response,
     ),
     "fetch": (REF, verifier.fetch_to_wire, verifier.read_fetch),
@@ -157,44 +162,52 @@ SAMPLES: dict[str, Case] = {
         verifier.target_to_wire,
         verifier.read_target,
     ),
-    "open draft": (OpenDraft("s", [1, 2], SAMPLING, True, BY_REF, True, True), drafter.open_draft_to_wire, read_draft),
-    "uncoupled open draft": (OpenDraft("s", [1], SamplingParams(), False), drafter.open_draft_to_wire, read_draft),
-    "draft step": (
-        DraftStep(FENCE, 99, 64, Advance([4, 5], INLINE, REJECTION)),
-        drafter.draft_step_to_wire,
+    "open draft": (
+        OpenDraft("s", [1, 2], SAMPLING, True, BY_REF, True, True),
+        drafter.draft_request_to_wire,
         read_draft,
     ),
-    "draft step without news": (DraftStep(FENCE, 1, 0, Advance()), drafter.draft_step_to_wire, read_draft),
+    "uncoupled open draft": (OpenDraft("s", [1], SamplingParams(), False), drafter.draft_request_to_wire, read_draft),
+    "draft step": (
+        DraftStep(FENCE, 99, 64, Advance([4, 5], INLINE, REJECTION)),
+        drafter.draft_request_to_wire,
+        read_draft,
+    ),
+    "draft step without news": (DraftStep(FENCE, 1, 0, Advance()), drafter.draft_request_to_wire, read_draft),
     "weights header": (WEIGHTS, drafter.weights_to_wire, read_weights),
     "weights part": (WeightsPart(3, b"abc"), drafter.weights_to_wire, read_weights),
     "weights synced": (WeightsSynced(7, bytes(32), 9), drafter.synced_to_wire, drafter.read_synced),
-    "delta": (TreeDelta(FENCE, TREE, True, 8, 9, Q_ROWS, 0.5), drafter.delta_to_wire, drafter.read_draft_response),
-    "empty delta": (
-        TreeDelta(FENCE, DraftTree.empty(), False),
-        drafter.delta_to_wire,
+    "delta": (
+        TreeDelta(FENCE, TREE, True, 8, 9, Q_ROWS, 0.5),
+        drafter.draft_response_to_wire,
         drafter.read_draft_response,
     ),
-    "draft opened": (2**64 - 1, drafter.draft_opened_to_wire, drafter.read_draft_response),
+    "empty delta": (
+        TreeDelta(FENCE, DraftTree.empty(), False),
+        drafter.draft_response_to_wire,
+        drafter.read_draft_response,
+    ),
+    "draft opened": (DraftOpened(limits.MAX_VERSION), drafter.draft_response_to_wire, drafter.read_draft_response),
     "head": (
-        HeadDescription("a", "lm", 100, 2**63, (2, 3), 4, 5, 6, bytes(32)),
+        HeadDescription("a", "lm", 100, 2**52, (2, 3), 4, 5, 6, bytes(32)),
         drafter.head_to_wire,
         drafter.read_head,
     ),
     "request of ids": (REQUEST, generation.request_to_wire, read_request),
     "request of text": (GenerationRequest(text="hé"), generation.request_to_wire, read_request),
     "request of a chat": (GenerationRequest(chat=CHAT, budget=256), generation.request_to_wire, read_request),
-    "started": (Started(3, "route", ("a", "b"), 31), generation.started_to_wire, generation.read_response),
+    "started": (Started(3, "route", ("a", "b"), 31), generation.response_to_wire, generation.read_response),
     "chunk": (
         Chunk("hé!", (1, 2), (Origin.DRAFT, Origin.ROOT), ("h", "é!"), (-0.5, -2.0)),
-        generation.chunk_to_wire,
+        generation.response_to_wire,
         generation.read_response,
     ),
     "chunk with its tree": (
         Chunk("", (1,), (Origin.ROOT,), ("",), (), StepTree(3, (4, 5), (0, 1), (-0.5, -1.0), (1, 2), ("a", "b"), (1,))),
-        generation.chunk_to_wire,
+        generation.response_to_wire,
         generation.read_response,
     ),
-    "finished": (FINISHED, generation.finished_to_wire, generation.read_response),
+    "finished": (FINISHED, generation.response_to_wire, generation.read_response),
     "model": (
         ModelDescription("t", 100, 512, ("a",), ("plain", "route"), "route", 31, True, True, 4, "0.1"),
         generation.model_to_wire,
@@ -293,11 +306,15 @@ def test_the_hash_rolls_and_is_fnv_1a_over_little_endian_words() -> None:
 uint32 = st.integers(0, 2**32 - 1)
 uint64 = st.integers(0, 2**64 - 1)
 token = st.integers(0, VOCAB - 1)
-ns = st.integers(0, 2**63 - 1)
+ns = st.integers(0, limits.MAX_DEADLINE_NS)
+version = st.integers(0, limits.MAX_VERSION)
+count = st.integers(0, limits.MAX_COUNT)
+token_id = st.integers(0, limits.MAX_TOKEN_ID)
+log_prob = st.floats(max_value=0, width=32, allow_nan=False)
 position = st.integers(0, limits.MAX_CONTEXT)
 float32 = st.floats(width=32, allow_nan=False)
 session_name = st.from_regex(r"[A-Za-z0-9_.-]{1,64}", fullmatch=True)
-fence = st.builds(Fence, uint64, position, uint64, uint64, st.integers(0, limits.MAX_DEADLINE_NS))
+fence = st.builds(Fence, count, position, uint64, version, ns)
 sampling = st.builds(
     SamplingParams,
     temperature=st.floats(0, limits.MAX_TEMPERATURE),
@@ -331,18 +348,19 @@ def rejections(draw: st.DrawFn) -> Rejection | None:
     if draw(st.booleans()):
         return None
     size = draw(st.integers(0, 5))
-    ids, log_probs = draw(array(np.int64, size, uint32)), draw(array(np.float32, size, float32))
-    return Rejection(draw(position), draw(st.integers(0, 256)), draw(uint32), ids, log_probs, draw(float32))
+    ids, log_probs = draw(array(np.int64, size, token_id)), draw(array(np.float32, size, log_prob))
+    tail = draw(st.floats(0, 1, width=32))
+    return Rejection(draw(position), draw(st.integers(0, 256)), draw(token_id), ids, log_probs, tail)
 
 
 @st.composite
 def next_roots(draw: st.DrawFn) -> NextRoot:
     if draw(st.booleans()):
-        return NextRoot(None, draw(uint32), draw(float32))
+        return NextRoot(None, draw(token_id), draw(log_prob))
     size = draw(st.integers(1, 5))
-    wide = st.floats(allow_nan=False)
-    raw = draw(array(np.float32, size, float32)) if draw(st.booleans()) else None
-    return NextRoot(Row(draw(array(np.int64, size, uint32)), draw(array(np.float64, size, wide)), raw))
+    wide = st.floats(max_value=0, allow_nan=False)
+    raw = draw(array(np.float32, size, log_prob)) if draw(st.booleans()) else None
+    return NextRoot(Row(draw(array(np.int64, size, token_id)), draw(array(np.float64, size, wide)), raw))
 
 
 @st.composite
@@ -353,7 +371,7 @@ def q_rows(draw: st.DrawFn, tree: DraftTree) -> Any:
 
 
 timings = st.builds(VerifyTimings, ns, ns, ns, ns, uint32, uint32)
-nodes = st.lists(uint32, max_size=5).map(tuple)
+nodes = st.lists(st.integers(0, limits.MAX_TREE_NODES), max_size=5).map(tuple)
 
 
 @st.composite
@@ -370,10 +388,10 @@ def deltas(draw: st.DrawFn) -> TreeDelta:
 
 ids = st.lists(token, min_size=1, max_size=8)
 ANY: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], Message], Read]] = {
-    "verify step": (verify_steps(), verifier.verify_step_to_wire, read_verify),
+    "verify step": (verify_steps(), verifier.verify_request_to_wire, read_verify),
     "opened": (
         st.builds(SessionOpened, fence, next_roots(), features, timings),
-        verifier.opened_to_wire,
+        verifier.verify_response_to_wire,
         verifier.read_verify_response,
     ),
     "verdict": (
@@ -386,14 +404,14 @@ ANY: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], Message], Read]] = 
             nodes,
             features,
             rejections(),
-            st.lists(float32, max_size=5).map(tuple),
+            st.lists(log_prob, max_size=5).map(tuple),
         ),
-        verifier.verdict_to_wire,
+        verifier.verify_response_to_wire,
         verifier.read_verify_response,
     ),
     "open draft": (
         st.builds(OpenDraft, session_name, ids, sampling, st.booleans(), features, st.booleans()),
-        drafter.open_draft_to_wire,
+        drafter.draft_request_to_wire,
         read_draft,
     ),
     "draft step": (
@@ -404,10 +422,10 @@ ANY: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], Message], Read]] = 
             st.integers(0, limits.MAX_HEAD_NODES),
             st.builds(Advance, st.lists(token, max_size=8), features, rejections()),
         ),
-        drafter.draft_step_to_wire,
+        drafter.draft_request_to_wire,
         read_draft,
     ),
-    "delta": (deltas(), drafter.delta_to_wire, drafter.read_draft_response),
+    "delta": (deltas(), drafter.draft_response_to_wire, drafter.read_draft_response),
 }
 
 
@@ -629,7 +647,7 @@ def test_a_request_needs_exactly_one_prompt() -> None:
 
 
 def test_any_id_will_do_for_a_head_without_a_vocabulary() -> None:
-    message = drafter.open_draft_to_wire(OpenDraft("s", [2**32 - 1], SamplingParams()))
+    message = drafter.draft_request_to_wire(OpenDraft("s", [2**32 - 1], SamplingParams()))
     read = drafter.read_draft_request(message, 0)
     assert isinstance(read, OpenDraft)
     assert read.ids == [2**32 - 1]

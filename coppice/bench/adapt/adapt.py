@@ -18,6 +18,7 @@ from coppice.bench.exact import judged
 from coppice.bench.reference import Reference
 from coppice.bench.report import Check, Row, Verdict, make_row, table
 from coppice.client.completion import Completion
+from coppice.config.adaptation import BanditSettings
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.spec import HeadSpec, StackSpec
 
@@ -29,6 +30,7 @@ LEAST_GAIN = 0.5
 """tau that the bandit is to gain over never in the last third of the shifted part"""
 MOST_UPDATES = 1
 """updates in 100 queries after its cold start, on a stream that it serves well"""
+BUDGET = 12  # draft nodes verified a step
 DEMO_FLAGS = {
     "bandit.interval": "10",
     "bandit.certainty": "0",
@@ -74,27 +76,22 @@ class AdaptRow:
         return self.row.to_json() | others
 
 
-def spec_for(policy: str, head: HeadSpec, base: StackSpec, flags: dict[str, Any]) -> StackSpec:
+def spec_for(policy: str, head: HeadSpec, base: StackSpec) -> StackSpec:
     """A stack that serves one head and adapts it by a policy. `never` has no adapter and sends no signals."""
-    signals = {name: value for name, value in flags.items() if name.startswith("adaptation.")}
-    extra = {"adapter": {**flags, "bandit.policy": policy}, "drafter": signals, "orchestrator": signals}
+    signals = {name: value for name, value in DEMO_FLAGS.items() if name.startswith("adaptation.")}
+    extra = {"adapter": {**DEMO_FLAGS, "bandit.policy": policy}, "drafter": signals, "orchestrator": signals}
     return replace(base, heads=(head,), policy=f"single:{head.name}", adapt=policy != NEVER, extra=extra)
 
 
-def policy_lanes(policies: Sequence[str], head: HeadSpec, base: StackSpec, flags: dict[str, Any]) -> list[Lane]:
-    """A lane for each policy."""
-    return [Lane(policy, spec_for(policy, head, base, flags)) for policy in policies]
-
-
-def device_lanes(head: HeadSpec, base: StackSpec, flags: dict[str, Any]) -> list[Lane]:
+def device_lanes(head: HeadSpec, base: StackSpec) -> list[Lane]:
     """Serving on one core; training nowhere, on the same core at low priority, and on another one (SpecBlock, D.1)."""
     first, *others = sorted(os.sched_getaffinity(0))
     one = replace(base, verifier_threads=1, drafter_threads=1)
     serving = {"": [first]}
     return [
-        Lane(NEVER, spec_for(NEVER, head, one, flags), serving),
-        Lane(SAME, spec_for(BANDIT, head, one, flags), serving),
-        Lane(OTHER, spec_for(BANDIT, head, one, flags), serving | {"adapter": others[:1] or [first]}),
+        Lane(NEVER, spec_for(NEVER, head, one), serving),
+        Lane(SAME, spec_for(BANDIT, head, one), serving),
+        Lane(OTHER, spec_for(BANDIT, head, one), serving | {"adapter": others[:1] or [first]}),
     ]
 
 
@@ -103,14 +100,14 @@ def judged_lanes(
 ) -> Iterator[tuple[Lane, list[Verdict]]]:
     """Each lane with a verdict on each answer: the first one's are re-scored, the others' compared with them first."""
     asked = [(reference.encode(query.prompt), SamplingParams()) for query in stream]
-    expected = [answer.ids for answer in lanes[0].served.answers]
+    expected = [answer.ids for answer in lanes[0].answers]
     for lane in lanes:
-        yield lane, judged(reference, asked, lane.served.answers, None if lane is lanes[0] else expected)
+        yield lane, judged(reference, asked, lane.answers, None if lane is lanes[0] else expected)
 
 
 def adapt_row(lane: Lane, stream: Sequence[StreamQuery], never: Row | None, verdicts: Sequence[Verdict]) -> AdaptRow:
     """The figures of a lane."""
-    answers, status = lane.served.answers, lane.served.status
+    answers, status = lane.answers, lane.status
     changes = [asdict(change) for change in status.changes] if status else []
     row = make_row(lane.name, answers, verdicts, lane.spec.budget or 0)
     return AdaptRow(
@@ -138,22 +135,19 @@ def parts_of(
     stream: Sequence[StreamQuery], answers: Sequence[Completion], changes: Sequence[dict[str, Any]]
 ) -> list[Part]:
     """Each part of the stream, and the last third of the first one."""
+    places: dict[str, list[int]] = {}
+    for number, query in enumerate(stream):
+        places.setdefault(query.part, []).append(number)
+    (first, its), *others = places.items()
     parts = []
-    for name in dict.fromkeys(query.part for query in stream):
-        at = [number for number, query in enumerate(stream) if query.part == name]
-        parts.append(_part(name, at, answers, changes))
-        if len(parts) == 1:
-            parts.append(_part(f"{name}, last third", at[2 * len(at) // 3 :], answers, changes))
+    for name, at in ((first, its), (f"{first}, last third", its[2 * len(its) // 3 :]), *others):
+        row = make_row(name, [answers[number] for number in at], [], 0)
+        updates = sum(change["what"] in TRAINED and at[0] < change["query"] <= at[-1] + 1 for change in changes)
+        parts.append(Part(name, len(at), row.tau, row.tokens_per_s, updates))
     return parts
 
 
-def _part(name: str, at: Sequence[int], answers: Sequence[Completion], changes: Sequence[dict[str, Any]]) -> Part:
-    row = make_row(name, [answers[number] for number in at], [], 0)
-    updates = sum(change["what"] in TRAINED and at[0] < change["query"] <= at[-1] + 1 for change in changes)
-    return Part(name, len(at), row.tau, row.tokens_per_s, updates)
-
-
-def shift_checks(rows: Sequence[AdaptRow], cold_events: int) -> list[Check]:
+def shift_checks(rows: Sequence[AdaptRow], cold_events: int = BanditSettings().cold_events) -> list[Check]:
     """What the bandit is for. Nothing is checked of a policy that was not run."""
     by_name = {row.row.method: row for row in rows}
     bandit, never = by_name.get(BANDIT), by_name.get(NEVER)

@@ -8,7 +8,6 @@ import typer
 from coppice.bench.options import (
     Dtype,
     JsonFile,
-    NewTokens,
     Seed,
     Target,
     finish,
@@ -37,13 +36,6 @@ def adapt(
     methods: Annotated[
         str, typer.Option(metavar="NAME,...", help="Policies compared on the shifted stream.")
     ] = "never,always,full-only,head-only,bandit",
-    max_new_tokens: NewTokens = 48,
-    budget: Annotated[int, typer.Option(min=1, help="Draft nodes verified a step.")] = 12,
-    turn: Annotated[int, typer.Option(min=1, help="Queries that a policy serves in its turn.")] = 10,
-    setting: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SECTION.NAME=VALUE", help="A setting of the adapter (repeatable)."),
-    ] = None,
     seed: Seed = 0,
     dtype: Dtype = None,
     json_file: JsonFile = None,
@@ -56,6 +48,7 @@ def adapt(
 
     from coppice.adaptation.bandit import UPDATES
     from coppice.bench.adapt.adapt import (
+        BUDGET,
         DEMO_FLAGS,
         AdaptRow,
         adapt_row,
@@ -63,10 +56,10 @@ def adapt(
         device_lanes,
         draw,
         judged_lanes,
-        policy_lanes,
         shift_checks,
+        spec_for,
     )
-    from coppice.bench.adapt.lanes import run_lanes
+    from coppice.bench.adapt.lanes import NEW_TOKENS, Lane, run_lanes
     from coppice.bench.adapt.shift import mixed, programs, shifted
     from coppice.bench.report import exactness_checks
     from coppice.config.sections import ADAPTED_KINDS
@@ -84,18 +77,18 @@ def adapt(
         raise typer.BadParameter(why, param_hint="--head")
     if n > (most := 2 * len(programs())):
         raise typer.BadParameter(f"there are {most} different prompts", param_hint="--n")
-    flags = DEMO_FLAGS | dict(_pair(text) for text in setting or ())
-    base = replace(spec_of(target, [head], dtype), budget=budget)
+    base = replace(spec_of(target, [head], dtype), budget=BUDGET)
     stream = mixed(n, passes, seed) if what == "passes" else shifted(n, seed)
     if what == "devices":
-        lanes = device_lanes(chosen, base, flags)
+        lanes = device_lanes(chosen, base)
     else:
-        lanes = policy_lanes(policies if what == "shift" else ["never", "bandit"], chosen, base, flags)
+        compared = policies if what == "shift" else ["never", "bandit"]
+        lanes = [Lane(policy, spec_for(policy, chosen, base)) for policy in compared]
     console = Console()
     report = report_of(f"bench adapt --what {what}", base)
     rows: list[AdaptRow] = []
     with console.status("starting") as status:
-        run_lanes(lanes, stream, max_new_tokens, turn, lambda line: status.update(line))
+        run_lanes(lanes, stream, lambda line: status.update(line))
         status.update("judging")
         for lane, verdicts in judged_lanes(lanes, stream, reference_of(base)):
             never = rows[0].row if rows and rows[0].row.method == "never" else None
@@ -103,17 +96,10 @@ def adapt(
     report.rows += (row.to_json() for row in rows)
     title = f"{report.command}: tau (tokens/s) by part, updates counted in; {report.dtype}, {report.threads} threads"
     report.tables.append(adapt_table(rows, title))
-    report.checks += exactness_checks([row.row for row in rows], report.dtype, False, max_new_tokens)
+    report.checks += exactness_checks([row.row for row in rows], report.dtype, False, NEW_TOKENS)
     if what == "shift":
-        report.checks += shift_checks(rows, int(flags.get("bandit.cold_events", 8)))
-    report.figures = {"settings": flags, "stream": [query.part for query in stream]}
+        report.checks += shift_checks(rows)
+    report.figures = {"settings": DEMO_FLAGS, "stream": [query.part for query in stream]}
     if plot:
         draw(rows, stream, plot)
     finish(console, report, json_file)
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or "." not in name:
-        raise typer.BadParameter(f"{text!r} is not SECTION.NAME=VALUE", param_hint="--setting")
-    return name, value

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from coppice.bench.exact import judged
+from coppice.bench.exact import answers_to, judged
 from coppice.bench.options import numbers, prompt_ids, reference_of, running, vocab_size_of
 from coppice.bench.paper.tables import Options, heads_of
 from coppice.bench.reference import Reference
-from coppice.bench.report import Check, Report, Row, Verdicts, make_row
+from coppice.bench.report import Check, Report, Row, make_row, method_table, with_speedups
 from coppice.client.client import Client
 from coppice.client.completion import Completion
 from coppice.config.sections import FEATURE_KINDS
@@ -84,56 +84,35 @@ def decode(
     report: Report,
     say: Callable[[str], None],
 ) -> dict[tuple[float, str, str], Row]:
-    """Answer every prompt in every way, in an order that turns around; the report gets rows, a table and a check.
+    """Answer every prompt in every way, in an order that turns around; the report gets rows, tables and a check.
 
     Returns the rows by temperature, head and way.
     """
-    ways = {(head, way): asked for head, its in requests.items() for way, asked in its.items()}
+    ways: dict[tuple[str, str], Mapping[str, Any]] = {("", "plain"): {"policy": "plain"}}
+    ways |= {(head, way): asked for head, its in requests.items() for way, asked in its.items()}
+    budget = client.describe().default_budget
     rows: dict[tuple[float, str, str], Row] = {}
-    lines = []
     for temperature in temperatures:
         say(f"T={temperature:g}")
         asked = [(ids, SamplingParams(temperature=temperature, seed=SEED + at)) for at, ids in enumerate(prompts)]
-        answers = _answers(client, {("plain", ""): {"policy": "plain"}} | ways, asked, new_tokens)
-        plain = make_row("plain", answers["plain", ""], [], 0)
-        expected = [answer.ids for answer in answers["plain", ""]]
-        for (head, way), request in ways.items():
-            its = answers[head, way]
-            free = temperature > 0 and request.get("pq")  # its draws are others: the law is the target's, not the ids
-            verdicts = [] if free else judged(reference, asked, its, expected)
-            row = make_row(f"single:{head}, {way}", its, verdicts, client.describe().default_budget)
-            row = replace(row, speedup=row.tokens_per_s / plain.tokens_per_s)
+        answers: dict[tuple[str, str], list[Completion]] = {key: [] for key in ways}
+        for number, (ids, sampling) in enumerate([asked[0], *asked]):  # the first one warms up
+            for key in list(ways)[:: -1 if number % 2 else 1]:
+                answers[key] += answers_to(client, [ids], sampling=sampling, max_new_tokens=new_tokens, **ways[key])
+        expected = [answer.ids for answer in answers["", "plain"][1:]]
+        measured = []
+        for (head, way), (_, *its) in answers.items():
+            free = temperature > 0 and ways[head, way].get("pq")  # its law is the target's, its draws are others
+            verdicts = judged(reference, asked, its, expected) if head and not free else []
+            measured.append(make_row(f"{head} {way}".strip(), its, verdicts, budget if head else 0))
+        measured = with_speedups(measured)
+        report.tables.append(method_table(f"{report.command}, T={temperature:g}, {report.dtype}", measured))
+        for (head, way), row in list(zip(ways, measured, strict=True))[1:]:
             rows[temperature, head, way] = row
             report.rows.append(row.to_json() | {"temperature": temperature, "way": way})
-        for head, its_ways in requests.items():
-            its_rows = {way: rows[temperature, head, way] for way in its_ways}
-            line: dict[str, Any] = {"head": head, "T": f"{temperature:g}"}
-            line |= {f"tau {way}": row.tau for way, row in its_rows.items()}
-            line |= {f"x plain {way}": row.speedup for way, row in its_rows.items()}
-            verdicts_of_all = sum((row.verdicts for row in its_rows.values()), Verdicts())
-            lines.append(line | {"same/tie/wrong": str(verdicts_of_all)})
-    report.add_figures("ways", f"{report.command}: {report.dtype}, {report.threads} threads", lines)
     wrong = sum(row.verdicts.wrong for row in rows.values())
     report.checks.append(Check("wrong answers", wrong, "0", wrong == 0))
     return rows
-
-
-def _answers(
-    client: Client,
-    ways: Mapping[tuple[str, str], Mapping[str, Any]],
-    asked: Sequence[tuple[tuple[int, ...], SamplingParams]],
-    new_tokens: int,
-) -> dict[tuple[str, str], list[Completion]]:
-    """Every way's answers to all prompts; each way warms up with the first prompt."""
-    answers: dict[tuple[str, str], list[Completion]] = {way: [] for way in ways}
-    for request in ways.values():
-        client.generate(asked[0][0], sampling=asked[0][1], max_new_tokens=new_tokens, **request)
-    for number, (ids, sampling) in enumerate(asked):
-        for way in list(ways)[:: -1 if number % 2 else 1]:
-            answers[way].append(
-                client.generate(ids, sampling=sampling, max_new_tokens=new_tokens, ignore_eos=True, **ways[way])
-            )
-    return answers
 
 
 def coupling_checks(rows: Mapping[tuple[float, str, str], Row], kinds: Mapping[str, str]) -> list[Check]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from coppice.bench.options import encode, spread
 from coppice.bench.paper.replay import Replay, replay_all
@@ -12,15 +11,15 @@ from coppice.bench.paper.tables import Options, heads_of
 from coppice.bench.report import Report
 from coppice.config.sections import DrafterSettings
 from coppice.engine.loading import load_engine
-from coppice.heads.checkpoints import load_specblock, read_output
+from coppice.heads.block_head import SpecBlockHead
+from coppice.heads.checkpoints import load_head, read_output
 from coppice.heads.feature_head import target_ids
-from coppice.heads.specblock import SpecBlockHead
 from coppice.prompts.files import demo_prompts, read_prompts
 from coppice.stack.spec import StackSpec
 from coppice.training.data.target_answers import Answer, Answerer, as_positions
 from coppice.training.data.teacher import Teacher
 from coppice.training.losses.acceptance import Acceptance, measure
-from coppice.training.losses.feature_losses import SpecBlockLoss, Student
+from coppice.training.losses.feature_losses import HeadLoss, Student
 
 BUCKETS = ("rank 1", "rank 2-4", "rank 5-10", "beyond 10")
 TREES: dict[str, tuple[tuple[int, int, int, int], bool]] = {
@@ -46,8 +45,13 @@ def rank(spec: StackSpec, options: Options, report: Report, say: Callable[[str],
         accepted[name] = accepted_along(folder, spec.target, [text for text, _ in texts])
         gains[name] = tree_gains(folder, spec.target, texts, options.budget or 0)
     columns = ("frequency", "precision", "recall", "f1")
+    lines = [
+        {"head": name, "bucket": bucket, **row}
+        for name, acceptance in accepted.items()
+        for bucket, row in zip(BUCKETS, acceptance.ranks(), strict=True)
+    ]
     title = "does the rank head know where it is right?"
-    report.add_figures("rank_head", title, rank_lines(accepted), dict.fromkeys(columns, ".1%"))
+    report.add_figures("rank_head", title, lines, dict.fromkeys(columns, ".1%"))
     add_alphas(report, "alpha by block and slot along a greedy chain", accepted)
     add_trees(report, f"trees of at most {options.budget} nodes along the target's greedy answers", gains)
 
@@ -62,10 +66,10 @@ def answers(target: Path, prompts: Sequence[Sequence[int]], new_tokens: int, dty
 
 def accepted_along(folder: Path, target: Path, texts: Sequence[Answer]) -> Acceptance:
     """How often a SpecBlock head is right along whole texts, prompts included."""
-    loaded = load_specblock(folder, target)
+    loaded = load_head("specblock", folder, target)
     read, positions = as_positions(texts)
     teacher = Teacher(read, read_output(target).float(), target_ids(loaded.model, loaded.config))
-    return measure(Student(loaded.model, loaded.embedding.float()), SpecBlockLoss(teacher), positions)
+    return measure(Student(loaded.model, loaded.embedding.float()), HeadLoss(teacher), positions)
 
 
 def tree_gains(
@@ -78,15 +82,6 @@ def tree_gains(
         head = SpecBlockHead(settings, widths, guided)
         gains[name] = replay_all(head, texts, budget)
     return gains
-
-
-def rank_lines(accepted: Mapping[str, Acceptance]) -> list[dict[str, Any]]:
-    """Table 3 of SpecBlock, for each head."""
-    return [
-        {"head": name, "bucket": bucket, **row}
-        for name, acceptance in accepted.items()
-        for bucket, row in zip(BUCKETS, acceptance.ranks(), strict=True)
-    ]
 
 
 def add_alphas(report: Report, title: str, accepted: Mapping[str, Acceptance]) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from coppice.bench.bare import wire_features
 from coppice.heads.base import DraftJob
 from coppice.heads.feature_head import FeatureHead
-from coppice.messages.steps import Advance, Features, OpenDraft
+from coppice.messages.steps import Advance, OpenDraft
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree, dedup, extend, prune
 from coppice.training.data.target_answers import Answer
@@ -39,17 +39,20 @@ class Replay:
         return Replay(self.steps + other.steps, self.tokens + other.tokens, self.nodes + other.nodes)
 
 
-def replay_all(head: FeatureHead[Any], texts: Sequence[tuple[Answer, int]], budget: int) -> Replay:
+def replay_all(head: FeatureHead, texts: Sequence[tuple[Answer, int]], budget: int) -> Replay:
     """Every (text, tokens of its prompt), one after the other."""
     return sum((replay(head, text, prompt, budget) for text, prompt in texts), Replay())
 
 
-def replay(head: FeatureHead[Any], text: Answer, prompt: int, budget: int) -> Replay:
+def replay(head: FeatureHead, text: Answer, prompt: int, budget: int) -> Replay:
     """Draft with at most `budget` nodes a step along a (T,) text whose first `prompt` tokens are given."""
     ids: list[int] = text.ids.tolist()
+    features = text.features.float()
     steps = tokens = nodes = 0
     try:
-        for _ in head.open(KEY, OpenDraft("", ids[:prompt], SamplingParams(), features=_rows(text, 0, prompt))):
+        for _ in head.open(
+            KEY, OpenDraft("", ids[:prompt], SamplingParams(), features=wire_features(features, 0, prompt))
+        ):
             pass
         known = prompt
         while known + 1 < len(ids):
@@ -57,19 +60,14 @@ def replay(head: FeatureHead[Any], text: Answer, prompt: int, budget: int) -> Re
             accepted = _followed(tree, ids[known + 1 :])
             end = min(known + 1 + accepted, len(ids) - 1)  # the next root
             steps, tokens, nodes = steps + 1, tokens + end - known, nodes + len(tree)
-            head.advance(KEY, Advance(ids[known:end], _rows(text, known, end)))
+            head.advance(KEY, Advance(ids[known:end], wire_features(features, known, end)))
             known = end
     finally:
         head.close(KEY)
     return Replay(steps, tokens, nodes)
 
 
-def _rows(text: Answer, start: int, end: int) -> Features:
-    rows = text.features[start:end].float().contiguous()
-    return Features(start, end - start, "float32", rows.numpy().tobytes())
-
-
-def _drafted(head: FeatureHead[Any], job: DraftJob, budget: int) -> DraftTree:
+def _drafted(head: FeatureHead, job: DraftJob, budget: int) -> DraftTree:
     """The tree as the orchestrator would send it."""
     tree = DraftTree.empty()
     for growths in head.draft([job]):

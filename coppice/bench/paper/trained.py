@@ -39,9 +39,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     FULL: {},
     NO_SHIFT: {"switches": {"layer_shift": False}},
     "no-prefix-broadcast": {"switches": {"prefix_broadcast": False}},
-    UNMASKED: {"valid_prefix": False},
-    UNMASKED_NO_SHIFT: {"valid_prefix": False, "switches": {"layer_shift": False}},
-    "no-cross-block": {"cross_block": False},
+    UNMASKED: {"learning": {"valid_prefix": False}},
+    UNMASKED_NO_SHIFT: {"learning": {"valid_prefix": False}, "switches": {"layer_shift": False}},
+    "no-cross-block": {"learning": {"blocks": 1}},
     "no-rope-advance": {"switches": {"block_rope_advance": False}},
 }
 """The arguments of train_feature_head for a head that lacks a part."""
@@ -150,8 +150,7 @@ def effect_checks(accepted: Mapping[str, Acceptance]) -> list[Check]:
 
 
 def _larger(name: str, one: float, other: float) -> Check:
-    ratio = round(one / max(other, 1e-9), 3)
-    return Check(name, ratio, "> 1", ratio > 1, f"{one:.3f} against {other:.3f}")
+    return Check.at_least(name, one / max(other, 1e-9), 1.0, f"{one:.3f} against {other:.3f}")
 
 
 def baselines(spec: StackSpec, options: Options, report: Report, say: Callable[[str], None]) -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 
-from coppice.bench.bare import Bare, BareDraft
-from coppice.bench.exact import judged
+from coppice.bench.bare import NO_DRAFT, Bare, BareDraft
+from coppice.bench.exact import answers_to, judged
 from coppice.bench.reference import Reference
-from coppice.bench.report import HF_GENERATE, Report, Verdict, exactness_checks, make_row
+from coppice.bench.report import HF_GENERATE, Report, Verdict, exactness_checks
 from coppice.bench.run.checks import kept_checks, speed_checks
 from coppice.bench.run.pairs import Cell, Pairs
 from coppice.bench.run.peers import HF_ASSISTED, PEERS, Peers
 from coppice.bench.run.questions import Question
-from coppice.bench.run.report import BareStep, RunRow, run_row, tables
+from coppice.bench.run.report import RunRow, run_row, tables
 from coppice.client.client import Client
 from coppice.client.completion import Completion
 from coppice.speculation.sampling import SamplingParams
@@ -136,19 +135,8 @@ class _Bench:
         new_tokens = self._plan.new_tokens
         if method in PEERS:
             return [self._peers.answer(method, ids, new_tokens, sampling) for ids in prompts]
-
-        def ask(ids: Prompt) -> Completion:
-            return self._client.generate(
-                ids,
-                policy=method,
-                budget=cell.budget,
-                sampling=sampling,
-                max_new_tokens=new_tokens,
-                ignore_eos=True,
-            )
-
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(ask, prompts))
+        options = {"policy": method, "budget": cell.budget, "sampling": sampling, "max_new_tokens": new_tokens}
+        return answers_to(self._client, prompts, len(prompts), **options)
 
     def _judge(self, answers: dict[str, list[Completion]], asked: Asked) -> dict[str, list[Verdict]]:
         """Judge greedy answers by transformers' own and sampled ones by plain's, which are themselves re-scored.
@@ -178,18 +166,16 @@ class _Bench:
         forwards_ms: dict[int, float] = {0: 0.0}  # by rows: what several methods share is timed once
         drafts: dict[str, BareDraft] = {}
         rows = []
-        for method, answers in pairs.answers.items():
-            heads = answers[0].heads
-            row = make_row(method, answers, verdicts[method], cell.budget if heads else 0, cell.sessions)
+        for method in pairs.answers:
+            row = pairs.row(method, verdicts[method])
             at = 0 if method in PEERS else round(row.verified_nodes + 1)
             if at not in forwards_ms:
                 forwards_ms[at] = self._bare.forward_ms(at, context, cell.sessions)
-            for head in heads:
+            for head in row.heads:
                 if head not in drafts:
                     drafts[head] = self._draft(cell, head, pairs.answers["plain"][0])
-            slowest = max((drafts[head] for head in heads), key=lambda each: each.forward_ms, default=BareDraft())
-            bare = BareStep(forwards_ms[at], slowest.forward_ms, slowest.total_ms)
-            rows.append(run_row(row, pairs, str(self._peers.settings.get(method, "")), bare))
+            slowest = max((drafts[head] for head in row.heads), key=lambda each: each.forward_ms, default=NO_DRAFT)
+            rows.append(run_row(row, pairs, self._peers.told(method), forwards_ms[at], slowest))
         return rows
 
     def _draft(self, cell: Cell, head: str, along: Completion) -> BareDraft:

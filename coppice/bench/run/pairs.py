@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from coppice.bench.report import repeat_share
+from coppice.bench.report import Row, Verdict, make_row, repeat_share
 from coppice.bench.run.questions import Question
 from coppice.client.completion import Completion
 
@@ -77,14 +77,14 @@ class Pairs:
         questions = [self.questions[at] for at in kept] if self.questions else ()
         return replace(self, answers=answers, questions=questions)
 
-    def tau(self, method: str) -> float:
-        """Tokens a target forward behind the prefill."""
+    def row(self, method: str, verdicts: Sequence[Verdict] = ()) -> Row:
+        """A method's figures: pooled tokens over pooled steps, and over pooled seconds."""
         answers = self.answers[method]
-        return self._tokens(method) / sum(answer.steps for answer in answers)
+        return make_row(method, answers, verdicts, self.cell.budget if answers[0].heads else 0, self.cell.sessions)
 
     def tokens_per_s(self, method: str) -> float:
-        """Pooled tokens over pooled seconds, prefill left out; of all sessions."""
-        return self._tokens(method) / sum(answer.decode_s for answer in self.answers[method]) * self.cell.sessions
+        """Of all sessions, prefill left out."""
+        return self.row(method).tokens_per_s
 
     def ratio(self, method: str, over: str) -> Ratio | None:
         """How much faster one method is than another, with a paired bootstrap; None without that other."""
@@ -102,17 +102,6 @@ class Pairs:
         value, (low, high) = float(ratios[0]), np.quantile(ratios[1:], (0.025, 0.975))
         return Ratio(value, min(value, float(low)), max(value, float(high)))  # rounding may move equal ones apart
 
-    def draft_ms(self, method: str) -> float:
-        """Mean time a step waited for drafts, milliseconds."""
-        answers = self.answers[method]
-        return sum(answer.timings.draft_ns for answer in answers) / sum(answer.steps for answer in answers) / 1e6
-
-    def draft_share(self, method: str) -> float:
-        """Waiting for drafts over step time (T_D% of SpecBlock's table 1, as the pipeline sees it)."""
-        timings = [answer.timings for answer in self.answers[method]]
-        step_ns = sum(sum(timing.step_ns) for timing in timings)
-        return sum(timing.draft_ns for timing in timings) / step_ns if step_ns else 0.0
-
     def accepted(self, method: str) -> list[float]:
         """alpha_k: of the steps that accepted k - 1 drafts, the share that accepted one more (k = 1, 2, ...).
 
@@ -129,6 +118,3 @@ class Pairs:
             return {}
         steps = Counter(at for answer in self.answers[method] for at in answer.routed)
         return {head: steps[at] / steps.total() for at, head in enumerate(self.answers[method][0].heads)}
-
-    def _tokens(self, method: str) -> int:
-        return sum(sum(answer.accept_lengths) for answer in self.answers[method])

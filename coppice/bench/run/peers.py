@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,18 @@ from coppice.speculation.sampling import SamplingParams
 HF_ASSISTED, HF_LOOKUP = "hf-assisted", "hf-lookup"
 PEERS = (HF_GENERATE, HF_ASSISTED, HF_LOOKUP)
 DRAFT_TOKENS = (2, 4, 8)
-CONFIDENCES = (0.0, 0.4)
+CONFIDENCES = (0.0, 0.4)  # below which the assistant stops; 0: never
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How much a peer drafts: tokens at most, and the assistant's probability below which it stops (0: never)."""
-
-    tokens: int
-    confidence: float | None = None
-
-    def __str__(self) -> str:
-        return f"{self.tokens} tokens" + (f", confidence {self.confidence:g}" if self.confidence is not None else "")
-
-
+Settings = dict[str, float]
+"""How much a peer drafts, in transformers' own words."""
 CHOICES: dict[str, tuple[Settings, ...]] = {
-    HF_ASSISTED: tuple(Settings(tokens, confidence) for tokens in DRAFT_TOKENS for confidence in CONFIDENCES),
-    HF_LOOKUP: tuple(Settings(tokens) for tokens in DRAFT_TOKENS),
+    HF_ASSISTED: tuple(
+        {"num_assistant_tokens": tokens, "assistant_confidence_threshold": confidence}
+        for tokens in DRAFT_TOKENS
+        for confidence in CONFIDENCES
+    ),
+    HF_LOOKUP: tuple({"prompt_lookup_num_tokens": tokens} for tokens in DRAFT_TOKENS),
 }
 
 
@@ -57,19 +51,17 @@ class Peers:
             self.settings[name] = max(CHOICES[name], key=tokens_per_s)
 
     def answer(self, name: str, ids: Sequence[int], new_tokens: int, sampling: SamplingParams) -> Completion:
-        """One answer of `new_tokens`; what the prefill's forward made is not counted as decoded."""
-        return self._reference.generate(ids, new_tokens, sampling, **self._options(name)).as_completion(len(ids))
+        """One answer of `new_tokens`."""
+        return self._reference.generate(ids, new_tokens, sampling, **self._options(name))
+
+    def told(self, name: str) -> str:
+        """The settings of a peer for people; empty for one that has none."""
+        return ", ".join(f"{setting} {value:g}" for setting, value in self.settings.get(name, {}).items())
 
     def _options(self, name: str) -> dict[str, Any]:
-        if name == HF_GENERATE:
-            return {}
-        settings = self.settings[name]
-        if name == HF_LOOKUP:
-            return {"prompt_lookup_num_tokens": settings.tokens}
+        if name != HF_ASSISTED:
+            return dict(self.settings.get(name, {}))
         assert self._assistant is not None
-        self._assistant.generation_config.update(  # where transformers looks for them
-            num_assistant_tokens=settings.tokens,
-            num_assistant_tokens_schedule="constant",
-            assistant_confidence_threshold=settings.confidence,
-        )
+        # transformers looks for them there
+        self._assistant.generation_config.update(**self.settings[name], num_assistant_tokens_schedule="constant")
         return {"assistant_model": self._assistant}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from coppice.bench.run.report import ALL, FEW_REPEATS, RunRow, by_cell, crossover, over_sessions
+from coppice.bench.run.report import ALL, FEW_REPEATS, RunRow, crossover, grouped
 
 Draw = Callable[[Sequence[Any], Sequence[RunRow]], None]
 
@@ -16,16 +16,14 @@ Draw = Callable[[Sequence[Any], Sequence[RunRow]], None]
 def draw_all(rows: Sequence[RunRow], folder: Path) -> list[Path]:
     """Draw speedups, alpha, a step's parts and, if there are several numbers of sessions, what these do."""
     folder.mkdir(parents=True, exist_ok=True)
-    cells = {str(cell): its for cell, its in by_cell(rows).items()}
+    cells = grouped(rows, lambda row: str(row.cell))
     files = [
         _panels(folder / "speedup.png", cells, _speedup),
         _panels(folder / "alpha.png", cells, _alpha),
         _panels(folder / "step.png", cells, _step),
     ]
     if len({row.cell.sessions for row in rows}) > 1:
-        groups: dict[str, list[RunRow]] = {}
-        for row in rows:
-            groups.setdefault(f"T={row.cell.temperature:g}, budget {row.cell.budget}", []).append(row)
+        groups = grouped(rows, lambda row: row.group)
         files.append(_panels(folder / "sessions.png", groups, _sessions, columns=2))
     return files
 
@@ -53,7 +51,7 @@ def _speedup(panels: Sequence[Any], rows: Sequence[RunRow]) -> None:
         ratios = [row.figures[name].over_plain for name in names]
         heights = [ratio.value if ratio else 0.0 for ratio in ratios]
         at = np.arange(len(names)) + (number - (len(rows) - 1) / 2) * width
-        panels[0].bar(at, heights, 0.95 * width, color=_colour(number), label=row.name)
+        panels[0].bar(at, heights, 0.95 * width, color=f"C{number}", label=row.name)
     panels[0].set_xticks(range(len(names)), names)
     panels[0].set_ylabel("speedup over plain")
     panels[0].axhline(1, color="0.5", linewidth=0.8)
@@ -63,7 +61,7 @@ def _alpha(panels: Sequence[Any], rows: Sequence[RunRow]) -> None:
     for number, row in enumerate(rows):
         if row.row.heads and row.accepted:
             depths = range(1, len(row.accepted) + 1)
-            panels[0].plot(depths, row.accepted, "o-", color=_colour(number), label=row.name)
+            panels[0].plot(depths, row.accepted, "o-", color=f"C{number}", label=row.name)
     panels[0].set(xlabel="depth k", ylabel="alpha_k of the verified tree", ylim=(0, 1.02))
 
 
@@ -81,8 +79,8 @@ def _step(panels: Sequence[Any], rows: Sequence[RunRow]) -> None:
 
 def _sessions(panels: Sequence[Any], rows: Sequence[RunRow]) -> None:
     """Throughput and latency; a cross where plain overtakes."""
-    for number, ((_, _, method), its) in enumerate(over_sessions(rows).items()):
-        counts, colour = [row.cell.sessions for row in its], _colour(number)
+    for number, (method, its) in enumerate(grouped(rows, lambda row: row.name).items()):
+        counts, colour = [row.cell.sessions for row in its], f"C{number}"
         speeds = [row.row.tokens_per_s for row in its]
         panels[0].plot(counts, speeds, "o-", color=colour)
         panels[1].plot(counts, [row.answer_ms for row in its], "o-", color=colour, label=method)
@@ -91,8 +89,3 @@ def _sessions(panels: Sequence[Any], rows: Sequence[RunRow]) -> None:
             panels[0].plot(slower, np.interp(slower, counts, speeds), "X", color=colour, markersize=11)
     panels[0].set(xlabel="sessions; X: plain is faster from here on", ylabel="tokens/s of all")
     panels[1].set(xlabel="sessions", ylabel="milliseconds an answer")
-
-
-def _colour(number: int) -> str:
-    """matplotlib's, in turn."""
-    return f"C{number % 10}"

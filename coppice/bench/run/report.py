@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich.table import Table
 
+from coppice.bench.bare import NO_DRAFT, BareDraft
 from coppice.bench.report import HF_GENERATE, Report, Row, table
 from coppice.bench.run.pairs import Cell, Pairs, Ratio
 from coppice.bench.run.peers import PEERS
@@ -37,18 +38,6 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class BareStep:
-    """What a step costs in bare loops, milliseconds; zeros for a peer."""
-
-    t_m_ms: float = 0.0
-    """a target forward at the mean verified rows"""
-    t_d_ms: float = 0.0
-    """the forwards of a draft, of the slowest head"""
-    t_d_total_ms: float = 0.0
-    """a draft with its tree, of the slowest head"""
-
-
-@dataclass(frozen=True, slots=True)
 class RunRow:
     """One method in one cell."""
 
@@ -56,7 +45,12 @@ class RunRow:
     cell: Cell
     figures: dict[str, Figures]
     """By set of answers: all, few_repeats and, where there are several, the benchmarks; an empty set is left out."""
-    bare: BareStep
+    t_m_ms: float = 0.0
+    """A bare target forward at the mean verified rows; 0 for a peer."""
+    t_d_ms: float = 0.0
+    """The bare forwards of a draft, of the slowest head."""
+    t_d_total_ms: float = 0.0
+    """That draft with its tree."""
     settings: str = ""
     """the best ones of a peer that has some"""
     draft_ms: float = 0.0
@@ -75,79 +69,78 @@ class RunRow:
         """The method's name in tables."""
         return self.row.method.removeprefix("single:")
 
+    @property
+    def group(self) -> str:
+        """The words for its temperature and budget."""
+        return f"T={self.cell.temperature:g}, budget {self.cell.budget}"
+
     def to_json(self) -> dict[str, Any]:
         """The row as `--json` holds it; the key `cell_budget` also has the cell's budget for methods without one."""
         others = asdict(self)
-        for key in ("row", "cell", "bare"):
-            del others[key]
-        where = {"temperature": self.cell.temperature, "cell_budget": self.cell.budget}
-        return self.row.to_json() | where | asdict(self.bare) | others
+        del others["row"], others["cell"]
+        return self.row.to_json() | {"temperature": self.cell.temperature, "cell_budget": self.cell.budget} | others
 
 
-def run_row(row: Row, pairs: Pairs, settings: str, bare: BareStep) -> RunRow:
+def run_row(row: Row, pairs: Pairs, settings: str = "", t_m_ms: float = 0.0, draft: BareDraft = NO_DRAFT) -> RunRow:
     """One method's row with everything that is known of its pairs."""
     method, answers = row.method, pairs.answers[row.method]
     benchmarks = pairs.by_benchmark()
     sets = {ALL: pairs, FEW_REPEATS: pairs.few_repeats()} | (benchmarks if len(benchmarks) > 1 else {})
-    figures = {name: figures_of(method, chosen, bare) for name, chosen in sets.items() if len(chosen)}
+    bare_ms = t_m_ms + draft.forward_ms
+    figures = {name: figures_of(method, chosen, bare_ms) for name, chosen in sets.items() if len(chosen)}
     over_plain = figures[ALL].over_plain
+    step = {} if method in PEERS else costs(method, answers)
     ttft_ms = 1e3 * statistics.fmean(answer.ttft_s for answer in answers)
     return RunRow(
-        row=replace(row, tokens_per_s=figures[ALL].tokens_per_s, speedup=over_plain.value if over_plain else 0.0),
+        row=replace(row, speedup=over_plain.value if over_plain else 0.0),
         cell=pairs.cell,
         figures=figures,
-        bare=bare,
+        t_m_ms=t_m_ms,
+        t_d_ms=draft.forward_ms,
+        t_d_total_ms=draft.total_ms,
         settings=settings,
-        draft_ms=pairs.draft_ms(method),
+        draft_ms=step.get("draft", 0.0),
         accepted=pairs.accepted(method),
-        parts_ms={} if method in PEERS else parts_of(costs(method, answers)),
+        parts_ms=parts_of(step) if step else {},
         ttft_ms=ttft_ms,
         answer_ms=ttft_ms + 1e3 * statistics.fmean(answer.decode_s for answer in answers),
     )
 
 
-def figures_of(method: str, pairs: Pairs, bare: BareStep) -> Figures:
-    """A method's figures over some pairs."""
-    tau, tokens_per_s, bare_ms = pairs.tau(method), pairs.tokens_per_s(method), bare.t_m_ms + bare.t_d_ms
+def figures_of(method: str, pairs: Pairs, bare_ms: float) -> Figures:
+    """A method's figures over some pairs, beside a step of so many milliseconds in bare loops."""
+    row = pairs.row(method)
     return Figures(
-        answers=len(pairs),
-        tau=tau,
-        tokens_per_s=tokens_per_s,
+        answers=row.prompts,
+        tau=row.tau,
+        tokens_per_s=row.tokens_per_s,
         over_plain=pairs.ratio(method, "plain"),
         over_hf=pairs.ratio(method, HF_GENERATE),
-        draft_share=pairs.draft_share(method),
-        efficiency=tokens_per_s / pairs.cell.sessions / (tau / bare_ms * 1e3) if bare_ms else None,
+        draft_share=row.draft_share,
+        efficiency=row.tokens_per_s / row.sessions / (row.tau / bare_ms * 1e3) if bare_ms else None,
         chosen=pairs.chosen(method),
     )
 
 
 def tables(rows: Sequence[RunRow], report: Report, warm_up: int) -> Iterator[Table]:
     """For each cell how fast, on which texts, where the time goes; then more sessions, if there are any."""
-    for cell, its in by_cell(rows).items():
+    for cell, its in grouped(rows, lambda row: str(row.cell)).items():
         on = f"{cell}, {report.dtype}, {report.threads} threads"
         if warm_up:
             on += f", {warm_up} prompts answered before"
         yield _speed_table(f"{report.command}, {on}, prefill left out; in brackets 95%", its)
         if len(its[0].figures) > 1:
             yield _sets_table(f"{cell}: x plain / tau / draft share by set of answers", its)
-        yield _time_table(f"{cell}: milliseconds a step; T_M and T_D in bare loops", its)
+        yield _time_table(f"{cell}: a step; T_D and T_M are milliseconds in bare loops", its)
     if len({row.cell.sessions for row in rows}) > 1:
         yield _sessions_table("tokens/s (ms an answer) by sessions", rows)
 
 
-def by_cell(rows: Iterable[RunRow]) -> dict[Cell, list[RunRow]]:
-    """The rows that were measured in alternation."""
-    groups: dict[Cell, list[RunRow]] = {}
+def grouped(rows: Iterable[RunRow], key: Callable[[RunRow], str]) -> dict[str, list[RunRow]]:
+    """The rows by what the key says of them, in their order."""
+    groups: dict[str, list[RunRow]] = {}
     for row in rows:
-        groups.setdefault(row.cell, []).append(row)
-    return groups
-
-
-def over_sessions(rows: Iterable[RunRow]) -> dict[tuple[float, int, str], list[RunRow]]:
-    """The rows that differ by the number of sessions alone, by temperature, budget and method."""
-    groups: dict[tuple[float, int, str], list[RunRow]] = {}
-    for row in rows:
-        groups.setdefault((row.cell.temperature, row.cell.budget, row.name), []).append(row)
+        groups.setdefault(key(row), []).append(row)
     return groups
 
 
@@ -204,25 +197,21 @@ def _time_table(title: str, rows: Sequence[RunRow]) -> Table:
     lines = [
         {
             "method": row.name,
-            "nodes": row.row.verified_nodes,
-            "late": row.row.late_drafts,
-            "draft": row.draft_ms,
-            "share": row.row.draft_share,
-            "T_D": row.bare.t_d_ms,
-            "T_M": row.bare.t_m_ms,
+            "draft share": row.row.draft_share,
+            "T_D": row.t_d_ms,
+            "T_M": row.t_m_ms,
             "efficiency": row.figures[ALL].efficiency,
-            "chosen": " ".join(f"{head} {share:.0%}" for head, share in row.figures[ALL].chosen.items()) or "-",
         }
         for row in rows
         if row.row.method not in PEERS
     ]
-    return table(title, lines, {"nodes": ".1f", "share": ".0%"})
+    return table(title, lines, {"draft share": ".0%"})
 
 
 def _sessions_table(title: str, rows: Sequence[RunRow]) -> Table:
     lines = []
-    for (temperature, budget, method), its in over_sessions(rows).items():
-        line: dict[str, Any] = {"method": f"{method}, T={temperature:g}, budget {budget}"}
+    for name, its in grouped(rows, lambda row: f"{row.name}, {row.group}").items():
+        line: dict[str, Any] = {"method": name}
         line |= {str(row.cell.sessions): f"{row.row.tokens_per_s:.1f} ({row.answer_ms:.0f})" for row in its}
-        lines.append(line | {"slower than plain from": None if method == "plain" else crossover(its)})
+        lines.append(line | {"slower than plain from": None if its[0].name == "plain" else crossover(its)})
     return table(title, lines, {"slower than plain from": ".1f"})

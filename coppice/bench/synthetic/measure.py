@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from coppice.bench.bare import Bare, BareDraft
+from coppice.bench.bare import NO_DRAFT, Bare, BareDraft
+from coppice.bench.exact import answers_to
 from coppice.bench.options import running
 from coppice.bench.report import Report, make_row
 from coppice.bench.steps import costs, parts_of
@@ -96,44 +97,42 @@ def expected_lines(spec: StackSpec, plan: SyntheticPlan, times: BareTimes) -> li
     """For plain decoding and each head what the profile and the bare times give: tau / (T_M + T_D)."""
     lines: list[Line] = []
     for sessions in plan.sessions:
-        plain = _expected(PLAIN, sessions, times.forwards[sessions, 1], BareDraft(), 1.0)
-        lines.append(plain | {"speedup": 1.0})
+        plain_ms = times.forwards[sessions, 1]
+        ways = [(PLAIN, plain_ms, NO_DRAFT, 1.0)]
         for head in spec.heads:
-            forward, draft = times.forwards[sessions, plan.budget + 1], times.drafts[sessions, head.name]
-            line = _expected(f"single:{head.name}", sessions, forward, draft, expected_tau(plan.profile[head.name]))
-            lines.append(line | {"speedup": line["tokens_per_s"] / plain["tokens_per_s"]})
+            forward_ms, draft = times.forwards[sessions, plan.budget + 1], times.drafts[sessions, head.name]
+            ways.append((f"single:{head.name}", forward_ms, draft, expected_tau(plan.profile[head.name])))
+        for method, forward_ms, draft, tau in ways:
+            step_ms = forward_ms + draft.forward_ms
+            lines.append(
+                {
+                    "method": method,
+                    "sessions": sessions,
+                    "t_m_ms": forward_ms,
+                    "t_d_ms": draft.forward_ms,
+                    "t_d_total_ms": draft.total_ms,
+                    "tau": tau,
+                    "tokens_per_s": sessions * tau / step_ms * 1e3,
+                    "draft_share": draft.forward_ms / step_ms,
+                    "speedup": tau / step_ms * plain_ms,
+                }
+            )
     return lines
-
-
-def _expected(method: str, sessions: int, t_m_ms: float, draft: BareDraft, tau: float) -> Line:
-    step_ms = t_m_ms + draft.forward_ms
-    return {
-        "method": method,
-        "sessions": sessions,
-        "t_m_ms": t_m_ms,
-        "t_d_ms": draft.forward_ms,
-        "t_d_total_ms": draft.total_ms,
-        "tau": tau,
-        "tokens_per_s": sessions * tau / step_ms * 1e3,
-        "draft_share": draft.forward_ms / step_ms,
-    }
 
 
 def measure_pipeline(
     spec: StackSpec, plan: SyntheticPlan, times: BareTimes, report: Report, say: Callable[[str], None]
 ) -> list[Line]:
     """Answers of the real services, one session: each method's step, its parts and its efficiency."""
-    prompts = [plan.ids(CONTEXT, seed) for seed in range(ANSWERS + 1)]
+    prompts = [tuple(plan.ids(CONTEXT, seed)) for seed in range(ANSWERS + 1)]
     lines = []
     with running(replace(spec, budget=plan.budget), report) as stack, Client(stack.address) as client:
         for method in (PLAIN, *(f"single:{head.name}" for head in spec.heads)):
             say(f"the pipeline: {method}")
-            _, *answers = [
-                client.generate(prompt, policy=method, max_new_tokens=NEW_TOKENS, ignore_eos=True) for prompt in prompts
-            ]
+            _, *answers = answers_to(client, prompts, policy=method, max_new_tokens=NEW_TOKENS)
             step, row = costs(method, answers), make_row(method, answers, [], plan.budget)
             draft = times.drafts.get((1, method.removeprefix("single:")), BareDraft())
             bare_ms = times.forward_ms(row.verified_nodes + 1) + draft.forward_ms
-            line = {"method": method, "step_ms": step.step, "efficiency": bare_ms / step.step, "tau": row.tau}
+            line = {"method": method, "step_ms": step["step"], "efficiency": bare_ms / step["step"], "tau": row.tau}
             lines.append(line | parts_of(step))
     return lines

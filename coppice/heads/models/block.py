@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from pydantic import PositiveInt
@@ -16,8 +14,6 @@ from coppice.heads.models.rotary import Rope
 class BlockConfig(HeadConfig):
     """Sizes of a head that drafts in blocks."""
 
-    relaxed: ClassVar[bool] = False
-    """whether the slots of a block see one another, later ones too"""
     slots: PositiveInt = 4
     """K, positions a block predicts"""
     block_rope_advance: bool = True
@@ -81,12 +77,6 @@ class BlockModel(DraftModel):
         return out
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
-        """Return the (B, N * K, D) rotary factors of (B, N) first-slot positions: slot k stands k further."""
-        slots = positions[..., None] + torch.arange(self.config.slots, device=positions.device)
+        """Return the (B, N * K, D) rotary factors of rows at (B, N) positions: slot k stands k + 1 further."""
+        slots = positions[..., None] + torch.arange(1, self.config.slots + 1, device=positions.device)
         return self.rotary(slots.flatten(1), dtype)
-
-    def read(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """(..., hidden) states -> (..., draft vocabulary) logits, and (..., hidden) normed states."""
-        normed = self.norm(states)
-        logits: Tensor = self.lm_head(normed)
-        return logits, normed

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
@@ -11,8 +14,10 @@ from coppice.heads.models.rotary import Rope
 
 
 class Eagle3Config(HeadConfig):
-    """Sizes of an EAGLE-3 head."""
+    """Sizes of an EAGLE-3 head: it drafts as a head of blocks with one slot each would."""
 
+    slots: ClassVar[int] = 1
+    block_rope_advance: ClassVar[bool] = True
     num_hidden_layers: PositiveInt = 1
     norm_before_residual: bool = False
     """the residual is the normed hidden state (speculators)"""
@@ -52,12 +57,8 @@ class Eagle3Model(DraftModel):
         out: Tensor = self.fc(features if self.input_norm is None else self.input_norm(features))
         return out
 
-    def forward(self, hidden: Tensor, embedding: Tensor, rope: Rope, attend: Attend) -> Tensor:
+    def forward(self, hidden: Tensor, embedding: Tensor, rope: Rope, attends: Sequence[Attend]) -> Tensor:
         """(B, N, hidden) fused features or own states, and token embeddings -> (B, N, hidden) un-normed states."""
+        (attend,) = attends
         out: Tensor = self.midlayer(embedding, hidden, rope, attend)
-        return out
-
-    def read(self, states: Tensor) -> Tensor:
-        """(..., hidden) states -> (..., draft vocabulary) logits."""
-        out: Tensor = self.lm_head(self.norm(states))
         return out

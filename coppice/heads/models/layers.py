@@ -7,7 +7,7 @@ public layouts keep them apart (coppice/heads/public_state.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,8 @@ _MANY_ROWS, _PART = 16, 64
 class HeadConfig(RotaryConfig):
     """A draft head's sizes, under the names of the public checkpoints' config.json."""
 
+    relaxed: ClassVar[bool] = False
+    """whether the slots of a block see one another, later ones too"""
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
     num_attention_heads: PositiveInt
@@ -89,6 +91,12 @@ class DraftModel(nn.Module):
     def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
         """Return the rotary factors of (B, N) positions, (B, N, D) each."""
         return self.rotary(positions, dtype)
+
+    def read(self, states: Tensor, slot: int = 0) -> tuple[Tensor, Tensor]:
+        """(..., hidden) states of any slot -> (..., draft vocabulary) logits, and (..., hidden) normed states."""
+        normed = self.norm(states)
+        logits: Tensor = self.lm_head(normed)
+        return logits, normed
 
 
 class Attention(nn.Module):

@@ -54,8 +54,7 @@ class MedusaModel(nn.Module):
         fused = self.norm(self.fc(features))
         return torch.stack([head(fused) for head in self.heads], dim=-2)
 
-    def read(self, states: Tensor, slot: int) -> Tensor:
-        """(..., hidden) states of one offset -> (..., draft vocabulary) logits."""
+    def read(self, states: Tensor, slot: int) -> tuple[Tensor, Tensor]:
+        """(..., hidden) states of one offset -> (..., draft vocabulary) logits, and the states."""
         offset: Any = self.heads[slot]
-        out: Tensor = offset.lm_head(states)
-        return out
+        return offset.lm_head(states), states

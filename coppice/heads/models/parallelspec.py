@@ -51,8 +51,3 @@ class ParallelSpecModel(DraftModel):
         for layer, attend in zip(self.layers, attends, strict=True):
             rows = layer(rows, rope, attend)
         return rows
-
-    def read(self, states: Tensor, slot: int = 0) -> Tensor:
-        """(..., hidden) states -> (..., draft vocabulary) logits, the same way for every slot."""
-        out: Tensor = self.lm_head(self.norm(states))
-        return out

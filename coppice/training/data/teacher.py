@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from coppice.training.data.target_answers import Answer
 
-Read = Callable[[Tensor], Answer]
-"""(B, T) positions -> their answer"""
-
-
-class Teaches(Protocol):
-    """What a loss needs from a teacher."""
-
-    draft_number: Tensor
-    """(V,) draft id of each target id, -1 outside the draft vocabulary"""
-
-    @property
-    def read(self) -> Read:
-        """The reader of answers."""
-
-    def draft_log_probs(self, final: Tensor) -> Tensor:
-        """Return (..., D) log-probabilities of the draft vocabulary from an answer's (..., hidden) `final`."""
-
 
 class Teacher:
     """A reader of answers and the draft vocabulary that they are taught in."""
 
-    def __init__(self, read: Read, output: Tensor, draft_ids: Tensor) -> None:
+    draft_number: Tensor
+    """(V,) draft id of each target id, -1 outside the draft vocabulary"""
+
+    def __init__(self, read: Callable[[Tensor], Answer], output: Tensor, draft_ids: Tensor) -> None:
         """`output` is the target's (V, hidden) layer, `draft_ids` the (D,) ascending ids of the draft vocabulary."""
-        self.read = read
+        self._read = read
         self.draft_ids = draft_ids.to(output.device)
         self.draft_output = output[self.draft_ids].float()
-        self.draft_number = torch.full((len(output),), -1, device=output.device)  # target id -> draft id
+        self.draft_number = torch.full((len(output),), -1, device=output.device)
         self.draft_number[self.draft_ids] = torch.arange(len(draft_ids), device=output.device)
+
+    def read(self, positions: Tensor) -> Answer:
+        """Return the answers at (B, T) positions."""
+        return self._read(positions)
 
     @torch.no_grad()
     def draft_log_probs(self, final: Tensor) -> Tensor:
-        """Return (..., D) log-probabilities of the draft vocabulary, renormalised over it."""
+        """Return (..., D) log-probabilities, renormalised over the draft vocabulary, from an answer's `final`."""
         log_probs: Tensor = (final @ self.draft_output.T).log_softmax(-1)
         return log_probs

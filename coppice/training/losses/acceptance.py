@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coppice.training.losses.feature_losses import Eagle3Loss, SlotOutput, SpecBlockLoss, bucket_of
-from coppice.training.losses.parallel import ParallelLoss
+from coppice.training.losses.feature_losses import HeadLoss, SlotOutput, bucket_of
 
 BUCKETS = 4
-HeadLoss = SpecBlockLoss | Eagle3Loss | ParallelLoss
 
 
 @dataclass
@@ -71,29 +69,21 @@ class Acceptance:
 
 
 @torch.no_grad()
-def measure(student: Any, loss: HeadLoss, texts: Sequence[Tensor], blocks: int = 2) -> Acceptance:
+def measure(student: Any, loss: HeadLoss, texts: Sequence[Tensor]) -> Acceptance:
     """Draft greedily behind every token of texts at (N + 1,) positions.
 
-    The drafts are `blocks` blocks deep, or 8 EAGLE-3 steps, or all slots of a head that predicts them at once.
+    The drafts are two blocks deep, or 8 EAGLE-3 steps, or all slots of a head that predicts them at once.
     """
     acceptance = Acceptance()
-    if isinstance(loss, SpecBlockLoss):
-        slots = student.model.config.slots
-        chain: Any = replace(
-            loss,
-            blocks=blocks,
-            cut=slots,
-            every=1,
-            restart=False,
-            valid_prefix=True,
-            mask_on=lambda: True,
-            rank_on=lambda: hasattr(student.model, "rank_head"),
-            observe=acceptance.count,
-        )
-    elif isinstance(loss, Eagle3Loss):
-        chain = replace(loss, steps=8, valid_prefix=True, observe=acceptance.count)
-    else:
-        chain = replace(loss, valid_prefix=True, observe=acceptance.count)
+    chain = replace(
+        loss.whole(student.model.config.slots, steps=8),
+        every=1,
+        restart=False,
+        valid_prefix=True,
+        mask_on=lambda: True,
+        rank_on=lambda: True,
+        observe=acceptance.count,
+    )
     for text in texts:
         chain(student, text[None], text[None])
     return acceptance
