@@ -15,7 +15,6 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -114,15 +113,13 @@ AttentionInterface.register(NAME, packed_attention)
 AttentionMaskInterface.register(NAME, packed_mask)
 
 
-def attend_grouped(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float | None
+def attend_capped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float
 ) -> Tensor:
-    """Attention over equal numbers of query and key heads, its scores capped or (None) not; `mask` is added to them.
+    """Attention with capped scores over equal numbers of query and key heads; `mask` is added to the scores.
 
     query (S, KVH, N, D), key and value (S, KVH, L, D), mask (S, 1, N, L) -> (S, KVH, N, D).
     """
-    if softcap is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = torch.tanh(scores / softcap) * softcap  # before the mask, as the models that cap do
     if mask is not None:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coppice.engine.attention import LayerPlan, attend_grouped
+from coppice.engine.attention import LayerPlan, attend_capped
 from coppice.engine.batch import PackedBatch, Span
 from coppice.engine.kv_cache import BlockTable, KVPool
 
@@ -37,7 +38,10 @@ class ViewPlan:
         # The query heads of one key head become rows of one head, so that keys are never repeated.
         grouped = query.reshape(1, kv_heads, self.group * rows, dim)
         keys, values = self.read[2 * layer], self.read[2 * layer + 1]
-        out = attend_grouped(grouped, keys, values, self.mask, scaling, softcap)
+        if softcap is None:
+            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask, scale=scaling)
+        else:
+            out = attend_capped(grouped, keys, values, self.mask, scaling, softcap)
         return out.view(1, kv_heads, self.group, rows, dim).permute(0, 3, 1, 2, 4).reshape(1, rows, heads, dim)
 
 
@@ -76,7 +80,10 @@ class GatherPlan:
             .permute(2, 0, 1, 3, 4)
             .reshape(self.sessions, kv_heads, -1, dim)  # (S, KVH, G * N, D)
         )
-        out = attend_grouped(grouped, keys, values, self.mask, scaling, softcap)
+        if softcap is None:
+            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask, scale=scaling)
+        else:
+            out = attend_capped(grouped, keys, values, self.mask, scaling, softcap)
         out = (
             out.view(self.sessions, kv_heads, self.group, -1, dim)
             .permute(0, 3, 1, 2, 4)
