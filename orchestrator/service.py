@@ -109,6 +109,7 @@ class GenerationServicer:
             feature_layers=layers,
             rejection_top_n=self.signals.top_n if self.signals and asks else 0,
             want_log_probs=request.want_log_probs,
+            prompt_tokens=prompt_tokens,
         )
         chunks = Chunks(events.put_nowait, 0 if request.want_trees else self.settings.orchestrator.chunk_tokens)
         stream = TextStream(self.codec, ids[:prompt_tokens], request.stop)
@@ -211,5 +212,6 @@ class GenerationServicer:
                 has_chat_template=self.codec is not None and self.codec.has_chat_template,
                 running=self._seats.used,
                 version=coppice.__version__,
+                repetition_penalty=self.target.repetition_penalty,
             )
         )

@@ -39,17 +39,24 @@ def read_fence(message: common.Fence) -> Fence:
 
 def sampling_to_wire(params: SamplingParams) -> common.Sampling:
     """SamplingParams to its message."""
-    return common.Sampling(temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, seed=params.seed)
+    return common.Sampling(**dict(params))
 
 
-def read_sampling(message: common.Sampling) -> SamplingParams:
-    """Message to SamplingParams; an unset message is greedy."""
+def read_sampling(message: common.Sampling, vocab_size: int) -> SamplingParams:
+    """Message to SamplingParams; an unset message is greedy. vocab_size 0 admits any id."""
     limits.check_range("sampling.temperature", message.temperature, 0, limits.MAX_TEMPERATURE)
+    limits.check_count("sampling.logit_bias", len(message.logit_bias), 0, limits.MAX_BIASES)
+    limits.check_ids("sampling.logit_bias", list(message.logit_bias), vocab_size)
     try:
         return SamplingParams(
             temperature=message.temperature,
             top_p=message.top_p if message.HasField("top_p") else 1.0,
             top_k=message.top_k,
+            min_p=message.min_p,
+            repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else None,
+            frequency_penalty=message.frequency_penalty,
+            presence_penalty=message.presence_penalty,
+            logit_bias=dict(message.logit_bias),
             seed=message.seed,
         )
     except ValidationError as error:

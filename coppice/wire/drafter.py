@@ -72,7 +72,7 @@ def read_draft_request(message: drafter.DraftRequest, vocab_size: int) -> OpenDr
         return OpenDraft(
             opening.session,
             read_ids("open.ids", opening.ids, vocab_size),
-            read_sampling(opening.sampling),
+            read_sampling(opening.sampling, vocab_size),
             opening.coupled,
             read_features("open.features", opening),
             opening.want_q_rows,

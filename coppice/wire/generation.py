@@ -75,7 +75,7 @@ def read_request(message: generation.GenerateRequest, vocab_size: int, bounds: L
         ids=ids,
         chat=chat,
         resume_ids=tuple(read_ids("resume_ids", message.resume_ids, vocab_size, low=0)),
-        sampling=read_sampling(message.sampling) if message.HasField("sampling") else SamplingParams(),
+        sampling=read_sampling(message.sampling, vocab_size) if message.HasField("sampling") else SamplingParams(),
         max_new_tokens=message.max_new_tokens,
         stop=tuple(message.stop),
         policy=message.policy,
@@ -223,5 +223,5 @@ def model_to_wire(model: ModelDescription) -> generation.DescribeModelResponse:
 def read_model(message: generation.DescribeModelResponse) -> ModelDescription:
     """Message to ModelDescription."""
     read: dict[str, Any] = {part.name: getattr(message, part.name) for part in fields(ModelDescription)}
-    read |= {name: tuple(value) for name, value in read.items() if not isinstance(value, str | int)}
+    read |= {name: tuple(value) for name, value in read.items() if not isinstance(value, str | int | float)}
     return ModelDescription(**read)

@@ -84,6 +84,7 @@ def open_session_to_wire(request: OpenSession) -> verifier.VerifyRequest:
             feature_layers=request.feature_layers,
             rejection_top_n=request.rejection_top_n,
             want_log_probs=request.want_log_probs,
+            prompt_tokens=request.prompt_tokens,
         )
     )
 
@@ -106,16 +107,18 @@ def _read_open_session(message: verifier.OpenSession, vocab_size: int, max_len: 
     limits.check_count("open.stop_ids", len(message.stop_ids), 0, limits.MAX_STOP_IDS)
     limits.check_range("open.max_len", message.max_len, len(ids) + 1, max_len)
     limits.check_count("open.feature_layers", len(message.feature_layers), 0, limits.MAX_FEATURE_LAYERS)
+    limits.check_range("open.prompt_tokens", message.prompt_tokens, 0, len(ids))
     limits.check_range("open.rejection_top_n", message.rejection_top_n, 0, limits.MAX_TOP_N)
     return OpenSession(
         message.session,
         ids,
-        read_sampling(message.sampling),
+        read_sampling(message.sampling, vocab_size),
         frozenset(message.stop_ids),
         message.max_len,
         tuple(message.feature_layers),
         message.rejection_top_n,
         message.want_log_probs,
+        message.prompt_tokens,
     )
 
 
@@ -262,6 +265,7 @@ def target_to_wire(target: TargetDescription) -> verifier.DescribeTargetResponse
         sessions=target.sessions,
         sessions_opened=target.sessions_opened,
         sessions_closed=target.sessions_closed,
+        repetition_penalty=target.repetition_penalty,
     )
 
 
@@ -281,4 +285,5 @@ def read_target(message: verifier.DescribeTargetResponse) -> TargetDescription:
         sessions=message.sessions,
         sessions_opened=message.sessions_opened,
         sessions_closed=message.sessions_closed,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
     )

@@ -178,6 +178,7 @@ BOUNDS = {
     "MAX_TOP_N": "Rejection.top_ids Rejection.top_log_probs",
     "MAX_CONTEXT": "OpenDraft.ids Advance.ids OpenSession.ids TokenIds.ids GenerateRequest.resume_ids",
     "MAX_STOP_IDS": "OpenSession.stop_ids DescribeTargetResponse.eos_ids",
+    "MAX_BIASES": "Sampling.logit_bias",
     "MAX_FEATURE_LAYERS": "OpenSession.feature_layers DescribeHeadResponse.feature_layers",
     "MAX_STOP_STRINGS": "GenerateRequest.stop",
     "MAX_CHAT_MESSAGES": "Chat.messages",
@@ -222,22 +223,25 @@ NUMBERS = {
     """,
     "vocabulary": """
         OpenSession.ids OpenDraft.ids Advance.ids TokenIds.ids GenerateRequest.resume_ids VerifyStep.root DraftStep.root
-        Tree.tokens
+        Tree.tokens LogitBiasEntry.key
     """,
     "fence": """
         Fence.step Fence.committed_hash WeightsHeader.version WeightsHeader.parent WeightsPart.number
     """,
-    "unit": "Sampling.top_p TreeDelta.miss",
+    "unit": "Sampling.top_p Sampling.min_p TreeDelta.miss",
     "choice": "GenerateRequest.accept_rule OpenSession.feature_layers",
     "MAX_TREE_NODES": "Tree.parents Rejection.parent GenerateRequest.budget",
     "LOG_PROB_TOLERANCE": "Tree.log_probs",
     "MAX_HEAD_NODES": "DraftStep.budget",
     "MAX_CONTEXT": """
         Fence.committed_len FeatureRef.start FeatureRef.count Features.start Features.count Rejection.position
-        OpenSession.max_len
+        OpenSession.max_len OpenSession.prompt_tokens
     """,
     "MAX_DEADLINE_NS": "Fence.deadline_ns",
     "MAX_TEMPERATURE": "Sampling.temperature",
+    "MAX_REPETITION_PENALTY": "Sampling.repetition_penalty",
+    "MAX_PENALTY": "Sampling.frequency_penalty Sampling.presence_penalty",
+    "MAX_BIAS": "LogitBiasEntry.value",
     "MAX_TOP_N": "OpenSession.rejection_top_n",
     "MAX_HISTORY": "GetStatusRequest.history",
     "weights_bytes": "WeightsHeader.size WeightsHeader.parts",
