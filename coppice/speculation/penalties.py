@@ -56,7 +56,7 @@ class Penalties:
         if self._generated.size:
             generated = self._generated.copy()
             np.add.at(generated, behind, 1)
-            ids = np.flatnonzero(generated)
+            ids = np.flatnonzero(generated > 0)
             adjusted[ids] -= self._frequency * generated[ids].astype(np.float32)
             adjusted[ids] -= self._presence
         return adjusted

@@ -224,4 +224,5 @@ def read_model(message: generation.DescribeModelResponse) -> ModelDescription:
     """Message to ModelDescription."""
     read: dict[str, Any] = {part.name: getattr(message, part.name) for part in fields(ModelDescription)}
     read |= {name: tuple(value) for name, value in read.items() if not isinstance(value, str | int | float)}
+    read["repetition_penalty"] = message.repetition_penalty or 1.0
     return ModelDescription(**read)

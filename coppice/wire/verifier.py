@@ -285,5 +285,5 @@ def read_target(message: verifier.DescribeTargetResponse) -> TargetDescription:
         sessions=message.sessions,
         sessions_opened=message.sessions_opened,
         sessions_closed=message.sessions_closed,
-        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        repetition_penalty=message.repetition_penalty or 1.0,
     )

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from coppice.bench.exact import Plan, run_exact
 from coppice.bench.reference import Reference
+from coppice.bench.report import Report
 from coppice.client.client import Client
 from coppice.messages.generation import Chunk
 from coppice.speculation.sampling import SamplingParams
@@ -146,6 +148,17 @@ def test_the_targets_own_penalty_is_the_default(pair: Stack, penalised: Path) ->
         sampled = client.generate(PROMPTS[0], temperature=0.8, seed=3, policy="merge", **TOLD)
         verdict = reference.judge(PROMPTS[0], sampled.ids, SamplingParams(temperature=0.8, seed=3))
         assert verdict == "identical"
+
+
+def test_bench_exact_compares_with_the_folders_own_configuration(pair: Stack, penalised: Path) -> None:
+    reference, report = Reference(penalised, "float32", threads=1), Report("bench exact", "float32", 1)
+    plan = Plan(("plain", "merge"), (8,), (0.0, 0.8), (2,), NEW, seed=4)
+    rows = run_exact(pair.address, PROMPTS, plan, reference, report, lambda line: None)
+    assert [row.verdicts.identical for row in rows] == [len(PROMPTS)] * 4
+    for prompt in PROMPTS:  # what it would say to a deployment without the penalty
+        with Client(pair.address) as client:
+            other = client.generate(prompt, repetition_penalty=1.0, **TOLD)
+        assert reference.judge(prompt, other.ids, SamplingParams(), reference.greedy(prompt, NEW).ids) == "wrong"
 
 
 def reopened(stack: Stack) -> float:

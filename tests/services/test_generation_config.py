@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 
 from coppice.errors import InvalidField
 from services.verifier.generation_config import repetition_penalty
+from tests.pipeline.conftest import described
+from tests.processes import Service
 from tests.tiny import make_target
 
 SERVED = {
@@ -70,6 +73,14 @@ def test_fields_of_an_older_folders_config_count_too(tmp_path: Path) -> None:
 def test_a_penalty_out_of_bounds_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidField, match="repetition_penalty 1000"):
         repetition_penalty(folder(tmp_path, {"repetition_penalty": 1000.0}), "serve")
+
+
+async def test_an_ignored_file_is_not_in_the_way(tmp_path: Path, start_service: Callable[..., Service]) -> None:
+    target = make_target(tmp_path, tokenizer=False)
+    folder(target, {"no_repeat_ngram_size": 3, "repetition_penalty": 1.3, "eos_token_id": 7})
+    flags = ("--verifier.target", str(target), "--verifier.generation_config", "ignore", "--verifier.prune", "false")
+    told = await described(start_service("services.verifier", *flags).address)
+    assert (told.repetition_penalty, list(told.eos_ids)) == (1.0, [7])
 
 
 def test_a_verifier_refuses_in_one_line(tmp_path: Path) -> None:
