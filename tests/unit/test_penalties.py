@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +17,11 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
+from coppice.messages.steps import NextRoot, OpenSession, VerifyStep
 from coppice.speculation.penalties import Penalties
-from coppice.speculation.sampling import SamplingParams
+from coppice.speculation.sampling import SamplingParams, decode_row, draw
+from coppice.speculation.tree import DraftTree
+from services.verifier.session import Session
 
 VOCAB = 24
 ids = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)
@@ -98,3 +104,74 @@ def test_a_path_is_forgotten_behind_its_row() -> None:
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(repetition_penalty=1.0, min_p=0.5, top_k=3)])
 def test_nothing_is_counted_without_need(params: SamplingParams) -> None:
     assert Penalties.of(params, 3, VOCAB) is None
+
+
+# Sessions of a verifier over a target that is a table: any trees, unions with the same text twice too.
+
+
+def logits_after(text: Sequence[int]) -> NDArray[np.float32]:
+    """(V,) float32 that the last two ids decide."""
+    rng = np.random.default_rng(tuple(text[-2:]))
+    return 3 * rng.standard_normal(VOCAB).astype(np.float32)
+
+
+def decoded(sampling: SamplingParams, prompt: list[int], held: list[int], length: int, rng: Random) -> list[int]:
+    """The text of a session opened on prompt and held ids, with a random tree in every step."""
+    text = [*prompt, *held]
+    opening = OpenSession("s", list(text), sampling, frozenset(), length, prompt_tokens=len(prompt))
+    table: Any = None
+    session = Session(1, opening, table, 0, VOCAB)
+    session.commit(text, None)
+    said: NextRoot | None = session.first_root(torch.from_numpy(logits_after(text)))
+    while said is not None and len(text) < length:
+        assert said.row is not None
+        root = draw(said.row.ids, said.row.log_probs, sampling.seed, len(text))
+        tree, texts = random_tree([*text, root], rng)
+        logits = torch.from_numpy(np.stack([logits_after(one) for one in texts]))
+        fence = replace(session.fence, step=session.step + 1)
+        verdict, kept = session.judge(VerifyStep(fence, root, tree), tree, (), logits, None)
+        text, said = texts[kept[-1]], verdict.next
+        assert verdict.fence == session.fence
+    return text
+
+
+def random_tree(text: list[int], rng: Random) -> tuple[DraftTree, list[list[int]]]:
+    """A tree below the root that ends a text, and the text of every node; some are the target's favourites."""
+    texts, parents = [text], []
+    for node in range(rng.randrange(12) if rng.random() < 0.9 else 0):
+        parent = rng.randrange(node + 1)
+        favourites = np.argsort(-logits_after(texts[parent]))[:4].tolist()
+        texts.append([*texts[parent], rng.choice(favourites)])
+        parents.append(parent)
+    tokens = [one[-1] for one in texts[1:]]
+    return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.zeros(len(tokens), np.float32)), texts
+
+
+@settings(max_examples=60, deadline=None)
+@given(ids, st.sampled_from([0.0, 0.8]), biases, st.none() | st.floats(0.5, 3), penalty, penalty, st.integers(0, 99))
+def test_a_session_says_the_same_whatever_the_trees_are_and_wherever_it_is_opened_again(
+    prompt: list[int],
+    temperature: float,
+    bias: dict[int, float],
+    repetition: float | None,
+    frequency: float,
+    presence: float,
+    seed: int,
+) -> None:
+    sampling = SamplingParams(
+        temperature=temperature,
+        logit_bias=bias,
+        repetition_penalty=repetition,
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+        seed=seed,
+    )
+    length, expected = len(prompt) + 24, list(prompt)
+    while len(expected) < length:  # plain decoding: every row behind the whole text
+        row = adjusted(sampling, prompt, expected[len(prompt) :], logits_after(expected), ())
+        expected.append(draw(*decode_row(row, sampling), seed, len(expected)))
+    for held in (0, 9):
+        start = expected[len(prompt) : len(prompt) + held]
+        said = decoded(sampling, prompt, start, length, Random(seed))
+        assert said == expected[: len(said)]
+        assert len(said) >= length - 1
