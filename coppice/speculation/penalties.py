@@ -25,8 +25,10 @@ class Penalties:
         self._biased = np.array(list(params.logit_bias), np.int64)
         self._bias = np.array(list(params.logit_bias.values()), np.float32)
         self._prompt_left = prompt_tokens
-        self._occurs = np.zeros(vocab_size if self._repetition != 1 else 0, np.bool_)
-        self._generated = np.zeros(vocab_size if self._frequency or self._presence else 0, np.int32)
+        counted = bool(self._repetition != 1 or self._frequency or self._presence)
+        self._occurs = np.zeros(vocab_size if counted else 0, np.bool_)
+        self._generated = np.zeros(vocab_size if counted else 0, np.int32)  # how often
+        self._ids = np.flatnonzero(self._occurs)
 
     @classmethod
     def of(cls, params: SamplingParams, prompt_tokens: int, vocab_size: int) -> Penalties | None:
@@ -38,7 +40,7 @@ class Penalties:
         """Count the next ids of the text."""
         if self._occurs.size:
             self._occurs[np.array(ids, np.int64)] = True
-        if self._generated.size:
+            self._ids = np.flatnonzero(self._occurs)
             np.add.at(self._generated, np.array(ids[self._prompt_left :], np.int64), 1)
         self._prompt_left = max(0, self._prompt_left - len(ids))
 
@@ -46,17 +48,14 @@ class Penalties:
         """The (V,) logits behind the text and the generated ids of `path`, adjusted; `row` stays as it is."""
         adjusted: NDArray[np.float32] = row.astype(np.float32)
         adjusted[self._biased] += self._bias
+        if not self._occurs.size:
+            return adjusted
         behind = np.array(path, np.int64)
-        if self._occurs.size:
-            occurs = self._occurs.copy()
-            occurs[behind] = True
-            ids = np.flatnonzero(occurs)
-            logits = adjusted[ids]
-            adjusted[ids] = np.where(logits < 0, logits * self._repetition, logits / self._repetition)
-        if self._generated.size:
-            generated = self._generated.copy()
-            np.add.at(generated, behind, 1)
-            ids = np.flatnonzero(generated > 0)
-            adjusted[ids] -= self._frequency * generated[ids].astype(np.float32)
-            adjusted[ids] -= self._presence
+        ids = np.concatenate([self._ids, np.unique(behind[~self._occurs[behind]])])
+        np.add.at(self._generated, behind, 1)
+        generated = self._generated[ids].astype(np.float32)
+        np.subtract.at(self._generated, behind, 1)
+        logits = adjusted[ids]
+        logits = np.where(logits < 0, logits * self._repetition, logits / self._repetition)
+        adjusted[ids] = logits - self._frequency * generated - self._presence * (generated > 0)
         return adjusted
