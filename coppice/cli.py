@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -164,6 +164,13 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus mass.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Most probable ids kept; 0 keeps all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Least share of the best id's probability.")] = 0.0,
+    repetition_penalty: Annotated[float | None, typer.Option(help="1 is none; default: the target's.")] = None,
+    frequency_penalty: Annotated[float, typer.Option(help="For each time an id was generated.")] = 0.0,
+    presence_penalty: Annotated[float, typer.Option(help="For ids that were generated.")] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(metavar="ID=BIAS", help="Added to an id's logit (repeatable).")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     max_new_tokens: Annotated[int, typer.Option(help="0: the server's default.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer (repeatable).")] = None,
@@ -185,6 +192,11 @@ def generate(
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "frequency_penalty": frequency_penalty,
+        "presence_penalty": presence_penalty,
+        "logit_bias": _read_bias(logit_bias or ()),
         "seed": seed,
         "max_new_tokens": max_new_tokens,
         "stop": stop or (),
@@ -195,6 +207,14 @@ def generate(
             answer = _answer(client, [{"role": "user", "content": one}] if chat else one, options, as_json)
             if answer.trees:
                 _draw_tree(answer, show_tree and not as_json, tree_picture)
+
+
+def _read_bias(pairs: Iterable[str]) -> dict[int, float]:
+    """ID=BIAS each."""
+    try:
+        return {int(token): float(bias) for token, _, bias in (pair.partition("=") for pair in pairs)}
+    except ValueError:
+        raise typer.BadParameter("is not ID=BIAS", param_hint="--logit-bias") from None
 
 
 def _draw_tree(answer: "Completion", shown: bool, picture: Path | None) -> None:

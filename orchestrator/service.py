@@ -124,6 +124,7 @@ class GenerationServicer:
             feature_layers=layers,
             rejection_top_n=self.signals.top_n if self.signals and asks else 0,
             want_log_probs=request.want_log_probs,
+            prompt_tokens=prompt_tokens,
         )
         chunks = Chunks(
             lambda chunk: send(generation.response_to_wire(chunk)),
@@ -223,5 +224,6 @@ class GenerationServicer:
                 has_chat_template=self.codec is not None and self.codec.has_chat_template,
                 running=self.seats.used,
                 version=coppice.__version__,
+                repetition_penalty=self.target.repetition_penalty,
             )
         )

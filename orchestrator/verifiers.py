@@ -100,7 +100,8 @@ class TargetPool(Pool[VerifierReplica]):
 
 
 def _identity(told: TargetDescription) -> tuple[object, ...]:
-    return told.name, told.vocab_size, told.layers, told.hidden_size, told.eos_ids, told.dtype
+    size = told.vocab_size, told.layers, told.hidden_size
+    return told.name, *size, told.eos_ids, told.dtype, told.repetition_penalty
 
 
 class TargetSession:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from coppice.bench.report import Verdict
 from coppice.client.completion import Completion
 from coppice.messages.generation import Origin
+from coppice.speculation.penalties import Penalties
 from coppice.speculation.sampling import SamplingParams, decode_row, draw, noise
 
 # How far an emitted token may lie below the best one and still be a tie, in logits at temperature 1. In bfloat16 a
@@ -31,6 +32,7 @@ from coppice.speculation.sampling import SamplingParams, decode_row, draw, noise
 # there is reported as one and fails.
 EPS = 0.8
 _TOKENIZER = "tokenizer.json"
+_SAMPLED_ONLY = ("temperature", "top_k", "top_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 class _TokenClock:
@@ -68,9 +70,11 @@ class Reference:
         dtype, device = self._placed
         load = transformers.AutoModelForCausalLM.from_pretrained
         model = load(folder, dtype=getattr(self._torch, dtype), local_files_only=True).to(device).eval()
-        # A model's own defaults may draw, penalise or stop; None for an id means that nothing ends or pads the text
-        # (an id that pads would be hidden from an assistant wherever the text holds it).
-        model.generation_config = transformers.GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=None)
+        # What a folder's own configuration changes in greedy decoding stays. A request says how it is sampled and how
+        # long it is; None for an id means that nothing ends or pads the text (an id that pads would be hidden from an
+        # assistant wherever the text holds it).
+        unset = ("eos_token_id", "pad_token_id", "max_length", "max_new_tokens", "min_p", *_SAMPLED_ONLY)
+        model.generation_config.update(do_sample=False, **dict.fromkeys(unset))
         return model
 
     def encode(self, text: str, chat: bool = False) -> tuple[int, ...]:
@@ -103,12 +107,15 @@ class Reference:
         """`generate` of exactly `max_new_tokens`, sampled at T > 0 with torch's own noise from the seed.
 
         A step is a forward behind the prefill; one that is assisted may make several tokens. What the prefill's own
-        forward made is not counted as decoded. `options`: more of `generate`'s, such as assistant_model.
+        forward made is not counted as decoded. Of the penalties only
+        repetition is `generate`'s. `options`: more of them, such as assistant_model.
         """
         torch, clock = self._torch, _TokenClock()
+        if sampling.repetition_penalty is not None:
+            options["repetition_penalty"] = sampling.repetition_penalty
         if sampling.temperature > 0:
             torch.manual_seed(sampling.seed)
-            options |= {"do_sample": True, **sampling.model_dump(exclude={"seed"})}
+            options |= {"do_sample": True, **sampling.model_dump(include={"temperature", "top_k", "top_p", "min_p"})}
         prompt = torch.tensor([list(ids)], device=self._model.device)
         called = time.perf_counter()
         output = self._model.generate(
@@ -150,6 +157,10 @@ class Reference:
             text = torch.tensor([[*prompt, *ids]], device=self._model.device)
             logits = self._model(text, logits_to_keep=len(ids) + 1).logits[0, :-1]
         rows: NDArray[np.float32] = logits.float().cpu().numpy()
+        sampling = sampling.with_defaults(self._model.generation_config.repetition_penalty or 1.0)
+        if (penalties := Penalties.of(sampling, len(prompt), rows.shape[1])) is not None:
+            penalties.append(prompt)
+            rows = np.stack([penalties.adjusted(row, ids[:number]) for number, row in enumerate(rows)])
         verdicts = {
             judge_token(row, token, sampling, position)
             for position, (row, token) in enumerate(zip(rows, ids, strict=True), start=len(prompt))

@@ -35,15 +35,25 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, str
 _MAX_UINT32 = 2**32 - 1
 
 
-class Options(TypedDict, total=False):
-    """How to answer a prompt; whatever is left out is the server's default, greedy decoding and no stop strings."""
+class Draws(TypedDict, total=False):
+    """The fields of SamplingParams as options."""
 
-    sampling: SamplingParams | None
-    """instead of the four keywords below"""
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
+    repetition_penalty: float | None
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: dict[int, float]
     seed: int
+
+
+class Options(Draws, total=False):
+    """How to answer a prompt; whatever is left out is the server's default, greedy decoding and no stop strings."""
+
+    sampling: SamplingParams | None
+    """instead of temperature to seed"""
     max_new_tokens: int
     """limit on new tokens, `resume_ids` included"""
     stop: str | Sequence[str]
@@ -85,10 +95,6 @@ def build_request(
     prompt: Prompt,
     *,
     sampling: SamplingParams | None = None,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    seed: int = 0,
     max_new_tokens: int = 0,
     stop: str | Sequence[str] = (),
     policy: str = "",
@@ -99,16 +105,19 @@ def build_request(
     pq: bool = False,
     coupled: bool = True,
     trees: bool = False,
+    **draws: Unpack[Draws],
 ) -> GenerationRequest:
-    """The request of a prompt and Options. Raises InvalidField naming what is unusable."""
+    """The request of a prompt and Options. Raises InvalidField naming what is unusable, TypeError for other options."""
+    if unknown := draws.keys() - SamplingParams.model_fields:
+        raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
     if sampling is None:
         try:
-            sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+            sampling = SamplingParams(**draws)
         except ValidationError as error:
             first = error.errors()[0]
             raise InvalidField(str(first["loc"][0]), first["msg"]) from None
-    elif (temperature, top_p, top_k, seed) != (0.0, 1.0, 0, 0):
-        raise InvalidField("sampling", "give it, or temperature, top_p, top_k and seed, not both")
+    elif draws:
+        raise InvalidField("sampling", f"give it or {', '.join(draws)}, not both")
     limits.check_range("max_new_tokens", max_new_tokens, 0, _MAX_UINT32)
     if budget is not None:
         limits.check_range("budget", budget, 0, limits.MAX_TREE_NODES)

@@ -97,6 +97,11 @@ class VerifierSettings(TorchSettings):
     prefill_rows: int = Field(512, gt=0, description="prompt rows added to one forward at most")
     batch_wait_ms: float = Field(50.0, ge=0, description="longest wait for sessions to join a forward, milliseconds")
     feature_window: int = Field(4096, ge=0, description="positions whose features a session keeps for fetching")
+    generation_config: Literal["serve", "ignore"] = Field(
+        "serve",
+        description="serve the defaults of the target's generation_config.json and refuse to start over what is not "
+        "served, or ignore all of it but the ids that end a text",
+    )
     prune: bool = Field(True, description="time forwards and leave out draft nodes that cost more than they promise")
 
 

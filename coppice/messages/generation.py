@@ -126,7 +126,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """What a deployment serves."""
+    """What a deployment serves; `repetition_penalty` is that of requests that set none."""
 
     name: str
     vocab_size: int
@@ -139,3 +139,4 @@ class ModelDescription:
     has_chat_template: bool
     running: int = 0
     version: str = ""
+    repetition_penalty: float = 1.0

@@ -103,7 +103,7 @@ class VerifyTimings:
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """Opens a verifier session on prompt + committed ids."""
+    """Opens a verifier session on prompt + committed ids; the first `prompt_tokens` are the prompt, 0: all of them."""
 
     session: str
     ids: list[int]
@@ -113,6 +113,7 @@ class OpenSession:
     feature_layers: tuple[int, ...] = ()
     rejection_top_n: int = 0
     want_log_probs: bool = False
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class TargetDescription:
-    """What a verifier serves."""
+    """What a verifier serves; `repetition_penalty` is that of sessions that set none."""
 
     name: str
     vocab_size: int
@@ -175,6 +176,7 @@ class TargetDescription:
     sessions: int = 0
     sessions_opened: int = 0
     sessions_closed: int = 0
+    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,22 @@
 """The decoding operator G and keyed noise: which token stands at a position is a function of row, seed and position.
 
+Bias and penalties, which look at the text before a row, come first; they are in `penalties`.
+
 The noise of a token is a Gumbel variable read from a hash of (seed, absolute position, token id), so whoever draws from
 the same row draws the same token, in whatever step, tree or process. `sampling_torch` is the twin on tensors.
 """
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
+
+from coppice.limits import LEAST_REPETITION_PENALTY, MAX_BIAS, MAX_BIASES, MAX_PENALTY, MAX_REPETITION_PENALTY
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -36,22 +41,56 @@ TOP_P_SLACK = 1e-9
 
 
 class SamplingParams(BaseModel):
-    """The decoding policy of a request. Unusable values raise pydantic's ValidationError, which names the field."""
+    """The decoding policy of a request. Unusable values raise pydantic's ValidationError, which names the field.
+
+    An unset repetition_penalty is the deployment's, which it has from the target's generation_config.json.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     temperature: Annotated[float, Field(ge=0, description="0 is greedy")] = 0.0
     top_p: Annotated[float, Field(gt=0, le=1, description="nucleus mass kept after top_k")] = 1.0
     top_k: Annotated[int, Field(ge=0, description="most probable ids kept; 0 keeps all")] = 0
+    min_p: Annotated[float, Field(ge=0, le=1, description="least share of the best id's probability")] = 0.0
+    repetition_penalty: Annotated[
+        float | None,
+        Field(
+            ge=LEAST_REPETITION_PENALTY,
+            le=MAX_REPETITION_PENALTY,
+            description="of ids in prompt and answer: divides logits above 0, multiplies those below; 1 changes none",
+        ),
+    ] = None
+    frequency_penalty: Annotated[
+        float,
+        Field(ge=-MAX_PENALTY, le=MAX_PENALTY, description="taken off an id's logit for each time it was generated"),
+    ] = 0.0
+    presence_penalty: Annotated[
+        float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY, description="taken off the logits of ids that were generated")
+    ] = 0.0
+    logit_bias: Annotated[
+        dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
+        Field(max_length=MAX_BIASES, description="added to the logits of ids"),
+    ] = Field(default_factory=dict)
     seed: Annotated[int, Field(ge=0, le=MASK_64, description="seed of the keyed noise")] = 0
+
+    def with_defaults(self, repetition_penalty: float) -> SamplingParams:
+        """The same with what is unset as a deployment has it."""
+        return self.model_copy(
+            update={} if self.repetition_penalty is not None else {"repetition_penalty": repetition_penalty}
+        )
+
+    def __hash__(self) -> int:
+        """Of all fields; the bias is one of them and has no hash of its own."""
+        fields = dict(self)
+        return hash((frozenset(fields.pop("logit_bias").items()), *fields.values()))
 
 
 def decode_row(logits_row: NDArray[np.floating], params: SamplingParams) -> Row:
-    """G: temperature, then top-k, then top-p of a (V,) row of logits, renormalised.
+    """G: temperature, then top-k, top-p and min-p of a (V,) row of logits, renormalised.
 
-    As in transformers' warpers, ids that tie with the k-th are kept; of ids that tie at the edge of the nucleus the
-    lower ones are. Greedy keeps the argmax alone, of several the lowest id. Raises ValueError on a row with NaN, with
-    +inf or with nothing finite.
+    That is the order of transformers' warpers; vLLM applies min-p first. As in transformers, ids that tie with the k-th
+    are kept; of ids that tie at the edge of the nucleus the lower ones are. Greedy keeps the argmax alone, of several
+    the lowest id. Raises ValueError on a row with NaN, with +inf or with nothing finite.
     """
     best = int(np.argmax(logits_row))
     highest = float(logits_row[best])
@@ -70,6 +109,9 @@ def decode_row(logits_row: NDArray[np.floating], params: SamplingParams) -> Row:
     if params.top_p < 1:
         kept = _nucleus(scores, params.top_p)
         ids, scores = ids[kept], scores[kept]
+    if params.min_p > 0:  # the best id's score is 0
+        likely = scores >= math.log(params.min_p)
+        ids, scores = ids[likely], scores[likely]
     log_probs = scores - np.log(np.exp(scores).sum())
     possible = log_probs > -np.inf
     return (ids, log_probs) if possible.all() else (ids[possible], log_probs[possible])

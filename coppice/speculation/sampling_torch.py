@@ -6,6 +6,8 @@ bit and are masked.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -49,6 +51,9 @@ def decode_row(logits_row: Tensor, params: SamplingParams) -> tuple[Tensor, Tens
     if params.top_p < 1:
         kept = _nucleus(scores, params.top_p)
         ids, scores = ids[kept], scores[kept]
+    if params.min_p > 0:
+        likely = scores >= math.log(params.min_p)
+        ids, scores = ids[likely], scores[likely]
     log_probs = scores - scores.exp().sum().log()
     possible = log_probs > -torch.inf
     return ids[possible], log_probs[possible]

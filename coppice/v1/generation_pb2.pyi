@@ -201,7 +201,7 @@ class DescribeModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeModelResponse(_message.Message):
-    __slots__ = ("name", "vocab_size", "max_len", "heads", "policies", "default_policy", "default_budget", "has_tokenizer", "has_chat_template", "running", "version")
+    __slots__ = ("name", "vocab_size", "max_len", "heads", "policies", "default_policy", "default_budget", "has_tokenizer", "has_chat_template", "running", "version", "repetition_penalty")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +213,7 @@ class DescribeModelResponse(_message.Message):
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
     name: str
     vocab_size: int
     max_len: int
@@ -224,4 +225,5 @@ class DescribeModelResponse(_message.Message):
     has_chat_template: bool
     running: int
     version: str
-    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_len: _Optional[int] = ..., heads: _Optional[_Iterable[str]] = ..., policies: _Optional[_Iterable[str]] = ..., default_policy: _Optional[str] = ..., default_budget: _Optional[int] = ..., has_tokenizer: bool = ..., has_chat_template: bool = ..., running: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+    repetition_penalty: float
+    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_len: _Optional[int] = ..., heads: _Optional[_Iterable[str]] = ..., policies: _Optional[_Iterable[str]] = ..., default_policy: _Optional[str] = ..., default_budget: _Optional[int] = ..., has_tokenizer: bool = ..., has_chat_template: bool = ..., running: _Optional[int] = ..., version: _Optional[str] = ..., repetition_penalty: _Optional[float] = ...) -> None: ...

@@ -23,7 +23,7 @@ class VerifyResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("session", "ids", "sampling", "stop_ids", "max_len", "feature_layers", "rejection_top_n", "want_log_probs")
+    __slots__ = ("session", "ids", "sampling", "stop_ids", "max_len", "feature_layers", "rejection_top_n", "want_log_probs", "prompt_tokens")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class OpenSession(_message.Message):
     FEATURE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     REJECTION_TOP_N_FIELD_NUMBER: _ClassVar[int]
     WANT_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     session: str
     ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _common_pb2.Sampling
@@ -40,7 +41,8 @@ class OpenSession(_message.Message):
     feature_layers: _containers.RepeatedScalarFieldContainer[int]
     rejection_top_n: int
     want_log_probs: bool
-    def __init__(self, session: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., max_len: _Optional[int] = ..., feature_layers: _Optional[_Iterable[int]] = ..., rejection_top_n: _Optional[int] = ..., want_log_probs: bool = ...) -> None: ...
+    prompt_tokens: int
+    def __init__(self, session: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., max_len: _Optional[int] = ..., feature_layers: _Optional[_Iterable[int]] = ..., rejection_top_n: _Optional[int] = ..., want_log_probs: bool = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class SessionOpened(_message.Message):
     __slots__ = ("fence", "next", "features", "timings")
@@ -137,7 +139,7 @@ class DescribeTargetRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeTargetResponse(_message.Message):
-    __slots__ = ("name", "vocab_size", "max_len", "layers", "hidden_size", "eos_ids", "dtype", "kv_tokens", "kv_tokens_used", "sessions", "sessions_opened", "sessions_closed")
+    __slots__ = ("name", "vocab_size", "max_len", "layers", "hidden_size", "eos_ids", "dtype", "kv_tokens", "kv_tokens_used", "sessions", "sessions_opened", "sessions_closed", "repetition_penalty")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +152,7 @@ class DescribeTargetResponse(_message.Message):
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_OPENED_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_CLOSED_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
     name: str
     vocab_size: int
     max_len: int
@@ -162,4 +165,5 @@ class DescribeTargetResponse(_message.Message):
     sessions: int
     sessions_opened: int
     sessions_closed: int
-    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_len: _Optional[int] = ..., layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., kv_tokens: _Optional[int] = ..., kv_tokens_used: _Optional[int] = ..., sessions: _Optional[int] = ..., sessions_opened: _Optional[int] = ..., sessions_closed: _Optional[int] = ...) -> None: ...
+    repetition_penalty: float
+    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_len: _Optional[int] = ..., layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., kv_tokens: _Optional[int] = ..., kv_tokens_used: _Optional[int] = ..., sessions: _Optional[int] = ..., sessions_opened: _Optional[int] = ..., sessions_closed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ...) -> None: ...

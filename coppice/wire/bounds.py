@@ -75,6 +75,7 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "layers": (1, limits.MAX_LAYERS),
         "hidden_size": (1, limits.MAX_HIDDEN),
         "eos_ids": (0, limits.MAX_STOP_IDS),
+        "repetition_penalty": (0, limits.MAX_REPETITION_PENALTY),
         **dict.fromkeys(("kv_tokens", "kv_tokens_used", "sessions", "sessions_opened", "sessions_closed"), _COUNT),
     },
     "OpenDraft": {"session": limits.check_session, "ids": (1, limits.MAX_CONTEXT)},

@@ -18,23 +18,35 @@ from coppice.wire.shapes import Part, Shape, array
 
 
 def _sampling_fields(params: SamplingParams) -> dict[str, Any]:
-    return {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k, "seed": params.seed}
+    return dict(params)
 
 
 def _read_sampling(owner: Any, name: str, path: str) -> SamplingParams:
     """The SamplingParams of a message; unset they are greedy."""
     message = getattr(owner, name)
     limits.check_range("sampling.temperature", message.temperature, 0, limits.MAX_TEMPERATURE)
+    limits.check_count("sampling.logit_bias", len(message.logit_bias), 0, limits.MAX_BIASES)
     try:
         return SamplingParams(
             temperature=message.temperature,
             top_p=message.top_p if message.HasField("top_p") else 1.0,
             top_k=message.top_k,
+            min_p=message.min_p,
+            repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else None,
+            frequency_penalty=message.frequency_penalty,
+            presence_penalty=message.presence_penalty,
+            logit_bias=dict(message.logit_bias),
             seed=message.seed,
         )
     except ValidationError as error:
         first = error.errors()[0]
         raise InvalidField(f"sampling.{first['loc'][0]}", first["msg"]) from None
+
+
+def check_bias(params: SamplingParams, vocab_size: int) -> None:
+    """Raise InvalidField on a biased id at or above the logits width; 0 means that any id will do."""
+    if params.logit_bias:
+        limits.check_ids("sampling.logit_bias", list(params.logit_bias), vocab_size)
 
 
 def _tree_fields(tree: DraftTree) -> dict[str, Any]:
@@ -74,6 +86,12 @@ def q_rows(tree: str) -> Part:
     return Part(write, read)
 
 
+def _read_penalty(owner: Any, name: str, path: str) -> float:
+    return getattr(owner, name) or 1.0
+
+
+PENALTY = Part(None, _read_penalty)
+"""The default repetition penalty that a server describes; one that knows of none has none."""
 SAMPLING = Part(_sampling_fields, _read_sampling)
 TREE = Part(_tree_fields, _read_tree)
 FENCE = Shape(Fence, common.Fence)

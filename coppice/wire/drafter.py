@@ -15,7 +15,7 @@ from coppice.messages.steps import (
     WeightsSynced,
 )
 from coppice.v1 import drafter_pb2 as drafter
-from coppice.wire.common import SAMPLING, TREE, q_rows
+from coppice.wire.common import SAMPLING, TREE, check_bias, q_rows
 from coppice.wire.shapes import OneOf, Shape
 
 _OPEN = Shape(OpenDraft, drafter.OpenDraft, sampling=SAMPLING)
@@ -46,6 +46,7 @@ def read_draft_request(message: drafter.DraftRequest, vocab_size: int) -> OpenDr
     request = _REQUEST.read(message)
     if isinstance(request, OpenDraft):
         limits.check_ids("open.ids", request.ids, vocab_size)
+        check_bias(request.sampling, vocab_size)
     else:
         limits.check_ids("step.root", [request.root], vocab_size)
         limits.check_ids("step.advance.ids", request.advance.ids, vocab_size)

@@ -21,7 +21,7 @@ from coppice.messages.generation import (
     Timings,
 )
 from coppice.v1 import generation_pb2 as generation
-from coppice.wire.common import SAMPLING
+from coppice.wire.common import PENALTY, SAMPLING, check_bias
 from coppice.wire.shapes import OneOf, Part, Shape
 
 _REASONS: dict[FinishReason, generation.FinishReason] = {
@@ -82,7 +82,7 @@ _FINISHED = Shape(Finished, generation.Finished, finish_reason=Part(_REASONS.__g
 _RESPONSE: OneOf[Started | Chunk | Finished, generation.GenerateResponse] = OneOf(
     generation.GenerateResponse, started=_STARTED, chunk=_CHUNK, finished=_FINISHED
 )
-_MODEL = Shape(ModelDescription, generation.DescribeModelResponse)
+_MODEL = Shape(ModelDescription, generation.DescribeModelResponse, repetition_penalty=PENALTY)
 
 
 def request_to_wire(request: GenerationRequest) -> generation.GenerateRequest:
@@ -103,6 +103,7 @@ def read_request(message: generation.GenerateRequest, vocab_size: int, bounds: L
     if message.accept_rule not in generation.AcceptRule.values():
         raise InvalidField("accept_rule", f"{message.accept_rule} is no rule")
     request = _REQUEST.read(message)
+    check_bias(request.sampling, vocab_size)
     limits.check_ids("resume_ids", request.resume_ids, vocab_size)
     limits.check_ids("ids", request.ids or (), vocab_size)
     if request.text is not None:

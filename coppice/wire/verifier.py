@@ -21,7 +21,7 @@ from coppice.messages.steps import (
 from coppice.v1 import common_pb2 as common
 from coppice.v1 import verifier_pb2 as verifier
 from coppice.wire.bounds import DRAWN
-from coppice.wire.common import FEATURE_REF, FEATURES, SAMPLING, TREE, q_rows
+from coppice.wire.common import FEATURE_REF, FEATURES, PENALTY, SAMPLING, TREE, check_bias, q_rows
 from coppice.wire.shapes import OneOf, Part, Shape
 
 _ROW = Shape(Row, common.Row, parallel=("ids", "log_probs", "raw_log_probs"))
@@ -56,7 +56,7 @@ _VERDICT = Shape(Verdict, verifier.Verdict, next=_NEXT)
 _RESPONSE: OneOf[SessionOpened | Verdict, verifier.VerifyResponse] = OneOf(
     verifier.VerifyResponse, opened=_OPENED, verdict=_VERDICT
 )
-_TARGET = Shape(TargetDescription, verifier.DescribeTargetResponse)
+_TARGET = Shape(TargetDescription, verifier.DescribeTargetResponse, repetition_penalty=PENALTY)
 
 
 def verify_request_to_wire(request: OpenSession | VerifyStep) -> verifier.VerifyRequest:
@@ -71,8 +71,10 @@ def read_verify_request(message: verifier.VerifyRequest, vocab_size: int, max_le
         limits.check_range("step.root", request.root, 0, vocab_size - 1)
         return request
     limits.check_ids("open.ids", request.ids, vocab_size)
+    check_bias(request.sampling, vocab_size)
     if len(request.ids) >= max_len:
         raise InvalidField("open.ids", f"{len(request.ids)} ids leave no room in the target's context of {max_len}")
+    limits.check_range("open.prompt_tokens", request.prompt_tokens, 0, len(request.ids))
     limits.check_range("open.max_len", request.max_len, len(request.ids) + 1, max_len)
     return request
 

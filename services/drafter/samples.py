@@ -27,7 +27,7 @@ class Window:
             self._ids.popleft()
             self._rows.popleft()
         inline, count = features.inline or b"", features.count
-        width = len(inline) // count
+        width = len(inline) // max(1, count)
         new = min(count, len(ids)) if self._ids else min(count, self.most)  # of a prompt no more than is ever read
         self.dtype = features.dtype or "float32"
         self._ids += ids[len(ids) - new :]

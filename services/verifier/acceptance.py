@@ -57,14 +57,14 @@ def walk(
         token = draw(*row, params.seed, root_position + depth + 1)
         onward = [child for node in at for child in children[node] if tokens[child - 1] == token]
         if not onward:
-            return Walk(_path_to(tree, at[0]), row, token, finished=False)
+            return Walk(path_to(tree, at[0]), row, token, finished=False)
         at, depth = onward, depth + 1
         if token in stop_ids:
             break
-    return Walk(_path_to(tree, at[0]), None, None, finished=True)
+    return Walk(path_to(tree, at[0]), None, None, finished=True)
 
 
-def _path_to(tree: DraftTree, node: int) -> tuple[int, ...]:
+def path_to(tree: DraftTree, node: int) -> tuple[int, ...]:
     """The nodes from the root, excluded, to `node`."""
     path = []
     while node:

@@ -24,11 +24,12 @@ from coppice.messages.steps import (
     VerifyTimings,
     committed_hash,
 )
+from coppice.speculation.penalties import Penalties
 from coppice.speculation.sampling import Row as SampledRow
-from coppice.speculation.sampling import decode_row, draw
+from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.speculation.sampling_torch import greedy_ids
 from coppice.speculation.tree import DraftTree, TreeError
-from services.verifier.acceptance import RowAt, Walk, pq_chain, walk
+from services.verifier.acceptance import RowAt, Walk, path_to, pq_chain, walk
 
 
 @dataclass
@@ -68,13 +69,14 @@ def feature_bytes(rows: Tensor) -> bytes:
 class Session:
     """State of one session. Every method runs on the worker thread."""
 
-    def __init__(self, key: int, request: OpenSession, table: BlockTable, feature_window: int) -> None:
+    def __init__(self, key: int, request: OpenSession, table: BlockTable, feature_window: int, vocab_size: int) -> None:
         self.key, self.request, self.table = key, request, table
         self.step = 0
         self.committed_len = 0
         self.hash = committed_hash(())
         self.over = False  # the text has come to its end, as far as it is known here: stop strings are not
         self.features = FeatureWindow(feature_window)
+        self.penalties = Penalties.of(request.sampling, request.prompt_tokens or len(request.ids), vocab_size)
 
     @property
     def fence(self) -> Fence:
@@ -85,6 +87,8 @@ class Session:
         """Take `ids` as committed; their KV is in place. features: (len(ids), F) or None."""
         self.committed_len += len(ids)
         self.hash = committed_hash(ids, self.hash)
+        if self.penalties is not None:
+            self.penalties.append(ids)
         if features is not None:
             self.features.append(features)
 
@@ -102,7 +106,8 @@ class Session:
     def first_root(self, logits: Tensor) -> NextRoot:
         """Where the root behind the prompt comes from, given the (V,) logits of the prompt's last token."""
         plain: NDArray[np.float32] = logits.float().cpu().numpy()
-        row = decode_row(plain, self.request.sampling)
+        adjusted = plain if self.penalties is None else self.penalties.adjusted(plain)
+        row = decode_row(adjusted, self.request.sampling)
         drawn = draw(*row, self.request.sampling.seed, self.committed_len)
         return self._next_root(row, drawn, plain, keyed=True)
 
@@ -122,7 +127,7 @@ class Session:
         logits: (n + 1, V), the root's row first; features: (n + 1, F) or None. `verified` are the sender's numbers of
         the nodes of `tree` when it is a part of the step's. Returns the verdict (timings empty) and the accepted rows.
         """
-        rows = _Rows(logits, self.request)
+        rows = _Rows(logits, step.root, tree, self.request.sampling, self.penalties)
         outcome = self._walk(step, tree, rows.after)
         path, start = outcome.path, self.committed_len
         kept = (0, *path)
@@ -179,21 +184,27 @@ class Session:
 class _Rows:
     """The target's rows of one step, turned into numpy and through G only where the walk looks."""
 
-    def __init__(self, logits: Tensor, request: OpenSession) -> None:
-        self._request = request
-        self._logits = logits
+    def __init__(
+        self, logits: Tensor, root: int, tree: DraftTree, sampling: SamplingParams, penalties: Penalties | None
+    ) -> None:
+        self._logits, self._root, self._tree = logits, root, tree
+        self._sampling, self._penalties = sampling, penalties
         # One pass over all rows costs less than a transfer for each, and greedy needs nothing else.
-        self._best = greedy_ids(logits).tolist() if request.sampling.temperature == 0 else None
+        self._best = greedy_ids(logits).tolist() if sampling.temperature == 0 and penalties is None else None
 
     def __getitem__(self, node: int) -> NDArray[np.float32]:
         row: NDArray[np.float32] = self._logits[node].float().cpu().numpy()
         return row
 
     def after(self, node: int) -> SampledRow:
-        """The row after G at a node."""
+        """The row after G at a node, where the text before it ends with the root and the node's path."""
         if self._best is not None:
             return np.array([self._best[node]]), np.zeros(1)
-        return decode_row(self[node], self._request.sampling)
+        row = self[node]
+        if self._penalties is not None:
+            path = self._tree.tokens[np.array(path_to(self._tree, node), np.int64) - 1]
+            row = self._penalties.adjusted(row, [self._root, *path.tolist()])
+        return decode_row(row, self._sampling)
 
     def log_probs_along(self, nodes: tuple[int, ...], ids: list[int]) -> tuple[float, ...]:
         """Raw log-probability of each id at the node before it."""

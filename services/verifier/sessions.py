@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from coppice.config.sections import VerifierSettings
 from coppice.engine.engine import Engine
 from coppice.engine.kv_cache import BLOCK_SIZE, OutOfBlocks
@@ -21,8 +23,12 @@ def reserved_tokens(request: OpenSession, settings: VerifierSettings) -> int:
 class Sessions:
     """Open sessions by key and by name. Every method runs on the worker's thread."""
 
-    def __init__(self, engine: Engine, settings: VerifierSettings, metrics: SessionMetrics) -> None:
+    def __init__(
+        self, engine: Engine, settings: VerifierSettings, metrics: SessionMetrics, repetition_penalty: float
+    ) -> None:
+        """`repetition_penalty`: of sessions that set none."""
         self._engine, self._settings, self._metrics = engine, settings, metrics
+        self._repetition_penalty = repetition_penalty
         self._by_key: dict[int, Session] = {}
         self._by_name: dict[str, Session] = {}
 
@@ -40,7 +46,8 @@ class Sessions:
             table = self._engine.pool.allocate(request.session, reserved_tokens(request, self._settings))
         except OutOfBlocks as error:
             raise Unavailable(str(error)) from None
-        session = Session(key, request, table, self._settings.feature_window)
+        request = replace(request, sampling=request.sampling.with_defaults(self._repetition_penalty))
+        session = Session(key, request, table, self._settings.feature_window, self._engine.info.vocab_size)
         self._by_key[key] = self._by_name[request.session] = session
         self._metrics.opened.inc()
         return session

@@ -20,6 +20,7 @@ from coppice.engine.engine import Engine, ForwardOutput
 from coppice.engine.loading import load_engine
 from coppice.messages.steps import FeatureRef, Features, OpenSession, SessionOpened, Verdict, VerifyStep, VerifyTimings
 from coppice.telemetry import SessionMetrics
+from services.verifier.generation_config import repetition_penalty
 from services.verifier.job import Job
 from services.verifier.pruner import Pruner, measure
 from services.verifier.session import Session
@@ -40,6 +41,7 @@ class Worker(BatchingThread):
         self.settings, self.metrics = settings, metrics
         self.address = ""  # where FeatureRefs point to; known once the server listens
         self.kv_tokens_used = 0
+        self.repetition_penalty = 1.0  # of sessions that set none; known once the target is loaded
         self._prefills: deque[Job] = deque()
         self._steps: dict[int, Job] = {}
         self._answers: list[tuple[asyncio.Future[Any], Any]] = []
@@ -85,6 +87,7 @@ class Worker(BatchingThread):
         """Load and warm up the target."""
         if self.settings.threads:
             torch.set_num_threads(self.settings.threads)
+        self.repetition_penalty = repetition_penalty(self.settings.target, self.settings.generation_config)
         self.engine = load_engine(
             self.settings.target,
             device=self.settings.device,
@@ -94,7 +97,7 @@ class Worker(BatchingThread):
         self.engine.timings(range(WARM_ROWS, 0, -1), context=WARM_ROWS, repeats=1)
         if self.settings.prune:
             self._pruner = Pruner(measure(self.engine, self.settings.kv_tokens))
-        self._sessions = Sessions(self.engine, self.settings, self.metrics)
+        self._sessions = Sessions(self.engine, self.settings, self.metrics, self.repetition_penalty)
 
     def idle(self) -> bool:
         """Whether neither a step nor a prompt waits."""

@@ -83,6 +83,12 @@ class Mutator:
                 setattr(message, of.name, self.value(of))
             return
         entries = getattr(message, of.name)
+        if is_message and of.message_type.GetOptions().map_entry:
+            key, value = of.message_type.fields
+            entries.clear()
+            for at in range(self.random.choice(_LENGTHS)):
+                entries[at if self.random.random() < 0.9 else self.value(key)] = self.value(value)
+            return
         length = 2**17 + 1 if self.random.random() < 0.01 else self.random.choice(_LENGTHS)
         kept = list(entries)[: self.random.randint(0, len(entries))]
         one = self.made_up(of.message_type, depth) if is_message else self.value(of)
@@ -95,7 +101,8 @@ class Mutator:
         if not fields:
             return
         of = self.random.choice(fields)
-        if of.type == FieldDescriptor.TYPE_MESSAGE and self.random.random() < 0.8:
+        is_map = of.message_type is not None and of.message_type.GetOptions().map_entry
+        if of.type == FieldDescriptor.TYPE_MESSAGE and not is_map and self.random.random() < 0.8:
             inside = getattr(message, of.name)
             if not of.is_repeated:
                 if message.HasField(of.name) or self.random.random() < 0.2:

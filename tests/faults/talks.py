@@ -48,6 +48,11 @@ def _sampling(random: Random) -> SamplingParams:
         temperature=random.choice((0.0, 0.0, 0.7, 1.0)),
         top_p=random.choice((1.0, 0.9)),
         top_k=random.choice((0, 0, 20)),
+        min_p=random.choice((0.0, 0.0, 0.05)),
+        repetition_penalty=random.choice((None, 1.0, 1.3)),
+        frequency_penalty=random.choice((0.0, 0.0, 0.5)),
+        presence_penalty=random.choice((0.0, 0.0, -0.5)),
+        logit_bias=random.choice(({}, {3: 2.0, 7: -100.0})),
         seed=random.getrandbits(64),
     )
 

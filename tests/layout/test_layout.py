@@ -180,6 +180,7 @@ BOUNDS = {
     "MAX_TOP_N": "Rejection.top_ids Rejection.top_log_probs",
     "MAX_CONTEXT": "OpenDraft.ids Advance.ids OpenSession.ids TokenIds.ids GenerateRequest.resume_ids",
     "MAX_STOP_IDS": "OpenSession.stop_ids DescribeTargetResponse.eos_ids",
+    "MAX_BIASES": "Sampling.logit_bias",
     "MAX_FEATURE_LAYERS": "OpenSession.feature_layers DescribeHeadResponse.feature_layers",
     "MAX_STOP_STRINGS": "GenerateRequest.stop",
     "MAX_CHAT_MESSAGES": "Chat.messages",
@@ -221,13 +222,17 @@ NUMBERS = {
     "any": "Sampling.seed Sampling.top_k OpenSession.stop_ids RollbackRequest.version",
     "vocabulary": """
         OpenSession.ids OpenDraft.ids Advance.ids TokenIds.ids GenerateRequest.resume_ids VerifyStep.root DraftStep.root
+        LogitBiasEntry.key
     """,
     "fence": "Fence.committed_hash WeightsPart.number",
     "tree": "Tree.tokens Tree.parents Tree.log_probs",
-    "unit": "Sampling.top_p",
+    "unit": "Sampling.top_p Sampling.min_p",
     "choice": "GenerateRequest.accept_rule OpenSession.feature_layers",
-    "MAX_CONTEXT": "OpenSession.max_len",
+    "MAX_CONTEXT": "OpenSession.max_len OpenSession.prompt_tokens",
     "MAX_TEMPERATURE": "Sampling.temperature",
+    "MAX_REPETITION_PENALTY": "Sampling.repetition_penalty",
+    "MAX_PENALTY": "Sampling.frequency_penalty Sampling.presence_penalty",
+    "MAX_BIAS": "LogitBiasEntry.value",
     "MAX_HISTORY": "GetStatusRequest.history",
     "weights_bytes": "WeightsHeader.size WeightsHeader.parts",
     "max_new_tokens": "GenerateRequest.max_new_tokens",

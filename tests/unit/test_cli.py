@@ -52,6 +52,8 @@ def test_help_imports_nothing_heavy() -> None:
         (["generate", "--prompt-file", "/missing"], "--prompt-file"),
         (["generate", "hi", "--seed", "x"], "--seed"),
         (["generate", "hi", "--temperature", "-1"], "temperature"),
+        (["generate", "hi", "--logit-bias", "5"], "--logit-bias"),
+        (["generate", "hi", "--logit-bias", "5=1000"], "logit_bias"),
         (["serve", "adviser"], "ROLE"),
         (["up", "--target", "/missing"], "--target"),
         (["up", "--head", "nonsense"], "--head"),

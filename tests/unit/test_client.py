@@ -68,6 +68,11 @@ def test_every_option_reaches_the_request() -> None:
         temperature=0.5,
         top_p=0.9,
         top_k=3,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        logit_bias={4: -100},
         seed=7,
         max_new_tokens=5,
         stop="end",
@@ -79,7 +84,17 @@ def test_every_option_reaches_the_request() -> None:
         pq=True,
         coupled=False,
     )
-    assert request.sampling == SamplingParams(temperature=0.5, top_p=0.9, top_k=3, seed=7)
+    assert request.sampling == SamplingParams(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        logit_bias={4: -100},
+        seed=7,
+    )
     assert (request.max_new_tokens, request.stop, request.policy, request.budget) == (5, ("end",), "plain", 0)
     assert (request.ignore_eos, request.want_log_probs, request.resume_ids) == (True, True, (4,))
     assert (request.pq, request.coupled) == (True, False)
@@ -95,6 +110,8 @@ def test_every_option_reaches_the_request() -> None:
         ([{"role": "user"}], {}, "prompt"),
         ("hi", {"temperature": -1}, "temperature"),
         ("hi", {"top_p": 0}, "top_p"),
+        ("hi", {"repetition_penalty": 0}, "repetition_penalty"),
+        ("hi", {"logit_bias": {4: 1000}}, "logit_bias"),
         ("hi", {"sampling": SamplingParams(), "seed": 3}, "sampling"),
         ("hi", {"max_new_tokens": -1}, "max_new_tokens"),
         ("hi", {"budget": 1000}, "budget"),

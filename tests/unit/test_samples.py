@@ -45,6 +45,12 @@ def offered(demand: str, positions: list[int], window: int = 6, stride: int = 4)
     return taken.samples  # type: ignore[no-any-return]
 
 
+def test_features_of_no_position_are_nothing_to_take() -> None:
+    text = Samples(Taken("full"), "a", 6, 4).window()  # type: ignore[arg-type]
+    text.append([1, 2], Features(0, 0, "float32", b"1234"))
+    assert text.upto(0) == ([], b"")
+
+
 def test_nothing_is_sent_that_nobody_asked_for() -> None:
     assert offered("", [11, 12, 15]) == []
 

@@ -37,8 +37,11 @@ PARAMS = [
     SamplingParams(temperature=1.0, top_p=0.01),
     SamplingParams(temperature=1.0, top_k=1),
     SamplingParams(temperature=2.0, top_k=10_000, top_p=0.99),
+    SamplingParams(temperature=1.2, min_p=0.05),
+    SamplingParams(temperature=0.7, top_k=30, top_p=0.9, min_p=0.2),
+    SamplingParams(temperature=1.0, min_p=1.0),
 ]
-IDS = [f"T{p.temperature}-k{p.top_k}-p{p.top_p}" for p in PARAMS]
+IDS = [f"T{p.temperature}-k{p.top_k}-p{p.top_p}-m{p.min_p}" for p in PARAMS]
 
 
 def random_logits(rng: np.random.Generator, size: int) -> NDArray[np.float32]:
@@ -176,13 +179,20 @@ def test_coupled_candidates_hold_the_targets_draw_more_often_than_the_drafters_b
 
 def warped(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.float32]:
     """(V,) probabilities by transformers' own chain."""
-    from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+    from transformers.generation.logits_process import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
 
     scores = TemperatureLogitsWarper(params.temperature)(None, torch.from_numpy(logits)[None])
     if params.top_k:
         scores = TopKLogitsWarper(params.top_k)(None, scores)
     if params.top_p < 1:
         scores = TopPLogitsWarper(params.top_p)(None, scores)
+    if params.min_p:
+        scores = MinPLogitsWarper(params.min_p)(None, scores)
     probs: NDArray[np.float32] = scores.softmax(-1)[0].numpy()
     return probs
 
@@ -261,6 +271,12 @@ def test_a_row_without_a_highest_finite_logit_is_refused(bad: list[float], tempe
         ("top_p", 1.1),
         ("top_p", float("nan")),
         ("top_k", -1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", float("nan")),
+        ("frequency_penalty", 2.1),
+        ("presence_penalty", -2.1),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
         ("seed", -1),
         ("seed", 2**64),
         ("top_q", 1),
@@ -270,6 +286,20 @@ def test_unusable_params_are_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(ValidationError) as caught:
         SamplingParams(**{field: value})
     assert [error["loc"] for error in caught.value.errors()] == [(field,)]
+
+
+@pytest.mark.parametrize("bias", [{-1: 1.0}, {1: 101.0}, {1: float("nan")}])
+def test_an_unusable_bias_is_refused(bias: dict[int, float]) -> None:
+    with pytest.raises(ValidationError, match="logit_bias"):
+        SamplingParams(logit_bias=bias)
+
+
+def test_params_are_values_that_can_be_keys() -> None:
+    one, same = SamplingParams(logit_bias={1: 2.0, 3: 4.0}), SamplingParams(logit_bias={3: 4.0, 1: 2.0})
+    assert {one: "a"}[same] == "a"
+    assert SamplingParams(logit_bias={1: 2.0}) != one
+    assert SamplingParams().with_defaults(1.3) == SamplingParams(repetition_penalty=1.3)
+    assert SamplingParams(repetition_penalty=1).with_defaults(1.3).repetition_penalty == 1
 
 
 def test_params_are_frozen_and_hold_the_largest_seed() -> None:

@@ -60,7 +60,17 @@ from coppice.wire import drafter, generation, verifier
 
 VOCAB, MAX_LEN = 100, 512
 FENCE = Fence(7, 12, committed_hash([1, 2, 3]), weights_version=2**53 - 1, deadline_ns=5 * 10**8)
-SAMPLING = SamplingParams(temperature=0.7, top_p=0.9, top_k=40, seed=2**64 - 1)
+SAMPLING = SamplingParams(
+    temperature=0.7,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.1,
+    repetition_penalty=1.3,
+    frequency_penalty=-0.5,
+    presence_penalty=0.75,
+    logit_bias={99: -100.0, 3: 2.5},
+    seed=2**64 - 1,
+)
 WEIGHTS = WeightsHeader("code", 2**40, 2**39, bytes(32), b"\1" * 32, b"\2" * 32, 2**31, 2048)
 TREE = DraftTree(np.array([5, 6, 7]), np.array([0, 1, 1]), np.array([-0.5, -1.0, -2.5], np.float32))
 ROW = Row(np.array([3, 9]), np.array([math.log(0.3), math.log(0.7)]), np.array([-2.5, -0.25], np.float32))
@@ -113,7 +123,7 @@ Case = tuple[object, Callable[[Any], Message], Read]
 # Samples with every field away from its default; where a field is a choice, one for each.
 SAMPLES: dict[str, Case] = {
     "open session": (
-        OpenSession("s.1", [1, 2, 99], SAMPLING, frozenset({0, 7}), 20, (2, 3), 64, True),
+        OpenSession("s.1", [1, 2, 99], SAMPLING, frozenset({0, 7}), 20, (2, 3), 64, True, 2),
         verifier.verify_request_to_wire,
         read_verify,
     ),
@@ -158,7 +168,7 @@ SAMPLES: dict[str, Case] = {
     "fetch": (REF, verifier.fetch_to_wire, verifier.read_fetch),
     "feature part": (INLINE, verifier.feature_part_to_wire, verifier.read_feature_part),
     "target": (
-        TargetDescription("t", 100, 512, 6, 32, (0, 7), "bfloat16", 2**40, 2**39, 3, 2**33, 2**32),
+        TargetDescription("t", 100, 512, 6, 32, (0, 7), "bfloat16", 2**40, 2**39, 3, 2**33, 2**32, 1.05),
         verifier.target_to_wire,
         verifier.read_target,
     ),
@@ -209,7 +219,7 @@ SAMPLES: dict[str, Case] = {
     ),
     "finished": (FINISHED, generation.response_to_wire, generation.read_response),
     "model": (
-        ModelDescription("t", 100, 512, ("a",), ("plain", "route"), "route", 31, True, True, 4, "0.1"),
+        ModelDescription("t", 100, 512, ("a",), ("plain", "route"), "route", 31, True, True, 4, "0.1", 1.05),
         generation.model_to_wire,
         generation.read_model,
     ),
@@ -239,7 +249,7 @@ def set_fields(message: Message) -> Iterator[str]:
     """Names of the fields, inner ones too, that a message carries."""
     for field, value in message.ListFields():
         yield field.full_name
-        if field.message_type is not None:
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
             for part in value if field.is_repeated else [value]:
                 yield from set_fields(part)
 
@@ -320,6 +330,11 @@ sampling = st.builds(
     temperature=st.floats(0, limits.MAX_TEMPERATURE),
     top_p=st.floats(0, 1, exclude_min=True),
     top_k=uint32,
+    min_p=st.floats(0, 1),
+    repetition_penalty=st.none() | st.floats(limits.LEAST_REPETITION_PENALTY, limits.MAX_REPETITION_PENALTY),
+    frequency_penalty=st.floats(-2, 2),
+    presence_penalty=st.floats(-2, 2),
+    logit_bias=st.dictionaries(token, st.floats(-100, 100), max_size=5),
     seed=uint64,
 )
 feature_ref = st.builds(FeatureRef, st.text(max_size=256), session_name, position, st.integers(1, limits.MAX_CONTEXT))
@@ -486,6 +501,16 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("open session", "open.sampling.top_p", 0.0, "sampling.top_p"),
     ("open session", "open.sampling.top_p", 1.5, "sampling.top_p"),
     ("open session", "open.sampling.top_p", NAN, "sampling.top_p"),
+    ("open session", "open.sampling.min_p", 1.5, "sampling.min_p"),
+    ("open session", "open.sampling.repetition_penalty", 0.0, "sampling.repetition_penalty"),
+    ("open session", "open.sampling.repetition_penalty", INF, "sampling.repetition_penalty"),
+    ("open session", "open.sampling.frequency_penalty", 2.5, "sampling.frequency_penalty"),
+    ("open session", "open.sampling.presence_penalty", NAN, "sampling.presence_penalty"),
+    ("open session", "open.sampling.logit_bias", {VOCAB: 1.0}, "sampling.logit_bias"),
+    ("open session", "open.sampling.logit_bias", {1: 100.5}, "sampling.logit_bias"),
+    ("open session", "open.sampling.logit_bias", {1: NAN}, "sampling.logit_bias"),
+    ("open session", "open.sampling.logit_bias", dict.fromkeys(range(1025), 1.0), "sampling.logit_bias"),
+    ("open session", "open.prompt_tokens", 4, "open.prompt_tokens"),
     ("open session", "open.stop_ids", [1] * 65, "open.stop_ids"),
     ("open session", "open.max_len", 3, "open.max_len"),
     ("open session", "open.max_len", MAX_LEN + 1, "open.max_len"),
@@ -619,6 +644,8 @@ def changed(message: Message, path: str, value: Any) -> Any:
     owner.ClearField(name)
     if isinstance(value, list):
         getattr(owner, name).extend(value)
+    elif isinstance(value, dict):
+        getattr(owner, name).update(value)
     elif isinstance(value, Message):
         getattr(owner, name).CopyFrom(value)
     elif value is not None:

@@ -1,0 +1,187 @@
+"""Bias and penalties through a pipeline of processes: `generate`'s own text, plain decoding's under every policy."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coppice.bench.exact import Plan, run_exact
+from coppice.bench.reference import Reference
+from coppice.bench.report import Report
+from coppice.client.client import Client
+from coppice.messages.generation import Chunk
+from coppice.speculation.sampling import SamplingParams
+from coppice.stack.launch import Stack
+from coppice.stack.spec import HeadSpec, StackSpec
+from tests.pipeline.conftest import VOCAB
+from tests.tiny import make_target
+
+PROMPTS = [tuple(random.Random(n).randrange(VOCAB) for _ in range(4 + 13 * n)) for n in range(3)]
+NEW = 48
+POLICIES = ("plain", "single:self", "single:lookup", "route", "route-sum", "merge", "merge-dedup", "merge-full", "auto")
+BIAS = {token: (token % 7) - 3.0 for token in range(0, VOCAB, 3)}
+ALL = SamplingParams(
+    temperature=0.8,
+    min_p=0.01,
+    repetition_penalty=1.2,
+    frequency_penalty=0.6,
+    presence_penalty=-0.4,
+    logit_bias=BIAS,
+    seed=11,
+)
+COUNTED = ALL.model_copy(update={"temperature": 0.0, "min_p": 0.0})
+UNSET = {"repetition_penalty": None, "frequency_penalty": 0.0, "presence_penalty": 0.0, "logit_bias": {}}
+TOLD: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_greedy_text_with_a_repetition_penalty_is_generates(client: Client, reference: Reference, policy: str) -> None:
+    for number, prompt in enumerate(PROMPTS):
+        expected = reference.generate(prompt, NEW, SamplingParams(repetition_penalty=1.3)).ids
+        for budget in (0, 1, 8, 31, 60) if number == 0 else (31,):
+            answer = client.generate(prompt, policy=policy, budget=budget, repetition_penalty=1.3, **TOLD)
+            assert answer.ids == expected, (policy, budget)
+        assert expected != reference.greedy(prompt, NEW).ids
+
+
+def test_greedy_text_with_a_bias_is_generates(client: Client, reference: Reference) -> None:
+    bias = {(token,): value for token, value in BIAS.items()}
+    expected = reference.generate(PROMPTS[1], NEW, SamplingParams(repetition_penalty=1.1), sequence_bias=bias).ids
+    told = {"logit_bias": BIAS, "repetition_penalty": 1.1, **TOLD}
+    for policy in POLICIES:
+        assert client.generate(PROMPTS[1], policy=policy, **told).ids == expected, policy
+
+
+@pytest.mark.parametrize("sampling", [ALL, COUNTED], ids=["sampled", "greedy"])
+def test_text_with_everything_set_is_plains_under_every_policy(client: Client, sampling: SamplingParams) -> None:
+    for prompt in PROMPTS:
+        told = {"sampling": sampling, **TOLD}
+        plain = client.generate(prompt, policy="plain", **told)
+        for policy in POLICIES[1:]:
+            for budget in (None, 60):
+                answer = client.generate(prompt, policy=policy, budget=budget, **told)
+                assert answer.ids == plain.ids, (policy, budget)
+        for field, unset in UNSET.items():  # each of them matters
+            without = sampling.model_copy(update={field: unset})
+            assert client.generate(prompt, policy="plain", **told | {"sampling": without}).ids != plain.ids, field
+
+
+def test_plain_text_with_everything_set_is_the_references(client: Client, reference: Reference) -> None:
+    for sampling in (ALL, COUNTED):
+        answer = client.generate(PROMPTS[2], policy="merge", sampling=sampling, **TOLD)
+        assert reference.judge(PROMPTS[2], answer.ids, sampling) == "identical"
+
+
+def test_drafts_are_accepted_beside_penalties(client: Client) -> None:
+    told = {"policy": "single:self", "repetition_penalty": 1.02, "presence_penalty": 0.02, "max_new_tokens": 96}
+    assert client.generate(PROMPTS[1], ignore_eos=True, **told).tau > 1.5
+
+
+def test_p_q_rejection_obeys_a_bias(client: Client) -> None:
+    told = {"temperature": 1.0, "pq": True, "policy": "single:self", "logit_bias": dict.fromkeys(range(100), -100.0)}
+    for seed in range(4):
+        assert min(client.generate(PROMPTS[1], seed=seed, **told, **TOLD).ids) >= 100
+
+
+def test_log_probs_are_those_of_the_unadjusted_row(client: Client, reference: Reference) -> None:
+    for sampling in (ALL, COUNTED):
+        answer = client.generate(PROMPTS[1], sampling=sampling, log_probs=True, **TOLD)
+        torch, model = reference._torch, reference._model
+        with torch.inference_mode():
+            rows = model(torch.tensor([[*PROMPTS[1], *answer.ids]])).logits[0, len(PROMPTS[1]) - 1 : -1].log_softmax(-1)
+        expected = rows[torch.arange(NEW), torch.tensor(answer.ids)].tolist()
+        assert answer.log_probs == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("sampling", [ALL, COUNTED], ids=["sampled", "greedy"])
+def test_resumed_ids_are_generated_ones(client: Client, sampling: SamplingParams) -> None:
+    whole = client.generate(PROMPTS[1], policy="plain", sampling=sampling, **TOLD).ids
+    for held in (1, 20, NEW - 1):
+        rest = client.generate(PROMPTS[1], policy="merge", sampling=sampling, resume_ids=whole[:held], **TOLD)
+        assert rest.ids == whole[held:]
+
+
+@pytest.fixture(scope="module")
+def penalised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose own configuration penalises repetition."""
+    folder = make_target(tmp_path_factory.mktemp("penalised"), VOCAB, layers=6)
+    file = folder / "generation_config.json"
+    told = json.loads(file.read_text(encoding="utf-8")) | {"repetition_penalty": 1.25, "temperature": 0.6}
+    file.write_text(json.dumps(told | {"do_sample": True}), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(penalised: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Two verifiers of that target, one head."""
+    spec = StackSpec(
+        target=penalised,
+        heads=(HeadSpec("self", "lm", penalised), HeadSpec("lookup", "lookup")),
+        dtype="float32",
+        verifier_threads=1,
+        drafter_threads=1,
+        verifiers=2,
+        extra={"orchestrator": {"orchestrator.draft_deadline_ms": 2000}},
+    )
+    with Stack(spec, log_dir=tmp_path_factory.mktemp("pair")) as running:
+        yield running
+
+
+def test_the_targets_own_penalty_is_the_default(pair: Stack, penalised: Path) -> None:
+    reference = Reference(penalised, "float32", threads=1)
+    with Client(pair.address) as client:
+        assert client.describe().repetition_penalty == 1.25
+        expected = reference.greedy(PROMPTS[0], NEW).ids
+        assert expected == reference.generate(PROMPTS[0], NEW, SamplingParams(repetition_penalty=1.25)).ids
+        for policy in ("plain", "single:self", "merge", "auto"):
+            assert client.generate(PROMPTS[0], policy=policy, **TOLD).ids == expected, policy
+        without = reference.generate(PROMPTS[0], NEW, SamplingParams(repetition_penalty=1.0)).ids
+        assert client.generate(PROMPTS[0], repetition_penalty=1.0, **TOLD).ids == without != expected
+        sampled = client.generate(PROMPTS[0], temperature=0.8, seed=3, policy="merge", **TOLD)
+        verdict = reference.judge(PROMPTS[0], sampled.ids, SamplingParams(temperature=0.8, seed=3))
+        assert verdict == "identical"
+
+
+def test_bench_exact_compares_with_the_folders_own_configuration(pair: Stack, penalised: Path) -> None:
+    reference, report = Reference(penalised, "float32", threads=1), Report("bench exact", "float32", 1)
+    plan = Plan(("plain", "merge"), (8,), (0.0, 0.8), (2,), NEW, seed=4)
+    rows = run_exact(pair.address, PROMPTS, plan, reference, report, lambda line: None)
+    assert [row.verdicts.identical for row in rows] == [len(PROMPTS)] * 4
+    for prompt in PROMPTS:  # what it would say to a deployment without the penalty
+        with Client(pair.address) as client:
+            other = client.generate(prompt, repetition_penalty=1.0, **TOLD)
+        assert reference.judge(prompt, other.ids, SamplingParams(), reference.greedy(prompt, NEW).ids) == "wrong"
+
+
+def reopened(stack: Stack) -> float:
+    """Sessions that went on with another verifier."""
+    with urllib.request.urlopen(f"http://{stack.orchestrator.metrics}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    return float(next(line for line in lines if line.startswith("coppice_verifier_sessions_reopened_total")).split()[1])
+
+
+@pytest.mark.parametrize("sampling", [COUNTED, ALL], ids=["greedy", "sampled"])
+def test_a_verifier_killed_in_mid_text_changes_nothing(pair: Stack, sampling: SamplingParams) -> None:
+    told: dict[str, Any] = {"sampling": sampling, "max_new_tokens": 200, "ignore_eos": True}
+    before_all = reopened(pair)
+    with Client(pair.address) as client:
+        plain = client.generate(PROMPTS[1], policy="plain", **told).ids
+        for name in ("verifier-0", "verifier-1"):  # one of them has the session
+            ids: list[int] = []
+            for event in client.stream(PROMPTS[1], policy="merge", **told):
+                if isinstance(event, Chunk):
+                    before = len(ids)
+                    ids += event.ids
+                    if before < 40 <= len(ids):
+                        os.kill(pair.services[name].pid, signal.SIGKILL)
+            assert tuple(ids) == plain
+            pair.restart(name)
+        assert reopened(pair) > before_all

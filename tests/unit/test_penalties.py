@@ -1,0 +1,177 @@
+"""Bias and penalties: transformers' processors row by row, OpenAI's formula, and no row that sees another's path."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
+
+from coppice.messages.steps import NextRoot, OpenSession, VerifyStep
+from coppice.speculation.penalties import Penalties
+from coppice.speculation.sampling import SamplingParams, decode_row, draw
+from coppice.speculation.tree import DraftTree
+from services.verifier.session import Session
+
+VOCAB = 24
+ids = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)
+rows = hnp.arrays(np.float32, VOCAB, elements=st.floats(-30, 30, width=32) | st.just(-np.inf))
+biases = st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100), max_size=4)
+penalty = st.floats(-2, 2)
+
+
+def adjusted(
+    params: SamplingParams, prompt: Sequence[int], answer: Sequence[int], row: NDArray[np.float32], path: Sequence[int]
+) -> NDArray[np.float32]:
+    """The row behind prompt, answer and path; unchanged where no parameter is set."""
+    penalties = Penalties.of(params, len(prompt), VOCAB)
+    if penalties is None:
+        return row
+    text = [*prompt, *answer]
+    for start in range(0, len(text), 3):  # as prompts arrive: in parts
+        penalties.append(text[start : start + 3])
+    return penalties.adjusted(row, path)
+
+
+@settings(max_examples=200, deadline=None)
+@given(ids, ids, rows, biases, st.floats(0.5, 3))
+def test_bias_and_repetition_are_those_of_transformers(
+    prompt: list[int], answer: list[int], row: NDArray[np.float32], bias: dict[int, float], repetition: float
+) -> None:
+    text, scores = torch.tensor([[*prompt, *answer]]), torch.from_numpy(row.copy())[None]
+    if bias:
+        scores = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})(text, scores)
+    if repetition != 1:
+        scores = RepetitionPenaltyLogitsProcessor(repetition)(text, scores)
+    params = SamplingParams(logit_bias=bias, repetition_penalty=repetition)
+    ours = adjusted(params, prompt, answer[:1], row, answer[1:])
+    assert np.array_equal(ours, scores[0].numpy())
+
+
+@settings(max_examples=200, deadline=None)
+@given(ids, ids, rows, penalty, penalty)
+def test_frequency_and_presence_are_those_of_openai(
+    prompt: list[int], answer: list[int], row: NDArray[np.float32], frequency: float, presence: float
+) -> None:
+    """mu[j] - c[j] * alpha_frequency - (c[j] > 0) * alpha_presence, c counting the answer."""
+    counts = Counter(answer)
+    expected = [mu - counts[j] * frequency - (counts[j] > 0) * presence for j, mu in enumerate(row.tolist())]
+    params = SamplingParams(frequency_penalty=frequency, presence_penalty=presence)
+    ours = adjusted(params, prompt, answer, row, ())
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(ids, ids, rows, biases, st.none() | st.floats(0.5, 3), penalty, penalty)
+def test_a_row_is_the_same_bits_however_much_of_the_text_is_a_path(
+    prompt: list[int],
+    answer: list[int],
+    row: NDArray[np.float32],
+    bias: dict[int, float],
+    repetition: float | None,
+    frequency: float,
+    presence: float,
+) -> None:
+    params = SamplingParams(
+        logit_bias=bias, repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence
+    )
+    given_row = row.copy()
+    expected = adjusted(params, prompt, answer, row, ())
+    for split in range(len(answer)):
+        assert np.array_equal(adjusted(params, prompt, answer[:split], row, answer[split:]), expected)
+    assert np.array_equal(row, given_row)
+
+
+def test_a_path_is_forgotten_behind_its_row() -> None:
+    params = SamplingParams(repetition_penalty=2.0, frequency_penalty=1.0, presence_penalty=0.5)
+    penalties, row = Penalties(params, 2, VOCAB), np.ones(VOCAB, np.float32)
+    penalties.append([5, 5, 7])
+    first = penalties.adjusted(row, [7, 9])
+    assert first[[5, 7, 9, 11]].tolist() == [0.5, 0.5 - 2 - 0.5, 0.5 - 1 - 0.5, 1.0]
+    assert penalties.adjusted(row)[[5, 7, 9, 11]].tolist() == [0.5, 0.5 - 1 - 0.5, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(repetition_penalty=1.0, min_p=0.5, top_k=3)])
+def test_nothing_is_counted_without_need(params: SamplingParams) -> None:
+    assert Penalties.of(params, 3, VOCAB) is None
+
+
+# Sessions of a verifier over a target that is a table: any trees, unions with the same text twice too.
+
+
+def logits_after(text: Sequence[int]) -> NDArray[np.float32]:
+    """(V,) float32 that the last two ids decide."""
+    rng = np.random.default_rng(tuple(text[-2:]))
+    return 3 * rng.standard_normal(VOCAB).astype(np.float32)
+
+
+def decoded(sampling: SamplingParams, prompt: list[int], held: list[int], length: int, rng: Random) -> list[int]:
+    """The text of a session opened on prompt and held ids, with a random tree in every step."""
+    text = [*prompt, *held]
+    opening = OpenSession("s", list(text), sampling, frozenset(), length, prompt_tokens=len(prompt))
+    table: Any = None
+    session = Session(1, opening, table, 0, VOCAB)
+    session.commit(text, None)
+    said: NextRoot | None = session.first_root(torch.from_numpy(logits_after(text)))
+    while said is not None and len(text) < length:
+        assert said.row is not None
+        root = draw(said.row.ids, said.row.log_probs, sampling.seed, len(text))
+        tree, texts = random_tree([*text, root], rng)
+        logits = torch.from_numpy(np.stack([logits_after(one) for one in texts]))
+        fence = replace(session.fence, step=session.step + 1)
+        verdict, kept = session.judge(VerifyStep(fence, root, tree), tree, (), logits, None)
+        text, said = texts[kept[-1]], verdict.next
+        assert verdict.fence == session.fence
+    return text
+
+
+def random_tree(text: list[int], rng: Random) -> tuple[DraftTree, list[list[int]]]:
+    """A tree below the root that ends a text, and the text of every node; some are the target's favourites."""
+    texts, parents = [text], []
+    for node in range(rng.randrange(12) if rng.random() < 0.9 else 0):
+        parent = rng.randrange(node + 1)
+        favourites = np.argsort(-logits_after(texts[parent]))[:4].tolist()
+        texts.append([*texts[parent], rng.choice(favourites)])
+        parents.append(parent)
+    tokens = [one[-1] for one in texts[1:]]
+    return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.zeros(len(tokens), np.float32)), texts
+
+
+@settings(max_examples=60, deadline=None)
+@given(ids, st.sampled_from([0.0, 0.8]), biases, st.none() | st.floats(0.5, 3), penalty, penalty, st.integers(0, 99))
+def test_a_session_says_the_same_whatever_the_trees_are_and_wherever_it_is_opened_again(
+    prompt: list[int],
+    temperature: float,
+    bias: dict[int, float],
+    repetition: float | None,
+    frequency: float,
+    presence: float,
+    seed: int,
+) -> None:
+    sampling = SamplingParams(
+        temperature=temperature,
+        logit_bias=bias,
+        repetition_penalty=repetition,
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+        seed=seed,
+    )
+    length, expected = len(prompt) + 24, list(prompt)
+    while len(expected) < length:  # plain decoding: every row behind the whole text
+        row = adjusted(sampling, prompt, expected[len(prompt) :], logits_after(expected), ())
+        expected.append(draw(*decode_row(row, sampling), seed, len(expected)))
+    for held in (0, 9):
+        start = expected[len(prompt) : len(prompt) + held]
+        said = decoded(sampling, prompt, start, length, Random(seed))
+        assert said == expected[: len(said)]
+        assert len(said) >= length - 1
