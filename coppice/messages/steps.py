@@ -175,6 +175,8 @@ class TargetDescription:
     sessions: int = 0
     sessions_opened: int = 0
     sessions_closed: int = 0
+    weights_hash: bytes = b""
+    """of what was loaded"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -262,6 +262,7 @@ def target_to_wire(target: TargetDescription) -> verifier.DescribeTargetResponse
         sessions=target.sessions,
         sessions_opened=target.sessions_opened,
         sessions_closed=target.sessions_closed,
+        weights_hash=target.weights_hash,
     )
 
 
@@ -281,4 +282,5 @@ def read_target(message: verifier.DescribeTargetResponse) -> TargetDescription:
         sessions=message.sessions,
         sessions_opened=message.sessions_opened,
         sessions_closed=message.sessions_closed,
+        weights_hash=message.weights_hash,
     )

@@ -101,5 +101,6 @@ class VerifierServicer:
                 sessions=self._opened - self._closed,
                 sessions_opened=self._opened,
                 sessions_closed=self._closed,
+                weights_hash=self.info.weights_hash,
             )
         )
