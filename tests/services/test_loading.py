@@ -105,6 +105,7 @@ class Odd(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.matrix = nn.Parameter(torch.randn(4, 6))
+        self.large = nn.Parameter(torch.randn(40, 256).bfloat16())
         self.odd = nn.Parameter(torch.randn(5, 3).bfloat16())
         self.cube = nn.Parameter(torch.randn(2, 3, 4)[:, :, 1:])
         self.register_buffer("scalar", torch.tensor(3))
@@ -121,6 +122,8 @@ def changes() -> dict[str, Callable[[Any], None]]:
     return {
         "a value": lambda model: model.matrix.data[1, 1].add_(1e-6),
         "rows change places": put("matrix", odd.matrix.data.flip(0)),
+        "a large one's rows change places": put("large", odd.large.data.flip(0)),
+        "a large one's last bit": lambda model: model.large.data.view(torch.int16)[20, 100].bitwise_xor_(1),
         "columns change places": put("matrix", odd.matrix.data.roll(2, 1)),
         "odd columns change places": put("odd", odd.odd.data.roll(1, 1)),
         "a sign of zero": lambda model: model.view[0].copy_(torch.tensor(-1.0)),
