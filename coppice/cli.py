@@ -94,7 +94,9 @@ def up(
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Default policy.")] = None,
     device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: what is fast here.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16; default: float32 on CPUs, else bfloat16.")
+    ] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Default 50051; 0 takes a free one.")] = None,
     adapt: Annotated[bool, typer.Option("--adapt", help="Train the heads while they serve; starts Redis too.")] = False,
     config: Annotated[Path | None, typer.Option(help="YAML settings of every service.")] = None,
@@ -138,9 +140,11 @@ def _announce(stack: "Stack", ready_file: Path | None) -> None:
     from rich.console import Console
 
     from coppice.commands.demo import services_table
+    from coppice.machine import PROMISES
 
-    console = Console()
+    console, dtype = Console(), stack.settings.verifier.dtype
     console.print(services_table(stack))
+    console.print(f"{dtype}: {PROMISES[dtype]}", soft_wrap=True, highlight=False)
     console.print(f"ready at {stack.address}; Ctrl-C stops it", highlight=False)
     if ready_file:
         partial = ready_file.with_name(ready_file.name + ".partial")

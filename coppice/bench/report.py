@@ -121,6 +121,7 @@ class Report:
         lines = [
             {
                 "method": row.method.removeprefix("single:"),
+                "budget": row.budget or None,
                 "tau": row.tau,
                 "tokens/s": row.tokens_per_s,
                 "x plain": row.speedup or None,
