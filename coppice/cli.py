@@ -299,12 +299,22 @@ def demo(
 @app.command()
 def doctor(
     address: Address = None,
+    architectures: Annotated[
+        bool, typer.Option("--architectures", help="Try a tiny random model of every causal LM class instead.")
+    ] = False,
+    markdown: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the table of --architectures; goes on after a stop.")
+    ] = None,
 ) -> None:
     """Look for what is needed here, and for a server."""
     from rich.console import Console
 
     from coppice.commands.doctor import doctor as run
 
+    if architectures:
+        from coppice.commands.architectures import architectures as try_all
+
+        raise typer.Exit(GOOD if try_all(Console(), markdown) else CHECK_FAILED)
     raise typer.Exit(GOOD if run(Console(), address) else CHECK_FAILED)
 
 

@@ -72,8 +72,10 @@ def read_layout(model: PreTrainedModel) -> KVLayout:
             ).logits
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: {error}") from None
-    except Exception as error:  # a model that reads its mask, or knows no such arguments
-        raise UnsupportedModel(f"{name} cannot run packed: {one_line(error)}") from error
+    except Exception as error:
+        reads = isinstance(error, AttributeError | TypeError) and _Recorder.__name__ in str(error)
+        why = "it computes with its mask" if reads else one_line(error)
+        raise UnsupportedModel(f"{name} cannot run packed: {why}") from error
     layers = model.config.get_text_config().num_hidden_layers
     if [call.layer for call in calls] != list(range(layers)):
         raise UnsupportedModel(f"{name} does not attend exactly once in each of its {layers} layers")

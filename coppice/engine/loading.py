@@ -48,16 +48,16 @@ def load_engine(
     folder = Path(path)
     with _quiet(folder):
         _check_layout(folder)
-        model = _load(folder, dtype)
-    engine = Engine(model.to(device), kv_tokens=kv_tokens, block_size=block_size, feature_layers=feature_layers)  # type: ignore[arg-type]
-    self_check(engine)
+        model: Any = _load(folder, dtype)
+        engine = Engine(model.to(device), kv_tokens=kv_tokens, block_size=block_size, feature_layers=feature_layers)
+        self_check(engine)
     compile_ahead(engine.model)
     return engine
 
 
 @contextmanager
 def _quiet(folder: Path) -> Iterator[None]:
-    """Errors of transformers become UnusableFolder in one line, and what it would log about tensors is left out."""
+    """Errors become UnusableFolder in one line, and what transformers would log about tensors is left out."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity(ERROR)
     try:
