@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -194,7 +195,7 @@ def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
     vision tower, which may be as deep, is outside the decoder.
     """
     decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
-    for module in decoder.modules():
+    for module in chain(decoder.modules(), model.modules()):  # some call their output layer the decoder
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise UnsupportedModel(f"{type(model).__name__} has no list of {count} decoder layers")
