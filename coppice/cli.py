@@ -94,7 +94,9 @@ def up(
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Default policy.")] = None,
     device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: what is fast here.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16; default: float32 on CPUs, else bfloat16.")
+    ] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Default 50051; 0 takes a free one.")] = None,
     adapt: Annotated[bool, typer.Option("--adapt", help="Train the heads while they serve; starts Redis too.")] = False,
     config: Annotated[Path | None, typer.Option(help="YAML settings of every service.")] = None,
@@ -138,9 +140,11 @@ def _announce(stack: "Stack", ready_file: Path | None) -> None:
     from rich.console import Console
 
     from coppice.commands.demo import services_table
+    from coppice.machine import PROMISES
 
-    console = Console()
+    console, dtype = Console(), stack.settings.verifier.dtype
     console.print(services_table(stack))
+    console.print(f"{dtype}: {PROMISES[dtype]}", soft_wrap=True, highlight=False)
     console.print(f"ready at {stack.address}; Ctrl-C stops it", highlight=False)
     if ready_file:
         partial = ready_file.with_name(ready_file.name + ".partial")
@@ -313,12 +317,22 @@ def demo(
 @app.command()
 def doctor(
     address: Address = None,
+    architectures: Annotated[
+        bool, typer.Option("--architectures", help="Try a tiny random model of every causal LM class instead.")
+    ] = False,
+    markdown: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the table of --architectures; goes on after a stop.")
+    ] = None,
 ) -> None:
     """Look for what is needed here, and for a server."""
     from rich.console import Console
 
     from coppice.commands.doctor import doctor as run
 
+    if architectures:
+        from coppice.commands.architectures import architectures as try_all
+
+        raise typer.Exit(GOOD if try_all(Console(), markdown) else CHECK_FAILED)
     raise typer.Exit(GOOD if run(Console(), address) else CHECK_FAILED)
 
 

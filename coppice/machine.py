@@ -12,6 +12,11 @@ from typing import Literal
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16", "sve")
 
 Dtype = Literal["float32", "bfloat16"]
+PROMISES: dict[Dtype, str] = {
+    "float32": "the text is plain decoding's, token for token",
+    "bfloat16": "each token is the argmax within rounding; float32 promises plain decoding's text",
+}
+"""what a target of a dtype says under speculation"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +57,8 @@ def usable_cores() -> int:
 
 
 def default_dtype(device: str) -> Dtype:
-    """bfloat16 where the hardware multiplies it: on CUDA, or on a CPU with AMX or AVX-512's bfloat16; else float32."""
-    multiplies = device.startswith("cuda") or not {"amx_bf16", "avx512_bf16"}.isdisjoint(this_machine().features)
-    return "bfloat16" if multiplies else "float32"
+    """What is served where nobody says: float32 on CPUs, whose text is plain decoding's, bfloat16 on CUDA."""
+    return "bfloat16" if device.startswith("cuda") else "float32"
 
 
 def _cpuinfo() -> dict[str, str]:

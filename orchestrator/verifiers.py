@@ -77,9 +77,10 @@ class TargetPool(Pool[VerifierReplica]):
         request = verifier_pb2.DescribeTargetRequest()
         told = verifier.read_target(await replica.stub.DescribeTarget(request, timeout=timeout_s))
         self.target = self.target or told
-        replica.unfit = "" if _identity(told) == _identity(self.target) else f"it serves {told.name}"
+        same = _identity(told) == _identity(self.target)
+        replica.unfit = "" if same else f"it serves {told.name}, weights {told.weights_hash.hex()[:12]}"
         if replica.unfit:
-            log.error("a verifier serves another target", replica=replica.address, target=told.name)
+            log.error("a verifier serves another target", replica=replica.address, why=replica.unfit)
 
     async def first_target(self, timeout_s: float = 30.0) -> TargetDescription:
         """What the first replica that answers serves. Raises Unavailable."""
@@ -100,8 +101,8 @@ class TargetPool(Pool[VerifierReplica]):
 
 
 def _identity(told: TargetDescription) -> tuple[object, ...]:
-    size = told.vocab_size, told.layers, told.hidden_size
-    return told.name, *size, told.eos_ids, told.dtype, told.repetition_penalty
+    shape = told.vocab_size, told.layers, told.hidden_size, told.eos_ids, told.dtype
+    return told.name, told.weights_hash, *shape, told.repetition_penalty
 
 
 class TargetSession:

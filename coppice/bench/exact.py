@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from coppice.bench.reference import Reference
+from coppice.bench.reference import EPS, Reference
 from coppice.bench.report import Report, Row, Verdict, make_row, with_speedups
 from coppice.client.client import Client
 from coppice.client.completion import Completion
@@ -62,6 +62,7 @@ def run_exact(
             rows.append(row)
             say(f"{row.method} B={budget} sessions={sessions}: {row.verdicts}")
     report.add_methods(with_speedups(rows))
+    report.notes.append(f"a tie is a token within {EPS:g} of the row's best, in logits at T = 1; in float32 ties fail")
     return rows
 
 

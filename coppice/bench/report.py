@@ -176,6 +176,7 @@ def method_table(title: str, rows: Sequence[Row]) -> Table:
     lines = [
         {
             "method": row.method.removeprefix("single:"),
+            "budget": row.budget or None,
             "tau": row.tau,
             "tokens/s": row.tokens_per_s,
             "x plain": row.speedup or None,

@@ -15,7 +15,7 @@ from rich.table import Table
 from coppice import __version__
 from coppice.client.client import Client, default_address
 from coppice.errors import CoppiceError, DeadlineExceeded, Unavailable
-from coppice.machine import default_dtype, this_machine
+from coppice.machine import PROMISES, default_dtype, this_machine
 from coppice.stack.redis_server import find_server
 from coppice.stack.spec import DEFAULT_PORT, NoCheckout, checkout
 
@@ -81,7 +81,7 @@ def _hardware() -> Iterator[Finding]:
     yield Finding("cpu", f"{machine.cpu}, {machine.cores} cores", None)
     yield Finding("cpu features", " ".join(machine.features) or "none of note", None)
     yield Finding("memory", f"{machine.memory_gib:.1f} GiB", None)
-    yield Finding("default dtype on cpu", default_dtype("cpu"), None)
+    yield Finding("default dtype on cpu", f"{default_dtype('cpu')}: {PROMISES[default_dtype('cpu')]}", None)
     try:
         import torch
     except ImportError:

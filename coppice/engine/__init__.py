@@ -1,1 +1,1 @@
-"""Packed tree attention over any Hugging Face causal LM: the engine of the verifier and of the `lm` head."""
+"""Packed tree attention over Hugging Face causal LMs: the engine of the verifier and of the `lm` head."""

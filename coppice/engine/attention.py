@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+
+from coppice.errors import CoppiceError, Status
 
 NAME = "coppice_packed"
 
@@ -24,8 +27,24 @@ NAME = "coppice_packed"
 _HARMLESS = frozenset({"position_ids", "cache_position"})
 
 
-class UnsupportedModel(ValueError):
+class UnsupportedModel(CoppiceError):
     """The model asks for something that packed attention would get wrong without anybody noticing."""
+
+    status = Status.INVALID_ARGUMENT
+
+
+def one_line(error: Exception) -> str:
+    """What an error says first: the other lines of transformers' messages are advice, or a list of all it knows."""
+    said = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+class Scoring(NamedTuple):
+    """How a layer makes weights of query times key."""
+
+    scaling: float | None = None  # factor of the scores; None is 1 / sqrt(D)
+    softcap: float | None = None  # scores are squeezed between -softcap and softcap, before the mask
+    sinks: Tensor | None = None  # (H,) scores of a key that each query head sees beside the others; its value is zero
 
 
 class LayerPlan(Protocol):
@@ -35,10 +54,8 @@ class LayerPlan(Protocol):
     def window(self) -> int | None:
         """Positions these layers see back, their own included; None is all."""
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float | None
-    ) -> Tensor:
-        """query (1, H, T, D), key and value (1, KVH, T, D) of the rows -> (1, T, H, D)."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """query (1, H, T, D), key (1, KVH, T, D) and value (1, KVH, T, V) of the rows -> (1, T, H, V)."""
 
 
 Plans = Callable[[int | None], LayerPlan]  # sliding window (None: all) -> the plan of the layers that have it
@@ -90,12 +107,14 @@ def packed_attention(
     softcap: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """The attention function: stores the rows' keys and values, and attends over prefix and ancestors.
 
-    query (1, H, T, D), key and value (1, KVH, T, D) -> (1, T, H, D). Raises UnsupportedModel on an argument it does
-    not know: an ignored one (attention sinks, a position bias) would change the logits and nothing else.
+    query (1, H, T, D), key (1, KVH, T, D), value (1, KVH, T, V), s_aux (H,) the sinks -> (1, T, H, V), contiguous as
+    the stock functions' is. Raises UnsupportedModel on an argument it does not know: an ignored one (a position bias)
+    would change the logits and nothing else.
     """
     for name, argument in others.items():
         if argument is not None and argument is not False and name not in _HARMLESS:
@@ -106,22 +125,31 @@ def packed_attention(
         raise UnsupportedModel("the model does not pass its mask on to its attention")
     if sliding_window is not None and sliding_window != attention_mask.window:
         raise UnsupportedModel(f"a layer's window is {sliding_window}, its mask's {attention_mask.window}")
-    return attention_mask.attend(module.layer_idx, query, key, value, scaling, softcap), None
+    scoring = Scoring(scaling, softcap, s_aux)
+    return attention_mask.attend(module.layer_idx, query, key, value, scoring).contiguous(), None
 
 
 AttentionInterface.register(NAME, packed_attention)
 AttentionMaskInterface.register(NAME, packed_mask)
 
 
-def attend_capped(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float
-) -> Tensor:
-    """Attention with capped scores over equal numbers of query and key heads; `mask` is added to the scores.
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+    """Attention of G query heads for each key head, whose rows lie one behind the other; `mask` is added to the scores.
 
-    query (S, KVH, N, D), key and value (S, KVH, L, D), mask (S, 1, N, L) -> (S, KVH, N, D).
+    query (S, KVH, G * N, D), key (S, KVH, L, D), value (S, KVH, L, V), mask (S, 1, G * N, L) -> (S, KVH, G * N, V).
     """
+    scaling, softcap, sinks = scoring
+    if softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = torch.tanh(scores / softcap) * softcap  # before the mask, as the models that cap do
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap  # before the mask, as the models that cap do
     if mask is not None:
         scores = scores + mask
-    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+    if sinks is None:
+        return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+    sessions, kv_heads, rows, _ = scores.shape
+    by_head = sinks.view(kv_heads, -1, 1)
+    by_row = by_head.expand(-1, -1, rows // by_head.shape[1]).reshape(1, kv_heads, rows, 1)
+    with_sink = torch.cat((scores, by_row.to(scores.dtype).expand(sessions, -1, -1, -1)), dim=-1)
+    return with_sink.softmax(-1, dtype=torch.float32)[..., :-1].to(value.dtype) @ value

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coppice.engine.attention import LayerPlan, attend_capped
+from coppice.engine.attention import LayerPlan, Scoring, attend
 from coppice.engine.batch import PackedBatch, Span
 from coppice.engine.kv_cache import BlockTable, KVPool
 
@@ -23,14 +22,12 @@ class ViewPlan:
 
     window: int | None
     group: int  # query heads for each key head
-    written: tuple[Tensor, ...]  # key of layer 0, value of layer 0, key of layer 1, ...: (1, KVH, T, D) each
-    read: tuple[Tensor, ...]  # in the same order, (1, KVH, L, D) each
+    written: tuple[Tensor, ...]  # key of layer 0, value of layer 0, key of layer 1, ...: (1, KVH, T, D or V) each
+    read: tuple[Tensor, ...]  # in the same order, (1, KVH, L, D or V) each
     mask: Tensor | None  # (1, 1, G * T, L), None when everything is seen
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float | None
-    ) -> Tensor:
-        """query (1, H, T, D), key and value (1, KVH, T, D) of the rows -> (1, T, H, D)."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """query (1, H, T, D), key (1, KVH, T, D) and value (1, KVH, T, V) of the rows -> (1, T, H, V)."""
         self.written[2 * layer].copy_(key)
         self.written[2 * layer + 1].copy_(value)
         _, heads, rows, dim = query.shape
@@ -38,11 +35,8 @@ class ViewPlan:
         # The query heads of one key head become rows of one head, so that keys are never repeated.
         grouped = query.reshape(1, kv_heads, self.group * rows, dim)
         keys, values = self.read[2 * layer], self.read[2 * layer + 1]
-        if softcap is None:
-            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask, scale=scaling)
-        else:
-            out = attend_capped(grouped, keys, values, self.mask, scaling, softcap)
-        return out.view(1, kv_heads, self.group, rows, dim).permute(0, 3, 1, 2, 4).reshape(1, rows, heads, dim)
+        out = attend(grouped, keys, values, self.mask, scoring)
+        return out.view(1, kv_heads, self.group, rows, -1).permute(0, 3, 1, 2, 4).reshape(1, rows, heads, -1)
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,7 @@ class GatherPlan:
 
     window: int | None
     group: int
-    layers: tuple[Tensor, ...]  # (2, slots, KVH, D) each
+    layers: tuple[tuple[Tensor, Tensor], ...]  # keys (slots, KVH, D) and values (slots, KVH, V) of each layer
     new_slots: Tensor  # (T,)
     key_slots: Tensor  # (S * L,)
     padded_rows: Tensor | None  # (S * N,) the row at each padded place; None when nothing is padded
@@ -59,20 +53,16 @@ class GatherPlan:
     sessions: int
     mask: Tensor  # (S, 1, G * N, L)
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float | None
-    ) -> Tensor:
-        """query (1, H, T, D), key and value (1, KVH, T, D) of the rows -> (1, T, H, D)."""
-        stored = self.layers[layer]
-        stored[0].index_copy_(0, self.new_slots, key[0].transpose(0, 1))
-        stored[1].index_copy_(0, self.new_slots, value[0].transpose(0, 1))
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """query (1, H, T, D), key (1, KVH, T, D) and value (1, KVH, T, V) of the rows -> (1, T, H, V)."""
         _, heads, _, dim = query.shape
         kv_heads = heads // self.group
         keys, values = (
-            stored.index_select(1, self.key_slots)
-            .view(2, self.sessions, -1, kv_heads, dim)
-            .transpose(2, 3)  # (2, S, KVH, L, D)
-            .unbind(0)
+            stored.index_copy_(0, self.new_slots, new[0].transpose(0, 1))
+            .index_select(0, self.key_slots)
+            .view(self.sessions, -1, kv_heads, new.shape[-1])
+            .transpose(1, 2)  # (S, KVH, L, D or V)
+            for stored, new in zip(self.layers[layer], (key, value), strict=True)
         )
         padded = query if self.padded_rows is None else query.index_select(2, self.padded_rows)
         grouped = (
@@ -80,14 +70,11 @@ class GatherPlan:
             .permute(2, 0, 1, 3, 4)
             .reshape(self.sessions, kv_heads, -1, dim)  # (S, KVH, G * N, D)
         )
-        if softcap is None:
-            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask, scale=scaling)
-        else:
-            out = attend_capped(grouped, keys, values, self.mask, scaling, softcap)
+        out = attend(grouped, keys, values, self.mask, scoring)
         out = (
-            out.view(self.sessions, kv_heads, self.group, -1, dim)
+            out.view(self.sessions, kv_heads, self.group, -1, out.shape[-1])
             .permute(0, 3, 1, 2, 4)
-            .reshape(1, -1, heads, dim)  # (1, S * N, H, D)
+            .reshape(1, -1, heads, out.shape[-1])  # (1, S * N, H, V)
         )
         return out if self.row_places is None else out.index_select(1, self.row_places)
 
@@ -110,12 +97,12 @@ def plan_tails(tails: Sequence[Tail], pool: KVPool, group: int) -> LayerPlan:
     if len(tails) > 1 or not tails[0].table.consecutive:
         counts = np.array([len(tail.visible) for tail in tails])
         lengths = np.array([tail.prefix + tail.visible.shape[1] for tail in tails])
-        plan, local = _gather_plan([tail.table for tail in tails], counts, lengths, pool, group)
+        plan, local = _gather_plan([tail.table for tail in tails], counts, lengths, pool)
         visible = np.zeros((len(tails), 1, local.shape[1], lengths.max()), np.bool_)
         for s, tail in enumerate(tails):
             visible[s, 0, :, : tail.prefix] = True
             visible[s, 0, :, tail.prefix : lengths[s]] = tail.visible[local[s]]
-        return dataclasses.replace(plan, mask=_additive(visible, group, pool))
+        return dataclasses.replace(plan, group=group, mask=_additive(visible, group, pool))
     (tail,) = tails
     rows, behind = tail.visible.shape
     start, end = int(tail.table.blocks[0]) * pool.block_size, tail.prefix + behind
@@ -123,62 +110,63 @@ def plan_tails(tails: Sequence[Tail], pool: KVPool, group: int) -> LayerPlan:
     if rows > 1 or not tail.visible.all():
         hidden = np.zeros((1, 1, group, rows, end), np.float32)
         hidden[..., tail.prefix :] = np.where(tail.visible, np.float32(0), np.float32(-np.inf))
-        mask = torch.from_numpy(hidden).view(1, 1, group * rows, end).to(pool.data)
-    written = pool.heads_first.narrow(3, start + end - rows, rows).unbind(0)
-    return ViewPlan(None, group, written, pool.heads_first.narrow(3, start, end).unbind(0), mask)
+        mask = torch.from_numpy(hidden).view(1, 1, group * rows, end).to(pool.device, pool.dtype)
+    return ViewPlan(None, group, pool.read(start + end - rows, rows), pool.read(start, end), mask)
 
 
-def plan_forward(
-    batch: PackedBatch, pool: KVPool, group: int, windows: frozenset[int | None]
-) -> dict[int | None, LayerPlan]:
-    """The plan for each of the model's windows. group: query heads for each key head."""
+def plan_forward(batch: PackedBatch, pool: KVPool, groups: Mapping[int | None, int]) -> dict[int | None, LayerPlan]:
+    """The plan for each of the model's windows. groups: query heads for each key head in the layers that have it."""
     single = len(batch.spans) == 1 and batch.spans[0].table.consecutive
     make = _view_plans if single else _gather_plans
     # A window that cuts nothing off is none, and shares its mask.
     reach = int(batch.positions.max()) + 1
-    cutting = {window: None if window is None or window >= reach else window for window in windows}
-    made = make(batch, pool, group, set(cutting.values()))
+    cutting = {
+        window: (None if window is None or window >= reach else window, group) for window, group in groups.items()
+    }
+    made = make(batch, pool, set(cutting.values()))
     return {window: dataclasses.replace(made[cut], window=window) for window, cut in cutting.items()}
 
 
-def _view_plans(batch: PackedBatch, pool: KVPool, group: int, windows: set[int | None]) -> dict[int | None, ViewPlan]:
+Kind = tuple[int | None, int]
+"""of a layer: its window, and how many query heads it has for each key head"""
+
+
+def _view_plans(batch: PackedBatch, pool: KVPool, kinds: set[Kind]) -> dict[Kind, ViewPlan]:
     span = batch.spans[0]
     rows = span.num_rows
     start = int(span.table.blocks[0]) * pool.block_size
     ancestors = batch.ancestors() if rows > 1 or span.earlier else None
-    written = pool.heads_first.narrow(3, start + span.start, rows).unbind(0)
-    plans: dict[int | None, ViewPlan] = {}
-    for window in windows:
+    written = pool.read(start + span.start, rows)
+    plans: dict[Kind, ViewPlan] = {}
+    for window, group in kinds:
         # Keys before every row's window are not even read; then a single row sees all that is left.
         low = 0 if window is None else max(0, span.prefix_len + 1 - window)
         mask = None
         if ancestors is not None:
             mask = _additive(_visible(batch, span, ancestors, window)[None, None, :, low:], group, pool)
-        read = pool.heads_first.narrow(3, start + low, span.start + rows - low).unbind(0)
-        plans[window] = ViewPlan(window, group, written, read, mask)
+        read = pool.read(start + low, span.start + rows - low)
+        plans[window, group] = ViewPlan(window, group, written, read, mask)
     return plans
 
 
-def _gather_plans(
-    batch: PackedBatch, pool: KVPool, group: int, windows: set[int | None]
-) -> dict[int | None, GatherPlan]:
+def _gather_plans(batch: PackedBatch, pool: KVPool, kinds: set[Kind]) -> dict[Kind, GatherPlan]:
     counts = np.array([span.num_rows for span in batch.spans])
     lengths = np.array([span.start for span in batch.spans]) + counts
-    plan, local = _gather_plan([span.table for span in batch.spans], counts, lengths, pool, group)
+    plan, local = _gather_plan([span.table for span in batch.spans], counts, lengths, pool)
     ancestors = batch.ancestors()
-    plans: dict[int | None, GatherPlan] = {}
-    for window in windows:
+    plans: dict[Kind, GatherPlan] = {}
+    for window, group in kinds:
         visible = np.zeros((len(counts), 1, local.shape[1], lengths.max()), dtype=np.bool_)
         for s, span in enumerate(batch.spans):
             visible[s, 0, :, : lengths[s]] = _visible(batch, span, ancestors, window)[local[s]]
-        plans[window] = dataclasses.replace(plan, mask=_additive(visible, group, pool))
+        plans[window, group] = dataclasses.replace(plan, group=group, mask=_additive(visible, group, pool))
     return plans
 
 
 def _gather_plan(
-    tables: Sequence[BlockTable], counts: NDArray[np.int64], lengths: NDArray[np.int64], pool: KVPool, group: int
+    tables: Sequence[BlockTable], counts: NDArray[np.int64], lengths: NDArray[np.int64], pool: KVPool
 ) -> tuple[GatherPlan, NDArray[np.int64]]:
-    """A plan without its mask, and the (S, N) row inside its session at each padded place.
+    """A plan without its group and mask, and the (S, N) row inside its session at each padded place.
 
     counts: (S,) rows of each session. lengths: (S,) its keys, the rows' own last.
     """
@@ -194,18 +182,18 @@ def _gather_plan(
     padded = most_rows * len(counts) != len(session)
 
     def index(array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array.ravel()).to(pool.data.device)
+        return torch.from_numpy(array.ravel()).to(pool.device)
 
     plan = GatherPlan(
         window=None,
-        group=group,
-        layers=pool.data.unbind(0),
+        group=0,
+        layers=pool.layers,
         new_slots=index(new_slots),
         key_slots=index(key_slots),
         padded_rows=index(first[:, None] + local) if padded else None,
         row_places=index(session * most_rows + row) if padded else None,
         sessions=len(counts),
-        mask=pool.data.new_empty(0),
+        mask=torch.empty(0),
     )
     return plan, local
 
@@ -230,5 +218,5 @@ def _additive(visible: NDArray[np.bool_], group: int, pool: KVPool) -> Tensor:
     """(S, 1, N, L) visible -> (S, 1, group * N, L) of 0 and -inf: SDPA would convert a boolean mask in every layer."""
     sessions, _, rows, keys = visible.shape
     hidden = torch.from_numpy(~visible)[:, :, None].expand(sessions, 1, group, rows, keys).flatten(2, 3)
-    mask = torch.zeros(hidden.shape, dtype=pool.data.dtype).masked_fill_(hidden, float("-inf"))
-    return mask.to(pool.data.device)
+    mask = torch.zeros(hidden.shape, dtype=pool.dtype).masked_fill_(hidden, float("-inf"))
+    return mask.to(pool.device)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,15 +18,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from coppice.engine.attention import NAME, UnsupportedModel, using
+from coppice.engine.attention import UnsupportedModel, using
 from coppice.engine.attention_plan import plan_forward
 from coppice.engine.batch import PackedBatch, Piece, pack
+from coppice.engine.fingerprint import fingerprint
 from coppice.engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool
 from coppice.engine.kv_layout import read_layout
 from coppice.engine.linear import fuse, prepack
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MIN_FEATURE_LAYERS = 6  # below, 2, L//2 and L-3 are out of order or out of range
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class EngineInfo:
     hidden_size: int
     eos_ids: tuple[int, ...]
     dtype: str
-    feature_layers: tuple[int, ...]  # those drafters want by default; empty when the model has too few layers
+    feature_layers: tuple[int, ...]  # those drafters want by default
+    weights_hash: bytes  # the fingerprint of what was loaded
 
 
 @dataclass(frozen=True)
@@ -66,34 +68,32 @@ class Engine:
     ) -> None:
         """Take over a model: it attends through the pool from now on.
 
-        kv_tokens: capacity of the pool. feature_layers: the default ones (2, L//2, L-3) when None. Raises
+        kv_tokens: capacity of the pool. feature_layers: `default_feature_layers` when None. Raises
         UnsupportedModel, and ValueError for feature layers that the model does not have.
         """
         self.model = model.train(False).requires_grad_(False)
-        model.set_attn_implementation(NAME)
         layout = read_layout(model)
         self.layout = layout
         self.pool = KVPool(
             layers=layout.layers,
-            kv_heads=layout.kv_heads,
-            head_dim=layout.head_dim,
             tokens=kv_tokens,
             block_size=block_size,
             dtype=model.dtype,
             device=model.device,
         )
-        self._decoder_layers = _decoder_layers(model, layout.layers)
+        count = len(layout.layers)
+        self._decoder_layers = _decoder_layers(model, count)
         if feature_layers is None:
-            count = layout.layers
-            feature_layers = (2, count // 2, count - 3) if count >= MIN_FEATURE_LAYERS else ()
+            feature_layers = default_feature_layers(count)
         self.info = EngineInfo(
             vocab_size=layout.vocab_size,
             max_context=_max_context(model, kv_tokens),
-            layers=layout.layers,
+            layers=count,
             hidden_size=model.config.get_text_config().hidden_size,
             eos_ids=_eos_ids(model),
             dtype=str(model.dtype).removeprefix("torch."),
             feature_layers=feature_layers,
+            weights_hash=fingerprint(model),
         )
         self._check_feature_layers(feature_layers)
         fuse(model)
@@ -106,11 +106,11 @@ class Engine:
         have.
         """
         self._check_feature_layers(batch.feature_layers)
-        device = self.pool.data.device
+        device = self.pool.device
         # All rows wanted is the common case, and then nothing needs picking.
         keep: int | Tensor = 0 if len(batch.logits_to_keep) == len(batch.tokens) else batch.logits_to_keep.to(device)
         with torch.inference_mode():
-            plans = plan_forward(batch, self.pool, self.layout.group, self.layout.windows)
+            plans = plan_forward(batch, self.pool, self.layout.groups)
             tokens, positions = batch.tokens.to(device)[None], batch.positions.to(device)[None]
             # Says that nothing is padding; without it transformers searches the positions for packed texts of its own.
             present = torch.ones(tokens.shape, dtype=torch.bool, device=device)
@@ -179,9 +179,23 @@ class Engine:
                 handle.remove()
 
 
+def default_feature_layers(count: int) -> tuple[int, int, int]:
+    """The hidden states that EAGLE-3 and SpecBlock read of a target with `count` layers; 0 is the embeddings.
+
+    They are 2, count // 2 and count - 3, as published, where these are in order: from seven layers on. Below, they
+    move down and apart until they are three that exist; a target of fewer than three layers repeats one.
+    """
+    low = max(0, min(2, count - 3))
+    middle = min(max(low + 1, count // 2), count - 1)
+    return low, middle, min(max(middle + 1, count - 3), count - 1)
+
+
 def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
-    """The outermost list of `count` modules: lists inside a layer (experts) come later in the walk."""
-    for module in model.modules():
+    """The text model's outermost list of `count` modules: lists inside a layer (experts) come later in the walk, and a
+    vision tower, which may be as deep, is outside the decoder.
+    """
+    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
+    for module in chain(decoder.modules(), model.modules()):  # some call their output layer the decoder
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise UnsupportedModel(f"{type(model).__name__} has no list of {count} decoder layers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +13,14 @@ from torch import Tensor
 
 BLOCK_SIZE = 32
 """tokens of one KV block"""
+
+
+class KVShape(NamedTuple):
+    """What one layer keeps of a token: `kv_heads` keys of `key_dim` and values of `value_dim` numbers."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
 
 
 class OutOfBlocks(RuntimeError):
@@ -45,16 +54,16 @@ class BlockTable:
 class KVPool:
     """Paged KV of one target, with exact accounting.
 
-    `data` is (layers, 2, slots, kv_heads, head_dim), keys before values, slots = blocks * block_size. A session's
-    blocks are kept consecutive where possible, because then its prefix is read as a view instead of a gather.
+    `layers` holds each layer's keys (slots, kv_heads, key_dim) and values (slots, kv_heads, value_dim), where slots are
+    blocks * block_size. Those of one shape are parts of one tensor, a slab, so that few copies move a token of all
+    layers. A session's blocks are kept consecutive where possible, because then its prefix is read as a view instead of
+    a gather.
     """
 
     def __init__(
         self,
         *,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
+        layers: Sequence[KVShape],
         tokens: int,
         block_size: int = BLOCK_SIZE,
         dtype: torch.dtype = torch.float32,
@@ -62,10 +71,17 @@ class KVPool:
     ) -> None:
         """A pool for `tokens` tokens, rounded up to whole blocks."""
         blocks = -(-tokens // block_size)
+        shapes = [(kv_heads, dim) for kv_heads, *dims in layers for dim in dims]
+        kinds = list(dict.fromkeys(shapes))
+        # Of each key and value, in the order of the layers: its slab, and its place there.
+        self._places = [(kinds.index(shape), shapes[:at].count(shape)) for at, shape in enumerate(shapes)]
         # Zeros, not empty: padding may read a slot before it is written, and 0 * NaN is NaN.
-        self.data = torch.zeros(layers, 2, blocks * block_size, kv_heads, head_dim, dtype=dtype, device=device)
-        # (layers * 2, 1, kv_heads, slots, head_dim), a view: how attention wants to read it.
-        self.heads_first = self.data.transpose(2, 3).flatten(0, 1).unsqueeze(1)
+        self._slabs = [
+            torch.zeros(shapes.count(shape), blocks * block_size, *shape, dtype=dtype, device=device) for shape in kinds
+        ]
+        stored = [self._slabs[slab][place] for slab, place in self._places]
+        self.layers = tuple(zip(stored[::2], stored[1::2], strict=True))
+        self.dtype, self.device = dtype, torch.device(device)
         self.block_size = block_size
         self._free = np.ones(blocks, dtype=np.bool_)
         self._num_free = blocks
@@ -90,6 +106,11 @@ class KVPool:
     def used_tokens(self) -> int:
         """Tokens held by sessions."""
         return sum([table.num_tokens for table in self._tables.values()])
+
+    def read(self, start: int, count: int) -> tuple[Tensor, ...]:
+        """Views (1, kv_heads, count, dim) of slots: key of layer 0, value of layer 0, key of layer 1, and so on."""
+        parts = [slab.narrow(1, start, count).transpose(1, 2).unsqueeze(1).unbind(0) for slab in self._slabs]
+        return parts[0] if len(parts) == 1 else tuple(parts[slab][place] for slab, place in self._places)
 
     def allocate(self, session: str, num_tokens: int) -> BlockTable:
         """Room for a new session's first tokens. Raises OutOfBlocks, and ValueError when the session has a table."""
@@ -134,7 +155,8 @@ class KVPool:
             target = self._slot_tensor(table, base_len + np.arange(start, len(accepted)))
             with torch.inference_mode():
                 # The gather copies, so that overlapping source and target do no harm.
-                self.data.index_copy_(2, target, self.data.index_select(2, source))
+                for slab in self._slabs:
+                    slab.index_copy_(1, target, slab.index_select(1, source))
         table.num_tokens = base_len + len(accepted)
 
     def check_integrity(self) -> None:
@@ -155,7 +177,7 @@ class KVPool:
         return -(-num_tokens // self.block_size)
 
     def _slot_tensor(self, table: BlockTable, tokens: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(table.slots(tokens)).to(self.data.device)
+        return torch.from_numpy(table.slots(tokens)).to(self.device)
 
     def _take(self, count: int, after: int | None) -> NDArray[np.int64]:
         """Own `count` free blocks: those right after `after` if they are free, else inside the longest free run."""

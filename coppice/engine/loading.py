@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging import ERROR
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
+from coppice.engine.attention import UnsupportedModel, one_line
 from coppice.engine.engine import DTYPES, Engine
 from coppice.engine.kv_cache import BLOCK_SIZE
+from coppice.engine.kv_layout import read_layout
 from coppice.engine.linear import compile_ahead
 from coppice.engine.self_check import self_check
+from coppice.errors import CoppiceError, Status
+
+_SHOWN = 3  # keys of a checkpoint that a message names
+
+
+class UnusableFolder(CoppiceError):
+    """A folder does not hold exactly the tensors of a causal language model."""
+
+    status = Status.INVALID_ARGUMENT
 
 
 def load_engine(
@@ -24,15 +40,70 @@ def load_engine(
 ) -> Engine:
     """Load the model of a local folder (config.json and safetensors; no code of its own), and check it.
 
-    dtype: float32, bfloat16 or float16. Raises ValueError for another one, OSError when the folder has no such model,
-    UnsupportedModel, and SelfCheckError.
+    dtype: float32, bfloat16 or float16. Raises ValueError for another one, UnusableFolder, UnsupportedModel, the latter
+    where it can before the weights are read, and SelfCheckError.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        Path(path), dtype=DTYPES[dtype], local_files_only=True, use_safetensors=True, trust_remote_code=False
-    )
-    engine = Engine(model.to(device), kv_tokens=kv_tokens, block_size=block_size, feature_layers=feature_layers)
-    self_check(engine)
+    folder = Path(path)
+    with _quiet(folder):
+        _check_layout(folder)
+        model: Any = _load(folder, dtype)
+        engine = Engine(model.to(device), kv_tokens=kv_tokens, block_size=block_size, feature_layers=feature_layers)
+        self_check(engine)
     compile_ahead(engine.model)
     return engine
+
+
+@contextmanager
+def _quiet(folder: Path) -> Iterator[None]:
+    """Errors become UnusableFolder in one line, and what transformers would log about tensors is left out."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(ERROR)
+    try:
+        yield
+    except CoppiceError:
+        raise
+    except Exception as error:
+        raise UnusableFolder(f"{folder} cannot be loaded: {one_line(error)}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _check_layout(folder: Path) -> None:
+    """Ask the model's class, without weights, whether it can run packed. Raises UnsupportedModel."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    build: Any = AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        model: PreTrainedModel = build(config, trust_remote_code=False)
+    try:
+        read_layout(model.train(False))
+    except UnsupportedModel as error:
+        # Where values decide what is computed, as with experts, only tensors that have values can be asked.
+        if not isinstance(error.__cause__, RuntimeError):
+            raise
+
+
+def _load(folder: Path, dtype: str) -> PreTrainedModel:
+    """The model with every tensor from the folder, and every tensor of the folder in it. Raises UnusableFolder."""
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model: PreTrainedModel
+    model, found = load(
+        folder,
+        dtype=DTYPES[dtype],
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,
+        ignore_mismatched_sizes=True,  # they are reported, too
+        output_loading_info=True,
+    )
+    for kind, keys in (
+        ("lacks", found["missing_keys"]),
+        ("holds, but the model has no place for,", found["unexpected_keys"]),
+        ("holds in another shape", {key for key, *_ in found["mismatched_keys"]}),
+    ):
+        if keys:
+            shown, more = sorted(keys)[:_SHOWN], len(keys) - _SHOWN
+            rest = f" and {more} more" if more > 0 else ""
+            raise UnusableFolder(f"{folder} {kind} {', '.join(shown)}{rest}")
+    return model

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coppice.engine.attention import NAME
+from coppice.engine.attention import NAME, UnsupportedModel
 from coppice.engine.batch import Piece, pack
 from coppice.engine.engine import Engine
 
@@ -23,7 +23,7 @@ _TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _ROWS_OFF = {torch.float32: 0.0, torch.bfloat16: 0.25, torch.float16: 0.25}
 
 
-class SelfCheckError(RuntimeError):
+class SelfCheckError(UnsupportedModel):
     """Packed attention and eager attention disagree: the engine must not serve."""
 
 
@@ -50,7 +50,7 @@ def self_check(engine: Engine) -> SelfCheck:
     The prefix goes in as two chunks and spans two sliding windows where 1,024 tokens suffice. Raises SelfCheckError
     with the figures, OutOfBlocks when the pool is too small for it.
     """
-    window = max((window for window in engine.layout.windows if window is not None), default=0)
+    window = max((window for window in engine.layout.groups if window is not None), default=0)
     room = min(engine.info.max_context, engine.pool.free_tokens // 2) - len(_PARENTS)
     prefix_len = max(1, min(max(_PREFIX, 2 * window), _MAX_PREFIX, room))
     random = torch.Generator().manual_seed(0)

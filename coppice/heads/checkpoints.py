@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from coppice.engine.engine import default_feature_layers
 from coppice.errors import InvalidField
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
 from coppice.heads.models.falcon import FalconConfig, FalconModel
@@ -79,11 +80,6 @@ class TargetParts:
     vocab_size: int
     layers: int
     embedding: Tensor
-
-    @property
-    def feature_layers(self) -> tuple[int, int, int]:
-        """Return the hidden states that EAGLE-3 and SpecBlock read (0: the embeddings)."""
-        return 2, self.layers // 2, self.layers - 3
 
 
 def read_target(folder: str | Path) -> TargetParts:
@@ -188,8 +184,8 @@ def _for_target(folder: Path, model: Any, target: TargetParts) -> Loaded:
     ):
         if has != wants:
             raise InvalidField(_PATH, f"{folder / CONFIG}: {name} is {has}, the target's is {wants}")
-    layers = config.feature_layers or target.feature_layers
-    if len(layers) != 3 or not all(2 <= at < target.layers for at in layers):
+    layers = config.feature_layers or default_feature_layers(target.layers)
+    if len(layers) != 3 or not all(at < target.layers for at in layers):
         raise InvalidField(_PATH, f"features of layers {layers} need a deeper target than one of {target.layers}")
     return Loaded(model, config.model_copy(update={"feature_layers": layers}), target.embedding.float())
 

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
+from coppice.engine.attention import Scoring
 from coppice.engine.attention_plan import Tail, plan_tails
 from coppice.engine.engine import DTYPES
-from coppice.engine.kv_cache import KVPool, OutOfBlocks
+from coppice.engine.kv_cache import KVPool, KVShape, OutOfBlocks
 from coppice.engine.linear import compile_ahead, prepack
 from coppice.errors import InvalidField, Overloaded
 from coppice.heads.base import DraftJob, Head, Miss, with_tree_shape
@@ -69,9 +70,7 @@ class FeatureHead(Head):
         ids = target_ids(self.model, config)
         self.target_ids, self._ids = ids.to(self.device), ids.numpy()
         self.pool = KVPool(
-            layers=config.num_hidden_layers,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
+            layers=[KVShape(config.num_key_value_heads, config.head_dim, config.head_dim)] * config.num_hidden_layers,
             tokens=settings.kv_tokens * self.slots,
             dtype=self.dtype,
             device=self.device,
@@ -247,7 +246,7 @@ class FeatureHead(Head):
         plan = plan_tails(rows.tails, self.pool, self.config.group)
 
         def attend_in(layer: int) -> Attend:
-            return lambda query, key, value: plan.attend(layer, query, key, value, None, None)
+            return lambda query, key, value: plan.attend(layer, query, key, value, Scoring())
 
         return Inputs(
             rows.features,

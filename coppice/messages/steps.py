@@ -177,6 +177,8 @@ class TargetDescription:
     sessions_opened: int = 0
     sessions_closed: int = 0
     repetition_penalty: float = 1.0
+    weights_hash: bytes = b""
+    """of what was loaded"""
 
 
 @dataclass(frozen=True, slots=True)

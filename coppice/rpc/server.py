@@ -22,7 +22,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from coppice import failpoints
 from coppice.config.sections import ServerSettings, TlsSettings
 from coppice.config.settings import Settings, load_settings
-from coppice.errors import RETRY_HINT, CoppiceError, DeadlineExceeded, InvalidField, Overloaded, Unavailable
+from coppice.errors import RETRY_HINT, CoppiceError, DeadlineExceeded, InvalidField, Overloaded, Status, Unavailable
 from coppice.limits import Limits
 from coppice.rpc.access import Access, needs_certificates
 from coppice.rpc.certificates import is_loopback
@@ -273,7 +273,9 @@ class Serving:
 def run_service(
     serve: Callable[[Settings], Coroutine[Any, Any, int]], load: Callable[[], Settings] = load_settings
 ) -> int:
-    """A service process's main: its exit code is serve's, 2 on unusable settings, 3 when another service is missing."""
+    """A service process's main: its exit code is serve's, 2 on unusable settings or models, 3 when another service is
+    missing. A deliberate error is one line on stderr.
+    """
     try:
         settings = load()
         configure_logging(settings.server.log_level, settings.server.log_json)
@@ -283,7 +285,7 @@ def run_service(
         return code
     except CoppiceError as error:
         print(error, file=sys.stderr)
-        return 2 if isinstance(error, InvalidField) else 3
+        return 2 if error.status is Status.INVALID_ARGUMENT else 3
 
 
 def _bind(

@@ -17,14 +17,22 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coppice.errors import CoppiceError
+from coppice.errors import CoppiceError, Status
 
 POLL_S = 0.05
 TAIL_LINES = 20
+REFUSED = 2
+"""exit code of a service whose last line on stderr says what it cannot use"""
 
 
 class ProcessFailed(CoppiceError):
     """A service process died or did not become ready; the message ends with the tail of its log."""
+
+
+class Refused(ProcessFailed):
+    """A service cannot use its settings or its model; the message is its reason."""
+
+    status = Status.INVALID_ARGUMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +101,11 @@ class ServiceProcess:
             time.sleep(POLL_S)
 
     def check(self) -> None:
-        """Raise ProcessFailed if it is not running."""
-        if (code := self.exit_code) is not None:
+        """Raise ProcessFailed if it is not running, Refused if it has said why it does not start."""
+        code = self.exit_code
+        if code == REFUSED:
+            raise Refused(f"{self.name}: {self._log(1)}")
+        if code is not None:
             raise ProcessFailed(f"{self.name} ended with {_exit_name(code)}{self._tail()}")
 
     def check_health(self, timeout_s: float) -> None:
@@ -123,9 +134,13 @@ class ServiceProcess:
         return code == 0 or (self.ready is None and code == -signal.SIGTERM)
 
     def _tail(self) -> str:
+        log = self._log(TAIL_LINES)
+        return f"; its log ends with:\n{log}" if log else "; its log is empty"
+
+    def _log(self, lines: int) -> str:
+        """The last lines of its log."""
         with self.log_file.open(encoding="utf-8", errors="replace") as log:
-            lines = deque(log, TAIL_LINES)
-        return "; its log ends with:\n" + "".join(lines).rstrip() if lines else "; its log is empty"
+            return "".join(deque(log, lines)).rstrip()
 
 
 def _exit_name(code: int) -> str:

@@ -94,8 +94,8 @@ COUNTED_HEADS = (HeadSpec("bigram", "bigram"), HeadSpec("lookup", "lookup"))
 @dataclass(frozen=True, kw_only=True)
 class StackSpec:
     """Verifiers, drafter pools and orchestrators on loopback ports. None leaves a value to the settings, and where
-    those are silent to the machine: bfloat16 where it is fast, the verifier on all cores, a drafter on half of
-    them. Beside an adapter the verifier has one core fewer: a forward waits for its last thread, training for none.
+    those are silent to the machine: float32 on CPUs and bfloat16 on CUDA, the verifier on all cores, a drafter on half
+    of them. Beside an adapter the verifier has one core fewer: a forward waits for its last thread, training for none.
     """
 
     target: Path

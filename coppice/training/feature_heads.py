@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from coppice.engine.engine import default_feature_layers
 from coppice.heads.checkpoints import SHAPES, TargetParts, kind_of, read_output, read_target, save_head
 from coppice.heads.models.layers import HeadConfig
 from coppice.training.card import write_head_card
@@ -89,7 +90,7 @@ def head_config(kind: str, config: Any, parts: TargetParts, draft_vocab: int, **
         "rms_norm_eps": config.rms_norm_eps,
         "max_position_embeddings": config.max_position_embeddings,
         "rope_parameters": config.rope_parameters,
-        "feature_layers": parts.feature_layers,
+        "feature_layers": default_feature_layers(parts.layers),
     }
     if kind == "specblock":
         shape |= {"rank_norm_topk": None, "block_rope_advance": True, "prefix_broadcast": True} | switches

@@ -102,5 +102,6 @@ class VerifierServicer:
                 sessions_opened=self._opened,
                 sessions_closed=self._closed,
                 repetition_penalty=self.worker.repetition_penalty,
+                weights_hash=self.info.weights_hash,
             )
         )

@@ -206,7 +206,7 @@ BOUNDS = {
         DescribeModelResponse.name DescribeModelResponse.heads DescribeModelResponse.policies
         DescribeModelResponse.default_policy DescribeModelResponse.version
         DescribeHeadResponse.name DescribeHeadResponse.kind DescribeHeadResponse.weights_hash
-        DescribeTargetResponse.name DescribeTargetResponse.dtype
+        DescribeTargetResponse.name DescribeTargetResponse.dtype DescribeTargetResponse.weights_hash
         GetStatusResponse.heads HeadStatus.head HeadStatus.policy HeadStatus.doing HeadStatus.weights_hash
         HeadStatus.actions HeadStatus.replicas HeadStatus.versions HeadStatus.history HeadStatus.changes
         ActionStatus.action ReplicaStatus.address QueryPoint.action Change.what Change.why

@@ -153,7 +153,8 @@ def test_the_targets_own_penalty_is_the_default(pair: Stack, penalised: Path) ->
 def test_bench_exact_compares_with_the_folders_own_configuration(pair: Stack, penalised: Path) -> None:
     reference, report = Reference(penalised, "float32", threads=1), Report("bench exact", "float32", 1)
     plan = Plan(("plain", "merge"), (8,), (0.0, 0.8), (2,), NEW, seed=4)
-    rows = run_exact(pair.address, PROMPTS, plan, reference, report, lambda line: None)
+    with Client(pair.address) as client:
+        rows = run_exact(client, PROMPTS, plan, reference, report, lambda line: None)
     assert [row.verdicts.identical for row in rows] == [len(PROMPTS)] * 4
     for prompt in PROMPTS:  # what it would say to a deployment without the penalty
         with Client(pair.address) as client:

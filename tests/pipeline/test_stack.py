@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from coppice.errors import InvalidField
-from coppice.machine import default_dtype, usable_cores
+from coppice.machine import usable_cores
 from coppice.stack import launch
 from coppice.stack.launch import Stack
 from coppice.stack.process import ProcessFailed
@@ -174,7 +174,8 @@ def test_settings_come_from_the_spec_then_variables_then_the_machine(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent = StackSpec(target=target).settings()
-    assert (silent.verifier.dtype, silent.verifier.threads) == (default_dtype("cpu"), usable_cores())
+    assert (silent.verifier.dtype, silent.drafter.dtype) == ("float32", "float32")
+    assert silent.verifier.threads == usable_cores()
     assert (silent.orchestrator.budget, silent.server.port) == (31, 0)
     cuda = StackSpec(target=target, device="cuda:0", port=None).settings()
     assert (cuda.verifier.dtype, cuda.drafter.dtype, cuda.drafter.device) == ("bfloat16", "bfloat16", "cuda:0")
@@ -269,6 +270,12 @@ def _up(target: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], 
             process.kill()
 
 
+def test_up_says_what_bfloat16_promises(target: Path) -> None:
+    with _up(target, "--dtype", "bfloat16") as (process, _):
+        process.terminate()
+        assert "bfloat16: each token is the argmax within rounding" in process.communicate(timeout=30)[0]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_up_writes_its_ready_file_and_stops_on_a_signal(target: Path, number: signal.Signals) -> None:
     with _up(target) as (process, ready):
@@ -278,6 +285,7 @@ def test_up_writes_its_ready_file_and_stops_on_a_signal(target: Path, number: si
         out, err = process.communicate(timeout=30)
         assert (process.returncode, err) == (0, "")
         assert f"ready at {told['address']}" in out
+        assert "float32: the text is plain decoding's, token for token\n" in out
         assert not any(psutil.pid_exists(service["pid"]) for service in told["services"])
         assert not ready.exists()
 

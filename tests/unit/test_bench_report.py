@@ -90,6 +90,13 @@ def test_the_json_of_a_report_has_the_agreed_keys(tmp_path: Path) -> None:
     assert told["ok"] is True
 
 
+def test_a_row_names_its_budget() -> None:
+    rows = [make_row("lookup T=0", [_answer(("a",), [2, 2], 1.0)], ["identical"], budget) for budget in (0, 8)]
+    report = Report("bench exact", "float32", 2)
+    report.add_methods(rows)
+    assert [list(column.cells) for column in report.tables[0].columns if column.header == "budget"] == [["-", "8"]]
+
+
 def test_repeat_share_counts_four_grams_seen_before() -> None:
     assert repeat_share([1, 2, 3]) == 0.0
     assert repeat_share(range(10)) == 0.0

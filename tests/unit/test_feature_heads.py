@@ -21,7 +21,7 @@ from coppice.config.sections import FEATURE_KINDS, DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth, with_tree_shape
 from coppice.heads.block_head import BLOCKS, WIDTHS, FalconHead, SpecBlockHead, prior
-from coppice.heads.checkpoints import SHAPES, Loaded, load_head, read_target, save_head
+from coppice.heads.checkpoints import SHAPES, Loaded, load_head, save_head
 from coppice.heads.feature_head import FeatureHead
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
 from coppice.heads.models.layers import largest
@@ -548,10 +548,6 @@ def test_rotary_factors_are_transformers_own_whatever_the_weights_dtype(scaling:
     before = model.rope(positions, torch.bfloat16)
     after = model.bfloat16().rope(positions, torch.bfloat16)
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-
-
-def test_the_target_says_which_features(target: Path) -> None:
-    assert read_target(target).feature_layers == (2, 4, 5)
 
 
 @pytest.mark.parametrize("kind", ["specblock", "eagle3"])

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
 from coppice.config.sections import FEATURE_KINDS, DrafterSettings
+from coppice.engine.engine import default_feature_layers
 from coppice.heads.base import DraftJob, with_tree_shape
 from coppice.heads.checkpoints import load_head, read_output, read_target
 from coppice.speculation.sampling import SamplingParams
@@ -84,7 +85,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answer(folder: Path, head: torch.nn.Module) -> tuple[Teacher, torch.Tensor]:
     """A teacher whose positions are ids, read by Hugging Face's own forward."""
     model = LlamaForCausalLM.from_pretrained(folder).eval()
-    layers = read_target(folder).feature_layers
+    layers = default_feature_layers(read_target(folder).layers)
 
     @torch.no_grad()
     def read(ids: torch.Tensor) -> Answer:
@@ -236,7 +237,7 @@ def test_answers_are_what_the_target_says_and_sees(tmp_path: Path) -> None:
     positions = torch.from_numpy(np.stack([domain.train[:128], domain.train[256:384]]))
     read = answers.read(positions)
     out = model.model(input_ids=read.ids, output_hidden_states=True)
-    layers = read_target(folder).feature_layers
+    layers = default_feature_layers(read_target(folder).layers)
     wanted = torch.cat([out.hidden_states[n] for n in layers], dim=-1)
     assert torch.allclose(read.features, wanted, rtol=0.02, atol=0.02)
     assert torch.allclose(read.final, out.last_hidden_state, rtol=0.02, atol=0.02)

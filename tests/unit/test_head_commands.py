@@ -76,6 +76,16 @@ def test_a_specblock_head_is_trained_written_and_drafts(place: Path) -> None:
     assert weights < 2.2 * parameters + 8 * loaded.config.vocab_size + 20_000  # no embedding in it
 
 
+@pytest.mark.parametrize(("kind", "layers", "read"), [("specblock", 5, (2, 3, 4)), ("eagle3", 2, (0, 1, 1))])
+def test_a_head_is_trained_for_a_shallow_target(
+    kind: str, layers: int, read: tuple[int, ...], place: Path, tmp_path: Path
+) -> None:
+    make_target(tmp_path / "target", layers=layers)
+    (tmp_path / "words.txt").write_text((place / "words.txt").read_text())
+    loaded = load_head(kind, head(tmp_path, kind), tmp_path / "target")
+    assert loaded.config.feature_layers == read
+
+
 def test_an_eagle3_head_is_trained_and_written(place: Path) -> None:
     folder = head(place, "eagle3", "--adamw")
     assert load_head("eagle3", folder, place / "target").config.draft_vocab_size == 300

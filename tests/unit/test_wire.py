@@ -168,7 +168,7 @@ SAMPLES: dict[str, Case] = {
     "fetch": (REF, verifier.fetch_to_wire, verifier.read_fetch),
     "feature part": (INLINE, verifier.feature_part_to_wire, verifier.read_feature_part),
     "target": (
-        TargetDescription("t", 100, 512, 6, 32, (0, 7), "bfloat16", 2**40, 2**39, 3, 2**33, 2**32, 1.05),
+        TargetDescription("t", 100, 512, 6, 32, (0, 7), "bfloat16", 2**40, 2**39, 3, 2**33, 2**32, 1.05, bytes(32)),
         verifier.target_to_wire,
         verifier.read_target,
     ),

@@ -40,7 +40,7 @@ class HeadConfig(RotaryConfig):
     attention_bias: bool = False
     hidden_act: str = Field("silu", pattern="^silu$")
     feature_layers: tuple[NonNegativeInt, ...] = ()
-    """target layers the head reads; empty: 2, L // 2 and L - 3 of the target's L"""
+    """target layers the head reads; empty: `default_feature_layers` of the target's"""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,0 +1,140 @@
+"""Tiny random models of every causal LM class that the installed transformers knows, to try the engine on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from coppice.engine.attention import one_line
+
+VOCAB = 150
+MOST_PARAMETERS = 20_000_000
+_HEADS, _WINDOW = 4, 7
+# By the names of configurations; each class takes those that it has. Weights are larger than a fresh model's, so that
+# attention matters to the logits; keys are wider than values where a class can have it so.
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": _HEADS,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "ffn_hidden_size": 48,
+    "word_embed_proj_dim": 32,
+    "rotary_dim": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "is_decoder": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 10,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "num_kv_shared_layers": 0,
+    "sliding_window": 512,
+    # Encoders of pictures and sounds, which a text leaves alone.
+    "image_size": 16,
+    "patch_size": 8,
+    "depth": 2,
+    "num_heads": _HEADS,
+    "embed_dim": 32,
+    "out_hidden_size": 32,
+    "encoder_layers": 2,
+    "d_model": 32,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "window": {"sliding_window": _WINDOW, "use_sliding_window": True, "max_window_layers": 2},
+    "one key head": {"num_key_value_heads": 1},
+}
+"""what sets a model apart from its class's first; those that a class has no names for are not made"""
+
+
+class NotTiny(Exception):
+    """Transformers cannot make the class in these sizes."""
+
+
+def model_types() -> dict[str, str]:
+    """The name of the causal LM class of each type of model."""
+    return {
+        kind: name if isinstance(name, str) else name[0] for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    }
+
+
+def variants(kind: str) -> list[str]:
+    """The variants that a type of model has, "" first."""
+    try:
+        text = CONFIG_MAPPING[kind]().get_text_config()
+    except Exception:
+        return [""]  # which then says why
+    latent = _has(text, "kv_lora_rank")
+    return [
+        name
+        for name, sizes in VARIANTS.items()
+        if not sizes or (_has(text, next(iter(sizes))) and not (latent and "num_key_value_heads" in sizes))
+    ]
+
+
+def save_tiny(kind: str, variant: str, folder: Path) -> str:
+    """Write a random model into a folder and return its class's name. Raises NotTiny."""
+    try:
+        default = CONFIG_MAPPING[kind]()
+        config = CONFIG_MAPPING[kind](**_small(default, VARIANTS[variant]))
+        build: Any = AutoModelForCausalLM.from_config
+        with torch.device("meta"):
+            parameters = sum(parameter.numel() for parameter in build(config).parameters())
+        if parameters <= MOST_PARAMETERS:
+            torch.manual_seed(0)
+            model = build(config)
+            model.generation_config.eos_token_id = None
+            model.save_pretrained(folder)
+            return type(model).__name__
+    except Exception as error:
+        raise NotTiny(one_line(error)) from error
+    raise NotTiny(f"{parameters / 1e6:.0f}M parameters")
+
+
+def _has(config: PreTrainedConfig, name: str) -> bool:
+    """Whether a configuration has a name that can be set; one whose layers differ may refuse to say."""
+    computed = getattr(type(config), name, None)
+    if isinstance(computed, property) and computed.fset is None:
+        return False
+    try:
+        return hasattr(config, name)
+    except Exception:
+        return True
+
+
+def _small(config: PreTrainedConfig, variant: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that make a configuration of this class small."""
+    sizes = {name: size for name, size in (_SIZES | variant).items() if _has(config, name)}
+    if _has(config, "kv_lora_rank") and "num_key_value_heads" in sizes:
+        sizes["num_key_value_heads"] = _HEADS  # latent keys are expanded to all heads
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if isinstance(part, PreTrainedConfig):
+            sizes[name] = {"model_type": part.model_type, **_small(part, variant)}
+    return sizes
