@@ -9,14 +9,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from coppice.heads.base import DraftJob
+from coppice.heads.lm import LanguageModelHead
+from coppice.heads.ngram import sample_chain
 from coppice.speculation.calibration import Calibration, step_log_probs
 from coppice.speculation.policy import Policy
 from coppice.speculation.routing import outcomes
-from coppice.speculation.sampling import SamplingParams, decode_row, draw, noise, uniform
+from coppice.speculation.sampling import SamplingParams, decode_row, draw, noise
 from coppice.speculation.tree import DraftTree
 from services.verifier.acceptance import pq_chain, walk
 from tests import reference
@@ -24,7 +30,6 @@ from tests import reference
 VOCAB = 4
 LENGTH = 3  # tokens whose joint law is checked: 64 cells
 HEADS = ("a", "b")
-_SAMPLE_STREAM = 7  # of the drafter's own chain samples
 
 FloatArray = NDArray[np.float64]
 
@@ -107,22 +112,53 @@ def decode(tables: Tables, policy: Policy, params: SamplingParams, prompt: tuple
     return text[len(prompt) : len(prompt) + LENGTH]
 
 
-def decode_pq(tables: Tables, params: SamplingParams, prompt: tuple[int, int]) -> list[int]:
-    """Three tokens by p/q rejection of a sampled chain of two."""
+def decode_pq(tables: Tables, params: SamplingParams, prompt: tuple[int, int], sampled: Sampled) -> list[int]:
+    """Three tokens by p/q rejection of a chain of two that a head sampled."""
     text = list(prompt)
     text.append(_root(tables, text, params))
     while len(text) < len(prompt) + LENGTH:
-        so_far, q_rows = list(text), []
-        for _ in range(2):
-            row = np.exp(_draft_row(tables.drafters[0], so_far, params, False, 0))
-            q_rows.append(row)
-            so_far.append(int(np.searchsorted(row.cumsum(), uniform(params.seed, len(so_far), _SAMPLE_STREAM))))
-        chain = DraftTree.chain(so_far[len(text) :], np.zeros(2, np.float32))
+        chain, q_rows = sampled(tables.drafters[0], text, params)
         rows = _rows(tables, chain, text, params)
-        outcome = pq_chain(chain, rows, np.array(q_rows), params.seed, len(text) - 1)
+        outcome = pq_chain(chain, rows, q_rows, params.seed, len(text) - 1)
         assert outcome.drawn is not None
         text += [*(int(chain.tokens[node - 1]) for node in outcome.path), outcome.drawn]
     return text[len(prompt) : len(prompt) + LENGTH]
+
+
+class _Rows:
+    """A drafter's table in the place of a bigram's counts."""
+
+    vocab_size = VOCAB
+
+    def __init__(self, table: FloatArray, before: int) -> None:
+        self._table, self._before = table, before
+
+    def row(self, token: int) -> FloatArray:
+        """The probabilities behind a token and the one before it."""
+        before, self._before = self._before, token
+        return np.exp(_log_softmax(self._table[before, token]))
+
+
+def bigram_chain(table: FloatArray, text: list[int], params: SamplingParams) -> tuple[DraftTree, NDArray[np.float32]]:
+    """Two tokens as counting heads sample them."""
+    job = DraftJob(0, text[-1], len(text) - 1, 2, params, want_q_rows=True)
+    return sample_chain(_Rows(table, text[-2]), job, 2)  # type: ignore[arg-type]
+
+
+def lm_chain(table: FloatArray, text: list[int], params: SamplingParams) -> tuple[DraftTree, NDArray[np.float32]]:
+    """Two tokens as heads that are language models sample them."""
+    job = DraftJob(0, text[-1], len(text) - 1, 2, params, want_q_rows=True)
+    tree = SimpleNamespace(job=job, q_rows=[])
+    head: Any = SimpleNamespace(description=SimpleNamespace(vocab_size=VOCAB))
+    so_far = list(text)
+    for depth in (1, 2):
+        logits = torch.from_numpy(table[so_far[-2], so_far[-1]])[None]
+        so_far.append(LanguageModelHead._sample(head, tree, logits, depth)[0])  # type: ignore[arg-type]
+    return DraftTree.chain(so_far[len(text) :], np.zeros(2, np.float32)), np.array(tree.q_rows)
+
+
+Sampled = Callable[[FloatArray, list[int], SamplingParams], tuple[DraftTree, NDArray[np.float32]]]
+CHAINS: dict[str, Sampled] = {"bigram": bigram_chain, "lm": lm_chain}
 
 
 def decode_independent(tables: Tables, params: SamplingParams, prompt: tuple[int, int]) -> list[int]:

@@ -27,12 +27,15 @@ FAULTS = ("fault", "repetitions", "requests", "failed", "wrong", "recovery_p50_s
 UNIT = ("tree", "sampling", "acceptance", "routing")
 PYTEST = (sys.executable, "-m", "pytest", "--timeout", "7200", "--keep-duplicates")
 BENCH = (sys.executable, "-c", "from coppice.cli import main; main()", "bench")
-STRIKE = (sys.executable, "-m", "tests.faults.campaign", "--repeat", "20")
+TINY = (sys.executable, "-m", "tests.faults.campaign")
+STRIKE = (*TINY, "faults", "--repeat", "20")
 
 # Each command proves something when it ends with 0. The environment has COPPICE_PROOF=1, which asks for full counts.
 CAMPAIGNS: dict[str, tuple[str, ...]] = {
     **{name: (*PYTEST, f"tests/unit/test_{name}.py") for name in UNIT},
     "bench exact": (*BENCH, "exact", "--dtype", "float32", "--n", "8"),
+    "bench identity": (*TINY, "bench", "identity", "--ids", "1000000"),
+    "bench identity of the demo": (*BENCH, "identity"),
     "sampled law": (*PYTEST, "tests/unit/test_law.py", "tests/pipeline/test_sampled_sessions.py"),
     "bench steps": (*BENCH, "steps"),
     "bench rows": (*BENCH, "rows"),

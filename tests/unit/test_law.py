@@ -31,7 +31,8 @@ def exact_rules() -> dict[str, Decode]:
         for coupled in (True, False) if policy.heads else (True,):
             label = name if coupled else f"{name} uncoupled"
             rules[label] = partial(law.decode, TABLES, policy, prompt=PROMPT, coupled=coupled)
-    rules["single:a p/q"] = partial(law.decode_pq, TABLES, prompt=PROMPT)
+    for head, sampled in law.CHAINS.items():
+        rules[f"single:a p/q, {head}"] = partial(law.decode_pq, TABLES, prompt=PROMPT, sampled=sampled)
     return rules
 
 
