@@ -2,19 +2,32 @@
 
 The pipeline's own parts decode it in process: coupled and uncoupled draft trees, routing and merging, the accept walk,
 and the keyed draw of roots. A rule that accepts the nodes of a tree independently is the control that must fail.
+
+`python -m tests.law` decodes SAMPLES texts by every rule and says the p-value of each, the least bias of a token that
+such counts refute, and that a planted bias of one percentage point is found and none is not.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from scipy import optimize, stats
 
+from coppice.heads.base import DraftJob
+from coppice.heads.lm import LanguageModelHead
+from coppice.heads.ngram import sample_chain
 from coppice.speculation.calibration import Calibration, step_log_probs
-from coppice.speculation.policy import Policy
+from coppice.speculation.policy import POLICIES, Policy
 from coppice.speculation.routing import outcomes
 from coppice.speculation.sampling import SamplingParams, decode_row, draw, noise, uniform
 from coppice.speculation.tree import DraftTree
@@ -24,7 +37,7 @@ from tests import reference
 VOCAB = 4
 LENGTH = 3  # tokens whose joint law is checked: 64 cells
 HEADS = ("a", "b")
-_SAMPLE_STREAM = 7  # of the drafter's own chain samples
+_PLANTED_STREAM = 7
 
 FloatArray = NDArray[np.float64]
 
@@ -107,22 +120,72 @@ def decode(tables: Tables, policy: Policy, params: SamplingParams, prompt: tuple
     return text[len(prompt) : len(prompt) + LENGTH]
 
 
-def decode_pq(tables: Tables, params: SamplingParams, prompt: tuple[int, int]) -> list[int]:
-    """Three tokens by p/q rejection of a sampled chain of two."""
+def decode_pq(tables: Tables, params: SamplingParams, prompt: tuple[int, int], sampled: Sampled) -> list[int]:
+    """Three tokens by p/q rejection of a chain of two that a head sampled."""
     text = list(prompt)
     text.append(_root(tables, text, params))
     while len(text) < len(prompt) + LENGTH:
-        so_far, q_rows = list(text), []
-        for _ in range(2):
-            row = np.exp(_draft_row(tables.drafters[0], so_far, params, False, 0))
-            q_rows.append(row)
-            so_far.append(int(np.searchsorted(row.cumsum(), uniform(params.seed, len(so_far), _SAMPLE_STREAM))))
-        chain = DraftTree.chain(so_far[len(text) :], np.zeros(2, np.float32))
+        chain, q_rows = sampled(tables.drafters[0], text, params)
         rows = _rows(tables, chain, text, params)
-        outcome = pq_chain(chain, rows, np.array(q_rows), params.seed, len(text) - 1)
+        outcome = pq_chain(chain, rows, q_rows, params.seed, len(text) - 1)
         assert outcome.drawn is not None
         text += [*(int(chain.tokens[node - 1]) for node in outcome.path), outcome.drawn]
     return text[len(prompt) : len(prompt) + LENGTH]
+
+
+class _Rows:
+    """A drafter's table in the place of a bigram's counts."""
+
+    vocab_size = VOCAB
+
+    def __init__(self, table: FloatArray, before: int) -> None:
+        self._table, self._before = table, before
+
+    def row(self, token: int) -> FloatArray:
+        """The probabilities behind a token and the one before it."""
+        before, self._before = self._before, token
+        return np.exp(_log_softmax(self._table[before, token]))
+
+
+def bigram_chain(table: FloatArray, text: list[int], params: SamplingParams) -> tuple[DraftTree, NDArray[np.float32]]:
+    """Two tokens as counting heads sample them."""
+    job = DraftJob(0, text[-1], len(text) - 1, 2, params, want_q_rows=True)
+    return sample_chain(_Rows(table, text[-2]), job, 2)  # type: ignore[arg-type]
+
+
+def lm_chain(table: FloatArray, text: list[int], params: SamplingParams) -> tuple[DraftTree, NDArray[np.float32]]:
+    """Two tokens as heads that are language models sample them."""
+    job = DraftJob(0, text[-1], len(text) - 1, 2, params, want_q_rows=True)
+    tree = SimpleNamespace(job=job, q_rows=[])
+    head: Any = SimpleNamespace(description=SimpleNamespace(vocab_size=VOCAB))
+    so_far = list(text)
+    for depth in (1, 2):
+        logits = torch.from_numpy(table[so_far[-2], so_far[-1]])[None]
+        so_far.append(LanguageModelHead._sample(head, tree, logits, depth)[0])  # type: ignore[arg-type]
+    return DraftTree.chain(so_far[len(text) :], np.zeros(2, np.float32)), np.array(tree.q_rows)
+
+
+Sampled = Callable[[FloatArray, list[int], SamplingParams], tuple[DraftTree, NDArray[np.float32]]]
+CHAINS: dict[str, Sampled] = {"bigram": bigram_chain, "lm": lm_chain}
+
+
+def pq_step(tables: Tables, params: SamplingParams, prompt: tuple[int, int], sampled: Sampled) -> tuple[int, int]:
+    """The first token that a head drafts behind the prompt, and the one that p/q rejection puts there."""
+    text = list(prompt)
+    chain, q_rows = sampled(tables.drafters[0], text, params)
+    outcome = pq_chain(chain, _rows(tables, chain, text, params), q_rows, params.seed, len(text) - 1)
+    drafted = int(chain.tokens[0])
+    return drafted, drafted if outcome.path else outcome.drawn or 0
+
+
+def exact_pq_step(
+    tables: Tables, params: SamplingParams, prompt: tuple[int, int], sampled: Sampled
+) -> dict[tuple[int, int], float]:
+    """The probability of each such pair, by the rule as it was published."""
+    p, q = _dense(decode_row(tables.target[prompt], params)), sampled(tables.drafters[0], list(prompt), params)[1][0]
+    residual = np.maximum(p - q, 0)
+    pairs = np.outer(np.maximum(q - p, 0), residual / residual.sum()) + np.diag(np.minimum(p, q))
+    return {pair: float(pairs[pair]) for pair in np.ndindex(pairs.shape) if pairs[pair] > 1e-12}
 
 
 def decode_independent(tables: Tables, params: SamplingParams, prompt: tuple[int, int]) -> list[int]:
@@ -178,3 +241,106 @@ def _dense(row: tuple[NDArray[np.int64], FloatArray]) -> FloatArray:
     dense = np.zeros(VOCAB)
     dense[row[0]] = np.exp(row[1])
     return dense
+
+
+# What is decoded, and what its counts can say.
+
+PROMPT = (0, 1)
+SETTINGS = (SamplingParams(temperature=1.0), SamplingParams(temperature=0.7, top_p=0.9))
+TABLES = Tables.random(20)
+SAMPLES = 200_000
+LEVEL, POWER = 1e-6, 0.99
+"""A bias is found where a p-value is below LEVEL; counts are said to refute one that is found with this POWER."""
+
+Decode = Callable[[SamplingParams], Sequence[int]]
+Law = Mapping[tuple[int, ...], float]
+
+
+def exact_rules() -> dict[str, Decode]:
+    """Every way to decode that promises the target's law, by name; `auto` plays the others in turns."""
+    rules: dict[str, Decode] = {}
+    for name in ("plain", "single:a", *(name for name in POLICIES[1:] if name != "auto")):
+        policy = Policy.parse(name, HEADS)
+        for coupled in (True, False) if policy.heads else (True,):
+            label = name if coupled else f"{name} uncoupled"
+            rules[label] = partial(decode, TABLES, policy, prompt=PROMPT, coupled=coupled)
+    for head, sampled in CHAINS.items():
+        rules[f"single:a p/q, {head}"] = partial(decode_pq, TABLES, prompt=PROMPT, sampled=sampled)
+    return rules
+
+
+def counted(decode: Decode, params: SamplingParams, samples: int, first_seed: int = 0) -> Counter[tuple[int, ...]]:
+    """How often each text was decoded, with as many seeds."""
+    seeds = range(first_seed, first_seed + samples)
+    return Counter(tuple(decode(params.model_copy(update={"seed": seed}))) for seed in seeds)
+
+
+def marginal(values: Mapping[tuple[int, ...], float], at: int) -> dict[int, float]:
+    """The sums over all texts with the same token at a place."""
+    sums: dict[int, float] = {}
+    for text, value in values.items():
+        sums[text[at]] = sums.get(text[at], 0) + value
+    return sums
+
+
+def refuted(counts: Mapping[tuple[int, ...], int], law: Law) -> float:
+    """The p-value of a law, by the joint counts and by those of the token at each place, Bonferroni."""
+    places = [(marginal(counts, at), marginal(law, at)) for at in range(LENGTH)]
+    joint = reference.p_value(counts, law)
+    return min(1.0, (1 + LENGTH) * min(joint, *(reference.p_value(*place) for place in places)))  # type: ignore[arg-type]
+
+
+def least_bias(law: Law, samples: int) -> float:
+    """The least probability that may be taken from one token of a place and given to another, and is found."""
+    worst = 0.0
+    for at in range(LENGTH):
+        first, second = sorted(marginal(law, at).values())[-2:]
+        freedom = len(marginal(law, at)) - 1
+        bound = stats.chi2.isf(LEVEL / (1 + LENGTH), freedom)
+        shift = optimize.brentq(lambda x: stats.ncx2.sf(bound, freedom, x) - POWER, 1e-3, 1e4)  # noqa: B023
+        worst = max(worst, float(np.sqrt(shift / (samples * (1 / first + 1 / second)))))
+    return worst
+
+
+def biased_law(law: Law, bias: float) -> dict[tuple[int, ...], float]:
+    """The law of what `biased` decodes."""
+    first = marginal(law, 0)
+    likeliest, second = sorted(first, key=lambda token: -first[token])[:2]
+    factors = {likeliest: 1 - bias / first[likeliest], second: 1 + bias / first[second]}
+    return {text: probability * factors.get(text[0], 1.0) for text, probability in law.items()}
+
+
+def biased(decode: Decode, law: Law, bias: float) -> Decode:
+    """The same rule, but that it says the second likeliest first token for the likeliest with this probability."""
+    first = marginal(law, 0)
+    likeliest, second = sorted(first, key=lambda token: -first[token])[:2]
+
+    def planted(params: SamplingParams) -> Sequence[int]:
+        text, seed = decode(params), params.seed
+        if text[0] == likeliest and uniform(seed, 0, _PLANTED_STREAM) < bias / first[likeliest]:
+            while text[0] != second:
+                seed += 1 << 40
+                text = decode(params.model_copy(update={"seed": seed}))
+        return text
+
+    return planted
+
+
+def main(samples: int) -> bool:
+    """Print what every rule's counts say; whether only the planted bias was found."""
+    held = True
+    for params in SETTINGS:
+        law = TABLES.exact(params, PROMPT)
+        say = f"T={params.temperature:g} top_p={params.top_p:g}"
+        print(f"{say}: {samples} texts a rule refute a bias of {100 * least_bias(law, samples):.2f} percentage points")
+        rules = exact_rules()
+        for number, (name, decode) in enumerate({**rules, "planted": biased(rules["plain"], law, 0.01)}.items()):
+            p = refuted(counted(decode, params, samples, number * samples), law)
+            held = held and (p < LEVEL) == (name == "planted")
+            print(f"{say}: {name}: p = {p:.2g}", flush=True)
+    print("ok only the planted bias was found" if held else "FAILED")
+    return held
+
+
+if __name__ == "__main__":
+    sys.exit(not main(int(sys.argv[1]) if sys.argv[1:] else SAMPLES))

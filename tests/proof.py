@@ -24,15 +24,21 @@ ROOT = Path(__file__).resolve().parents[1]
 STATE, RESULT, LOGS = Path("docs/proof.json"), Path("docs/proof.md"), Path(".proof")
 COLUMNS = ("campaign", "commit", "date", "machine", "ok", "minutes", "said")
 FAULTS = ("fault", "repetitions", "requests", "failed", "wrong", "recovery_p50_s", "recovery_p99_s", "ok")
+MUTANTS = ("mutant", "check", "tokens", "found", "ok")
 UNIT = ("tree", "sampling", "acceptance", "routing")
 PYTEST = (sys.executable, "-m", "pytest", "--timeout", "7200", "--keep-duplicates")
 BENCH = (sys.executable, "-c", "from coppice.cli import main; main()", "bench")
-STRIKE = (sys.executable, "-m", "tests.faults.campaign", "--repeat", "20")
+TINY = (sys.executable, "-m", "tests.faults.campaign")
+STRIKE = (*TINY, "faults", "--repeat", "20")
 
 # Each command proves something when it ends with 0. The environment has COPPICE_PROOF=1, which asks for full counts.
 CAMPAIGNS: dict[str, tuple[str, ...]] = {
     **{name: (*PYTEST, f"tests/unit/test_{name}.py") for name in UNIT},
     "bench exact": (*BENCH, "exact", "--dtype", "float32", "--n", "8"),
+    "bench identity": (*TINY, "bench", "identity", "--ids", "1000000"),
+    "bench identity of the demo": (*BENCH, "identity"),
+    "planted bugs": (sys.executable, "-m", "tests.faults.test_mutants", "--json", str(LOGS / "planted bugs.json")),
+    "law of every rule": (sys.executable, "-m", "tests.law"),
     "sampled law": (*PYTEST, "tests/unit/test_law.py", "tests/pipeline/test_sampled_sessions.py"),
     "bench steps": (*BENCH, "steps"),
     "bench rows": (*BENCH, "rows"),
@@ -73,7 +79,9 @@ def run(name: str, command: Sequence[str], root: Path) -> dict[str, Any]:
         "ok": code == 0,
         "minutes": (time.monotonic() - began) / 60,
         "said": [*failures[:1], *lines[-1:], ""][0][:120],
-        "faults": json.loads(faults.read_text())["rows"] if faults.exists() else [],
+        "mutants" if name == "planted bugs" else "faults": json.loads(faults.read_text())["rows"]
+        if faults.exists()
+        else [],
     }
 
 
@@ -105,6 +113,8 @@ def report(campaigns: Iterable[str], results: Mapping[str, Any]) -> str:
         + _table(COLUMNS, rows)
         + "\n## Faults\n\n[faults.md](faults.md) says what each proves.\n\n"
         + _table(FAULTS, [fault for row in rows for fault in row.get("faults", ())])
+        + "\n## Planted bugs\n\nWhat finds each bug of tests/mutants.py, and after how many tokens.\n\n"
+        + _table(MUTANTS, [mutant for row in rows for mutant in row.get("mutants", ())])
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|end|>"
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -23,12 +23,16 @@ def make_target(
     tokenizer: bool = True,
     chat: bool = True,
     dtype: torch.dtype = torch.float32,
+    window: int = 0,
 ) -> Path:
     """Write a random Llama with `vocab` logits into `folder` and return it. Id 0 ends a text, 1 to 256 are bytes.
 
+    With a `window` it is a Mistral, whose rows see so many positions.
+
     Weights are larger than a fresh model's, so that its rows have a clear best token and its text does not stand still.
     """
-    config = LlamaConfig(
+    shape = {"sliding_window": window} if window else {}
+    config = (MistralConfig if window else LlamaConfig)(
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
@@ -41,10 +45,11 @@ def make_target(
         bos_token_id=0,
         eos_token_id=0,
         pad_token_id=0,
+        **shape,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     model.to(dtype).save_pretrained(folder)
     if tokenizer:
         make_tokenizer(folder, max_len, CHAT_TEMPLATE if chat else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product, starmap
 from typing import Annotated
 
 import typer
@@ -19,11 +20,13 @@ from coppice.bench.options import (
     Rounds,
     Seed,
     Target,
+    counting,
     measuring,
     numbers,
     prompt_ids,
     prompts_of,
     reference_of,
+    running,
     spec_of,
 )
 from coppice.bench.paper.command import paper
@@ -70,6 +73,48 @@ def exact(
         with console.status("decoding") as status:
             rows = run_exact(client, ids, plan, reference, report, lambda line: status.update(line))
         report.checks += exactness_checks(rows, report.dtype, target is None, max_new_tokens)
+
+
+@app.command()
+def identity(
+    target: Target = None,
+    heads: Heads = None,
+    ids: Annotated[int, typer.Option(min=1, help="Token ids of each line, at least.")] = 100_000,
+    max_new_tokens: NewTokens = 192,
+    methods: Methods = None,
+    budgets: Annotated[str, typer.Option(help="Comma-separated.")] = "8,60",
+    sessions: Annotated[str, typer.Option(help="At once on each of two verifiers, comma-separated.")] = "8,1",
+    seed: Seed = 1,
+    json_file: JsonFile = None,
+) -> None:
+    """One SHA-256 of ids for every policy, head, budget and batch mix, beside kills and weight syncs: all plain's."""
+    from coppice.bench.exact import methods_of
+    from coppice.bench.identity import MEANWHILE, QUICK, SPARE, VERIFIERS, Identity, Way, questions
+    from coppice.config.sections import ADAPTED_KINDS
+    from coppice.machine import usable_cores
+
+    threads = max(1, usable_cores() // VERIFIERS)
+    spec = replace(spec_of(target, heads, "float32"), verifiers=VERIFIERS, verifier_threads=threads, drafter_threads=1)
+    adapts, count = any(head.kind in ADAPTED_KINDS for head in spec.heads), -(-ids // max_new_tokens)
+    with measuring("bench identity", spec, json_file) as (console, stack, report, client):
+        drafting = methods_of(client.describe(), methods or ())[1:]
+        mixes = numbers("sessions", sessions, int)
+        ways = [Way("plain", None, at_once) for at_once in mixes]
+        ways += starmap(Way, product(drafting, numbers("budgets", budgets, int), mixes))
+        syncs, kills = (Way(ways[-1].method, during=during) for during in MEANWHILE)
+        reference = reference_of(stack.spec)
+        asked = questions(prompt_ids(None, 60, client, reference), int(SPARE * count) + 1, seed)
+        with counting(console, "ids", (len(ways) + 2 + adapts) * count * max_new_tokens) as heard:
+            identity = Identity(
+                asked, max_new_tokens, heard, lambda line: console.print(line, highlight=False, soft_wrap=True)
+            )
+            identity.begin(stack, reference, count)
+            for way in [*ways, kills]:
+                identity.run(stack, way)
+            if adapts:
+                with running(replace(spec, adapt=True, extra={"adapter": QUICK}), report) as adapting:
+                    identity.run(adapting, syncs)
+        identity.report(report, ids)
 
 
 @app.command()

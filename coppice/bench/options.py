@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
@@ -70,6 +70,17 @@ def clean_check(stack: Stack) -> Check:
 
     unclean = stack.unclean
     return Check("processes not stopped cleanly", len(unclean), "0", not unclean, ", ".join(unclean))
+
+
+@contextmanager
+def counting(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar with counts and the time left; gives what is told of every few that came."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda came: bar.advance(task, came)
 
 
 def report_of(command: str, spec: StackSpec) -> Report:

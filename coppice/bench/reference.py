@@ -152,11 +152,7 @@ class Reference:
         """
         if expected is not None and tuple(ids) == tuple(expected):
             return "identical"
-        torch = self._torch
-        with torch.inference_mode():
-            text = torch.tensor([[*prompt, *ids]], device=self._model.device)
-            logits = self._model(text, logits_to_keep=len(ids) + 1).logits[0, :-1]
-        rows: NDArray[np.float32] = logits.float().cpu().numpy()
+        rows: NDArray[np.float32] = self._rows(prompt, ids).numpy()
         sampling = sampling.with_defaults(self._model.generation_config.repetition_penalty or 1.0)
         if (penalties := Penalties.of(sampling, len(prompt), rows.shape[1])) is not None:
             penalties.append(prompt)
@@ -168,6 +164,32 @@ class Reference:
         if "wrong" in verdicts:
             return "wrong"
         return "tie" if "tie" in verdicts or expected is not None else "identical"
+
+    def redraw(self, prompt: Sequence[int], ids: Sequence[int], sampling: SamplingParams) -> tuple[list[int], float]:
+        """What one plain forward over prompt + answer draws at each position of the answer, and the least margin.
+
+        Nothing of Coppice's but the keyed noise takes part: temperature, top-k and top-p are transformers' own. The
+        margin is how far, in logits, the best token lies above the second: rounding decides where it is tiny.
+        """
+        scores, temperature = self._rows(prompt, ids).double(), sampling.temperature or 1.0
+        if sampling.temperature:
+            warpers: Any = import_module("transformers.generation.logits_process")
+            told = [warpers.TemperatureLogitsWarper(temperature)]
+            told += [warpers.TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+            told += [warpers.TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+            for warper in told:
+                scores = warper(None, scores)
+            every = np.arange(scores.shape[1])
+            drawn_with = [noise(sampling.seed, len(prompt) + at, every) for at in range(len(ids))]
+            scores = scores + self._torch.from_numpy(np.stack(drawn_with))
+        best, second = scores.topk(2).values.unbind(-1)
+        return scores.argmax(-1).tolist(), float((best - second).min()) * temperature
+
+    def _rows(self, prompt: Sequence[int], ids: Sequence[int]) -> Any:
+        """(n, V) float32 logits on the CPU of one plain forward, a row for each token of the answer."""
+        with self._torch.inference_mode():
+            text = self._torch.tensor([[*prompt, *ids]], device=self._model.device)
+            return self._model(text, logits_to_keep=len(ids) + 1).logits[0, :-1].float().cpu()
 
 
 def judge_token(row: NDArray[np.float32], token: int, sampling: SamplingParams, position: int) -> Verdict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -197,9 +198,15 @@ class _Rows:
         return row
 
     def after(self, node: int) -> SampledRow:
-        """The row after G at a node, where the text before it ends with the root and the node's path."""
+        """The row after G at a node, where the text before it ends with the root and the node's path.
+
+        Raises ValueError on a row that decode_row refuses.
+        """
         if self._best is not None:
-            return np.array([self._best[node]]), np.zeros(1)
+            best = self._best[node]
+            if not math.isfinite(highest := float(self._logits[node, best])):
+                raise ValueError(f"the highest logit of the row is {highest}")
+            return np.array([best]), np.zeros(1)
         row = self[node]
         if self._penalties is not None:
             path = self._tree.tokens[np.array(path_to(self._tree, node), np.int64) - 1]

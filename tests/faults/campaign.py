@@ -1,10 +1,11 @@
-"""`coppice faults` on tiny models made for it, so that processes and not forwards are what takes time.
+"""`coppice faults` or `coppice bench identity` on tiny models, so that processes and not forwards are what takes time.
 
-`python -m tests.faults.campaign --kinds verifier --repeat 20 --json FILE`, and any other option of `coppice faults`.
+`python -m tests.faults.campaign faults --kinds verifier --repeat 20 --json FILE`, and any other option of the command.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import tempfile
@@ -21,5 +22,6 @@ if __name__ == "__main__":
         block = save_random(folder / "block", "specblock", vocab_size=32, draft_vocab_size=24)
         told = ["--target", str(target), "--heads", f"self=lm:{target}", "--heads", f"block=specblock:{block}"]
         os.environ |= {"COPPICE_VERIFIER__THREADS": "1", "COPPICE_DRAFTER__THREADS": "1", "OMP_NUM_THREADS": "1"}
-        sys.argv = ["coppice", "faults", *told, *sys.argv[1:]]
+        words = list(itertools.takewhile(lambda word: not word.startswith("-"), sys.argv[1:]))
+        sys.argv = ["coppice", *words, *told, *sys.argv[1 + len(words) :]]
         main()

@@ -3,47 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import pytest
 
-from coppice.speculation.policy import POLICIES, Policy
 from coppice.speculation.sampling import SamplingParams
 from tests import law
+from tests.law import PROMPT, SETTINGS, TABLES, Decode
 from tests.reference import p_value
 
 SAMPLES = 20_000 if os.environ.get("COPPICE_PROOF") else 1000
 FALSE_ALARM = 0.001  # of all checks together, Bonferroni
-PROMPT = (0, 1)
-SETTINGS = (SamplingParams(temperature=1.0), SamplingParams(temperature=0.7, top_p=0.9))
-TABLES = law.Tables.random(20)
-
-Decode = Callable[[SamplingParams], list[int]]
-
-
-def exact_rules() -> dict[str, Decode]:
-    """Every way to decode that promises the target's law, by name; `auto` plays the others in turns."""
-    rules: dict[str, Decode] = {}
-    for name in ("plain", "single:a", *(name for name in POLICIES[1:] if name != "auto")):
-        policy = Policy.parse(name, law.HEADS)
-        for coupled in (True, False) if policy.heads else (True,):
-            label = name if coupled else f"{name} uncoupled"
-            rules[label] = partial(law.decode, TABLES, policy, prompt=PROMPT, coupled=coupled)
-    rules["single:a p/q"] = partial(law.decode_pq, TABLES, prompt=PROMPT)
-    return rules
-
-
-RULES = exact_rules()
-BOUND = FALSE_ALARM / (len(RULES) * len(SETTINGS))
+RULES = law.exact_rules()
+BOUND = FALSE_ALARM / ((len(RULES) + len(law.CHAINS)) * len(SETTINGS))
 
 
 def p_of(decode: Decode, params: SamplingParams, first_seed: int) -> float:
     """The p-value of SAMPLES decoded continuations under the target's exact law."""
-    seeds = range(first_seed, first_seed + SAMPLES)
-    answers = Counter(tuple(decode(params.model_copy(update={"seed": seed}))) for seed in seeds)
-    return p_value(answers, TABLES.exact(params, PROMPT))
+    return p_value(law.counted(decode, params, SAMPLES, first_seed), TABLES.exact(params, PROMPT))
+
+
+def p_of_step(head: str, params: SamplingParams, first_seed: int = 0) -> float:
+    """The p-value of what a head drafts and p/q rejection makes of it, where they are seen together."""
+    told = {"prompt": PROMPT, "sampled": law.CHAINS[head]}
+    counts = law.counted(partial(law.pq_step, TABLES, **told), params, 4 * SAMPLES, first_seed)
+    return p_value(counts, law.exact_pq_step(TABLES, params, **told))
 
 
 @pytest.mark.parametrize("params", SETTINGS, ids=lambda params: f"T={params.temperature:g}")
@@ -53,5 +38,28 @@ def test_the_joint_law_of_three_tokens_is_the_targets(rule: str, params: Samplin
     assert p_of(RULES[rule], params, list(RULES).index(rule) * SAMPLES) >= BOUND
 
 
+@pytest.mark.parametrize("params", SETTINGS, ids=lambda params: f"T={params.temperature:g}")
+@pytest.mark.parametrize("head", law.CHAINS)
+def test_what_replaces_a_rejected_draft_does_not_depend_on_how_it_was_drawn(head: str, params: SamplingParams) -> None:
+    assert p_of_step(head, params) >= BOUND
+
+
 def test_a_rule_that_accepts_nodes_independently_is_caught() -> None:
     assert p_of(partial(law.decode_independent, TABLES, prompt=PROMPT), SETTINGS[0], 0) < BOUND
+
+
+@pytest.mark.parametrize("params", SETTINGS, ids=lambda params: f"T={params.temperature:g}")
+def test_a_bias_of_one_percentage_point_is_found_at_the_counts_of_the_proof_and_none_is_not(
+    params: SamplingParams,
+) -> None:
+    exact = TABLES.exact(params, PROMPT)
+    assert law.least_bias(exact, law.SAMPLES) <= 0.01
+    rng = np.random.default_rng(1)
+
+    def found(said: law.Law) -> int:
+        drawn = [rng.multinomial(law.SAMPLES, np.array(list(said.values())) / sum(said.values())) for _ in range(50)]
+        counts = [{text: int(count) for text, count in zip(said, one, strict=True) if count} for one in drawn]
+        return sum(law.refuted(one, exact) < law.LEVEL for one in counts)
+
+    assert found(exact) == 0
+    assert found(law.biased_law(exact, 0.01)) >= 48

@@ -1,0 +1,203 @@
+"""Every planted bug of tests/mutants.py is found by its check, and without one nothing is found.
+
+`python -m tests.faults.test_mutants --json FILE` writes the table of docs/proof.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from coppice.bench.identity import Ids, Question, Way, ask, compare, drawn_by, questions
+from coppice.bench.reference import Reference
+from coppice.client.client import AsyncClient
+from coppice.errors import StaleFence
+from coppice.messages.steps import Fence, OpenSession, VerifyStep, committed_hash
+from coppice.speculation.sampling import SamplingParams
+from coppice.speculation.tree import DraftTree
+from orchestrator.replicas import Replica
+from tests.faults.inline import Pipeline, pipeline
+from tests.mutants import MUTANTS
+from tests.tiny import make_target
+from tests.unit import test_law, test_weights
+
+VOCAB, WINDOW, PROMPTS, NEW = 64, 24, 10, 36
+WAYS = {
+    "plain": Way("plain", sessions=4),
+    "single": Way("single:self", 8, 4),
+    "merge": Way("merge", 16, 4),
+    "sessions lost": Way("merge", 16, 4),
+    "streams lost": Way("plain", sessions=4),
+}
+TAU = 4.0
+"""of a head that is the target itself, six deep, at T=1: less only where a text ends"""
+
+
+@dataclass
+class Rig:
+    """A pipeline that runs, and what plain decoding says to the questions."""
+
+    runner: asyncio.Runner
+    running: Pipeline
+    folder: Path
+    asked: list[Question]
+    expected: list[Ids] = field(default_factory=list)
+
+    def find(self, check: str) -> tuple[int, str]:
+        """Tokens until something was found, and what; 0 and nothing when all is well."""
+        if check in WAYS:
+            return self.runner.run(self.identity(check))
+        if check.startswith("law"):
+            return self.law(check.rpartition(" ")[2])
+        if check == "weights":
+            return self.weights()
+        return self.runner.run({"tau": self.tau, "features": self.features, "fence": self.fence}[check]())
+
+    async def identity(self, name: str) -> tuple[int, str]:
+        faults = self.running.faults
+        faults.lose_steps, faults.break_streams = name == "sessions lost", name == "streams lost"
+        said = await ask(self.running.address, self.asked, WAYS[name], NEW)
+        faults.lose_steps = faults.break_streams = False
+        line = compare(name, self.expected, said)
+        return line.compared, line.difference
+
+    def law(self, head: str) -> tuple[int, str]:
+        """A law is refuted at the level of test_law."""
+        for number, params in enumerate(test_law.SETTINGS, 1):
+            try:
+                p = test_law.p_of_step(head, params)
+            except AssertionError:  # an outcome that the law does not have
+                p = 0.0
+            if p < test_law.BOUND:
+                return 4 * number * test_law.SAMPLES, f"p = {p:.0e}"
+        return 0, ""
+
+    def weights(self) -> tuple[int, str]:
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            target = make_target(Path(folder) / "target", test_weights.VOCAB, layers=8, hidden=test_weights.HIDDEN)
+            try:
+                test_weights.test_after_a_swap_a_head_drafts_what_one_loaded_with_the_new_tensors_drafts(
+                    "specblock", "float32", target, Path(folder)
+                )
+            except AssertionError as error:
+                return 1, str(error).partition("\n")[0] or "another draft"
+        return 0, ""
+
+    async def tau(self) -> tuple[int, str]:
+        """What coupled drafts of the target itself are worth."""
+        steps = tokens = 0
+        async with AsyncClient(self.running.address) as client:
+            for seed in range(3):
+                prompt, _ = self.asked[seed]
+                sampling = SamplingParams(temperature=1.0, seed=seed)
+                told = {"policy": "single:self", "budget": 24, "max_new_tokens": NEW}
+                answer = await client.generate(prompt, sampling=sampling, ignore_eos=True, **told)  # type: ignore[arg-type]
+                steps, tokens = steps + answer.steps, tokens + sum(answer.accept_lengths)
+        return (0, "") if tokens >= TAU * steps else (tokens, f"tau {tokens / steps:.2f}, expected {TAU:g}")
+
+    async def features(self) -> tuple[int, str]:
+        """A verdict's features are the hidden states of what it commits."""
+        prompt, drafted = list(range(1, 20)), [5, 6, 7]
+        model = AutoModelForCausalLM.from_pretrained(self.folder / "target").eval()
+        worker = self.running.verifiers[0]
+        await worker.open(-1, OpenSession("features", prompt, SamplingParams(), frozenset(), 60, (0, 1)))
+        try:
+            fence = Fence(1, len(prompt), committed_hash(prompt))
+            tree = DraftTree(np.array(drafted), np.zeros(3, np.int64), np.full(3, -1, np.float32))
+            verdict = await worker.verify(-1, VerifyStep(fence, 4, tree))
+        finally:
+            worker.close(-1)
+        assert verdict.features is not None
+        path = [4, *(drafted[node - 1] for node in verdict.accepted)]
+        with torch.inference_mode():
+            hidden = model(torch.tensor([[*prompt, *path]]), output_hidden_states=True).hidden_states
+        wanted = torch.cat([hidden[layer][0, len(prompt) :] for layer in (0, 1)], dim=-1)
+        got = torch.frombuffer(bytearray(verdict.features.inline or b""), dtype=torch.float32).view_as(wanted)
+        return (0, "") if torch.allclose(got, wanted, atol=1e-4) else (len(path), "other features")
+
+    async def fence(self) -> tuple[int, str]:
+        """A step on other tokens than are committed is refused."""
+        worker = self.running.verifiers[0]
+        await worker.open(-2, OpenSession("fence", [1, 2, 3], SamplingParams(), frozenset(), 60))
+        try:
+            await worker.verify(-2, VerifyStep(Fence(1, 3, 7), 4, DraftTree.empty()))
+        except StaleFence:
+            return 0, ""
+        finally:
+            worker.close(-2)
+        return 1, "a stale step is verified"
+
+
+@contextmanager
+def rigged(folder: Path) -> Iterator[Rig]:
+    """Start a pipeline and ask plain decoding; what it says is what transformers draws, far from any rounding."""
+    target = make_target(folder / "target", VOCAB, window=WINDOW, tokenizer=False)
+    other = make_target(folder / "other", VOCAB, seed=1, tokenizer=False)
+    rng = random.Random(3)
+    prompts = [tuple(rng.randrange(VOCAB) for _ in range(50)) for _ in range(PROMPTS)]
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
+        patch.setattr(Replica, "cool_down", lambda self: True)  # a session that is lost on purpose says nothing
+        opened = pipeline(target, {"self": target, "other": other})
+        rig = Rig(runner, runner.run(opened.__aenter__()), folder, questions(prompts, PROMPTS, 1))
+        try:
+            said = runner.run(ask(rig.running.address, rig.asked, WAYS["plain"], NEW))
+            reference = Reference(target, "float32", threads=1)
+            pairs = zip(rig.asked, said, strict=True)
+            kept = [(one, own) for one, ids in pairs if (own := drawn_by(reference, one, ids)) is not None]
+            rig.asked, rig.expected = [one for one, _ in kept], [own for _, own in kept]
+            yield rig
+        finally:
+            runner.run(opened.__aexit__(None, None, None))
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    with rigged(tmp_path_factory.mktemp("mutants")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("check", dict.fromkeys(mutant.check for mutant in MUTANTS.values()))
+def test_without_a_planted_bug_nothing_is_found(rig: Rig, check: str) -> None:
+    assert rig.find(check) == (0, "")
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_bug_is_found(rig: Rig, name: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        MUTANTS[name].plant(patch)
+        tokens, found = rig.find(MUTANTS[name].check)
+    assert tokens > 0, "it survived"
+    assert found
+
+
+def rows() -> list[dict[str, object]]:
+    """Plant every bug, and say what found it after how many tokens."""
+    made: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory(prefix="coppice-mutants-") as folder, rigged(Path(folder)) as rig:
+        for name, mutant in MUTANTS.items():
+            with pytest.MonkeyPatch.context() as patch:
+                mutant.plant(patch)
+                tokens, found = rig.find(mutant.check)
+            made.append({"mutant": name, "check": mutant.check, "tokens": tokens, "found": found, "ok": tokens > 0})
+    return made
+
+
+if __name__ == "__main__":
+    made = rows()
+    for row in made:
+        print("{mutant}: {check}, {tokens} tokens: {found}".format(**row) if row["ok"] else f"FAILED {row['mutant']}")
+    if sys.argv[1:2] == ["--json"]:
+        Path(sys.argv[2]).write_text(json.dumps({"rows": made}), encoding="utf-8")
+    sys.exit(not all(row["ok"] for row in made))
