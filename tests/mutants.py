@@ -17,7 +17,7 @@ from coppice.engine.batch import PackedBatch
 from coppice.engine.engine import Engine, ForwardOutput
 from coppice.engine.kv_cache import BlockTable, KVPool
 from coppice.heads import lm, ngram
-from coppice.heads.weight_swap import ModelSwap
+from coppice.heads.weight_swap import WeightSwap
 from coppice.speculation import sampling
 from orchestrator import step_loop
 from services.verifier import acceptance, session, worker
@@ -133,14 +133,14 @@ def _token_repeated_at_resume(patch: Patch) -> None:
 
 
 def _weights_half_swapped(patch: Patch) -> None:
-    def swap(original: Any, self: ModelSwap[Any]) -> None:
+    def swap(original: Any, self: WeightSwap) -> None:
         old = self._head.model
         original(self)
         names = list(self._head.model.state_dict())
         half = {name: old.state_dict()[name] for name in names[: len(names) // 2]}
         self._head.model.load_state_dict(half, strict=False, assign=True)
 
-    _changed(patch, ModelSwap, "swap", swap)
+    _changed(patch, WeightSwap, "swap", swap)
 
 
 def _one_wrong_ancestor(patch: Patch) -> None:

@@ -206,7 +206,7 @@ class Serving:
         """set to end it, as SIGTERM does"""
         self.waits = StreamWaits(limits.idle_s, self.draining)
         self.address = ""
-        self._health = Health()
+        self.health = Health()
         self._service_name = ""
 
     async def start(
@@ -229,9 +229,9 @@ class Serving:
         credentials = server_credentials(self._tls, require) if self._tls.on else None
         port = _bind(self.server, host, self.settings.port, credentials)
         self.address = f"{self.settings.advertise or host}:{port}"
-        health_port = _bind(self._health.server, host, self.settings.health_port)
+        health_port = _bind(self.health.server, host, self.settings.health_port)
         await self.server.start()
-        self._health.start(self._service_name)
+        self.health.start(self._service_name)
         if self._registration is not None:
             self._registration.start(self.address)
         self._write_ready_file(f"{host}:{health_port}", f"{host}:{metrics_port}" if metrics_port else "")
@@ -257,9 +257,9 @@ class Serving:
         if self._registration is not None:
             await self._registration.stop()
         self.draining.set()
-        self._health.not_ready(self._service_name)
+        self.health.not_ready(self._service_name)
         await self.server.stop(self.settings.grace_s)
-        await self._health.stop()
+        await self.health.stop()
         for task in background:
             task.cancel()
         log.info("stopped", role=self.role)

@@ -79,6 +79,7 @@ async def _served(close: AsyncExitStack, settings: Settings, role: str, service:
     """Serve what `make` makes; returns its address."""
     serving = Serving(settings.server, settings.limits, role)
     await serving.start(service, make(serving.waits))
+    close.push_async_callback(serving.health.stop)
     close.push_async_callback(serving.server.stop, 0)
     return serving.address
 
@@ -117,9 +118,12 @@ async def pipeline(target: Path, heads: Mapping[str, Path]) -> AsyncIterator[Pip
             drafters_at[name] = await _served(close, settings, "drafter", service, drafting)
         metrics, dialer = OrchestratorMetrics(), Dialer()
         pool = TargetPool(at, dialer)
-        pools = {name: HeadPool(name, [address], dialer, metrics) for name, address in drafters_at.items()}
-        watching = [asyncio.create_task(one.watch()) for one in (pool, *pools.values())]
         description = await pool.first_target()
+        pools = {
+            name: HeadPool(name, [address], dialer, metrics, description.layers)
+            for name, address in drafters_at.items()
+        }
+        watching = [asyncio.create_task(one.watch()) for one in (pool, *pools.values())]
         await feature_layers(list(pools.values()), "heads")
         orchestrator = _Breaking(settings, description, pool, pools, None, metrics)
         orchestrator.faults = faults
