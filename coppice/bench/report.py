@@ -177,6 +177,7 @@ def method_table(title: str, rows: Sequence[Row]) -> Table:
         {
             "method": row.method.removeprefix("single:"),
             "tau": row.tau,
+            "drafts": row.tau - 1,
             "tokens/s": row.tokens_per_s,
             "x plain": row.speedup or None,
             "x hf": row.tokens_per_s / peer if peer else None,

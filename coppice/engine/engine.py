@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from coppice.engine.attention import NAME, UnsupportedModel, using
 from coppice.engine.attention_plan import plan_forward
 from coppice.engine.batch import PackedBatch, Piece, pack
+from coppice.engine.context import Context
 from coppice.engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool
 from coppice.engine.kv_layout import read_layout
 from coppice.engine.linear import fuse, prepack
@@ -33,12 +34,17 @@ class EngineInfo:
     """What is served. vocab_size is the width of the logits: every token id is below it."""
 
     vocab_size: int
-    max_context: int
+    context: Context
     layers: int
     hidden_size: int
     eos_ids: tuple[int, ...]
     dtype: str
     feature_layers: tuple[int, ...]  # those drafters want by default; empty when the model has too few layers
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of the longest text."""
+        return self.context.tokens
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ class Engine:
             feature_layers = (2, count // 2, count - 3) if count >= MIN_FEATURE_LAYERS else ()
         self.info = EngineInfo(
             vocab_size=layout.vocab_size,
-            max_context=_max_context(model, kv_tokens),
+            context=Context.of(model.config.get_text_config(), kv_tokens),
             layers=layout.layers,
             hidden_size=model.config.get_text_config().hidden_size,
             eos_ids=_eos_ids(model),
@@ -185,18 +191,6 @@ def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise UnsupportedModel(f"{type(model).__name__} has no list of {count} decoder layers")
-
-
-def _max_context(model: PreTrainedModel, otherwise: int) -> int:
-    """Longest text, tokens."""
-    config = model.config.get_text_config()
-    longest = int(getattr(config, "max_position_embeddings", None) or otherwise)
-    rope = getattr(config, "rope_parameters", None) or {}
-    for kind in [rope] if "rope_type" in rope else rope.values():
-        # These rotate by the longest text *in the batch*: beyond their first length, sessions would change each other.
-        if kind and kind.get("rope_type") in ("dynamic", "longrope"):
-            longest = min(longest, int(kind.get("original_max_position_embeddings") or longest))
-    return longest
 
 
 def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
