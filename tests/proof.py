@@ -73,8 +73,12 @@ def run(name: str, command: Sequence[str], root: Path) -> dict[str, Any]:
         "ok": code == 0,
         "minutes": (time.monotonic() - began) / 60,
         "said": [*failures[:1], *lines[-1:], ""][0][:120],
-        "faults": json.loads(faults.read_text())["rows"] if faults.exists() else [],
+        "faults": _rows(json.loads(faults.read_text())) if faults.exists() else [],
     }
+
+
+def _rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{name: row[name] for name in FAULTS} for row in report["rows"]]
 
 
 def prove(campaigns: Mapping[str, Sequence[str]], root: Path, names: Sequence[str] = ("",)) -> bool:

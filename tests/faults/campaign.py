@@ -1,6 +1,7 @@
 """`coppice faults` on tiny models made for it, so that processes and not forwards are what takes time.
 
-`python -m tests.faults.campaign --kinds verifier --repeat 20 --json FILE`, and any other option of `coppice faults`.
+`python -m tests.faults.campaign --kinds verifier --repeat 20 --json FILE`, and any other option of `coppice faults`;
+`--tls` alone makes the certificates too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from coppice.cli import main
+from tests.certificates import Authority
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random
 
@@ -21,5 +23,7 @@ if __name__ == "__main__":
         block = save_random(folder / "block", "specblock", vocab_size=32, draft_vocab_size=24)
         told = ["--target", str(target), "--heads", f"self=lm:{target}", "--heads", f"block=specblock:{block}"]
         os.environ |= {"COPPICE_VERIFIER__THREADS": "1", "COPPICE_DRAFTER__THREADS": "1", "OMP_NUM_THREADS": "1"}
+        if "--tls" in sys.argv:
+            sys.argv.insert(sys.argv.index("--tls") + 1, str(Authority(folder / "certificates").folder))
         sys.argv = ["coppice", "faults", *told, *sys.argv[1:]]
         main()

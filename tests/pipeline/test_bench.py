@@ -102,7 +102,9 @@ def test_every_turn_of_a_conversation_is_asked_behind_the_earlier_answers(
     )
     report = Report("bench run", "float32", 1)
     rows = run(stack, client, reference, plan, report, False, lambda line: None)
-    assert [(row.row.prompts, row.row.verdicts.wrong, row.row.verdicts.ties) for row in rows] == [(12, 0, 0)] * 2  # the last group is filled up
+    assert [(row.row.prompts, row.row.verdicts.wrong, row.row.verdicts.ties) for row in rows] == [
+        (12, 0, 0)
+    ] * 2  # the last group is filled up
     texts = []
     for file in sorted(tmp_path.iterdir()):
         first = json.loads(file.read_text().splitlines()[0])
