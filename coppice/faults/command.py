@@ -83,7 +83,11 @@ def faults(
         ledger = Ledger(report, faults, repeat, json_file, lambda line: console.print(line, soft_wrap=True))
         if resume:
             ledger.resume()
-        report.checks += campaign(spec, chosen, plan, ledger, lambda line: status.update(line))
+        try:
+            report.checks += campaign(spec, chosen, plan, ledger, lambda line: status.update(line))
+        except BaseException:
+            ledger.report().print(console)
+            raise
     finish(console, ledger.report(), json_file)
 
 

@@ -86,7 +86,9 @@ class Ledger:
     def _remaining(self) -> float:
         """Seconds that what is left takes if it goes on as this call did so far."""
         done = sum(row.repetitions for row in self.rows.values()) - self._done_before
-        return (time.monotonic() - self._began) / max(1, done) * sum(map(self.left, self._faults))
+        under_way = [self.rows[fault] for fault in self._faults if fault not in self._complete]
+        left = sum(max(0, self._repeat - row.repetitions) for row in under_way)
+        return (time.monotonic() - self._began) / max(1, done) * left
 
 
 def _clock(seconds: float) -> str:

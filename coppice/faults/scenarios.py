@@ -93,8 +93,7 @@ async def drafters_gone(rig: Rig, row: FaultRow) -> None:
             await asyncio.sleep(rig.plan.window_s)
             rates[policy].append(load.tokens / rig.plan.window_s)
         row.count(load.streams)
-    for name in names:
-        await rig.restart(name)
+    await rig.restart(*names)
     share = percentile(rates[""], 0.5) / max(1e-9, percentile(rates["plain"], 0.5))
     row.checks.append(Check.at_least(f"{row.fault}: throughput over plain's", share, GONE_SHARE))
     await rig.settle(row)
