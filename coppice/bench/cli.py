@@ -66,7 +66,7 @@ def exact(
             seed=seed,
         )
         reference = reference_of(stack.spec)
-        ids = prompt_ids(prompts, n, client, reference)
+        ids = prompt_ids(prompts, n, client, reference, max_new_tokens)
         with console.status("decoding") as status:
             rows = run_exact(client, ids, plan, reference, report, lambda line: status.update(line))
         report.checks += exactness_checks(rows, report.dtype, target is None, max_new_tokens)
@@ -89,7 +89,7 @@ def steps(
 
     spec = spec_of(target, heads, dtype)
     with measuring("bench steps", spec, json_file) as (_, _, report, client):
-        texts = prompts_of(prompts, n, client)
+        texts = prompts_of(prompts, n, client, max_new_tokens)
         measured = []
         for method in methods_of(client.describe(), methods or ()):
             _, *answers = answers_to(client, [texts[0], *texts], policy=method, max_new_tokens=max_new_tokens)
@@ -120,7 +120,7 @@ def rows(
         lines = [{"rows": count, "ms": took, "over 1 row": took / by_rows[1]} for count, took in by_rows.items()]
         report.add_figures("rows", "one forward, one session", lines)
         reference = reference_of(stack.spec)
-        ids = prompt_ids(prompts, n, client, reference)
+        ids = prompt_ids(prompts, n, client, reference, max_new_tokens)
         matrix_units = verifier.device.startswith("cuda") or "amx_bf16" in this_machine().features
         report.checks.append(rows_check(by_rows, verifier.dtype, matrix_units))
         report.checks.append(plain_over_generate(client, reference, ids, max_new_tokens, rounds))

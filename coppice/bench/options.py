@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from coppice.errors import InvalidField
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -109,9 +111,27 @@ def shipped_heads(methods: Sequence[str]) -> list[str] | None:
     return [head for head in SHIPPED_HEADS if head in named or (head == "lm" and "hf-assisted" in named)] or None
 
 
-def prompts_of(file: Path | None, count: int, client: Client) -> list[str | tuple[int, ...]]:
-    """The first `count` prompts of a file or of Coppice's own; random ids for a target without a tokenizer."""
-    return [one.prompt for one in file_prompts(file, count, client.describe())]
+def prompts_of(file: Path | None, count: int, client: Client, new_tokens: int = 0) -> list[str | tuple[int, ...]]:
+    """The first `count` prompts of a file or of Coppice's own; random ids for a target without a tokenizer.
+
+    Raises InvalidField naming a file's prompts that do not fit into the context with an answer of `new_tokens`.
+    """
+    model = client.describe()
+    prompts = file_prompts(file, count, model)
+    long = [one.name for one in prompts if file and not _fits(client, one.prompt, model.max_len - new_tokens)]
+    if long:
+        why = f"no room for {new_tokens} new tokens in a context of {model.max_len} behind {'; '.join(long)}"
+        raise InvalidField("prompts", why)
+    return [one.prompt for one in prompts]
+
+
+def _fits(client: Client, prompt: str | tuple[int, ...], most: int) -> bool:
+    try:
+        return client.prompt_tokens(prompt) <= most
+    except InvalidField as error:
+        if error.field == "prompt":
+            return False
+        raise
 
 
 def file_prompts(
@@ -148,9 +168,11 @@ def spread(prompts: list[FilePrompt], count: int | None) -> list[FilePrompt]:
     return [prompt for turn in turns for prompt in turn if prompt is not None][:count]
 
 
-def prompt_ids(file: Path | None, count: int, client: Client, reference: Reference) -> list[tuple[int, ...]]:
+def prompt_ids(
+    file: Path | None, count: int, client: Client, reference: Reference, new_tokens: int
+) -> list[tuple[int, ...]]:
     """As prompts_of, as token ids."""
-    prompts = prompts_of(file, count, client)
+    prompts = prompts_of(file, count, client, new_tokens)
     return [reference.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 

@@ -53,6 +53,8 @@ def fitting(client: Client, prompts: Iterable[FilePrompt], chat: bool, new_token
                 raise InvalidField("prompt", f"{tokens} tokens leave no room in a context of {room}")
             fit.append(one)
         except InvalidField as error:
+            if error.field != "prompt":
+                raise
             long.append(f"{one.name}: {str(error).partition(': ')[2]}")
     if long and not skip:
         raise InvalidField("prompt-file", f"--skip-long goes on without {'; '.join(long)}")

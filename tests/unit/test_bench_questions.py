@@ -19,12 +19,14 @@ from coppice.bench.run.pairs import Cell, Pairs
 from coppice.bench.run.questions import Question, Wanted, read_questions
 from coppice.bench.target_text import TargetText
 from coppice.cli import main
+from coppice.client.client import Client
 from coppice.client.completion import Accumulator, Completion
 from coppice.engine.context import Context
 from coppice.errors import InvalidField, Unavailable
 from coppice.messages.generation import Chunk, Finished, Origin, Started
 from coppice.prompts.files import FilePrompt, read_prompts
 from coppice.stack.launch import Stack
+from tests.fake_service import MAX_LEN, echo_server
 from tests.tiny import make_target
 
 CONTEXT = 100
@@ -199,6 +201,16 @@ def test_speed_benchs_placeholders_and_parquet_are_refused_with_a_way_out(tmp_pa
         read_prompts(file)
     with pytest.raises(InvalidField, match="to_json"):
         read_prompts(tmp_path / "test.parquet")
+
+
+def test_other_benchmarks_name_long_prompts_too(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"short\n{'x' * MAX_LEN}\n{'y' * (MAX_LEN - 8)}\n")
+    with echo_server() as (address, _), Client(address) as client:
+        assert len(options.prompts_of(file, 1, client, 8)) == 1
+        with pytest.raises(InvalidField, match=f"context of {MAX_LEN} behind {file} line 2") as refused:
+            options.prompts_of(file, 3, client, 16)
+    assert "line 3" in str(refused.value)
 
 
 def test_both_conventions_of_tau_are_in_the_table() -> None:
