@@ -14,7 +14,6 @@ import typer
 from coppice import __version__
 
 if TYPE_CHECKING:
-    from coppice.client.client import Client
     from coppice.client.completion import Completion
     from coppice.stack.launch import Stack
 
@@ -157,8 +156,14 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="What to continue.")] = None,
     ids: Annotated[str | None, typer.Option(help="Token ids instead, such as 1,2,3.")] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="A file instead: .jsonl and .txt hold a prompt a line, others are one prompt.")
+        Path | None,
+        typer.Option(
+            help="A file instead: .jsonl and .txt hold a prompt a line, others are one prompt. All turns are asked."
+        ),
     ] = None,
+    skip_long: Annotated[
+        bool, typer.Option("--skip-long", help="Leave out a file's prompts that the server's context has no room for.")
+    ] = False,
     address: Address = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message.")] = False,
     policy: Annotated[
@@ -188,8 +193,9 @@ def generate(
 ) -> None:
     """Answer a prompt, streaming the text."""
     from coppice.client.client import Client, Options
+    from coppice.commands.generate import answers_of, fitting, prompts_of
 
-    prompts = _read_prompts(prompt, ids, prompt_file)
+    prompts = prompts_of(prompt, ids, prompt_file)
     options: Options = {
         "policy": policy,
         "budget": budget,
@@ -207,10 +213,12 @@ def generate(
         "trees": show_tree or tree_picture is not None,
     }
     with Client(address) as client:
+        if prompt_file:
+            prompts = fitting(client, prompts, chat, max_new_tokens, skip_long)
         for one in prompts:
-            answer = _answer(client, [{"role": "user", "content": one}] if chat else one, options, as_json)
-            if answer.trees:
-                _draw_tree(answer, show_tree and not as_json, tree_picture)
+            for answer in answers_of(client, one, chat, options, as_json):
+                if answer.trees:
+                    _draw_tree(answer, show_tree and not as_json, tree_picture)
 
 
 def _read_bias(pairs: Iterable[str]) -> dict[int, float]:
@@ -232,51 +240,6 @@ def _draw_tree(answer: "Completion", shown: bool, picture: Path | None) -> None:
         show(tree, Console())
     if picture:
         save(tree, picture)
-
-
-def _read_prompts(prompt: str | None, ids: str | None, file: Path | None) -> list[Any]:
-    """The prompts of the options, of which exactly one is given."""
-    if sum(source is not None for source in (prompt, ids, file)) != 1:
-        raise typer.BadParameter("give exactly one of PROMPT, --ids and --prompt-file", param_hint="PROMPT")
-    if prompt is not None:
-        return [prompt]
-    if ids is not None:
-        try:
-            return [[int(token) for token in ids.split(",")]]
-        except ValueError:
-            raise typer.BadParameter(f"{ids!r} is not ids with commas between", param_hint="--ids") from None
-    assert file
-    if file.suffix in (".jsonl", ".txt"):
-        from coppice.prompts.files import read_prompts
-
-        return [line.prompt for line in read_prompts(file)]
-    try:
-        return [file.read_text(encoding="utf-8")]
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(str(error), param_hint="--prompt-file") from None
-
-
-def _answer(client: "Client", prompt: Any, options: Any, as_json: bool) -> "Completion":
-    """Print one answer: its text as it comes, or its JSON object at the end; Ctrl-C leaves what there is."""
-    import json
-
-    from coppice.client.completion import Accumulator
-    from coppice.messages.generation import Chunk
-
-    answer = Accumulator(options["seed"])
-    try:
-        for event in client.stream(prompt, **options):
-            answer.add(event)
-            if isinstance(event, Chunk) and not as_json:
-                print(event.text, end="", flush=True)
-    finally:
-        completion = answer.completion()
-        if as_json and completion.policy:  # else the call failed before it began
-            print(json.dumps(completion.to_json()))
-        elif not as_json and completion.ids:
-            # A target without a tokenizer answers in ids only.
-            print("" if completion.text else ",".join(map(str, completion.ids)))
-    return completion
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

@@ -203,7 +203,9 @@ class GenerationServicer:
             stop_ids=frozenset() if request.ignore_eos else frozenset(self.target.eos_ids),
             max_new_tokens=new,
             draft_deadline_s=settings.draft_deadline_ms / 1e3,
-            whole_tree=(request.budget is not None and policy.name != "auto") or policy.name == "merge-full",
+            whole_tree=(request.budget is not None and policy.name != "auto")
+            or policy.name == "merge-full"
+            or request.pq,
         )
 
     async def DescribeModel(

@@ -28,6 +28,7 @@ SERVICES = {
     "orchestrator": generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
     "adapter": adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"],
 }
+MAX_LEN = 512
 ERRORS = {"busy": Overloaded, "lost": NotFound, "gone": Unavailable}
 
 
@@ -64,6 +65,8 @@ class Echo:
             raise ERRORS[text](text)
         if text in ("mute", "wait") and not request.resume_ids:  # before the first event, or the call could end unheard
             context.add_callback(self.cancelled.set)
+        if len(request.ids or text.encode()) >= MAX_LEN:
+            raise InvalidField("prompt", f"{len(request.ids or text)} tokens leave no room in a context of {MAX_LEN}")
         ids = (request.ids or tuple(text.encode()))[len(request.resume_ids) :]
         yield generation.response_to_wire(Started(len(ids), request.policy or "route", ("a", "b"), 31))
         yield _chunk(ids[:1], request.want_log_probs)
@@ -87,7 +90,7 @@ class Echo:
         if self.mute:
             self.cancelled.wait(60)
         return generation.model_to_wire(
-            ModelDescription("echo", 1000, 512, ("a", "b"), ("plain", "route"), "route", 31, True, True)
+            ModelDescription("echo", 1000, MAX_LEN, ("a", "b"), ("plain", "route"), "route", 31, True, True)
         )
 
 

@@ -79,10 +79,15 @@ def run(name: str, command: Sequence[str], root: Path) -> dict[str, Any]:
         "ok": code == 0,
         "minutes": (time.monotonic() - began) / 60,
         "said": [*failures[:1], *lines[-1:], ""][0][:120],
-        "mutants" if name == "planted bugs" else "faults": json.loads(faults.read_text())["rows"]
+        "mutants" if name == "planted bugs" else "faults": _rows(name, json.loads(faults.read_text()))
         if faults.exists()
         else [],
     }
+
+
+def _rows(name: str, report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    columns = MUTANTS if name == "planted bugs" else FAULTS
+    return [{column: row.get(column) for column in columns} for row in report["rows"]]
 
 
 def prove(campaigns: Mapping[str, Sequence[str]], root: Path, names: Sequence[str] = ("",)) -> bool:

@@ -69,7 +69,7 @@ def exact(
             seed=seed,
         )
         reference = reference_of(stack.spec)
-        ids = prompt_ids(prompts, n, client, reference)
+        ids = prompt_ids(prompts, n, client, reference, max_new_tokens)
         with console.status("decoding") as status:
             rows = run_exact(client, ids, plan, reference, report, lambda line: status.update(line))
         report.checks += exactness_checks(rows, report.dtype, target is None, max_new_tokens)
@@ -103,7 +103,7 @@ def identity(
         ways += starmap(Way, product(drafting, numbers("budgets", budgets, int), mixes))
         syncs, kills = (Way(ways[-1].method, during=during) for during in MEANWHILE)
         reference = reference_of(stack.spec)
-        asked = questions(prompt_ids(None, 60, client, reference), int(SPARE * count) + 1, seed)
+        asked = questions(prompt_ids(None, 60, client, reference, max_new_tokens), int(SPARE * count) + 1, seed)
         with counting(console, "ids", (len(ways) + 2 + adapts) * count * max_new_tokens) as heard:
             identity = Identity(
                 asked, max_new_tokens, heard, lambda line: console.print(line, highlight=False, soft_wrap=True)
@@ -134,7 +134,7 @@ def steps(
 
     spec = spec_of(target, heads, dtype)
     with measuring("bench steps", spec, json_file) as (_, _, report, client):
-        texts = prompts_of(prompts, n, client)
+        texts = prompts_of(prompts, n, client, max_new_tokens)
         measured = []
         for method in methods_of(client.describe(), methods or ()):
             _, *answers = answers_to(client, [texts[0], *texts], policy=method, max_new_tokens=max_new_tokens)
@@ -165,7 +165,7 @@ def rows(
         lines = [{"rows": count, "ms": took, "over 1 row": took / by_rows[1]} for count, took in by_rows.items()]
         report.add_figures("rows", "one forward, one session", lines)
         reference = reference_of(stack.spec)
-        ids = prompt_ids(prompts, n, client, reference)
+        ids = prompt_ids(prompts, n, client, reference, max_new_tokens)
         matrix_units = verifier.device.startswith("cuda") or "amx_bf16" in this_machine().features
         report.checks.append(rows_check(by_rows, verifier.dtype, matrix_units))
         report.checks.append(plain_over_generate(client, reference, ids, max_new_tokens, rounds))

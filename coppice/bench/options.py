@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from coppice.errors import InvalidField
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from coppice.bench.reference import Reference
     from coppice.bench.report import Check, Report
+    from coppice.bench.target_text import TargetText
     from coppice.client.client import Client
+    from coppice.messages.generation import ModelDescription
     from coppice.prompts.files import FilePrompt
     from coppice.stack.launch import Stack
     from coppice.stack.spec import StackSpec
@@ -43,14 +47,26 @@ JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="A
 
 @contextmanager
 def measuring(command: str, spec: StackSpec, json_file: Path | None) -> Iterator[tuple[Console, Stack, Report, Client]]:
-    """A running stack with a client, and a report that is printed and written at the end; exits 1 if a check failed."""
+    """A running stack with a client, and a report that is printed and written at the end; exits 1 if a check failed.
+
+    What breaks it off leaves by then measured figures printed and written all the same.
+    """
     from rich.console import Console
 
+    from coppice.bench.report import Check
     from coppice.client.client import Client
 
     console, report = Console(), report_of(command, spec)
-    with running(spec, report) as stack, Client(stack.address) as client:
-        yield console, stack, report, client
+    try:
+        with running(spec, report) as stack, Client(stack.address) as client:
+            yield console, stack, report, client
+    except (Exception, KeyboardInterrupt) as error:
+        if report.rows or report.figures:  # what was measured before is not lost
+            report.checks.append(Check("broken off", 1, "0", False, " ".join(str(error).split())[:300]))
+            report.print(console)
+            if json_file:
+                report.write(json_file)
+        raise
     finish(console, report, json_file)
 
 
@@ -106,20 +122,43 @@ def shipped_heads(methods: Sequence[str]) -> list[str] | None:
     return [head for head in SHIPPED_HEADS if head in named or (head == "lm" and "hf-assisted" in named)] or None
 
 
-def prompts_of(file: Path | None, count: int, client: Client) -> list[str | tuple[int, ...]]:
-    """The first `count` prompts of a file or of Coppice's own; random ids for a target without a tokenizer."""
-    return [one.prompt for one in file_prompts(file, count, client)]
+def prompts_of(file: Path | None, count: int, client: Client, new_tokens: int = 0) -> list[str | tuple[int, ...]]:
+    """The first `count` prompts of a file or of Coppice's own; random ids for a target without a tokenizer.
+
+    Raises InvalidField naming a file's prompts that do not fit into the context with an answer of `new_tokens`.
+    """
+    model = client.describe()
+    prompts = file_prompts(file, count, model)
+    long = [one.name for one in prompts if file and not _fits(client, one.prompt, model.max_len - new_tokens)]
+    if long:
+        why = f"no room for {new_tokens} new tokens in a context of {model.max_len} behind {'; '.join(long)}"
+        raise InvalidField("prompts", why)
+    return [one.prompt for one in prompts]
 
 
-def file_prompts(file: Path | None, count: int, client: Client, category: str | None = None) -> list[FilePrompt]:
-    """As prompts_of, with what the file says of each; a category, or several with commas between, leaves out others."""
+def _fits(client: Client, prompt: str | tuple[int, ...], most: int) -> bool:
+    try:
+        return client.prompt_tokens(prompt) <= most
+    except InvalidField as error:
+        if error.field == "prompt":
+            return False
+        raise
+
+
+def file_prompts(
+    file: Path | None, count: int | None, model: ModelDescription | TargetText, category: str | None = None
+) -> list[FilePrompt]:
+    """As prompts_of, with what the file says of each; a category, or several with commas between, leaves out others.
+
+    `count` None: all of them.
+    """
     from coppice.prompts.files import FilePrompt, demo_prompts, read_prompts
 
-    model = client.describe()
     if file is None and not model.has_tokenizer:
-        rng = random.Random(0)  # noqa: S311
+        rng, size = random.Random(0), model.vocab_size  # noqa: S311
         return [
-            FilePrompt(tuple(rng.randrange(model.vocab_size) for _ in range(8 + 5 * number))) for number in range(count)
+            FilePrompt(tuple(rng.randrange(size) for _ in range(8 + 5 * number)), where=f"random prompt {number + 1}")
+            for number in range(count or 1)
         ]
     prompts = read_prompts(file) if file else demo_prompts()
     if category:
@@ -131,7 +170,7 @@ def file_prompts(file: Path | None, count: int, client: Client, category: str | 
     return prompts[:count]
 
 
-def spread(prompts: list[FilePrompt], count: int) -> list[FilePrompt]:
+def spread(prompts: list[FilePrompt], count: int | None) -> list[FilePrompt]:
     """`count` prompts taken from all categories in turn."""
     by_category: dict[str, list[FilePrompt]] = {}
     for prompt in prompts:
@@ -140,9 +179,11 @@ def spread(prompts: list[FilePrompt], count: int) -> list[FilePrompt]:
     return [prompt for turn in turns for prompt in turn if prompt is not None][:count]
 
 
-def prompt_ids(file: Path | None, count: int, client: Client, reference: Reference) -> list[tuple[int, ...]]:
+def prompt_ids(
+    file: Path | None, count: int, client: Client, reference: Reference, new_tokens: int
+) -> list[tuple[int, ...]]:
     """As prompts_of, as token ids."""
-    prompts = prompts_of(file, count, client)
+    prompts = prompts_of(file, count, client, new_tokens)
     return [reference.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
@@ -173,16 +214,13 @@ def finish(console: Console, report: Report, json_file: Path | None) -> None:
 
 def encode(target: Path, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
     """A prompt as the target's token ids."""
-    from tokenizers import Tokenizer
+    from coppice.bench.target_text import TargetText
 
-    if isinstance(prompt, str):
-        return tuple(Tokenizer.from_file(str(target / "tokenizer.json")).encode(prompt).ids)
-    return prompt
+    return TargetText(target).encode(prompt) if isinstance(prompt, str) else prompt
 
 
 def vocab_size_of(target: Path) -> int:
     """The size of a target's vocabulary, which its heads may need to be told."""
-    from transformers import AutoConfig
+    from coppice.bench.target_text import TargetText
 
-    config = AutoConfig.from_pretrained(target, local_files_only=True, trust_remote_code=False)
-    return int(config.get_text_config().vocab_size)
+    return TargetText(target).vocab_size

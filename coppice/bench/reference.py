@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coppice.bench.report import Verdict
+from coppice.bench.target_text import TargetText
 from coppice.client.completion import Completion
 from coppice.messages.generation import Origin
 from coppice.speculation.penalties import Penalties
@@ -31,7 +31,6 @@ from coppice.speculation.sampling import SamplingParams, decode_row, draw, noise
 # row is 0.140 in the mean and 0.82 at most, of transformers' 0.140 and 0.75. In float32 nothing may differ; a tie
 # there is reported as one and fails.
 EPS = 0.8
-_TOKENIZER = "tokenizer.json"
 _SAMPLED_ONLY = ("temperature", "top_k", "top_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
@@ -59,7 +58,8 @@ class Reference:
 
         if threads:
             torch.set_num_threads(threads)
-        self._torch, self._target, self._placed = torch, target, (dtype, device)
+        self._torch, self._placed = torch, (dtype, device)
+        self.text = TargetText(target)
         self._model = self.load(target)
 
     def load(self, folder: Path) -> Any:
@@ -78,26 +78,12 @@ class Reference:
         return model
 
     def encode(self, text: str, chat: bool = False) -> tuple[int, ...]:
-        """Token ids of a text, as the tokenizer alone gives them, or of a user's message in the chat template."""
-        if chat:
-            transformers: Any = import_module("transformers")
-            tokenizer = transformers.AutoTokenizer.from_pretrained(self._target, local_files_only=True)
-            message = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        return tuple(self._tokenizer.encode(text, add_special_tokens=not chat).ids)
+        """Token ids of a text, or of a user's message in the chat template."""
+        return self.text.encode(text, chat)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Their text; the ids themselves with spaces between where there is no tokenizer."""
-        if not (self._target / _TOKENIZER).is_file():
-            return " ".join(map(str, ids))
-        text: str = self._tokenizer.decode(list(ids))
-        return text
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        from tokenizers import Tokenizer
-
-        return Tokenizer.from_file(str(self._target / _TOKENIZER))
+        return self.text.decode(ids)
 
     def greedy(self, ids: Sequence[int], max_new_tokens: int) -> Completion:
         """`generate(do_sample=False)` of exactly `max_new_tokens`, end-of-text ids included like any other."""

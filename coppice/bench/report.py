@@ -178,6 +178,7 @@ def method_table(title: str, rows: Sequence[Row]) -> Table:
             "method": row.method.removeprefix("single:"),
             "budget": row.budget or None,
             "tau": row.tau,
+            "drafts": row.tau - 1,
             "tokens/s": row.tokens_per_s,
             "x plain": row.speedup or None,
             "x hf": row.tokens_per_s / peer if peer else None,

@@ -233,6 +233,11 @@ class Client(_Endpoint, contextlib.AbstractContextManager["Client"]):
             answer.add(event)
         return answer.completion()
 
+    def prompt_tokens(self, prompt: Prompt) -> int:
+        """How many tokens the server makes of a prompt, at no forward. Raises InvalidField where they leave no room."""
+        # Who holds all that was asked for is only told so.
+        return self.generate(prompt, policy="plain", max_new_tokens=1, resume_ids=(0,)).prompt_tokens
+
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[StreamEvent]:
         """Started, then Chunks, then Finished. Leaving the loop early cancels the call.
 

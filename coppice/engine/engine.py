@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from coppice.engine.attention import UnsupportedModel, using
 from coppice.engine.attention_plan import plan_forward
 from coppice.engine.batch import PackedBatch, Piece, pack
+from coppice.engine.context import Context
 from coppice.engine.fingerprint import fingerprint
 from coppice.engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool
 from coppice.engine.kv_layout import read_layout
@@ -34,13 +35,18 @@ class EngineInfo:
     """What is served. vocab_size is the width of the logits: every token id is below it."""
 
     vocab_size: int
-    max_context: int
+    context: Context
     layers: int
     hidden_size: int
     eos_ids: tuple[int, ...]
     dtype: str
     feature_layers: tuple[int, ...]  # those drafters want by default
     weights_hash: bytes  # the fingerprint of what was loaded
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of the longest text."""
+        return self.context.tokens
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class Engine:
             feature_layers = default_feature_layers(count)
         self.info = EngineInfo(
             vocab_size=layout.vocab_size,
-            max_context=_max_context(model, kv_tokens),
+            context=Context.of(model.config.get_text_config(), kv_tokens),
             layers=count,
             hidden_size=model.config.get_text_config().hidden_size,
             eos_ids=_eos_ids(model),
@@ -199,18 +205,6 @@ def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise UnsupportedModel(f"{type(model).__name__} has no list of {count} decoder layers")
-
-
-def _max_context(model: PreTrainedModel, otherwise: int) -> int:
-    """Longest text, tokens."""
-    config = model.config.get_text_config()
-    longest = int(getattr(config, "max_position_embeddings", None) or otherwise)
-    rope = getattr(config, "rope_parameters", None) or {}
-    for kind in [rope] if "rope_type" in rope else rope.values():
-        # These rotate by the longest text *in the batch*: beyond their first length, sessions would change each other.
-        if kind and kind.get("rope_type") in ("dynamic", "longrope"):
-            longest = min(longest, int(kind.get("original_max_position_embeddings") or longest))
-    return longest
 
 
 def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:

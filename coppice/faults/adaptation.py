@@ -17,7 +17,6 @@ from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import CoppiceError
 from coppice.faults.report import FaultRow
 from coppice.faults.rig import Rig, Run, Scenario
-from coppice.rpc.channels import Dialer
 from coppice.stack.launch import ADAPTER, REDIS
 from coppice.stack.process import ProcessFailed
 from coppice.telemetry import metric
@@ -122,7 +121,7 @@ async def _flows_again(rig: Rig, row: FaultRow) -> None:
 
 async def _status(rig: Rig) -> Any:
     def ask() -> Any:
-        with AdapterClient(rig.stack.services[ADAPTER].address) as client:
+        with AdapterClient(rig.stack.services[ADAPTER].address, dialer=rig.plan.dialer("operator")) as client:
             return client.status()
 
     with contextlib.suppress(CoppiceError):
@@ -156,7 +155,7 @@ async def random_weights(rig: Rig, row: FaultRow) -> None:
         async with rig.watched(row) as load:
             for head in heads:
                 for name in _drafters(rig, head.name):
-                    async with DrafterLink(rig.stack.services[name].address, Dialer()) as link:
+                    async with DrafterLink(rig.stack.services[name].address, rig.plan.dialer("adapter")) as link:
                         await link.push(*head.random((await link.describe()).weights_version + 1, name=None))
             wanted = len(load.streams) + rig.plan.sessions
             await rig.until(lambda load=load, wanted=wanted: len(load.streams) >= wanted, 30)  # type: ignore[misc]
@@ -178,7 +177,9 @@ async def corrupted(rig: Rig, row: FaultRow) -> None:
         names = _drafters(rig, head.name)
         async with rig.watched(row, names), contextlib.AsyncExitStack() as links:
             for name in names:
-                link = await links.enter_async_context(DrafterLink(rig.stack.services[name].address, Dialer()))
+                link = await links.enter_async_context(
+                    DrafterLink(rig.stack.services[name].address, rig.plan.dialer("adapter"))
+                )
                 before = await link.describe()
                 for what, spoil in CORRUPTIONS.items():
                     push = await asyncio.to_thread(spoil, head)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import grpc
 import grpc.aio
 
 from coppice.client.client import AsyncClient
+from coppice.client.completion import StreamEvent
 from coppice.errors import from_rpc_error
 from coppice.messages.generation import Chunk
 from coppice.rpc.channels import Dialer
@@ -38,16 +40,19 @@ class Held:
         return self.sessions == 0 and self.kv_tokens == 0 and self.opened == self.closed
 
 
-async def held(ready: Ready) -> Held:
-    """What a verifier, drafter or orchestrator holds now. Raises CoppiceError when it does not answer."""
+async def held(ready: Ready, dialer: Dialer) -> Held:
+    """What a verifier, drafter or orchestrator holds now; the dialer's certificate is an orchestrator's.
+
+    Raises CoppiceError when it does not answer.
+    """
     if ready.role == "drafter":
-        async with DrafterLink(ready.address, Dialer()) as link:
+        async with DrafterLink(ready.address, dialer) as link:
             head = await link.describe(CALL_S)
         return Held(head.sessions, 0, head.sessions_opened, head.sessions_closed)
     if ready.role == "orchestrator":
         async with AsyncClient(ready.address) as client:
             return Held((await client.describe(CALL_S)).running)
-    async with Dialer().open(ready.address) as channel:
+    async with dialer.open(ready.address) as channel:
         request = verifier_pb2.DescribeTargetRequest()
         try:
             target = read_target(await VerifierServiceStub(channel).DescribeTarget(request, timeout=CALL_S))
@@ -60,16 +65,19 @@ class Direct:
     """Requests to one orchestrator that are never tried again."""
 
     def __init__(self, address: str) -> None:
-        self._channel = Dialer().open(address)
+        self._channel = Dialer.from_environment().open(address)
         self._stub = GenerationServiceStub(self._channel)
 
-    async def ask(self, message: Any, deadline_s: float) -> list[int]:
-        """The ids that a GenerateRequest is answered with. Raises CoppiceError."""
+    async def ask(
+        self, message: Any, deadline_s: float, hear: Callable[[StreamEvent], None] = lambda event: None
+    ) -> list[int]:
+        """The ids that a GenerateRequest is answered with; `hear` takes every event. Raises CoppiceError."""
         ids: list[int] = []
         call = self._stub.Generate(message, timeout=deadline_s)
         try:
             async for response in call:
                 event = read_response(response)
+                hear(event)
                 if isinstance(event, Chunk):
                     ids += event.ids
         except grpc.RpcError as error:

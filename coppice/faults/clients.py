@@ -9,10 +9,10 @@ import time
 from itertools import cycle, islice
 
 from coppice.bench.report import Check
-from coppice.client.client import AsyncClient, build_request
+from coppice.client.client import Options, build_request
 from coppice.errors import CoppiceError, Overloaded
 from coppice.faults.calls import Direct
-from coppice.faults.load import REQUEST_S, Question, Stream, ask
+from coppice.faults.load import REQUEST_S, HistoryClient, Question, Stream, ask
 from coppice.faults.report import FaultRow, percentile
 from coppice.faults.rig import Rig, Scenario
 from coppice.faults.watch import Watched, watching
@@ -39,7 +39,7 @@ async def cancelled(rig: Rig, row: FaultRow) -> None:
     """Clients that leave before the first event, behind it, behind the first tokens, and in the middle."""
     phases = {"called": 0, "started": 1, "answering": 2, "half": rig.plan.new_tokens // 2}
     for _ in range(rig.plan.repeat):
-        async with rig.watched(row) as load, AsyncClient(rig.stack.address) as client:
+        async with rig.watched(row) as load, HistoryClient(rig.stack.address) as client:
             left = [
                 asyncio.create_task(_leave(client, question, expected, behind))
                 for behind in phases.values()
@@ -48,11 +48,16 @@ async def cancelled(rig: Rig, row: FaultRow) -> None:
             load.streams += await asyncio.gather(*left)
 
 
-async def _leave(client: AsyncClient, question: Question, expected: tuple[int, ...], behind: int) -> Stream:
+async def _leave(client: HistoryClient, question: Question, expected: tuple[int, ...], behind: int) -> Stream:
     """Cancel a request: 0 before its first event, 1 behind Started, else behind so many tokens."""
     stream = Stream(expected, time.monotonic(), left=True)
-    options = {"sampling": question.sampling, "max_new_tokens": len(expected)}
-    events = client.stream(question.prompt, **options, ignore_eos=True, timeout=REQUEST_S)  # type: ignore[arg-type]
+    options: Options = {
+        "sampling": question.sampling,
+        "max_new_tokens": len(expected),
+        "ignore_eos": True,
+        "timeout": REQUEST_S,
+    }
+    events = client.recorded(stream.history, question.prompt, options)
     try:
         async with contextlib.aclosing(events) as answer:  # type: ignore[type-var]
             if not behind:
@@ -88,7 +93,7 @@ async def vanished(rig: Rig, row: FaultRow) -> None:
 async def slow_reader(rig: Rig, row: FaultRow) -> None:
     """A client that takes its time over every event gets the same text, and keeps nobody waiting."""
     for (question, expected), _ in zip(cycle(rig.answers.items()), range(rig.plan.repeat), strict=False):
-        async with rig.watched(row) as load, AsyncClient(rig.stack.address) as client:
+        async with rig.watched(row) as load, HistoryClient(rig.stack.address) as client:
             stream = Stream(expected, time.monotonic())
             await ask(client, question, stream, pause_s=SLOW_S)
             load.streams.append(stream)
@@ -100,7 +105,7 @@ async def hundred(rig: Rig, row: FaultRow) -> None:
     async with watching(rig.stack.services.values()) as seen:
         await _asked(rig, row, rig.plan.requests)
     row.checks += _healthy(row, seen)
-    row.leaks += await rig.leaks()
+    await rig.settle(row)
 
 
 async def _asked(rig: Rig, row: FaultRow, requests: int) -> None:
@@ -108,7 +113,7 @@ async def _asked(rig: Rig, row: FaultRow, requests: int) -> None:
     streams: list[Stream] = []
 
     async def client() -> None:
-        async with AsyncClient(rig.stack.address) as connected:
+        async with HistoryClient(rig.stack.address) as connected:
             for question, expected in left:
                 stream = Stream(expected, time.monotonic())
                 streams.append(stream)
@@ -143,7 +148,7 @@ async def overload(rig: Rig, row: FaultRow) -> None:
         row.weak.append(f"{refusals} requests were refused, {len(seen.refused)} of those that were timed")
     row.checks.append(Check.at_most(f"{row.fault}: rejection p99, s", percentile(seen.refused, 0.99), REJECTED_S))
     row.checks += _healthy(row, seen)
-    row.leaks += await rig.leaks()
+    await rig.settle(row)
 
 
 async def _goodput(rig: Rig, row: FaultRow, name: str, clients: int) -> tuple[float, int]:
@@ -164,7 +169,7 @@ async def _goodput(rig: Rig, row: FaultRow, name: str, clients: int) -> tuple[fl
             )
             stream = Stream(expected, time.monotonic())
             try:
-                stream.ids = await direct.ask(request_to_wire(request), REQUEST_S)
+                stream.ids = await direct.ask(request_to_wire(request), REQUEST_S, stream.history.note)
             except Overloaded as error:
                 refused += 1
                 await asyncio.sleep(error.retry_after_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from coppice.bench.options import Heads, JsonFile, Target
 
 if TYPE_CHECKING:
     from coppice.bench.report import Check
-    from coppice.faults.report import FaultRow
+    from coppice.faults.ledger import Ledger
     from coppice.faults.rig import Plan, Scenario
     from coppice.stack.spec import StackSpec
 
@@ -34,6 +35,15 @@ def faults(
     requests: Annotated[int, typer.Option(min=100, help="Requests of the hundred clients of overload-clients.")] = 1000,
     target: Target = None,
     heads: Heads = None,
+    tls: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="All of it under mutual TLS: a folder of certificates as docs/security.md has."
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with what the file of --json holds of an earlier call.")
+    ] = False,
     listed: Annotated[bool, typer.Option("--list", help="Say what there is and what each proves, and stop.")] = False,
     json_file: JsonFile = None,
 ) -> None:
@@ -42,12 +52,12 @@ def faults(
     Every answer, greedy or sampled, must be what plain decoding said before the first fault, token by token; a stream
     that a fault met must go on within 5 s (p99), and afterwards nothing may be left behind: sessions, KV, signals, open
     files, threads. A repetition whose load was too small to prove anything fails as weak. Exit code 1 when a check
-    failed.
+    failed. Every repetition prints a line and leaves its results in the file of --json.
     """
     from rich.console import Console
 
     from coppice.bench.options import finish, report_of, spec_of
-    from coppice.faults.report import add_faults
+    from coppice.faults.ledger import Ledger
     from coppice.faults.rig import Plan
 
     console = Console()
@@ -58,11 +68,27 @@ def faults(
     if left_out:
         console.print(f"left out, no head can be adapted: {', '.join(one.name for one in left_out)}", highlight=False)
     report = report_of("faults", spec)
-    plan = Plan(repeat=repeat, sessions=sessions, new_tokens=max_new_tokens, requests=requests)
+    plan = Plan(repeat=repeat, sessions=sessions, new_tokens=max_new_tokens, requests=requests, tls=tls)
+    if tls:
+        os.environ["COPPICE_TLS__CA"] = f"{tls}/ca.pem"  # clients need no certificate
+    report.figures["asked"] = {
+        "repeat": repeat,
+        "sessions": sessions,
+        "new_tokens": max_new_tokens,
+        "requests": requests,
+        "tls": tls is not None,
+    }
     with console.status("starting") as status:
-        rows, report.checks = campaign(spec, chosen, plan, lambda line: status.update(line))
-    add_faults(report, rows)
-    finish(console, report, json_file)
+        faults = [one.name for one in chosen]
+        ledger = Ledger(report, faults, repeat, json_file, lambda line: console.print(line, soft_wrap=True))
+        if resume:
+            ledger.resume()
+        try:
+            report.checks += campaign(spec, chosen, plan, ledger, lambda line: status.update(line))
+        except BaseException:
+            ledger.report().print(console)
+            raise
+    finish(console, ledger.report(), json_file)
 
 
 def every() -> list[Scenario]:
@@ -94,30 +120,30 @@ def choose(kinds: Sequence[str], spec: StackSpec) -> tuple[list[Scenario], list[
 
 
 def campaign(
-    spec: StackSpec, scenarios: Sequence[Scenario], plan: Plan, say: Callable[[str], None]
-) -> tuple[list[FaultRow], list[Check]]:
-    """Run scenarios, those that need an adapter on a second stack. Return their rows, and a check of each stack."""
+    spec: StackSpec, scenarios: Sequence[Scenario], plan: Plan, ledger: Ledger, say: Callable[[str], None]
+) -> list[Check]:
+    """Run what the ledger lacks of scenarios, those that need an adapter on a second stack. Return a check of each."""
     from coppice.bench.options import clean_check
     from coppice.faults.rig import Rig, proxied
 
-    rows: list[FaultRow] = []
     checks: list[Check] = []
     for adapts in (False, True):
-        of_stack = [one for one in scenarios if one.adapts == adapts]
+        of_stack = [one for one in scenarios if one.adapts == adapts and ledger.left(one.name)]
         if not of_stack:
             continue
-        say("starting")
+        ledger.print(f"starting a stack for {len(of_stack)} faults")
         with tempfile.TemporaryDirectory(prefix="coppice-faults-") as folder:
-            with proxied(adapting(spec, Path(folder)) if adapts else spec) as (stack, proxies):
+            with proxied(adapting(spec, Path(folder)) if adapts else spec, plan.tls) as (stack, proxies):
 
                 async def all_of_them(scenarios: Sequence[Scenario] = of_stack) -> None:
-                    rig = await Rig.on(stack, proxies, plan, say)
+                    rig = await Rig.on(stack, proxies, plan, say, ledger.note)
                     for one in scenarios:
-                        rows.append(await rig.run(one))
+                        rig.plan = replace(plan, repeat=ledger.left(one.name))
+                        ledger.note(await rig.run(one, ledger.begin(one.name)), complete=True)
 
                 asyncio.run(all_of_them())
             checks.append(clean_check(stack))
-    return rows, checks
+    return checks
 
 
 def adapting(spec: StackSpec, folder: Path) -> StackSpec:

@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from coppice.bench.options import prompts_of
-from coppice.client.client import AsyncClient, Client
-from coppice.client.completion import StreamEvent
+from coppice.client.client import AsyncClient, Client, Options, Prompt
+from coppice.client.completion import Accumulator, StreamEvent
+from coppice.client.resume import Attempts
 from coppice.errors import CoppiceError
+from coppice.faults.history import History
 from coppice.messages.generation import Chunk, Finished, Origin
 from coppice.speculation.sampling import SamplingParams
 
@@ -50,6 +52,8 @@ class Stream:
     """why it failed"""
     left: bool = False
     """its client went away on purpose"""
+    history: History = field(default_factory=History)
+    """everything that came, whichever attempt it was of"""
 
     def hear(self, event: StreamEvent) -> None:
         """Note the tokens that came."""
@@ -63,8 +67,17 @@ class Stream:
         """Tokens that are not plain's; of a complete answer also those that are missing."""
         differing = sum(token != wanted for token, wanted in zip(self.ids, self.expected, strict=False))
         surplus = max(0, len(self.ids) - len(self.expected))
-        complete = self.ended is not None and not self.failure and not self.left
-        return differing + surplus + (max(0, len(self.expected) - len(self.ids)) if complete else 0)
+        return differing + surplus + (max(0, len(self.expected) - len(self.ids)) if self.complete else 0)
+
+    @property
+    def complete(self) -> bool:
+        """Whether its client was told the whole answer, as far as it knows."""
+        return self.ended is not None and not self.failure and not self.left
+
+    @property
+    def violations(self) -> list[str]:
+        """What in its history breaks a rule."""
+        return self.history.violations(self.expected, self.complete)
 
     def silence(self, since: float, until: float) -> float:
         """The longest it went without a new token between two times, seconds; its end counts as one."""
@@ -73,12 +86,39 @@ class Stream:
         return max((after - before for before, after in itertools.pairwise(marks)), default=0.0)
 
 
-async def ask(client: AsyncClient, question: Question, stream: Stream, policy: str = "", pause_s: float = 0.0) -> None:
+class HistoryClient(AsyncClient):
+    """A client whose streams are recorded."""
+
+    _into: History
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    def recorded(self, history: History, prompt: Prompt, options: Options) -> AsyncIterator[StreamEvent]:
+        """As `stream`; every event is noted in the history."""
+        self._into = history
+        return self.stream(prompt, **options)
+
+    def _call(self, prompt: Prompt, options: Options) -> tuple[Attempts, Accumulator]:
+        call, answer = super()._call(prompt, options)
+        self._into.follow(call)
+        return call, answer
+
+
+async def ask(
+    client: HistoryClient, question: Question, stream: Stream, policy: str = "", pause_s: float = 0.0
+) -> None:
     """One request, noted in `stream` while it runs, and whatever it fails with. `pause_s`: behind each event."""
-    options = {"policy": policy, "sampling": question.sampling, "max_new_tokens": len(stream.expected)}
+    options: Options = {
+        "policy": policy,
+        "sampling": question.sampling,
+        "max_new_tokens": len(stream.expected),
+        "ignore_eos": True,
+        "timeout": REQUEST_S,
+    }
     try:
         finished = False
-        events = client.stream(question.prompt, **options, ignore_eos=True, timeout=REQUEST_S)  # type: ignore[arg-type]
+        events = client.recorded(stream.history, question.prompt, options)
         async with contextlib.aclosing(events) as answer:  # type: ignore[type-var]
             async for event in answer:
                 finished = finished or isinstance(event, Finished)
@@ -169,7 +209,7 @@ class Load:
 
     async def _session(self, number: int) -> None:
         asked = list(self._answers.items())
-        async with AsyncClient(rotated(self._address, number)) as client:
+        async with HistoryClient(rotated(self._address, number)) as client:
             while not self._stopping:
                 question, expected = asked[number % len(asked)]
                 stream = Stream(expected, time.monotonic())

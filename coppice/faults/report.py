@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,8 @@ class FaultRow:
     """why a repetition proves nothing"""
     failures: list[str] = field(default_factory=list)
     """what requests failed with, each said once"""
+    violations: list[str] = field(default_factory=list)
+    """what in clients' histories breaks a rule"""
     checks: list[Check] = field(default_factory=list)
     """what this fault promises besides"""
 
@@ -50,6 +52,7 @@ class FaultRow:
         self.wrong += sum(stream.wrong for stream in streams)
         self.tokens += sum(len(stream.ids) for stream in streams)
         self.drafted += sum(stream.drafted for stream in streams)
+        self.violations += [what for stream in streams for what in stream.violations]
         self.failures += sorted({stream.failure for stream in streams if stream.failure} - {*self.failures})
 
     def recovered(self, streams: Sequence[Stream], since: float, until: float) -> None:
@@ -70,14 +73,15 @@ class FaultRow:
         """Nothing failed, nothing wrong, back in time, nothing left behind, and the load was worth the name."""
         name = self.fault
         checks = [
-            Check(f"{name}: failed requests", self.failed, "0", self.failed == 0, "; ".join(self.failures[:3])),
+            Check(f"{name}: failed requests", self.failed, "0", self.failed == 0, _some(self.failures)),
             Check(f"{name}: wrong tokens", self.wrong, "0", self.wrong == 0),
-            Check(f"{name}: left behind", len(self.leaks), "0", not self.leaks, "; ".join(self.leaks[:3])),
+            Check(f"{name}: broken histories", len(self.violations), "0", not self.violations, _some(self.violations)),
+            Check(f"{name}: left behind", len(self.leaks), "0", not self.leaks, _some(self.leaks)),
         ]
         if self.recoveries:
             checks.append(Check.at_most(f"{name}: recovery p99, s", self.p99, LIMIT_S))
         if self.weak:
-            note = f"weak: {'; '.join(self.weak[:3])}"
+            note = f"weak: {_some(self.weak)}"
             checks.append(Check(f"{name}: repetitions that prove nothing", len(self.weak), "0", False, note))
         return checks + self.checks
 
@@ -88,10 +92,17 @@ class FaultRow:
 
     def to_json(self) -> dict[str, Any]:
         """One entry of `rows`."""
-        values = asdict(self)
-        for name in ("recoveries", "checks"):
-            del values[name]
-        return {**values, "recovery_p50_s": self.p50, "recovery_p99_s": self.p99, "ok": self.ok}
+        return asdict(self) | {"recovery_p50_s": self.p50, "recovery_p99_s": self.p99, "ok": self.ok}
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> FaultRow:
+        """What `to_json` gave. Raises KeyError, TypeError."""
+        values = {one.name: told[one.name] for one in fields(cls)}
+        return cls(**values | {"checks": [Check(**check) for check in values["checks"]]})
+
+
+def _some(said: Sequence[str]) -> str:
+    return "; ".join(said[:3])
 
 
 def add_faults(report: Report, faults: Sequence[FaultRow]) -> None:

@@ -9,15 +9,18 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
+from coppice.config.sections import TlsSettings
 from coppice.errors import CoppiceError
 from coppice.faults.calls import Held, held
 from coppice.faults.load import Answers, Load, plain_answers, questions
 from coppice.faults.proxy import Proxies
 from coppice.faults.report import LIMIT_S, FaultRow
+from coppice.rpc.channels import Dialer
 from coppice.stack.launch import Stack
 from coppice.stack.spec import StackSpec
 
@@ -43,6 +46,12 @@ class Plan:
     """of the scenario with a hundred clients"""
     window_s: float = 5.0
     """how long a throughput is measured"""
+    tls: Path | None = None
+    """folder with ca.pem and each role's certificate, under which all of it talks; None: in clear"""
+
+    def dialer(self, role: str) -> Dialer:
+        """What opens channels as that role may."""
+        return Dialer(tls=TlsSettings(**certificates(self.tls, role))) if self.tls else Dialer()
 
 
 @dataclass(frozen=True)
@@ -68,18 +77,25 @@ class Rig:
     plan: Plan
     answers: Answers
     say: Callable[[str], None]
+    note: Callable[[FaultRow], None]
+    """told of a row whenever a repetition of it ended"""
     _all: tuple[str, ...] = ()
     _idle: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """open files and threads of each process whenever it was idle, by pid"""
 
     @classmethod
     async def on(
-        cls, stack: Stack, proxies: Proxies, plan: Plan, say: Callable[[str], None] = lambda line: None
+        cls,
+        stack: Stack,
+        proxies: Proxies,
+        plan: Plan,
+        say: Callable[[str], None] = lambda line: None,
+        note: Callable[[FaultRow], None] = lambda row: None,
     ) -> Rig:
         """Ask plain decoding everything once, and see what an idle stack looks like."""
         asked = await asyncio.to_thread(questions, stack.address.split(",")[0], PROMPTS)
         answers = await plain_answers(stack.address.split(",")[0], asked, plan.new_tokens)
-        rig = cls(stack, proxies, plan, answers, say, tuple(stack.services))
+        rig = cls(stack, proxies, plan, answers, say, note, tuple(stack.services))
         async with rig.load() as load:  # every path has been used once before files and threads are counted
             await rig.until(lambda: load.tokens >= plan.sessions * plan.new_tokens, START_S)
         await rig.leaks()
@@ -115,15 +131,23 @@ class Rig:
             await asyncio.sleep(_POLL_S)
         return True
 
-    async def run(self, scenario: Scenario) -> FaultRow:
-        """All repetitions of one scenario; what breaks it off counts as a failed check, and all processes are back."""
-        row = FaultRow(scenario.name)
+    async def run(self, scenario: Scenario, row: FaultRow | None = None) -> FaultRow:
+        """All repetitions of one scenario; what breaks it off counts as a failed check, and all processes are back.
+
+        `row`: where those that were done before are noted.
+        """
+        row = row or FaultRow(scenario.name)
         try:
             await scenario.run(self, row)
         except (CoppiceError, OSError, psutil.Error) as error:
             row.leaks.append(f"broken off: {' '.join(str(error).split())[:300]}")
             await self.repair()
         return row
+
+    async def settle(self, row: FaultRow) -> None:
+        """A repetition's end: everything is let go of, and the row is noted."""
+        row.leaks += await self.leaks()
+        self.note(row)
 
     async def repair(self) -> None:
         """Every process runs, answers and is connected again. Raises ProcessFailed."""
@@ -175,7 +199,7 @@ class Rig:
         row.count(load.streams)
         if fault in ("kill", "term") and not await self.undo(fault, name):
             row.leaks.append(f"{name} did not end well")
-        row.leaks += await self.leaks()
+        await self.settle(row)
 
     async def under_way(self, row: FaultRow, load: Load, names: Iterable[str]) -> None:
         """Wait until the load is worth the name and these processes take part in it; else the repetition is weak."""
@@ -184,7 +208,7 @@ class Rig:
             row.weak.append(f"no load worth the name in {START_S:g} s")
         until = time.monotonic() + START_S
         for name in names:
-            while not (await self._held(name)).sessions:
+            while not (await self.held(name)).sessions:
                 if time.monotonic() > until:
                     row.weak.append(f"{name} held no session in {START_S:g} s")
                     return
@@ -203,13 +227,14 @@ class Rig:
             ended = time.monotonic()
         row.recovered([stream for stream in load.streams if (stream.ended or ended) > began], began, ended)
         row.count(load.streams)
-        row.leaks += await self.leaks()
+        await self.settle(row)
 
     # --- what is left behind ---
 
-    async def _held(self, name: str) -> Held:
+    async def held(self, name: str) -> Held:
+        """What a process holds for its clients."""
         try:
-            return await held(self.stack.services[name])
+            return await held(self.stack.services[name], self.plan.dialer("orchestrator"))
         except CoppiceError:
             return Held(0, opened=1)  # not known: to be asked again
 
@@ -224,7 +249,7 @@ class Rig:
 
     async def _unfreed(self) -> list[str]:
         names = [name for name, ready in self.stack.services.items() if ready.role != "adapter"]
-        return [f"{name} holds {holds}" for name in names if not (holds := await self._held(name)).nothing]
+        return [f"{name} holds {holds}" for name in names if not (holds := await self.held(name)).nothing]
 
     def _sizes(self) -> dict[str, tuple[int, tuple[int, int]]]:
         """Pid, open files and threads of each process, by name."""
@@ -254,9 +279,21 @@ def runs(pid: int) -> bool:
         return False
 
 
+def certificates(folder: Path, role: str) -> dict[str, str]:
+    """The files of a role, as settings of TLS."""
+    return {"ca": f"{folder}/ca.pem", "cert": f"{folder}/{role}.pem", "key": f"{folder}/{role}.key"}
+
+
 @contextlib.contextmanager
-def proxied(spec: StackSpec) -> Iterator[tuple[Stack, Proxies]]:
-    """A stack of two of everything at least, and the proxies it runs behind."""
+def proxied(spec: StackSpec, tls: Path | None = None) -> Iterator[tuple[Stack, Proxies]]:
+    """A stack of two of everything at least, and the proxies it runs behind. `tls`: as Plan's."""
+    if tls:
+        extra = {
+            role: {f"tls.{name}": file for name, file in certificates(tls, role).items()}
+            | dict(spec.extra.get(role, {}))
+            for role in ("verifier", "drafter", "orchestrator", "adapter")
+        }
+        spec = replace(spec, extra=extra)
     spec = replace(
         spec,
         verifiers=max(2, spec.verifiers),

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from itertools import cycle, islice
 
 from coppice.bench.report import Check
-from coppice.faults.calls import held
 from coppice.faults.report import FaultRow, percentile
 from coppice.faults.rig import Fault, Rig, Run, Scenario
 from coppice.telemetry import metric
@@ -94,11 +93,10 @@ async def drafters_gone(rig: Rig, row: FaultRow) -> None:
             await asyncio.sleep(rig.plan.window_s)
             rates[policy].append(load.tokens / rig.plan.window_s)
         row.count(load.streams)
-    for name in names:
-        await rig.restart(name)
+    await rig.restart(*names)
     share = percentile(rates[""], 0.5) / max(1e-9, percentile(rates["plain"], 0.5))
     row.checks.append(Check.at_least(f"{row.fault}: throughput over plain's", share, GONE_SHARE))
-    row.leaks += await rig.leaks()
+    await rig.settle(row)
 
 
 async def verdict_lost(rig: Rig, row: FaultRow) -> None:
@@ -116,7 +114,7 @@ async def verdict_lost(rig: Rig, row: FaultRow) -> None:
         row.count(load.streams)
         row.recovered(met, began, ended)
         await rig.restart(name)
-        row.leaks += await rig.leaks()
+        await rig.settle(row)
 
 
 async def kv_exhausted(rig: Rig, row: FaultRow) -> None:
@@ -130,10 +128,10 @@ async def kv_exhausted(rig: Rig, row: FaultRow) -> None:
             row.repetitions += 1
             async with rig.load() as load:
                 while len(load.streams) < 2 * rig.plan.sessions:
-                    most = max([most, *[(await held(rig.stack.services[name])).kv_tokens for name in names]])
+                    most = max([most, *[(await rig.held(name)).kv_tokens for name in names]])
                     await asyncio.sleep(0.02)
             row.count(load.streams)
-            row.leaks += await rig.leaks()
+            await rig.settle(row)
     finally:
         await rig.restart(*names)
     if most < room / 2:

@@ -10,17 +10,27 @@ from typing import Any
 
 from coppice.errors import InvalidField
 
-# The first of these that a line has is its prompt; `turns` are a conversation's questions, of which the first is asked.
+# The first of these that a line has is its prompt; `turns` are a conversation's questions (Spec-Bench, SPEED-Bench).
 PROMPT_KEYS = ("ids", "turns", "prompt", "question", "problem", "text")
+# What SPEED-Bench's files hold in place of texts that are not its own.
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 
 @dataclass(frozen=True, slots=True)
 class FilePrompt:
-    """One prompt: text or token ids, and what its line says of its origin."""
+    """One prompt: text or token ids, the questions that follow its answer, and what its line says of its origin."""
 
     prompt: str | tuple[int, ...]
     category: str = ""
-    question_id: str = ""
+    question_id: int | str = ""
+    later: tuple[str, ...] = ()
+    where: str = ""
+    """file and line"""
+
+    @property
+    def name(self) -> str:
+        """Its place for people, with the question's id if it has one."""
+        return f"{self.where} (question {self.question_id})" if self.question_id != "" else self.where
 
 
 def read_prompts(path: Path) -> list[FilePrompt]:
@@ -28,11 +38,14 @@ def read_prompts(path: Path) -> list[FilePrompt]:
 
     Raises InvalidField naming the file and the line that is no prompt.
     """
+    if path.suffix == ".parquet":
+        why = f'{path} is Parquet; as JSON lines: pandas.read_parquet(...).to_json(..., orient="records", lines=True)'
+        raise InvalidField("prompts", why)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidField("prompts", f"{path}: {error}") from None
-    read = _read_json_line if path.suffix != ".txt" else lambda line, _: FilePrompt(line)
+    read = _read_json_line if path.suffix != ".txt" else lambda line, where: FilePrompt(line, where=where)
     prompts = [read(line, f"{path} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise InvalidField("prompts", f"{path} holds none")
@@ -52,16 +65,21 @@ def _read_json_line(line: str, where: str) -> FilePrompt:
     key = next((key for key in PROMPT_KEYS if isinstance(fields, dict) and key in fields), None)
     if key is None:
         raise InvalidField("prompts", f"{where}: no object with one of {', '.join(PROMPT_KEYS)}")
-    prompt = _read_value(key, fields[key])
+    prompt, *later = _read_value(key, fields[key]) or [None]
     if prompt is None:
         raise InvalidField("prompts", f"{where}: {key} is empty or of the wrong type")
-    return FilePrompt(prompt, str(fields.get("category", "")), str(fields.get("question_id", "")))
+    if any(isinstance(turn, str) and turn.startswith(PLACEHOLDER) for turn in (prompt, *later)):
+        raise InvalidField("prompts", f"{where}: a placeholder; SPEED-Bench's prepare_data.py fetches the text")
+    question_id = fields.get("question_id", "")
+    if type(question_id) is not int:
+        question_id = str(question_id)
+    return FilePrompt(prompt, str(fields.get("category", "")), question_id, tuple(later), where)
 
 
-def _read_value(key: str, value: Any) -> str | tuple[int, ...] | None:
+def _read_value(key: str, value: Any) -> list[Any]:
+    """The prompt and what follows it; nothing where the value is none."""
     if key == "ids":
         plain = isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
-        return tuple(value) or None if plain else None
-    if key == "turns":
-        value = value[0] if isinstance(value, list) and value else None
-    return value if isinstance(value, str) and value else None
+        return [tuple(value)] if plain and value else []
+    turns = value if key == "turns" and isinstance(value, list) else [value]
+    return turns if all(isinstance(turn, str) and turn for turn in turns) else []

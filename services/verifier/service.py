@@ -10,9 +10,8 @@ import grpc
 from coppice import failpoints
 from coppice.config.settings import Settings
 from coppice.engine.engine import EngineInfo
-from coppice.engine.kv_cache import BLOCK_SIZE
 from coppice.errors import InvalidField
-from coppice.limits import CHUNK_BYTES, MAX_CONTEXT, MAX_TREE_DEPTH, MAX_TREE_NODES
+from coppice.limits import CHUNK_BYTES, MAX_TREE_DEPTH, MAX_TREE_NODES
 from coppice.messages.steps import Features, OpenSession, TargetDescription, VerifyStep
 from coppice.rpc.admission import Admission
 from coppice.rpc.sessions import StreamWaits
@@ -30,7 +29,7 @@ class VerifierServicer:
     def __init__(self, settings: Settings, worker: Worker, info: EngineInfo, waits: StreamWaits) -> None:
         self.settings, self.worker, self.info, self.waits = settings, worker, info, waits
         told = settings.verifier
-        self.max_len = min(info.max_context, told.kv_tokens // BLOCK_SIZE * BLOCK_SIZE, MAX_CONTEXT)
+        self.max_len = info.context.served(told.kv_tokens).tokens
         bounds = settings.limits
         self._seats = Admission("sessions", bounds.sessions, bounds.queued, bounds.queue_s)
         self._kv = Admission("KV tokens", settings.verifier.kv_tokens, bounds.queued, bounds.queue_s)

@@ -94,6 +94,8 @@ class Worker(BatchingThread):
             dtype=self.settings.dtype,
             kv_tokens=self.settings.kv_tokens,
         )
+        if cut_by := self.engine.info.context.cut_by:
+            log.warning("the context is shorter than the model's", tokens=self.engine.info.max_context, why=cut_by)
         self.engine.timings(range(WARM_ROWS, 0, -1), context=WARM_ROWS, repeats=1)
         if self.settings.prune:
             self._pruner = Pruner(measure(self.engine, self.settings.kv_tokens))

@@ -1,6 +1,7 @@
 """`coppice faults` or `coppice bench identity` on tiny models, so that processes and not forwards are what takes time.
 
-`python -m tests.faults.campaign faults --kinds verifier --repeat 20 --json FILE`, and any other option of the command.
+`python -m tests.faults.campaign faults --kinds verifier --repeat 20 --json FILE`, and any other option of the command;
+`--tls` alone makes the certificates too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from coppice.cli import main
+from tests.certificates import Authority
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random
 
@@ -23,5 +25,7 @@ if __name__ == "__main__":
         told = ["--target", str(target), "--heads", f"self=lm:{target}", "--heads", f"block=specblock:{block}"]
         os.environ |= {"COPPICE_VERIFIER__THREADS": "1", "COPPICE_DRAFTER__THREADS": "1", "OMP_NUM_THREADS": "1"}
         words = list(itertools.takewhile(lambda word: not word.startswith("-"), sys.argv[1:]))
+        if "--tls" in sys.argv:
+            sys.argv.insert(sys.argv.index("--tls") + 1, str(Authority(folder / "certificates").folder))
         sys.argv = ["coppice", *words, *told, *sys.argv[1 + len(words) :]]
         main()

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coppice.bench.paper.decoded import coupling_checks, decode, with_chains
 from coppice.bench.reference import Reference
 from coppice.bench.report import Report
-from coppice.bench.run.measure import RunPlan, run
+from coppice.bench.run.measure import RunPlan, _Bench, run
 from coppice.bench.run.methods import read_methods
 from coppice.bench.run.peers import PEERS
-from coppice.bench.run.questions import Question, read_questions
+from coppice.bench.run.questions import Question, Wanted, read_questions
 from coppice.bench.run.report import ALL
 from coppice.client.client import Client
-from coppice.errors import InvalidField
+from coppice.engine.context import Context
+from coppice.errors import InvalidField, Unavailable
+from coppice.prompts.files import FilePrompt
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 
@@ -62,14 +66,73 @@ def test_every_method_is_timed_and_judged(
     assert any("T=1, budget 6" in line for line in said)
 
 
-def test_questions_to_warm_up_with_are_the_next_ones(client: Client, reference: Reference, tmp_path: Path) -> None:
+def test_what_was_answered_before_a_failure_is_reported(
+    stack: Stack, client: Client, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, calls = _Bench._answer, 0
+
+    def failing(bench: _Bench, *told: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 2 + 2 * 2:  # warming up, and two questions, by two methods each
+            raise Unavailable("the verifier is gone")
+        return answer(bench, *told)
+
+    monkeypatch.setattr(_Bench, "_answer", failing)
+    plan = RunPlan(read_methods(["lookup"], stack.spec.heads, (1,)), (6,), (0.0, 1.0), (1,), 16, QUESTIONS)
+    report = Report("bench run", "float32", 1)
+    with pytest.raises(Unavailable):
+        run(stack, client, reference, plan, report, False, lambda line: None)
+    assert [(row["method"], row["prompts"]) for row in report.rows] == [("plain", 2), ("single:lookup", 2)]
+    assert report.tables
+
+
+def test_every_turn_of_a_conversation_is_asked_behind_the_earlier_answers(
+    stack: Stack, client: Client, reference: Reference, tmp_path: Path
+) -> None:
+    talk = Question(PROMPTS[2], "a", FilePrompt(PROMPTS[2], "a", 1), ((40, 41), (42,)))
+    plan = RunPlan(
+        read_methods(["lookup"], stack.spec.heads, (2,)),
+        (6,),
+        (0.0,),
+        (2,),
+        16,
+        (talk, QUESTIONS[1], QUESTIONS[2]),
+        answers=tmp_path,
+    )
+    report = Report("bench run", "float32", 1)
+    rows = run(stack, client, reference, plan, report, False, lambda line: None)
+    assert [(row.row.prompts, row.row.verdicts.wrong, row.row.verdicts.ties) for row in rows] == [
+        (12, 0, 0)
+    ] * 2  # the last group is filled up
+    texts = []
+    for file in sorted(tmp_path.iterdir()):
+        first = json.loads(file.read_text().splitlines()[0])
+        assert len(first["choices"][0]["turns"]) == 3
+        texts.append(first["choices"][0]["turns"])
+    assert texts[0] == texts[1]
+
+
+def test_the_server_counts_a_prompt_without_a_forward(stack: Stack, client: Client) -> None:
+    before = client.describe()
+    assert client.prompt_tokens("hello") == 5
+    assert client.prompt_tokens(PROMPTS[0]) == len(PROMPTS[0])
+    with pytest.raises(InvalidField, match=f"tokens leave no room in a context of {before.max_len}"):
+        client.prompt_tokens([5] * before.max_len)
+
+
+def test_questions_to_warm_up_with_are_the_next_ones(reference: Reference, tmp_path: Path) -> None:
+    def read(count: int) -> tuple[list[Question], list[Question], list[str]]:
+        wanted = Wanted(files=[file], count=count, warm_up=3, context=Context(512))
+        return read_questions(wanted, reference.text)
+
     file = tmp_path / "some.jsonl"
     file.write_text("".join(f'{{"ids": [{at}]}}\n' for at in range(1, 6)))
-    asked, warming = read_questions([file], 2, client, reference, None, False, warm_up=3)
+    asked, warming, _ = read(2)
     assert [question.ids for question in asked] == [(1,), (2,)]
     assert [question.ids for question in warming] == [(3,), (4,), (5,)]
     with pytest.raises(InvalidField, match="warm_up: there are 5 prompts in some, too few for 3 and 3"):
-        read_questions([file], 3, client, reference, None, False, warm_up=3)
+        read(3)
 
 
 WAYS = ("coupled", "uncoupled")

@@ -185,6 +185,8 @@ def test_p_q_rejection_runs_under_single_only(client: Client) -> None:
     answer = client.generate(PROMPTS[1], policy="single:self", **told)
     assert answer.new_tokens == 24
     assert answer.tau > 5  # the head is the target: p = q accepts everything
+    again = {client.generate(PROMPTS[1], policy="single:self", **told).ids for _ in range(12)}
+    assert again == {answer.ids}  # while no draft is late, a chain is as long as the budget says
     with pytest.raises(InvalidField, match="accept_rule"):
         client.generate(PROMPTS[1], policy="route", **told)
 

@@ -13,7 +13,7 @@ import pytest
 import coppice
 from coppice import errors
 from coppice.cli import exit_code, main
-from tests.fake_service import echo_server
+from tests.fake_service import MAX_LEN, echo_server
 
 REPOSITORY = Path(coppice.__file__).parent.parent
 
@@ -135,11 +135,36 @@ def test_a_prompt_file_is_answered_line_by_line(
     file.write_text('{"turns": ["one", "two"]}\n\n{"ids": [65, 66]}\n')
     with echo_server() as (address, _):
         told = run(monkeypatch, capsys, "generate", "--prompt-file", str(file), "--address", address)
-    assert told == (0, "one\nAB\n", "")
+        assert told == (0, "one\noneone\n\ntwo\n\nAB\n", "")  # both turns, the first answer before the second
+        code, out, _ = run(
+            monkeypatch, capsys, "generate", "--chat", "--prompt-file", str(file), "--address", address, "--json"
+        )
+        first, second, _ = (json.loads(line) for line in out.splitlines())
+        assert (code, first["text"], second["text"]) == (0, "one", "oneonetwo")
     file.write_text('{"turns": ["one"]}\n{"turns": []}\n')
     code, _, err = run(monkeypatch, capsys, "generate", "--prompt-file", str(file))
     assert code == 2
     assert "line 2" in err
+
+
+def test_prompts_without_room_are_named_before_the_first_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    long = json.dumps({"question_id": 82, "turns": ["x" * MAX_LEN]})
+    talk = json.dumps({"turns": ["y" * (MAX_LEN - 20), "z" * 18]})
+    file.write_text(f'{{"text": "one"}}\n{long}\n{{"text": "two"}}\n{talk}\n')
+    with echo_server() as (address, echo):
+        told = ("generate", "--prompt-file", str(file), "--address", address)
+        code, out, err = run(monkeypatch, capsys, *told)
+        assert (code, out) == (2, "")
+        assert f"line 2 (question 82): {MAX_LEN} tokens leave no room" in err
+        assert "line 4: " in err
+        assert "line 1" not in err
+        assert all(request.resume_ids for request in echo.requests)  # nothing was answered
+        code, out, err = run(monkeypatch, capsys, *told, "--skip-long")
+    assert (code, out) == (0, "one\ntwo\n")
+    assert err.count("left out") == 2
 
 
 def test_a_failing_call_prints_no_half_object(

@@ -15,11 +15,10 @@ import pytest
 
 from coppice.bench.report import Check, Report
 from coppice.cli import main
-from coppice.client.client import AsyncClient
 from coppice.errors import InvalidField, Overloaded
 from coppice.faults.calls import Direct
 from coppice.faults.command import choose, every
-from coppice.faults.load import Load, Question, Stream, ask
+from coppice.faults.load import HistoryClient, Load, Question, Stream, ask
 from coppice.faults.proxy import Proxies
 from coppice.faults.report import FaultRow, add_faults, percentile
 from coppice.messages.generation import GenerationRequest
@@ -167,7 +166,7 @@ async def test_requests_are_noted_whatever_becomes_of_them() -> None:
     async def noted(prompt: str) -> Stream:
         expected = tuple(prompt.encode())
         one = Stream(expected, time.monotonic())
-        async with AsyncClient(address) as client:
+        async with HistoryClient(address) as client:
             await ask(client, Question(prompt, SamplingParams()), one)
         return one
 

@@ -84,7 +84,7 @@ def test_the_report_shows_the_first_failed_check_faults_and_older_results_of_oth
     assert not prove(campaigns, root, ["b"])
     assert runs(root) == [1, 1]
     text = (root / RESULT).read_text()
-    for cells in ("| ok | 0.00 | 1 / 2 |", "| FAILED | 0.00 | FAILED a check |"):
+    for cells in (" | 1 / 2 |", " | FAILED a check |"):
         assert cells in text
     assert "| drafter-kill | 20 | 300 | 0 | 0 | 0.10 | 0.25 | ok |" in text
 

@@ -70,7 +70,7 @@ def _measured(
     temperatures = numbers("temperatures", options.temperatures, float)
     with running(spec, report) as stack, Client(stack.address) as client:
         reference = reference_of(spec)
-        prompts = prompt_ids(options.prompts, options.n, client, reference)
+        prompts = prompt_ids(options.prompts, options.n, client, reference, options.max_new_tokens)
         return decode(client, reference, requests, prompts, temperatures, options.max_new_tokens, report, say)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -28,8 +29,8 @@ def run(
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
-            help="JSON lines or .txt, a benchmark each if there are several (repeatable); default: the prompts that "
-            "come with Coppice."
+            help="JSON lines (Spec-Bench's, SPEED-Bench's) or .txt, a benchmark each if there are several "
+            "(repeatable); of a conversation all turns are asked. Default: the prompts that come with Coppice."
         ),
     ] = None,
     category: Category = None,
@@ -54,17 +55,28 @@ def run(
     temperatures: Annotated[str, typer.Option(help="Comma-separated.")] = "0,1",
     sessions: Annotated[str, typer.Option(help="Prompts answered at once, comma-separated.")] = "1",
     dtype: Dtype = None,
+    skip_long: Annotated[
+        bool, typer.Option("--skip-long", help="Leave out prompts that do not fit into the target's context.")
+    ] = False,
     json_file: JsonFile = None,
+    answers: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also write each method's answers here, as Spec-Bench does.")
+    ] = None,
     plots: Annotated[
         Path | None, typer.Option("--plots", metavar="DIR", help="Also draw PNGs into this folder.")
     ] = None,
 ) -> None:
-    """Speed of every method on the same prompts, in alternating order, against plain decoding and transformers."""
+    """Speed of every method on the same prompts, in alternating order, against plain decoding and transformers.
+
+    In the table `tau` is the mean of tokens that a step commits, its own root included: Spec-Bench's mean accepted
+    tokens and SPEED-Bench's acceptance length. `drafts` is the mean of accepted draft tokens alone, tau - 1.
+    """
     from coppice.bench.run.measure import RunPlan
     from coppice.bench.run.measure import run as run_methods
     from coppice.bench.run.methods import read_methods
     from coppice.bench.run.plots import draw_all
-    from coppice.bench.run.questions import read_questions
+    from coppice.bench.run.questions import Wanted, read_questions
+    from coppice.bench.target_text import TargetText
     from coppice.limits import MAX_TREE_NODES, check_range
 
     spec = spec_of(target, heads or (shipped_heads(methods or ()) if target is None else None), dtype)
@@ -76,10 +88,25 @@ def run(
         check_range("budgets", budget, 0, MAX_TREE_NODES)
     chosen = read_methods(methods or (), spec.heads, counts)
     levels = numbers("temperatures", temperatures, float)
+    text = TargetText(spec.target)
+    wanted = Wanted(
+        files=prompts or (),
+        count=n,
+        warm_up=warm_up,
+        category=category,
+        chat=chat,
+        new_tokens=max_new_tokens,
+        context=text.context(spec.settings().verifier.kv_tokens),
+        skip_long=skip_long,
+    )
+    asked, warming, left_out = read_questions(wanted, text)
+    for line in left_out:
+        print(f"coppice: left out, a context holds {wanted.context}: {line}", file=sys.stderr)
+    plan = RunPlan(chosen, nodes, levels, counts, max_new_tokens, tuple(asked), tuple(warming), answers)
     with measuring("bench run", spec, json_file) as (console, stack, report, client):
+        if left_out:
+            report.figures["left_out"] = left_out
         reference = reference_of(stack.spec)
-        asked, warming = read_questions(prompts or (), n, client, reference, category, chat, warm_up)
-        plan = RunPlan(chosen, nodes, levels, counts, max_new_tokens, tuple(asked), tuple(warming))
         with console.status("starting") as status:
             rows = run_methods(stack, client, reference, plan, report, target is None, lambda line: status.update(line))
         if plots:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 from coppice.bench.bare import NO_DRAFT, Bare, BareDraft
 from coppice.bench.exact import answers_to, judged
 from coppice.bench.reference import Reference
 from coppice.bench.report import HF_GENERATE, Report, Verdict, exactness_checks
+from coppice.bench.run.answers import write_answers
 from coppice.bench.run.checks import kept_checks, speed_checks
 from coppice.bench.run.pairs import Cell, Pairs
 from coppice.bench.run.peers import HF_ASSISTED, PEERS, Peers
@@ -17,6 +19,7 @@ from coppice.bench.run.questions import Question
 from coppice.bench.run.report import RunRow, run_row, tables
 from coppice.client.client import Client
 from coppice.client.completion import Completion
+from coppice.errors import CoppiceError
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 
@@ -44,6 +47,8 @@ class RunPlan:
     questions: tuple[Question, ...]
     warm_up: tuple[Question, ...] = ()
     """answered by every method before each cell and not counted: `auto`, calibrations and adapters learn from them"""
+    answers: Path | None = None
+    """folder for the answers of every method and cell"""
 
     def cells(self) -> list[Cell]:
         """Every cell, in the order in which they are measured."""
@@ -65,19 +70,25 @@ def run(
     kinds = {head.name: head.kind for head in stack.spec.heads}
     measured: list[RunRow] = []
     bench = _Bench(stack, client, reference, plan)
-    for cell in plan.cells():
-        pairs, verdicts = bench.measure(cell, say)
-        say(f"{cell}: bare loops")
-        rows = bench.rows(pairs, verdicts)
-        report.checks += speed_checks(pairs, rows, kinds, plan.distinction(cell))
-        measured += rows
     if plan.warm_up:
         report.figures["warm_up"] = len(plan.warm_up)
-    report.rows += (row.to_json() for row in measured)
-    report.tables += tables(measured, report, len(plan.warm_up))
-    report.checks += kept_checks(measured, kinds)
-    ours = [row.row for row in measured if row.row.method not in PEERS]
-    report.checks += exactness_checks(ours, report.dtype, trained, plan.new_tokens)
+    try:
+        for cell in plan.cells():
+            pairs, verdicts, failure = bench.measure(cell, say)
+            say(f"{cell}: bare loops")
+            rows = bench.rows(pairs, verdicts)
+            report.checks += speed_checks(pairs, rows, kinds, plan.distinction(cell))
+            measured += rows
+            report.rows += (row.to_json() for row in rows)
+            if plan.answers:
+                write_answers(plan.answers, pairs, reference.text, stack.spec.target.resolve().name)
+            if failure:
+                raise failure
+    finally:  # a later failure takes away nothing that was measured
+        report.tables += tables(measured, report, len(plan.warm_up))
+        report.checks += kept_checks(measured, kinds)
+        ours = [row.row for row in measured if row.row.method not in PEERS]
+        report.checks += exactness_checks(ours, report.dtype, trained, plan.new_tokens)
     return measured
 
 
@@ -88,11 +99,11 @@ class _Bench:
         self._stack, self._client, self._reference, self._plan = stack, client, reference, plan
         assistant = next((head.path for head in stack.spec.heads if head.kind == "lm"), None)
         self._peers = Peers(reference, assistant if HF_ASSISTED in plan.methods else None)
-        longest = max(len(question.ids) for question in plan.questions) + plan.new_tokens
+        longest = max(question.longest(plan.new_tokens) for question in plan.questions)
         self._bare = Bare(stack.spec, stack.settings, max(plan.sessions), longest)
 
-    def measure(self, cell: Cell, say: Say) -> tuple[Pairs, dict[str, list[Verdict]]]:
-        """All answers of a cell, and the verdicts of those that are judged."""
+    def measure(self, cell: Cell, say: Say) -> tuple[Pairs, dict[str, list[Verdict]], Exception | None]:
+        """All answers of a cell, the verdicts of those that are judged, and what broke it off behind some answers."""
         plan, sampling = self._plan, SamplingParams(temperature=cell.temperature, seed=SEED)
         methods = [method for method in plan.methods if cell.sessions == 1 or method not in PEERS]
         say(f"{cell}: warming up")
@@ -105,30 +116,43 @@ class _Bench:
             pass
         answers: dict[str, list[Completion]] = {method: [] for method in methods}
         asked, questions = Asked(), list[Question]()
-        for group, seeded, answered in self._groups(cell, methods, plan.questions, say):
-            for method, its in answered.items():
-                answers[method] += its
-            asked += ((question.ids, seeded) for question in group)
-            questions += group
+        failure: Exception | None = None
+        try:
+            for group, seeded, answered in self._groups(cell, methods, plan.questions, say):
+                for method, its in answered.items():
+                    answers[method] += its
+                asked += ((question.ids, seeded) for question in group)
+                questions += group
+        except (CoppiceError, RuntimeError) as error:
+            if not questions:
+                raise
+            failure = error
         say(f"{cell}: judging")
-        return Pairs(cell, answers, SEED, questions), self._judge(answers, asked)
+        return Pairs(cell, answers, SEED, questions), self._judge(answers, asked), failure
 
     def _groups(
         self, cell: Cell, methods: Sequence[str], questions: Sequence[Question], say: Say
     ) -> Iterator[tuple[list[Question], SamplingParams, dict[str, list[Completion]]]]:
         """The questions asked at once, how, and every method's answers; the last method is first in every other group.
 
-        Each question is asked once, but for those that fill up the last group.
+        Each question is asked once, but for those that fill up a group. A conversation goes on behind what plain
+        decoding answered, whatever the method: they are compared on the same prompts.
         """
         count = len(questions)
         for number, at in enumerate(range(0, count, cell.sessions)):
             say(f"{cell}: {at} of {count} answered")
             group = [questions[each % count] for each in range(at, at + cell.sessions)]
-            ids = [question.ids for question in group]
             seeded = SamplingParams(temperature=cell.temperature, seed=SEED + at)
-            order = reversed(methods) if number % 2 else methods
-            yield group, seeded, {method: self._answer(method, cell, ids, seeded) for method in order}
-            self._stack.check()
+            while group:
+                ids = [question.ids for question in group]
+                order = reversed(methods) if number % 2 else methods
+                answered = {method: self._answer(method, cell, ids, seeded) for method in order}
+                yield group, seeded, answered
+                self._stack.check()
+                both = zip(group, answered["plain"], strict=True)
+                ended = self._reference.text.ended
+                on = [question.next(ended(answer.ids)) for question, answer in both if question.later]
+                group = [on[each % len(on)] for each in range(cell.sessions)] if on else []
 
     def _answer(self, method: str, cell: Cell, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """One method's answers; Coppice's to all prompts at once."""

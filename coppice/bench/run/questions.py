@@ -1,18 +1,16 @@
-"""What `coppice bench run` asks."""
+"""What `coppice bench run` asks: known, and checked against the target's context, before anything is started."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from coppice.bench.options import file_prompts
+from coppice.bench.target_text import TargetText
+from coppice.engine.context import Context
 from coppice.errors import InvalidField
-
-if TYPE_CHECKING:
-    from coppice.bench.reference import Reference
-    from coppice.client.client import Client
+from coppice.prompts.files import FilePrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,37 +19,88 @@ class Question:
 
     ids: tuple[int, ...]
     benchmark: str = ""
+    source: FilePrompt | None = None
+    later: tuple[tuple[int, ...], ...] = ()
+    """of a conversation: what stands between this answer and the next, and so on"""
+    turn: int = 0
+
+    def longest(self, new_tokens: int) -> int:
+        """Tokens of the whole conversation, at most."""
+        return len(self.ids) + new_tokens + sum(len(between) + new_tokens for between in self.later)
+
+    def next(self, answer: Sequence[int]) -> Question:
+        """The conversation's next question, behind the answer to this one."""
+        between, *later = self.later
+        return replace(self, ids=(*self.ids, *answer, *between), later=tuple(later), turn=self.turn + 1)
 
 
-def read_questions(
-    files: Sequence[Path],
-    count: int,
-    client: Client,
-    reference: Reference,
-    category: str | None,
-    chat: bool,
-    warm_up: int = 0,
-) -> tuple[list[Question], list[Question]]:
-    """The first `count` of every file, or of Coppice's own prompts, and the `warm_up` after them.
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Which questions are asked, and how."""
 
-    `chat` sends texts as a user's message. Of a conversation's turns the first is asked. Raises InvalidField, also for
-    a target without a chat template.
+    files: Sequence[Path] = ()
+    """none: Coppice's own prompts"""
+    count: int
+    """the first ones of every file"""
+    warm_up: int = 0
+    """those after them"""
+    category: str | None = None
+    chat: bool = False
+    """whether a text is sent as a user's message"""
+    new_tokens: int = 0
+    context: Context
+    skip_long: bool = False
+
+
+def read_questions(wanted: Wanted, text: TargetText) -> tuple[list[Question], list[Question], list[str]]:
+    """Those that are asked, those to warm up with, and what is said of those that are too long and left out.
+
+    Raises InvalidField: for a target without a chat template, too few questions, and, unless they are to be left out,
+    those that do not fit into the context with all their answers, which it names.
     """
-    if chat and not client.describe().has_chat_template:
+    if wanted.chat and not text.has_chat_template:
         raise InvalidField("chat", "this target has no chat template")
     asked: list[Question] = []
     warming: list[Question] = []
-    names = benchmark_names(files) if files else ["prompts"]
-    for file, name in zip(files or (None,), names, strict=True):
-        prompts = file_prompts(file, count + warm_up, client, category)
-        if warm_up and len(prompts) < count + warm_up:
-            why = f"there are {len(prompts)} prompts in {name}, too few for {count} and {warm_up} to warm up with"
-            raise InvalidField("warm_up", why)
-        for number, one in enumerate(prompts):
-            ids = reference.encode(one.prompt, chat) if isinstance(one.prompt, str) else one.prompt
-            question = Question(ids, name if len(files) > 1 else one.category or name)
-            (asked if number < count else warming).append(question)
-    return asked, warming
+    long: list[str] = []
+    names = benchmark_names(wanted.files) if wanted.files else ["prompts"]
+    number = wanted.count + wanted.warm_up
+    for file, name in zip(wanted.files or (None,), names, strict=True):
+        fit: list[Question] = []
+        known = len(long)
+        for question in _questions(file, name, wanted, text):
+            if len(fit) + (0 if wanted.skip_long else len(long) - known) == number:
+                break
+            tokens = question.longest(wanted.new_tokens)
+            if tokens <= wanted.context.tokens:
+                fit.append(question)
+            else:
+                long.append(f"{question.source.name if question.source else name}: {tokens} tokens")
+        if wanted.warm_up and len(fit) < number and (wanted.skip_long or not long):
+            why = f"there are {len(fit)} prompts in {name}, too few for {wanted.count} and {wanted.warm_up} to warm up"
+            raise InvalidField("warm_up", f"{why} with")
+        asked += fit[: wanted.count]
+        warming += fit[wanted.count :]
+    if long and not (asked and wanted.skip_long):
+        many = f"{len(long)} prompts do" if len(long) > 1 else "a prompt does"
+        why = f"{many} not fit, with {wanted.new_tokens} new tokens an answer, into a context of {wanted.context}"
+        raise InvalidField("prompts", f"{why}; --skip-long goes on without: {'; '.join(long)}")
+    return asked, warming, long
+
+
+def _questions(file: Path | None, name: str, wanted: Wanted, text: TargetText) -> Iterator[Question]:
+    """A file's questions in order, or of Coppice's own as many as are wanted."""
+    most = None if file else wanted.count + wanted.warm_up
+    for one in file_prompts(file, most, text, wanted.category):
+        benchmark = name if len(wanted.files) > 1 else one.category or name
+        if isinstance(one.prompt, tuple):
+            yield Question(one.prompt, benchmark, one)
+            continue
+        turns = (one.prompt, *one.later)
+        between = [
+            text.encode_between(before, after, wanted.chat) for before, after in zip(turns, one.later, strict=False)
+        ]
+        yield Question(text.encode(one.prompt, wanted.chat), benchmark, one, tuple(between))
 
 
 def benchmark_names(files: Sequence[Path]) -> list[str]:

@@ -164,6 +164,7 @@ def _speed_table(title: str, rows: Sequence[RunRow]) -> Table:
         {
             "method": row.name,
             "tau": row.row.tau,
+            "drafts": row.row.tau - 1,
             "tokens/s": row.row.tokens_per_s,
             "x plain": str(row.figures[ALL].over_plain or "-"),
             "x generate": str(row.figures[ALL].over_hf or "-"),

@@ -1,0 +1,176 @@
+"""Histories of clients: each kind of violation is found, and what a recovery may look like breaks no rule."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from coppice.bench.report import Check, Report
+from coppice.errors import InvalidField
+from coppice.faults.history import Event, History
+from coppice.faults.ledger import Ledger
+from coppice.faults.load import HistoryClient, Question, Stream, ask
+from coppice.faults.report import FaultRow
+from coppice.speculation.sampling import SamplingParams
+from tests.fake_service import echo_server
+
+PLAIN = (11, 12, 13, 14, 15)
+
+
+def started(attempt: int = 1, held: int = 0) -> Event:
+    return Event(attempt, "started", (), held)
+
+
+def chunk(*ids: int, attempt: int = 1, held: int = 0) -> Event:
+    return Event(attempt, "chunk", ids, held)
+
+
+def finished(new_tokens: int, attempt: int = 1, held: int = 0) -> Event:
+    return Event(attempt, "finished", (), held, new_tokens)
+
+
+WHOLE = [started(), chunk(11), chunk(12, 13), chunk(14, 15), finished(5)]
+RESUMED = [started(), chunk(11, 12), started(2, 2), chunk(13, 14, 15, attempt=2, held=2), finished(3, 2, 2)]
+ONLY_ITS_END = [started(), chunk(*PLAIN), started(2, 5), finished(0, 2, 5)]
+
+
+@pytest.mark.parametrize("events", [WHOLE, RESUMED, ONLY_ITS_END])
+def test_a_good_history_breaks_no_rule(events: list[Event]) -> None:
+    assert History(1, events=events).violations(PLAIN, complete=True) == []
+
+
+@pytest.mark.parametrize("events", [[], [started()], WHOLE[:3], RESUMED[:-1]])
+def test_an_answer_that_was_left_or_failed_may_end_anywhere(events: list[Event]) -> None:
+    assert History(1, events=events).violations(PLAIN, complete=False) == []
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        ([started(), chunk(11), chunk(11, 12, 13, 14, 15), finished(6)], "the one before it came twice"),
+        ([started(), chunk(11), chunk(13, 14, 15), finished(4)], "token 1 of plain's is 12, it was lost"),
+        ([started(), chunk(11, 99, 13, 14, 15), finished(5)], "token 1 of plain's is 12, 99 came"),
+        ([started(), chunk(*PLAIN, 16), finished(6)], "1 tokens too many"),
+        ([started(), chunk(11, 12, 13), finished(3)], "2 tokens are missing at the end"),
+        ([*WHOLE, chunk(16)], "chunk after the end"),
+        ([*WHOLE, started(2, 5)], "started after the end"),
+        ([*WHOLE, finished(5)], "2 ends"),
+        (WHOLE[:-1], "0 ends"),
+        ([chunk(11), started(), chunk(12, 13, 14, 15), finished(5)], "attempt 1: chunk before it started"),
+        ([started(), started(), *WHOLE[1:]], "attempt 1: started twice"),
+        (
+            [started(), chunk(11, 12), chunk(13, 14, 15, attempt=2, held=2), finished(3, 2, 2)],
+            "attempt 2: chunk before",
+        ),
+        (
+            [started(), chunk(11, 12), started(2, 1), *RESUMED[3:]],
+            "attempt 2: went on behind 1 tokens, 2 were received",
+        ),
+        ([started(), chunk(11), started(2, 2), *RESUMED[3:]], "attempt 2: went on behind 2 tokens, 1 were received"),
+        ([*RESUMED[:3], chunk(13), *RESUMED[3:]], "attempt 1: chunk after attempt 2 began"),
+        ([*WHOLE[:-1], finished(4)], "the end says 4 tokens, 5 were received"),
+        ([*RESUMED[:-1], finished(5, 2, 2)], "the end says 5 tokens, 3 were received"),
+    ],
+)
+def test_every_violation_is_found(events: list[Event], said: str) -> None:
+    found = History(7, events=events).violations(PLAIN, complete=True)
+    assert any(said in what for what in found), found
+    assert all(what.startswith("request 7: ") for what in found)
+
+
+async def recorded(address: str, prompt: str) -> Stream:
+    one = Stream(tuple(prompt.encode()), time.monotonic())
+    async with HistoryClient(address) as client:
+        await ask(client, Question(prompt, SamplingParams()), one)
+    return one
+
+
+async def test_what_a_client_hears_is_recorded_attempt_by_attempt() -> None:
+    with echo_server() as (address, _), echo_server() as (other, _):
+        good = await recorded(address, "good")
+        resumed = await recorded(f"{address},{other}", "break")
+    told = [(event.attempt, event.kind, len(event.ids), event.held) for event in good.history.events]
+    assert told == [
+        (1, "started", 0, 0),
+        (1, "chunk", 1, 0),
+        (1, "chunk", 2, 0),
+        (1, "chunk", 1, 0),
+        (1, "finished", 0, 0),
+    ]
+    assert good.violations == []
+    attempts = {event.attempt: event.held for event in resumed.history.events}
+    assert (attempts, resumed.failure) == ({1: 0, 2: 1}, "")
+
+
+async def test_a_campaign_fails_by_its_histories_alone() -> None:
+    with echo_server() as (address, _):
+        one = await recorded(address, "good")
+    one.history.events.append(one.history.events[-1])
+    row = FaultRow("none", 1)
+    row.count([one])
+    assert (row.failed, row.wrong, row.ok) == (0, 0, False)
+    (broken,) = [check for check in row.to_checks() if not check.ok]
+    assert broken.name == "none: broken histories"
+    assert "finished after the end" in broken.note
+
+
+# --- progress, and going on ---
+
+
+def ledger(file: Path | None, lines: list[str], repeat: int = 3, sessions: int = 16) -> Ledger:
+    report = Report("faults", "float32", 1)
+    report.figures["asked"] = {"sessions": sessions}
+    return Ledger(report, ["verifier-kill", "drafter-kill"], repeat, file, lines.append)
+
+
+def repetition(row: FaultRow) -> FaultRow:
+    row.repetitions += 1
+    row.requests += 16
+    row.recoveries.append(0.25)
+    return row
+
+
+def test_every_repetition_says_a_line_and_is_kept(tmp_path: Path) -> None:
+    lines, file = list[str](), tmp_path / "faults.json"
+    made = ledger(file, lines)
+    made.note(repetition(made.begin("verifier-kill")))
+    assert lines[0].startswith("verifier-kill 1/3: 16 requests, 0 failed, 0 wrong, recovery p99 0.25 s, ")
+    assert lines[0].endswith(" left")
+    (row,) = json.loads(file.read_text())["rows"]
+    assert (row["fault"], row["repetitions"], row["complete"]) == ("verifier-kill", 1, False)
+    made.rows["verifier-kill"].checks.append(Check("speed", 0.5, "0.9", False, "slow"))
+    made.note(made.rows["verifier-kill"], complete=True)
+    assert lines[1].startswith("verifier-kill FAILED, 1 times: ")
+    assert lines[1].endswith("; speed: 0.5 (slow)")
+
+
+def test_a_second_call_goes_on_where_the_first_was_ended(tmp_path: Path) -> None:
+    file = tmp_path / "faults.json"
+    first = ledger(file, [])
+    first.resume()  # there is no file yet
+    first.note(repetition(first.begin("verifier-kill")))
+    first.note(repetition(repetition(first.begin("verifier-kill"))), complete=True)
+    first.note(repetition(first.begin("drafter-kill")))
+    again = ledger(file, [])
+    again.resume()
+    assert [again.left(fault) for fault in ("verifier-kill", "drafter-kill")] == [0, 2]
+    assert again.rows == first.rows
+    again.note(repetition(again.begin("drafter-kill")), complete=True)
+    told = json.loads(file.read_text())
+    assert [(row["repetitions"], row["complete"], row["ok"]) for row in told["rows"]] == [
+        (3, True, True),
+        (2, True, True),
+    ]
+
+
+def test_another_campaigns_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "faults.json"
+    ledger(file, []).note(FaultRow("verifier-kill", 1))
+    with pytest.raises(InvalidField, match="of a campaign of"):
+        ledger(file, [], sessions=8).resume()
+    file.write_text("{}")
+    with pytest.raises(InvalidField, match="holds no campaign"):
+        ledger(file, []).resume()
