@@ -81,5 +81,7 @@ def _read_value(key: str, value: Any) -> list[Any]:
     if key == "ids":
         plain = isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
         return [tuple(value)] if plain and value else []
-    turns = value if key == "turns" and isinstance(value, list) else [value]
+    turns = value if key == "turns" else [value]
+    if not isinstance(turns, list):
+        return []
     return turns if all(isinstance(turn, str) and turn for turn in turns) else []

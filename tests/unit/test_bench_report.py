@@ -122,7 +122,7 @@ def test_prompt_files_are_json_lines_or_plain_lines(tmp_path: Path) -> None:
     file.write_text("\n\n".join(json.dumps(line) for line in lines))
     prompts = read_prompts(file)
     assert [line.prompt for line in prompts] == ["first", (1, 2), "prompt", "question", "problem", "text"]
-    assert (prompts[0].category, prompts[0].question_id) == ("code", "81")
+    assert (prompts[0].category, prompts[0].question_id) == ("code", 81)
     plain = tmp_path / "a.txt"
     plain.write_text("one\n\ntwo {\n")
     assert [line.prompt for line in read_prompts(plain)] == ["one", "two {"]
