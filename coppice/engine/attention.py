@@ -15,7 +15,6 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -45,6 +44,7 @@ class Scoring(NamedTuple):
     scaling: float | None = None  # factor of the scores; None is 1 / sqrt(D)
     softcap: float | None = None  # scores are squeezed between -softcap and softcap, before the mask
     sinks: Tensor | None = None  # (H,) scores of a key that each query head sees beside the others; its value is zero
+    plain: bool = True  # neither a softcap nor sinks
 
 
 class LayerPlan(Protocol):
@@ -125,7 +125,7 @@ def packed_attention(
         raise UnsupportedModel("the model does not pass its mask on to its attention")
     if sliding_window is not None and sliding_window != attention_mask.window:
         raise UnsupportedModel(f"a layer's window is {sliding_window}, its mask's {attention_mask.window}")
-    scoring = Scoring(scaling, softcap, s_aux)
+    scoring = Scoring(scaling, softcap, s_aux, softcap is None and s_aux is None)
     return attention_mask.attend(module.layer_idx, query, key, value, scoring).contiguous(), None
 
 
@@ -134,13 +134,12 @@ AttentionMaskInterface.register(NAME, packed_mask)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
-    """Attention of G query heads for each key head, whose rows lie one behind the other; `mask` is added to the scores.
+    """Attention that torch's own function does not do: G query heads for each key head, whose rows lie one behind the
+    other. `mask` is added to the scores.
 
     query (S, KVH, G * N, D), key (S, KVH, L, D), value (S, KVH, L, V), mask (S, 1, G * N, L) -> (S, KVH, G * N, V).
     """
-    scaling, softcap, sinks = scoring
-    if softcap is None and sinks is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    scaling, softcap, sinks, _ = scoring
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap  # before the mask, as the models that cap do

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -35,7 +36,10 @@ class ViewPlan:
         # The query heads of one key head become rows of one head, so that keys are never repeated.
         grouped = query.reshape(1, kv_heads, self.group * rows, dim)
         keys, values = self.read[2 * layer], self.read[2 * layer + 1]
-        out = attend(grouped, keys, values, self.mask, scoring)
+        if scoring.plain:
+            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask, scale=scoring.scaling)
+        else:
+            out = attend(grouped, keys, values, self.mask, scoring)
         return out.view(1, kv_heads, self.group, rows, -1).permute(0, 3, 1, 2, 4).reshape(1, rows, heads, -1)
 
 
@@ -70,7 +74,10 @@ class GatherPlan:
             .permute(2, 0, 1, 3, 4)
             .reshape(self.sessions, kv_heads, -1, dim)  # (S, KVH, G * N, D)
         )
-        out = attend(grouped, keys, values, self.mask, scoring)
+        if scoring.plain:
+            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask, scale=scoring.scaling)
+        else:
+            out = attend(grouped, keys, values, self.mask, scoring)
         out = (
             out.view(self.sessions, kv_heads, self.group, -1, out.shape[-1])
             .permute(0, 3, 1, 2, 4)
