@@ -216,8 +216,11 @@ class Rig:
         await self.until(lambda: 2 * len(load.answering) >= wanted, 1.0)
 
     @contextlib.asynccontextmanager
-    async def watched(self, row: FaultRow, names: Iterable[str] = ()) -> AsyncIterator[Load]:
-        """One repetition of something else than a blow: a load around it, then everything as before."""
+    async def watched(self, row: FaultRow, names: Iterable[str] = (), more: bool = False) -> AsyncIterator[Load]:
+        """One repetition of something else than a blow: a load around it, then everything as before.
+
+        `more`: there is more to this repetition, whose end the caller notes.
+        """
         row.repetitions += 1
         self.say(f"{row.fault}: {row.repetitions}")
         async with self.load() as load:
@@ -227,7 +230,10 @@ class Rig:
             ended = time.monotonic()
         row.recovered([stream for stream in load.streams if (stream.ended or ended) > began], began, ended)
         row.count(load.streams)
-        await self.settle(row)
+        if more:
+            row.leaks += await self.leaks()
+        else:
+            await self.settle(row)
 
     # --- what is left behind ---
 
