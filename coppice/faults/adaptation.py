@@ -48,7 +48,7 @@ def killed_at(point: str) -> Run:
 
     async def run(rig: Rig, row: FaultRow) -> None:
         for _ in range(rig.plan.repeat):
-            async with rig.watched(row):
+            async with rig.watched(row, more=True):
                 with contextlib.suppress(ProcessFailed):  # it comes there before it is ready: what it finds, it reads
                     await rig.restart(ADAPTER, flags={"server.failpoints": f"{point}=1"})
                 if not await rig.until(lambda: not rig.runs(ADAPTER), COMES_S):
@@ -64,7 +64,7 @@ def redis_fault(begin: Callable[[Rig], object], end: Callable[[Rig], object]) ->
 
     async def run(rig: Rig, row: FaultRow) -> None:
         for _ in range(rig.plan.repeat):
-            async with rig.watched(row):
+            async with rig.watched(row, more=True):
                 await asyncio.to_thread(begin, rig)
                 try:
                     await asyncio.sleep(FAULT_S)
@@ -97,7 +97,7 @@ def _flushed(rig: Rig) -> None:
 
 
 async def _flows_again(rig: Rig, row: FaultRow) -> None:
-    """Queries reach the adapter, replicas use its weights, and every signal is accounted for."""
+    """Queries reach the adapter, replicas use its weights, every signal is accounted for: a repetition's end."""
     began, queries, current = time.monotonic(), 0, False
     async with rig.load() as load:
         first = await _status(rig)
@@ -117,6 +117,7 @@ async def _flows_again(rig: Rig, row: FaultRow) -> None:
     if not current:
         row.leaks.append(f"a replica did not use the adapter's weights in {BACK_S:g} s")
     row.leaks += await _unaccounted(rig)
+    rig.note(row)
 
 
 async def _status(rig: Rig) -> Any:
@@ -152,7 +153,7 @@ async def random_weights(rig: Rig, row: FaultRow) -> None:
 
     heads = [Head.of(head, rig.stack.spec.target) for head in rig.stack.spec.adapted]
     for _ in range(rig.plan.repeat):
-        async with rig.watched(row) as load:
+        async with rig.watched(row, more=True) as load:
             for head in heads:
                 for name in _drafters(rig, head.name):
                     async with DrafterLink(rig.stack.services[name].address, rig.plan.dialer("adapter")) as link:

@@ -21,7 +21,7 @@ from coppice.faults.load import Answers, Load, plain_answers, questions
 from coppice.faults.proxy import Proxies
 from coppice.faults.report import LIMIT_S, FaultRow
 from coppice.rpc.channels import Dialer
-from coppice.stack.launch import Stack
+from coppice.stack.launch import MODULES, Stack
 from coppice.stack.spec import StackSpec
 
 Fault = Literal["kill", "stop", "cut", "term"]
@@ -216,8 +216,11 @@ class Rig:
         await self.until(lambda: 2 * len(load.answering) >= wanted, 1.0)
 
     @contextlib.asynccontextmanager
-    async def watched(self, row: FaultRow, names: Iterable[str] = ()) -> AsyncIterator[Load]:
-        """One repetition of something else than a blow: a load around it, then everything as before."""
+    async def watched(self, row: FaultRow, names: Iterable[str] = (), more: bool = False) -> AsyncIterator[Load]:
+        """One repetition of something else than a blow: a load around it, then everything as before.
+
+        `more`: there is more to this repetition, whose end the caller notes.
+        """
         row.repetitions += 1
         self.say(f"{row.fault}: {row.repetitions}")
         async with self.load() as load:
@@ -227,7 +230,10 @@ class Rig:
             ended = time.monotonic()
         row.recovered([stream for stream in load.streams if (stream.ended or ended) > began], began, ended)
         row.count(load.streams)
-        await self.settle(row)
+        if more:
+            row.leaks += await self.leaks()
+        else:
+            await self.settle(row)
 
     # --- what is left behind ---
 
@@ -284,18 +290,19 @@ def certificates(folder: Path, role: str) -> dict[str, str]:
     return {"ca": f"{folder}/ca.pem", "cert": f"{folder}/{role}.pem", "key": f"{folder}/{role}.key"}
 
 
+def secured(spec: StackSpec, folder: Path) -> StackSpec:
+    """The same whose processes show their roles' certificates, and ask for them."""
+    extra = {role: dict(spec.extra.get(role, {})) for role in MODULES}
+    for role, told in extra.items():
+        told |= {f"tls.{name}": file for name, file in certificates(folder, role).items()}
+    return replace(spec, extra=extra)
+
+
 @contextlib.contextmanager
 def proxied(spec: StackSpec, tls: Path | None = None) -> Iterator[tuple[Stack, Proxies]]:
     """A stack of two of everything at least, and the proxies it runs behind. `tls`: as Plan's."""
-    if tls:
-        extra = {
-            role: {f"tls.{name}": file for name, file in certificates(tls, role).items()}
-            | dict(spec.extra.get(role, {}))
-            for role in ("verifier", "drafter", "orchestrator", "adapter")
-        }
-        spec = replace(spec, extra=extra)
     spec = replace(
-        spec,
+        secured(spec, tls) if tls else spec,
         verifiers=max(2, spec.verifiers),
         replicas=max(2, spec.replicas),
         orchestrators=max(2, spec.orchestrators),

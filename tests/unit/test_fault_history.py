@@ -154,12 +154,16 @@ def test_a_second_call_goes_on_where_the_first_was_ended(tmp_path: Path) -> None
     first.note(repetition(first.begin("verifier-kill")))
     first.note(repetition(repetition(first.begin("verifier-kill"))), complete=True)
     first.note(repetition(first.begin("drafter-kill")))
+    unclean = json.loads(file.read_text())
+    unclean["checks"].append({"name": "processes not stopped cleanly", "value": 1, "bound": "0", "ok": False})
+    file.write_text(json.dumps(unclean))
     again = ledger(file, [])
     again.resume()
     assert [again.left(fault) for fault in ("verifier-kill", "drafter-kill")] == [0, 2]
     assert again.rows == first.rows
     again.note(repetition(again.begin("drafter-kill")), complete=True)
     told = json.loads(file.read_text())
+    assert [check["name"] for check in told["checks"]] == ["processes not stopped cleanly"]
     assert [(row["repetitions"], row["complete"], row["ok"]) for row in told["rows"]] == [
         (3, True, True),
         (2, True, True),

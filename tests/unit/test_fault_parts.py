@@ -21,8 +21,10 @@ from coppice.faults.command import choose, every
 from coppice.faults.load import HistoryClient, Load, Question, Stream, ask
 from coppice.faults.proxy import Proxies
 from coppice.faults.report import FaultRow, add_faults, percentile
+from coppice.faults.rig import Plan, secured
 from coppice.messages.generation import GenerationRequest
 from coppice.speculation.sampling import SamplingParams
+from coppice.stack.launch import SERVICES
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.wire.generation import request_to_wire
 from tests.fake_service import echo_server
@@ -216,6 +218,21 @@ def test_scenarios_are_chosen_by_name_and_group(tmp_path: Path) -> None:
         choose(["verifier-melt"], counting)
     with pytest.raises(InvalidField, match="kinds: redis-stop needs a head"):
         choose(["redis"], counting)
+
+
+def test_under_tls_every_process_and_every_question_has_its_roles_certificate(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    spec = StackSpec(target=tmp_path, extra={"drafter": {"drafter.chain": True}})
+    made = secured(spec, Path("/certificates"))
+    assert made.extra["drafter"] == {
+        "drafter.chain": True,
+        "tls.ca": "/certificates/ca.pem",
+        "tls.cert": "/certificates/drafter.pem",
+        "tls.key": "/certificates/drafter.key",
+    }
+    assert {told["tls.cert"] for told in made.extra.values()} == {f"/certificates/{role}.pem" for role in SERVICES}
+    assert Plan(tls=Path("/certificates")).dialer("operator").tls.cert == "/certificates/operator.pem"
+    assert not Plan().dialer("operator").tls.on
 
 
 def test_every_scenario_is_in_the_docs() -> None:
