@@ -20,6 +20,7 @@ from coppice.engine.loading import load_engine
 from coppice.errors import Overloaded
 from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
 from coppice.heads.level_tree import LevelTree, row_slices
+from coppice.heads.models.expectation import read_expectation
 from coppice.heads.vocabulary import common_width
 from coppice.messages.steps import Advance, HeadDescription, OpenDraft
 from coppice.speculation.sampling import uniform
@@ -61,7 +62,12 @@ class LanguageModelHead(Head):
         info = self.engine.info
         self._width = min(settings.vocab_size or target_width or info.vocab_size, info.vocab_size)
         """of the logits that it drafts from; ids behind its own last one, which no token has, are read as that"""
-        self.description = HeadDescription(settings.name or "lm", "lm", target_width or self._width)
+        self.description = HeadDescription(
+            settings.name or "lm",
+            "lm",
+            target_width or self._width,
+            expected_acceptance=read_expectation(settings.path),
+        )
         self.max_context = min(settings.max_context or info.max_context, info.max_context)
         self._sessions: dict[int, _Session] = {}
 

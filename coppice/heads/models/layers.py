@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor, nn
 
+from coppice.heads.models.expectation import Expectation
 from coppice.heads.models.rotary import Rope, RotaryConfig, rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -43,6 +44,8 @@ class HeadConfig(RotaryConfig):
     hidden_act: str = Field("silu", pattern="^silu$")
     feature_layers: tuple[NonNegativeInt, ...] = ()
     """target layers the head reads; empty: 2, L // 2 and L - 3 of the target's L"""
+    acceptance: Expectation | None = None
+    """how often its drafts are right, at least"""
 
     @model_validator(mode="before")
     @classmethod
