@@ -21,18 +21,19 @@ from coppice.speculation.tree import DraftTree
 from coppice.speculation.watch import best_path
 from coppice.stack.spec import StackSpec
 
-DEPTHS = 8
+DEPTHS, BUDGET = 8, 12
 SEED = 1
+SESSIONS = 8
+"""at once: nothing is timed"""
 
 
-def counts(answers: Sequence[Completion]) -> list[tuple[int, int]]:
-    """Return (right, tried) by depth of the answers' trees, but for the last of each, whose next token is not known."""
+def counts(answer: Completion) -> list[tuple[int, int]]:
+    """Return (right, tried) by depth of an answer's trees, but for the last, whose next token is not known."""
     found = [[0, 0] for _ in range(DEPTHS)]
-    for answer in answers:
-        for step, following in pairwise(answer.trees):
-            for depth, right in enumerate(_path(step, following.root)[:DEPTHS]):
-                found[depth][0] += right
-                found[depth][1] += 1
+    for step, following in pairwise(answer.trees):
+        for depth, right in enumerate(_path(step, following.root)[:DEPTHS]):
+            found[depth][0] += right
+            found[depth][1] += 1
     return [(right, tried) for right, tried in found]
 
 
@@ -55,7 +56,7 @@ def run_acceptance(
     expected = {}
     kinds = sorted({prompt.category for prompt in prompts})
     for head in spec.heads:
-        measured: dict[str, Sequence[tuple[int, int]]] = {}
+        measured: dict[str, list[list[tuple[int, int]]]] = {}
         for kind in kinds:
             texts = [prompt.prompt for prompt in prompts if prompt.category == kind]
             for temperature in numbers("temperatures", temperatures, float):
@@ -64,9 +65,11 @@ def run_acceptance(
                     "policy": f"single:{head.name}",
                     "sampling": SamplingParams(temperature=temperature, seed=SEED),
                     "max_new_tokens": new_tokens,
+                    "budget": BUDGET,
                     "trees": True,
                 }
-                measured[f"{kind}, T={temperature:g}".lstrip(", ")] = counts(answers_to(client, texts, **asked))
+                found = map(counts, answers_to(client, texts, SESSIONS, **asked))
+                measured[f"{kind}, T={temperature:g}".lstrip(", ")] = list(found)
         expected[head.name] = expectation(measured)
         if write and head.path is not None:
             write_expectation(head.path, expected[head.name])
@@ -75,7 +78,7 @@ def run_acceptance(
         for name, one in expected.items()
         for text, shares in [*one.texts.items(), ("expected, at least", one.by_depth)]
     ]
-    deepest = max((len(one.by_depth) for one in expected.values()), default=0)
+    deepest = max((len(shares) for one in expected.values() for shares in one.texts.values()), default=0)
     lines = [
         dict.fromkeys(("head", "text", *(f"depth {d}" for d in range(1, deepest + 1))), 0.0) | line for line in lines
     ]

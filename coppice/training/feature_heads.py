@@ -180,9 +180,12 @@ def export_feature_head(work: Path, out: Path, answers: TargetAnswers, target: P
     student.bfloat16().float()  # what is measured is what is shipped: the rounded weights
     teacher = Teacher(answers.read, output.to(device), draft_ids)
     student.to(device)
-    domains = {name: measure(student, HeadLoss(teacher), texts) for name, texts in held_out(answers, device).items()}
-    acceptance = sum(domains.values(), Acceptance())
-    expected = expectation({name: one.counts for name, one in domains.items()})
+    domains = {
+        name: [measure(student, HeadLoss(teacher), [text]) for text in texts]
+        for name, texts in held_out(answers, device).items()
+    }
+    acceptance = sum((one for texts in domains.values() for one in texts), Acceptance())
+    expected = expectation({name: [one.counts for one in texts] for name, texts in domains.items()})
     log = [json.loads(line) for line in (work / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     with replacing(out) as partial:
         save_head(partial, student.model.cpu().bfloat16(), config.model_copy(update={"acceptance": expected}), kind)

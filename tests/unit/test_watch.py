@@ -94,12 +94,17 @@ def test_a_head_that_fails_late_is_found_too() -> None:
 
 
 def test_what_is_expected_is_the_least_of_all_kinds_of_text(tmp_path: Path) -> None:
-    found = expectation({"code": [(800, 1000), (300, 400), (60, 99)], "story": [(500, 1000), (200, 250), (90, 100)]})
+    found = expectation(
+        {
+            "code": [[(400, 500), (150, 200), (20, 29)], [(400, 500), (150, 200)]],
+            "story": [[(500, 900), (199, 220), (90, 100)], [(30, 100), (1, 29)]],
+        }
+    )
     assert len(found.by_depth) == 2  # the third was tried fewer times than LEAST_TRIALS on code
-    assert 0.45 < found.by_depth[0] < 0.5
+    assert found.by_depth[0] == 0.3  # a text
     assert 0.69 < found.by_depth[1] < 0.75
-    assert found.texts == {"code": (0.8, 0.75), "story": (0.5, 0.8)}
-    assert expectation({"code": [(LEAST_TRIALS - 2, LEAST_TRIALS - 1)]}) == Expectation(texts={"code": ()})
+    assert found.texts == {"code": (0.8, 0.75, 0.6897), "story": (0.53, 0.8032, 0.9)}
+    assert expectation({"code": [[(LEAST_TRIALS - 2, LEAST_TRIALS - 1)]]}) == Expectation(texts={"code": (0.9655,)})
     (tmp_path / "config.json").write_text('{"hidden_size": 3}')
     assert read_expectation(tmp_path) == ()
     write_expectation(tmp_path, found)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
@@ -16,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from coppice.errors import InvalidField
 from coppice.limits import MAX_TREE_DEPTH
 
-LEAST_TRIALS = 100
-"""of a depth on each kind of text: of deeper ones nothing is expected"""
+LEAST_TRIALS = 30
+"""of a depth on each kind of text: of deeper ones nothing is expected, and of a text with fewer its kind counts"""
 _Z = 2.58
 _CONFIG, _NAME = "config.json", "acceptance"
 
@@ -32,27 +33,34 @@ class Expectation(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     by_depth: tuple[Share, ...] = Field((), max_length=MAX_TREE_DEPTH)
-    """at least, on every kind of text that was measured"""
+    """at least, on every text that was measured"""
     texts: dict[str, tuple[Share, ...]] = {}
     """the shares measured on each kind of text"""
 
 
-def expectation(measured: Mapping[str, Counts]) -> Expectation:
-    """Return what is expected of a head that was measured on some kinds of text.
+def expectation(measured: Mapping[str, Sequence[Counts]]) -> Expectation:
+    """Return what is expected of a head that was measured on some texts of each kind, a sequence of counts each.
 
-    Of each depth the least of the kinds' shares, each lowered to the end of its 99% interval (Wilson, 1927), as deep as
-    every kind was tried LEAST_TRIALS times.
+    Of each depth the least of all texts' shares (of those with LEAST_TRIALS) and of the lower ends of the kinds' 99%
+    intervals (Wilson, 1927), as deep as every kind was tried so often: texts of one kind differ, and a request is one.
     """
-    by_depth = []
-    for counts in zip(*measured.values(), strict=False):
-        if min(tried for _, tried in counts) < LEAST_TRIALS:
-            break
-        by_depth.append(round(min(_lower_end(*count) for count in counts), 4))
-    texts = {
-        kind: tuple(round(right / tried, 4) for right, tried in counts[: len(by_depth)])
-        for kind, counts in measured.items()
+    kinds = {
+        kind: [_total(column) for column in zip_longest(*texts, fillvalue=(0, 0))] for kind, texts in measured.items()
     }
+    by_depth = []
+    for depth, totals in enumerate(zip(*kinds.values(), strict=False)):
+        if min(tried for _, tried in totals) < LEAST_TRIALS:
+            break
+        counts = [text[depth] for texts in measured.values() for text in texts if depth < len(text)]
+        shares = [right / tried for right, tried in counts if tried >= LEAST_TRIALS]
+        by_depth.append(round(min(*shares, *(_lower_end(*total) for total in totals), 1.0), 4))
+    texts = {kind: tuple(round(right / tried, 4) for right, tried in totals if tried) for kind, totals in kinds.items()}
     return Expectation(by_depth=tuple(by_depth), texts=texts)
+
+
+def _total(counts: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    right, tried = zip(*counts, strict=True)
+    return sum(right), sum(tried)
 
 
 def _lower_end(right: int, tried: int) -> float:
