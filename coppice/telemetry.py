@@ -96,6 +96,7 @@ class OrchestratorMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         counter = partial(Counter, registry=self.registry, namespace="coppice")
+        gauge = partial(Gauge, registry=self.registry, namespace="coppice")
         histogram = partial(Histogram, registry=self.registry, namespace="coppice")
         stem = "spec_decode_num"
         self.drafts = counter(f"{stem}_drafts", "verified trees", ["policy"])
@@ -108,7 +109,7 @@ class OrchestratorMetrics:
         self.client_requests = counter(
             "client_requests", "calls by the name of their token and how it was met", ["client", "verdict"]
         )
-        self.running = Gauge("requests_running", "requests running now", registry=self.registry, namespace="coppice")
+        self.running = gauge("requests_running", "requests running now")
         self.tokens = counter("generated_tokens", "tokens sent to clients")
         self.step_seconds = histogram("step_seconds", "wall time of a step", buckets=_STEP_BUCKETS)
         self.first_token_seconds = histogram("time_to_first_token_seconds", "from arrival to the first token")
@@ -116,10 +117,10 @@ class OrchestratorMetrics:
         self.late_drafts = counter("late_drafts", "drafts that missed the deadline", ["head"])
         self.benched = counter("heads_benched", "times that a head was left alone", ["head"])
         self.routed = counter("routed", "steps that verified a head's tree", ["head"])
+        self.replicas_fit = gauge("replicas_fit", "replicas that may get a session", ["pool"])
+        self.unfit = counter("heads_unfit", "replicas found to serve what the target cannot use", ["head"])
+        self.suspect = gauge("head_suspect", "replicas that draft far below what they were trained to", ["head"])
         self.auto_choices = counter("auto_choices", "steps of the policy auto by what it chose", ["choice"])
-        self.replicas_fit = Gauge(
-            "replicas_fit", "replicas that may get a session", ["pool"], registry=self.registry, namespace="coppice"
-        )
         self.reopened = counter("verifier_sessions_reopened", "sessions re-opened on a verifier")
 
     def step(self, policy: str, verified: int, accepted: int, seconds: float) -> None:

@@ -40,7 +40,10 @@ async def serve(settings: Settings) -> int:
     verifiers = TargetPool(at.addresses, dialer, told.failover_s)
     following = [asyncio.create_task(_follow(verifiers, at, metrics))]
     target = await verifiers.first_target()
-    heads = {name: HeadPool(name, where.addresses, dialer, metrics, target.layers) for name, where in heads_at.items()}
+    heads = {
+        name: HeadPool(name, where.addresses, dialer, metrics, target.layers, target.vocab_size)
+        for name, where in heads_at.items()
+    }
     following += [asyncio.create_task(_follow(heads[name], where, metrics)) for name, where in heads_at.items()]
     failed = asyncio.Event()
     for task in following:

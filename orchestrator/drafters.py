@@ -7,14 +7,20 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
+import structlog
+
 from coppice.errors import InvalidField
+from coppice.messages.steps import HeadDescription
 from coppice.rpc.channels import Dialer
 from coppice.speculation.calibration import Calibration
+from coppice.speculation.watch import AcceptanceWatch
 from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import drafter_pb2
 from coppice.v1.drafter_pb2_grpc import DrafterServiceStub
 from coppice.wire import drafter
 from orchestrator.replicas import Pool, Replica
+
+log = structlog.get_logger()
 
 _LEAST_DEADLINE_S, _MOST_DEADLINE_S = 0.020, 1.0
 _FIRST_DEADLINE_S = 0.250
@@ -27,16 +33,29 @@ class DrafterReplica(Replica):
     def __init__(self, address: str, dialer: Dialer) -> None:
         super().__init__(address, dialer)
         self.stub = DrafterServiceStub(self.channel)
+        self.watch = AcceptanceWatch(())
+        """whether it drafts as it was trained to; of one that nobody measured nothing is expected"""
+
+    def told(self, head: HeadDescription) -> None:
+        """Take in what is expected of the head. A replica that has older weights than before was started anew."""
+        if head.expected_acceptance != self.watch.expected or head.weights_version < self.watch.version:
+            self.watch = AcceptanceWatch(head.expected_acceptance)
 
 
 class HeadPool(Pool[DrafterReplica]):
     """The replicas of one head, what its confidences are worth, and how long it takes to draft."""
 
     def __init__(
-        self, name: str, addresses: Sequence[str], dialer: Dialer, metrics: OrchestratorMetrics, layers: int
+        self,
+        name: str,
+        addresses: Sequence[str],
+        dialer: Dialer,
+        metrics: OrchestratorMetrics,
+        layers: int,
+        vocab_size: int = 0,
     ) -> None:
-        """layers: of the target."""
-        self.metrics, self._layers = metrics, layers
+        """layers and vocab_size: of the target; 0: any vocabulary will do."""
+        self.metrics, self._layers, self._vocab_size = metrics, layers, vocab_size
         self.calibration = Calibration()
         self.feature_layers: tuple[int, ...] | None = None
         """target layers whose features the head reads; None until a replica has said so"""
@@ -51,15 +70,45 @@ class HeadPool(Pool[DrafterReplica]):
 
     async def describe(self, replica: DrafterReplica, timeout_s: float) -> None:
         """The first that answers says which features the head reads; one that reads others is never used, nor one that
-        reads what the target does not have.
+        reads what the target does not have, or has another vocabulary.
         """
         told = await replica.stub.DescribeHead(drafter_pb2.DescribeHeadRequest(), timeout=timeout_s)
-        layers = drafter.read_head(told).feature_layers
+        head = drafter.read_head(told)
+        why = self._why_not(head)
+        if why and why != replica.unfit:
+            log.warning("a head that cannot be used", pool=self.name, replica=replica.address, why=why)
+            self.metrics.unfit.labels(self.name).inc()
+        replica.unfit = why
+        replica.told(head)
+        self.metrics.suspect.labels(self.name).set(sum(one.watch.suspect for one in self.replicas))
+
+    def _why_not(self, head: HeadDescription) -> str:
+        """Why a head cannot be used with the target or beside the others of its pool; empty when it can."""
+        layers = head.feature_layers
         if max(layers, default=0) >= self._layers:
-            replica.unfit = f"it reads features of {layers}, of a target of {self._layers} layers"
-            return
+            return f"it reads features of {layers}, of a target of {self._layers} layers"
+        if head.vocab_size and self._vocab_size and head.vocab_size != self._vocab_size:
+            return f"it has a vocabulary of {head.vocab_size} ids, the target one of {self._vocab_size}"
         self.feature_layers = layers if self.feature_layers is None else self.feature_layers
-        replica.unfit = "" if layers == self.feature_layers else f"it reads features of {layers}"
+        return "" if layers == self.feature_layers else f"it reads features of {layers}"
+
+    def judge(self, replica: DrafterReplica, path: Sequence[bool], version: int) -> None:
+        """Learn from a draft whether a replica drafts as it was trained to, and say so once when it does not.
+
+        path: of the draft, see `best_path`. version: of the weights that made it.
+        """
+        watch = replica.watch
+        if not watch.observe(path, version):
+            return
+        log.error(
+            "head drafts far below what it was trained to",
+            head=self.name,
+            replica=replica.address,
+            expected=[round(share, 3) for share in watch.expected],
+            measured=[f"{hits}/{trials}" for hits, trials in zip(watch.hits, watch.trials, strict=True)],
+            weights_version=version,
+        )
+        self.metrics.suspect.labels(self.name).set(sum(one.watch.suspect for one in self.replicas))
 
     def cool_down(self, replica: DrafterReplica) -> None:
         """Ask nothing of a replica for a while."""

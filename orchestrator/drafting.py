@@ -10,6 +10,7 @@ from coppice.messages.steps import Features
 from coppice.speculation.calibration import step_log_probs
 from coppice.speculation.policy import UNION
 from coppice.speculation.routing import outcomes
+from coppice.speculation.watch import best_path
 from orchestrator.head_session import HeadSession
 from orchestrator.policies import StepPolicy
 from orchestrator.step import NO_DRAFT, Committed, Draft, Step
@@ -78,6 +79,8 @@ class Drafting:
         for head, draft in zip(self._heads, step.drafts, strict=True):
             if len(draft.tree):
                 head.pool.calibration.observe(step_log_probs(draft.tree), *outcomes(draft.tree, step.offered))
+                if draft.replica is not None and head.is_measured:
+                    head.pool.judge(draft.replica, best_path(draft.tree, step.offered), draft.weights_version)
 
     def no_drafts(self) -> list[Draft]:
         """The drafts of a step that has asked nobody yet."""

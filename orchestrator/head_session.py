@@ -97,6 +97,9 @@ class HeadSession:
     def __init__(self, pool: HeadPool, opening: OpenDraft, vocab_size: int) -> None:
         self.pool, self.opening, self.vocab_size = pool, opening, vocab_size
         self.signal = Signal()
+        # What is expected of a head is measured where the target draws what its rows say, or its noise is known.
+        sampling = opening.sampling
+        self.is_measured = not sampling.temperature or (sampling.temperature <= 1 and opening.coupled)
         self._layers = pool.feature_layers  # as they were known when the verifier was asked for them
         self._window: Features | None = None  # where features can be fetched from
         self._stream: DraftStream | None = None
@@ -202,6 +205,7 @@ class HeadSession:
         if question is None:
             return NO_DRAFT
         draft = question.draft
+        draft.replica = self._stream.replica if self._stream else None
         draft.late = not question.answer.done()
         try:
             validate(draft.tree, self.vocab_size, MAX_TREE_NODES)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from coppice.messages.steps import Fence, Verdict, committed_hash
 from coppice.speculation.policy import NO_HEAD, Choice
 from coppice.speculation.tree import DraftTree, IntArray
+from orchestrator.drafters import DrafterReplica
 
 
 @dataclass(slots=True)
@@ -27,6 +28,8 @@ class Draft:
     weights_version: int = 0
     late: bool = False
     bad: bool = False
+    replica: DrafterReplica | None = None
+    """which sent it"""
 
 
 NO_DRAFT = Draft()

@@ -28,6 +28,7 @@ from coppice.bench.options import (
     reference_of,
     running,
     spec_of,
+    spread,
 )
 from coppice.bench.paper.command import paper
 from coppice.bench.run.command import run
@@ -170,6 +171,33 @@ def rows(
         report.checks.append(rows_check(by_rows, verifier.dtype, matrix_units))
         report.checks.append(plain_over_generate(client, reference, ids, max_new_tokens, rounds))
         report.checks.append(plain_over_bare(client, lambda: forward_ms(*placed)[1], ids, max_new_tokens, rounds))
+
+
+@app.command()
+def acceptance(
+    target: Target = None,
+    heads: Heads = None,
+    prompts: Prompts = None,
+    n: Count = 30,
+    max_new_tokens: NewTokens = 128,
+    temperatures: Annotated[str, typer.Option(help="Comma-separated, at most 1.")] = "0,1",
+    write: Annotated[
+        bool, typer.Option(help="Put what is expected of each head into its folder's config.json.")
+    ] = False,
+    dtype: Dtype = None,
+    json_file: JsonFile = None,
+) -> None:
+    """How often each head's best token is right, by depth: the orchestrator raises an alarm about a head far below."""
+    from coppice.bench.acceptance import run_acceptance
+    from coppice.prompts.files import demo_prompts, read_prompts
+
+    spec = spec_of(target, heads, dtype)
+    with measuring("bench acceptance", spec, json_file) as (console, _, report, client):
+        chosen = spread(read_prompts(prompts) if prompts else demo_prompts(), n)
+        with console.status("decoding") as status:
+            run_acceptance(
+                client, spec, chosen, temperatures, max_new_tokens, report, lambda line: status.update(line), write
+            )
 
 
 app.command()(run)

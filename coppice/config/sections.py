@@ -119,7 +119,7 @@ class DrafterSettings(TorchSettings):
     vocab_size: int = Field(0, ge=0, description="the target's vocabulary width; 0: any id will do, for lm its own")
     kv_tokens: int = Field(65_536, gt=0, description="KV capacity of a head that has any, tokens over all sessions")
     top_k: int = Field(0, ge=0, le=MAX_HEAD_NODES, description="candidates kept per node of a tree; 0: 8, eagle3 10")
-    depth: int = Field(0, ge=0, le=32, description="deepest draft; 0: 6, eagle3 7")
+    depth: int = Field(0, ge=0, le=32, description="levels of the deepest draft; 0: 6, eagle3 8")
     chain: bool = Field(False, description="draft a single chain instead of a tree")
     max_context: int = Field(0, ge=0, description="positions a session may hold; 0: the model's own limit")
 

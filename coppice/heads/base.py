@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from coppice.weights.staging import Staging
 
 TOP_K, DEPTH = 8, 6  # of a tree, for heads whose settings leave them open
-EAGLE3_TOP_K, EAGLE3_DEPTH = 10, 7  # as EAGLE-3 was published (arXiv:2503.01840)
+EAGLE3_TOP_K, EAGLE3_DEPTH = 10, 8  # as EAGLE-3 was published: its "depth 7" are the levels behind the first
 WARM_IDS, WARM_ROWS = 16, 12  # of the text that a head warms up with: its prompt, and what a step adds at most
 WARM_BUDGET = 5  # times the rows: large trees too
 

@@ -1,8 +1,8 @@
 """Checkpoints of draft heads in the layouts that others publish: SpecBlock's own, EAGLE-3's, and speculators' (vLLM);
 for the kinds that nobody else has in our shape (`OWN`) in one of ours.
 
-A folder holds config.json and model.safetensors. Every key and shape must be the layout's; nothing is unpickled. The
-token embedding comes from the target.
+A folder holds config.json and model.safetensors. Every key and shape must be the layout's, and no flag may be true that
+is not known here; nothing is unpickled. A head without a token embedding of its own uses the target's.
 """
 
 from __future__ import annotations
@@ -49,13 +49,22 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _PATH = "drafter.path"
 _KIND = "coppice_head"  # in config.json of a layout of our own: which one
 _NULLABLE = {"rank_norm_topk"}  # null says something else than nothing
-_OPTIONAL = {"embed_tokens.weight", "input_layer.embed_tokens.weight", "verifier_norm.weight", "t2d"}
+_OPTIONAL = {"verifier_norm.weight", "t2d"}
+_NESTED = {"speculators": "transformer_layer_config", "eagle3": "eagle_config"}
+"""what more of a layout's config.json says of the head; the names beside it come first"""
+_FEATURES = "eagle_aux_hidden_state_layer_ids"
+_WANTED = ("is_causal", "use_aux_hidden_state")
+"""flags that may not be false"""
+_HARMLESS = {"use_cache", "return_dict", "tie_word_embeddings", "embed_requires_grad", *_WANTED}
+"""flags that say nothing of what a head computes; lm_head.weight is in the file also where a target ties it"""
 _TITLES = {"specblock": "SpecBlock", "eagle3": "EAGLE-3"}
 _ARCHITECTURES = {"specblock": "SpecBlock", "eagle3": "LlamaForCausalLMEagle3"}
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 _OUTPUT = ("lm_head.weight",)
+_OWN_EMBEDDING = {"specblock": "input_layer.embed_tokens.weight"}  # what a layout calls it, if not as below
+_EMBEDDING = "embed_tokens.weight"
 _MIDLAYER, _SPECULATORS_LAYER = "midlayer.", "layers.0."
-_SPECULATORS = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc")
+_SPECULATORS = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "norm_output")
 _TO_SAFETENSORS = (
     "convert it where you trust it: python -c \"import torch, safetensors.torch as s; s.save_file(torch.load('{0}', "
     "weights_only=True), '{1}')\""
@@ -69,7 +78,7 @@ class Loaded:
     model: Any
     config: Any
     embedding: Tensor
-    """(vocabulary, hidden), the target's"""
+    """(vocabulary, hidden), the head's own, else the target's"""
 
 
 @dataclass(frozen=True)
@@ -135,14 +144,15 @@ def load_head(kind: str, folder: str | Path, target: str | Path) -> Loaded:
 def read_head(folder: Path) -> Any:
     """Read a checkpoint by itself, in whichever layout, in float32. Raises InvalidField."""
     layout, config = layout_of(folder), _read_config(folder)
-    if layout != "speculators":
-        return _read(folder, config, *SHAPES[layout])
-    nested = config.get("transformer_layer_config")
+    nested = config.get(_NESTED.get(layout, ""), {} if layout != "speculators" else None)
     if not isinstance(nested, dict):
-        raise InvalidField(_PATH, "config.json has no transformer_layer_config")
-    own = {name: config[name] for name in _SPECULATORS if config.get(name) is not None}
-    own |= {"num_hidden_layers": 1, "feature_layers": config.get("eagle_aux_hidden_state_layer_ids")}
-    return _read(folder, nested | own, *SHAPES["eagle3"], _SPECULATORS_LAYER)
+        raise InvalidField(_PATH, f"config.json has no {_NESTED[layout]}")
+    config = nested | {name: value for name, value in config.items() if value is not None or name in _NULLABLE}
+    if layout == "speculators":
+        config |= {"num_hidden_layers": 1}
+    if config.get(_FEATURES) is not None:
+        config |= {"feature_layers": config[_FEATURES]}
+    return _read(folder, config, layout)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -155,43 +165,64 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read(
-    folder: Path, values: Mapping[str, Any], shape: type[HeadConfig], build: Callable[[Any], nn.Module], layer: str = ""
-) -> nn.Module:
-    """Read a checkpoint; `layer` is what the file calls EAGLE-3's midlayer, when it has another name for it."""
+def _read(folder: Path, values: Mapping[str, Any], layout: str) -> Any:
+    """Read a checkpoint of a layout whose config.json says `values`."""
+    shape, build = SHAPES["eagle3" if layout == "speculators" else layout]
     given = {name: value for name, value in values.items() if value is not None or name in _NULLABLE}
+    _check_flags(folder / CONFIG, given, shape)
+    tensors = _public_tensors(folder, layout)
+    given.setdefault("qk_norm", any(name.endswith(".q_norm.weight") for name in tensors))
     try:
         config = shape.model_validate(given)
+        model: Any = build(config)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "sizes"
         raise InvalidField(_PATH, f"{folder / CONFIG}: {where}: {first['msg']}") from None
-    model = build(config)
-    tensors = _public_tensors(folder, config, layer)
-    _check(tensors, public_state(model, config), folder / WEIGHTS)
+    except KeyError as error:
+        raise InvalidField(_PATH, f"{folder / CONFIG}: {error.args[0]}") from None
+    embedding = tensors.pop(_EMBEDDING, None)
+    _add_d2t(tensors, folder, config)
+    wanted = public_state(model, config)
+    _check(tensors, wanted, folder / WEIGHTS)
     model.load_state_dict({name: fused_tensor(tensors, name) for name in model.state_dict()})
     _check_ids(tensors["d2t"], config, folder / WEIGHTS)
+    if embedding is not None:
+        like = torch.empty(config.vocab_size, config.hidden_size, device="meta")
+        _check({_EMBEDDING: embedding}, {_EMBEDDING: like}, folder / WEIGHTS)
+        model.own_embedding = embedding.float()
     return model.float()
+
+
+def _check_flags(file: Path, given: Mapping[str, Any], shape: type[HeadConfig]) -> None:
+    """Refuse what config.json switches on or off and nobody here knows how to."""
+    known = {*shape.model_fields, *(field.alias for field in shape.model_fields.values()), *_HARMLESS}
+    for name, value in given.items():
+        if value is True and name not in known:
+            raise InvalidField(_PATH, f"{file}: {name} is true, and heads of this kind cannot do that here")
+        if value is False and name in _WANTED:
+            raise InvalidField(_PATH, f"{file}: {name} is false, and heads of this kind cannot do that here")
 
 
 def _for_target(folder: Path, model: Any, target: TargetParts) -> Loaded:
     """Join a head and what it takes from its target, which it must fit."""
     config: HeadConfig = model.config
+    embedding = target.embedding if model.own_embedding is None else model.own_embedding
     for name, has, wants in (
         ("vocab_size", config.vocab_size, target.vocab_size),
         ("target_hidden_size", config.target_hidden_size, target.hidden_size),
-        ("hidden_size", config.hidden_size, target.embedding.shape[1]),
+        ("hidden_size", config.hidden_size, embedding.shape[1]),
     ):
         if has != wants:
             raise InvalidField(_PATH, f"{folder / CONFIG}: {name} is {has}, the target's is {wants}")
     layers = config.feature_layers or default_feature_layers(target.layers)
     if len(layers) != 3 or not all(at < target.layers for at in layers):
         raise InvalidField(_PATH, f"features of layers {layers} need a deeper target than one of {target.layers}")
-    return Loaded(model, config.model_copy(update={"feature_layers": layers}), target.embedding.float())
+    return Loaded(model, config.model_copy(update={"feature_layers": layers}), embedding.float())
 
 
-def _public_tensors(folder: Path, config: HeadConfig, layer: str) -> dict[str, Tensor]:
-    """Return the file's tensors by the names of the kind's own layout; `layer` as in `_read`."""
+def _public_tensors(folder: Path, layout: str) -> dict[str, Tensor]:
+    """Return the file's tensors by the names of the kind's own layout; a token embedding is `_EMBEDDING` in all."""
     file = folder / WEIGHTS
     if not file.is_file():
         pickled = folder / "pytorch_model.bin"
@@ -201,18 +232,24 @@ def _public_tensors(folder: Path, config: HeadConfig, layer: str) -> dict[str, T
         tensors = load_file(file)
     except SafetensorError as error:
         raise InvalidField(_PATH, f"{file}: {error}") from None
-    tensors = {
-        _MIDLAYER + name.removeprefix(layer) if layer and name.startswith(layer) else name: tensor
+    layer = _SPECULATORS_LAYER if layout == "speculators" else _MIDLAYER
+    own = {_OWN_EMBEDDING.get(layout, _EMBEDDING): _EMBEDDING}
+    return {
+        _MIDLAYER + name.removeprefix(layer) if name.startswith(layer) else own.get(name, name): tensor
         for name, tensor in tensors.items()
         if name not in _OPTIONAL
     }
-    if "d2t" not in tensors:
-        if config.draft_vocab_size != config.vocab_size:
-            mapping = folder / "vocab_mapping.pt"
-            hint = f"; {mapping.name} is a pickle: put its d2t into {WEIGHTS} yourself" if mapping.exists() else ""
-            raise InvalidField(_PATH, f"{file}: no d2t, which a reduced vocabulary needs{hint}")
-        tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
-    return tensors
+
+
+def _add_d2t(tensors: dict[str, Tensor], folder: Path, config: HeadConfig) -> None:
+    """Add the map of a head that drafts from the whole vocabulary, if the file has none."""
+    if "d2t" in tensors:
+        return
+    if config.draft_vocab_size != config.vocab_size:
+        mapping = folder / "vocab_mapping.pt"
+        hint = f"; {mapping.name} is a pickle: put its d2t into {WEIGHTS} yourself" if mapping.exists() else ""
+        raise InvalidField(_PATH, f"{folder / WEIGHTS}: no d2t, which a reduced vocabulary needs{hint}")
+    tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
 
 
 def _check(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], file: Path) -> None:
@@ -239,8 +276,8 @@ def kind_of(config: HeadConfig) -> str:
     return next(kind for kind, (shape, _) in SHAPES.items() if type(config) is shape)
 
 
-def save_head(folder: Path, model: nn.Module, config: HeadConfig, layout: str, target: str = "") -> None:
-    """Write a head: in the layout of its kind, or speculators' for EAGLE-3. Embeddings stay with the target.
+def save_head(folder: Path, model: Any, config: HeadConfig, layout: str, target: str = "") -> None:
+    """Write a head: in the layout of its kind, or speculators' for EAGLE-3, with the token embedding if it has its own.
 
     Raises InvalidField when the layout cannot hold this kind of head. `target` is a name for speculators' readers.
     """
@@ -251,6 +288,8 @@ def save_head(folder: Path, model: nn.Module, config: HeadConfig, layout: str, t
     known = torch.zeros(config.vocab_size, dtype=torch.bool)
     known[torch.arange(config.draft_vocab_size) + tensors["d2t"]] = True
     tensors["t2d"] = known
+    if model.own_embedding is not None:
+        tensors[_OWN_EMBEDDING.get(layout, _EMBEDDING)] = model.own_embedding
     values = config.model_dump(by_alias=True)
     if layout == "speculators":
         tensors = {

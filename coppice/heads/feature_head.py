@@ -81,6 +81,7 @@ class FeatureHead(Head):
             config.vocab_size,
             feature_layers=config.feature_layers,
             weights_hash=self.weights.hash,
+            expected_acceptance=config.acceptance.by_depth if config.acceptance else (),
         )
         self.deepest = self.settings.depth
         self._sessions: dict[int, FeatureSession] = {}

@@ -20,6 +20,8 @@ from coppice.engine.loading import load_engine
 from coppice.errors import Overloaded
 from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
 from coppice.heads.level_tree import LevelTree, row_slices
+from coppice.heads.models.expectation import read_expectation
+from coppice.heads.vocabulary import common_width
 from coppice.messages.steps import Advance, HeadDescription, OpenDraft
 from coppice.speculation.sampling import uniform
 from coppice.speculation.sampling_torch import noise
@@ -45,8 +47,12 @@ class LanguageModelHead(Head):
     """A Hugging Face causal LM as a drafter, on the packed engine the verifier uses."""
 
     def __init__(self, settings: DrafterSettings) -> None:
-        """Load the model of `settings.path`, on the thread that will use it. Raises what load_engine raises."""
+        """Load the model of `settings.path`, on the thread that will use it.
+
+        Raises what load_engine raises, and InvalidField where the vocabulary is not that of a `settings.target`.
+        """
         settings = with_tree_shape(settings)
+        target_width = common_width(settings.path, settings.target) if settings.target else 0
         if settings.threads:
             torch.set_num_threads(settings.threads)
         self.engine = load_engine(
@@ -54,19 +60,25 @@ class LanguageModelHead(Head):
         )
         self.settings = settings
         info = self.engine.info
-        width = min(settings.vocab_size or info.vocab_size, info.vocab_size)
-        self.description = HeadDescription(settings.name or "lm", "lm", width)
+        self._width = min(settings.vocab_size or target_width or info.vocab_size, info.vocab_size)
+        """of the logits that it drafts from; ids behind its own last one, which no token has, are read as that"""
+        self.description = HeadDescription(
+            settings.name or "lm",
+            "lm",
+            target_width or self._width,
+            expected_acceptance=read_expectation(settings.path),
+        )
         self.max_context = min(settings.max_context or info.max_context, info.max_context)
         self._sessions: dict[int, _Session] = {}
 
     def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
         """Prefill the prompt chunk by chunk. Raises Overloaded without KV room."""
-        ids = opening.ids[: self.max_context]  # what lies behind is never drafted from
+        ids = self._known(opening.ids[: self.max_context])  # what lies behind is never drafted from
         try:
             table = self.engine.pool.allocate(str(key), len(ids))
         except OutOfBlocks as error:
             raise Overloaded(str(error)) from None
-        session = self._sessions[key] = _Session(table, list(opening.ids))
+        session = self._sessions[key] = _Session(table, self._known(opening.ids))
         while session.in_kv < len(ids) - 1:  # the last id's row is the first draft's
             chunk = ids[session.in_kv : session.in_kv + PREFILL_ROWS]
             self._forward([Piece.chain(table, session.in_kv, chunk)])
@@ -81,7 +93,10 @@ class LanguageModelHead(Head):
 
     def advance(self, key: int, advance: Advance) -> None:
         """Remember the ids; their rows ride on the next draft's first forward."""
-        self._sessions[key].ids += advance.ids
+        self._sessions[key].ids += self._known(advance.ids)
+
+    def _known(self, ids: Sequence[int]) -> list[int]:
+        return [min(token, self.engine.info.vocab_size - 1) for token in ids]
 
     def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
         """Grow all trees level by level; each is sent when it is complete, ranked as a whole."""
@@ -114,7 +129,7 @@ class LanguageModelHead(Head):
         """Make the rows of the next forward: what was committed and the root, later a level's frontier."""
         session, prefix = tree.session, tree.job.committed_len + 1
         if depth == 0:
-            chunk = [*session.ids[session.in_kv : tree.job.committed_len], tree.job.root]
+            chunk = [*session.ids[session.in_kv : tree.job.committed_len], *self._known([tree.job.root])]
             return Piece.chain(session.table, session.in_kv, chunk, [len(chunk) - 1])
         count, earlier = len(tree.frontier), Earlier(tree.enter_frontier(), np.array(tree.positions, np.int64))
         tree.positions += [prefix + depth - 1] * count
@@ -137,22 +152,17 @@ class LanguageModelHead(Head):
             token, score = self._sample(tree, logits, depth)
             tree.extend(np.array([[token]]), np.array([[score]]), wanted, depth < last)
             return
-        scores = draft_scores(logits[:, : self.description.vocab_size], job, depth)
+        scores = draft_scores(logits[:, : self._width], job, depth)
         top = scores.topk(min(wanted, scores.shape[1]))
         tree.extend(top.indices.cpu().numpy(), top.values.cpu().numpy(), wanted, depth < last)
 
     def _sample(self, tree: _Tree, logits: Tensor, depth: int) -> tuple[int, float]:
         """Sample the next token of a chain from q, and its score; q's row is kept for the p/q rule."""
         job = tree.job
-        q = (
-            (logits[0, : self.description.vocab_size].double() / (job.sampling.temperature or 1.0))
-            .softmax(-1)
-            .cpu()
-            .numpy()
-        )
+        q = (logits[0, : self._width].double() / (job.sampling.temperature or 1.0)).softmax(-1).cpu().numpy()
         drawn = uniform(job.sampling.seed, job.committed_len + depth, _CHAIN_STREAM)
         token = min(int(np.searchsorted(q.cumsum(), drawn, side="right")), len(q) - 1)
-        tree.q_rows.append(q.astype(np.float32))
+        tree.q_rows.append(np.pad(q.astype(np.float32), (0, self.description.vocab_size - len(q))))
         return token, min(0.0, float(np.log(max(q[token], 1e-30))))
 
     def _forward(self, pieces: Sequence[Piece]) -> Tensor:

@@ -62,7 +62,7 @@ class WeightSwap:
 
 def with_tensors(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     """Copy a model with the tensors of `state`, which names all of its own; no tensor is copied."""
-    shared = [*model.parameters(), *model.buffers(), getattr(model, "rotary", None), model.config]
+    shared = [*model.parameters(), *model.buffers(), getattr(model, "rotary", None), model.config, model.own_embedding]
     copy = deepcopy(model, {id(one): one for one in shared})
     copy.load_state_dict(dict(state), assign=True)
     prepack(copy)

@@ -280,3 +280,4 @@ class HeadDescription:
     sessions_opened: int = 0
     sessions_closed: int = 0
     weights_hash: bytes = b""
+    expected_acceptance: tuple[float, ...] = ()

@@ -14,13 +14,14 @@ from transformers import AutoConfig
 
 from coppice.engine.engine import default_feature_layers
 from coppice.heads.checkpoints import SHAPES, TargetParts, kind_of, read_output, read_target, save_head
+from coppice.heads.models.expectation import expectation
 from coppice.heads.models.layers import HeadConfig
 from coppice.training.card import write_head_card
 from coppice.training.checkpoint import load_weights
 from coppice.training.data.packing import held_out_rows
 from coppice.training.data.target_answers import TargetAnswers
 from coppice.training.data.teacher import Teacher
-from coppice.training.losses.acceptance import measure
+from coppice.training.losses.acceptance import Acceptance, measure
 from coppice.training.losses.feature_losses import DECAY, HeadLoss, Student
 from coppice.training.progress import Progress
 from coppice.training.report import write_report
@@ -179,10 +180,16 @@ def export_feature_head(work: Path, out: Path, answers: TargetAnswers, target: P
     load_weights(work / "best.safetensors", dict(student.named_parameters()))
     student.bfloat16().float()  # what is measured is what is shipped: the rounded weights
     teacher = Teacher(answers.read, output.to(device), draft_ids)
-    acceptance = measure(student.to(device), HeadLoss(teacher), held_out_texts(answers, device))
+    student.to(device)
+    domains = {
+        name: [measure(student, HeadLoss(teacher), [text]) for text in texts]
+        for name, texts in held_out(answers, device).items()
+    }
+    acceptance = sum((one for texts in domains.values() for one in texts), Acceptance())
+    expected = expectation({name: [one.counts for one in texts] for name, texts in domains.items()})
     log = [json.loads(line) for line in (work / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     with replacing(out) as partial:
-        save_head(partial, student.model.cpu().bfloat16(), config, kind)
+        save_head(partial, student.model.cpu().bfloat16(), config.model_copy(update={"acceptance": expected}), kind)
         write_report(partial, acceptance, log)
         write_head_card(partial, kind, student.model, acceptance, replace(read_run(work), loss=LOSS_IS[kind]))
 
@@ -193,7 +200,17 @@ def draft_vocabulary(answers: TargetAnswers, vocab: int, size: int) -> Tensor:
     return counts.argsort(descending=True, stable=True)[:size].sort().values
 
 
+def held_out(answers: TargetAnswers, device: str) -> dict[str, list[Tensor]]:
+    """Return positions of held-out texts, (N + 1,) each, by the name of their domain."""
+    domains = answers.domains()
+    rows = {domain.name: held_out_rows(domain, MEASURED_ROWS, min(128, answers.plan.length)) for domain in domains}
+    return {
+        name: [torch.from_numpy(row[:-1]).to(device) for row in batch]
+        for name, batch in rows.items()
+        if batch is not None
+    }
+
+
 def held_out_texts(answers: TargetAnswers, device: str) -> list[Tensor]:
     """Return positions of held-out texts of every domain, (N + 1,) each."""
-    rows = [held_out_rows(domain, MEASURED_ROWS, min(128, answers.plan.length)) for domain in answers.domains()]
-    return [torch.from_numpy(row[:-1]).to(device) for batch in rows if batch is not None for row in batch]
+    return [text for texts in held_out(answers, device).values() for text in texts]

@@ -87,6 +87,7 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "vocab_size": (0, limits.MAX_TOKEN_ID + 1),
         "weights_version": _VERSION,
         "feature_layers": (0, limits.MAX_FEATURE_LAYERS),
+        "expected_acceptance": (0, limits.MAX_TREE_DEPTH),
         **dict.fromkeys(("sessions", "sessions_opened", "sessions_closed"), _COUNT),
     },
     "WeightsHeader": {
@@ -129,5 +130,5 @@ ELEMENTS: dict[str, dict[str, tuple[float, float]]] = {
     "Rejection": {"top_ids": _ID, "top_log_probs": _LOG_PROB},
     "Verdict": {"accepted": _NODES, "verified": _NODES, "log_probs": _LOG_PROB},
     "DescribeTargetResponse": {"eos_ids": _ID},
-    "DescribeHeadResponse": {"feature_layers": (0, limits.MAX_LAYERS)},
+    "DescribeHeadResponse": {"feature_layers": (0, limits.MAX_LAYERS), "expected_acceptance": (0, 1)},
 }

@@ -349,3 +349,21 @@ async def test_heads_of_different_layers_are_refused_where_that_is_known(
         with pytest.raises(RuntimeError, match=r"exit code 2\):\n(.|\n)*orchestrator\.heads: heads read features"):
             async with pipeline(start_service, verifier.address, *named):
                 pass
+
+
+async def test_a_head_of_another_vocabulary_is_left_alone_and_counted_once() -> None:
+    head = Recorder()
+    head.description = replace(head.description, vocab_size=96)
+    async with drafter_of(head) as one:
+        metrics = OrchestratorMetrics()
+        fits = HeadPool("fits", [one.address], Dialer(), metrics, 6, 96)
+        other = HeadPool("other", [one.address], Dialer(), metrics, 6, 300)
+        for _ in range(3):
+            for pool in (fits, other):
+                for replica in pool.replicas:
+                    await pool.look(replica)
+        assert fits.pick() is not None
+        assert other.pick() is None
+        assert [replica.unfit for replica in other.replicas] == ["it has a vocabulary of 96 ids, the target one of 300"]
+        assert metrics.registry.get_sample_value("coppice_heads_unfit_total", {"head": "other"}) == 1
+        assert not metrics.registry.get_sample_value("coppice_heads_unfit_total", {"head": "fits"})

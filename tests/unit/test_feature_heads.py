@@ -561,5 +561,5 @@ def test_a_chain_is_one_path_to_the_heads_depth(
     (tree,) = drafted(head, [DraftJob(1, text.ids[40], 40, 30, sampling)])
     longest = max(tree, key=len)
     assert set(tree) == {longest[:depth] for depth in range(1, len(longest) + 1)}
-    deepest = 8 if kind == "specblock" else 7
+    deepest = 8
     assert len(longest) == deepest if sampling == GREEDY or kind == "eagle3" else 2 <= len(longest) <= deepest

@@ -11,16 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer as Codec
+from tokenizers.models import BPE
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from coppice.config.sections import DrafterSettings
 from coppice.engine.batch import PackedBatch
 from coppice.engine.engine import ForwardOutput
-from coppice.errors import Overloaded
+from coppice.errors import InvalidField, Overloaded
 from coppice.heads.base import DraftJob, Growth
 from coppice.heads.lm import PREFILL_ROWS, LanguageModelHead
 from coppice.heads.registry import build_head
+from coppice.heads.vocabulary import common_width
 from coppice.messages.steps import Advance, OpenDraft
 from coppice.speculation.sampling import SamplingParams, noise
 from coppice.speculation.tree import DraftTree, validate
@@ -397,3 +400,41 @@ def test_time_inside_the_forward_only_grows(head: LanguageModelHead) -> None:
     after = head.forward_ns
     draft(head, DraftJob(0, 3, 9, 0, GREEDY))  # nothing is wanted
     assert head.forward_ns == after
+
+
+def with_vocabulary(folder: Path, width: int, tokens: int, first: str = "a") -> Path:
+    """A draft model's folder of which only configuration and tokenizer count: ids 0.. are first, first+1, ..."""
+    folder.mkdir()
+    MistralConfig(vocab_size=width).save_pretrained(folder)
+    vocab = {chr(ord(first) + at): at for at in range(tokens)}
+    Codec(BPE(vocab=vocab, merges=[])).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    target = with_vocabulary(tmp_path / "target", 24, 20)
+    same = with_vocabulary(tmp_path / "same", 24, 20)
+    padded = with_vocabulary(tmp_path / "padded", 20, 20)
+    other = with_vocabulary(tmp_path / "other", 24, 20, "b")
+    assert [common_width(folder, target) for folder in (same, padded)] == [24, 24]
+    with pytest.raises(InvalidField, match=r"tokenizer is not the target's: they differ in token 'a', id 0$"):
+        build_head(DrafterSettings(kind="lm", path=str(other), target=str(target)))
+    (padded / "tokenizer.json").unlink()
+    with pytest.raises(InvalidField, match="vocab_size is 20, the target's is 24"):
+        build_head(DrafterSettings(kind="lm", path=str(padded), target=str(target)))
+
+
+def test_a_draft_model_padded_otherwise_drafts_for_the_target(tmp_path: Path) -> None:
+    small = make_target(tmp_path / "small", 260, max_len=256)
+    large = make_target(tmp_path / "large", 300, max_len=256)
+    settings = DrafterSettings(kind="lm", path=str(small), target=str(large), kv_tokens=2048, threads=1)
+    head = build_head(settings)
+    assert isinstance(head, LanguageModelHead)
+    assert head.description.vocab_size == 300
+    opened(head, 0, [1, 299, 3], want_q_rows=True)  # 299: a row that no token has
+    (growth,) = drafts(head, [DraftJob(0, 298, 3, 4, SAMPLED, want_q_rows=True)])
+    assert growth.q_rows is not None
+    assert growth.q_rows.shape == (4, 300)
+    assert not growth.q_rows[:, 260:].any()
+    head.advance(0, Advance([298, 299]))
+    assert len(draft(head, DraftJob(0, 7, 5, 9, GREEDY))) == 9

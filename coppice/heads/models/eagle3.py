@@ -23,6 +23,8 @@ class Eagle3Config(HeadConfig):
     """the residual is the normed hidden state (speculators)"""
     norm_before_fc: bool = False
     """features are normed before they are fused (speculators)"""
+    norm_output: bool = False
+    """the next level reads the normed state (EAGLE 3.1, speculators)"""
 
 
 class _MidLayer(nn.Module):
@@ -44,6 +46,8 @@ class _MidLayer(nn.Module):
 class Eagle3Model(DraftModel):
     """The layer behind the fused features."""
 
+    config: Eagle3Config
+
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
         wide = 3 * config.target_hidden_size
@@ -58,7 +62,17 @@ class Eagle3Model(DraftModel):
         return out
 
     def forward(self, hidden: Tensor, embedding: Tensor, rope: Rope, attends: Sequence[Attend]) -> Tensor:
-        """(B, N, hidden) fused features or own states, and token embeddings -> (B, N, hidden) un-normed states."""
+        """(B, N, hidden) fused features or own states, and token embeddings -> (B, N, hidden) states.
+
+        The states are un-normed, unless the configuration has `norm_output`.
+        """
         (attend,) = attends
         out: Tensor = self.midlayer(embedding, hidden, rope, attend)
-        return out
+        return self.norm(out) if self.config.norm_output else out
+
+    def read(self, states: Tensor, slot: int = 0) -> tuple[Tensor, Tensor]:
+        """(..., hidden) states -> (..., draft vocabulary) logits, and (..., hidden) normed states."""
+        if not self.config.norm_output:
+            return super().read(states, slot)
+        logits: Tensor = self.lm_head(states)
+        return logits, states

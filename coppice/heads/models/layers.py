@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor, nn
 
+from coppice.heads.models.expectation import Expectation
 from coppice.heads.models.rotary import Rope, RotaryConfig, rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -38,9 +39,13 @@ class HeadConfig(RotaryConfig):
     target_hidden_size: PositiveInt = 0  # filled in: hidden_size
     rms_norm_eps: PositiveFloat = 1e-6
     attention_bias: bool = False
+    qk_norm: bool = False
+    """whether each head's queries and keys are normed before they are turned, as in Qwen3's layers"""
     hidden_act: str = Field("silu", pattern="^silu$")
     feature_layers: tuple[NonNegativeInt, ...] = ()
     """target layers the head reads; empty: `default_feature_layers` of the target's"""
+    acceptance: Expectation | None = None
+    """how often its drafts are right, at least"""
 
     @model_validator(mode="before")
     @classmethod
@@ -71,7 +76,10 @@ class HeadConfig(RotaryConfig):
 
 
 class DraftModel(nn.Module):
-    """Everything of a draft head but the token embedding, which is the target's and frozen."""
+    """Everything of a draft head but the token embedding, which is frozen."""
+
+    own_embedding: Tensor | None = None
+    """(vocabulary, hidden) of a head that brings a token embedding, on the CPU; None: it reads the target's"""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -111,14 +119,20 @@ class Attention(nn.Module):
         )
         width, hidden = (self.heads + 2 * self.kv_heads) * self.dim, config.hidden_size
         self.qkv_proj = nn.Linear(inputs * hidden, width, bias=config.attention_bias)
-        self.o_proj = nn.Linear(self.heads * self.dim, hidden, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.dim, hidden, bias=config.attention_bias)
+        self.normed = config.qk_norm
+        if self.normed:
+            self.q_norm, self.k_norm = norm_of(config, self.dim), norm_of(config, self.dim)
 
     def forward(self, states: Tensor, rope: Rope, attend: Attend) -> Tensor:
         """(B, T, inputs * hidden) -> (B, T, hidden)."""
         rows, length = states.shape[:2]
         qkv = self.qkv_proj(states).view(rows, length, -1, self.dim).transpose(1, 2)
         value = qkv[:, -self.kv_heads :]
-        turned = rotate(qkv[:, : -self.kv_heads], rope)
+        turned = qkv[:, : -self.kv_heads]
+        if self.normed:
+            turned = torch.cat((self.q_norm(turned[:, : self.heads]), self.k_norm(turned[:, self.heads :])), dim=1)
+        turned = rotate(turned, rope)
         query, key = turned[:, : self.heads], turned[:, self.heads :]
         out: Tensor = self.o_proj(attend(query, key, value).flatten(2))
         return out

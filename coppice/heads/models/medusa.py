@@ -41,6 +41,8 @@ class _Offset(nn.Module):
 class MedusaModel(nn.Module):
     """The features fused, and K heads on them. Head k predicts the token k + 2 places behind the features' own."""
 
+    own_embedding: Tensor | None = None  # it reads no tokens
+
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         self.config = config

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 Rope = tuple[Tensor, Tensor]
@@ -24,13 +25,35 @@ class RotaryConfig(BaseModel):
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
 
+    @property
+    def rope(self) -> dict[str, Any]:
+        """How positions are scaled, in transformers' terms, the older `rope_scaling` before `rope_parameters` as there.
+
+        Its type has two names, too: `type` is the older one, which EAGLE's own checkpoints use.
+        """
+        given = self.rope_scaling or self.rope_parameters or {}
+        legacy = given.get("type", "default")
+        return {"rope_type": legacy} | {name: value for name, value in given.items() if name != "type"}
+
+    @model_validator(mode="after")
+    def _rope_is_known(self) -> RotaryConfig:
+        kind, legacy = self.rope["rope_type"], (self.rope_scaling or self.rope_parameters or {}).get("type")
+        if legacy not in (None, kind):
+            raise ValueError(f"rope_scaling says type {legacy!r} and rope_type {kind!r}")
+        if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+            raise ValueError(f"rope_scaling has the unknown type {kind!r}")
+        if layered := [name for name, value in self.rope.items() if isinstance(value, dict)]:
+            raise ValueError(f"rope_parameters of several kinds of layers: {', '.join(layered)}")
+        if self.rope.get("partial_rotary_factor") not in (None, 1, 1.0):
+            raise ValueError("partial_rotary_factor: heads turn all of a state")
+        return self
+
     def rotary(self, head_dim: int) -> Rotary:
         """Make the rotary embedding of states of `head_dim` values."""
-        rope = self.rope_parameters or {"rope_type": "default", **(self.rope_scaling or {})}
         config = LlamaConfig(
             head_dim=head_dim,
             max_position_embeddings=self.max_position_embeddings,
-            rope_parameters={"rope_theta": self.rope_theta, **rope},
+            rope_parameters={"rope_theta": self.rope_theta, **self.rope},
         )
         return Rotary(LlamaRotaryEmbedding(config))
 

@@ -36,6 +36,19 @@ class Acceptance:
             pairs = bucket_of(output.logits, output.gold) * BUCKETS + output.ranks.argmax(-1)
             self.confusion += torch.bincount(pairs.cpu(), minlength=BUCKETS**2).view(BUCKETS, BUCKETS)
 
+    def __add__(self, other: Acceptance) -> Acceptance:
+        """Join the counts over other rows."""
+        hits, rows = (
+            {place: ours.get(place, 0) + theirs.get(place, 0) for place in {**ours, **theirs}}
+            for ours, theirs in ((self.hits, other.hits), (self.rows, other.rows))
+        )
+        return Acceptance(hits, rows, self.confusion + other.confusion)
+
+    @property
+    def counts(self) -> list[tuple[int, int]]:
+        """(right, tried) by place, in drafting order."""
+        return [(self.hits[place], self.rows[place]) for place in sorted(self.hits)]
+
     @property
     def alphas(self) -> dict[tuple[int, int], float]:
         """alpha by (block, slot), in drafting order."""

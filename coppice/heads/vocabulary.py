@@ -1,0 +1,40 @@
+"""Whether a draft model's ids mean what its target's do."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from transformers import AutoConfig
+
+from coppice.errors import InvalidField
+
+_TOKENIZER = "tokenizer.json"
+
+
+def common_width(folder: str | Path, target: str | Path) -> int:
+    """Return the target's vocabulary width, in logits, for a draft model with the same vocabulary.
+
+    Where both folders have a tokenizer.json, ids must name the same tokens in both. Then the widths may differ in rows
+    that no token has: a family's small models are often padded otherwise than its large ones. Raises InvalidField.
+    """
+    own, wanted = _width(folder), _width(target)
+    files = [Path(place) / _TOKENIZER for place in (folder, target)]
+    tokens = 0
+    if all(file.is_file() for file in files):
+        if len({hashlib.sha256(file.read_bytes()).digest() for file in files}) > 1:
+            first, second = (Tokenizer.from_file(str(file)).get_vocab() for file in files)
+            if first != second:
+                odd = sorted(first.items() ^ second.items(), key=lambda item: item[1])[0]
+                why = f"its tokenizer is not the target's: they differ in token {odd[0]!r}, id {odd[1]}"
+                raise InvalidField("drafter.path", f"{folder}: {why}")
+        tokens = max(Tokenizer.from_file(str(files[0])).get_vocab().values(), default=-1) + 1
+    if own != wanted and not 0 < tokens <= min(own, wanted):
+        raise InvalidField("drafter.path", f"{folder}: vocab_size is {own}, the target's is {wanted}")
+    return wanted
+
+
+def _width(folder: str | Path) -> int:
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return int(config.get_text_config().vocab_size)
