@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -367,3 +368,25 @@ async def test_a_head_of_another_vocabulary_is_left_alone_and_counted_once() -> 
         assert [replica.unfit for replica in other.replicas] == ["it has a vocabulary of 96 ids, the target one of 300"]
         assert metrics.registry.get_sample_value("coppice_heads_unfit_total", {"head": "other"}) == 1
         assert not metrics.registry.get_sample_value("coppice_heads_unfit_total", {"head": "fits"})
+
+
+async def test_a_head_far_below_what_it_promises_raises_the_alarm_and_an_honest_one_does_not(
+    start_service: StartService, verifier: Service, truth: list[int]
+) -> None:
+    honest, wrong = Recorder(layers=(), truth=truth), Recorder(layers=(), truth=[0] * len(truth))
+    for head in (honest, wrong):
+        head.description = replace(head.description, expected_acceptance=(0.75, 0.5))
+    async with drafter_of(honest) as first, drafter_of(wrong) as second:
+        flags = ["--orchestrator.verifiers", verifier.address]
+        for head in (f"honest={first.address}", f"wrong={second.address}"):
+            flags += ["--orchestrator.heads", head]
+        service = await asyncio.to_thread(start_service, "orchestrator", *flags)
+        async with AsyncClient(service.address) as client:
+            for policy in ("single:honest", "single:wrong"):
+                answer = await client.generate(IDS, policy=policy, max_new_tokens=60, ignore_eos=True)
+                assert list(answer.ids) == truth[len(IDS) :][:60]
+        url = f"http://{service.metrics}/metrics"
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
+        assert 'coppice_head_suspect{head="honest"} 0.0' in text
+        assert 'coppice_head_suspect{head="wrong"} 1.0' in text
+        await asyncio.to_thread(service.stop)
