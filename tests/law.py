@@ -157,7 +157,7 @@ def lm_chain(table: FloatArray, text: list[int], params: SamplingParams) -> tupl
     """Two tokens as heads that are language models sample them."""
     job = DraftJob(0, text[-1], len(text) - 1, 2, params, want_q_rows=True)
     tree = SimpleNamespace(job=job, q_rows=[])
-    head: Any = SimpleNamespace(description=SimpleNamespace(vocab_size=VOCAB))
+    head: Any = SimpleNamespace(description=SimpleNamespace(vocab_size=VOCAB), _width=VOCAB)
     so_far = list(text)
     for depth in (1, 2):
         logits = torch.from_numpy(table[so_far[-2], so_far[-1]])[None]

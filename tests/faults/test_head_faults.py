@@ -237,7 +237,9 @@ NAMED: dict[str, tuple[Spoil, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("fault", NAMED)
-def test_a_fault_that_only_drafts_show_is_named_within_fifty_steps(fault: str, place: Path, tmp_path: Path) -> None:
+async def test_a_fault_that_only_drafts_show_is_named_within_fifty_steps(
+    fault: str, place: Path, tmp_path: Path
+) -> None:
     spoil, drafted = NAMED[fault]
     head = load(spoiled(place, tmp_path / "head", spoil), place / "target")
     step, lines, suspects = alarms(head, draw(head, **drafted), 50)
@@ -247,7 +249,7 @@ def test_a_fault_that_only_drafts_show_is_named_within_fifty_steps(fault: str, p
     assert (line["head"], line["replica"], line["log_level"]) == ("tiny", "127.0.0.1:1", "error")
 
 
-def test_rows_that_outlive_a_push_are_named(place: Path) -> None:
+async def test_rows_that_outlive_a_push_are_named(place: Path) -> None:
     """The pushed head does what the old one did, by keys of other sizes: old rows that stay in KV outweigh the new."""
     head = load(place / "head", place / "target")
 
@@ -270,7 +272,7 @@ def test_rows_that_outlive_a_push_are_named(place: Path) -> None:
     assert (suspects, lines[0]["weights_version"]) == (1, 1)
 
 
-def test_an_honest_head_is_never_named(place: Path) -> None:
+async def test_an_honest_head_is_never_named(place: Path) -> None:
     head = load(place / "head", place / "target")
     assert len(head.description.expected_acceptance) == 3
     assert min(head.description.expected_acceptance) > 0.9

@@ -13,6 +13,7 @@ from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.telemetry import OrchestratorMetrics
+from coppice.v1 import generation_pb2
 from coppice.wire import generation
 from orchestrator.auto.arms import CASCADE, Arm
 from orchestrator.auto.cascade import Cascade
@@ -70,7 +71,7 @@ async def generated(stack: Stack, request: GenerationRequest) -> tuple[list[int]
         servicer = GenerationServicer(Settings(), target, verifiers, heads, None, metrics)
         ids: list[int] = []
         async for message in servicer.Generate(generation.request_to_wire(request), None):  # type: ignore[arg-type]
-            event = generation.read_response(message)
+            event = generation.read_response(generation_pb2.GenerateResponse.FromString(message))
             ids += getattr(event, "ids", ())
         assert isinstance(event, Finished)
         return ids, event

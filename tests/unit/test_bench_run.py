@@ -54,7 +54,7 @@ def test_methods_are_policies_heads_and_peers() -> None:
 
 def test_a_chain_has_no_branches_whatever_the_kind() -> None:
     chain = with_tree_shape(DrafterSettings(kind="eagle3", chain=True))
-    assert (chain.top_k, chain.depth) == (1, 7)
+    assert (chain.top_k, chain.depth) == (1, 8)
     assert with_tree_shape(DrafterSettings(kind="eagle3")).top_k == 10
 
 
