@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from coppice.speculation.tree import DraftTree
 
 FALSE_ALARMS = 1e-6
@@ -73,31 +75,25 @@ class AcceptanceWatch:
             self._begin()
         if version < self.version or self.suspect:
             return False
-        for depth, right in enumerate(path[: len(self.expected)]):
-            self._bet(depth, right)
+        self._bet(path)
         least = math.log(self._pushes * (self._pushes + 1) / self._false_alarms)
         self.suspect = self.evidence >= least
         return self.suspect
 
-    def _bet(self, depth: int, right: bool) -> None:
-        expected = min(self.expected[depth], _MOST)
-        self.trials[depth] += 1
-        self.hits[depth] += right
-        trial = self.trials[depth]
-        start = -math.log(trial * (trial + 1))
-        for number, share in enumerate(_SHARES):
-            ratio = math.log(share) if right else math.log((1 - share * expected) / (1 - expected))
-            self._bets[depth][number] = _log_sum([self._bets[depth][number], start]) + ratio
+    def _bet(self, path: Sequence[bool]) -> None:
+        for depth, right in enumerate(path[: len(self.expected)]):
+            expected = min(self.expected[depth], _MOST)
+            self.trials[depth] += 1
+            self.hits[depth] += right
+            trial = self.trials[depth]
+            start = -math.log(trial * (trial + 1))
+            for number, share in enumerate(_SHARES):
+                ratio = math.log(share) if right else math.log((1 - share * expected) / (1 - expected))
+                self._bets[depth][number] = float(np.logaddexp(self._bets[depth][number], start)) + ratio
 
     @property
     def evidence(self) -> float:
         """The log of what the bet is worth: depth d weighs 2^-d, the shares all alike."""
         shares = math.log(len(_SHARES))
-        return _log_sum(
-            [one - depth * math.log(2) - shares for depth, bets in enumerate(self._bets, 1) for one in bets]
-        )
-
-
-def _log_sum(logs: Sequence[float]) -> float:
-    most = max(logs, default=-math.inf)
-    return most if math.isinf(most) else most + math.log(sum(math.exp(one - most) for one in logs))
+        weighed = [one - depth * math.log(2) - shares for depth, bets in enumerate(self._bets, 1) for one in bets]
+        return float(np.logaddexp.reduce(weighed)) if weighed else -math.inf
