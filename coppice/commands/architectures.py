@@ -24,12 +24,12 @@ from coppice.engine.attention import one_line
 from coppice.engine.batch import Piece, pack
 from coppice.engine.engine import Engine
 from coppice.engine.loading import load_engine
+from coppice.engine.self_check import TOLERANCE
 from coppice.errors import CoppiceError
 
 EXACT, REFUSED, WRONG, FAILED, NOT_MADE = "exact", "refused", "wrong", "failed", "not made"
 _PROMPT, _NEW = 30, 24
 _LIMIT_S = 180.0
-_ROUNDING = 2e-4  # of the spread of a row's logits, as in the self check
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,10 @@ def architectures(console: Console, markdown: Path | None = None, kinds: Iterabl
 def try_one(kind: str, variant: str) -> Finding:
     """Make a tiny model and serve it, in a process of its own: what ends that ends nothing else."""
     here, there = multiprocessing.Pipe(duplex=False)
-    # A fork knows torch and transformers already, whose import takes longer than a tiny model.
-    child = multiprocessing.get_context("fork").Process(target=_examine, args=(kind, variant, there), daemon=True)
+    # The server of forks has one thread and knows torch, whose import takes longer than a tiny model.
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload([__name__])
+    child = forks.Process(target=examine, args=(kind, variant, there), daemon=True)
     child.start()
     there.close()
     try:
@@ -85,8 +87,8 @@ def try_one(kind: str, variant: str) -> Finding:
         child.join()
 
 
-def _examine(kind: str, variant: str, answer: Connection) -> None:
-    """The forked process."""
+def examine(kind: str, variant: str, answer: Connection) -> None:
+    """Make a tiny model, serve it and send what became of it: what the forked process does."""
     torch.set_num_threads(1)
     logging: Any = transformers.logging
     logging.set_verbosity_error()
@@ -128,7 +130,7 @@ def _says(logits: Tensor, ids: list[int]) -> bool:
     """Whether each id is the argmax of its row, of (n, V), but for rounding."""
     gaps = logits.amax(-1) - logits.gather(-1, torch.tensor(ids)[:, None])[:, 0]
     spread = (logits - logits.mean(-1, keepdim=True)).abs().amax(-1)
-    return bool((gaps <= _ROUNDING * spread).all())
+    return bool((gaps <= TOLERANCE[torch.float32] * spread).all())
 
 
 def _decode(engine: Engine, prompt: list[int], guess: list[int]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,20 @@ from rich.console import Console
 from torch import Tensor
 
 from coppice.commands import architectures as sweep
-from coppice.commands.architectures import EXACT, FAILED, NOT_MADE, REFUSED, WRONG, Finding, architectures, try_one
+from coppice.commands import tiny_models
+from coppice.commands.architectures import (
+    EXACT,
+    FAILED,
+    NOT_MADE,
+    REFUSED,
+    WRONG,
+    Finding,
+    architectures,
+    examine,
+    try_one,
+)
 from coppice.commands.tiny_models import model_types, variants
+from coppice.engine import loading
 from coppice.engine.attention_plan import ViewPlan
 
 
@@ -39,20 +52,37 @@ def test_a_class_gets_its_verdict(kind: str, variant: str, verdict: str) -> None
     assert bool(one.why) == (verdict == REFUSED)
 
 
-def test_wrong_text_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoiled(plan: ViewPlan, layer: int, query: Tensor, *inputs: object) -> Tensor:
+def spoiled(kind: str, variant: str, answer: Connection) -> None:
+    """Examine, in a process of its own, an engine that attends with the wrong sign."""
+
+    def wrong(plan: ViewPlan, layer: int, query: Tensor, *inputs: object) -> Tensor:
         return attend(plan, layer, -query, *inputs)  # type: ignore[arg-type]
 
-    attend = ViewPlan.attend
-    monkeypatch.setattr("coppice.engine.loading.self_check", lambda _: None)
-    monkeypatch.setattr(ViewPlan, "attend", spoiled)
+    attend, ViewPlan.attend = ViewPlan.attend, wrong  # type: ignore[method-assign]
+    loading.self_check = lambda _: None  # type: ignore[assignment,return-value]
+    examine(kind, variant, answer)
+
+
+def ended(*_: object) -> None:
+    """End the process that should answer."""
+    os._exit(9)
+
+
+def too_large(kind: str, variant: str, answer: Connection) -> None:
+    """Examine under a bound that no model keeps."""
+    tiny_models.MOST_PARAMETERS = 10
+    examine(kind, variant, answer)
+
+
+def test_wrong_text_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "examine", spoiled)
     assert try_one("llama", "").verdict == WRONG
 
 
 def test_a_crash_and_a_class_that_cannot_be_made_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "_serve", lambda _: os._exit(9))
+    monkeypatch.setattr(sweep, "examine", ended)
     assert try_one("llama", "") == Finding("llama", "", "LlamaForCausalLM", FAILED, "the process ended with 9")
-    monkeypatch.setattr("coppice.commands.tiny_models.MOST_PARAMETERS", 10)
+    monkeypatch.setattr(sweep, "examine", too_large)
     assert try_one("llama", "").verdict == NOT_MADE
 
 
