@@ -58,7 +58,7 @@ async def serve(settings: Settings) -> int:
     serving = Serving(settings.server, settings.limits, "orchestrator", settings.tls, tokens)
     port = serve_metrics(metrics.registry, settings.server.host, settings.server.metrics_port)
     await serving.start(
-        generation_pb2.DESCRIPTOR.services_by_name["GenerationService"], servicer, port, servicer.seats.check
+        generation_pb2.DESCRIPTOR.services_by_name["GenerationService"], servicer, port, servicer.check_seats
     )
     code = await serving.until_stopped(failed)
     if servicer.encoder is not None:

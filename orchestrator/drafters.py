@@ -63,6 +63,8 @@ class HeadPool(Pool[DrafterReplica]):
         """sessions on their way to a replica that has fewer, until it drafts for them"""
         self._draft_s: deque[float] = deque(maxlen=64)
         super().__init__(name, addresses, dialer)
+        suspects = metrics.suspect.labels(name)
+        suspects.set_function(lambda: sum(replica.watch.suspect for replica in self.replicas))
 
     def make(self, address: str) -> DrafterReplica:
         """A replica at an address."""
@@ -80,7 +82,6 @@ class HeadPool(Pool[DrafterReplica]):
             self.metrics.unfit.labels(self.name).inc()
         replica.unfit = why
         replica.told(head)
-        self.metrics.suspect.labels(self.name).set(sum(one.watch.suspect for one in self.replicas))
 
     def _why_not(self, head: HeadDescription) -> str:
         """Why a head cannot be used with the target or beside the others of its pool; empty when it can."""
@@ -108,7 +109,6 @@ class HeadPool(Pool[DrafterReplica]):
             measured=[f"{hits}/{trials}" for hits, trials in zip(watch.hits, watch.trials, strict=True)],
             weights_version=version,
         )
-        self.metrics.suspect.labels(self.name).set(sum(one.watch.suspect for one in self.replicas))
 
     def cool_down(self, replica: DrafterReplica) -> None:
         """Ask nothing of a replica for a while."""

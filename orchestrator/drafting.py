@@ -79,7 +79,7 @@ class Drafting:
         for head, draft in zip(self._heads, step.drafts, strict=True):
             if len(draft.tree):
                 head.pool.calibration.observe(step_log_probs(draft.tree), *outcomes(draft.tree, step.offered))
-                if draft.replica is not None and head.is_measured:
+                if draft.replica is not None and draft.replica.watch.expected and head.is_measured:
                     head.pool.judge(draft.replica, best_path(draft.tree, step.offered), draft.weights_version)
 
     def no_drafts(self) -> list[Draft]:

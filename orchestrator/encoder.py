@@ -19,7 +19,7 @@ from pathlib import Path
 
 from coppice.errors import InvalidField, Unavailable
 from coppice.messages.generation import ChatMessage
-from orchestrator.tokenizer import TextCodec
+from orchestrator.tokenizer import TextCodec, no_room
 
 SHORT_CHARS = 4096  # a text of this length is encoded in a few milliseconds
 _NICENESS = 5  # running sessions come first
@@ -86,8 +86,7 @@ class Encoder:
         if kind == _IDS:
             return array.array("I", rest).tolist()
         if kind == _TOO_LONG:
-            why = f"{rest.decode()} tokens leave no room in a context of {self._most_ids}"
-            raise InvalidField("prompt", why)
+            raise no_room(int(rest), self._most_ids)
         field, _, why = rest.decode().partition(": ")
         raise InvalidField(field, why)
 

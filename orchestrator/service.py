@@ -11,7 +11,7 @@ import grpc
 
 import coppice
 from coppice.config.settings import Settings
-from coppice.errors import CoppiceError, InvalidField
+from coppice.errors import CoppiceError, InvalidField, Overloaded
 from coppice.messages.generation import Finished, GenerationRequest, ModelDescription, Started
 from coppice.messages.steps import OpenDraft, OpenSession, TargetDescription
 from coppice.rpc.admission import Admission
@@ -32,7 +32,7 @@ from orchestrator.output import Output
 from orchestrator.policies import FixedPolicy, StepPolicy
 from orchestrator.step import Committed
 from orchestrator.step_loop import Decoding, Plan
-from orchestrator.tokenizer import TextCodec, TextStream
+from orchestrator.tokenizer import TextCodec, TextStream, no_room
 from orchestrator.verifiers import TargetPool, TargetSession
 
 
@@ -60,15 +60,22 @@ class GenerationServicer:
         bounds = settings.limits
         self.seats = Admission("sessions", bounds.sessions, bounds.queued, bounds.queue_s)
 
+    def check_seats(self) -> None:
+        """Raise Overloaded, and count it as a request's end, while a request could neither be admitted nor wait."""
+        try:
+            self.seats.check()
+        except Overloaded as error:
+            self.metrics.requests.labels(error.status.name.lower()).inc()
+            raise
+
     async def Generate(
         self, message: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
         """One answer. It is made beside the sending: no step waits for the client's stream, and a client that reads
         slowly holds bytes, not a seat.
         """
-        request = generation.read_request(message, self.target.vocab_size, self.settings.limits)
         events: asyncio.Queue[bytes | None] = asyncio.Queue()
-        running = asyncio.create_task(self._answer(request, lambda event: events.put_nowait(event.SerializeToString())))
+        running = asyncio.create_task(self._answer(message, lambda event: events.put_nowait(event.SerializeToString())))
         running.add_done_callback(lambda _: events.put_nowait(None))
         try:
             while (event := await events.get()) is not None:
@@ -78,12 +85,13 @@ class GenerationServicer:
             running.cancel()
 
     async def _answer(
-        self, request: GenerationRequest, send: Callable[[generation_pb2.GenerateResponse], None]
+        self, message: generation_pb2.GenerateRequest, send: Callable[[generation_pb2.GenerateResponse], None]
     ) -> None:
         """Admit a request, decode it and count how it ended."""
         arrived = time.perf_counter_ns()
         outcome = "failed"
         try:
+            request = generation.read_request(message, self.target.vocab_size, self.settings.limits)
             async with self.seats.admit():
                 admitted = time.perf_counter_ns()
                 ids = await self._prompt_ids(request)
@@ -194,7 +202,7 @@ class GenerationServicer:
         room = self.target.max_len - prompt_tokens
         new = min(request.max_new_tokens or settings.max_new_tokens, room)
         if room <= 0:
-            raise InvalidField("prompt", f"{prompt_tokens} tokens leave no room in a context of {self.target.max_len}")
+            raise no_room(prompt_tokens, self.target.max_len)
         if len(request.resume_ids) > new:
             raise InvalidField("resume_ids", f"{len(request.resume_ids)} tokens are more than the limit of {new}")
         return Plan(

@@ -75,6 +75,11 @@ class TextCodec:
         return ids
 
 
+def no_room(tokens: int, context: int) -> InvalidField:
+    """The refusal of a prompt that fills the context."""
+    return InvalidField("prompt", f"{tokens} tokens leave no room in a context of {context}")
+
+
 def _content(token: str | dict[str, Any] | None) -> str:
     """A special token's text, which tokenizer_config.json holds plainly or as an object."""
     return str(token.get("content", "")) if isinstance(token, dict) else token or ""

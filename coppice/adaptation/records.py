@@ -35,7 +35,7 @@ def _checked_session(session: str) -> str:
 
 
 _Session = Annotated[str, AfterValidator(_checked_session)]
-_Count = Annotated[int, Field(ge=0, le=1 << 53)]
+_Count = Annotated[int, Field(ge=0, le=limits.MAX_COUNT)]
 _Amount = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
@@ -175,7 +175,7 @@ def read_sample(fields: Mapping[bytes, bytes], widths: Widths = Widths()) -> Sam
     top_log_probs = _floats(fields, "top_log_probs", len(top_ids), len(top_ids))
     if len(set(top_ids.tolist())) != len(top_ids):
         raise InvalidField("top_ids", "has an id twice")
-    if (top_log_probs > 1e-3).any():
+    if (top_log_probs > limits.LOG_PROB_TOLERANCE).any():
         raise InvalidField("top_log_probs", "has a value above 0")
     hidden = _floats(fields, "hidden", widths.hidden or 1, widths.hidden or limits.MAX_HIDDEN)
     tokens, features = np.empty(0, np.int64), b""

@@ -17,7 +17,7 @@ _DEPTHS = (0, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 5)
 _PREFIX = 40  # tokens, when no window asks for more
 _MAX_PREFIX = 1024  # bounds the check of a large model; a larger window is not crossed
 # Largest difference allowed, relative to the spread of the logits.
-_TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 # Share of the rows that may exceed it. In 16 bits rounding alone can send a row to another expert; a wrong scale,
 # window or mask spoils nearly all rows.
 _ROWS_OFF = {torch.float32: 0.0, torch.bfloat16: 0.25, torch.float16: 0.25}
@@ -61,7 +61,7 @@ def self_check(engine: Engine) -> SelfCheck:
     expected = _eager_logits(engine, prefix, tree).repeat(2, 1)  # (2 * rows, V)
     differences = (packed - expected).abs().amax(dim=-1)  # (2 * rows,)
     spread = (expected - expected.mean(dim=-1, keepdim=True)).abs().max()
-    tolerance = _TOLERANCE[engine.model.dtype] * float(spread)
+    tolerance = TOLERANCE[engine.model.dtype] * float(spread)
     check = SelfCheck(
         rows=len(packed),
         prefix_len=prefix_len,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import filecmp
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -20,16 +20,17 @@ def common_width(folder: str | Path, target: str | Path) -> int:
     that no token has: a family's small models are often padded otherwise than its large ones. Raises InvalidField.
     """
     own, wanted = _width(folder), _width(target)
-    files = [Path(place) / _TOKENIZER for place in (folder, target)]
+    mine, theirs = (Path(place) / _TOKENIZER for place in (folder, target))
     tokens = 0
-    if all(file.is_file() for file in files):
-        if len({hashlib.sha256(file.read_bytes()).digest() for file in files}) > 1:
-            first, second = (Tokenizer.from_file(str(file)).get_vocab() for file in files)
+    if mine.is_file() and theirs.is_file():
+        first = Tokenizer.from_file(str(mine)).get_vocab()
+        if not filecmp.cmp(mine, theirs, shallow=False):
+            second = Tokenizer.from_file(str(theirs)).get_vocab()
             if first != second:
-                odd = sorted(first.items() ^ second.items(), key=lambda item: item[1])[0]
+                odd = sorted(first.items() ^ second.items(), key=lambda item: (item[1], item[0]))[0]
                 why = f"its tokenizer is not the target's: they differ in token {odd[0]!r}, id {odd[1]}"
                 raise InvalidField("drafter.path", f"{folder}: {why}")
-        tokens = max(Tokenizer.from_file(str(files[0])).get_vocab().values(), default=-1) + 1
+        tokens = max(first.values(), default=-1) + 1
     if own != wanted and not 0 < tokens <= min(own, wanted):
         raise InvalidField("drafter.path", f"{folder}: vocab_size is {own}, the target's is {wanted}")
     return wanted

@@ -33,8 +33,8 @@ class Penalties:
     @classmethod
     def of(cls, params: SamplingParams, prompt_tokens: int, vocab_size: int) -> Penalties | None:
         """Those of a text; None when no parameter changes a row."""
-        unset = params.repetition_penalty in (None, 1) and not (params.frequency_penalty or params.presence_penalty)
-        return None if unset and not params.logit_bias else cls(params, prompt_tokens, vocab_size)
+        made = cls(params, prompt_tokens, vocab_size)
+        return made if made._occurs.size or params.logit_bias else None
 
     def append(self, ids: Sequence[int]) -> None:
         """Count the next ids of the text."""

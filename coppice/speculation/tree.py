@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from coppice.limits import LOG_PROB_TOLERANCE
+
 IntArray = NDArray[np.int64]
 Owners = NDArray[np.uint64]
 
 MAX_HEADS = 64  # an owner set is one uint64
-LOG_PROB_TOLERANCE = 1e-3  # rounding of a drafter's log-softmax sums, in nats
 
 
 class TreeError(ValueError):

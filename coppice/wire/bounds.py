@@ -35,7 +35,7 @@ _TIME = (0, limits.MAX_DEADLINE_NS)
 _VERSION = (0, limits.MAX_VERSION)
 _ID = (0, limits.MAX_TOKEN_ID)
 _FINITE = (-sys.float_info.max, sys.float_info.max)
-_LOG_PROB = (-math.inf, limits.MAX_LOG_PROB)
+_LOG_PROB = (-math.inf, limits.LOG_PROB_TOLERANCE)
 
 DRAWN = {"drawn_id": _ID, "drawn_log_prob": _LOG_PROB}
 """of NextRoot"""
@@ -54,7 +54,7 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "parent": _NODES,
         "target_id": _ID,
         "top_ids": (0, limits.MAX_TOP_N),
-        "tail": (0, 1 + limits.MAX_LOG_PROB),
+        "tail": (0, 1 + limits.LOG_PROB_TOLERANCE),
     },
     "OpenSession": {
         "session": limits.check_session,

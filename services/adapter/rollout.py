@@ -78,7 +78,7 @@ class Rollout:
         state, replicas = self._state, self.replicas
         await replicas.bring()
         state.newest = max(state.newest, replicas.newest)
-        live, canary = self.training.live, self.canary
+        live, canary, before = self.training.live, self.canary, state.newest
         if replicas.ahead(live):
             renumbered = await asyncio.to_thread(self.training.renumber, state.next_number())
             if self.training.live is live:  # else they have been replaced meanwhile
@@ -87,10 +87,11 @@ class Rollout:
                 self._bandit.state.version = state.live
                 replicas.renumber(live, renumbered)
         if canary is not None and self.canary is canary and replicas.ahead(canary.weights):
-            before, canary.weights = canary.weights, canary.weights.changed({}, state.next_number())
+            tried, canary.weights = canary.weights, canary.weights.changed({}, state.next_number())
             state.know(canary.weights)
-            replicas.renumber(before, canary.weights)
-        await replicas.bring()
+            replicas.renumber(tried, canary.weights)
+        if state.newest > before:
+            await replicas.bring()
         for weights, number in replicas.in_use():
             state.know(weights, number)
 

@@ -7,6 +7,7 @@ import contextlib
 import subprocess
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,17 +64,20 @@ def test_a_prompt_is_text_ids_or_messages() -> None:
 
 
 def test_every_option_reaches_the_request() -> None:
+    sampling: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "logit_bias": {4: -100},
+        "seed": 7,
+    }
     request = build_request(
         "hi",
-        temperature=0.5,
-        top_p=0.9,
-        top_k=3,
-        min_p=0.1,
-        repetition_penalty=1.2,
-        frequency_penalty=0.5,
-        presence_penalty=-0.5,
-        logit_bias={4: -100},
-        seed=7,
+        **sampling,
         max_new_tokens=5,
         stop="end",
         policy="plain",
@@ -84,17 +88,7 @@ def test_every_option_reaches_the_request() -> None:
         pq=True,
         coupled=False,
     )
-    assert request.sampling == SamplingParams(
-        temperature=0.5,
-        top_p=0.9,
-        top_k=3,
-        min_p=0.1,
-        repetition_penalty=1.2,
-        frequency_penalty=0.5,
-        presence_penalty=-0.5,
-        logit_bias={4: -100},
-        seed=7,
-    )
+    assert request.sampling == SamplingParams(**sampling)
     assert (request.max_new_tokens, request.stop, request.policy, request.budget) == (5, ("end",), "plain", 0)
     assert (request.ignore_eos, request.want_log_probs, request.resume_ids) == (True, True, (4,))
     assert (request.pq, request.coupled) == (True, False)
