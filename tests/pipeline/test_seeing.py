@@ -147,12 +147,12 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.trace import get_tracer, set_tracer_provider
 from coppice import Client
 
-address, collector, new_tokens = sys.argv[1:]
+address, collector, new_tokens, prompt = sys.argv[1:]
 provider = TracerProvider(resource=Resource.create({"service.name": "application"}))
 provider.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter(collector)))
 set_tracer_provider(provider)
 with get_tracer("application").start_as_current_span("question"), Client(address) as client:
-    client.generate([5, 6, 7, 8, 5, 6, 7], policy="merge", max_new_tokens=int(new_tokens), ignore_eos=True)
+    client.generate(prompt, policy="merge", max_new_tokens=int(new_tokens), ignore_eos=True)
 """
 
 
@@ -204,7 +204,7 @@ def test_a_request_is_one_trace_through_every_process(target: Path, tmp_path: Pa
         with traced_stack(target, endpoint, 0.0, tmp_path / "logs") as stack:
             with Client(stack.address) as client:
                 client.generate(PROMPT, max_new_tokens=4, ignore_eos=True)  # its caller does not trace: sampled away
-            command = [sys.executable, "-c", APPLICATION, stack.address, endpoint, "64"]
+            command = [sys.executable, "-c", APPLICATION, stack.address, endpoint, "64", "a b a b"]
             subprocess.run(command, cwd=ROOT, check=True, timeout=60)
         spans = list(collector.spans)  # services have sent all they had when they ended
     by_id = {span.span_id: (service, span) for service, span in spans}
