@@ -1,6 +1,6 @@
-"""Draws one trace of the demo as docs/trace.svg, from the spans that its processes export: `python -m tests.trace_picture`.
+"""Draws one trace of the demo, from the spans that its processes export, as docs/trace.svg.
 
-The collector is that of tests/pipeline/test_seeing.py.
+`python -m tests.trace_picture` makes it. The collector is that of tests/pipeline/test_seeing.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def traced() -> list[tuple[str, Span]]:
     """Spans of the fastest of a few answers of the demo: the least disturbed one."""
     with collecting() as (collector, endpoint):
         told = {"telemetry.otlp_endpoint": endpoint, "telemetry.sample": 0.0, "telemetry.step_interval": 2}
-        extra = {role: told for role in ("verifier", "drafter", "orchestrator")}
+        extra = dict.fromkeys(("verifier", "drafter", "orchestrator"), told)
         heads = tuple(map(HeadSpec.shipped, HEADS))
         with Stack(StackSpec.demo(heads=heads, verifier_threads=1, drafter_threads=1, extra=extra)) as stack:
             for _ in range(ANSWERS):
@@ -71,7 +71,9 @@ def draw(rows: list[tuple[int, str, Span]]) -> Figure:
         start, length = span.start_time_unix_nano - began, span.end_time_unix_nano - span.start_time_unix_nano
         label = None if service in drawn else service.removeprefix("coppice-")
         drawn.add(service)
-        axes.barh(number, length / 1e6, left=start / 1e6, height=0.7, label=label, color=COLOURS[service], ec=COLOURS[service])
+        axes.barh(
+            number, length / 1e6, left=start / 1e6, height=0.7, label=label, color=COLOURS[service], ec=COLOURS[service]
+        )
         step = facts_of(span).get("step", "")
         name = span.name.rpartition("/")[2]
         axes.annotate(

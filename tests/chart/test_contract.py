@@ -250,7 +250,9 @@ def known_metrics() -> set[str]:
     SignalMetrics(signals := CollectorRegistry())
     found = set()
     for metric in [metric for registry in (*registries, signals) for metric in registry.collect()]:
-        ends = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "info": ["_info"]}.get(metric.type, [""])
+        ends = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "info": ["_info"]}.get(
+            metric.type, [""]
+        )
         found |= {metric.name + end for end in ends}
     return found
 
