@@ -8,12 +8,13 @@ from coppice.speculation.policy import Policy
 from coppice.speculation.routing import sum_confidence
 from coppice.speculation.tree import prune
 from coppice.telemetry import OrchestratorMetrics
-from orchestrator.auto.arms import PLAIN, Arm
-from orchestrator.auto.chooser import Chooser, StepSeen
-from orchestrator.auto.text_estimates import TextEstimates
-from orchestrator.head_session import HeadSession
-from orchestrator.policies import StepPolicy
-from orchestrator.step import Step
+
+from .auto.arms import PLAIN, Arm
+from .auto.chooser import Chooser, StepSeen
+from .auto.text_estimates import TextEstimates
+from .head_session import HeadSession
+from .policies import StepPolicy
+from .step import Step
 
 
 class AutoPolicy(StepPolicy):

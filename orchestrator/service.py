@@ -19,21 +19,22 @@ from coppice.speculation.policy import POLICIES, Policy
 from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import generation_pb2
 from coppice.wire import generation
-from orchestrator.auto.chooser import Chooser
-from orchestrator.auto.text_estimates import TextEstimates
-from orchestrator.auto_policy import AutoPolicy
-from orchestrator.chunks import Chunks
-from orchestrator.drafters import HeadPool, feature_layers
-from orchestrator.drafting import Drafting
-from orchestrator.encoder import Encoder
-from orchestrator.feedback import Signals
-from orchestrator.head_session import HeadSession
-from orchestrator.output import Output
-from orchestrator.policies import FixedPolicy, StepPolicy
-from orchestrator.step import Committed
-from orchestrator.step_loop import Decoding, Plan
-from orchestrator.tokenizer import TextCodec, TextStream, no_room
-from orchestrator.verifiers import TargetPool, TargetSession
+
+from .auto.chooser import Chooser
+from .auto.text_estimates import TextEstimates
+from .auto_policy import AutoPolicy
+from .chunks import Chunks
+from .drafters import HeadPool, feature_layers
+from .drafting import Drafting
+from .encoder import Encoder
+from .feedback import Signals
+from .head_session import HeadSession
+from .output import Output
+from .policies import FixedPolicy, StepPolicy
+from .step import Committed
+from .step_loop import Decoding, Plan
+from .tokenizer import TextCodec, TextStream, no_room
+from .verifiers import TargetPool, TargetSession
 
 
 class GenerationServicer:

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from coppice.messages.steps import Fence, Verdict, committed_hash
 from coppice.speculation.policy import NO_HEAD, Choice
 from coppice.speculation.tree import DraftTree, IntArray
-from orchestrator.drafters import DrafterReplica
+
+from .drafters import DrafterReplica
 
 
 @dataclass(slots=True)

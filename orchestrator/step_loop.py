@@ -15,11 +15,12 @@ from coppice.speculation.policy import Policy
 from coppice.speculation.sampling import draw
 from coppice.speculation.tree import forwards_of, made_by, select
 from coppice.telemetry import OrchestratorMetrics
-from orchestrator.drafting import Drafting
-from orchestrator.output import Output
-from orchestrator.policies import StepPolicy
-from orchestrator.step import NO_DRAFT, Committed, Step
-from orchestrator.verifiers import LOST, TargetSession
+
+from .drafting import Drafting
+from .output import Output
+from .policies import StepPolicy
+from .step import NO_DRAFT, Committed, Step
+from .verifiers import LOST, TargetSession
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ from coppice.rpc.channels import Dialer
 from coppice.v1 import verifier_pb2
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from coppice.wire import verifier
-from orchestrator.replicas import Pool, Replica
+
+from .replicas import Pool, Replica
 
 log = structlog.get_logger()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,11 +23,13 @@ from coppice.bench.report import HF_GENERATE, Report, exactness_checks, make_row
 from coppice.client.client import Client
 from coppice.client.completion import Accumulator, Completion
 from coppice.commands.tree_picture import longest, show
+from coppice.config.sections import ADAPTED_KINDS
 from coppice.machine import usable_cores
 from coppice.messages.generation import Chunk, Origin
 from coppice.prompts.files import FilePrompt, demo_prompts
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
+from coppice.stack.options import stack_spec
 from coppice.stack.redis_server import find_server
 from coppice.stack.spec import StackSpec
 
@@ -135,15 +138,20 @@ def _answer(
     return client.generate(ids, policy=method, max_new_tokens=new_tokens, ignore_eos=True)
 
 
-def demo(console: Console, json_file: Path | None = None) -> bool:
-    """The command: the shipped models and prompts in float32. Returns whether every check held."""
-    spec = StackSpec.demo(
+def demo(
+    console: Console, json_file: Path | None = None, target: Path | None = None, heads: list[str] | None = None
+) -> bool:
+    """The command: a target, by default the shipped one, in float32. Returns whether every check held."""
+    spec = stack_spec(
+        target,
+        heads,
         dtype="float32",
         policy="route",
         budget=BUDGET,
         verifier_threads=usable_cores(),  # the adapter does not train here
-        adapt=find_server() is not None,
     )
+    adaptable = any(head.kind in ADAPTED_KINDS for head in spec.heads)
+    spec = replace(spec, adapt=adaptable and find_server() is not None)
     report = run_demo(console, spec, pick_prompts(demo_prompts()))
     report.print(console)
     if json_file:

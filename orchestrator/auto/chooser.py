@@ -29,10 +29,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from orchestrator.auto.arms import CASCADE, PLAIN, SINGLE, Arm
-from orchestrator.auto.estimates import FIRST_STEPS
-from orchestrator.auto.statistics import Statistics
-from orchestrator.auto.text_estimates import TEXT_STEPS, TextEstimates, Turn
+from .arms import CASCADE, PLAIN, SINGLE, Arm
+from .estimates import FIRST_STEPS
+from .statistics import Statistics
+from .text_estimates import TEXT_STEPS, TextEstimates, Turn
 
 LEARN = 5  # rounds that a new head is played for
 TRIED = 0.015  # share of the time that trying other arms may lose

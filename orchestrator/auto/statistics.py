@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from orchestrator.auto.arms import CASCADE, PLAIN, SINGLE
-from orchestrator.auto.cascade import Promises, Truth
-from orchestrator.auto.estimates import ArmStatistics, Seconds
-from orchestrator.auto.similarity import EndedTexts
+from .arms import CASCADE, PLAIN, SINGLE
+from .cascade import Promises, Truth
+from .estimates import ArmStatistics, Seconds
+from .similarity import EndedTexts
 
 JOINT_TIME = 1.3  # of the slowest head's time, before route or merge was tried
 WORKED_OUT = 1.04  # times the seconds of a cascade count, as its worth is not seen

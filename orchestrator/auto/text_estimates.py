@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 from coppice.speculation.routing import outcomes
 from coppice.speculation.tree import DraftTree
-from orchestrator.auto.arms import CASCADE, PLAIN, SINGLE, Arm, arms_of
-from orchestrator.auto.cascade import Cascade, Promises, best_cascade
-from orchestrator.auto.estimates import FIRST_GAIN, FIRST_STEPS, Gain
-from orchestrator.auto.similarity import EndedText, sketch
-from orchestrator.auto.statistics import Statistics
+
+from .arms import CASCADE, PLAIN, SINGLE, Arm, arms_of
+from .cascade import Cascade, Promises, best_cascade
+from .estimates import FIRST_GAIN, FIRST_STEPS, Gain
+from .similarity import EndedText, sketch
+from .statistics import Statistics
 
 TEXT_STEPS = 12.0  # steps of a text that weigh as much as what was known before it
 TEXT_MEMORY = 24.0  # steps of a text that count

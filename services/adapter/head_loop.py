@@ -18,15 +18,16 @@ from coppice.config.settings import Settings
 from coppice.errors import InvalidField, StaleFence
 from coppice.messages.adapter import STANDING_BY, ActionStatus, Change, HeadStatus, QueryPoint, VersionStatus
 from coppice.telemetry import AdapterMetrics
-from services.adapter.buffers import Buffers
-from services.adapter.canary import Canary
-from services.adapter.drift import Drift
-from services.adapter.replicas import Replicas
-from services.adapter.rollout import OnThread, Rollout
-from services.adapter.sorting import KINDS, Sorting
-from services.adapter.state import State
-from services.adapter.training_copy import TrainingCopy
-from services.adapter.versions import BadVersion
+
+from .buffers import Buffers
+from .canary import Canary
+from .drift import Drift
+from .replicas import Replicas
+from .rollout import OnThread, Rollout
+from .sorting import KINDS, Sorting
+from .state import State
+from .training_copy import TrainingCopy
+from .versions import BadVersion
 
 log = structlog.get_logger()
 

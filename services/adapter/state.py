@@ -15,8 +15,9 @@ from coppice.adaptation.records import QueryRecord
 from coppice.limits import MAX_HISTORY
 from coppice.messages.adapter import Change, QueryPoint
 from coppice.weights.versions import Weights
-from services.adapter.atomic import replace_file
-from services.adapter.drift import DriftState
+
+from .atomic import replace_file
+from .drift import DriftState
 
 log = structlog.get_logger()
 

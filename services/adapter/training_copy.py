@@ -8,8 +8,9 @@ import structlog
 
 from coppice.adaptation.records import Widths
 from coppice.weights.versions import Weights
-from services.adapter.learner import BadState, Learner, Update
-from services.adapter.versions import BadVersion, Versions
+
+from .learner import BadState, Learner, Update
+from .versions import BadVersion, Versions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from coppice.weights.versions import Weights
-from services.adapter.atomic import replace_safetensors
+
+from .atomic import replace_safetensors
 
 _NAME = re.compile(r"version-(\d{8,})\.safetensors")
 

@@ -15,7 +15,8 @@ from coppice.limits import Limits
 from coppice.messages.steps import WeightsHeader, WeightsPart, WeightsSynced
 from coppice.rpc.sessions import StreamWaits
 from coppice.wire.drafter import read_weights
-from services.drafter.worker import Worker
+
+from .worker import Worker
 
 log = structlog.get_logger()
 
