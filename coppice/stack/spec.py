@@ -36,9 +36,7 @@ class NoModels(CoppiceError):
     status = Status.INVALID_ARGUMENT
 
     def __init__(self) -> None:
-        super().__init__(
-            "the demo's models are in a checkout and in the image, not in the package: give a target's folder"
-        )
+        super().__init__("the demo's models are in a checkout and in the image, not in the package: give --target DIR")
 
 
 def checkout() -> Path | None:
