@@ -39,6 +39,13 @@ app = typer.Typer(
 )
 
 Address = Annotated[str | None, typer.Option(help="HOST:PORT; default COPPICE_ADDRESS, else 127.0.0.1:50051.")]
+Head = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=KIND[:DIR]",
+        help="A draft head (repeatable). KIND: bigram, lookup, lm, eagle3, specblock, medusa, parallelspec or falcon.",
+    ),
+]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures as JSON.")]
 
 
@@ -101,14 +108,7 @@ def up(
     revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit of a model on the Hub; default: main.")
     ] = None,
-    head: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=KIND[:DIR]",
-            help="A draft head (repeatable); its KIND: bigram, lookup, lm, eagle3, specblock, medusa, parallelspec or "
-            "falcon.",
-        ),
-    ] = None,
+    head: Head = None,
     policy: Annotated[str | None, typer.Option(help="Default policy.")] = None,
     device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
     dtype: Annotated[
@@ -127,17 +127,11 @@ def up(
 
     if config:
         os.environ["COPPICE_CONFIG"] = str(config)
-    name = ""
-    if model:
-        if target:
-            raise typer.BadParameter("and --target name the same thing: give one of them", param_hint="MODEL")
-        target, name = find_model(model, revision)
-    elif revision:
-        raise typer.BadParameter("needs a MODEL of the Hub", param_hint="--revision")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
     options = {"policy": policy, "device": device, "dtype": dtype, "port": port}
     extra = {"adapter": {"server.port": 0 if port == 0 else DEFAULT_ADAPTER_PORT}}
-    spec = stack_spec(target, head, name=name, **options, adapt=adapt, extra=extra)
+    folder, name = find_model(model, target, revision)
+    spec = stack_spec(folder, head, name=name, **options, adapt=adapt, extra=extra)
     stack = Stack(spec)
     try:
         with stack:
@@ -288,9 +282,7 @@ def serve(
 @app.command()
 def demo(
     target: Annotated[Path | None, typer.Option(help="Model folder; default: the shipped models.")] = None,
-    head: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=KIND[:DIR]", help="A draft head (repeatable).")
-    ] = None,
+    head: Head = None,
     json_file: JsonFile = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also save what is shown as a picture.")] = None,
 ) -> None:
@@ -328,6 +320,15 @@ def doctor(
     raise typer.Exit(GOOD if run(Console(), address) else CHECK_FAILED)
 
 
+@app.command(
+    "faults",
+    hidden=True,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def _faults() -> None:
+    _fail("the fault campaign is a test: run python -m tests.faults in a checkout", USAGE)
+
+
 def _mount(name: str, module: str, help: str) -> None:
     """A command whose own Typer app is imported when it is called: its imports may need an extra."""
 
@@ -342,6 +343,5 @@ def _mount(name: str, module: str, help: str) -> None:
 
 _mount("train", "coppice.training.cli", "Train a target or a head.")
 _mount("bench", "coppice.bench.cli", "Measure speed and exactness.")
-_mount("faults", "coppice.faults.command", "Break processes under load and compare every answer.")
 _mount("adapter", "coppice.adaptation.cli", "Look at the adapter, and steer it.")
 _mount("convert", "coppice.commands.convert", "Convert a head between public layouts.")

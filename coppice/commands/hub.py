@@ -13,14 +13,15 @@ WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.
 UNWANTED = ("*/*", "consolidated*")
 
 
-def find_model(model: str, revision: str | None = None) -> tuple[Path, str]:
-    """The folder of a model and its name on the Hub, which is empty for a folder. Raises InvalidField."""
-    folder = Path(model)
-    if not folder.exists():
+def find_model(model: str | None, target: Path | None, revision: str | None) -> tuple[Path | None, str]:
+    """The folder of what MODEL or --target names, and its name if it is the Hub's. Raises InvalidField."""
+    if model and target:
+        raise InvalidField("MODEL", "is the same thing as --target: give one of them")
+    if model and not Path(model).exists():
         return _fetch(model, revision), model
     if revision:
-        raise InvalidField("revision", f"{model} is a folder, and only models of the Hub have revisions")
-    return folder, ""
+        raise InvalidField("revision", "is a MODEL's of the Hub, and none is named")
+    return Path(model) if model else target, ""
 
 
 def _fetch(model: str, revision: str | None) -> Path:

@@ -144,9 +144,9 @@ def test_without_a_network_it_says_so_at_once(tmp_path: Path) -> None:
         (["a/b/c"], {}, "MODEL: a/b/c is neither a folder nor a name"),
         ([NAME], {"COPPICE_SERVER__PRODUCTION": "true"}, "in production"),
         ([NAME], {"HF_HUB_OFFLINE": "1"}, "does not answer"),
-        ([".", "--revision", TAG], {}, "only models of the Hub have revisions"),
-        (["--revision", TAG], {}, "needs a MODEL"),
-        ([NAME, "--target", "."], {}, "--target name the same"),
+        ([".", "--revision", TAG], {}, "revision: is a MODEL's of the Hub"),
+        (["--revision", TAG], {}, "revision: is a MODEL's of the Hub"),
+        ([NAME, "--target", "."], {}, "same thing as --target"),
     ],
 )
 def test_what_cannot_be_fetched_is_named(
