@@ -16,7 +16,7 @@ _BUILDERS = MappingProxyType(
         "bigram": ("coppice.heads.ngram", "bigram_head"),
         "lookup": ("coppice.heads.ngram", "lookup_head"),
         "lm": ("coppice.heads.lm", "LanguageModelHead"),
-        "eagle3": ("coppice.heads.eagle3", "Eagle3Head"),
+        "eagle3": ("coppice.heads.block_head", "Eagle3Head"),
         "specblock": ("coppice.heads.block_head", "SpecBlockHead"),
         "medusa": ("coppice.heads.parallel_head", "MedusaHead"),
         "parallelspec": ("coppice.heads.parallel_head", "ParallelSpecHead"),
