@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from coppice.client.resume import Attempts
-from coppice.engine import attention_plan
+from coppice.engine.attention_plan import Tail
 from coppice.engine.batch import PackedBatch
 from coppice.engine.engine import Engine, ForwardOutput
 from coppice.engine.kv_cache import BlockTable, KVPool
@@ -92,10 +92,10 @@ def _stale_page(patch: Patch) -> None:
 
 
 def _window_one_off(patch: Patch) -> None:
-    def visible(original: Any, batch: Any, span: Any, ancestors: Any, window: int | None) -> Any:
-        return original(batch, span, ancestors, window and window - 1)
+    def sees(original: Any, tail: Tail, window: int | None) -> Any:
+        return original(tail, window and window - 1)
 
-    _changed(patch, attention_plan, "_visible", visible)
+    _changed(patch, Tail, "sees", sees)
 
 
 def _positions_shifted_after_reopen(patch: Patch) -> None:
