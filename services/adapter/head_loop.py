@@ -16,7 +16,7 @@ from coppice.adaptation.record_queue import Stream
 from coppice.adaptation.records import Demand, Kind, QueryRecord, Sample
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField, StaleFence
-from coppice.messages.adapter import STANDING_BY, ActionStatus, Change, HeadStatus, QueryPoint, VersionStatus
+from coppice.messages.adapter import STANDING_BY, ActionStatus, HeadStatus, VersionStatus
 from coppice.telemetry import AdapterMetrics
 from services.adapter.buffers import Buffers
 from services.adapter.canary import Canary
@@ -251,6 +251,6 @@ class HeadLoop:
             actions=actions,
             replicas=rollout.replicas.status(),
             versions=[VersionStatus(number, *tau) for number, tau in state.taus.items()],
-            history=[QueryPoint(**point) for point in state.history[-history:]] if history else [],
-            changes=[Change(**change) for change in state.changes],
+            history=state.history[-history:] if history else [],
+            changes=list(state.changes),
         )

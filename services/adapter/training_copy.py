@@ -67,7 +67,7 @@ class TrainingCopy:
     def train(self, kind: Kind, samples: Sequence[Sample], number: int, anchored: bool) -> tuple[Update, Weights]:
         """Make one update and write it to disk as version `number`; nobody uses it yet. Raises FloatingPointError."""
         update = self._learner.step(kind, samples, anchored=anchored)
-        weights = self._trained(number)
+        weights = self.deployed.changed(self._learner.changed(), number)
         if weights.hash != self.live.hash:
             self._save(weights)
         return update, weights
@@ -92,9 +92,6 @@ class TrainingCopy:
     def stop(self) -> None:
         """Let an update that is under way end with Interrupted. Any thread may call this."""
         self._learner.stopped.set()
-
-    def _trained(self, number: int) -> Weights:
-        return self.deployed.changed(self._learner.changed(), number)
 
     def _changed(self, weights: Weights) -> dict[str, Tensor]:
         return {name: weights.tensors[name] for name in weights.differing(self.deployed)}

@@ -106,7 +106,7 @@ def test_the_state_outlives_the_process_and_a_damaged_file_is_none(tmp_path: Pat
     again = State.load(tmp_path)
     assert again.model_dump() == state.model_dump()
     assert (again.queries, again.taus, again.newest, again.bandit.queries) == (2, {1: (1, 3.0)}, 1, 7)
-    assert [QueryPoint(**point).version for point in again.history] == [1, None]
+    assert [point.version for point in again.history] == [1, None]
     for damaged in ('{"live": "many"}', '{"positions": {"queries": "$"}}', "{"):
         (tmp_path / FILE).write_text(damaged)
         assert State.load(tmp_path).model_dump() == State().model_dump()
@@ -119,7 +119,7 @@ def test_the_state_is_bounded(tmp_path: Path) -> None:
         state.know(weights(number, number))
         state.change(STATUS.changes[0])
     assert len(state.history) == MAX_HISTORY
-    assert state.queries == state.history[-1]["query"] == MAX_HISTORY + 50
+    assert state.queries == state.history[-1].query == MAX_HISTORY + 50
     assert max(map(len, (state.hashes, state.taus))) <= 16
     assert len(state.changes) <= 200
 
