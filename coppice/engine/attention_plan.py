@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.engine.attention import LayerPlan, Scoring, attend
-from coppice.engine.batch import PackedBatch, Span
-from coppice.engine.kv_cache import BlockTable, KVPool
+from coppice.engine.batch import PackedBatch, Tail
+from coppice.engine.kv_cache import KVPool
 
 
 @dataclass(frozen=True)
@@ -86,36 +86,6 @@ class GatherPlan:
         return out if self.row_places is None else out.index_select(1, self.row_places)
 
 
-@dataclass(frozen=True)
-class Tail:
-    """One session's rows in a forward, behind `prefix` tokens that all of them see unless a window hides some.
-
-    visible: (N, E + N) bool, which of the E tokens behind the prefix and of the N rows each row sees. Row r writes its
-    keys and values at the session's token index prefix + E + r, for which `table` has room. positions: (E + N,)
-    absolute, of these tokens and rows; windows alone ask for them.
-    """
-
-    table: BlockTable
-    prefix: int
-    visible: NDArray[np.bool_]
-    positions: NDArray[np.int64] | None = None
-
-    @property
-    def length(self) -> int:
-        """Keys that the session has, its rows' own last."""
-        return self.prefix + int(self.visible.shape[1])
-
-    def sees(self, window: int | None) -> NDArray[np.bool_]:
-        """Which of the session's keys each row sees, (N, length), `window` positions back (None: all)."""
-        rows = len(self.visible)
-        seen = np.concatenate((np.ones((rows, self.prefix), np.bool_), self.visible), axis=1)
-        if window is not None and self.positions is not None:
-            # In the prefix a token's index is its position; in a tree it is not.
-            keys = np.concatenate((np.arange(self.prefix), self.positions))
-            seen &= keys > self.positions[-rows:, None] - window
-        return seen
-
-
 Kind = tuple[int | None, int]
 """of a layer: its window, and how many query heads it has for each key head"""
 
@@ -127,24 +97,13 @@ def plan_tails(tails: Sequence[Tail], pool: KVPool, group: int) -> LayerPlan:
 
 def plan_forward(batch: PackedBatch, pool: KVPool, groups: Mapping[int | None, int]) -> dict[int | None, LayerPlan]:
     """The plan for each of the model's windows. groups: query heads for each key head in the layers that have it."""
-    ancestors, positions = batch.ancestors(), batch.positions.numpy()
     # A window that cuts nothing off is none, and shares its mask.
-    reach = int(positions.max()) + 1
+    reach = int(batch.positions.max()) + 1
     cutting = {
         window: (None if window is None or window >= reach else window, group) for window, group in groups.items()
     }
-    made = _plans([_tail(span, ancestors, positions) for span in batch.spans], pool, set(cutting.values()))
+    made = _plans(batch.tails, pool, set(cutting.values()))
     return {window: dataclasses.replace(made[cut], window=window) for window, cut in cutting.items()}
-
-
-def _tail(span: Span, ancestors: NDArray[np.bool_], positions: NDArray[np.int64]) -> Tail:
-    """A span's part of what all rows of a batch see of their spans, and of where they are."""
-    rows = slice(span.first_row, span.first_row + span.num_rows)
-    visible, at = ancestors[rows, : span.num_rows], positions[rows]
-    if span.earlier:
-        visible = np.concatenate((span.earlier.visible, visible), axis=1)
-        at = np.concatenate((span.earlier.positions, at))
-    return Tail(span.table, span.prefix_len, visible, at)
 
 
 def _plans(tails: Sequence[Tail], pool: KVPool, kinds: set[Kind]) -> Mapping[Kind, ViewPlan | GatherPlan]:

@@ -94,7 +94,7 @@ class Engine:
     def forward(self, batch: PackedBatch) -> ForwardOutput:
         """One pass over all rows; their keys and values are in the pool afterwards.
 
-        The spans' tables hold prefix_len + num_rows tokens. Raises ValueError for feature layers the model does not
+        The tables have room for the rows of all pieces. Raises ValueError for feature layers the model does not
         have.
         """
         for index in batch.feature_layers:

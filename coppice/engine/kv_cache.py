@@ -142,7 +142,7 @@ class KVPool:
         """After a step: keep the KV of the accepted path and forget the other rows.
 
         base_len: tokens committed before the step, whose rows lie at base_len, base_len + 1, ... rows: the accepted
-        rows of the span in order, the root's 0 first. They move to base_len ..; the table then holds
+        rows of the piece in order, the root's 0 first. They move to base_len ..; the table then holds
         base_len + len(rows) tokens and keeps its blocks, which the next step needs again.
         """
         accepted = np.asarray(rows, np.int64)

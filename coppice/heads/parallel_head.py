@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
-from coppice.engine.attention_plan import Tail
+from coppice.engine.batch import Tail
 from coppice.heads.base import DraftJob, Growth
 from coppice.heads.block_tree import BlockTree
 from coppice.heads.feature_head import FeatureHead

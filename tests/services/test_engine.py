@@ -288,10 +288,9 @@ def test_ancestors_are_those_a_walk_finds() -> None:
     pool = KVPool(layers=[KVShape(1, 1, 1)], tokens=512)
     trees = [Tree(rows, seed=rows) for rows in (1, 30, 7, 64)]
     batch = pack([Piece(pool.allocate(str(t), 1), 0, x.tokens, x.parents, x.depths, []) for t, x in enumerate(trees)])
-    ancestors = batch.ancestors()
-    for span, tree in zip(batch.spans, trees, strict=True):
-        for row in range(span.num_rows):
-            assert np.flatnonzero(ancestors[span.first_row + row]).tolist() == tree.path(row)
+    for tail, tree in zip(batch.tails, trees, strict=True):
+        for row, seen in enumerate(tail.visible):
+            assert np.flatnonzero(seen).tolist() == tree.path(row)
 
 
 @pytest.mark.parametrize("layers", [(0,), (2, 3, 3), (1, 5)])
@@ -543,6 +542,9 @@ def test_a_batch_keeps_the_order_of_its_pieces(pool: KVPool) -> None:
     assert isinstance(batch, PackedBatch)
     assert batch.tokens.tolist() == [7, 8, 5, 6, 7]
     assert batch.positions.tolist() == [4, 5, 9, 10, 10]
-    assert batch.parents.tolist() == [-1, 0, -1, 0, 0]
     assert batch.logits_to_keep.tolist() == [1, 2, 4]
-    assert [(span.first_row, span.num_rows, span.prefix_len) for span in batch.spans] == [(0, 2, 4), (2, 3, 9)]
+    assert [(tail.table, tail.prefix) for tail in batch.tails] == [(first, 4), (second, 9)]
+    assert [tail.visible.tolist() for tail in batch.tails] == [
+        [[True, False], [True, True]],
+        [[True, False, False], [True, True, False], [True, False, True]],
+    ]
