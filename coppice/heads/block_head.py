@@ -95,7 +95,8 @@ class BlockHead(FeatureHead):
         """Grow all trees block by block."""
         blocks = self._num_blocks
         fit = [self._room(job, (blocks - 1) * self.most_starts(job) * self.slots) for job in jobs]
-        yield [BlockTree(job, 0).send(at, last=True) for at, job in enumerate(jobs) if not fit[at]]
+        if not all(fit):
+            yield [BlockTree(job, 0).send(at, last=True) for at, job in enumerate(jobs) if not fit[at]]
         numbers = [at for at in range(len(jobs)) if fit[at]]
         if not numbers:
             return
@@ -113,8 +114,8 @@ class BlockHead(FeatureHead):
         for block in range(1, blocks + 1):
             self._grow(active, output, deeper=block < blocks)
             growing = [one for one in active if len(one.tree.starts)]
-            sent = active if self.anytime else [one for one in active if one not in growing]
-            yield [one.tree.send(one.number, last=one not in growing) for one in sent]
+            if sent := active if self.anytime else [one for one in active if one not in growing]:
+                yield [one.tree.send(one.number, last=one not in growing) for one in sent]
             active = growing
             if not active:
                 return
