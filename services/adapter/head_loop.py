@@ -18,6 +18,7 @@ from coppice.config.settings import Settings
 from coppice.errors import InvalidField, StaleFence
 from coppice.messages.adapter import STANDING_BY, ActionStatus, HeadStatus, VersionStatus
 from coppice.telemetry import AdapterMetrics
+from services.adapter.atomic import BadFile
 from services.adapter.buffers import Buffers
 from services.adapter.canary import Canary
 from services.adapter.drift import Drift
@@ -26,7 +27,6 @@ from services.adapter.rollout import OnThread, Rollout
 from services.adapter.sorting import KINDS, Sorting
 from services.adapter.state import State
 from services.adapter.training_copy import TrainingCopy
-from services.adapter.versions import BadVersion
 
 log = structlog.get_logger()
 
@@ -219,7 +219,7 @@ class HeadLoop:
         async def work() -> None:
             try:
                 done.set_result(await self._rollout.put_back(back_to, "rollback", "asked for"))
-            except BadVersion as error:
+            except BadFile as error:
                 done.set_exception(InvalidField("version", str(error)))
             except Exception as error:
                 done.set_exception(error)

@@ -16,6 +16,7 @@ from coppice.config.settings import Settings
 from coppice.messages.adapter import Change
 from coppice.telemetry import AdapterMetrics
 from coppice.weights.versions import Weights
+from services.adapter.atomic import BadFile
 from services.adapter.buffers import Buffers
 from services.adapter.canary import Canary
 from services.adapter.drift import Drift
@@ -24,7 +25,6 @@ from services.adapter.replicas import Replicas
 from services.adapter.sorting import KINDS
 from services.adapter.state import State
 from services.adapter.training_copy import TrainingCopy
-from services.adapter.versions import BadVersion
 
 log = structlog.get_logger()
 
@@ -151,13 +151,13 @@ class Rollout:
             return
         try:
             await self.put_back(back_to, "revert", reason)
-        except BadVersion:
+        except BadFile:
             await self.put_back(0, "revert", reason)
         self._metrics.reverts.labels(self._name, reason).inc()
         self._state.reverts += 1
 
     async def put_back(self, back_to: int, what: str, why: str) -> int:
-        """Give every replica an earlier version's weights under a new number, which is returned. Raises BadVersion."""
+        """Give every replica an earlier version's weights under a new number, which is returned. Raises BadFile."""
         self.doing = "syncing"
         weights: Weights = await self._on_thread(self.training.restore, back_to, self._state.next_number())
         self.canary = None

@@ -8,8 +8,9 @@ import structlog
 
 from coppice.adaptation.records import Widths
 from coppice.weights.versions import Weights
-from services.adapter.learner import BadState, Learner, Update
-from services.adapter.versions import BadVersion, Versions
+from services.adapter.atomic import BadFile
+from services.adapter.learner import Learner, Update
+from services.adapter.versions import Versions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,14 +54,14 @@ class TrainingCopy:
             try:
                 self.live = self.versions.load(number)
                 break
-            except BadVersion as error:
+            except BadFile as error:
                 log.warning("a version cannot be read; going back to the last good one", why=str(error))
         self.versions.good = good if self.live.version == live else self.live.version
         self._learner.revert(self._changed(self.live))
         try:
             if live:
                 self._learner.load(self._folder / LEARNER_FILE)
-        except BadState as error:
+        except BadFile as error:
             log.warning("the optimiser starts anew", why=str(error))
         return self.live.version
 
@@ -75,7 +76,7 @@ class TrainingCopy:
     def restore(self, back_to: int | None, number: int) -> Weights:
         """Give an earlier version's values, None: the live ones, the new `number`; training goes on from them.
 
-        Raises BadVersion.
+        Raises BadFile.
         """
         earlier = self.live if back_to is None else self.versions.load(back_to)
         weights = earlier.changed({}, number)
