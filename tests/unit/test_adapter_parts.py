@@ -73,17 +73,19 @@ def test_a_status_arrives_as_it_was_sent() -> None:
 
 
 def test_requests_arrive_and_are_checked() -> None:
-    assert adapter.read_status_request(adapter.status_request("a", 7)) == ("a", 7)
-    assert adapter.read_rollback_request(adapter.rollback_request("", None)) == ("", None)
-    assert adapter.read_rollback_request(adapter.rollback_request("b", 0)) == ("b", 0)
+    assert adapter.read_status_request(adapter.status_request(head="a", history=7)) == ("a", 7)
+    assert adapter.read_rollback_request(adapter.rollback_request(head="", version=None)) == ("", None)
+    assert adapter.read_rollback_request(adapter.rollback_request(head="b", version=0)) == ("b", 0)
     assert (
-        adapter.read_head_name(adapter.pause_request("b")) == adapter.read_head_name(adapter.resume_request("b")) == "b"
+        adapter.read_head_name(adapter.pause_request(head="b"))
+        == adapter.read_head_name(adapter.resume_request(head="b"))
+        == "b"
     )
-    assert adapter.rollback_to_wire(4).version == 4
+    assert adapter.rollback_to_wire(version=4).version == 4
     with pytest.raises(InvalidField, match="history"):
-        adapter.read_status_request(adapter.status_request("a", MAX_HISTORY + 1))
+        adapter.read_status_request(adapter.status_request(head="a", history=MAX_HISTORY + 1))
     with pytest.raises(InvalidField, match="head"):
-        adapter.read_head_name(adapter.pause_request("no name"))
+        adapter.read_head_name(adapter.pause_request(head="no name"))
 
 
 # --- state ---
