@@ -282,10 +282,10 @@ def kind_of(config: HeadConfig) -> str:
     return next(kind for kind, (shape, _) in SHAPES.items() if type(config) is shape)
 
 
-def save_head(folder: Path, model: Any, config: HeadConfig, layout: str, target: str = "") -> None:
+def save_head(folder: Path, model: Any, config: HeadConfig, layout: str) -> None:
     """Write a head: in the layout of its kind, or speculators' for EAGLE-3, with the token embedding if it has its own.
 
-    Raises InvalidField when the layout cannot hold this kind of head. `target` is a name for speculators' readers.
+    Raises InvalidField when the layout cannot hold this kind of head.
     """
     kind = kind_of(config)
     if layout not in ((kind, "speculators") if kind == "eagle3" else (kind,)):
@@ -302,7 +302,7 @@ def save_head(folder: Path, model: Any, config: HeadConfig, layout: str, target:
             _SPECULATORS_LAYER + name.removeprefix(_MIDLAYER) if name.startswith(_MIDLAYER) else name: tensor
             for name, tensor in tensors.items()
         }
-        values = _speculators_config(values, target)
+        values = _speculators_config(values)
     else:
         values |= {"architectures": [_ARCHITECTURES[kind]]} if kind in _ARCHITECTURES else {_KIND: kind}
     folder.mkdir(parents=True, exist_ok=True)
@@ -310,7 +310,7 @@ def save_head(folder: Path, model: Any, config: HeadConfig, layout: str, target:
     (folder / CONFIG).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
-def _speculators_config(values: Mapping[str, Any], target: str) -> dict[str, Any]:
+def _speculators_config(values: Mapping[str, Any]) -> dict[str, Any]:
     own = {name: values[name] for name in _SPECULATORS}
     proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1}
     return own | {
@@ -321,7 +321,7 @@ def _speculators_config(values: Mapping[str, Any], target: str) -> dict[str, Any
             "algorithm": "eagle3",
             "proposal_methods": [proposal],
             "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": target, "architectures": []},
+            "verifier": {"name_or_path": "", "architectures": []},
         },
         "eagle_aux_hidden_state_layer_ids": values["feature_layers"] or None,
         "transformer_layer_config": {
