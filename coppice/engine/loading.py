@@ -14,7 +14,6 @@ from transformers.utils import logging
 
 from coppice.engine.attention import UnsupportedModel, one_line
 from coppice.engine.engine import DTYPES, Engine
-from coppice.engine.kv_cache import BLOCK_SIZE
 from coppice.engine.kv_layout import read_layout
 from coppice.engine.linear import compile_ahead
 from coppice.engine.self_check import self_check
@@ -29,15 +28,7 @@ class UnusableFolder(CoppiceError):
     status = Status.INVALID_ARGUMENT
 
 
-def load_engine(
-    path: str | Path,
-    *,
-    device: str = "cpu",
-    dtype: str = "float32",
-    kv_tokens: int,
-    block_size: int = BLOCK_SIZE,
-    feature_layers: tuple[int, ...] | None = None,
-) -> Engine:
+def load_engine(path: str | Path, *, device: str = "cpu", dtype: str = "float32", kv_tokens: int) -> Engine:
     """Load the model of a local folder (config.json and safetensors; no code of its own), and check it.
 
     dtype: float32, bfloat16 or float16. Raises ValueError for another one, UnusableFolder, UnsupportedModel, the latter
@@ -49,7 +40,7 @@ def load_engine(
     with _quiet(folder):
         _check_layout(folder)
         model: Any = _load(folder, dtype)
-        engine = Engine(model.to(device), kv_tokens=kv_tokens, block_size=block_size, feature_layers=feature_layers)
+        engine = Engine(model.to(device), kv_tokens=kv_tokens)
         self_check(engine)
     compile_ahead(engine.model)
     return engine

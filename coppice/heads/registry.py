@@ -13,10 +13,10 @@ from coppice.heads.base import Head
 # kind: (module, function that takes DrafterSettings and returns a Head)
 _BUILDERS = MappingProxyType(
     {
-        "bigram": ("coppice.heads.ngram", "bigram_head"),
-        "lookup": ("coppice.heads.ngram", "lookup_head"),
+        "bigram": ("coppice.heads.ngram", "NgramHead"),
+        "lookup": ("coppice.heads.ngram", "NgramHead"),
         "lm": ("coppice.heads.lm", "LanguageModelHead"),
-        "eagle3": ("coppice.heads.eagle3", "Eagle3Head"),
+        "eagle3": ("coppice.heads.block_head", "Eagle3Head"),
         "specblock": ("coppice.heads.block_head", "SpecBlockHead"),
         "medusa": ("coppice.heads.parallel_head", "MedusaHead"),
         "parallelspec": ("coppice.heads.parallel_head", "ParallelSpecHead"),

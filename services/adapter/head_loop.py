@@ -16,9 +16,10 @@ from coppice.adaptation.record_queue import Stream
 from coppice.adaptation.records import Demand, Kind, QueryRecord, Sample
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField, StaleFence
-from coppice.messages.adapter import STANDING_BY, ActionStatus, Change, HeadStatus, QueryPoint, VersionStatus
+from coppice.messages.adapter import STANDING_BY, ActionStatus, HeadStatus, VersionStatus
 from coppice.telemetry import AdapterMetrics
 
+from .atomic import BadFile
 from .buffers import Buffers
 from .canary import Canary
 from .drift import Drift
@@ -27,7 +28,6 @@ from .rollout import OnThread, Rollout
 from .sorting import KINDS, Sorting
 from .state import State
 from .training_copy import TrainingCopy
-from .versions import BadVersion
 
 log = structlog.get_logger()
 
@@ -220,7 +220,7 @@ class HeadLoop:
         async def work() -> None:
             try:
                 done.set_result(await self._rollout.put_back(back_to, "rollback", "asked for"))
-            except BadVersion as error:
+            except BadFile as error:
                 done.set_exception(InvalidField("version", str(error)))
             except Exception as error:
                 done.set_exception(error)
@@ -252,6 +252,6 @@ class HeadLoop:
             actions=actions,
             replicas=rollout.replicas.status(),
             versions=[VersionStatus(number, *tau) for number, tau in state.taus.items()],
-            history=[QueryPoint(**point) for point in state.history[-history:]] if history else [],
-            changes=[Change(**change) for change in state.changes],
+            history=state.history[-history:] if history else [],
+            changes=list(state.changes),
         )

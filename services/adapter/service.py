@@ -81,4 +81,4 @@ class AdapterServicer:
         chosen = self._chosen(head)
         if len(chosen) != 1:
             raise InvalidField("head", f"say which: {', '.join(self._heads)}")
-        return rollback_to_wire(await chosen[0].rollback(version))
+        return rollback_to_wire(version=await chosen[0].rollback(version))

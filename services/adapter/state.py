@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 import structlog
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
@@ -45,8 +44,8 @@ class State(BaseModel):
     hashes: dict[int, str] = {}
     taus: dict[int, tuple[int, float]] = {}
     """by version: queries that lived on it, and the mean of their accepted lengths"""
-    history: list[dict[str, Any]] = []
-    changes: list[dict[str, Any]] = []
+    history: list[QueryPoint] = []
+    changes: list[Change] = []
     _file: Path = PrivateAttr(Path(FILE))
 
     @classmethod
@@ -91,8 +90,7 @@ class State(BaseModel):
     def observe(self, record: QueryRecord, version: int | None, action: str) -> None:
         """Add a query to the history, and its tau to the mean of its version."""
         self.queries += 1
-        point = QueryPoint(self.queries, record.tau, record.tokens_per_s, record.s, version, action)
-        self.history.append(asdict(point))
+        self.history.append(QueryPoint(self.queries, record.tau, record.tokens_per_s, record.s, version, action))
         del self.history[:-MAX_HISTORY]
         if version is None:
             return
@@ -103,5 +101,5 @@ class State(BaseModel):
 
     def change(self, change: Change) -> None:
         """Add to the changes of the weights."""
-        self.changes.append(asdict(change))
+        self.changes.append(change)
         del self.changes[:-_CHANGES]

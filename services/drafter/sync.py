@@ -30,7 +30,7 @@ class WeightSync:
 
     def __init__(self, worker: Worker, limits: Limits, waits: StreamWaits) -> None:
         self._worker, self._limits, self._waits = worker, limits, waits
-        self._busy = False
+        self._turn = asyncio.Lock()
 
     async def take(self, messages: AsyncIterator[Any]) -> WeightsSynced:
         """Read one push to its end and put it to use; a push of what is in use is acknowledged unchecked.
@@ -39,23 +39,16 @@ class WeightSync:
         Overloaded beside another push, DeadlineExceeded, and what Staging raises.
         """
         try:
-            return await self._alone(messages)
-        except CoppiceError as error:
-            log.warning("weights refused", why=str(error))
-            await self._drop(messages)
-            raise
-
-    async def _alone(self, messages: AsyncIterator[Any]) -> WeightsSynced:
-        if self._busy:
-            raise Overloaded("another weight sync is running")
-        self._busy = True
-        try:
-            async with asyncio.timeout(SYNC_S):
+            if self._turn.locked():
+                raise Overloaded("another weight sync is running")
+            async with self._turn, asyncio.timeout(SYNC_S):
                 return await self._take(messages)
-        except TimeoutError:
-            raise DeadlineExceeded(f"the weight sync took longer than {SYNC_S:g} s") from None
-        finally:
-            self._busy = False
+        except (CoppiceError, TimeoutError) as error:
+            late = DeadlineExceeded(f"the weight sync took longer than {SYNC_S:g} s")
+            refusal = error if isinstance(error, CoppiceError) else late
+            log.warning("weights refused", why=str(refusal))
+            await self._drop(messages)
+            raise refusal from None
 
     async def _take(self, messages: AsyncIterator[Any]) -> WeightsSynced:
         began = time.perf_counter()

@@ -73,17 +73,19 @@ def test_a_status_arrives_as_it_was_sent() -> None:
 
 
 def test_requests_arrive_and_are_checked() -> None:
-    assert adapter.read_status_request(adapter.status_request("a", 7)) == ("a", 7)
-    assert adapter.read_rollback_request(adapter.rollback_request("", None)) == ("", None)
-    assert adapter.read_rollback_request(adapter.rollback_request("b", 0)) == ("b", 0)
+    assert adapter.read_status_request(adapter.status_request(head="a", history=7)) == ("a", 7)
+    assert adapter.read_rollback_request(adapter.rollback_request(head="", version=None)) == ("", None)
+    assert adapter.read_rollback_request(adapter.rollback_request(head="b", version=0)) == ("b", 0)
     assert (
-        adapter.read_head_name(adapter.pause_request("b")) == adapter.read_head_name(adapter.resume_request("b")) == "b"
+        adapter.read_head_name(adapter.pause_request(head="b"))
+        == adapter.read_head_name(adapter.resume_request(head="b"))
+        == "b"
     )
-    assert adapter.rollback_to_wire(4).version == 4
+    assert adapter.rollback_to_wire(version=4).version == 4
     with pytest.raises(InvalidField, match="history"):
-        adapter.read_status_request(adapter.status_request("a", MAX_HISTORY + 1))
+        adapter.read_status_request(adapter.status_request(head="a", history=MAX_HISTORY + 1))
     with pytest.raises(InvalidField, match="head"):
-        adapter.read_head_name(adapter.pause_request("no name"))
+        adapter.read_head_name(adapter.pause_request(head="no name"))
 
 
 # --- state ---
@@ -106,7 +108,7 @@ def test_the_state_outlives_the_process_and_a_damaged_file_is_none(tmp_path: Pat
     again = State.load(tmp_path)
     assert again.model_dump() == state.model_dump()
     assert (again.queries, again.taus, again.newest, again.bandit.queries) == (2, {1: (1, 3.0)}, 1, 7)
-    assert [QueryPoint(**point).version for point in again.history] == [1, None]
+    assert [point.version for point in again.history] == [1, None]
     for damaged in ('{"live": "many"}', '{"positions": {"queries": "$"}}', "{"):
         (tmp_path / FILE).write_text(damaged)
         assert State.load(tmp_path).model_dump() == State().model_dump()
@@ -119,7 +121,7 @@ def test_the_state_is_bounded(tmp_path: Path) -> None:
         state.know(weights(number, number))
         state.change(STATUS.changes[0])
     assert len(state.history) == MAX_HISTORY
-    assert state.queries == state.history[-1]["query"] == MAX_HISTORY + 50
+    assert state.queries == state.history[-1].query == MAX_HISTORY + 50
     assert max(map(len, (state.hashes, state.taus))) <= 16
     assert len(state.changes) <= 200
 

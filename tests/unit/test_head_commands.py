@@ -18,9 +18,8 @@ from coppice.bench.paper.trained import FULL, GUIDED, UNIFORM, table_2
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth
-from coppice.heads.block_head import SpecBlockHead
+from coppice.heads.block_head import Eagle3Head, SpecBlockHead
 from coppice.heads.checkpoints import load_head
-from coppice.heads.eagle3 import Eagle3Head
 from coppice.messages.steps import Advance, OpenDraft
 from coppice.speculation.tree import DraftTree
 from coppice.training import feature_heads
