@@ -56,7 +56,8 @@ def faults(
     """
     from rich.console import Console
 
-    from coppice.bench.options import finish, report_of, spec_of
+    from coppice.bench.measuring import finish, report_of
+    from coppice.bench.options import spec_of
     from coppice.faults.ledger import Ledger
     from coppice.faults.rig import Plan
 
@@ -123,7 +124,7 @@ def campaign(
     spec: StackSpec, scenarios: Sequence[Scenario], plan: Plan, ledger: Ledger, say: Callable[[str], None]
 ) -> list[Check]:
     """Run what the ledger lacks of scenarios, those that need an adapter on a second stack. Return a check of each."""
-    from coppice.bench.options import clean_check
+    from coppice.bench.measuring import clean_check
     from coppice.faults.rig import Rig, proxied
 
     checks: list[Check] = []

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from coppice.bench.questions import Question
 from coppice.bench.run.pairs import Pairs
-from coppice.bench.run.questions import Question
 from coppice.bench.target_text import TargetText
 from coppice.client.completion import Completion
 from coppice.prompts.files import FilePrompt
