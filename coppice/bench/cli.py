@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from coppice.bench.measuring import measuring, reporting, running
 from coppice.bench.options import REQUIRED, Options, command, numbers, read_methods
 from coppice.errors import InvalidField
 
@@ -35,7 +36,6 @@ ASKED = ("target", "heads", "prompts", "category", "chat", "skip_long", "dtype")
 def exact(options: Options) -> None:
     """Every policy, head and budget against `generate`, and at T>0 against plain decoding with the same seed."""
     from coppice.bench.exact import run_exact
-    from coppice.bench.measuring import measuring
     from coppice.bench.questions import prompt_ids
 
     spec = options.spec()
@@ -49,7 +49,6 @@ def exact(options: Options) -> None:
 def identity(options: Options) -> None:
     """One SHA-256 of ids for every policy, head, budget and batch mix, beside kills and weight syncs: all plain's."""
     from coppice.bench.identity import QUICK, SPARE, VERIFIERS, Identity, questions, ways_of
-    from coppice.bench.measuring import measuring, running
     from coppice.bench.progress import Progress
     from coppice.bench.questions import prompt_ids
     from coppice.config.sections import ADAPTED_KINDS
@@ -77,7 +76,6 @@ def identity(options: Options) -> None:
 @command(app, *ASKED, "methods", "goals", n=4, max_new_tokens=64)
 def steps(options: Options) -> None:
     """The split's own cost a step at one session, and where a step's time goes."""
-    from coppice.bench.measuring import measuring
     from coppice.bench.questions import prompt_ids
     from coppice.bench.steps import run_steps
 
@@ -90,7 +88,6 @@ def steps(options: Options) -> None:
 @command(app, "target", "prompts", "category", "chat", "skip_long", "dtype", "goals", n=3, max_new_tokens=96)
 def rows(options: Options) -> None:
     """A forward by its rows, and plain decoding over bare forwards and over `generate`."""
-    from coppice.bench.measuring import measuring
     from coppice.bench.questions import prompt_ids
     from coppice.bench.rows import run_rows
 
@@ -104,7 +101,6 @@ def rows(options: Options) -> None:
 def acceptance(options: Options) -> None:
     """How often each head's best token is right, by depth: the orchestrator raises an alarm about a head far below."""
     from coppice.bench.acceptance import run_acceptance
-    from coppice.bench.measuring import measuring
     from coppice.bench.questions import read_all
 
     spec, temperatures = options.spec(), options.temperatures_asked(most=1)
@@ -136,7 +132,6 @@ def run(options: Options) -> None:
     In the table `tau` is the mean of tokens that a step commits, its own root included: Spec-Bench's mean accepted
     tokens and SPEED-Bench's acceptance length. `drafts` is the mean of accepted draft tokens alone, tau - 1.
     """
-    from coppice.bench.measuring import measuring
     from coppice.bench.questions import read_all
     from coppice.bench.run.measure import RunPlan, run_methods
     from coppice.bench.run.peers import methods_of
@@ -166,7 +161,6 @@ def adapt(options: Options) -> None:
     """
     from coppice.bench.adapt.adapt import draw, lanes_of, report_lanes
     from coppice.bench.adapt.lanes import run_lanes
-    from coppice.bench.measuring import reporting
 
     base, lanes, stream = lanes_of(options)
     with reporting(f"bench adapt --what {options.what}", base, options) as report:
@@ -179,7 +173,6 @@ def adapt(options: Options) -> None:
 @command(app, "shape", "kinds", "profile", "sessions", "pipeline", "device", "dtype", "cache", budget=60)
 def synthetic(options: Options) -> None:
     """Size a deployment without trained weights: times on random ones, gains from a profile of acceptance."""
-    from coppice.bench.measuring import reporting
     from coppice.bench.synthetic import measure
     from coppice.bench.synthetic.profiles import read_profile
     from coppice.bench.synthetic.shapes import make_weights, read_shape
@@ -213,7 +206,6 @@ def with_heads(options: Options, kinds: Sequence[str], default: Sequence[str] = 
 @command(paper, *ASKED, "goals", n=16, max_new_tokens=128, temperatures="0.5,0.7,1")
 def coupling(options: Options) -> None:
     """tau with coupled drafting and without, for the heads that can use the target's noise."""
-    from coppice.bench.measuring import measuring
     from coppice.bench.paper.decoded import COUPLED_KINDS, coupled, coupling_goals, decode
     from coppice.bench.questions import prompt_ids
 
@@ -227,7 +219,6 @@ def coupling(options: Options) -> None:
 @command(paper, *ASKED, n=8, max_new_tokens=128, temperatures="0,1")
 def chains(options: Options) -> None:
     """A tree, a chain, and a sampled chain that p/q rejection judges (nanoGPT, speculative sampling)."""
-    from coppice.bench.measuring import measuring
     from coppice.bench.paper.decoded import SAMPLING_KINDS, chained, decode, with_chains
     from coppice.bench.questions import prompt_ids
 
@@ -240,7 +231,6 @@ def chains(options: Options) -> None:
 @command(paper, "target", "heads", "dtype", "temperatures", "goals", n=60, budgets="8,31")
 def drafting(options: Options) -> None:
     """A draft of each head that reads features over its own forwards, with one thread; --n drafts are timed."""
-    from coppice.bench.measuring import reporting
     from coppice.bench.paper.drafting import run_drafting
     from coppice.config.sections import FEATURE_KINDS
 
@@ -253,7 +243,6 @@ def drafting(options: Options) -> None:
 @command(paper, "target", "heads", "prompts", "category", "chat", "skip_long", "budget", n=12, max_new_tokens=96)
 def rank(options: Options) -> None:
     """The rank head of a SpecBlock head along the target's answers, and what its trees gain (table 3)."""
-    from coppice.bench.measuring import reporting
     from coppice.bench.paper.rank import run_rank
     from coppice.bench.questions import prompt_ids
 
@@ -266,7 +255,6 @@ def rank(options: Options) -> None:
 @command(paper, "target", "tokens", "only", "budget", "goals", data=REQUIRED, cache=REQUIRED, n=8)
 def ablate(options: Options) -> None:
     """SpecBlock heads that lack one part each, trained alike, and what each part is worth (table 2)."""
-    from coppice.bench.measuring import reporting
     from coppice.bench.paper.trained import HeadCache, run_ablate, variants_of
 
     spec, variants = replace(options, dtype="float32").spec(), variants_of(options.only)
@@ -277,7 +265,6 @@ def ablate(options: Options) -> None:
 @command(paper, "target", "only", "data", "device", cache=REQUIRED, tokens=REQUIRED)
 def baselines(options: Options) -> None:
     """The heads that SpecBlock is compared with, trained on the same data and steps."""
-    from coppice.bench.measuring import reporting
     from coppice.bench.paper.trained import BASELINES, HeadCache, run_baselines
     from coppice.config.sections import FEATURE_KINDS
 

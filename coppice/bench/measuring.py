@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
 from coppice.bench.options import Options
-from coppice.bench.reference import Reference
 from coppice.bench.report import Check, Report
 from coppice.client.client import Client
 from coppice.stack.launch import Stack
 from coppice.stack.spec import StackSpec
+
+if TYPE_CHECKING:
+    from coppice.bench.reference import Reference
 
 
 @dataclass
@@ -58,7 +61,8 @@ def reporting(command: str, spec: StackSpec, options: Options) -> Iterator[Repor
     except (Exception, KeyboardInterrupt) as error:
         if report.rows or report.figures:  # what was measured before is not lost
             report.checks.append(Check("broken off", 1, "0", False, " ".join(str(error).split())[:300]))
-            _show(Console(), report, options.json_file)
+            with suppress(typer.Exit):
+                finish(Console(), report, options.json_file)
         raise
     finish(Console(), report, options.json_file)
 
@@ -85,18 +89,16 @@ def report_of(command: str, spec: StackSpec) -> Report:
 
 def reference_of(spec: StackSpec) -> Reference:
     """Plain transformers on the spec's target, as its verifier runs it."""
+    from coppice.bench.reference import Reference
+
     verifier = spec.settings().verifier
     return Reference(spec.target, verifier.dtype, verifier.device, verifier.threads)
 
 
 def finish(console: Console, report: Report, json_file: Path | None) -> None:
     """Print a report, and write it if a file is given; exits 1 when a check failed."""
-    _show(console, report, json_file)
-    if not report.ok:
-        raise typer.Exit(1)
-
-
-def _show(console: Console, report: Report, json_file: Path | None) -> None:
     report.print(console)
     if json_file:
         report.write(json_file)
+    if not report.ok:
+        raise typer.Exit(1)

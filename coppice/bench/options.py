@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", int, float)
 REQUIRED: Any = Parameter.empty
-ALWAYS = ("json_file",)
-"""options that every command takes"""
 
 
 def _split(texts: list[str] | None) -> list[str] | None:

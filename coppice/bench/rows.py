@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Sequence
 
 from coppice.bench.asking import GREEDY, Ids, asking, in_turn
+from coppice.bench.bare import Bare
 from coppice.bench.measuring import Bench
 from coppice.bench.progress import Progress
 from coppice.bench.report import Check
 from coppice.client.completion import Completion
-from coppice.engine.loading import load_engine
 from coppice.machine import this_machine
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -20,14 +20,12 @@ MANY, ROUNDS = 8, 5
 
 def run_rows(bench: Bench, prompts: Sequence[Ids]) -> None:
     """Add a forward's times by rows to the report, and goals: medians of rounds that alternate."""
-    verifier, report, reference = bench.stack.settings.verifier, bench.report, bench.reference  # sets torch's threads
-    new_tokens, kv_tokens = bench.options.max_new_tokens, MANY * (CONTEXT + max(ROWS)) * 2
-    engine = load_engine(bench.stack.spec.target, device=verifier.device, dtype=verifier.dtype, kv_tokens=kv_tokens)
-    engine.timings((1, 32), context=CONTEXT, repeats=3)  # warm-up
-    by_rows = engine.timings(ROWS, context=CONTEXT)
-    lines = [{"rows": count, "ms": ns / 1e6, "over 1 row": ns / by_rows[1]} for count, ns in by_rows.items()]
+    report, reference, new_tokens = bench.report, bench.reference, bench.options.max_new_tokens
+    bare = Bare(bench.stack.spec, bench.stack.settings, MANY, CONTEXT + max(ROWS))
+    by_rows = {count: bare.forward_ms(count, CONTEXT) for count in ROWS}
+    lines = [{"rows": count, "ms": ms, "over 1 row": ms / by_rows[1]} for count, ms in by_rows.items()]
     report.add_figures("rows", "one forward, one session", lines)
-    if verifier.dtype == "bfloat16" and (report.device.startswith("cuda") or "amx_bf16" in this_machine().features):
+    if report.dtype == "bfloat16" and (report.device.startswith("cuda") or "amx_bf16" in this_machine().features):
         report.goals.append(Check.at_most("32 rows over 1 row", by_rows[32] / by_rows[1], 1.5))
     ways = {
         "plain": asking(bench.client, new_tokens, policy="plain"),
@@ -47,7 +45,7 @@ def run_rows(bench: Bench, prompts: Sequence[Ids]) -> None:
             over_generate.append(speeds["plain"] / speeds["generate"])
             progress.say(f"{MANY} sessions and bare forwards")
             answers = in_turn({"plain": eight_at_once}, (eight, GREEDY), number, progress)["plain"]
-            over_bare.append(_tokens_per_s(answers) * engine.timings((1,), sessions=MANY, context=CONTEXT)[1] / 1e9)
+            over_bare.append(_tokens_per_s(answers) * bare.forward_ms(1, CONTEXT, MANY) / 1e3)
     report.goals += [
         Check.at_least("plain over generate, one session", statistics.median(over_generate), 0.95),
         Check.at_least("plain over bare forwards, eight sessions", statistics.median(over_bare), 0.75),

@@ -289,7 +289,7 @@ def answer(ids: tuple[int, ...]) -> Completion:
 
 def test_answers_that_differ_by_rounding_are_ties_and_others_are_wrong(tmp_path: Path) -> None:
     reference, stream = Reference(make_target(tmp_path), "float32", threads=1), shifted(5)
-    own = [reference.greedy(reference.encode(query.prompt), 8).ids for query in stream]
+    own = [reference.greedy(reference.text.encode(query.prompt), 8).ids for query in stream]
     lanes = [Lane(name, StackSpec.demo()) for name in ("never", "bandit")]
     lanes[0].answers = [answer(ids) for ids in own]
     other = (own[0][0] + 1) % 300

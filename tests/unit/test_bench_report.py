@@ -171,7 +171,7 @@ def test_what_rounding_makes_of_a_sampled_token_is_never_wrong() -> None:
 
 def test_the_reference_answers_as_generate_does_and_judges_others(tmp_path: Path) -> None:
     reference = Reference(make_target(tmp_path), "float32", threads=1)
-    prompt, greedy = reference.encode("def f(x):"), SamplingParams()
+    prompt, greedy = reference.text.encode("def f(x):"), SamplingParams()
     answer = reference.greedy(prompt, 24)
     assert len(answer.ids) == 24
     assert answer.ttft_s > 0

@@ -31,7 +31,6 @@ WHAT = ("shift", "devices", "passes")
 NEVER, BANDIT = "never", "bandit"
 TRAINED = ("head", "full")
 """what a change is called that put newly trained weights to use"""
-SAME, OTHER = "same device", "other device"
 LEAST_GAIN = 0.5
 """tau that the bandit is to gain over never in the last third of the shifted part"""
 MOST_UPDATES = 1
@@ -115,8 +114,8 @@ def device_lanes(head: HeadSpec, base: StackSpec) -> list[Lane]:
     serving = {"": [first]}
     return [
         Lane(NEVER, spec_for(NEVER, head, one), serving),
-        Lane(SAME, spec_for(BANDIT, head, one), serving),
-        Lane(OTHER, spec_for(BANDIT, head, one), serving | {"adapter": others[:1] or [first]}),
+        Lane("same device", spec_for(BANDIT, head, one), serving),
+        Lane("other device", spec_for(BANDIT, head, one), serving | {"adapter": others[:1] or [first]}),
     ]
 
 

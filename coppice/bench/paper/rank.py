@@ -70,11 +70,9 @@ def accepted_along(folder: Path, target: Path, texts: Sequence[Answer]) -> Accep
     return measure(Student(loaded.model, loaded.embedding.float()), HeadLoss(teacher), positions)
 
 
-def tree_gains(
-    folder: Path, target: Path, texts: Sequence[tuple[Answer, int]], budget: int, threads: int = 0
-) -> dict[str, Replay]:
+def tree_gains(folder: Path, target: Path, texts: Sequence[tuple[Answer, int]], budget: int) -> dict[str, Replay]:
     """Each kind of tree along the same texts at the same budget of nodes."""
-    settings = DrafterSettings(kind="specblock", path=str(folder), target=str(target), threads=threads)
+    settings = DrafterSettings(kind="specblock", path=str(folder), target=str(target))
     gains = {}
     for name, (widths, guided) in TREES.items():
         head = SpecBlockHead(settings, widths, guided)
