@@ -66,6 +66,7 @@ def identity(options: Options) -> None:
             run = Identity(asked, new_tokens, progress.add, progress.print)
             run.begin(bench.stack, bench.reference, count)
             for way in [*ways, kills]:
+                progress.say(str(way))
                 run.run(bench.stack, way)
             if adapts:
                 with running(replace(spec, adapt=True, extra={"adapter": QUICK}), bench.report) as adapting:
@@ -137,7 +138,7 @@ def run(options: Options) -> None:
     from coppice.bench.run.peers import methods_of
     from coppice.bench.run.plots import draw_all
 
-    spec = options.spec()
+    spec = options.spec(options.shipped_heads())
     sessions = numbers("sessions", options.sessions, int, 1, spec.settings().limits.sessions)
     methods, temperatures = methods_of(options.methods, spec.heads, sessions), options.temperatures_asked()
     budgets = options.budgets_asked() if options.budgets else (spec.settings().orchestrator.budget,)

@@ -117,15 +117,16 @@ class Options:
     goals: Annotated[bool, Option("--goals", help="Exit 1 also when one of the project's own goals is missed.")] = False
 
     def spec(self, default: Sequence[str] = ()) -> StackSpec:
-        """The stack that the options describe; `default`: heads beside the demo's target, else those methods name."""
+        """The stack that the options describe; `default`: heads beside the demo's target, none for the demo's own."""
+        heads = self.heads or (list(default) if self.target is None else None)
+        return spec_of(self.target, heads, self.dtype)
+
+    def shipped_heads(self) -> list[str]:
+        """The shipped heads that methods name."""
         from coppice.stack.spec import SHIPPED_HEADS
 
-        heads = self.heads
-        if self.target is None and not heads:
-            named = {head for method in self.methods or () for head in re.split("[:/]", method)}
-            named |= {"lm"} if "hf-assisted" in named else set()
-            heads = list(default) or [head for head in SHIPPED_HEADS if head in named]
-        return spec_of(self.target, heads, self.dtype)
+        named = {head for method in self.methods or () for head in re.split("[:/]", method)}
+        return [head for head in SHIPPED_HEADS if head in named or (head == "lm" and "hf-assisted" in named)]
 
     def temperatures_asked(self, most: float = float("inf")) -> tuple[float, ...]:
         """The temperatures. Raises InvalidField."""

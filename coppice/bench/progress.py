@@ -62,6 +62,6 @@ class Progress:
             line, took = f"{task.description}: {task.completed:.0f} {self._unit}", time.monotonic() - began
             if task.total:
                 line = f"{task.description}: {task.completed:.0f} of {task.total:.0f} {self._unit}"
-                if task.completed:
+                if 0 < task.completed < task.total:
                     line += f", {took * (task.total - task.completed) / task.completed:.0f} s left"
             self.print(line)

@@ -79,9 +79,6 @@ class Check:
     note: str = ""
     """for people only"""
 
-    def __str__(self) -> str:
-        return "[green]ok[/]" if self.ok else "[red]FAILED[/]"
-
     def to_json(self) -> dict[str, Any]:
         """The check as `--json` holds it."""
         return {key: getattr(self, key) for key in ("name", "value", "bound", "ok")}
@@ -182,7 +179,13 @@ class Report:
     def print(self, console: Console) -> None:
         """Print the tables, and the checks below them."""
         goals = [
-            {"goal": goal.name, "measured": f"{goal.value:g}", "bound": goal.bound, "": str(goal), "note": goal.note}
+            {
+                "goal": goal.name,
+                "measured": f"{goal.value:g}",
+                "wanted": goal.bound,
+                "reached": "yes" if goal.ok else "[yellow]no[/]",
+                "note": goal.note or None,
+            }
             for goal in self.goals
         ]
         for each in [*self.tables, *([table("goals", goals)] if goals else [])]:
@@ -191,16 +194,17 @@ class Report:
             console.print(note, soft_wrap=True, highlight=False)
         for check in self._decisive:
             note = f" ({check.note})" if check.note else ""
-            line = f"{check} {check.name}: {check.value:g}, bound {check.bound}{note}"
+            sign = "[green]ok[/]" if check.ok else "[red]FAILED[/]"
+            line = f"{sign} {check.name}: {check.value:g}, bound {check.bound}{note}"
             console.print(line, highlight=False, soft_wrap=True)
 
 
 def table(heading: str, rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str] | None = None) -> WholeTable:
-    """A table with a column for each key of the rows.
+    """A table with a column for each key that a row has a value for.
 
     A float has two digits unless `formats` gives its key another format; None is a dash.
     """
-    keys = list(dict.fromkeys(key for row in rows for key in row))
+    keys = list(dict.fromkeys(key for row in rows for key, value in row.items() if value is not None))
     made = WholeTable(heading)
     for key in keys:
         words = all(isinstance(row.get(key), str) for row in rows)

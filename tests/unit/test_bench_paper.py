@@ -1,4 +1,4 @@
-"""`coppice bench paper`: a command for each table, the heads each measures, and the table of drafting times."""
+"""`coppice bench paper`: a command for each table, what is refused, and the table of drafting times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from coppice.bench.cli import app, with_heads
 from coppice.bench.options import Options
 from coppice.errors import InvalidField
-from coppice.stack.spec import COUNTED_HEADS
+from coppice.stack.launch import Stack
+from coppice.stack.spec import COUNTED_HEADS, DEMO_HEADS
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import HIDDEN, VOCAB, save_random
 
@@ -53,8 +54,46 @@ def test_a_table_needs_heads_that_it_can_measure(tmp_path: Path) -> None:
 def test_the_shipped_heads_are_of_the_demos_target(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert [head.name for head in Options().spec(["lm"]).heads] == ["lm"]
-    assert [head.name for head in Options(methods=["route:lm/lookup"]).spec().heads] == ["lm", "lookup"]
-    assert Options(target=tmp_path, methods=["lm"]).spec(["lm"]).heads == COUNTED_HEADS
+    assert [head.name for head in Options().spec().heads] == list(DEMO_HEADS)
+    assert Options(methods=["route:eagle3-code/lookup", "hf-assisted"]).shipped_heads() == [
+        "eagle3-code",
+        "lm",
+        "lookup",
+    ]
+    assert Options(target=tmp_path).spec(["lm"]).heads == COUNTED_HEADS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("exact", "--methods", "plain,bad"), "methods: 'bad'"),
+        (("steps", "--methods", "lookup", "--methods", "bad,plain"), "methods: 'bad'"),
+        (("exact", "--budgets", "1,x"), "budgets: '1,x' is not a list of numbers"),
+        (("run", "--sessions", "1,0"), "sessions: 0 is outside 1.."),
+        (("acceptance", "--temperatures", "1.5"), "temperatures: 1.5 is outside 0..1"),
+        (("adapt", "--methods", "never,bad"), "methods: 'bad'"),
+        (("paper", "baselines", "--cache", "x", "--tokens", "9", "--only", "medusa,hydra"), "only: 'hydra'"),
+    ],
+)
+def test_what_nobody_can_run_is_refused_before_a_start(
+    arguments: tuple[str, ...], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stack, "start", lambda stack: pytest.fail("the stack was started"))
+    ended = CliRunner().invoke(app, arguments)
+    assert isinstance(ended.exception, InvalidField), ended.output
+    assert why in str(ended.exception)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("steps", "--json", "FILE/x.json"), ("run", "--plots", "FILE"), ("adapt", "--plot", "FILE/a/b.png")]
+)
+def test_a_path_that_cannot_be_written_is_refused_before_a_start(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stack, "start", lambda stack: pytest.fail("the stack was started"))
+    (tmp_path / "file").write_text("")
+    code, said = told(*(argument.replace("FILE", str(tmp_path / "file")) for argument in arguments))
+    assert (code, f"Invalid value for '{arguments[1]}'" in said) == (2, True), said
 
 
 def test_drafting_has_a_check_for_each_head_budget_and_temperature(tmp_path: Path) -> None:
