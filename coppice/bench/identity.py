@@ -13,6 +13,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
+from itertools import product, starmap
 
 import numpy as np
 
@@ -39,6 +40,7 @@ SAMPLINGS = (
     SamplingParams(temperature=0.7),
     SamplingParams(temperature=1.0, top_k=20, top_p=0.95),
 )
+BUDGETS, SESSIONS = (8, 60), (8, 1)
 _KILL_EVERY_S, _LEAST_HAPPENED, _MOST_ROUNDS = 3.0, 2, 20
 
 Ids = tuple[int, ...]
@@ -75,7 +77,15 @@ class Line:
     """ids up to the difference, that one included"""
 
 
-def questions(prompts: Sequence[Ids], count: int, seed: int) -> list[Question]:
+def ways_of(methods: Sequence[str]) -> tuple[list[Way], Way, Way]:
+    """Plain decoding and every method, budget and batch mix, and what is decoded beside weight syncs and kills."""
+    ways = [Way("plain", None, sessions) for sessions in SESSIONS]
+    ways += starmap(Way, product(methods, BUDGETS, SESSIONS))
+    syncs, kills = (Way(ways[-1].method, during=during) for during in MEANWHILE)
+    return ways, syncs, kills
+
+
+def questions(prompts: Sequence[Ids], count: int, seed: int = 1) -> list[Question]:
     """Parts of the prompts, each drawn in one of the SAMPLINGS with a seed of its own."""
     asked = []
     for number in range(count):
