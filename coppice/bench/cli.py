@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product, starmap
 from typing import Annotated
 
 import typer
@@ -90,31 +89,28 @@ def identity(
 ) -> None:
     """One SHA-256 of ids for every policy, head, budget and batch mix, beside kills and weight syncs: all plain's."""
     from coppice.bench.exact import methods_of
-    from coppice.bench.identity import MEANWHILE, QUICK, SPARE, VERIFIERS, Identity, Way, questions
+    from coppice.bench.identity import QUICK, SPARE, Identity, questions, two_of_each, ways_of
     from coppice.config.sections import ADAPTED_KINDS
-    from coppice.machine import usable_cores
 
-    threads = max(1, usable_cores() // VERIFIERS)
-    spec = replace(spec_of(target, heads, "float32"), verifiers=VERIFIERS, verifier_threads=threads, drafter_threads=1)
+    spec = two_of_each(spec_of(target, heads, "float32"))
     adapts, count = any(head.kind in ADAPTED_KINDS for head in spec.heads), -(-ids // max_new_tokens)
     with measuring("bench identity", spec, json_file) as (console, stack, report, client):
         drafting = methods_of(client.describe(), methods or ())[1:]
-        mixes = numbers("sessions", sessions, int)
-        ways = [Way("plain", None, at_once) for at_once in mixes]
-        ways += starmap(Way, product(drafting, numbers("budgets", budgets, int), mixes))
-        syncs, kills = (Way(ways[-1].method, during=during) for during in MEANWHILE)
+        ways, syncing = ways_of(drafting, numbers("budgets", budgets, int), numbers("sessions", sessions, int))
+        syncing = syncing if adapts else []
         reference = reference_of(stack.spec)
         asked = questions(prompt_ids(None, 60, client, reference, max_new_tokens), int(SPARE * count) + 1, seed)
-        with counting(console, "ids", (len(ways) + 2 + adapts) * count * max_new_tokens) as heard:
+        with counting(console, "ids", (1 + len(ways) + len(syncing)) * count * max_new_tokens) as heard:
             identity = Identity(
                 asked, max_new_tokens, heard, lambda line: console.print(line, highlight=False, soft_wrap=True)
             )
             identity.begin(stack, reference, count)
-            for way in [*ways, kills]:
+            for way in ways:
                 identity.run(stack, way)
-            if adapts:
+            if syncing:
                 with running(replace(spec, adapt=True, extra={"adapter": QUICK}), report) as adapting:
-                    identity.run(adapting, syncs)
+                    for way in syncing:
+                        identity.run(adapting, way)
         identity.report(report, ids)
 
 

@@ -72,11 +72,12 @@ def measuring(command: str, spec: StackSpec, json_file: Path | None) -> Iterator
 
 @contextmanager
 def running(spec: StackSpec, report: Report) -> Iterator[Stack]:
-    """A stack that runs meanwhile; the report gets a check that every process of it stopped cleanly."""
+    """A stack that runs meanwhile; the report gets checks that it suspects no head and that it stopped cleanly."""
     from coppice.stack.launch import Stack
 
     with Stack(spec) as stack:
         yield stack
+        report.checks.append(suspects_check(stack))
     report.checks.append(clean_check(stack))
 
 
@@ -86,6 +87,16 @@ def clean_check(stack: Stack) -> Check:
 
     unclean = stack.unclean
     return Check("processes not stopped cleanly", len(unclean), "0", not unclean, ", ".join(unclean))
+
+
+def suspects_check(stack: Stack) -> Check:
+    """Whether no orchestrator suspects a head: what is measured with one that was loaded wrongly says nothing."""
+    from coppice.bench.report import Check
+    from coppice.telemetry import metric
+
+    orchestrators = [ready for ready in stack.services.values() if ready.role == "orchestrator"]
+    suspects = sum(metric(ready.metrics, "coppice_head_suspect") for ready in orchestrators)
+    return Check("heads that draft far below what they expect", suspects, "0", not suspects)
 
 
 @contextmanager
