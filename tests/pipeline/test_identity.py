@@ -11,13 +11,13 @@ import pytest
 from coppice.bench.identity import MEANWHILE
 from tests.proof import ROOT, TINY
 
-IDS = 300
+IDS = 1000
 
 
 @pytest.mark.timeout(1200)
 def test_every_way_to_decode_has_one_hash(tmp_path: Path) -> None:
     """A head alone, beside kills, beside weight syncs of an adapter, and beside both."""
-    told = ["--ids", str(IDS), "--max-new-tokens", "24", "--methods", "block"]
+    told = ["--ids", str(IDS), "--max-new-tokens", "96", "--methods", "block"]
     file = tmp_path / "identity.json"
     command = [*TINY, "bench", "identity", *told, "--json", str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

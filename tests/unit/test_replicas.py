@@ -45,8 +45,9 @@ async def test_a_verifier_may_be_lost_in_the_very_turn_in_which_a_wait_for_it_en
                 replica.waiting.discard(timeout)
 
     waits = [asyncio.create_task(wait(seconds)) for seconds in (0.0, 60.0)]
-    while not any(timeout.expired() for timeout in replica.waiting):
+    for _ in range(2):  # the waits begin; the first one's time is over
         await asyncio.sleep(0)
+    assert sorted(timeout.expired() for timeout in replica.waiting) == [False, True]
     replica.lose()
     ended = await asyncio.gather(*waits, return_exceptions=True)
     assert [type(error) for error in ended] == [TimeoutError] * 2
