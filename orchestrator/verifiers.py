@@ -26,6 +26,7 @@ from coppice.errors import (
 )
 from coppice.messages.steps import OpenSession, SessionOpened, TargetDescription, Verdict, VerifyStep
 from coppice.rpc.channels import Dialer
+from coppice.rpc.sessions import end_waits
 from coppice.v1 import verifier_pb2
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from coppice.wire import verifier
@@ -56,9 +57,7 @@ class VerifierReplica(Replica):
 
     def lose(self) -> None:
         """End every wait for it."""
-        now = asyncio.get_running_loop().time()
-        for wait in self.waiting:
-            wait.reschedule(now)
+        end_waits(self.waiting)
 
 
 class TargetPool(Pool[VerifierReplica]):

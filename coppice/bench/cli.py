@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -48,29 +47,28 @@ def exact(options: Options) -> None:
 @command(app, "target", "heads", "methods", "ids", max_new_tokens=192)
 def identity(options: Options) -> None:
     """One SHA-256 of ids for every policy, head, budget and batch mix, beside kills and weight syncs: all plain's."""
-    from coppice.bench.identity import QUICK, SPARE, VERIFIERS, Identity, questions, ways_of
+    from coppice.bench.identity import QUICK, SPARE, Identity, questions, two_of_each, ways_of
     from coppice.bench.progress import Progress
     from coppice.bench.questions import prompt_ids
     from coppice.config.sections import ADAPTED_KINDS
-    from coppice.machine import usable_cores
 
-    threads = max(1, usable_cores() // VERIFIERS)
-    served = replace(options, dtype="float32").spec()
-    spec = replace(served, verifiers=VERIFIERS, verifier_threads=threads, drafter_threads=1)
-    ways, syncs, kills = ways_of(read_methods(options.methods, spec.heads)[1:])
-    adapts = any(head.kind in ADAPTED_KINDS for head in spec.heads)
+    spec = two_of_each(replace(options, dtype="float32").spec())
+    ways, syncing = ways_of(read_methods(options.methods, spec.heads)[1:])
+    syncing = syncing if any(head.kind in ADAPTED_KINDS for head in spec.heads) else []
     count, new_tokens = -(-options.ids // options.max_new_tokens), options.max_new_tokens
     asked = questions(prompt_ids(replace(options, n=60), spec), int(SPARE * count) + 1)
     with measuring("bench identity", spec, options) as bench:
-        with Progress("ids", (len(ways) + 2 + adapts) * count * new_tokens) as progress:
+        with Progress("ids", (1 + len(ways) + len(syncing)) * count * new_tokens) as progress:
             run = Identity(asked, new_tokens, progress.add, progress.print)
             run.begin(bench.stack, bench.reference, count)
-            for way in [*ways, kills]:
+            for way in ways:
                 progress.say(str(way))
                 run.run(bench.stack, way)
-            if adapts:
+            if syncing:
                 with running(replace(spec, adapt=True, extra={"adapter": QUICK}), bench.report) as adapting:
-                    run.run(adapting, syncs)
+                    for way in syncing:
+                        progress.say(str(way))
+                        run.run(adapting, way)
         run.report(bench.report, options.ids)
 
 

@@ -17,6 +17,7 @@ from coppice.bench.report import Check, Report
 from coppice.client.client import Client
 from coppice.stack.launch import Stack
 from coppice.stack.spec import StackSpec
+from coppice.telemetry import metric
 
 if TYPE_CHECKING:
     from coppice.bench.reference import Reference
@@ -69,9 +70,10 @@ def reporting(command: str, spec: StackSpec, options: Options) -> Iterator[Repor
 
 @contextmanager
 def running(spec: StackSpec, report: Report) -> Iterator[Stack]:
-    """A stack that runs meanwhile; the report gets a check that every process of it stopped cleanly."""
+    """A stack that runs meanwhile; the report gets checks that it suspects no head and that it stopped cleanly."""
     with Stack(spec) as stack:
         yield stack
+        report.checks.append(suspects_check(stack))
     report.checks.append(clean_check(stack))
 
 
@@ -79,6 +81,13 @@ def clean_check(stack: Stack) -> Check:
     """Whether every process of a stack that has ended stopped by itself."""
     unclean = stack.unclean
     return Check("processes not stopped cleanly", len(unclean), "0", not unclean, ", ".join(unclean))
+
+
+def suspects_check(stack: Stack) -> Check:
+    """Whether no orchestrator suspects a head: what is measured with one that was loaded wrongly says nothing."""
+    orchestrators = [ready for ready in stack.services.values() if ready.role == "orchestrator"]
+    suspects = sum(metric(ready.metrics, "coppice_head_suspect") for ready in orchestrators)
+    return Check("heads that draft far below what they expect", suspects, "0", not suspects)
 
 
 def report_of(command: str, spec: StackSpec) -> Report:
