@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # The image of every component: `docker build --target cpu .`, `docker build --target cuda .`
 # torch comes from the index that pip is pointed at: PyPI's Linux builds hold CUDA; for `cpu` give --build-arg
-# TORCH_INDEX=URL of an index with CPU builds. EXTRAS=serve,ray adds Ray, for values with rayService.
+# TORCH_INDEX=URL of an index with CPU builds. EXTRAS=serve,ray adds Ray, for values with rayService; otel adds traces.
 # /app is a checkout: the code is there once, and installed as editable.
 ARG PYTHON=3.12
 

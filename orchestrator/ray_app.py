@@ -207,7 +207,7 @@ def _at_node(server: Mapping[str, Any]) -> dict[str, Any]:
 def sessions(role: str, metrics: str) -> float:
     """Sessions of a service by its metrics at HOST:PORT; an orchestrator's are running requests. Raises OSError."""
     if role == "orchestrator":
-        return metric(metrics, "coppice_requests_running")
+        return metric(metrics, "vllm:num_requests_running")
     opened, closed = (metric(metrics, f"coppice_{role}_sessions_{what}_total") for what in ("opened", "closed"))
     return opened - closed
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
 from collections.abc import AsyncIterator, Callable
 
 import grpc
@@ -20,6 +18,7 @@ from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import generation_pb2
 from coppice.wire import generation
 
+from .account import Account
 from .auto.chooser import Chooser
 from .auto.text_estimates import TextEstimates
 from .auto_policy import AutoPolicy
@@ -89,16 +88,14 @@ class GenerationServicer:
         self, message: generation_pb2.GenerateRequest, send: Callable[[generation_pb2.GenerateResponse], None]
     ) -> None:
         """Admit a request, decode it and count how it ended."""
-        arrived = time.perf_counter_ns()
-        outcome = "failed"
+        account, outcome = Account(self.metrics), "failed"
         try:
             request = generation.read_request(message, self.target.vocab_size, self.settings.limits)
             async with self.seats.admit():
-                admitted = time.perf_counter_ns()
+                account.admitted()
                 ids = await self._prompt_ids(request)
-                finished = await self._decode(request, ids, self._plan(request, len(ids)), send)
-            finished.timings.queue_ns = admitted - arrived
-            self.metrics.first_token_seconds.observe((admitted - arrived + finished.timings.prefill_ns) / 1e9)
+                finished = await self._decode(request, ids, self._plan(request, len(ids)), send, account)
+            finished.timings.queue_ns = account.queue_ns
             send(generation.response_to_wire(finished))
             outcome = finished.finish_reason
         except asyncio.CancelledError:
@@ -108,7 +105,7 @@ class GenerationServicer:
             outcome = error.status.name.lower()
             raise
         finally:
-            self.metrics.requests.labels(outcome).inc()
+            account.ended(outcome)
 
     async def _decode(
         self,
@@ -116,9 +113,10 @@ class GenerationServicer:
         ids: list[int],
         plan: Plan,
         send: Callable[[generation_pb2.GenerateResponse], None],
+        account: Account,
     ) -> Finished:
         """Run the step loop. The client is told that its answer starts when a verifier has admitted it."""
-        session = secrets.token_hex(12)
+        session = account.id
         pools = [self.heads[name] for name in plan.policy.heads]
         layers = await feature_layers(pools if plan.budget else [], "policy")
         heads = [self._head_session(pool, session, request, plan) for pool in pools]
@@ -145,8 +143,8 @@ class GenerationServicer:
         verifier = TargetSession(self.verifiers, opening)
         policy = self._policy(request, ids[:prompt_tokens], plan, heads)
         drafting = Drafting(heads, policy, plan.draft_deadline_s)
-        decoding = Decoding(request, plan, Committed(ids), verifier, drafting, policy, output, self.metrics)
-        self.metrics.running.inc()
+        decoding = Decoding(request, plan, Committed(ids), verifier, drafting, policy, output, account)
+        account.result, account.policy = output.result, plan.policy.name
         load, finished = self.seats.used, False
         try:
             result = await decoding.run(lambda: send(generation.response_to_wire(started)))
@@ -154,7 +152,6 @@ class GenerationServicer:
             return result
         finally:
             chunks.flush()
-            self.metrics.running.dec()
             verifier.close()
             policy.close()
             if self.signals is not None and asks and finished:

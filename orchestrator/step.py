@@ -64,6 +64,8 @@ class Step:
     offered: tuple[int, ...] = ()
     """what the target said behind the root: the accepted drafts, and the next root unless the text has ended"""
     draft_ns: int = 0
+    transport_ns: int = 0
+    """of the verifier's question and answer, beside the verifier's own time"""
     took_ns: int = 0
 
     @property
