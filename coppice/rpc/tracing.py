@@ -43,7 +43,7 @@ def start(settings: TelemetrySettings, service: str) -> None:
         from opentelemetry.trace import set_tracer_provider
     except ImportError:
         raise InvalidField(
-            "telemetry.otlp_endpoint", "needs the extra `otel` (pip install 'coppice-serve[otel]')"
+            "telemetry.otlp_endpoint", "needs the extra: pip install 'coppice-serve[otel]'"
         ) from None
     _step_interval = settings.step_interval
     resource = Resource.create({"service.name": f"coppice-{service}", "service.version": coppice.__version__})
