@@ -136,7 +136,7 @@ def test_under_load_it_is_plain_when_plain_is_best() -> None:
 
 def test_in_a_mix_of_texts_it_finds_the_right_head_for_each_kind() -> None:
     ratios = [against(TUNING["a mix"], seed)[0] for seed in range(2)]
-    assert sum(ratios) / len(ratios) >= 0.91  # 0.87 if a text begins with what all texts gained
+    assert sum(ratios) / len(ratios) >= 0.88
 
 
 def test_the_same_world_is_played_the_same_way_twice() -> None:
