@@ -29,7 +29,7 @@ ray: setup ## the Ray Serve application on a real local Ray, which takes minutes
 	$(BIN)/python -m pytest tests/ray
 
 proof: setup ## the same checks at full counts, resumable; writes docs/proof.md and .json
-	$(BIN)/python tests/proof.py
+	$(BIN)/python -m tests.proof
 
 bench: setup ## exactness, step costs and rows of a forward on the shipped models
 	$(BIN)/coppice bench exact --n 2

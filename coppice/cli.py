@@ -299,6 +299,15 @@ def doctor(
     raise typer.Exit(GOOD if run(Console(), address) else CHECK_FAILED)
 
 
+@app.command(
+    "faults",
+    hidden=True,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def _faults() -> None:
+    _fail("the fault campaign is a test: run python -m tests.faults in a checkout", USAGE)
+
+
 def _mount(name: str, module: str, help: str) -> None:
     """A command whose own Typer app is imported when it is called: its imports may need an extra."""
 
@@ -313,6 +322,5 @@ def _mount(name: str, module: str, help: str) -> None:
 
 _mount("train", "coppice.training.cli", "Train a target or a head.")
 _mount("bench", "coppice.bench.cli", "Measure speed and exactness.")
-_mount("faults", "coppice.faults.command", "Break processes under load and compare every answer.")
 _mount("adapter", "coppice.adaptation.cli", "Look at the adapter, and steer it.")
 _mount("convert", "coppice.commands.convert", "Convert a head between public layouts.")

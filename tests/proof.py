@@ -1,6 +1,6 @@
 """`make proof`: the campaigns at full counts, one after the other. What this commit has passed is not run again.
 
-It takes hours. `python tests/proof.py NAME...` runs the campaigns whose names begin so. Of the others the latest result
+It takes hours. `python -m tests.proof NAME...` runs the campaigns whose names begin so. Of the others the latest result
 stays, with the commit that it was measured at. The state is docs/proof.json, the table docs/proof.md, and each
 campaign's output is in .proof.
 """
@@ -17,8 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from coppice.faults.command import every
 from coppice.machine import this_machine
+from tests.faults.campaign.run import every
 
 ROOT = Path(__file__).resolve().parents[1]
 STATE, RESULT, LOGS = Path("docs/proof.json"), Path("docs/proof.md"), Path(".proof")
@@ -28,8 +28,8 @@ MUTANTS = ("mutant", "check", "tokens", "found", "ok")
 UNIT = ("tree", "sampling", "acceptance", "routing")
 PYTEST = (sys.executable, "-m", "pytest", "--timeout", "7200", "--keep-duplicates")
 BENCH = (sys.executable, "-c", "from coppice.cli import main; main()", "bench")
-TINY = (sys.executable, "-m", "tests.faults.campaign")
-STRIKE = (*TINY, "faults", "--repeat", "20")
+TINY = (sys.executable, "-m", "tests.tiny_stack")
+FAULTS_OF = (sys.executable, "-m", "tests.faults", "--repeat", "20", "--kinds")
 
 # Each command proves something when it ends with 0. The environment has COPPICE_PROOF=1, which asks for full counts.
 CAMPAIGNS: dict[str, tuple[str, ...]] = {
@@ -47,7 +47,7 @@ CAMPAIGNS: dict[str, tuple[str, ...]] = {
     "adaptation": (*PYTEST, *3 * ("tests/pipeline/test_adaptation.py",)),
     "ray": (*PYTEST, *3 * ("tests/ray/test_ray_app.py",)),
     **{
-        f"faults {group}": (*STRIKE, "--kinds", group, "--json", str(LOGS / f"faults {group}.json"))
+        f"faults {group}": (*FAULTS_OF, group, "--json", str(LOGS / f"faults {group}.json"))
         for group in dict.fromkeys(one.group for one in every())
     },
     "fuzzing": (*PYTEST, "tests/faults/test_fuzz.py", "tests/faults/test_streams.py"),

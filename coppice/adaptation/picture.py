@@ -32,31 +32,24 @@ def show(status: HeadStatus, console: Console) -> None:
         f"{status.events} events, {status.reverts} reverts",
         highlight=False,
     )
-    actions = _table("action", "tokens/s per s", "updates", "samples")
+    actions = Table("action", "tokens/s per s", "updates", "samples", box=box.SIMPLE_HEAD)
     for one in status.actions:
         value = "not measured" if one.value is None else f"{one.value:+.3f} ± {one.error:.3f}"
         actions.add_row(one.action, value, str(one.updates), f"{one.samples} of {one.capacity}")
-    replicas = _table("replica", "version", "weights")
+    replicas = Table("replica", "version", "weights", box=box.SIMPLE_HEAD)
     for replica in status.replicas:
         weights = "as wanted" if replica.current else "others" if replica.reachable else "does not answer"
         replicas.add_row(replica.address, str(replica.version), weights)
-    versions = _table("version", "queries", "tau")
+    versions = Table("version", "queries", "tau", box=box.SIMPLE_HEAD)
     for version in status.versions[-_LATEST:]:
         versions.add_row(str(version.version), str(version.queries), f"{version.tau:.2f}")
-    changes = _table("after query", "change", "version", "train s", "sync s", "why")
+    changes = Table("after query", "change", "version", "train s", "sync s", "why", box=box.SIMPLE_HEAD)
     for change in status.changes[-_LATEST:]:
         times = (f"{change.train_s:.1f}", f"{change.sync_s:.2f}")
         changes.add_row(str(change.query), change.what, str(change.version), *times, change.why)
     for table in (actions, replicas, versions, changes):
         if table.row_count:
             console.print(table)
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in headings:
-        table.add_column(heading)
-    return table
 
 
 def moving_mean(values: Sequence[float], width: int = SMOOTHING) -> list[float]:

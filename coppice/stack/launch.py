@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from coppice.config.sections import FEATURE_KINDS
+from coppice.config.sections import FEATURE_KINDS, DrafterSettings, VerifierSettings
 from coppice.stack.process import ProcessFailed, Ready, ServiceProcess
 from coppice.stack.redis_server import LocalRedis
 from coppice.stack.spec import HeadSpec, StackSpec, as_flags, checkout
@@ -228,27 +228,12 @@ class Stack:
         }
 
     def _verifier_flags(self) -> dict[str, Any]:
-        verifier = self.settings.verifier
-        return {
-            **_LOOPBACK,
-            "verifier.target": self.spec.target,
-            "verifier.device": verifier.device,
-            "verifier.dtype": verifier.dtype,
-            "verifier.threads": verifier.threads,
-        }
+        return {**_LOOPBACK, "verifier.target": self.spec.target, **_placed("verifier", self.settings.verifier)}
 
     def _drafter_flags(self, head: HeadSpec) -> dict[str, Any]:
-        drafter = self.settings.drafter
-        flags = {
-            **_LOOPBACK,
-            "drafter.name": head.name,
-            "drafter.kind": head.kind,
-            "drafter.target": self.spec.target,
-            "drafter.device": drafter.device,
-            "drafter.dtype": drafter.dtype,
-            "drafter.threads": drafter.threads,
-        }
-        return {**flags, **({"drafter.path": head.path} if head.path else {}), **dict(head.flags)}
+        flags = {"drafter.name": head.name, "drafter.kind": head.kind, "drafter.target": self.spec.target}
+        path = {"drafter.path": head.path} if head.path else {}
+        return {**_LOOPBACK, **flags, **_placed("drafter", self.settings.drafter), **path, **dict(head.flags)}
 
     def _orchestrator_flags(self) -> dict[str, Any]:
         flags = {
@@ -258,6 +243,11 @@ class Stack:
         }
         policy = self.settings.orchestrator.policy
         return {**flags, "orchestrator.policy": policy} if policy else flags
+
+
+def _placed(role: str, settings: VerifierSettings | DrafterSettings) -> dict[str, Any]:
+    """Where a role's model runs, as its flags."""
+    return {f"{role}.{name}": getattr(settings, name) for name in ("device", "dtype", "threads")}
 
 
 def _names(stem: str, count: int) -> list[str]:

@@ -61,6 +61,16 @@ def spawn(module: str, arguments: Sequence[str], log: Path, environment: Mapping
         )
 
 
+def end(process: subprocess.Popen[bytes], grace_s: float) -> int:
+    """SIGTERM, after `grace_s` SIGKILL; the exit code."""
+    process.terminate()
+    try:
+        return process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
 class ServiceProcess:
     """A module run as `python -m MODULE ARGUMENTS --server.ready_file FILE`; its output goes to FOLDER/NAME.log."""
 
@@ -123,12 +133,7 @@ class ServiceProcess:
         """SIGTERM, after `grace_s` SIGKILL; whether it ended well. One that was never ready need not."""
         if self._process is None:
             return True
-        self._process.terminate()
-        try:
-            code = self._process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
+        code = end(self._process, grace_s)
         if self._process.stdin:
             self._process.stdin.close()
         return code == 0 or (self.ready is None and code == -signal.SIGTERM)

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from coppice.errors import Unavailable
+from coppice.stack.process import end
 
 _TRIES = 5
 _POLL_S = 0.02
@@ -66,12 +67,7 @@ class LocalRedis:
         """SIGTERM, after `grace_s` SIGKILL. Does nothing twice."""
         process, self._process = self._process, None
         if process is not None:
-            process.terminate()
-            try:
-                process.wait(grace_s)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end(process, grace_s)
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None

@@ -1,12 +1,12 @@
 """`coppice train target|head|export`. Heavy imports wait until a command runs."""
 
-import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from coppice.config.sections import FEATURE_KINDS
+from coppice.machine import usable_cores
 from coppice.training.run_folder import work_folder, write_run
 
 app = typer.Typer(help="Train a target of your own, or a draft head for a target.", no_args_is_help=True)
@@ -51,19 +51,12 @@ def train_target(
     from coppice.training import target
     from coppice.training.export import export
     from coppice.training.schedule import Schedule
+    from coppice.training.trainer import RunOptions
 
     work = own_folder(out, resume)
     write_run(work, "target", data, {"out": out.name, "tokens": str(tokens)})
-    done = target.train_target(
-        data,
-        work,
-        Schedule(tokens=tokens),
-        resume=resume,
-        device=device,
-        num_workers=workers or _cores(device),
-        seed=seed,
-    )
-    if done:
+    options = RunOptions(resume, device, _threads(workers, device), seed)
+    if target.train_target(data, work, Schedule(tokens=tokens), options=options):
         export(work, out)
 
 
@@ -99,6 +92,7 @@ def train_head(
     from coppice.training.data.target_answers import ANSWERS_SHARE, AnswerPlan, record_answers
     from coppice.training.dtype import fast_dtype
     from coppice.training.export import export
+    from coppice.training.trainer import RunOptions
 
     work = own_folder(out, resume)
     flags = {"kind": kind, "target": target.name, "out": out.name, "tokens": str(tokens)}
@@ -107,10 +101,9 @@ def train_head(
     plan = AnswerPlan(int(tokens * ANSWERS_SHARE), seed=seed)
     recorded = record_answers(data, target, answers or work / "lessons", plan, device=device, dtype=dtype)
     recorded.describe(work / "data")
-    shared: dict[str, Any] = {"resume": resume, "device": device, "seed": seed}
-    shared["num_workers"] = workers or _cores(device)
+    options = RunOptions(resume, device, _threads(workers, device), seed)
     if kind == "lm":
-        if lm_head.train_lm(recorded, target, work, lm_head.lm_schedule(tokens), **shared):
+        if lm_head.train_lm(recorded, target, work, lm_head.lm_schedule(tokens), options=options):
             export(work, out)
         return
     done = feature_heads.train_feature_head(
@@ -120,7 +113,7 @@ def train_head(
         work,
         feature_heads.head_schedule(tokens),
         rates=feature_heads.ADAMW_RATES if adamw else feature_heads.RATES,
-        **shared,
+        options=options,
     )
     if done:
         feature_heads.export_feature_head(work, out, recorded, target, device)
@@ -139,8 +132,8 @@ def export_run(out: Out) -> None:
     export(work_folder(out), out)
 
 
-def _cores(device: str) -> int:
-    return len(os.sched_getaffinity(0)) if device == "cpu" and hasattr(os, "sched_getaffinity") else 1
+def _threads(workers: int | None, device: str) -> int:
+    return workers or (usable_cores() if device == "cpu" else 1)
 
 
 if __name__ == "__main__":

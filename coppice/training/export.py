@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coppice.training.card import write_card
 from coppice.training.checkpoint import load_weights
-from coppice.training.data.packing import held_out_rows, open_prepared
+from coppice.training.data.packing import held_out_batches, open_prepared
 from coppice.training.data.tokenizer import copy_tokenizer
 from coppice.training.run_folder import checkpoints, read_run, replacing
 from coppice.training.target import language_model_loss
@@ -45,11 +45,8 @@ def best_model(work: Path) -> Any:
 
 def measure(model: PreTrainedModel, work: Path) -> dict[str, float]:
     """Measure the held-out cross-entropy of each domain in nats a token."""
-    losses: dict[str, Any] = {}
     workers = Workers(model, language_model_loss, num_workers=1, micro_tokens=1024)
-    for domain in open_prepared(work / "data"):
-        rows = held_out_rows(domain, HELD_OUT_ROWS, 256)
-        if rows is not None:
-            losses[domain.name] = workers.mean_loss(torch.from_numpy(rows))
+    batches = held_out_batches(open_prepared(work / "data"), HELD_OUT_ROWS, 256)
+    losses = {name: workers.mean_loss(batch) for name, batch in batches.items()}
     workers.close()
     return losses

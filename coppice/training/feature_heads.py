@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,15 @@ from coppice.heads.models.expectation import expectation
 from coppice.heads.models.layers import HeadConfig
 from coppice.training.card import write_head_card
 from coppice.training.checkpoint import load_weights
-from coppice.training.data.packing import held_out_rows
+from coppice.training.data.packing import held_out_batches
 from coppice.training.data.target_answers import TargetAnswers
 from coppice.training.data.teacher import Teacher
 from coppice.training.losses.acceptance import Acceptance, measure
 from coppice.training.losses.feature_losses import DECAY, HeadLoss, Student
-from coppice.training.progress import Progress
 from coppice.training.report import write_report
 from coppice.training.run_folder import read_run, replacing
 from coppice.training.schedule import Schedule
-from coppice.training.trainer import Rates, Trainer
+from coppice.training.trainer import DEFAULTS, Rates, RunOptions, Trainer
 
 RATES = Rates(muon=0.02, adam=2e-3, clip=0.5, eval_tokens=100_000, eval_rows=8, micro_tokens=256)
 ADAMW_RATES = replace(RATES, muon=0.0, adam=1e-3)
@@ -130,10 +130,7 @@ def train_feature_head(
     draft_vocab: int = DRAFT_VOCAB,
     learning: Mapping[str, Any] = {},
     switches: Mapping[str, bool] = {},
-    resume: bool = False,
-    device: str = "cpu",
-    num_workers: int = 1,
-    seed: int = 0,
+    options: RunOptions = DEFAULTS,
 ) -> bool:
     """Train into `work`; False when a signal stopped the run before its end.
 
@@ -141,33 +138,31 @@ def train_feature_head(
     """
     parts, output = read_target(target), read_output(target)
     draft_ids = draft_vocabulary(answers, parts.vocab_size, draft_vocab)
-    if resume and (work / HEAD).exists():  # more answers may be there now, but the head's vocabulary stays
+    if options.resume and (work / HEAD).exists():  # more answers may be there now, but the head's vocabulary stays
         draft_ids = torch.tensor(json.loads((work / HEAD).read_text(encoding="utf-8"))["draft_ids"])
     config = head_config(kind, AutoConfig.from_pretrained(target), parts, len(draft_ids), **switches)
-    student = build_student(config, parts.embedding, output, draft_ids, seed).to(device)
-    teacher = Teacher(answers.read, output.to(device), draft_ids)
+    student = build_student(config, parts.embedding, output, draft_ids, options.seed).to(options.device)
+    teacher = Teacher(answers.read, output.to(options.device), draft_ids)
     record = {"kind": kind, "config": config.model_dump(by_alias=True), "draft_ids": draft_ids.tolist()}
     work.mkdir(parents=True, exist_ok=True)
     (work / HEAD).write_text(json.dumps(record) + "\n", encoding="utf-8")
     loss = HeadLoss(teacher, **{**LOSSES[kind], **learning})
     # The mask admits more and harder rows as a head learns, so a masked loss rises when the head gets better.
     everywhere = replace(loss.whole(config.slots, STEPS), valid_prefix=False, rank_on=lambda: False)
-    texts = held_out_texts(answers, device)
+    texts = list(chain.from_iterable(held_out(answers, options.device).values()))
 
     def figures() -> dict[str, float]:
         return {LENGTH: measure(student, loss, texts).length}
 
     domains = answers.domains()
-    trainer = Trainer(student, loss, domains, schedule, work, rates, seed, num_workers, everywhere, figures, LENGTH)
+    trainer = Trainer(student, loss, domains, schedule, work, rates, options, everywhere, figures, LENGTH)
 
     def after(share: float) -> bool:
         return trainer.counters.tokens >= share * schedule.tokens
 
     loss.rank_on = lambda: after(RANK_AFTER)
     loss.mask_on = lambda: after(MASK_AFTER)
-    if resume:
-        trainer.resume()
-    return trainer.train(Progress(kind, schedule.tokens))
+    return trainer.train(kind)
 
 
 def export_feature_head(work: Path, out: Path, answers: TargetAnswers, target: Path, device: str = "cpu") -> None:
@@ -202,15 +197,5 @@ def draft_vocabulary(answers: TargetAnswers, vocab: int, size: int) -> Tensor:
 
 def held_out(answers: TargetAnswers, device: str) -> dict[str, list[Tensor]]:
     """Return positions of held-out texts, (N + 1,) each, by the name of their domain."""
-    domains = answers.domains()
-    rows = {domain.name: held_out_rows(domain, MEASURED_ROWS, min(128, answers.plan.length)) for domain in domains}
-    return {
-        name: [torch.from_numpy(row[:-1]).to(device) for row in batch]
-        for name, batch in rows.items()
-        if batch is not None
-    }
-
-
-def held_out_texts(answers: TargetAnswers, device: str) -> list[Tensor]:
-    """Return positions of held-out texts of every domain, (N + 1,) each."""
-    return [text for texts in held_out(answers, device).values() for text in texts]
+    batches = held_out_batches(answers.domains(), MEASURED_ROWS, min(128, answers.plan.length))
+    return {name: list(batch[:, :-1].to(device)) for name, batch in batches.items()}

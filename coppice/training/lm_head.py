@@ -10,10 +10,9 @@ from transformers import AutoConfig, LlamaForCausalLM
 from coppice.heads.checkpoints import read_output, read_target
 from coppice.training.data.target_answers import TargetAnswers
 from coppice.training.losses.chunked import soft_target_loss
-from coppice.training.progress import Progress
 from coppice.training.schedule import Schedule
 from coppice.training.target import Shape, build_model
-from coppice.training.trainer import Rates, Trainer
+from coppice.training.trainer import DEFAULTS, Rates, RunOptions, Trainer
 from coppice.training.workers import LossFunction
 
 LM_SHAPE = Shape(hidden=128, layers=2, intermediate=384, heads=2, kv_heads=2, head_dim=64)
@@ -60,18 +59,13 @@ def train_lm(
     *,
     shape: Shape = LM_SHAPE,
     rates: Rates = LM_RATES,
-    resume: bool = False,
-    device: str = "cpu",
-    num_workers: int = 1,
-    seed: int = 0,
+    options: RunOptions = DEFAULTS,
 ) -> bool:
     """Train into `work`; False when a signal stopped the run before its end."""
     config = AutoConfig.from_pretrained(target)
-    student: Any = build_student(config, read_target(target).embedding, shape, seed)
-    student.to(device)
+    student: Any = build_student(config, read_target(target).embedding, shape, options.seed)
+    student.to(options.device)
     student.config.save_pretrained(work)
-    loss = distillation_loss(answers, read_output(target).float().to(device))
-    trainer = Trainer(student, loss, answers.domains(), schedule, work, rates, seed, num_workers)
-    if resume:
-        trainer.resume()
-    return trainer.train(Progress("lm", schedule.tokens))
+    loss = distillation_loss(answers, read_output(target).float().to(options.device))
+    trainer = Trainer(student, loss, answers.domains(), schedule, work, rates, options)
+    return trainer.train("lm")

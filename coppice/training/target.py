@@ -14,9 +14,8 @@ from coppice.training.data.corpora import Corpus, load_corpus, parse_specs
 from coppice.training.data.packing import Packed, open_prepared, prepare
 from coppice.training.data.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from coppice.training.losses.chunked import next_token_loss
-from coppice.training.progress import Progress
 from coppice.training.schedule import Schedule
-from coppice.training.trainer import Rates, Trainer
+from coppice.training.trainer import DEFAULTS, Rates, RunOptions, Trainer
 
 TOKENIZER_CHARACTERS = 6_000_000
 """Text a domain gives to the tokenizer's training; more does not change an 8k vocabulary."""
@@ -99,18 +98,13 @@ def train_target(
     *,
     shape: Shape | None = None,
     rates: Rates | None = None,
-    resume: bool = False,
-    device: str = "cpu",
-    num_workers: int = 1,
-    seed: int = 0,
+    options: RunOptions = DEFAULTS,
 ) -> bool:
     """Train into `work`; False when a signal stopped the run before its end."""
     shape = shape or Shape()
     domains = prepare_data(lines, work / "data", shape)
-    model: Any = build_model(shape, seed)
-    model.to(device)
+    model: Any = build_model(shape, options.seed)
+    model.to(options.device)
     model.config.save_pretrained(work)
-    trainer = Trainer(model, language_model_loss, domains, schedule, work, rates, seed, num_workers)
-    if resume:
-        trainer.resume()
-    return trainer.train(Progress("target", schedule.tokens))
+    trainer = Trainer(model, language_model_loss, domains, schedule, work, rates, options)
+    return trainer.train("target")

@@ -12,7 +12,7 @@ from types import FrameType
 import torch
 
 from coppice.training.checkpoint import Named, load_checkpoint, save_checkpoint, save_weights
-from coppice.training.data.packing import Packed, Reader, check_held_out, held_out_rows
+from coppice.training.data.packing import Packed, Reader, check_held_out, held_out_batches
 from coppice.training.progress import Progress
 from coppice.training.run_folder import checkpoints
 from coppice.training.schedule import Schedule
@@ -56,6 +56,20 @@ class Rates:
     micro_tokens: int = 512
 
 
+@dataclass(frozen=True)
+class RunOptions:
+    """Whether a run goes on from its newest checkpoint, and where and how it is done."""
+
+    resume: bool = False
+    device: str = "cpu"
+    num_workers: int = 1
+    """training threads"""
+    seed: int = 0
+
+
+DEFAULTS = RunOptions()
+
+
 def make_optimisers(model: torch.nn.Module, rates: Rates) -> list[torch.optim.Optimizer]:
     """Give the matrices inside to Muon; embeddings, the output layer and norms go to AdamW."""
     named = dict(model.named_parameters())
@@ -80,8 +94,7 @@ class Trainer:
         schedule: Schedule,
         folder: Path,
         rates: Rates | None = None,
-        seed: int = 0,
-        num_workers: int = 1,
+        options: RunOptions = DEFAULTS,
         judge: LossFunction | None = None,
         measure: Callable[[], dict[str, float]] | None = None,
         best_by: str = "",
@@ -95,17 +108,12 @@ class Trainer:
         self.judge, self.measure, self.best_by = judge, measure or dict, best_by
         self.model, self.domains, self.schedule = model, domains, schedule
         self.folder, self.rates = folder, rates or Rates()
-        self.workers = Workers(model, loss, num_workers, self.rates.micro_tokens)
+        self.workers = Workers(model, loss, options.num_workers, self.rates.micro_tokens)
         self.optimisers = make_optimisers(model, self.rates)
         self.counters = Counters()
-        self.reader = Reader(domains, seed, max(schedule.length, schedule.long_length))
-        self.stopping = False
+        self.reader = Reader(domains, options.seed, max(schedule.length, schedule.long_length))
+        self.resume, self.stopping = options.resume, False
         folder.mkdir(parents=True, exist_ok=True)
-
-    @property
-    def best_path(self) -> Path:
-        """The best weights so far."""
-        return self.folder / "best.safetensors"
 
     @property
     def named(self) -> Named:
@@ -123,14 +131,11 @@ class Trainer:
         best = self.counters.best_tokens
         return best > 0 and self.counters.tokens - best > self.rates.patience_tokens
 
-    def resume(self) -> bool:
+    def _load_newest(self) -> None:
         """Load the newest checkpoint, if any; the data goes on at the next unread row."""
-        saved = checkpoints(self.folder / "checkpoints")
-        if not saved:
-            return False
-        self.counters = Counters(**load_checkpoint(saved[-1], self.named, self.optimisers))
-        self.reader.drawn.update(self.counters.drawn)
-        return True
+        if saved := checkpoints(self.folder / "checkpoints"):
+            self.counters = Counters(**load_checkpoint(saved[-1], self.named, self.optimisers))
+            self.reader.drawn.update(self.counters.drawn)
 
     def checkpoint(self) -> None:
         """Write a checkpoint of this very step."""
@@ -139,8 +144,14 @@ class Trainer:
             self.folder / "checkpoints", self.counters.step, self.named, self.optimisers, vars(self.counters).copy()
         )
 
-    def train(self, progress: Progress) -> bool:
-        """Run to the schedule's end; False when a signal stopped it first (a checkpoint is then written)."""
+    def train(self, title: str) -> bool:
+        """Run to the schedule's end; False when a signal stopped it first (a checkpoint is then written).
+
+        `title` is what printed lines begin with.
+        """
+        if self.resume:
+            self._load_newest()
+        progress = Progress(title, self.schedule.tokens)
         previous = signal.signal(signal.SIGTERM, self._stop)
         last_checkpoint = time.monotonic()
         try:
@@ -166,15 +177,6 @@ class Trainer:
             signal.signal(signal.SIGTERM, previous)
         return not self.stopping
 
-    def held_out_loss(self, rows: int) -> dict[str, float]:
-        """Return the mean held-out loss in nats a token of each domain that has held-out text."""
-        losses = {}
-        for domain in self.domains:
-            batch = held_out_rows(domain, rows, self.schedule.length)
-            if batch is not None:
-                losses[domain.name] = self.workers.mean_loss(torch.from_numpy(batch).to(self.device), self.judge)
-        return losses
-
     def _step(self) -> float | None:
         rows, length = self.schedule.shape(self.counters.tokens)
         batch = self.reader.next_batch(rows, length)
@@ -195,7 +197,8 @@ class Trainer:
         return loss
 
     def _evaluate(self, loss: float | None, progress: Progress) -> None:
-        held_out = self.held_out_loss(self.rates.eval_rows)
+        batches = held_out_batches(self.domains, self.rates.eval_rows, self.schedule.length)
+        held_out = {name: self.workers.mean_loss(rows.to(self.device), self.judge) for name, rows in batches.items()}
         weights = {d.name: d.weight for d in self.domains if d.name in held_out}
         mean = sum(held_out[name] * w for name, w in weights.items()) / sum(weights.values())
         self.counters.held_out = held_out
@@ -203,7 +206,7 @@ class Trainer:
         score = -measured[self.best_by] if self.best_by else mean
         if score < self.counters.best:
             self.counters.best, self.counters.best_loss, self.counters.best_tokens = score, mean, self.counters.tokens
-            save_weights(self.best_path, self.named)
+            save_weights(self.folder / "best.safetensors", self.named)
         progress.evaluation(self.counters.tokens, mean, held_out | measured)
         row = measured | {"tokens": self.counters.tokens, "seconds": round(self.counters.seconds, 1), "loss": loss}
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as log:

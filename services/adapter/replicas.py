@@ -17,8 +17,8 @@ from coppice.messages.steps import HeadDescription
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory
 from coppice.telemetry import AdapterMetrics
-from coppice.weights.push import DrafterLink
 from coppice.weights.versions import Weights, pack_update
+from services.adapter.push import DrafterLink
 
 log = structlog.get_logger()
 

@@ -1,6 +1,6 @@
 """Processes of a stack with two of everything are broken under 16 sessions: no request fails, no token is wrong.
 
-Each role is struck three times each way; `make proof` does every scenario of `coppice faults` twenty times.
+Each role is struck three times each way; `make proof` does every scenario of `python -m tests.faults` twenty times.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from coppice.faults.command import every
-from coppice.faults.rig import Plan, Rig, Scenario, proxied
 from coppice.stack.spec import HeadSpec, StackSpec
+from tests.faults.campaign.rig import Plan, Rig, Scenario, proxied
+from tests.faults.campaign.run import every
 from tests.tiny import make_target
 
 STRUCK = [f"{role}-{fault}" for role in ("drafter", "verifier", "orchestrator") for fault in ("kill", "stop", "cut")]

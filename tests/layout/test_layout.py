@@ -35,7 +35,7 @@ PURE = (
 HEAVY = ("torch", "transformers", "tokenizers", "ray", "redis")
 
 STUB_USERS = {
-    *("coppice/adaptation", "coppice/client", "coppice/faults", "coppice/weights", "coppice/wire"),
+    *("coppice/adaptation", "coppice/client", "coppice/wire"),
     *("orchestrator", "services/adapter", "services/drafter", "services/verifier"),
 }
 """Folders that may import the generated stubs. Beside coppice/wire they only register or call a service, name its

@@ -22,8 +22,8 @@ from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
-from coppice.weights.push import DrafterLink
 from coppice.weights.versions import Weights, pack_update
+from services.adapter.push import DrafterLink
 from tests.pipeline.test_feature_heads import KINDS, PROMPTS, heads, target
 from tests.pushes import altered
 

@@ -19,9 +19,9 @@ from coppice.heads.public_state import public_weights
 from coppice.rpc.channels import Dialer
 from coppice.stack.launch import SERVICES, Stack
 from coppice.stack.spec import HeadSpec, StackSpec
-from coppice.weights.push import DrafterLink
 from coppice.weights.versions import Weights
 from coppice.wire.drafter import weights_to_wire
+from services.adapter.push import DrafterLink
 from tests.certificates import Authority
 from tests.pipeline.test_feature_heads import PROMPTS, heads, target
 from tests.pushes import Push, altered

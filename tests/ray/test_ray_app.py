@@ -17,11 +17,11 @@ import pytest
 from coppice.bench.reference import Reference
 from coppice.client.client import Client
 from coppice.errors import DeadlineExceeded, InvalidField, Unauthenticated
-from coppice.faults.load import Load, plain_answers, questions
 from coppice.messages.generation import Chunk
 from coppice.rpc.channels import Dialer
 from coppice.stack.redis_server import LocalRedis
 from coppice.telemetry import metric
+from tests.faults.campaign.load import Load, plain_answers, questions
 from tests.ray.cluster import APPLICATION, Cluster, free_port
 from tests.signals import eventually
 from tests.tiny import make_target

@@ -44,10 +44,10 @@ from coppice.messages.steps import HeadDescription
 from coppice.rpc.channels import Dialer
 from coppice.stack.redis_server import LocalRedis
 from coppice.telemetry import AdapterMetrics
-from coppice.weights.push import DrafterLink
 from coppice.weights.versions import Weights, pack_update
 from services.adapter.__main__ import serve
 from services.adapter.inbox import Inbox
+from services.adapter.push import DrafterLink
 from tests.processes import Service
 from tests.pushes import altered
 from tests.services.test_signal_stream import redis

@@ -21,9 +21,9 @@ from coppice.heads.feature_head import FeatureHead
 from coppice.messages.steps import DraftOpened, TreeDelta, WeightsPart
 from coppice.rpc.channels import Dialer
 from coppice.v1 import drafter_pb2_grpc
-from coppice.weights.push import DrafterLink
 from coppice.weights.versions import Weights
 from coppice.wire.drafter import draft_request_to_wire, weights_to_wire
+from services.adapter.push import DrafterLink
 from tests.processes import Service
 from tests.pushes import CORRUPTIONS, Case, Made, Push, altered
 from tests.services import test_drafter

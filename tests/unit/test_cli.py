@@ -81,6 +81,15 @@ def test_a_bad_value_beside_a_good_target_is_named_too(
     assert option[0] in err
 
 
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("--kinds", "verifier")])
+def test_the_fault_campaign_is_no_command_any_more(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(monkeypatch, capsys, "faults", *arguments)
+    assert (code, out) == (2, "")
+    assert err == "coppice: the fault campaign is a test: run python -m tests.faults in a checkout\n"
+
+
 def test_errors_have_their_exit_codes() -> None:
     assert exit_code(errors.InvalidField("a", "b")) == 2
     assert exit_code(errors.NotFound()) == 2

@@ -27,6 +27,7 @@ from coppice.training import feature_heads
 from coppice.training.cli import app as train
 from coppice.training.data.target_answers import Answer, AnswerPlan, record_answers
 from coppice.training.run_folder import checkpoints
+from coppice.training.trainer import RunOptions
 from tests.tiny import make_target
 
 WORDS = ["the cat saw one red bird", "a dog ran", "two birds sang to the cat and the dog all day long"]
@@ -134,13 +135,15 @@ def test_a_finished_run_goes_on_when_more_tokens_are_asked_for(place: Path) -> N
 
 
 def test_the_draft_vocabulary_stays_when_a_resumed_run_has_more_answers(place: Path, tmp_path: Path) -> None:
+    options = RunOptions(resume=True)
     target, work, vocabularies = place / "target", tmp_path / "run", []
     schedule = feature_heads.head_schedule(512).model_copy(update={"length": 32, "long_length": 32, "small_batch": 64})
     for tokens in (128, 1024):
         plan = AnswerPlan(tokens, length=64, sessions=2, held_out_sessions=1)
         answers = record_answers([f"words={place}/words.txt"], target, tmp_path / "lessons", plan)
         again = schedule.model_copy(update={"tokens": tokens})
-        assert feature_heads.train_feature_head("eagle3", answers, target, work, again, draft_vocab=40, resume=True)
+        teach = feature_heads.train_feature_head
+        assert teach("eagle3", answers, target, work, again, draft_vocab=40, options=options)
         vocabularies.append(json.loads((work / "head.json").read_text())["draft_ids"])
         fresh = feature_heads.draft_vocabulary(answers, 300, 40).tolist()
     assert vocabularies[0] == vocabularies[1] != fresh

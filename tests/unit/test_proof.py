@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coppice.faults.report import FaultRow
+from tests.faults.campaign.report import FaultRow
 from tests.proof import CAMPAIGNS, RESULT, ROOT, prove
 
 # Counts its runs; fails while a file `FOLDER/fail` is there.
@@ -105,7 +105,7 @@ def test_the_commands_of_the_campaigns_exist_with_their_options(name: str) -> No
     ("command", "code", "error"),
     [
         (("-m", "tests.proof", "lightning"), 1, "no campaign begins with 'lightning'; there are tree, "),
-        (("-m", "tests.faults.campaign", "faults", "--kinds", "lightning"), 2, "'lightning' is none of"),
+        (("-m", "tests.faults", "--kinds", "lightning"), 2, "'lightning' is none of"),
     ],
 )
 def test_an_unknown_name_is_an_error(command: tuple[str, ...], code: int, error: str) -> None:

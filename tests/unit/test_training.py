@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from coppice.errors import InvalidField
-from coppice.training import cli, export, lm_head, run_folder, target
+from coppice.training import cli, export, lm_head, run_folder, target, trainer
 from coppice.training.checkpoint import load_optimisers, optimiser_tensors
 from coppice.training.data.corpora import is_held_out, load_corpus, parse_spec, parse_specs
 from coppice.training.data.packing import MAX_EPOCHS, Packed, Reader
 from coppice.training.data.target_answers import AnswerPlan, record_answers
 from coppice.training.losses.chunked import next_token_loss, soft_target_loss
 from coppice.training.schedule import Schedule
-from coppice.training.trainer import Rates
+from coppice.training.trainer import Rates, RunOptions
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "small", "birds", "near", "my", "old", "tree")
 SHAPE = target.Shape(vocab=300, hidden=32, layers=2, intermediate=48, heads=2, kv_heads=1, head_dim=16, positions=128)
@@ -63,7 +63,7 @@ def schedule(tokens: int) -> Schedule:
 
 
 def train(lines: list[str], work: Path, tokens: int, **options) -> bool:
-    return target.train_target(lines, work, schedule(tokens), shape=SHAPE, rates=RATES, **options)
+    return target.train_target(lines, work, schedule(tokens), shape=SHAPE, rates=RATES, options=RunOptions(**options))
 
 
 def last_weights(work: Path) -> dict[str, torch.Tensor]:
@@ -134,14 +134,14 @@ def test_a_resumed_run_ends_with_the_very_weights_of_an_uninterrupted_one(text: 
     assert train(lines, tmp_path / "whole", 1024)
     stopped = []
 
-    class Stopper(target.Progress):
+    class Stopper(trainer.Progress):
         def step(self, step: int, tokens: int, loss: float, tokens_per_s: float) -> None:
             if tokens >= 512 and not stopped:
                 stopped.append(tokens)
                 os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target, "Progress", Stopper)
+        patch.setattr(trainer, "Progress", Stopper)
         assert not train(lines, tmp_path / "parts", 1024)
         assert train(lines, tmp_path / "parts", 1024, resume=True)
     whole, parts = last_weights(tmp_path / "whole"), last_weights(tmp_path / "parts")

@@ -32,6 +32,7 @@ from coppice.training.dtype import fast_dtype
 from coppice.training.losses.acceptance import Acceptance
 from coppice.training.report import REPORT
 from coppice.training.run_folder import read_run, work_folder, write_run
+from coppice.training.trainer import RunOptions
 
 FULL, NO_SHIFT = "full", "no-layer-shift"
 UNMASKED, UNMASKED_NO_SHIFT = "no-valid-prefix", "no-valid-prefix-no-layer-shift"
@@ -95,10 +96,7 @@ class HeadCache:
             self.target,
             work,
             feature_heads.head_schedule(self.tokens),
-            resume=True,
-            num_workers=usable_cores() if self.device == "cpu" else 1,
-            seed=0,
-            device=self.device,
+            options=RunOptions(True, self.device, usable_cores() if self.device == "cpu" else 1),
             **arguments,
         )
         if not done:

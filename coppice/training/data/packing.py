@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from coppice.training.data.corpora import END_OF_TEXT, HELD_OUT_MODULUS, Corpus, DataError
 
@@ -109,6 +111,12 @@ def held_out_rows(domain: Packed, rows: int, length: int) -> NDArray[np.int64] |
         return None
     starts = np.linspace(0, windows - 1, min(rows, windows)).astype(int) * length
     return np.stack([domain.held_out[s : s + length + 1] for s in starts]).astype(np.int64)
+
+
+def held_out_batches(domains: Iterable[Packed], rows: int, length: int) -> dict[str, Tensor]:
+    """Return `held_out_rows` as tensors, by the names of the domains that have such rows."""
+    batches = {domain.name: held_out_rows(domain, rows, length) for domain in domains}
+    return {name: torch.from_numpy(batch) for name, batch in batches.items() if batch is not None}
 
 
 def check_held_out(domains: Iterable[Packed], tokens: int) -> None:

@@ -65,20 +65,16 @@ class Acceptance:
 
     def ranks(self) -> list[dict[str, float]]:
         """Return frequency, precision, recall and F1 of each bucket (SpecBlock, table 3)."""
-        table = []
-        for bucket in range(BUCKETS):
-            right = float(self.confusion[bucket, bucket])
-            gold, predicted = float(self.confusion[bucket].sum()), float(self.confusion[:, bucket].sum())
-            precision, recall = right / max(predicted, 1), right / max(gold, 1)
-            table.append(
-                {
-                    "frequency": gold / max(1.0, float(self.confusion.sum())),
-                    "precision": precision,
-                    "recall": recall,
-                    "f1": 2 * precision * recall / max(precision + recall, 1e-9),
-                }
-            )
-        return table
+        counts = self.confusion.double()
+        right, gold, predicted = counts.diag(), counts.sum(1), counts.sum(0)
+        precision, recall = right / predicted.clamp_min(1), right / gold.clamp_min(1)
+        columns = {
+            "frequency": gold / gold.sum().clamp_min(1),
+            "precision": precision,
+            "recall": recall,
+            "f1": 2 * precision * recall / (precision + recall).clamp_min(1e-9),
+        }
+        return [{name: float(column[bucket]) for name, column in columns.items()} for bucket in range(BUCKETS)]
 
 
 @torch.no_grad()

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from itertools import cycle, islice
 
 from coppice.bench.report import Check
-from coppice.faults.report import FaultRow, percentile
-from coppice.faults.rig import Fault, Rig, Run, Scenario
 from coppice.telemetry import metric
+from tests.faults.campaign.report import FaultRow, percentile
+from tests.faults.campaign.rig import WINDOW_S, Fault, Rig, Run, Scenario
 
 SLOWER = 10.0  # times
 GONE_SHARE = 0.9  # of plain's throughput that must be left without a drafter
@@ -57,19 +57,20 @@ async def _rounds(rig: Rig, row: FaultRow, rounds: int) -> None:
 
 async def _draft_s(rig: Rig) -> float:
     """How long a batch is drafted, on average, since the drafters started."""
-    ready = [rig.stack.services[name] for name in rig.names("drafter")]
     stem = "coppice_drafter_forward_seconds"
-    seconds, count = [
-        sum([await asyncio.to_thread(metric, one.metrics, f"{stem}_{part}") for one in ready])
-        for part in ("sum", "count")
-    ]
+    seconds, count = [await _total(rig, "drafter", f"{stem}_{part}") for part in ("sum", "count")]
     return max(0.005, seconds / max(1.0, count))
 
 
 async def _felt(rig: Rig) -> float:
     """Drafts that orchestrators dropped or did not get in time, and heads they left alone."""
-    ready = [rig.stack.services[name] for name in rig.names("orchestrator")]
-    return sum([await asyncio.to_thread(metric, one.metrics, counter) for one in ready for counter in FELT])
+    return await _total(rig, "orchestrator", *FELT)
+
+
+async def _total(rig: Rig, role: str, *counters: str) -> float:
+    """The sum of counters over all processes of a role."""
+    ready = [rig.stack.services[name] for name in rig.names(role)]
+    return sum([await asyncio.to_thread(metric, one.metrics, counter) for one in ready for counter in counters])
 
 
 async def drafters_gone(rig: Rig, row: FaultRow) -> None:
@@ -90,8 +91,8 @@ async def drafters_gone(rig: Rig, row: FaultRow) -> None:
     for number in range(2 * max(3, rig.plan.repeat)):
         policy = "plain" if number % 4 in (0, 3) else ""
         async with rig.load(policy) as load:
-            await asyncio.sleep(rig.plan.window_s)
-            rates[policy].append(load.tokens / rig.plan.window_s)
+            await asyncio.sleep(WINDOW_S)
+            rates[policy].append(load.tokens / WINDOW_S)
         row.count(load.streams)
     await rig.restart(*names)
     share = percentile(rates[""], 0.5) / max(1e-9, percentile(rates["plain"], 0.5))
@@ -144,7 +145,6 @@ async def rolling_restart(rig: Rig, row: FaultRow) -> None:
         async with rig.watched(row) as load:
             for name in tuple(rig.stack.services):
                 await rig.under_way(row, load, [name] if name != "adapter" else [])
-                rig.say(f"{row.fault}: {name}")
                 if not await rig.restart(name):
                     row.leaks.append(f"{name} did not end well")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -14,20 +15,22 @@ from pathlib import Path
 import pytest
 
 from coppice.bench.report import Check, Report
-from coppice.cli import main
 from coppice.errors import InvalidField, Overloaded
-from coppice.faults.calls import Direct
-from coppice.faults.command import choose, every
-from coppice.faults.load import HistoryClient, Load, Question, Stream, ask
-from coppice.faults.proxy import Proxies
-from coppice.faults.report import FaultRow, add_faults, percentile
-from coppice.faults.rig import Plan, secured
 from coppice.messages.generation import GenerationRequest
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import SERVICES
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.wire.generation import request_to_wire
+from tests.certificates import Authority
 from tests.fake_service import echo_server
+from tests.faults.campaign.calls import Direct
+from tests.faults.campaign.load import HistoryClient, Load, Question, Stream, ask
+from tests.faults.campaign.proxy import Proxies
+from tests.faults.campaign.report import FaultRow, add_faults, percentile
+from tests.faults.campaign.rig import Plan, twofold
+from tests.faults.campaign.run import choose, every
+
+ROOT = Path(__file__).parents[2]
 
 
 def stream(ids: list[int], *, ended: float | None = 2.0, failure: str = "", left: bool = False) -> Stream:
@@ -223,30 +226,29 @@ def test_scenarios_are_chosen_by_name_and_group(tmp_path: Path) -> None:
 def test_under_tls_every_process_and_every_question_has_its_roles_certificate(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     spec = StackSpec(target=tmp_path, extra={"drafter": {"drafter.chain": True}})
-    made = secured(spec, Path("/certificates"))
+    authority = Authority(tmp_path / "certificates")
+    made = twofold(spec, authority)
     assert made.extra["drafter"] == {
         "drafter.chain": True,
-        "tls.ca": "/certificates/ca.pem",
-        "tls.cert": "/certificates/drafter.pem",
-        "tls.key": "/certificates/drafter.key",
+        "tls.ca": str(authority.folder / "ca.pem"),
+        "tls.cert": str(authority.folder / "drafter.pem"),
+        "tls.key": str(authority.folder / "drafter.key"),
     }
-    assert {told["tls.cert"] for told in made.extra.values()} == {f"/certificates/{role}.pem" for role in SERVICES}
-    assert Plan(tls=Path("/certificates")).dialer("operator").tls.cert == "/certificates/operator.pem"
+    certificates = {str(authority.folder / f"{role}.pem") for role in SERVICES}
+    assert {told["tls.cert"] for told in made.extra.values()} == certificates
+    assert Plan(tls=authority).dialer("operator").tls.cert == str(authority.folder / "operator.pem")
     assert not Plan().dialer("operator").tls.on
 
 
 def test_every_scenario_is_in_the_docs() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "faults.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
     assert [one.name for one in every() if f"`{one.name}`" not in text] == []
 
 
-def test_the_command_lists_what_there_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    for arguments, code in ((["--list"], 0), (["--kinds", "verifier-melt"], 2)):
-        monkeypatch.setattr(sys, "argv", ["coppice", "faults", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert (ended.value.code or 0) == code
-    told = capsys.readouterr()
-    assert all(one.name in told.out for one in every())
-    assert "verifier-melt" in told.err
+def test_the_command_lists_what_there_is() -> None:
+    command = [sys.executable, "-m", "tests.faults"]
+    listed = subprocess.run([*command, "--list"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert all(one.name in listed.stdout for one in every())
+    refused = subprocess.run([*command, "--kinds", "verifier-melt"], cwd=ROOT, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "\nfaults: kinds: 'verifier-melt' is none of " in refused.stderr

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -16,9 +16,9 @@ from coppice.client.client import AsyncClient, Client, Options, Prompt
 from coppice.client.completion import Accumulator, StreamEvent
 from coppice.client.resume import Attempts
 from coppice.errors import CoppiceError
-from coppice.faults.history import History
 from coppice.messages.generation import Chunk, Finished, Origin
 from coppice.speculation.sampling import SamplingParams
+from tests.faults.campaign.history import History
 
 PROMPT_LENGTH = 48  # characters or ids
 REQUEST_S = 60.0  # after which a request has failed
@@ -106,9 +106,17 @@ class HistoryClient(AsyncClient):
 
 
 async def ask(
-    client: HistoryClient, question: Question, stream: Stream, policy: str = "", pause_s: float = 0.0
+    client: HistoryClient,
+    question: Question,
+    stream: Stream,
+    policy: str = "",
+    pause_s: float = 0.0,
+    leaves: Callable[[StreamEvent], bool] = lambda event: False,
 ) -> None:
-    """One request, noted in `stream` while it runs, and whatever it fails with. `pause_s`: behind each event."""
+    """One request, noted in `stream` while it runs, and whatever it fails with.
+
+    `pause_s` is how long the client pauses behind each event, `leaves` says behind which one it goes away.
+    """
     options: Options = {
         "policy": policy,
         "sampling": question.sampling,
@@ -123,9 +131,12 @@ async def ask(
             async for event in answer:
                 finished = finished or isinstance(event, Finished)
                 stream.hear(event)
+                if leaves(event):
+                    stream.left = True
+                    break
                 if pause_s:
                     await asyncio.sleep(pause_s)
-        if not finished:
+        if not (finished or stream.left):
             stream.failure = "the stream ended without its last event"
     except CoppiceError as error:
         stream.failure = f"{error.status.name}: {error}"

@@ -10,12 +10,12 @@ import pytest
 
 from coppice.bench.report import Check, Report
 from coppice.errors import InvalidField
-from coppice.faults.history import Event, History
-from coppice.faults.ledger import Ledger
-from coppice.faults.load import HistoryClient, Question, Stream, ask
-from coppice.faults.report import FaultRow
 from coppice.speculation.sampling import SamplingParams
 from tests.fake_service import echo_server
+from tests.faults.campaign.history import Event, History
+from tests.faults.campaign.ledger import Ledger
+from tests.faults.campaign.load import HistoryClient, Question, Stream, ask
+from tests.faults.campaign.report import FaultRow
 
 PLAIN = (11, 12, 13, 14, 15)
 
@@ -142,7 +142,7 @@ def test_every_repetition_says_a_line_and_is_kept(tmp_path: Path) -> None:
     (row,) = json.loads(file.read_text())["rows"]
     assert (row["fault"], row["repetitions"], row["complete"]) == ("verifier-kill", 1, False)
     made.rows["verifier-kill"].checks.append(Check("speed", 0.5, "0.9", False, "slow"))
-    made.note(made.rows["verifier-kill"], complete=True)
+    made.complete(made.rows["verifier-kill"])
     assert lines[1].startswith("verifier-kill FAILED, 1 times: ")
     assert lines[1].endswith("; speed: 0.5 (slow)")
 
@@ -152,7 +152,7 @@ def test_a_second_call_goes_on_where_the_first_was_ended(tmp_path: Path) -> None
     first = ledger(file, [])
     first.resume()  # there is no file yet
     first.note(repetition(first.begin("verifier-kill")))
-    first.note(repetition(repetition(first.begin("verifier-kill"))), complete=True)
+    first.complete(repetition(repetition(first.begin("verifier-kill"))))
     first.note(repetition(first.begin("drafter-kill")))
     unclean = json.loads(file.read_text())
     unclean["checks"].append({"name": "processes not stopped cleanly", "value": 1, "bound": "0", "ok": False})
@@ -161,7 +161,7 @@ def test_a_second_call_goes_on_where_the_first_was_ended(tmp_path: Path) -> None
     again.resume()
     assert [again.left(fault) for fault in ("verifier-kill", "drafter-kill")] == [0, 2]
     assert again.rows == first.rows
-    again.note(repetition(again.begin("drafter-kill")), complete=True)
+    again.complete(repetition(again.begin("drafter-kill")))
     told = json.loads(file.read_text())
     assert [check["name"] for check in told["checks"]] == ["processes not stopped cleanly"]
     assert [(row["repetitions"], row["complete"], row["ok"]) for row in told["rows"]] == [

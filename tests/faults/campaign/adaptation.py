@@ -7,20 +7,29 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
-from itertools import cycle
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle, islice
 from typing import Any
+
+import torch
+from redis import Redis
 
 from coppice.adaptation.client import AdapterClient
 from coppice.bench.report import Check
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import CoppiceError
-from coppice.faults.report import FaultRow
-from coppice.faults.rig import Rig, Run, Scenario
+from coppice.heads.checkpoints import load_head
+from coppice.heads.public_state import public_weights
+from coppice.messages.steps import WeightsHeader, WeightsPart
 from coppice.stack.launch import ADAPTER, REDIS
 from coppice.stack.process import ProcessFailed
+from coppice.stack.spec import HeadSpec
 from coppice.telemetry import metric
-from coppice.weights.push import DrafterLink
+from coppice.weights.versions import Weights, pack_update
+from services.adapter.push import DrafterLink
+from tests.faults.campaign.report import FaultRow
+from tests.faults.campaign.rig import Rig, Run, Scenario
+from tests.pushes import CORRUPTIONS, Case, Push, altered
 
 QUICK: Mapping[str, Mapping[str, Any]] = {
     "adapter": {
@@ -89,8 +98,6 @@ def _healed(rig: Rig) -> None:
 
 
 def _flushed(rig: Rig) -> None:
-    from redis import Redis
-
     assert rig.stack.redis
     with Redis.from_url(rig.stack.redis.url, socket_timeout=5.0) as client:
         client.flushall()
@@ -149,18 +156,30 @@ def _waiting(rig: Rig, name: str) -> float:
 
 async def random_weights(rig: Rig, row: FaultRow) -> None:
     """Valid updates to random weights, pushed past the adapter: texts stay, and the adapter puts its own back."""
-    from coppice.faults.weights import Head
-
-    heads = [Head.of(head, rig.stack.spec.target) for head in rig.stack.spec.adapted]
+    heads = {head.name: _checkpoint(rig, head) for head in rig.stack.spec.adapted}
     for _ in range(rig.plan.repeat):
         async with rig.watched(row, more=True) as load:
-            for head in heads:
-                for name in _drafters(rig, head.name):
-                    async with DrafterLink(rig.stack.services[name].address, rig.plan.dialer("adapter")) as link:
-                        await link.push(*head.random((await link.describe()).weights_version + 1, name=None))
+            for head, checkpoint in heads.items():
+                for name in _drafters(rig, head):
+                    async with _link(rig, name) as link:
+                        await link.push(*_random(head, checkpoint, (await link.describe()).weights_version + 1))
             wanted = len(load.streams) + rig.plan.sessions
             await rig.until(lambda load=load, wanted=wanted: len(load.streams) >= wanted, 30)  # type: ignore[misc]
         await _flows_again(rig, row)
+
+
+def _checkpoint(rig: Rig, head: HeadSpec) -> Weights:
+    """A head's version 0."""
+    assert head.path
+    loaded = load_head(head.kind, head.path, rig.stack.spec.target)
+    return Weights.of(public_weights(loaded.model, loaded.config))
+
+
+def _random(head: str, checkpoint: Weights, version: int) -> tuple[WeightsHeader, Sequence[WeightsPart]]:
+    """A valid update to random weights."""
+    generator = torch.Generator().manual_seed(version)
+    drawn = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in checkpoint.tensors.items()}
+    return pack_update(head, checkpoint, checkpoint.changed(drawn, version))
 
 
 def _drafters(rig: Rig, head: str) -> list[str]:
@@ -168,30 +187,39 @@ def _drafters(rig: Rig, head: str) -> list[str]:
     return [name for name in rig.names("drafter") if name.rpartition("-")[0] == f"drafter-{head}"]
 
 
+def _link(rig: Rig, drafter: str) -> DrafterLink:
+    """What an adapter reaches a drafter by."""
+    return DrafterLink(rig.stack.services[drafter].address, rig.plan.dialer("adapter"))
+
+
 async def corrupted(rig: Rig, row: FaultRow) -> None:
     """Every corruption pushed to every replica of every head that can be replaced, while it drafts."""
-    from coppice.faults.weights import CORRUPTIONS, Head
-
-    heads = [Head.of(head, rig.stack.spec.target) for head in rig.stack.spec.heads if head.kind in ADAPTED_KINDS]
+    cases = []
+    for head in (head for head in rig.stack.spec.heads if head.kind in ADAPTED_KINDS):
+        first = _checkpoint(rig, head)
+        cases.append(Case(head.name, first, altered(first, 1, version=2)))
+        for name in _drafters(rig, head.name):
+            await _push(rig, name, Push.of(head.name, first, cases[-1].live))
     taken: list[str] = []
-    for head, _ in zip(cycle(heads), range(rig.plan.repeat), strict=False):
-        names = _drafters(rig, head.name)
-        async with rig.watched(row, names), contextlib.AsyncExitStack() as links:
+    for case in islice(cycle(cases), rig.plan.repeat):
+        names = _drafters(rig, case.head)
+        async with rig.watched(row, names):
             for name in names:
-                link = await links.enter_async_context(
-                    DrafterLink(rig.stack.services[name].address, rig.plan.dialer("adapter"))
-                )
-                before = await link.describe()
-                for what, spoil in CORRUPTIONS.items():
-                    push = await asyncio.to_thread(spoil, head)
+                for what, (spoil, *_) in CORRUPTIONS.items():
                     with contextlib.suppress(CoppiceError):
-                        await link.push(*push)
+                        await _push(rig, name, await asyncio.to_thread(spoil, case))
                         taken.append(f"{name} took {what}")
-                after = await link.describe()
-                if (after.weights_hash, after.weights_version) != (before.weights_hash, before.weights_version):
+                async with _link(rig, name) as link:
+                    uses = await link.describe()
+                if (uses.weights_hash, uses.weights_version) != (case.live.hash, case.live.version):
                     taken.append(f"the weights of {name} have changed")
     note = "; ".join(taken[:3])
     row.checks.append(Check(f"{row.fault}: corruptions that got through", len(taken), "0", not taken, note))
+
+
+async def _push(rig: Rig, drafter: str, push: Push) -> None:
+    async with _link(rig, drafter) as link:
+        await link.push(push.header, push.parts)
 
 
 SCENARIOS = [

@@ -9,17 +9,18 @@ import time
 from itertools import cycle, islice
 
 from coppice.bench.report import Check
-from coppice.client.client import Options, build_request
+from coppice.client.client import build_request
+from coppice.client.completion import StreamEvent
 from coppice.errors import CoppiceError, Overloaded
-from coppice.faults.calls import Direct
-from coppice.faults.load import REQUEST_S, HistoryClient, Question, Stream, ask
-from coppice.faults.report import FaultRow, percentile
-from coppice.faults.rig import Rig, Scenario
-from coppice.faults.watch import Watched, watching
 from coppice.messages.generation import Started
 from coppice.wire.generation import request_to_wire
+from tests.faults.campaign.calls import Direct
+from tests.faults.campaign.load import REQUEST_S, HistoryClient, Question, Stream, ask
+from tests.faults.campaign.report import FaultRow, percentile
+from tests.faults.campaign.rig import WINDOW_S, Rig, Scenario
+from tests.faults.campaign.watch import Watched, watching
 
-CLIENTS = 100
+CLIENTS, REQUESTS = 100, 1000
 GOODPUT_SHARE, REJECTED_S, HEALTHY_S = 0.9, 0.050, 0.100
 SLOW_S = 0.05  # between two reads of a client that reads slowly
 
@@ -51,28 +52,13 @@ async def cancelled(rig: Rig, row: FaultRow) -> None:
 async def _leave(client: HistoryClient, question: Question, expected: tuple[int, ...], behind: int) -> Stream:
     """Cancel a request: 0 before its first event, 1 behind Started, else behind so many tokens."""
     stream = Stream(expected, time.monotonic(), left=True)
-    options: Options = {
-        "sampling": question.sampling,
-        "max_new_tokens": len(expected),
-        "ignore_eos": True,
-        "timeout": REQUEST_S,
-    }
-    events = client.recorded(stream.history, question.prompt, options)
-    try:
-        async with contextlib.aclosing(events) as answer:  # type: ignore[type-var]
-            if not behind:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(0.001):
-                        await anext(answer)
-                return stream
-            async for event in answer:
-                stream.hear(event)
-                if (behind == 1 and isinstance(event, Started)) or len(stream.ids) >= max(behind, 2):
-                    break
-    except CoppiceError as error:
-        stream.failure = f"{error.status.name}: {error}"
-    finally:
-        stream.ended = time.monotonic()
+
+    def leaves(event: StreamEvent) -> bool:
+        return (behind == 1 and isinstance(event, Started)) or len(stream.ids) >= max(behind, 2)
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(None if behind else 0.001):
+            await ask(client, question, stream, leaves=leaves)
     return stream
 
 
@@ -103,7 +89,7 @@ async def hundred(rig: Rig, row: FaultRow) -> None:
     """A hundred clients at once, none refused, and health answers all the while."""
     row.repetitions += 1
     async with watching(rig.stack.services.values()) as seen:
-        await _asked(rig, row, rig.plan.requests)
+        await _asked(rig, row, REQUESTS)
     row.checks += _healthy(row, seen)
     await rig.settle(row)
 
@@ -155,7 +141,7 @@ async def _goodput(rig: Rig, row: FaultRow, name: str, clients: int) -> tuple[fl
     """Tokens a second of the requests that were answered, and how many were refused."""
     streams: list[Stream] = []
     refused = 0
-    until = time.monotonic() + rig.plan.window_s
+    until = time.monotonic() + WINDOW_S
 
     async def client(number: int) -> None:
         nonlocal refused

@@ -1,8 +1,8 @@
 """How fast processes answer for their health, and how fast one that is full refuses, seen from a process of its own.
 
-`python -m coppice.faults.watch FULL HEALTH_ADDRESS...`, where FULL is an orchestrator's address or empty, asks until
-its input ends, then prints a `Watched` as JSON. A process of its own, because in the one that makes the load an answer
-waits for a hundred clients' turns too.
+`python -m tests.faults.campaign.watch FULL HEALTH_ADDRESS...`, where FULL is an orchestrator's address or empty, asks
+until its input ends, then prints a `Watched` as JSON. A process of its own, because in the one that makes the load an
+answer waits for a hundred clients' turns too.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice.client.client import build_request
 from coppice.errors import CoppiceError, Overloaded
-from coppice.faults.calls import CALL_S, Direct
 from coppice.stack.process import Ready
 from coppice.wire.generation import request_to_wire
+from tests.faults.campaign.calls import CALL_S, Direct
 
 PERIOD_S = 0.1
 
@@ -46,7 +46,7 @@ async def watching(services: Iterable[Ready], full: str = "") -> AsyncIterator[W
     What was seen is there behind the block.
     """
     seen = Watched()
-    command = [sys.executable, "-m", "coppice.faults.watch", full, *(ready.health for ready in services)]
+    command = [sys.executable, "-m", "tests.faults.campaign.watch", full, *(ready.health for ready in services)]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 24)
     try:

@@ -9,20 +9,19 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
-from coppice.config.sections import TlsSettings
 from coppice.errors import CoppiceError
-from coppice.faults.calls import Held, held
-from coppice.faults.load import Answers, Load, plain_answers, questions
-from coppice.faults.proxy import Proxies
-from coppice.faults.report import LIMIT_S, FaultRow
 from coppice.rpc.channels import Dialer
 from coppice.stack.launch import MODULES, Stack
 from coppice.stack.spec import StackSpec
+from tests.certificates import Authority
+from tests.faults.campaign.calls import Held, held
+from tests.faults.campaign.load import Answers, Load, plain_answers, questions
+from tests.faults.campaign.proxy import Proxies
+from tests.faults.campaign.report import LIMIT_S, FaultRow
 
 Fault = Literal["kill", "stop", "cut", "term"]
 Run = Callable[["Rig", FaultRow], Awaitable[None]]
@@ -31,6 +30,7 @@ PROMPTS = 6
 START_S = 20.0  # in which a load has to be under way
 SETTLE_S = 10.0  # in which everything has to be let go of
 MORE_FILES, MORE_THREADS = 8, 4  # a channel that reconnects just now; a leak grows with every repetition
+WINDOW_S = 5.0  # for which a throughput is measured
 _POLL_S = 0.02
 _HOLD_S = LIMIT_S + 1.0
 
@@ -42,16 +42,12 @@ class Plan:
     repeat: int = 3
     sessions: int = 16
     new_tokens: int = 48
-    requests: int = 1000
-    """of the scenario with a hundred clients"""
-    window_s: float = 5.0
-    """how long a throughput is measured"""
-    tls: Path | None = None
-    """folder with ca.pem and each role's certificate, under which all of it talks; None: in clear"""
+    tls: Authority | None = None
+    """whose certificates all of it talks under; None: in clear"""
 
     def dialer(self, role: str) -> Dialer:
         """What opens channels as that role may."""
-        return Dialer(tls=TlsSettings(**certificates(self.tls, role))) if self.tls else Dialer()
+        return self.tls.dialer(role) if self.tls else Dialer()
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,6 @@ class Rig:
     proxies: Proxies
     plan: Plan
     answers: Answers
-    say: Callable[[str], None]
     note: Callable[[FaultRow], None]
     """told of a row whenever a repetition of it ended"""
     _all: tuple[str, ...] = ()
@@ -89,13 +84,12 @@ class Rig:
         stack: Stack,
         proxies: Proxies,
         plan: Plan,
-        say: Callable[[str], None] = lambda line: None,
         note: Callable[[FaultRow], None] = lambda row: None,
     ) -> Rig:
         """Ask plain decoding everything once, and see what an idle stack looks like."""
         asked = await asyncio.to_thread(questions, stack.address.split(",")[0], PROMPTS)
         answers = await plain_answers(stack.address.split(",")[0], asked, plan.new_tokens)
-        rig = cls(stack, proxies, plan, answers, say, note, tuple(stack.services))
+        rig = cls(stack, proxies, plan, answers, note, tuple(stack.services))
         async with rig.load() as load:  # every path has been used once before files and threads are counted
             await rig.until(lambda: load.tokens >= plan.sessions * plan.new_tokens, START_S)
         await rig.leaks()
@@ -182,7 +176,6 @@ class Rig:
     async def strike(self, row: FaultRow, fault: Fault, name: str) -> None:
         """One repetition: a load, the fault in its midst, every stream it met to its end, everything as before."""
         row.repetitions += 1
-        self.say(f"{row.fault}: {row.repetitions}, {name}")
         async with self.load() as load:
             await self.under_way(row, load, [name])
             met, began = load.answering, time.monotonic()
@@ -222,7 +215,6 @@ class Rig:
         `more`: there is more to this repetition, whose end the caller notes.
         """
         row.repetitions += 1
-        self.say(f"{row.fault}: {row.repetitions}")
         async with self.load() as load:
             await self.under_way(row, load, names)
             began = time.monotonic()
@@ -285,27 +277,19 @@ def runs(pid: int) -> bool:
         return False
 
 
-def certificates(folder: Path, role: str) -> dict[str, str]:
-    """The files of a role, as settings of TLS."""
-    return {"ca": f"{folder}/ca.pem", "cert": f"{folder}/{role}.pem", "key": f"{folder}/{role}.key"}
-
-
-def secured(spec: StackSpec, folder: Path) -> StackSpec:
-    """The same whose processes show their roles' certificates, and ask for them."""
-    extra = {role: dict(spec.extra.get(role, {})) for role in MODULES}
-    for role, told in extra.items():
-        told |= {f"tls.{name}": file for name, file in certificates(folder, role).items()}
-    return replace(spec, extra=extra)
-
-
-@contextlib.contextmanager
-def proxied(spec: StackSpec, tls: Path | None = None) -> Iterator[tuple[Stack, Proxies]]:
-    """A stack of two of everything at least, and the proxies it runs behind. `tls`: as Plan's."""
-    spec = replace(
-        secured(spec, tls) if tls else spec,
+def twofold(spec: StackSpec, tls: Authority | None = None) -> StackSpec:
+    """The same with two of everything at least, whose processes show their roles' certificates if there are any."""
+    return replace(
+        spec,
         verifiers=max(2, spec.verifiers),
         replicas=max(2, spec.replicas),
         orchestrators=max(2, spec.orchestrators),
+        extra={role: {**spec.extra.get(role, {}), **(tls.flags(role) if tls else {})} for role in MODULES},
     )
-    with Proxies() as proxies, Stack(spec, via=proxies) as stack:
+
+
+@contextlib.contextmanager
+def proxied(spec: StackSpec, tls: Authority | None = None) -> Iterator[tuple[Stack, Proxies]]:
+    """A stack of two of everything at least, and the proxies it runs behind. `tls`: as Plan's."""
+    with Proxies() as proxies, Stack(twofold(spec, tls), via=proxies) as stack:
         yield stack, proxies

@@ -18,9 +18,9 @@ from coppice.stack.process import Ready
 from coppice.v1 import verifier_pb2
 from coppice.v1.generation_pb2_grpc import GenerationServiceStub
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
-from coppice.weights.push import DrafterLink
 from coppice.wire.generation import read_response
 from coppice.wire.verifier import read_target
+from services.adapter.push import DrafterLink
 
 CALL_S = 5.0
 

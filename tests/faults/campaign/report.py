@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from coppice.bench.report import Check, Report, table
-from coppice.faults.load import Stream
+from tests.faults.campaign.load import Stream
 
 LIMIT_S = 5.0
 """recovery p99 may take as long"""
@@ -44,6 +44,8 @@ class FaultRow:
     """what in clients' histories breaks a rule"""
     checks: list[Check] = field(default_factory=list)
     """what this fault promises besides"""
+    complete: bool = False
+    """whether all repetitions are done"""
 
     def count(self, streams: Sequence[Stream]) -> None:
         """Take in requests that ended."""
@@ -90,6 +92,11 @@ class FaultRow:
         """Whether all of it held."""
         return all(check.ok for check in self.to_checks())
 
+    @property
+    def verdict(self) -> str:
+        """Whether all of it held, in a word."""
+        return "ok" if self.ok else "weak" if self.weak else "FAILED"
+
     def to_json(self) -> dict[str, Any]:
         """One entry of `rows`."""
         return asdict(self) | {"recovery_p50_s": self.p50, "recovery_p99_s": self.p99, "ok": self.ok}
@@ -110,7 +117,6 @@ def add_faults(report: Report, faults: Sequence[FaultRow]) -> None:
     lines = []
     for row in faults:
         report.rows.append(row.to_json())
-        held = "ok" if row.ok else "weak" if row.weak else "FAILED"
         lines.append(
             {
                 "fault": row.fault,
@@ -120,7 +126,7 @@ def add_faults(report: Report, faults: Sequence[FaultRow]) -> None:
                 "wrong": row.wrong,
                 "recovery p50": row.p50 if row.recoveries else None,
                 "p99": row.p99 if row.recoveries else None,
-                "held": held,
+                "held": row.verdict,
             }
         )
         report.checks += [check for check in row.to_checks() if not check.ok or check in row.checks]
