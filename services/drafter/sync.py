@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from coppice.errors import CoppiceError, DeadlineExceeded, InvalidField, Overloaded, Unavailable
+from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
 from coppice.limits import Limits
 from coppice.messages.steps import WeightsHeader, WeightsPart, WeightsSynced
 from coppice.rpc.sessions import StreamWaits
@@ -19,7 +19,6 @@ from services.drafter.worker import Worker
 
 log = structlog.get_logger()
 
-SYNC_S = 600.0  # longest push
 PART_S = 30.0  # longest wait for a part of it: others wait for its end
 DROP_S = 5.0  # longest wait for the end of a push that is refused or needless
 
@@ -35,7 +34,7 @@ class WeightSync:
         """Read one push to its end and put it to use; a push of what is in use is acknowledged unchecked.
 
         The answer may be lost when the weights are in use already, so a sender asks again with the same push. Raises
-        Overloaded beside another push, DeadlineExceeded, and what Staging raises.
+        Overloaded beside another push, and what Staging raises.
         """
         try:
             return await self._alone(messages)
@@ -49,10 +48,7 @@ class WeightSync:
             raise Overloaded("another weight sync is running")
         self._busy = True
         try:
-            async with asyncio.timeout(SYNC_S):
-                return await self._take(messages)
-        except TimeoutError:
-            raise DeadlineExceeded(f"the weight sync took longer than {SYNC_S:g} s") from None
+            return await self._take(messages)
         finally:
             self._busy = False
 
