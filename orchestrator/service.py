@@ -9,7 +9,7 @@ import grpc
 
 import coppice
 from coppice.config.settings import Settings
-from coppice.errors import CoppiceError, InvalidField, Overloaded
+from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
 from coppice.messages.generation import Finished, GenerationRequest, ModelDescription, Started
 from coppice.messages.steps import OpenDraft, OpenSession, TargetDescription
 from coppice.rpc.admission import Admission
@@ -34,6 +34,8 @@ from .step import Committed
 from .step_loop import Decoding, Plan
 from .tokenizer import TextCodec, TextStream, no_room
 from .verifiers import TargetPool, TargetSession
+
+_MOST_UNREAD_BYTES = 1 << 20  # of one answer, before it is ended
 
 
 class GenerationServicer:
@@ -75,11 +77,24 @@ class GenerationServicer:
         slowly holds bytes, not a seat.
         """
         events: asyncio.Queue[bytes | None] = asyncio.Queue()
-        running = asyncio.create_task(self._answer(message, lambda event: events.put_nowait(event.SerializeToString())))
+        unread = 0
+
+        def send(event: generation_pb2.GenerateResponse) -> None:
+            nonlocal unread
+            data = event.SerializeToString()
+            unread += len(data)
+            events.put_nowait(data)
+            if unread > _MOST_UNREAD_BYTES:
+                running.cancel()
+
+        running = asyncio.create_task(self._answer(message, send))
         running.add_done_callback(lambda _: events.put_nowait(None))
         try:
             while (event := await events.get()) is not None:
                 yield event
+                unread -= len(event)
+            if running.cancelled():
+                raise Unavailable(f"more than {_MOST_UNREAD_BYTES} bytes of the answer wait to be read")
             running.result()
         finally:
             running.cancel()

@@ -135,8 +135,7 @@ class HeadLoop:
 
     def take_query(self, record: QueryRecord) -> None:
         """Decide what a query's samples are for, measure it, and look for drift (algorithm 1, lines 2 to 24)."""
-        first, last = (self._state.same_as_live(version) for version in record.versions)
-        version = first if first == last else None
+        version = self._state.lived_on(record.versions)
         query = Query(s=record.s, tokens_per_s=record.tokens_per_s, version=version, load=max(record.load, 1e-3))
         action = Action.SKIP if self._state.paused else self._bandit.decide(query)
         if not self._state.paused:

@@ -133,7 +133,8 @@ def test_numbers_of_the_same_weights_are_one_version(tmp_path: Path) -> None:
     state.live = 6
     state.know(weights(1.0, 6))
     state.know(weights(1.0, 6), 9)
-    assert [state.same_as_live(version) for version in (4, 5, 6, 9, 77)] == [6, 5, 6, 6, 77]
+    assert [state.lived_on((version, version)) for version in (4, 5, 6, 9, 77)] == [6, 5, 6, 6, None]
+    assert [state.lived_on(versions) for versions in ((4, 9), (4, 5), (5, 77), (77, 4))] == [6, None, None, None]
 
 
 # --- the bandit's foresight, and events that were never live ---
