@@ -19,6 +19,7 @@ from coppice.adaptation.client import AdapterClient
 from coppice.bench.asking import GREEDY, Ask, asking, compare, judged
 from coppice.bench.measuring import clean_check, reference_of, report_of
 from coppice.bench.progress import Progress
+from coppice.bench.questions import spread
 from coppice.bench.report import HF_GENERATE, Report, exactness_checks, make_row
 from coppice.client.client import Client
 from coppice.client.completion import Accumulator, Completion
@@ -27,26 +28,42 @@ from coppice.config.sections import ADAPTED_KINDS
 from coppice.machine import usable_cores
 from coppice.messages.generation import Chunk, Origin
 from coppice.prompts.files import FilePrompt, demo_prompts
-from coppice.stack.launch import Stack
+from coppice.stack.launch import ADAPTER, Stack
 from coppice.stack.options import stack_spec
 from coppice.stack.redis_server import find_server
-from coppice.stack.spec import StackSpec
 
 NEW_TOKENS = 64
 BUDGET = 8  # in float32 on a CPU every row of a forward costs: a small tree gains more than the default one
-CATEGORIES = ("code", "maths", "story")
+PROMPTS = 3  # one of each category of the shipped ones
 STYLES = {Origin.DRAFT: "green", Origin.ROOT: "red"}
 
 
-def run_demo(console: Console, spec: StackSpec, prompts: Sequence[FilePrompt]) -> Report:
-    """Start the spec's stack, stream the prompts' answers, compare the policies, stop it; returns the report."""
+def demo(
+    console: Console, json_file: Path | None = None, target: Path | None = None, heads: list[str] | None = None
+) -> bool:
+    """Start a target, by default the shipped one, in float32, stream three answers, compare the policies, stop it all.
+
+    Returns whether every check held.
+    """
+    spec = stack_spec(
+        target,
+        heads,
+        dtype="float32",
+        policy="route",
+        budget=BUDGET,
+        verifier_threads=usable_cores(),  # the adapter does not train here
+    )
+    adaptable = any(head.kind in ADAPTED_KINDS for head in spec.heads)
+    spec = replace(spec, adapt=adaptable and find_server() is not None)
+    prompts = spread(demo_prompts())[:PROMPTS]
     more = ", Redis, an adapter" if spec.adapt else ""
     console.print(f"starting a verifier, {len(spec.heads)} drafter pools{more} and an orchestrator ...")
     with Stack(spec) as stack, Client(stack.address) as client:
         console.print(services_table(stack))
         for number, prompt in enumerate(prompts):
             stream_coloured(console, client, prompt, trees=number == 0)
-        with _adapter(stack) as adapter:
+        ready = stack.services.get(ADAPTER)
+        with AdapterClient(ready.address) if ready else contextlib.nullcontext() as adapter:
             if adapter:
                 adapter.pause()  # policies are compared on the same weights
             report = _compare(console, stack, client, prompts)
@@ -55,19 +72,10 @@ def run_demo(console: Console, spec: StackSpec, prompts: Sequence[FilePrompt]) -
                 for head in adapter.status():
                     picture.show(head, console)
     report.checks.append(clean_check(stack))
-    return report
-
-
-def _adapter(stack: Stack) -> contextlib.AbstractContextManager[AdapterClient | None]:
-    """A client of the stack's adapter, if it has one."""
-    ready = stack.services.get("adapter")
-    return AdapterClient(ready.address) if ready else contextlib.nullcontext()
-
-
-def pick_prompts(prompts: Sequence[FilePrompt]) -> list[FilePrompt]:
-    """The first prompt of each of the demo's categories."""
-    first = {prompt.category: prompt for prompt in reversed(prompts)}
-    return [first[category] for category in CATEGORIES if category in first]
+    report.print(console)
+    if json_file:
+        report.write(json_file)
+    return report.ok
 
 
 def services_table(stack: Stack) -> Table:
@@ -119,24 +127,3 @@ def _compare(console: Console, stack: Stack, client: Client, prompts: Sequence[F
     trained = any(head.path for head in stack.spec.heads)
     report.checks = exactness_checks(rows, report.dtype, trained, NEW_TOKENS)
     return report
-
-
-def demo(
-    console: Console, json_file: Path | None = None, target: Path | None = None, heads: list[str] | None = None
-) -> bool:
-    """The command: a target, by default the shipped one, in float32. Returns whether every check held."""
-    spec = stack_spec(
-        target,
-        heads,
-        dtype="float32",
-        policy="route",
-        budget=BUDGET,
-        verifier_threads=usable_cores(),  # the adapter does not train here
-    )
-    adaptable = any(head.kind in ADAPTED_KINDS for head in spec.heads)
-    spec = replace(spec, adapt=adaptable and find_server() is not None)
-    report = run_demo(console, spec, pick_prompts(demo_prompts()))
-    report.print(console)
-    if json_file:
-        report.write(json_file)
-    return report.ok

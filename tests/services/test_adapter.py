@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from coppice.weights.push import DrafterLink
 from redis import Redis
 
 from coppice.adaptation.client import AdapterClient
@@ -50,6 +49,7 @@ from coppice.v1 import drafter_pb2
 from coppice.weights.versions import Weights, pack_update
 from services.adapter.__main__ import serve
 from services.adapter.inbox import Inbox
+from services.adapter.push import DrafterLink
 from services.adapter.replicas import MOST_AHEAD
 from services.adapter.state import FILE
 from tests.processes import Service
