@@ -16,12 +16,13 @@ from coppice.rpc.server import Serving, run_service
 from coppice.rpc.tokens import Tokens
 from coppice.telemetry import OrchestratorMetrics, SignalMetrics, serve_metrics
 from coppice.v1 import generation_pb2
-from orchestrator.drafters import HeadPool, feature_layers
-from orchestrator.feedback import Signals
-from orchestrator.replicas import Pool
-from orchestrator.service import GenerationServicer
-from orchestrator.tokenizer import TextCodec
-from orchestrator.verifiers import TargetPool
+
+from .drafters import HeadPool, feature_layers
+from .feedback import Signals
+from .replicas import Pool
+from .service import GenerationServicer
+from .tokenizer import TextCodec
+from .verifiers import TargetPool
 
 
 async def _follow(pool: Pool[Any], where: Directory) -> None:

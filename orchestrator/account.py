@@ -10,7 +10,8 @@ import structlog
 from coppice.messages.generation import Finished
 from coppice.rpc.tracing import Facts, current
 from coppice.telemetry import OrchestratorMetrics
-from orchestrator.step import Step
+
+from .step import Step
 
 log = structlog.get_logger()
 

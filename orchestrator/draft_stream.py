@@ -14,7 +14,8 @@ from coppice.messages.steps import DraftOpened, TreeDelta
 from coppice.rpc.tracing import metadata
 from coppice.v1 import drafter_pb2
 from coppice.wire import drafter
-from orchestrator.drafters import DrafterReplica
+
+from .drafters import DrafterReplica
 
 log = structlog.get_logger()
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 from coppice.errors import InvalidField
 from coppice.messages.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, StepTree
-from orchestrator.step import Step
-from orchestrator.tokenizer import TextStream
+
+from .step import Step
+from .tokenizer import TextStream
 
 Scored = tuple[int, float]
 """a token and its raw log-probability"""

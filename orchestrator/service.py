@@ -9,7 +9,7 @@ import grpc
 
 import coppice
 from coppice.config.settings import Settings
-from coppice.errors import CoppiceError, InvalidField, Overloaded
+from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
 from coppice.messages.generation import Finished, GenerationRequest, ModelDescription, Started
 from coppice.messages.steps import OpenDraft, OpenSession, TargetDescription
 from coppice.rpc.admission import Admission
@@ -17,22 +17,25 @@ from coppice.speculation.policy import POLICIES, Policy
 from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import generation_pb2
 from coppice.wire import generation
-from orchestrator.account import Account
-from orchestrator.auto.chooser import Chooser
-from orchestrator.auto.text_estimates import TextEstimates
-from orchestrator.auto_policy import AutoPolicy
-from orchestrator.chunks import Chunks
-from orchestrator.drafters import HeadPool, feature_layers
-from orchestrator.drafting import Drafting
-from orchestrator.encoder import Encoder
-from orchestrator.feedback import Signals
-from orchestrator.head_session import HeadSession
-from orchestrator.output import Output
-from orchestrator.policies import FixedPolicy, StepPolicy
-from orchestrator.step import Committed
-from orchestrator.step_loop import Decoding, Plan
-from orchestrator.tokenizer import TextCodec, TextStream, no_room
-from orchestrator.verifiers import TargetPool, TargetSession
+
+from .account import Account
+from .auto.chooser import Chooser
+from .auto.text_estimates import TextEstimates
+from .auto_policy import AutoPolicy
+from .chunks import Chunks
+from .drafters import HeadPool, feature_layers
+from .drafting import Drafting
+from .encoder import Encoder
+from .feedback import Signals
+from .head_session import HeadSession
+from .output import Output
+from .policies import FixedPolicy, StepPolicy
+from .step import Committed
+from .step_loop import Decoding, Plan
+from .tokenizer import TextCodec, TextStream, no_room
+from .verifiers import TargetPool, TargetSession
+
+_MOST_UNREAD_BYTES = 1 << 20  # of one answer, before it is ended
 
 
 class GenerationServicer:
@@ -74,11 +77,24 @@ class GenerationServicer:
         slowly holds bytes, not a seat.
         """
         events: asyncio.Queue[bytes | None] = asyncio.Queue()
-        running = asyncio.create_task(self._answer(message, lambda event: events.put_nowait(event.SerializeToString())))
+        unread = 0
+
+        def send(event: generation_pb2.GenerateResponse) -> None:
+            nonlocal unread
+            data = event.SerializeToString()
+            unread += len(data)
+            events.put_nowait(data)
+            if unread > _MOST_UNREAD_BYTES:
+                running.cancel()
+
+        running = asyncio.create_task(self._answer(message, send))
         running.add_done_callback(lambda _: events.put_nowait(None))
         try:
             while (event := await events.get()) is not None:
                 yield event
+                unread -= len(event)
+            if running.cancelled():
+                raise Unavailable(f"more than {_MOST_UNREAD_BYTES} bytes of the answer wait to be read")
             running.result()
         finally:
             running.cancel()
@@ -140,8 +156,8 @@ class GenerationServicer:
         stream = TextStream(self.codec, ids[:prompt_tokens], request.stop)
         output = Output(request, prompt_tokens, stream, plan.stop_ids, plan.max_new_tokens, chunks.add)
         verifier = TargetSession(self.verifiers, opening)
-        policy = self._policy(request, ids[:prompt_tokens], plan, heads)
-        drafting = Drafting(heads, policy, plan.draft_deadline_s)
+        policy = self._policy(request, plan)
+        drafting = Drafting(heads, plan.draft_deadline_s)
         decoding = Decoding(request, plan, Committed(ids), verifier, drafting, policy, output, account)
         account.result, account.policy = output.result, plan.policy.name
         load, finished = self.seats.used, False
@@ -159,16 +175,14 @@ class GenerationServicer:
                 for head in heads:
                     head.close()
 
-    def _policy(
-        self, request: GenerationRequest, prompt: list[int], plan: Plan, heads: list[HeadSession]
-    ) -> StepPolicy:
+    def _policy(self, request: GenerationRequest, plan: Plan) -> StepPolicy:
         """Who decides in the steps of a request. Texts that may ask the same heads learn from each other."""
-        if plan.policy.name != "auto" or not plan.budget:
-            return FixedPolicy(plan.policy, range(len(heads)) if plan.budget else (), plan.whole_tree)
         names = plan.policy.heads
+        if plan.policy.name != "auto" or not plan.budget:
+            return FixedPolicy(plan.policy, range(len(names)) if plan.budget else (), plan.whole_tree)
         chooser = self._choosers.setdefault(frozenset(names), Chooser())
-        text = TextEstimates(chooser.statistics, names, request.sampling.temperature > 0, prompt)
-        return AutoPolicy(chooser, text, heads, self.metrics)
+        text = TextEstimates(chooser.statistics, names, request.sampling.temperature > 0)
+        return AutoPolicy(chooser, text, names, self.metrics)
 
     def _head_session(self, pool: HeadPool, session: str, request: GenerationRequest, plan: Plan) -> HeadSession:
         """One head of a request; it says what it misses when someone listens and it is of a kind that can learn."""

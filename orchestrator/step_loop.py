@@ -14,12 +14,13 @@ from coppice.messages.steps import NextRoot, VerifyStep
 from coppice.speculation.policy import Policy
 from coppice.speculation.sampling import draw
 from coppice.speculation.tree import forwards_of, made_by, select
-from orchestrator.account import Account
-from orchestrator.drafting import Drafting
-from orchestrator.output import Output
-from orchestrator.policies import StepPolicy
-from orchestrator.step import NO_DRAFT, Committed, Step
-from orchestrator.verifiers import LOST, TargetSession
+
+from .account import Account
+from .drafting import Drafting
+from .output import Output
+from .policies import StepPolicy
+from .step import NO_DRAFT, Committed, Step
+from .verifiers import LOST, TargetSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Decoding:
             return self.output.end(0, 0)
         began = time.perf_counter_ns()
         step = self._begin()
-        self.drafting.open(step.wanted, self.text)
+        self.drafting.open(step.asked, self.text)
         opened = await self.verifier.open(self.text.ids)
         started()
         self.drafting.learn(opened.features)
@@ -93,10 +94,10 @@ class Decoding:
         return self.output.end(first - began, last - first)
 
     def _begin(self, before: Step | None = None, root: int = -1) -> Step:
-        """The next step, with the heads that it asks first."""
+        """The next step, with the heads that it asks."""
         hint = before.judged.budget_hint if before else None
         step = Step(before.number + 1 if before else 1, hint, self.drafting.no_drafts(), root=root)
-        step.wanted = tuple(self.policy.heads(step))
+        step.asked = tuple(self.policy.heads(step))
         step.budget = self.policy.budget(self.plan.budget, hint)
         return step
 
@@ -173,7 +174,7 @@ class Decoding:
         step, self._behind = self._behind, None
         if step is not None:
             self.drafting.calibrate(step)
-            self.policy.learn(step, self.text.ids)
+            self.policy.learn(step)
 
     def _account(self, step: Step) -> None:
         """Where the step's time went, and what dashboards read."""

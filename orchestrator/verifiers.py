@@ -26,11 +26,13 @@ from coppice.errors import (
 )
 from coppice.messages.steps import OpenSession, SessionOpened, TargetDescription, Verdict, VerifyStep
 from coppice.rpc.channels import Dialer
+from coppice.rpc.sessions import end_waits
 from coppice.rpc.tracing import metadata
 from coppice.v1 import verifier_pb2
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from coppice.wire import verifier
-from orchestrator.replicas import Pool, Replica
+
+from .replicas import PROBE_S, Pool, Replica
 
 log = structlog.get_logger()
 
@@ -40,6 +42,8 @@ _LEAST_DEADLINE_S = 1.0
 _LAST_RESORT_S = 60.0
 _PREFILL_S = 60.0
 _RETRY_S = 0.05
+_FIRST_TARGET_S = 30.0
+_REOPENS = 4  # requests that prefill again at once
 _MOST_LOSSES = 8  # of one request, without a verdict between them
 
 
@@ -55,29 +59,27 @@ class VerifierReplica(Replica):
 
     def lose(self) -> None:
         """End every wait for it."""
-        now = asyncio.get_running_loop().time()
-        for wait in self.waiting:
-            wait.reschedule(now)
+        end_waits(self.waiting)
 
 
 class TargetPool(Pool[VerifierReplica]):
     """The replicas that serve one target."""
 
-    def __init__(self, addresses: Sequence[str], dialer: Dialer, failover_s: float = 60.0, reopens: int = 4) -> None:
-        """`failover_s`: how long a request waits for a verifier; `reopens`: requests that prefill again at once."""
+    def __init__(self, addresses: Sequence[str], dialer: Dialer, failover_s: float = 60.0) -> None:
+        """`failover_s`: how long a request waits for a verifier."""
         self.target: TargetDescription | None = None
         self.failover_s = failover_s
-        self.reopening = asyncio.Semaphore(reopens)
+        self.reopening = asyncio.Semaphore(_REOPENS)
         super().__init__("verifier", addresses, dialer)
 
     def make(self, address: str) -> VerifierReplica:
         """A replica at an address."""
         return VerifierReplica(address, self._dialer)
 
-    async def describe(self, replica: VerifierReplica, timeout_s: float) -> None:
+    async def describe(self, replica: VerifierReplica) -> None:
         """The first that answers says what the target is; one that serves another is never used."""
         request = verifier_pb2.DescribeTargetRequest()
-        told = verifier.read_target(await replica.stub.DescribeTarget(request, timeout=timeout_s))
+        told = verifier.read_target(await replica.stub.DescribeTarget(request, timeout=PROBE_S))
         self.target = self.target or told
         replica.kv_tokens, replica.kv_tokens_used = told.kv_tokens, told.kv_tokens_used
         same = _identity(told) == _identity(self.target)
@@ -85,9 +87,9 @@ class TargetPool(Pool[VerifierReplica]):
         if replica.unfit:
             log.error("a verifier serves another target", replica=replica.address, why=replica.unfit)
 
-    async def first_target(self, timeout_s: float = 30.0) -> TargetDescription:
+    async def first_target(self) -> TargetDescription:
         """What the first replica that answers serves. Raises Unavailable."""
-        until = asyncio.get_running_loop().time() + timeout_s
+        until = asyncio.get_running_loop().time() + _FIRST_TARGET_S
         while self.target is None:
             await asyncio.gather(*(self.look(replica) for replica in self.replicas))
             if self.target is None and asyncio.get_running_loop().time() > until:

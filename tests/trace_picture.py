@@ -1,6 +1,6 @@
-"""Draws one trace of the demo, from the spans that its processes export, as docs/trace.svg.
+"""Draws one trace of the demo as docs/trace.svg, from spans that its processes export: `python -m tests.trace_picture`.
 
-`python -m tests.trace_picture` makes it. The collector is that of tests/pipeline/test_seeing.py.
+The collector is that of tests/pipeline/test_seeing.py.
 """
 
 from __future__ import annotations

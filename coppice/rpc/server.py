@@ -168,7 +168,7 @@ def server_options(limits: Limits, role: str) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", limits.request_bytes if role == "orchestrator" else limits.message_bytes),
         ("grpc.max_send_message_length", limits.message_bytes),
-        ("grpc.max_concurrent_streams", most_calls(limits)),  # of a connection
+        ("grpc.max_concurrent_streams", most_calls(limits) // 2),  # of a connection: none fills the server
         ("grpc.max_metadata_size", 16 << 10),
         ("grpc.absolute_max_metadata_size", 16 << 10),  # between the two gRPC would refuse at random
         ("grpc.so_reuseport", 0),

@@ -14,10 +14,11 @@ from coppice.rpc.directory import Directory, Registration, directory
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import SessionMetrics, SignalMetrics, serve_metrics
 from coppice.v1 import drafter_pb2
-from services.drafter.features import FeatureSource
-from services.drafter.samples import Samples
-from services.drafter.service import DrafterServicer
-from services.drafter.worker import Worker
+
+from .features import FeatureSource
+from .samples import Samples
+from .service import DrafterServicer
+from .worker import Worker
 
 
 def _verifiers(settings: Settings) -> Directory | None:

@@ -23,10 +23,11 @@ from coppice.wire.drafter import (
     read_draft_request,
     synced_to_wire,
 )
-from services.drafter.features import FeatureSource
-from services.drafter.session import Answer, Session
-from services.drafter.sync import WeightSync
-from services.drafter.worker import Worker
+
+from .features import FeatureSource
+from .session import Answer, Session
+from .sync import WeightSync
+from .worker import Worker
 
 
 class DrafterServicer:

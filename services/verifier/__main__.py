@@ -12,8 +12,9 @@ from coppice.rpc.directory import Registration
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import SessionMetrics, serve_metrics
 from coppice.v1 import verifier_pb2
-from services.verifier.service import VerifierServicer
-from services.verifier.worker import Worker
+
+from .service import VerifierServicer
+from .worker import Worker
 
 
 def _named(settings: Settings) -> Settings:

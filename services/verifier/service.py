@@ -20,9 +20,10 @@ from coppice.rpc.sessions import StreamWaits
 from coppice.speculation.tree import TreeError, validate
 from coppice.v1 import verifier_pb2
 from coppice.wire import verifier
-from services.verifier.session import feature_bytes
-from services.verifier.sessions import reserved_tokens
-from services.verifier.worker import Worker
+
+from .session import feature_bytes
+from .sessions import reserved_tokens
+from .worker import Worker
 
 
 class VerifierServicer:

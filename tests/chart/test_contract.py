@@ -6,14 +6,18 @@ import json
 import math
 import os
 import re
-from typing import Any
+from typing import Any, get_args
 
+import helm_python
 import pytest
 from prometheus_client import CollectorRegistry
 
+from coppice.config.sections import ADAPTED_KINDS, FEATURE_KINDS, HeadKind
 from coppice.config.settings import Settings, load_settings
+from coppice.heads.registry import KINDS
 from coppice.rpc.access import ACCESS
 from coppice.stack.launch import MODULES, SERVICES
+from coppice.stack.spec import COUNTING_KINDS
 from coppice.telemetry import AdapterMetrics, OrchestratorMetrics, SessionMetrics, SignalMetrics
 from tests.chart.chart import (
     ALL,
@@ -162,6 +166,34 @@ def test_zero_and_false_are_kept() -> None:
     assert told["COPPICE_DRAFTER__CHAIN"] == "false"
     assert told["COPPICE_TLS__OPERATORS"] == '["ann","bob"]'
     assert told["COPPICE_DRAFTER__DEVICE"] == "cuda"
+
+
+def pool_of(kind: str, **more: Any) -> dict[str, Any]:
+    """The values of a chart with one drafter pool."""
+    weights = {} if kind in COUNTING_KINDS else {"path": "/models/a"}
+    return {"drafters": [{"name": "a", "kind": kind, **weights, **more}]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_head_is_a_pool_that_is_told_what_it_needs(kind: str) -> None:
+    found = of_kind(objects_in(manifests(pool_of(kind))), "Deployment")
+    (container,) = found["coppice-drafter-a"]["spec"]["template"]["spec"]["containers"]
+    told = environment(container)
+    assert told["COPPICE_DRAFTER__KIND"] == kind
+    assert {name for name in ("TARGET", "VERIFIERS") if f"COPPICE_DRAFTER__{name}" in told} == (
+        {"TARGET", "VERIFIERS"} if kind in FEATURE_KINDS else set()
+    )
+    if kind in ADAPTED_KINDS:
+        manifests(pool_of(kind, adapt=True))
+    else:
+        with pytest.raises(helm_python.errors.HelmError):
+            manifests(pool_of(kind, adapt=True))
+
+
+def test_the_chart_knows_no_other_kinds() -> None:
+    schema = json.loads((FOLDER / "values.schema.json").read_text(encoding="utf-8"))
+    assert schema["properties"]["drafters"]["items"]["properties"]["kind"]["enum"] == list(KINDS)
+    assert get_args(HeadKind) == KINDS
 
 
 def test_large_numbers_stay_whole() -> None:
