@@ -18,7 +18,8 @@ from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import drafter_pb2
 from coppice.v1.drafter_pb2_grpc import DrafterServiceStub
 from coppice.wire import drafter
-from orchestrator.replicas import PROBE_S, Pool, Replica
+
+from .replicas import PROBE_S, Pool, Replica
 
 log = structlog.get_logger()
 

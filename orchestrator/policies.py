@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from coppice.speculation.policy import Choice, Policy
 from coppice.speculation.tree import prune
-from orchestrator.step import Step
+
+from .step import Step
 
 
 class StepPolicy(ABC):
-    """The decisions of one request. A step comes to `heads`, `more`, `choose`, `observe` and `learn`, in this order."""
+    """The decisions of one request. A step comes to `heads`, `choose`, `observe` and `learn`, in this order."""
 
     policy: Policy
     """how the trees of the present step become one"""
@@ -29,14 +30,6 @@ class StepPolicy(ABC):
         """How many nodes a step drafts: at a hint of 0 still one, to see what it gains."""
         return most if hint is None else min(most, max(1, hint))
 
-    def more(self, step: Step) -> Sequence[int]:
-        """Pick further heads to ask, now that the drafts of the first ones are here."""
-        return ()
-
-    def beside(self, step: Step) -> Sequence[int]:
-        """Pick heads that draft while the step waits for others; their drafts are only learnt from."""
-        return ()
-
     def choose(self, step: Step) -> Choice:
         """Make the tree to verify of the drafts. The only tree that was asked for is taken as it is."""
         if len(step.asked) == 1 and len(tree := step.drafts[step.asked[0]].scored):
@@ -46,8 +39,8 @@ class StepPolicy(ABC):
     def observe(self, step: Step) -> None:  # noqa: B027  # to remember nothing is common
         """Take in what the step took and gained, before the next one is decided."""
 
-    def learn(self, step: Step, ids: Sequence[int]) -> None:  # noqa: B027
-        """Learn from the step what no other step waits for. `ids`: the committed tokens."""
+    def learn(self, step: Step) -> None:  # noqa: B027
+        """Learn from the step what no other step waits for."""
 
     def close(self) -> None:  # noqa: B027
         """End the request, which may have failed or never begun."""

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from coppice.messages.steps import Fence, Verdict, committed_hash
 from coppice.speculation.policy import NO_HEAD, Choice
 from coppice.speculation.tree import DraftTree, IntArray
-from orchestrator.drafters import DrafterReplica
+
+from .drafters import DrafterReplica
 
 
 @dataclass(slots=True)
@@ -49,12 +50,8 @@ class Step:
     """one a head, NO_DRAFT where it was not asked or sat the step out"""
     budget: int = 0
     """nodes to draft at most"""
-    wanted: tuple[int, ...] = ()
-    """heads that the policy asks first"""
     asked: tuple[int, ...] = ()
-    """heads that were asked"""
-    beside: dict[int, Draft] = field(default_factory=dict)
-    """drafts of heads that the step did not wait for: they are learnt from and not verified"""
+    """heads that the policy asks"""
     opening: bool = False
     """whether an asked head had first to take in the text"""
     root: int = -1
@@ -63,6 +60,8 @@ class Step:
     offered: tuple[int, ...] = ()
     """what the target said behind the root: the accepted drafts, and the next root unless the text has ended"""
     draft_ns: int = 0
+    transport_ns: int = 0
+    """of the verifier's question and answer, beside the verifier's own time"""
     took_ns: int = 0
 
     @property

@@ -26,10 +26,13 @@ from coppice.errors import (
 )
 from coppice.messages.steps import OpenSession, SessionOpened, TargetDescription, Verdict, VerifyStep
 from coppice.rpc.channels import Dialer
+from coppice.rpc.sessions import end_waits
+from coppice.rpc.tracing import metadata
 from coppice.v1 import verifier_pb2
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from coppice.wire import verifier
-from orchestrator.replicas import PROBE_S, Pool, Replica
+
+from .replicas import PROBE_S, Pool, Replica
 
 log = structlog.get_logger()
 
@@ -51,13 +54,12 @@ class VerifierReplica(Replica):
         super().__init__(address, dialer)
         self.stub = VerifierServiceStub(self.channel)
         self.verify_s = 0.0  # moving average of a verify round trip
+        self.kv_tokens = self.kv_tokens_used = 0
         self.waiting: set[asyncio.Timeout] = set()
 
     def lose(self) -> None:
         """End every wait for it."""
-        now = asyncio.get_running_loop().time()
-        for wait in self.waiting:
-            wait.reschedule(now)
+        end_waits(self.waiting)
 
 
 class TargetPool(Pool[VerifierReplica]):
@@ -79,6 +81,7 @@ class TargetPool(Pool[VerifierReplica]):
         request = verifier_pb2.DescribeTargetRequest()
         told = verifier.read_target(await replica.stub.DescribeTarget(request, timeout=PROBE_S))
         self.target = self.target or told
+        replica.kv_tokens, replica.kv_tokens_used = told.kv_tokens, told.kv_tokens_used
         same = _identity(told) == _identity(self.target)
         replica.unfit = "" if same else f"it serves {told.name}, weights {told.weights_hash.hex()[:12]}"
         if replica.unfit:
@@ -93,6 +96,13 @@ class TargetPool(Pool[VerifierReplica]):
                 raise Unavailable(f"no verifier answers at {', '.join(self._by_address) or 'any address'}")
             await asyncio.sleep(0 if self.target else _RETRY_S)
         return self.target
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV that is in use, over the verifiers that answered the latest look; 1 is all."""
+        answering = [replica for replica in self.replicas if not replica.silent]
+        capacity = sum(replica.kv_tokens for replica in answering)
+        return sum(replica.kv_tokens_used for replica in answering) / capacity if capacity else 0.0
 
     def deadline_s(self, replica: VerifierReplica) -> float:
         """How long a verify may take before the verifier counts as lost: max(1 s, 10 x the moving average).
@@ -194,7 +204,7 @@ class TargetSession:
         self._streams += 1
         # A verifier may still hold the stream that was lost.
         opening = replace(self._opening, session=f"{self._opening.session}.{self._streams}", ids=list(ids))
-        self._replica, self._call = replica, replica.stub.Verify()
+        self._replica, self._call = replica, replica.stub.Verify(metadata=metadata())
         replica.taken()
         answer = await self._exchange(verifier.verify_request_to_wire(opening), _PREFILL_S)
         if not isinstance(answer, SessionOpened):

@@ -22,6 +22,7 @@ from coppice.client.completion import Accumulator, Completion, StreamEvent
 from coppice.client.resume import TIMEOUT_S, Attempts, watch, watch_async
 from coppice.errors import Cancelled, InvalidField, from_rpc_error
 from coppice.messages.generation import ChatMessage, GenerationRequest, ModelDescription
+from coppice.rpc import tracing
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.v1 import generation_pb2 as generation
@@ -30,6 +31,7 @@ from coppice.wire.generation import read_model, read_response, request_to_wire
 
 __all__ = ["AsyncClient", "Client", "Completion", "Options", "Prompt", "StreamEvent", "default_address"]
 
+Metadata = Sequence[tuple[str, str]] | None
 Prompt = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, str]]
 
 _MAX_UINT32 = 2**32 - 1
@@ -231,9 +233,13 @@ class Client(_Endpoint, contextlib.AbstractContextManager["Client"]):
         return self._events(self._call(prompt, options)[0])
 
     def _events(self, call: Attempts) -> Iterator[StreamEvent]:
+        with tracing.calling("generate") as metadata:
+            yield from self._attempts(call, metadata)
+
+    def _attempts(self, call: Attempts, metadata: Metadata) -> Iterator[StreamEvent]:
         while True:
             stub = self._stubs[call.at]
-            responses = stub.Generate(call.message, timeout=call.timeout)
+            responses = stub.Generate(call.message, timeout=call.timeout, metadata=metadata)
             ended = threading.Event()
             if len(self._stubs) > 1:
                 threading.Thread(target=watch, args=(stub, call, responses, ended), daemon=True).start()
@@ -286,9 +292,15 @@ class AsyncClient(_Endpoint, contextlib.AbstractAsyncContextManager["AsyncClient
         return self._events(self._call(prompt, options)[0])
 
     async def _events(self, call: Attempts) -> AsyncGenerator[StreamEvent, None]:
+        with tracing.calling("generate") as metadata:
+            async with contextlib.aclosing(self._attempts(call, metadata)) as events:
+                async for event in events:
+                    yield event
+
+    async def _attempts(self, call: Attempts, metadata: Metadata) -> AsyncGenerator[StreamEvent, None]:
         while True:
             stub = self._stubs[call.at]
-            responses = stub.Generate(call.message, timeout=call.timeout)
+            responses = stub.Generate(call.message, timeout=call.timeout, metadata=metadata)
             watching = asyncio.create_task(watch_async(stub, call, responses)) if len(self._stubs) > 1 else None
             try:
                 async for response in responses:

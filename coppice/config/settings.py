@@ -32,6 +32,7 @@ from coppice.config.sections import (
     DrafterSettings,
     OrchestratorSettings,
     ServerSettings,
+    TelemetrySettings,
     TlsSettings,
     VerifierSettings,
 )
@@ -95,6 +96,7 @@ class Settings(BaseSettings):
     )
 
     server: ServerSettings = ServerSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
     tls: TlsSettings = TlsSettings()
     limits: Limits = Limits()
     verifier: VerifierSettings = VerifierSettings()

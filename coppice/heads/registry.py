@@ -23,12 +23,13 @@ _BUILDERS = MappingProxyType(
         "falcon": ("coppice.heads.block_head", "FalconHead"),
     }
 )
+KINDS = tuple(_BUILDERS)
 
 
 def build_head(settings: DrafterSettings) -> Head:
     """Build the head of `settings.kind`. Raises InvalidField on an unknown kind, and what the builder raises."""
     if settings.kind not in _BUILDERS:
-        raise InvalidField("drafter.kind", f"no head of kind {settings.kind!r}; there are {', '.join(_BUILDERS)}")
+        raise InvalidField("drafter.kind", f"no head of kind {settings.kind!r}; there are {', '.join(KINDS)}")
     module, function = _BUILDERS[settings.kind]
     builder: Callable[[DrafterSettings], Head] = getattr(import_module(module), function)
     return builder(settings)

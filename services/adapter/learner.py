@@ -37,8 +37,9 @@ from coppice.training.losses.feature_losses import (
     soft_loss,
 )
 from coppice.weights.versions import weights_hash
-from services.adapter.atomic import BadFile, read_safetensors, replace_safetensors
-from services.adapter.windows import DraftVocabulary, Windows
+
+from .atomic import BadFile, read_safetensors, replace_safetensors
+from .windows import DraftVocabulary, Windows
 
 BETAS = (0.9, 0.95)
 KINDS: tuple[Kind, ...] = ("head", "full")

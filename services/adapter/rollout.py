@@ -16,15 +16,16 @@ from coppice.config.settings import Settings
 from coppice.messages.adapter import Change
 from coppice.telemetry import AdapterMetrics
 from coppice.weights.versions import Weights
-from services.adapter.atomic import BadFile
-from services.adapter.buffers import Buffers
-from services.adapter.canary import Canary
-from services.adapter.drift import Drift
-from services.adapter.learner import Interrupted
-from services.adapter.replicas import Replicas
-from services.adapter.sorting import KINDS
-from services.adapter.state import State
-from services.adapter.training_copy import TrainingCopy
+
+from .atomic import BadFile
+from .buffers import Buffers
+from .canary import Canary
+from .drift import Drift
+from .learner import Interrupted
+from .replicas import Replicas
+from .sorting import KINDS
+from .state import State
+from .training_copy import TrainingCopy
 
 log = structlog.get_logger()
 

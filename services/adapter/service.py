@@ -16,7 +16,8 @@ from coppice.wire.adapter import (
     rollback_to_wire,
     status_to_wire,
 )
-from services.adapter.head_loop import HeadLoop
+
+from .head_loop import HeadLoop
 
 
 class AdapterServicer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -14,8 +15,9 @@ from coppice.adaptation.records import QueryRecord
 from coppice.limits import MAX_HISTORY
 from coppice.messages.adapter import Change, QueryPoint
 from coppice.weights.versions import Weights
-from services.adapter.atomic import replace_file
-from services.adapter.drift import DriftState
+
+from .atomic import replace_file
+from .drift import DriftState
 
 log = structlog.get_logger()
 
@@ -75,10 +77,15 @@ class State(BaseModel):
         while len(self.hashes) > _VERSIONS:
             del self.hashes[min(self.hashes)]
 
-    def same_as_live(self, version: int) -> int:
-        """Return the live version's number for a version with the same weights, any other number as it is."""
-        same = version in self.hashes and self.hashes[version] == self.hashes.get(self.live)
-        return self.live if same else version
+    def lived_on(self, versions: Sequence[int]) -> int | None:
+        """Return the version that a query lived on, by the first and the last that it saw.
+
+        Numbers of the same weights as the live ones are one version, the live one. None: it lived on several, or on one
+        that nobody made: drafters say what they like.
+        """
+        live = self.hashes.get(self.live)
+        seen = {self.live if self.hashes.get(version) == live else version for version in versions}
+        return seen.pop() if len(seen) == 1 and seen <= self.hashes.keys() else None
 
     def went_back(self, version: int) -> None:
         """Forget what was measured: a restart found other weights than it left."""

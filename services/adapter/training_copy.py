@@ -8,9 +8,10 @@ import structlog
 
 from coppice.adaptation.records import Widths
 from coppice.weights.versions import Weights
-from services.adapter.atomic import BadFile
-from services.adapter.learner import Learner, Update
-from services.adapter.versions import Versions
+
+from .atomic import BadFile
+from .learner import Learner, Update
+from .versions import Versions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

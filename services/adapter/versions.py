@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from coppice.weights.versions import Weights
-from services.adapter.atomic import BadFile, read_safetensors, replace_safetensors
+
+from .atomic import BadFile, read_safetensors, replace_safetensors
 
 _NAME = re.compile(r"version-(\d{8,})\.safetensors")
 

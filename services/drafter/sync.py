@@ -10,16 +10,16 @@ from typing import Any
 
 import structlog
 
-from coppice.errors import CoppiceError, DeadlineExceeded, InvalidField, Overloaded, Unavailable
+from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
 from coppice.limits import Limits
 from coppice.messages.steps import WeightsHeader, WeightsPart, WeightsSynced
 from coppice.rpc.sessions import StreamWaits
 from coppice.wire.drafter import read_weights
-from services.drafter.worker import Worker
+
+from .worker import Worker
 
 log = structlog.get_logger()
 
-SYNC_S = 600.0  # longest push
 PART_S = 30.0  # longest wait for a part of it: others wait for its end
 DROP_S = 5.0  # longest wait for the end of a push that is refused or needless
 
@@ -35,19 +35,17 @@ class WeightSync:
         """Read one push to its end and put it to use; a push of what is in use is acknowledged unchecked.
 
         The answer may be lost when the weights are in use already, so a sender asks again with the same push. Raises
-        Overloaded beside another push, DeadlineExceeded, and what Staging raises.
+        Overloaded beside another push, and what Staging raises.
         """
         try:
             if self._turn.locked():
                 raise Overloaded("another weight sync is running")
-            async with self._turn, asyncio.timeout(SYNC_S):
+            async with self._turn:
                 return await self._take(messages)
-        except (CoppiceError, TimeoutError) as error:
-            late = DeadlineExceeded(f"the weight sync took longer than {SYNC_S:g} s")
-            refusal = error if isinstance(error, CoppiceError) else late
-            log.warning("weights refused", why=str(refusal))
+        except CoppiceError as error:
+            log.warning("weights refused", why=str(error))
             await self._drop(messages)
-            raise refusal from None
+            raise
 
     async def _take(self, messages: AsyncIterator[Any]) -> WeightsSynced:
         began = time.perf_counter()

@@ -8,9 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coppice.speculation.tree import DraftTree
 from orchestrator.auto.arms import Arm, arms_of
-from orchestrator.auto.cascade import Cascade, best_cascade
 from orchestrator.auto.chooser import FIRST_SAVED_S, LEARN, TRIED, Chooser, StepSeen
 from orchestrator.auto.text_estimates import TextEstimates
 from tests.worlds import TUNING, World, against, held_out, play
@@ -21,19 +19,14 @@ STEP = StepSeen(0.013, 0.0, accepted=0)
 class Session:
     """A text and the chooser of its process, driven as the policy drives them."""
 
-    def __init__(
-        self, chooser: Chooser, heads: Sequence[str], sampled: bool = False, prompt: Sequence[int] = ()
-    ) -> None:
-        self.chooser, self.text = chooser, TextEstimates(chooser.statistics, heads, sampled, prompt)
+    def __init__(self, chooser: Chooser, heads: Sequence[str], sampled: bool = False) -> None:
+        self.chooser, self.text = chooser, TextEstimates(chooser.statistics, heads, sampled)
 
     def decide(self, hint: int | None) -> Arm:
         return self.chooser.decide(self.text, hint)
 
     def observe(self, step: StepSeen) -> None:
         self.chooser.observe(self.text, step)
-
-    def hears(self, head: str) -> bool:
-        return self.chooser.hears(self.text, head)
 
     def close(self) -> None:
         self.chooser.end(self.text)
@@ -45,13 +38,16 @@ def drafting(accepted: int, draft_s: float = 0.003) -> StepSeen:
 
 
 def live(session: Session, gains: dict[str, int], steps: int, hint: int | None = None) -> list[str]:
-    """The choices of a text in which every arm gains just so much, a cascade nothing."""
+    """The choices of a text in which every arm gains just so much, also a head's tree beside others."""
     chosen = []
     for _ in range(steps):
         arm = session.decide(hint)
         chosen.append(arm.name)
         seen = STEP if arm.name == "plain" else drafting(gains.get(arm.name, 0))
-        session.observe(replace(seen, asked=arm.first))
+        session.observe(seen)
+        for at in arm.heads if len(arm.heads) > 1 else ():
+            head = f"single:{arm.policy.heads[at]}"
+            session.text.gained(head, gains.get(head, 0))
     return chosen
 
 
@@ -59,7 +55,7 @@ def test_the_arms_are_plain_every_head_alone_and_all_of_them_together() -> None:
     assert [arm.name for arm in arms_of(())] == ["plain"]
     assert [arm.name for arm in arms_of(("a",))] == ["plain", "single:a"]
     both = {arm.name: arm.heads for arm in arms_of(("a", "b"))}
-    joint = dict.fromkeys(("cascade", "route", "merge"), (0, 1))
+    joint = dict.fromkeys(("route", "merge"), (0, 1))
     assert both == {"plain": (), "single:a": (0,), "single:b": (1,), **joint}
 
 
@@ -102,31 +98,6 @@ def test_all_sessions_play_one_arm_and_a_closed_one_counts_no_more() -> None:
     assert chooser.texts == []
 
 
-def test_trees_that_were_not_verified_are_judged_by_the_text_once_it_is_long_enough() -> None:
-    session = Session(Chooser(), ("a", "b"))
-    session.text.drafted("a", 2, DraftTree.chain([7, 8, 9], [-0.1, -0.2, -0.3]))
-    session.text.drafted("b", 2, DraftTree.chain([5], [-0.1]))
-    session.text.drafted("b", 2, DraftTree.empty())
-    session.text.committed([1, 2, 7])
-    assert (session.text.weight("single:a"), session.text.weight("single:b")) == (0, pytest.approx(2, abs=0.1))
-    session.text.committed([1, 2, 7, 8, 1])
-    assert session.text.weight("single:a") == 1
-    assert session.text.gains()["single:a"] > session.text.gains()["single:b"]
-
-
-def test_a_head_far_behind_drafts_along_seldom() -> None:
-    session = Session(Chooser(), ("a", "b", "c"))
-    gains = {"single:a": 4, "single:b": 3, "single:c": 0, "route": 3, "merge": 3}
-    live(session, gains, 400)
-    heard = dict.fromkeys("abc", 0)
-    for _ in range(80):
-        live(session, gains, 1)
-        for head in heard:
-            heard[head] += session.hears(head)
-    assert heard["a"] == 80
-    assert heard["c"] == 10
-
-
 def test_what_others_drafts_take_is_no_part_of_a_plain_step() -> None:
     chooser = Chooser()
     session = Session(chooser, ("a",))
@@ -165,7 +136,7 @@ def test_under_load_it_is_plain_when_plain_is_best() -> None:
 
 def test_in_a_mix_of_texts_it_finds_the_right_head_for_each_kind() -> None:
     ratios = [against(TUNING["a mix"], seed)[0] for seed in range(2)]
-    assert sum(ratios) / len(ratios) >= 0.91  # 0.87 if a text begins with what all texts gained
+    assert sum(ratios) / len(ratios) >= 0.88
 
 
 def test_the_same_world_is_played_the_same_way_twice() -> None:
@@ -194,15 +165,34 @@ def test_slow_first_plain_steps_do_not_make_a_useless_head_look_free() -> None:
     assert chosen[60:].count("single:a") < 0.1 * len(chosen[60:])
 
 
-def test_what_greedy_texts_gain_is_no_more_than_a_guess_about_sampled_ones() -> None:
+def test_what_greedy_texts_gain_says_nothing_of_sampled_ones() -> None:
     chooser = Chooser()
     greedy = Session(chooser, ("a",))
     live(greedy, {"single:a": 4}, 100)
     sampled = Session(chooser, ("a",), sampled=True)
-    assert 1 < sampled.text.gains()["single:a"] < 0.7 * Session(chooser, ("a",)).text.gains()["single:a"]
+    assert sampled.text.gains()["single:a"] == Session(Chooser(), ("a",)).text.gains()["single:a"]
     greedy.close()
     assert live(sampled, {"single:a": 0}, 100).count("single:a") < 30
     assert Session(chooser, ("a",)).text.gains()["single:a"] > 3
+
+
+def test_every_text_finds_the_head_that_suits_it() -> None:
+    chooser, chosen = Chooser(), dict[str, list[str]](a=[], b=[])
+    for number in range(20):
+        suits, other = ("a", "b") if number % 2 else ("b", "a")
+        text = Session(chooser, ("a", "b"))
+        gains = {f"single:{suits}": 3, f"single:{other}": 0, "route": 1, "merge": 1}
+        chosen[suits] += live(text, gains, 60)[20:] if number >= 4 else []
+        text.close()
+    for suits, arms in chosen.items():
+        assert arms.count(f"single:{suits}") > 0.9 * len(arms)
+
+
+def test_a_text_that_changes_is_followed() -> None:
+    session = Session(Chooser(), ("a", "b"))
+    live(session, {"single:a": 3, "single:b": 0, "route": 2, "merge": 2}, 300)
+    changed = live(session, {"single:a": 0, "single:b": 3, "route": 2, "merge": 2}, 100)
+    assert changed[50:].count("single:b") > 40
 
 
 def test_seconds_of_a_load_are_its_own() -> None:
@@ -250,29 +240,6 @@ def test_what_all_heads_together_are_worth_is_guessed_from_each() -> None:
     assert gains["single:b"] < gains["merge"] < 1.3 * gains["single:b"]
 
 
-PROMPTS = {"code": list(range(100, 140)), "story": list(range(200, 240))}
-SUITS = {"code": {"single:a": 3, "single:b": 0, "route": 3, "merge": 3}, "story": {"single:a": 0, "single:b": 3}}
-
-
-def answered(chooser: Chooser, kind: str, number: int, steps: int = 60) -> list[str]:
-    """The choices of a text of a kind, and of one that shares half of its tokens with the others of that kind."""
-    text = Session(chooser, ("a", "b"), prompt=[*PROMPTS[kind][number % 7 :: 2], *range(20)])
-    chosen = live(text, {"route": 2, "merge": 2} | SUITS[kind], steps)
-    text.close()
-    return chosen
-
-
-def test_a_text_begins_with_what_suited_texts_like_it() -> None:
-    chooser = Chooser()
-    for number in range(40):
-        answered(chooser, ("code", "story")[number % 2], number)
-    code = [arm for number in range(3) for arm in answered(chooser, "code", number)[:8]]
-    story = [arm for number in range(3) for arm in answered(chooser, "story", number)[:8]]
-    assert (code.count("single:b"), story.count("single:a")) == (0, 0)
-    assert code.count("single:a") >= 16
-    assert story.count("single:b") >= 16
-
-
 def test_what_it_takes_to_open_a_head_is_known_and_is_over_once_it_took_in_the_text() -> None:
     chooser = Chooser()
     for number in range(2):
@@ -285,87 +252,9 @@ def test_what_it_takes_to_open_a_head_is_known_and_is_over_once_it_took_in_the_t
                 assert text.text.opening_s("merge") >= text.text.opening_s(name)
             opening = name.startswith("single") and name not in opened
             opened.add(name)
-            seen = STEP if name == "plain" else replace(drafting(3, 0.05 if opening else 0.003), opening=opening)
-            text.observe(replace(seen, asked=arm.heads))
+            gain = 3 if name.startswith("single") else 1
+            seen = STEP if name == "plain" else replace(drafting(gain, 0.05 if opening else 0.003), opening=opening)
+            text.observe(seen)
             assert text.text.opening_s(name) == 0
         text.close()
         assert opened & {"single:a", "single:b"}
-
-
-def test_a_cascade_asks_its_second_head_where_a_step_is_faster_with_it() -> None:
-    cascade = Cascade(0, 1, quick_s=0.015, gain=3.0, seconds=0.010)
-    assert [cascade.asks(promised) for promised in (0.0, 1.0, 1.3, 2.0, 6.0)] == [True, True, True, False, False]
-    assert not Cascade(0, 1, quick_s=0.015, gain=0.5, seconds=0.010).asks(0.0)
-
-
-def test_what_a_cascade_is_worth_is_what_the_same_tokens_take() -> None:
-    cascade = Cascade(0, 1, quick_s=0.01, gain=3.0, seconds=0.01)
-    known, unknown = [(4.0, 5)] * 8, [(0.0, 1)] * 8
-    gain, seconds = cascade.worth(known, 4.0)
-    assert (gain, seconds) == (pytest.approx(4.0), pytest.approx(0.01))  # the quick head alone
-    gain, seconds = cascade.worth(unknown, 0.0)
-    assert (gain, seconds) == (pytest.approx(3.0), pytest.approx(0.02))  # always both
-    gain, seconds = cascade.worth([*known, *unknown], 2.0)
-    alone_s = 16 * 0.01 / 48
-    assert seconds / (1 + gain) == pytest.approx((8 * 0.01 + 2 * 0.02) / 48)
-    assert seconds / (1 + gain) < alone_s
-
-
-def test_the_best_cascade_begins_with_the_quickest_head() -> None:
-    best = best_cascade([0.020, 0.012, 0.025], [0.009, 0.001, 0.014], [2.0, 1.0, 2.1])
-    assert (best.quick, best.second, best.quick_s) == (1, 0, 0.012)
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-def test_a_head_that_knows_half_of_a_text_goes_first(sampled: bool) -> None:
-    """What the quick head promises comes true; the slow one is right everywhere."""
-    chooser, chosen, asked = Chooser(), [], []
-    for _ in range(3):
-        text = Session(chooser, ("quick", "slow"), sampled)
-        for step in range(120):
-            arm, promised = text.decide(None), 4.0 if step // 10 % 2 else 0.0
-            both = arm.heads != arm.first and text.text.goes_on(promised)
-            heads = arm.heads if both else arm.first
-            accepted = 3 if 1 in heads else int(promised) if heads else 0
-            if 0 in heads:
-                text.text.promised(promised, 1 + accepted, heads == (0,))
-            seconds = 0.013 + 0.001 * (0 in heads) + 0.009 * (1 in heads)
-            text.observe(StepSeen(seconds, 0.0, accepted, heads))
-            for at in heads if len(arm.heads) > 1 else ():
-                text.text.gained(("single:quick", "single:slow")[at], (int(promised), 3)[at])
-            chosen.append(arm.name)
-            asked += [(promised, both)] if arm.name == "cascade" else []
-        text.close()
-    assert chosen[120:].count("cascade") > 150
-    assert {promised for promised, both in asked if both} == {0.0}
-
-
-def test_several_texts_are_not_played_so() -> None:
-    chooser = Chooser()
-    texts = [Session(chooser, ("quick", "slow")) for _ in range(2)]
-    for _ in range(100):
-        for text, arm in [(text, text.decide(None)) for text in texts]:
-            assert arm.name != "cascade"
-            text.text.promised(0.0, 1, alone=False)
-            text.observe(replace(STEP if arm.name == "plain" else drafting(2), asked=arm.heads))
-
-
-def test_in_made_up_texts_a_cascade_is_faster_than_any_arm() -> None:
-    world = World(
-        {"look": (0.9,), "a": (0.75,)}, {"look": 1.0, "a": 9.0}, hard=0.8, blind=("look",), contention=1.5, texts=24
-    )
-    assert sum(against(world, seed)[0] for seed in range(2)) / 2 > 1.0
-
-
-def test_promises_that_do_not_come_true_count_less() -> None:
-    chooser = Chooser()
-    text = Session(chooser, ("quick", "slow"), sampled=True)
-    for _ in range(60):
-        text.text.promised(2.0, 2, alone=True)
-        text.text.promised(2.0, 4, alone=False)
-    assert chooser.statistics.kept[True].ratio == pytest.approx(0.55, abs=0.05)
-    assert chooser.statistics.kept[False].ratio == 1.0
-    kept = chooser.statistics.kept[True].ratio
-    believed, known = Cascade(0, 1, 0.015, 2.0, 0.008), Cascade(0, 1, 0.015, 2.0, 0.008, kept)
-    assert not believed.asks(1.2)
-    assert known.asks(1.2)
