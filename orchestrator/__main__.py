@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coppice.adaptation.producer import Producer
 from coppice.config.settings import Settings
@@ -23,6 +23,9 @@ from .replicas import Pool
 from .service import GenerationServicer
 from .tokenizer import TextCodec
 from .verifiers import TargetPool
+
+if TYPE_CHECKING:
+    from .http.server import HttpServer
 
 
 async def _follow(pool: Pool[Any], where: Directory) -> None:
@@ -44,6 +47,13 @@ def _gauge(metrics: OrchestratorMetrics, servicer: GenerationServicer) -> None:
 
 def _fit(pool: Pool[Any]) -> int:
     return sum(replica.fit for replica in pool.replicas)
+
+
+def _http_server(settings: Settings, servicer: GenerationServicer, serving: Serving) -> HttpServer:
+    """The server of OpenAI's API, whose packages nobody else needs."""
+    from .http.server import HttpServer
+
+    return HttpServer(settings, servicer, serving.access, serving.draining)
 
 
 async def serve(settings: Settings) -> int:
@@ -76,10 +86,15 @@ async def serve(settings: Settings) -> int:
     tokens = Tokens(told.tokens, metrics.client_requests) if told.tokens else None
     serving = Serving(settings.server, settings.limits, "orchestrator", settings.tls, tokens)
     port = serve_metrics(metrics.registry, settings.server.host, settings.server.metrics_port)
+    http = _http_server(settings, servicer, serving) if told.http_port >= 0 else None
+    if http is not None:
+        serving.others["http"] = await http.start()
     await serving.start(
         generation_pb2.DESCRIPTOR.services_by_name["GenerationService"], servicer, port, servicer.check_seats
     )
     code = await serving.until_stopped(failed)
+    if http is not None:
+        await http.stop()
     if servicer.encoder is not None:
         await servicer.encoder.stop()
     for task in following:

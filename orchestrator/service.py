@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import TypeVar
 
 import grpc
 
 import coppice
 from coppice.config.settings import Settings
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
-from coppice.messages.generation import Finished, GenerationRequest, ModelDescription, Started
+from coppice.messages.generation import Chunk, Finished, GenerationRequest, ModelDescription, Started
 from coppice.messages.steps import OpenDraft, OpenSession, TargetDescription
 from coppice.rpc.admission import Admission
 from coppice.speculation.policy import POLICIES, Policy
@@ -34,6 +36,9 @@ from .step import Committed
 from .step_loop import Decoding, Plan
 from .tokenizer import TextCodec, TextStream, no_room
 from .verifiers import TargetPool, TargetSession
+
+Event = Started | Chunk | Finished
+P = TypeVar("P")
 
 _MOST_UNREAD_BYTES = 1 << 20  # of one answer, before it is ended
 
@@ -73,35 +78,47 @@ class GenerationServicer:
     async def Generate(
         self, message: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
-        """One answer. It is made beside the sending: no step waits for the client's stream, and a client that reads
-        slowly holds bytes, not a seat.
+        """One answer."""
+
+        def pack(event: Event) -> bytes:
+            return generation.response_to_wire(event).SerializeToString()
+
+        async with contextlib.aclosing(self.answer(message, pack, len)) as parts:
+            async for part in parts:
+                yield part
+
+    async def answer(
+        self, message: generation_pb2.GenerateRequest, pack: Callable[[Event], P], size: Callable[[P], int]
+    ) -> AsyncGenerator[P, None]:
+        """The events of one answer, each as `pack` makes it of `size` bytes. Raises CoppiceError.
+
+        They are made beside the sending: no step waits for the client, and one that reads slowly holds bytes, not a
+        seat.
         """
-        events: asyncio.Queue[bytes | None] = asyncio.Queue()
+        events: asyncio.Queue[P | None] = asyncio.Queue()
         unread = 0
 
-        def send(event: generation_pb2.GenerateResponse) -> None:
+        def send(event: Event) -> None:
             nonlocal unread
-            data = event.SerializeToString()
-            unread += len(data)
-            events.put_nowait(data)
+            part = pack(event)
+            unread += size(part)
+            events.put_nowait(part)
             if unread > _MOST_UNREAD_BYTES:
                 running.cancel()
 
         running = asyncio.create_task(self._answer(message, send))
         running.add_done_callback(lambda _: events.put_nowait(None))
         try:
-            while (event := await events.get()) is not None:
-                yield event
-                unread -= len(event)
+            while (part := await events.get()) is not None:
+                yield part
+                unread -= size(part)
             if running.cancelled():
                 raise Unavailable(f"more than {_MOST_UNREAD_BYTES} bytes of the answer wait to be read")
             running.result()
         finally:
             running.cancel()
 
-    async def _answer(
-        self, message: generation_pb2.GenerateRequest, send: Callable[[generation_pb2.GenerateResponse], None]
-    ) -> None:
+    async def _answer(self, message: generation_pb2.GenerateRequest, send: Callable[[Event], None]) -> None:
         """Admit a request, decode it and count how it ended."""
         account, outcome = Account(self.metrics), "failed"
         try:
@@ -111,7 +128,7 @@ class GenerationServicer:
                 ids = await self._prompt_ids(request)
                 finished = await self._decode(request, ids, self._plan(request, len(ids)), send, account)
             finished.timings.queue_ns = account.queue_ns
-            send(generation.response_to_wire(finished))
+            send(finished)
             outcome = finished.finish_reason
         except asyncio.CancelledError:
             outcome = "cancelled"
@@ -127,7 +144,7 @@ class GenerationServicer:
         request: GenerationRequest,
         ids: list[int],
         plan: Plan,
-        send: Callable[[generation_pb2.GenerateResponse], None],
+        send: Callable[[Event], None],
         account: Account,
     ) -> Finished:
         """Run the step loop. The client is told that its answer starts when a verifier has admitted it."""
@@ -149,7 +166,7 @@ class GenerationServicer:
             prompt_tokens=prompt_tokens,
         )
         chunks = Chunks(
-            lambda chunk: send(generation.response_to_wire(chunk)),
+            send,
             0 if request.want_trees else self.settings.orchestrator.chunk_tokens,
         )
         started = Started(prompt_tokens, plan.policy.name, plan.policy.heads, plan.budget)
@@ -162,7 +179,7 @@ class GenerationServicer:
         account.result, account.policy = output.result, plan.policy.name
         load, finished = self.seats.used, False
         try:
-            result = await decoding.run(lambda: send(generation.response_to_wire(started)))
+            result = await decoding.run(lambda: send(started))
             finished = True
             return result
         finally:

@@ -160,6 +160,9 @@ class OrchestratorSettings(Section):
     chunk_tokens: int = Field(
         0, ge=0, description="tokens of every chunk sent, so that its size tells nothing; 0: those of a step"
     )
+    http_port: int = Field(
+        -1, ge=-1, le=65535, description="port of OpenAI's API over HTTP; 0 takes a free one, -1 serves none"
+    )
     tokens: str = Field(
         "", description="file of clients' bearer tokens, NAME SHA256HEX [SESSIONS] a line; empty: anyone may ask"
     )

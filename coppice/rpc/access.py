@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 
 import grpc.aio
@@ -78,17 +78,24 @@ class Access:
             if self._tls.on:
                 self._check_name(method, callers | set(self._tls.operators if service == _OPERATED else ()), context)
             yield
-        elif self._tokens is None:
-            yield
         else:
-            with contextlib.ExitStack() as place:
+            async with self.client(context.invocation_metadata() or (), counted=method.server_streaming):
+                yield
+
+    @contextlib.asynccontextmanager
+    async def client(self, metadata: Iterable[tuple[str, str | bytes]], counted: bool) -> AsyncIterator[None]:
+        """Hold the place of a client of generation; `counted` calls count towards the limit of its name.
+
+        Raises Unauthenticated, Overloaded.
+        """
+        with contextlib.ExitStack() as place:
+            if self._tokens is not None:
                 try:
-                    metadata = context.invocation_metadata() or ()
-                    place.enter_context(self._tokens.admit(metadata, counted=method.server_streaming))
+                    place.enter_context(self._tokens.admit(metadata, counted))
                 except Unauthenticated:
                     await self._slow_down()
                     raise
-                yield
+            yield
 
     async def _slow_down(self) -> None:
         """Let one who tries tokens wait; a few at once, so that those who wait fill no server."""

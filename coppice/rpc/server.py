@@ -201,13 +201,15 @@ class Serving:
         self._tls = tls or TlsSettings()
         if tokens and not (self._tls.on or self._tls.tokens_in_clear or is_loopback(settings.host)):
             raise InvalidField("tls.tokens_in_clear", f"clients would send tokens to {settings.host} without TLS")
-        self._access = Access(self._tls, tokens)
+        self.access = Access(self._tls, tokens)
         self.server = grpc.aio.server(options=server_options(limits, role), maximum_concurrent_rpcs=most_calls(limits))
         self.draining = asyncio.Event()
         self.leaving = asyncio.Event()
         """set to end it, as SIGTERM does"""
         self.waits = StreamWaits(limits.idle_s, self.draining)
         self.address = ""
+        self.others: dict[str, str] = {}
+        """further addresses for the ready file, by what they are of"""
         self.health = Health()
         self._service_name = ""
 
@@ -224,7 +226,7 @@ class Serving:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.leaving.set)
-        add_service(self.server, service, servicer, Door(self._access, self.limits, full))
+        add_service(self.server, service, servicer, Door(self.access, self.limits, full))
         self._service_name = service.full_name
         host = self.settings.host
         require = self._tls.require or needs_certificates(service.full_name)
@@ -244,6 +246,7 @@ class Serving:
             return
         path = Path(self.settings.ready_file)
         ready = {"role": self.role, "address": self.address, "health": health, "metrics": metrics, "pid": os.getpid()}
+        ready |= self.others
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(ready))
         partial.replace(path)

@@ -1,0 +1,89 @@
+"""Errors as OpenAI's clients know them."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from coppice.errors import CoppiceError, InvalidField, Overloaded, Status
+
+log = structlog.get_logger()
+
+CODES = {
+    Status.INVALID_ARGUMENT: 400,
+    Status.UNAUTHENTICATED: 401,
+    Status.PERMISSION_DENIED: 403,
+    Status.NOT_FOUND: 404,
+    Status.DEADLINE_EXCEEDED: 408,
+    Status.CANCELLED: 499,
+    Status.RESOURCE_EXHAUSTED: 429,
+    Status.UNAVAILABLE: 503,
+    Status.FAILED_PRECONDITION: 503,
+    Status.INTERNAL: 500,
+}
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+"""By HTTP status; all others are the server's errors."""
+
+
+def envelope(code: int, message: str, field: str | None = None) -> dict[str, Any]:
+    """OpenAI's body of an error."""
+    kind = TYPES.get(code, "server_error")
+    return {"error": {"message": message, "type": kind, "param": field, "code": code}}
+
+
+def told(error: Exception) -> tuple[int, dict[str, Any]]:
+    """The HTTP status of an error and its body. Details of an unexpected one stay in the log under an opaque id."""
+    if isinstance(error, CoppiceError):
+        field = error.field.rpartition(".")[2] if isinstance(error, InvalidField) else None
+        return (code := CODES[error.status]), envelope(code, str(error), field)
+    opaque = secrets.token_hex(8)
+    log.error("unexpected error", method="HTTP", error_id=opaque, exc_info=error)
+    return 500, envelope(500, f"internal error {opaque}")
+
+
+def response(error: Exception) -> JSONResponse:
+    """The answer that an error is."""
+    code, body = told(error)
+    headers = {}
+    if isinstance(error, Overloaded):
+        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    if code == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(body, code, headers)
+
+
+def handle(app: FastAPI) -> None:
+    """Have an app answer every error in OpenAI's envelope."""
+
+    @app.exception_handler(CoppiceError)
+    @app.exception_handler(Exception)
+    async def _ours(_: Request, error: Exception) -> JSONResponse:
+        return response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        path = [str(part) for part in first["loc"] if part != "body"]
+        field = ".".join(path) or None
+        why = "is not served" if first["type"] == "extra_forbidden" else first["msg"]
+        return JSONResponse(envelope(400, f"{field or 'body'}: {why}", field), 400)
+
+    @app.exception_handler(HTTPException)
+    async def _http(_: Request, error: HTTPException) -> JSONResponse:
+        return JSONResponse(envelope(error.status_code, str(error.detail)), error.status_code, error.headers)
