@@ -21,6 +21,7 @@ MAX_STOP_CHARS = 256
 MAX_FEATURE_LAYERS = 8
 MAX_LAYERS = 4096  # of a target
 MAX_TOP_N = 64
+MAX_TOP_LOG_PROBS = 20  # best ids whose log-probabilities a client is told
 MAX_WINDOW = 4096  # positions of a training sample
 MAX_HIDDEN = 65_536  # width of a head's states, and of a third of its features
 MAX_CHAT_MESSAGES = 256

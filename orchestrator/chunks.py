@@ -40,9 +40,12 @@ def _joined(first: Chunk, second: Chunk) -> Chunk:
         origins=first.origins + second.origins,
         pieces=first.pieces + second.pieces,
         log_probs=first.log_probs + second.log_probs,
+        top=first.top + second.top,
     )
 
 
 def _part(chunk: Chunk, part: slice) -> Chunk:
     pieces = chunk.pieces[part]
-    return Chunk("".join(pieces), chunk.ids[part], chunk.origins[part], pieces, chunk.log_probs[part])
+    return Chunk(
+        "".join(pieces), chunk.ids[part], chunk.origins[part], pieces, chunk.log_probs[part], top=chunk.top[part]
+    )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from coppice.errors import InvalidField
 from coppice.messages.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, StepTree
+from coppice.messages.steps import TopLogProbs
 
 from .step import Step
 from .tokenizer import TextStream
@@ -53,8 +54,17 @@ class Output:
             self.finish = "length"
         return piece
 
-    def commit(self, accepted: Sequence[Scored], root: Scored | None, tree: StepTree | None = None) -> int:
-        """Take the accepted drafts and the next root, up to where the text ends; returns how many were taken."""
+    def commit(
+        self,
+        accepted: Sequence[Scored],
+        root: Scored | None,
+        top: list[TopLogProbs],
+        tree: StepTree | None = None,
+    ) -> int:
+        """Take the accepted drafts and the next root, up to where the text ends; returns how many were taken.
+
+        top: the best ids in the place of each, or nothing.
+        """
         new = [(*token, Origin.DRAFT) for token in accepted]
         if root is not None:
             new.append((*root, Origin.ROOT))
@@ -73,6 +83,7 @@ class Output:
             pieces=tuple(pieces),
             log_probs=tuple([log_prob for _, log_prob, _ in taken]) if self._request.want_log_probs else (),
             tree=tree,
+            top=top[: len(taken)],
         )
         self.result.new_tokens += len(taken)
         return len(taken)

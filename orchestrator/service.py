@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import grpc
@@ -13,7 +14,7 @@ import coppice
 from coppice.config.settings import Settings
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
 from coppice.messages.generation import Chunk, Finished, GenerationRequest, ModelDescription, Started
-from coppice.messages.steps import OpenDraft, OpenSession, TargetDescription
+from coppice.messages.steps import OpenDraft, OpenSession, SessionOpened, TargetDescription
 from coppice.rpc.admission import Admission
 from coppice.speculation.policy import POLICIES, Policy
 from coppice.telemetry import OrchestratorMetrics
@@ -164,12 +165,23 @@ class GenerationServicer:
             rejection_top_n=self.signals.top_n if self.signals and asks else 0,
             want_log_probs=request.want_log_probs,
             prompt_tokens=prompt_tokens,
+            top_log_probs=request.top_log_probs,
+            want_prompt_log_probs=request.want_prompt_log_probs,
+            min_len=prompt_tokens + min(request.min_tokens, plan.max_new_tokens) if request.min_tokens else 0,
         )
         chunks = Chunks(
             send,
             0 if request.want_trees else self.settings.orchestrator.chunk_tokens,
         )
         started = Started(prompt_tokens, plan.policy.name, plan.policy.heads, plan.budget)
+
+        def start(opened: SessionOpened | None) -> None:
+            if opened is None or not request.want_prompt_log_probs:
+                send(started)
+                return
+            scored, top = opened.prompt_log_probs[: prompt_tokens - 1], opened.prompt_top[: prompt_tokens - 1]
+            send(replace(started, prompt_ids=tuple(ids[:prompt_tokens]), prompt_log_probs=scored, prompt_top=top))
+
         stream = TextStream(self.codec, ids[:prompt_tokens], request.stop)
         output = Output(request, prompt_tokens, stream, plan.stop_ids, plan.max_new_tokens, chunks.add)
         verifier = TargetSession(self.verifiers, opening)
@@ -179,7 +191,7 @@ class GenerationServicer:
         account.result, account.policy = output.result, plan.policy.name
         load, finished = self.seats.used, False
         try:
-            result = await decoding.run(lambda: send(started))
+            result = await decoding.run(start)
             finished = True
             return result
         finally:

@@ -10,7 +10,7 @@ import numpy as np
 
 from coppice.errors import CoppiceError, InternalError
 from coppice.messages.generation import Finished, GenerationRequest, StepTree
-from coppice.messages.steps import NextRoot, VerifyStep
+from coppice.messages.steps import NextRoot, SessionOpened, VerifyStep
 from coppice.speculation.policy import Policy
 from coppice.speculation.sampling import draw
 from coppice.speculation.tree import forwards_of, made_by, select
@@ -57,23 +57,23 @@ class Decoding:
         self.steps = 0
         self._behind: Step | None = None  # a step that was not learnt from yet
 
-    async def run(self, started: Callable[[], None]) -> Finished:
+    async def run(self, started: Callable[[SessionOpened | None], None]) -> Finished:
         """Decode to the end and return the summary. `started` is called once a verifier has admitted the session.
 
         Raises what the last verifier raised when no other took over.
         """
         if self.output.finish is not None:  # the client holds all of it, and missed only this
-            started()
+            started(None)
             return self.output.end(0, 0)
         began = time.perf_counter_ns()
         step = self._begin()
         self.drafting.open(step.asked, self.text)
         opened = await self.verifier.open(self.text.ids)
-        started()
+        started(opened)
         self.drafting.learn(opened.features)
         self.drafting.open(self.policy.soon, self.text)
         step.root, log_prob = self._next_root(opened.next)
-        self.output.commit([], (step.root, log_prob))
+        self.output.commit([], (step.root, log_prob), opened.top)
         first = last = time.perf_counter_ns()
         self.account.first_token(began, first)
         try:
@@ -139,7 +139,7 @@ class Decoding:
         self.drafting.settle(step)
         log_probs = verdict.log_probs or (0.0,) * len(accepted)
         shown = self._shown(step) if self.request.want_trees else None
-        taken = self.output.commit(list(zip(accepted, log_probs, strict=True)), root, shown)
+        taken = self.output.commit(list(zip(accepted, log_probs, strict=True)), root, verdict.top, shown)
         self.output.result.accept_lengths.append(taken)
         return -1 if root is None else root[0]
 

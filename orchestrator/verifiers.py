@@ -214,6 +214,7 @@ class TargetSession:
         answer = await self._exchange(verifier.verify_request_to_wire(opening), self._pool.prefill_s)
         if not isinstance(answer, SessionOpened):
             raise InternalError("the verifier answered open with a verdict")
+        self._opening = replace(self._opening, want_prompt_log_probs=False)  # they are needed once
         return answer
 
     async def _exchange(self, message: verifier_pb2.VerifyRequest, timeout_s: float) -> SessionOpened | Verdict:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
+from coppice.messages.steps import TopLogProbs
 from coppice.speculation.sampling import SamplingParams
 
 FinishReason = Literal["eos", "stop", "length", "cancelled"]
@@ -42,6 +43,9 @@ class GenerationRequest:
     ignore_eos: bool = False
     want_log_probs: bool = False
     want_trees: bool = False
+    top_log_probs: int = 0
+    want_prompt_log_probs: bool = False
+    min_tokens: int = 0
     pq: bool = False
     coupled: bool = True
 
@@ -54,6 +58,10 @@ class Started:
     policy: str
     heads: tuple[str, ...]
     budget: int
+    prompt_ids: tuple[int, ...] = ()
+    """of a request that wants the prompt's log-probabilities, which are those of the ids behind the first one"""
+    prompt_log_probs: tuple[float, ...] = ()
+    prompt_top: list[TopLogProbs] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +88,7 @@ class Chunk:
     pieces: tuple[str, ...]
     log_probs: tuple[float, ...] = ()
     tree: StepTree | None = None
+    top: list[TopLogProbs] = field(default_factory=list)
 
 
 @dataclass(slots=True)

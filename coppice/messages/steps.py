@@ -44,6 +44,14 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class TopLogProbs:
+    """The most probable ids of a row at T=1, the best first: ids (n,) and their raw float32 log-probs (n,)."""
+
+    ids: NDArray[np.int64]
+    log_probs: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
 class NextRoot:
     """Where the next root comes from: a row to draw from, else the id the verifier drew with the same function."""
 
@@ -103,7 +111,10 @@ class VerifyTimings:
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """Opens a verifier session on prompt + committed ids; the first `prompt_tokens` are the prompt, 0: all of them."""
+    """Opens a verifier session on prompt + committed ids; the first `prompt_tokens` are the prompt, 0: all of them.
+
+    Below `min_len` tokens in all no id of `stop_ids` is drawn.
+    """
 
     session: str
     ids: list[int]
@@ -114,16 +125,22 @@ class OpenSession:
     rejection_top_n: int = 0
     want_log_probs: bool = False
     prompt_tokens: int = 0
+    top_log_probs: int = 0
+    want_prompt_log_probs: bool = False
+    min_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
-    """The prefill is done."""
+    """The prefill is done. `top` has an entry for the next root, `prompt_top` one for each of `prompt_log_probs`."""
 
     fence: Fence
     next: NextRoot
     features: Features | None
     timings: VerifyTimings
+    top: list[TopLogProbs] = field(default_factory=list)
+    prompt_log_probs: tuple[float, ...] = ()
+    prompt_top: list[TopLogProbs] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +175,8 @@ class Verdict:
     log_probs: tuple[float, ...] = ()
     pruned: bool = False
     budget_hint: int | None = None
+    top: list[TopLogProbs] = field(default_factory=list)
+    """of the accepted tokens and of the next root"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,14 @@
-"""Logit bias and penalties: how the text before a row changes it, ahead of G.
+"""Logit bias, penalties and a least length: how the text before a row changes it, ahead of G.
 
 In the order of transformers' processors and of vLLM's sampler: bias, then the penalties for repetition, frequency and
 presence, in float32. Repetition is counted over prompt and answer (Keskar et al., CTRL, arXiv 1909.05858, section 4.1),
-frequency and presence over the answer alone, as OpenAI and vLLM define them.
+frequency and presence over the answer alone, as OpenAI and vLLM define them. Below the least length no id that ends a
+text can be drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,18 @@ from coppice.speculation.sampling import SamplingParams
 class Penalties:
     """How often each id occurs in one text, and what that and the bias do to the text's rows."""
 
-    def __init__(self, params: SamplingParams, prompt_tokens: int, vocab_size: int) -> None:
-        """The first `prompt_tokens` ids of the text are the prompt, those behind them were generated."""
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_tokens: int,
+        vocab_size: int,
+        stop_ids: Collection[int] = (),
+        min_len: int = 0,
+    ) -> None:
+        """The first `prompt_tokens` ids of the text are the prompt, those behind them were generated. None of
+        `stop_ids` is among its first `min_len`, prompt included.
+        """
+        self._ends, self._min_len, self._length = np.array(sorted(stop_ids), np.int64), min_len, 0
         self._repetition = np.float32(params.repetition_penalty or 1)
         self._frequency, self._presence = np.float32(params.frequency_penalty), np.float32(params.presence_penalty)
         self._biased = np.array(list(params.logit_bias), np.int64)
@@ -31,13 +42,21 @@ class Penalties:
         self._ids = np.flatnonzero(self._occurs)
 
     @classmethod
-    def of(cls, params: SamplingParams, prompt_tokens: int, vocab_size: int) -> Penalties | None:
-        """Those of a text; None when no parameter changes a row."""
-        made = cls(params, prompt_tokens, vocab_size)
-        return made if made._occurs.size or params.logit_bias else None
+    def of(
+        cls,
+        params: SamplingParams,
+        prompt_tokens: int,
+        vocab_size: int,
+        stop_ids: Collection[int] = (),
+        min_len: int = 0,
+    ) -> Penalties | None:
+        """Those of a text; None when nothing changes a row."""
+        made = cls(params, prompt_tokens, vocab_size, stop_ids, min_len)
+        return made if made._occurs.size or params.logit_bias or min_len > prompt_tokens else None
 
     def append(self, ids: Sequence[int]) -> None:
         """Count the next ids of the text."""
+        self._length += len(ids)
         if self._occurs.size:
             self._occurs[np.array(ids, np.int64)] = True
             self._ids = np.flatnonzero(self._occurs)
@@ -48,6 +67,8 @@ class Penalties:
         """The (V,) logits behind the text and the generated ids of `path`, adjusted; `row` stays as it is."""
         adjusted: NDArray[np.float32] = row.astype(np.float32)
         adjusted[self._biased] += self._bias
+        if self._length + len(path) < self._min_len:
+            adjusted[self._ends] = -np.inf
         if not self._occurs.size:
             return adjusted
         behind = np.array(path, np.int64)

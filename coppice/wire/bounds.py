@@ -30,6 +30,7 @@ def _check_origins(field: str, origins: Any) -> None:
 
 _ANYWHERE = (0, limits.MAX_CONTEXT)
 _NODES = (0, limits.MAX_TREE_NODES)
+_ONE_MORE = (0, limits.MAX_TREE_NODES + 1)
 _COUNT = (0, limits.MAX_COUNT)
 _TIME = (0, limits.MAX_DEADLINE_NS)
 _VERSION = (0, limits.MAX_VERSION)
@@ -62,8 +63,11 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "stop_ids": (0, limits.MAX_STOP_IDS),
         "feature_layers": (0, limits.MAX_FEATURE_LAYERS),
         "rejection_top_n": (0, limits.MAX_TOP_N),
+        "top_log_probs": (0, limits.MAX_TOP_LOG_PROBS),
     },
-    "Verdict": {"accepted": _NODES, "verified": _NODES, "log_probs": _NODES, "budget_hint": _NODES},
+    "TopLogProbs": {"ids": (0, limits.MAX_TOP_LOG_PROBS)},
+    "SessionOpened": {"top": (0, 1), "prompt_log_probs": _ANYWHERE, "prompt_top": _ANYWHERE},
+    "Verdict": {"accepted": _NODES, "verified": _NODES, "log_probs": _NODES, "budget_hint": _NODES, "top": _ONE_MORE},
     "NextRoot": {**DRAWN},
     "VerifyTimings": {
         **dict.fromkeys(("queue_ns", "forward_ns", "accept_ns", "total_ns", "plain_ns"), _TIME),
@@ -120,6 +124,8 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "stop": (0, limits.MAX_STOP_STRINGS),
         "policy": (0, limits.MAX_POLICY_CHARS),
         "budget": _NODES,
+        "top_log_probs": (0, limits.MAX_TOP_LOG_PROBS),
+        "min_tokens": _ANYWHERE,
     },
     "StepTree": {"tokens": _NODES},
     "Chunk": {"origins": _check_origins},
@@ -127,6 +133,8 @@ BOUNDS: dict[str, dict[str, Bound]] = {
 
 ELEMENTS: dict[str, dict[str, tuple[float, float]]] = {
     "Row": {"ids": _ID, "log_probs": _LOG_PROB, "raw_log_probs": _LOG_PROB},
+    "TopLogProbs": {"ids": _ID, "log_probs": _LOG_PROB},
+    "SessionOpened": {"prompt_log_probs": _LOG_PROB},
     "Rejection": {"top_ids": _ID, "top_log_probs": _LOG_PROB},
     "Verdict": {"accepted": _NODES, "verified": _NODES, "log_probs": _LOG_PROB},
     "DescribeTargetResponse": {"eos_ids": _ID},

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from coppice import limits
 from coppice.errors import InvalidField
-from coppice.messages.steps import FeatureRef, Features, Fence, Rejection
+from coppice.messages.steps import FeatureRef, Features, Fence, Rejection, TopLogProbs
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.v1 import common_pb2 as common
@@ -97,4 +97,5 @@ TREE = Part(_tree_fields, _read_tree)
 FENCE = Shape(Fence, common.Fence)
 FEATURE_REF = Shape(FeatureRef, common.FeatureRef)
 FEATURES = Shape(Features, common.Features)
+TOP = Shape(TopLogProbs, common.TopLogProbs, parallel=("ids", "log_probs"))
 REJECTION = Shape(Rejection, common.Rejection, parallel=("top_ids", "top_log_probs"))

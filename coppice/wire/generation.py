@@ -74,7 +74,7 @@ _STEP_TREE = Shape(StepTree, generation.StepTree, parallel=("tokens", "parents",
 _CHUNK = Shape(
     Chunk,
     generation.Chunk,
-    parallel=("ids", "origins", "pieces", "log_probs"),
+    parallel=("ids", "origins", "pieces", "log_probs", "top"),
     origins=Part(None, _read_origins),
 )
 _TIMINGS = Shape(Timings, generation.GenerateTimings)

@@ -20,6 +20,8 @@ from coppice.messages.steps import (
     OpenSession,
     Rejection,
     Row,
+    SessionOpened,
+    TopLogProbs,
     Verdict,
     VerifyStep,
     VerifyTimings,
@@ -78,7 +80,15 @@ class Session:
         self.hash = committed_hash(())
         self.over = False  # the text has come to its end, as far as it is known here: stop strings are not
         self.features = FeatureWindow(feature_window)
-        self.penalties = Penalties.of(request.sampling, request.prompt_tokens or len(request.ids), vocab_size)
+        self.prompt_log_probs: list[float] = []
+        self.prompt_top: list[TopLogProbs] = []
+        self.penalties = Penalties.of(
+            request.sampling,
+            request.prompt_tokens or len(request.ids),
+            vocab_size,
+            request.stop_ids,
+            request.min_len,
+        )
 
     @property
     def fence(self) -> Fence:
@@ -105,9 +115,24 @@ class Session:
         if self.committed_len >= self.request.max_len:
             raise StaleFence(f"step {fence.step} comes behind the end of the text at {self.request.max_len} tokens")
 
-    def first_root(self, logits: Tensor) -> NextRoot:
-        """Where the root behind the prompt comes from, given the (V,) logits of the prompt's last token."""
+    def score_prompt(self, first: int, logits: Tensor) -> None:
+        """Note the log-probabilities of the prompt's ids behind position `first`, of whose rows logits (N, V) are."""
+        for at, row in enumerate(logits, first + 1):
+            if at < len(self.request.ids):
+                plain: NDArray[np.float32] = row.float().cpu().numpy()
+                self.prompt_log_probs.append(float(_raw_log_probs(plain, np.array([self.request.ids[at]]))[0]))
+                if count := self.request.top_log_probs:
+                    self.prompt_top.append(TopLogProbs(*_best(plain, count)))
+
+    def opened(self, logits: Tensor, features: Features | None, timings: VerifyTimings) -> SessionOpened:
+        """The answer to the prompt, given the (V,) logits of its last token."""
         plain: NDArray[np.float32] = logits.float().cpu().numpy()
+        top = [TopLogProbs(*_best(plain, count))] if (count := self.request.top_log_probs) else []
+        scored = tuple(self.prompt_log_probs)
+        return SessionOpened(self.fence, self._first_root(plain), features, timings, top, scored, self.prompt_top)
+
+    def _first_root(self, plain: NDArray[np.float32]) -> NextRoot:
+        """Where the root behind the prompt comes from."""
         adjusted = plain if self.penalties is None else self.penalties.adjusted(plain)
         row = decode_row(adjusted, self.request.sampling)
         drawn = draw(*row, self.request.sampling.seed, self.committed_len)
@@ -153,6 +178,7 @@ class Session:
             rejection=rejection,
             log_probs=rows.log_probs_along(kept, ids[1:]) if self.request.want_log_probs else (),
             pruned=len(tree) < len(step.tree),
+            top=rows.tops(kept if root else kept[:-1], self.request.top_log_probs),
         )
         return verdict, kept
 
@@ -179,7 +205,8 @@ class Session:
         if outcome.drawn is None or parent not in tree.parents:
             return None
         top_n = self.request.rejection_top_n
-        ids, log_probs, tail = rows.top(end, top_n) if top_n else (np.empty(0, np.int64), np.empty(0, np.float32), 1.0)
+        ids, log_probs = _best(rows[end], top_n) if top_n else (np.empty(0, np.int64), np.empty(0, np.float32))
+        tail = max(0.0, 1.0 - float(np.exp(log_probs.astype(np.float64)).sum()))
         return Rejection(start + len(outcome.path) + 1, parent, outcome.drawn, ids, log_probs, tail)
 
 
@@ -220,14 +247,17 @@ class _Rows:
             float(_raw_log_probs(self[node], np.array([token]))[0]) for node, token in zip(nodes, ids, strict=False)
         )
 
-    def top(self, node: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32], float]:
-        """The `count` most probable ids at T=1, their log-probabilities and the mass outside them."""
-        logits = self[node]
-        least = np.partition(logits, -count)[-count:].min() if count < len(logits) else logits.min()
-        ids = np.flatnonzero(logits >= least)  # to sort all of a large vocabulary would take longer than the rest
-        ids = ids[np.argsort(-logits[ids], kind="stable")[:count]]
-        log_probs = _raw_log_probs(logits, ids)
-        return ids, log_probs, max(0.0, 1.0 - float(np.exp(log_probs.astype(np.float64)).sum()))
+    def tops(self, nodes: tuple[int, ...], count: int) -> list[TopLogProbs]:
+        """The `count` most probable ids behind each node; nothing for a count of 0."""
+        return [TopLogProbs(*_best(self[node], count)) for node in nodes] if count else []
+
+
+def _best(logits: NDArray[np.float32], count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The `count` most probable ids of a row at T=1, and their log-probabilities."""
+    least = np.partition(logits, -count)[-count:].min() if count < len(logits) else logits.min()
+    ids = np.flatnonzero(logits >= least)  # to sort all of a large vocabulary would take longer than the rest
+    ids = ids[np.argsort(-logits[ids], kind="stable")[:count]]
+    return ids, _raw_log_probs(logits, ids)
 
 
 def _raw_log_probs(logits: NDArray[np.float32], ids: NDArray[np.int64]) -> NDArray[np.float32]:

@@ -181,7 +181,8 @@ class Worker(BatchingThread):
             left, session = job.prefill_left, job.opened
             chunk = left[:room]
             room -= len(chunk)
-            keep = [len(chunk) - 1] if len(chunk) == len(left) else []
+            last = [len(chunk) - 1] if len(chunk) == len(left) else []
+            keep = range(len(chunk)) if session.request.want_prompt_log_probs else last
             jobs.append(job)
             pieces.append(Piece.chain(session.table, session.committed_len, chunk, keep))
         return jobs, pieces
@@ -238,12 +239,12 @@ class Worker(BatchingThread):
         began = time.perf_counter_ns()
         answer: SessionOpened | Verdict
         if job.step is None:
+            if session.request.want_prompt_log_probs:
+                session.score_prompt(session.committed_len, logits)
             session.commit(list(piece.tokens), None if features is None else features.cpu())
             if job.prefill_left:
                 return
-            answer = SessionOpened(
-                session.fence, session.first_root(logits[-1]), self._prompt_features(session), shared
-            )
+            answer = session.opened(logits[-1], self._prompt_features(session), shared)
         else:
             base = session.committed_len
             verdict, kept = session.judge(job.step, job.tree, job.verified, logits, features)
