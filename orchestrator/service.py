@@ -182,7 +182,7 @@ class GenerationServicer:
             scored, top = opened.prompt_log_probs[: prompt_tokens - 1], opened.prompt_top[: prompt_tokens - 1]
             send(replace(started, prompt_ids=tuple(ids[:prompt_tokens]), prompt_log_probs=scored, prompt_top=top))
 
-        stream = TextStream(self.codec, ids[:prompt_tokens], request.stop)
+        stream = TextStream(self.codec, ids[:prompt_tokens], request.stop, request.min_tokens)
         output = Output(request, prompt_tokens, stream, plan.stop_ids, plan.max_new_tokens, chunks.add)
         verifier = TargetSession(self.verifiers, opening)
         policy = self._policy(request, plan)

@@ -107,9 +107,9 @@ def _refuse(message: str) -> None:
 class TextStream:
     """Turns one answer's ids into text, whole characters only, and watches for stop strings."""
 
-    def __init__(self, codec: TextCodec | None, before: Sequence[int], stops: Sequence[str]) -> None:
-        """`before`: the ids in front of the answer."""
-        self._codec, self._stops = codec, stops
+    def __init__(self, codec: TextCodec | None, before: Sequence[int], stops: Sequence[str], least: int = 0) -> None:
+        """`before`: the ids in front of the answer. No stop string ends its first `least` tokens."""
+        self._codec, self._stops, self._least = codec, stops, least
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._pending: list[int] = []  # ids whose characters are not complete
         self._held = ""  # text that may turn out to begin a stop string
@@ -121,11 +121,14 @@ class TextStream:
         """Text that is certain now that `token` came, and whether a stop string was met (and cut off)."""
         if self._codec is None:
             return "", False
+        self._least -= 1
         self._pending.append(token)
         piece = self._decoder.step(self._codec.tokenizer, token)
         if piece is None:
             return "", False
         self._pending.clear()
+        if self._least >= 0:
+            return piece, False
         return self._release(self._held + piece)
 
     def alone(self, token: int) -> str:

@@ -6,14 +6,17 @@ import itertools
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from coppice.client.completion import Accumulator, Completion
-from coppice.messages.generation import Chunk, Finished, FinishReason, Started
+from coppice.messages.generation import Chunk, FinishReason, Started
+from coppice.messages.steps import TopLogProbs
 
-Event = Started | Chunk | Finished
+from ..service import Event
+from .bodies import ChatBody, CompletionBody
+
 Json = dict[str, Any]
 
 REASONS: dict[FinishReason, str] = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
@@ -43,85 +46,118 @@ class Shape:
             said = {"delta": {"content": text}} if part else {"message": {"role": "assistant", "content": text}}
         return {"index": index, **said, "logprobs": log_probs, "finish_reason": reason}
 
-    def log_probs(self, pieces: Sequence[str], values: Sequence[float], offset: int) -> Json | None:
-        """The log-probabilities of tokens, of which the first one's text begins at `offset`; None without any."""
-        if not values:
-            return None
+    def log_probs(self, tokens: Sequence[Told], offset: int) -> Json | None:
+        """The log-probabilities of tokens, of which the first one's text begins at `offset`."""
         if self.chat:
-            tokens = [
-                {"token": piece, "logprob": value, "bytes": list(piece.encode()), "top_logprobs": []}
-                for piece, value in zip(pieces, values, strict=True)
+            content = [
+                {**_entry(one.text, one.log_prob), "top_logprobs": [_entry(*best) for best in one.top]}
+                for one in tokens
             ]
-            return {"content": tokens, "refusal": None}
-        offsets = itertools.accumulate(map(len, pieces[:-1]), initial=offset)
+            return {"content": content, "refusal": None}
+        offsets = itertools.accumulate((len(one.text) for one in tokens[:-1]), initial=offset)
         return {
-            "tokens": list(pieces),
-            "token_logprobs": list(values),
-            "top_logprobs": None,
-            "text_offset": list(offsets),
+            "tokens": [one.text for one in tokens],
+            "token_logprobs": [one.log_prob for one in tokens],
+            "top_logprobs": [dict(one.top) if one.top else None for one in tokens],
+            "text_offset": list(offsets) if tokens else [],
         }
 
 
-@dataclass(slots=True)
+def _entry(text: str, log_prob: float | None) -> Json:
+    return {"token": text, "logprob": log_prob, "bytes": list(text.encode())}
+
+
+class Told(NamedTuple):
+    """A token as clients are told of it: its text, its log-probability (None at the prompt's begin), the best ones."""
+
+    text: str
+    log_prob: float | None
+    top: list[tuple[str, float]]
+
+
 class Choice:
     """One answer as its events come in."""
 
-    index: int
-    seed: int
-    folded: Accumulator = field(init=False)
-    pieces: list[str] = field(default_factory=list)
-    chars: int = 0
+    def __init__(self, seed: int, text_of: Callable[[int], str]) -> None:
+        """text_of: the text of an id by itself."""
+        self.folded = Accumulator(seed)
+        self._text_of = text_of
+        self.prompt: list[Told] = []
+        self.tokens: list[Told] = []
+        self.chars = 0
+        """of the tokens' texts"""
 
-    def __post_init__(self) -> None:
-        self.folded = Accumulator(self.seed)
-
-    def add(self, event: Event) -> None:
-        """Take in an event."""
+    def add(self, event: Event) -> list[Told]:
+        """Take in an event; returns what its tokens' log-probabilities are, when they are wanted."""
         self.folded.add(event)
-        if isinstance(event, Chunk):
-            self.pieces += event.pieces
-            self.chars += len(event.text)
+        if isinstance(event, Started) and event.prompt_ids:
+            scored = (None, *event.prompt_log_probs)
+            self.prompt = self._told(event.prompt_ids, scored, [None, *event.prompt_top] if event.prompt_top else [])
+        if not isinstance(event, Chunk):
+            return []
+        new = self._told(event.ids, event.log_probs, event.top) if event.log_probs else []
+        self.tokens += new
+        self.chars += sum(len(one.text) for one in new)
+        return new
+
+    def _told(
+        self, ids: Sequence[int], log_probs: Sequence[float | None], top: Sequence[TopLogProbs | None]
+    ) -> list[Told]:
+        best = [
+            [
+                (self._text_of(token), value)
+                for token, value in zip(row.ids.tolist(), row.log_probs.tolist(), strict=True)
+            ]
+            if row is not None
+            else []
+            for row in top or [None] * len(ids)
+        ]
+        return list(map(Told, map(self._text_of, ids), log_probs, best))
 
 
 class Answer:
     """An HTTP request's answer: its choices in one body, or as parts of a stream."""
 
-    def __init__(self, model: str, shape: Shape, seeds: Sequence[int], metrics: bool) -> None:
-        """metrics: also tell vLLM's of speculative decoding."""
-        self.shape, self._metrics = shape, metrics
-        self.choices = [Choice(index, seed) for index, seed in enumerate(seeds)]
-        self._head: Json = {"id": shape.prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model}
+    def __init__(
+        self, model: str, body: CompletionBody | ChatBody, seeds: Sequence[int], text_of: Callable[[int], str]
+    ) -> None:
+        """text_of: the text of an id by itself."""
+        self.shape, self._metrics = Shape(isinstance(body, ChatBody)), body.include_metrics
+        self._usage_too = body.stream_options.include_usage
+        self._scored = body.logprobs is not None and body.logprobs is not False
+        self._echo = isinstance(body, CompletionBody) and body.echo
+        self._only_prompt = self._echo and not body.max_tokens
+        self.choices = [Choice(seed, text_of) for seed in seeds]
+        self._head: Json = {"id": self.shape.prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model}
 
-    def add(self, index: int, event: Event) -> None:
+    def add(self, index: int, event: Event) -> list[Told]:
         """Take in an event of a choice."""
-        self.choices[index].add(event)
+        return self.choices[index].add(event)
 
     def whole(self) -> Json:
         """The body of a request that is not streamed."""
         answers = [choice.folded.completion() for choice in self.choices]
-        choices = [
-            self.shape.choice(
-                choice.index,
-                answer.text,
-                self.shape.log_probs(choice.pieces, answer.log_probs, 0),
-                REASONS[answer.finish_reason],
-                part=False,
-            )
-            for choice, answer in zip(self.choices, answers, strict=True)
-        ]
+        choices = []
+        for index, (choice, answer) in enumerate(zip(self.choices, answers, strict=True)):
+            text, tokens = ("", []) if self._only_prompt else (answer.text, choice.tokens)
+            if self._echo:
+                text, tokens = "".join(one.text for one in choice.prompt) + text, [*choice.prompt, *tokens]
+            log_probs = self.shape.log_probs(tokens, 0) if self._scored else None
+            choices.append(self.shape.choice(index, text, log_probs, REASONS[answer.finish_reason], part=False))
         head = {"object": self.shape.kind(part=False), **self._head, "choices": choices}
         return {**head, "usage": usage(answers), **self._ours(answers)}
 
-    def parts(self, index: int, event: Event, usage_too: bool) -> Iterator[Json]:
-        """What an event of a choice adds to the stream. usage_too: OpenAI then sends `usage: null` in every part."""
-        choice = self.choices[index]
-        null: Json = {"usage": None} if usage_too else {}
+    def parts(self, index: int, event: Event) -> Iterator[Json]:
+        """Take in an event of a choice, and make the parts of the stream that it is."""
+        choice, before = self.choices[index], self.choices[index].chars
+        new = self.add(index, event)
+        null: Json = {"usage": None} if self._usage_too else {}  # as OpenAI sends it in every part but the last one
         if isinstance(event, Started):
             if self.shape.chat:
                 opened = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
                 yield {**self._part([{**opened, "finish_reason": None}]), **null}
         elif isinstance(event, Chunk):
-            log_probs = self.shape.log_probs(event.pieces, event.log_probs, choice.chars - len(event.text))
+            log_probs = self.shape.log_probs(new, before) if self._scored else None
             if event.text or log_probs:
                 yield {**self._part([self.shape.choice(index, event.text, log_probs, None, part=True)]), **null}
         else:
@@ -130,9 +166,10 @@ class Answer:
                 ended["delta"] = {}
             yield {**self._part([ended]), **self._ours([choice.folded.completion()]), **null}
 
-    def usage_part(self) -> Json:
-        """The last part of a stream that was asked for usage: no choice, all tokens."""
-        return {**self._part([]), "usage": usage([choice.folded.completion() for choice in self.choices])}
+    def last_parts(self) -> Iterator[Json]:
+        """What comes behind all choices: of a stream that was asked for it the usage, with no choice."""
+        if self._usage_too:
+            yield {**self._part([]), "usage": usage([choice.folded.completion() for choice in self.choices])}
 
     def _part(self, choices: Sequence[Json]) -> Json:
         return {"object": self.shape.kind(part=True), **self._head, "choices": list(choices)}

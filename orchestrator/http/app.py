@@ -8,6 +8,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -21,9 +22,10 @@ from coppice.messages.generation import GenerationRequest
 from coppice.wire.generation import request_to_wire
 
 from ..service import Event, GenerationServicer
+from ..tokenizer import TextCodec
 from . import errors
-from .answers import Answer, Shape
-from .bodies import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody
+from .answers import Answer
+from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 T = TypeVar("T")
 Events = AsyncGenerator[tuple[int, Event], None]
@@ -72,11 +74,11 @@ def make_app(servicer: GenerationServicer) -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        return await _answer(servicer, request, body, Shape(chat=False))
+        return await _answer(servicer, request, body)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        return await _answer(servicer, request, body, Shape(chat=True))
+        return await _answer(servicer, request, body)
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
@@ -104,16 +106,16 @@ def _check_model(wanted: str, served: str) -> None:
         raise NotFound(f"the model {wanted!r} does not exist here; {served!r} is served")
 
 
-async def _answer(servicer: GenerationServicer, request: Request, body: Sampled, shape: Shape) -> Response:
+async def _answer(servicer: GenerationServicer, request: Request, body: CompletionBody | ChatBody) -> Response:
     """Answer all choices of a body, whole or as a stream. An error before the first event is a status."""
     _check_model(body.model, servicer.target.name)
     asked = body.requests(secrets.randbits(_SEED_BITS))
-    answer = Answer(servicer.target.name, shape, [seed for seed, _ in asked], body.include_metrics)
+    answer = Answer(servicer.target.name, body, [seed for seed, _ in asked], partial(_text_of, servicer.codec))
     events = _events(servicer, [one for _, one in asked])
     if not body.stream:
         return await _unless_gone(request, _whole(answer, events))
     first = await _unless_gone(request, anext(events))
-    parts = _stream(answer, first, events, body.stream_options.include_usage)
+    parts = _stream(answer, first, events)
     return EventSourceResponse(parts, sep="\n", ping=_PING_S, send_timeout=servicer.settings.limits.idle_s)
 
 
@@ -124,22 +126,24 @@ async def _whole(answer: Answer, events: Events) -> Response:
     return Response(json.dumps(answer.whole()), media_type="application/json")
 
 
-async def _stream(answer: Answer, first: tuple[int, Event], events: Events, usage_too: bool) -> AsyncIterator[Any]:
+async def _stream(answer: Answer, first: tuple[int, Event], events: Events) -> AsyncIterator[dict[str, str]]:
     """The parts of a stream, as data of server-sent events. An error is the last part but `[DONE]`."""
     async with contextlib.aclosing(events):
         try:
             one: tuple[int, Event] | None = first
             while one is not None:
-                index, event = one
-                answer.add(index, event)
-                for part in answer.parts(index, event, usage_too):
+                for part in answer.parts(*one):
                     yield {"data": json.dumps(part)}
                 one = await anext(events, None)
-            if usage_too:
-                yield {"data": json.dumps(answer.usage_part())}
+            for part in answer.last_parts():
+                yield {"data": json.dumps(part)}
         except Exception as error:
             yield {"data": json.dumps(errors.told(error)[1])}
     yield {"data": "[DONE]"}
+
+
+def _text_of(codec: TextCodec | None, token: int) -> str:
+    return codec.tokenizer.decode([token], skip_special_tokens=False) if codec else str(token)
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

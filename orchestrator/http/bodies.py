@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from coppice.client.client import Options, build_request
 from coppice.errors import InvalidField
+from coppice.limits import MAX_TOP_LOG_PROBS
 from coppice.messages.generation import ChatMessage, GenerationRequest
 
 MOST_CHOICES = 16
@@ -74,6 +76,7 @@ class Sampled(Body):
     logit_bias: Annotated[dict[str, float], Field(description="by token id")] = {}
     seed: Annotated[int | None, Field(description="of choice 0; choice i has seed + i; none: one is drawn")] = None
     stop: str | list[str] = []
+    min_tokens: Annotated[int, Field(ge=0, description="new tokens before which nothing ends the text")] = 0
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -116,9 +119,20 @@ class CompletionBody(Sampled):
     """The body of POST /v1/completions."""
 
     prompt: Annotated[str | list[str] | list[int] | list[list[int]], Field(description="text or ids, one or several")]
-    max_tokens: Annotated[int, Field(ge=1)] = _COMPLETION_TOKENS
-    logprobs: Annotated[int | None, Field(ge=0, le=0, description="0: log-probabilities of the tokens")] = None
-    echo: Literal[False] = False
+    max_tokens: Annotated[int, Field(ge=0, description="0 only with echo")] = _COMPLETION_TOKENS
+    logprobs: Annotated[
+        int | None,
+        Field(ge=0, le=MAX_TOP_LOG_PROBS, description="log-probabilities of the tokens, and of so many best"),
+    ] = None
+    echo: Annotated[bool, Field(description="begin with the prompt; not in a stream")] = False
+
+    @model_validator(mode="after")
+    def _echo_fits(self) -> CompletionBody:
+        if self.echo and self.stream:
+            raise ValueError("echo is served without stream")
+        if not self.max_tokens and not self.echo:
+            raise ValueError("max_tokens is 0 with echo alone")
+        return self
 
     def prompts(self) -> list[str | list[int]]:
         """Each of the prompts. Raises InvalidField when there is none."""
@@ -130,9 +144,11 @@ class CompletionBody(Sampled):
 
     def requests(self, drawn: int) -> list[tuple[int, GenerationRequest]]:
         """The seed and the request of each choice, prompt by prompt. Raises InvalidField."""
-        options: Options = {**self.asks, "max_new_tokens": self.max_tokens, "log_probs": self.logprobs is not None}
+        scored = self.logprobs is not None
+        options: Options = {**self.asks, "max_new_tokens": self.max_tokens or 1, "log_probs": scored}
+        told = {"top_log_probs": self.logprobs or 0, "want_prompt_log_probs": self.echo, "min_tokens": self.min_tokens}
         return [
-            (seed, build_request(prompt, **{**options, "seed": seed}))
+            (seed, replace(build_request(prompt, **{**options, "seed": seed}), **told))
             for prompt in self.prompts()
             for seed in self.seeds(drawn)
         ]
@@ -170,14 +186,23 @@ class ChatBody(Sampled):
     max_tokens: Annotated[int | None, Field(ge=1, description="the older name of max_completion_tokens")] = None
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] = 0
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOG_PROBS, description="only with logprobs")] = 0
+
+    @model_validator(mode="after")
+    def _top_fits(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs")
+        return self
 
     def requests(self, drawn: int) -> list[tuple[int, GenerationRequest]]:
         """The seed and the request of each choice. Raises InvalidField."""
         most = self.max_completion_tokens or self.max_tokens or 0
         options: Options = {**self.asks, "max_new_tokens": most, "log_probs": self.logprobs}
         messages = [message.plain for message in self.messages]
-        return [(seed, build_request(messages, **{**options, "seed": seed})) for seed in self.seeds(drawn)]
+        told = {"top_log_probs": self.top_logprobs, "min_tokens": self.min_tokens}
+        return [
+            (seed, replace(build_request(messages, **{**options, "seed": seed}), **told)) for seed in self.seeds(drawn)
+        ]
 
 
 class TokenizeBody(Body):
