@@ -44,6 +44,7 @@ class Ready:
     health: str
     metrics: str
     pid: int
+    http: str = ""
 
 
 def environment(path: Path | None) -> dict[str, str]:
