@@ -50,6 +50,9 @@ containers:
       - {name: grpc, containerPort: {{ .role.port }}}
       - {name: health, containerPort: 8081}
       - {name: metrics, containerPort: 9090}
+      {{- if eq $component.role "orchestrator" }}
+      - {name: http, containerPort: 8000}
+      {{- end }}
     startupProbe: # nothing listens before the weights are loaded
       grpc: {port: 8081, service: {{ .role.service }}}
       periodSeconds: 5

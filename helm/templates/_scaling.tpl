@@ -76,7 +76,7 @@ spec:
   policyTypes: [Ingress, Egress]
   ingress:
     {{- if or .role.callers (eq .component.role "orchestrator") }}
-    - ports: [{port: {{ .role.port }}}]
+    - ports: [{port: {{ .role.port }}}{{ if eq .component.role "orchestrator" }}, {port: 8000}{{ end }}]
       from:
         {{- range ternary .role.callers (without .role.callers "adapter") (and .root.Values.adapter.enabled .values.adapt | default false) }}
         - {{ include "coppice.peer" (list $root .) }}
