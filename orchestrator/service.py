@@ -143,7 +143,7 @@ class GenerationServicer:
         output = Output(request, prompt_tokens, stream, plan.stop_ids, plan.max_new_tokens, chunks.add)
         verifier = TargetSession(self.verifiers, opening)
         policy = self._policy(request, plan)
-        drafting = Drafting(heads, plan.draft_deadline_s)
+        drafting = Drafting(heads, policy, plan.draft_deadline_s)
         decoding = Decoding(request, plan, Committed(ids), verifier, drafting, policy, output, self.metrics)
         self.metrics.running.inc()
         load, finished = self.seats.used, False

@@ -1,7 +1,7 @@
 """`auto`: which heads to ask in a step, if any, from what steps lately gained and took.
 
-A choice is an *arm*: plain, one head, or all heads routed or merged. Its rate is the tokens that a step commits over
-the seconds that it takes,
+A choice is an *arm*: plain, one head, a cascade of two, or all heads routed or merged. Its rate is the tokens that a
+step commits over the seconds that it takes,
 
     rate = (1 + gain) / (plain step + extra),
 
@@ -17,6 +17,9 @@ and its load, and all sessions share them (statistics.py). Four rules choose:
    so what exploring costs is bounded whatever the arms are like: arms that lose little are tried often, hopeless ones
    hardly ever.
 
+A cascade asks the quickest head first, and the one that goes best with it where the step is faster so (`goes_on` in
+text_estimates.py). Only a single text is played so.
+
 Luck is one standard deviation of what is known of a gain. The choice is deterministic given what steps took and gained.
 """
 
@@ -26,7 +29,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from orchestrator.auto.arms import PLAIN, SINGLE, Arm
+from orchestrator.auto.arms import CASCADE, PLAIN, SINGLE, Arm
 from orchestrator.auto.statistics import Statistics
 from orchestrator.auto.text_estimates import FIRST_STEPS, TEXT_STEPS, TextEstimates, Turn
 
@@ -41,13 +44,14 @@ RUN = 4  # rounds an arm is tried in a row: the first one may have to open strea
 class StepSeen:
     """What a step came to.
 
-    rows_s: what all sessions' draft nodes took of its forward, 0 when nobody knows. opening: an asked head had first to
-    take in the text, so that the step says nothing of later ones.
+    rows_s: what all sessions' draft nodes took of its forward, 0 when nobody knows. asked: the heads that were.
+    opening: one of them had first to take in the text, so that the step says nothing of later ones.
     """
 
     seconds: float
     rows_s: float
     accepted: int
+    asked: tuple[int, ...] = ()
     opening: bool = False
 
 
@@ -95,6 +99,8 @@ class Chooser:
         self.texts.append(text)
         self.statistics.load = len(self.texts).bit_length()
         self._trying = 0  # it would have to open what is tried
+        if self._now == CASCADE:
+            self._chosen_until = 0
         if text.sampled not in self._kinds:
             self._kinds.add(text.sampled)
             self.allowance_s += FIRST_SAVED_S
@@ -127,7 +133,7 @@ class Chooser:
         arm.rounds[text.sampled] += 1 / max(1, len(self.texts))
         known.plain.bound(known.load, step.seconds - step.rows_s)
         extra_s = max(0.0, step.seconds - (known.plain.at(known.load) or step.seconds))
-        text.opened.update(text.arms[name].heads)
+        text.opened.update(step.asked)
         if step.opening:
             arm.opening.see(known.load, max(0.0, extra_s - (arm.extra.at(known.load) or 0.0)), step.seconds)
             return
@@ -151,6 +157,7 @@ class Chooser:
         if self._trying > 0:
             self._trying -= 1
             return
+        text.pair_heads()
         worth = self._worth(text)
         best = PLAIN if hint == 0 else max(worth, key=lambda name: worth[name].rate)
         self._best = self._now = best
@@ -176,6 +183,8 @@ class Chooser:
         """
         count, gains, worth = len(self.texts), [each.gains() for each in self.texts], {}
         for name in text.arms:
+            if name == CASCADE and count > 1:  # some would have to wait for those whose second head drafts
+                continue
             gain = sum([each[name] for each in gains]) / count
             own = sum([each.own[name].steps for each in self.texts]) / count
             usual = sum([each.usual(name).steps for each in self.texts]) / count

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from orchestrator.auto.arms import PLAIN, SINGLE, arms_of
+from orchestrator.auto.arms import CASCADE, PLAIN, SINGLE, arms_of
 from orchestrator.auto.statistics import Gain, Statistics
 
 FIRST_GAIN, FIRST_STEPS = 1.0, 4.0  # what an arm is thought to gain before it was tried, and how many steps that weighs
@@ -46,6 +47,32 @@ class TextEstimates:
         joint = JOINT_GAIN * max(usual.values())
         usual |= {name: self.usual(name).mean(joint, FIRST_STEPS) for name in self.arms if name not in usual}
         return {name: self.own[name].mean(gain, TEXT_STEPS) for name, gain in usual.items()}
+
+    def pair_heads(self) -> None:
+        """Make a cascade of the quickest head and of the one that commits most tokens a second behind it."""
+        if CASCADE not in self.arms:
+            return
+        cascade, plain_s, gains = self.arms[CASCADE], self.statistics.step_s(PLAIN), self.gains()
+        names = [SINGLE + head for head in cascade.policy.heads]
+        extras = [self.statistics.step_s(name) - plain_s for name in names]
+        quick = min(range(len(names)), key=extras.__getitem__)
+        rates = {
+            at: (1 + gains[name]) / (plain_s + extras[quick] + extras[at])
+            for at, name in enumerate(names)
+            if at != quick
+        }
+        self.arms[CASCADE] = replace(cascade, heads=(quick, max(rates, key=rates.__getitem__)))
+
+    def goes_on(self, promised: float) -> bool:
+        """Whether a cascade's step is faster with its second head, if the first one promises so many accepted drafts.
+
+        It is the step's own rate that counts: what the first head does not know must be passed in any case.
+        """
+        cascade, known = self.arms[CASCADE], self.statistics
+        quick, second = [SINGLE + cascade.policy.heads[at] for at in cascade.heads]
+        quick_s = known.step_s(quick)
+        both_s = quick_s + known.step_s(second) - known.step_s(PLAIN)
+        return (1 + max(promised, self.gains()[second])) / both_s > (1 + promised) / quick_s
 
     def gained(self, name: str, accepted: int) -> None:
         """Take in what an arm gained in a step, or would have gained."""
