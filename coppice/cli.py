@@ -19,7 +19,16 @@ if TYPE_CHECKING:
 
 GOOD, CHECK_FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
 # What a missing one of these means to people: the extra that brings it.
-SERVE_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "jinja2", "matplotlib", "psutil")
+SERVE_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "jinja2",
+    "matplotlib",
+    "psutil",
+    "huggingface_hub",
+)
 WATCH_S = 0.5
 
 app = typer.Typer(
@@ -30,6 +39,13 @@ app = typer.Typer(
 )
 
 Address = Annotated[str | None, typer.Option(help="HOST:PORT; default COPPICE_ADDRESS, else 127.0.0.1:50051.")]
+Head = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=KIND[:DIR]",
+        help="A draft head (repeatable). KIND: bigram, lookup, lm, eagle3, specblock, medusa, parallelspec or falcon.",
+    ),
+]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures as JSON.")]
 
 
@@ -40,7 +56,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in SERVE_PACKAGES:
             raise
-        _fail(f"{error.name} is not installed: pip install 'coppice[serve]' (or [train])", USAGE)
+        _fail(f"{error.name} is not installed: pip install 'coppice-serve[serve]' (or [train])", USAGE)
     except Exception as error:
         from coppice.errors import CoppiceError
 
@@ -82,15 +98,17 @@ def _root(
 
 @app.command()
 def up(
-    target: Annotated[Path | None, typer.Option(help="Model folder; default: the demo's target and heads.")] = None,
-    head: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=KIND[:DIR]",
-            help="A draft head (repeatable); its KIND: bigram, lookup, lm, eagle3, specblock, medusa, parallelspec or "
-            "falcon.",
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A model's folder, or its name on the Hugging Face Hub; default: the demo's target and heads."
         ),
     ] = None,
+    target: Annotated[Path | None, typer.Option(help="The same, if it is a folder.")] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a model on the Hub; default: main.")
+    ] = None,
+    head: Head = None,
     policy: Annotated[str | None, typer.Option(help="Default policy.")] = None,
     device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
     dtype: Annotated[
@@ -102,6 +120,7 @@ def up(
     ready_file: Annotated[Path | None, typer.Option(help="File to write addresses to once healthy.")] = None,
 ) -> None:
     """Start a verifier, drafters and an orchestrator here, until Ctrl-C."""
+    from coppice.commands.hub import find_model
     from coppice.stack.launch import Stack
     from coppice.stack.options import stack_spec
     from coppice.stack.spec import DEFAULT_ADAPTER_PORT
@@ -111,7 +130,8 @@ def up(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
     options = {"policy": policy, "device": device, "dtype": dtype, "port": port}
     extra = {"adapter": {"server.port": 0 if port == 0 else DEFAULT_ADAPTER_PORT}}
-    spec = stack_spec(target, head, **options, adapt=adapt, extra=extra)
+    folder, name = find_model(model, target, revision)
+    spec = stack_spec(folder, head, name=name, **options, adapt=adapt, extra=extra)
     stack = Stack(spec)
     try:
         with stack:
@@ -250,28 +270,29 @@ def serve(
     """Run one service in this process."""
     from coppice.stack.child import OPENMP_SPINS
     from coppice.stack.launch import MODULES
+    from coppice.stack.process import environment
     from coppice.stack.spec import checkout
 
     if role not in MODULES:
         raise typer.BadParameter(f"{role!r} is not one of {', '.join(MODULES)}", param_hint="ROLE")
-    inherited = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(checkout()), *([inherited] if inherited else [])])
-    os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)
-    os.execv(sys.executable, [sys.executable, "-m", MODULES[role], *(arguments or [])])  # noqa: S606
+    command = [sys.executable, "-m", MODULES[role], *(arguments or [])]
+    os.execve(sys.executable, command, {"GOMP_SPINCOUNT": OPENMP_SPINS, **environment(checkout())})  # noqa: S606
 
 
 @app.command()
 def demo(
+    target: Annotated[Path | None, typer.Option(help="Model folder; default: the shipped models.")] = None,
+    head: Head = None,
     json_file: JsonFile = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also save what is shown as a picture.")] = None,
 ) -> None:
-    """Start everything with the shipped models, stream three answers, compare the policies."""
+    """Start everything, with the shipped models if you name none, stream three answers, compare the policies."""
     from rich.console import Console
 
     from coppice.commands.demo import demo as run
 
     console = Console(record=svg is not None)
-    good = run(console, json_file)
+    good = run(console, json_file, target, head)
     if svg:
         console.save_svg(str(svg), title="coppice demo")
     raise typer.Exit(GOOD if good else CHECK_FAILED)

@@ -4,47 +4,65 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from functools import partial
 from typing import Any
 
 from coppice.adaptation.producer import Producer
 from coppice.config.settings import Settings
+from coppice.rpc import tracing
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory, directory, drafter_pools
 from coppice.rpc.server import Serving, run_service
 from coppice.rpc.tokens import Tokens
 from coppice.telemetry import OrchestratorMetrics, SignalMetrics, serve_metrics
 from coppice.v1 import generation_pb2
-from orchestrator.drafters import HeadPool, feature_layers
-from orchestrator.feedback import Signals
-from orchestrator.replicas import Pool
-from orchestrator.service import GenerationServicer
-from orchestrator.tokenizer import TextCodec
-from orchestrator.verifiers import TargetPool
+
+from .drafters import HeadPool, feature_layers
+from .feedback import Signals
+from .replicas import Pool
+from .service import GenerationServicer
+from .tokenizer import TextCodec
+from .verifiers import TargetPool
 
 
-async def _follow(pool: Pool[Any], where: Directory, metrics: OrchestratorMetrics) -> None:
+async def _follow(pool: Pool[Any], where: Directory) -> None:
     """Keep a pool as its directory says, and look at its replicas, until cancelled."""
-    metrics.replicas_fit.labels(pool.name).set_function(lambda: sum(replica.fit for replica in pool.replicas))
     async with asyncio.TaskGroup() as group:
         group.create_task(where.run(pool.update))
         group.create_task(pool.watch())
 
 
+def _gauge(metrics: OrchestratorMetrics, servicer: GenerationServicer) -> None:
+    """Have scrapes read what is known anyway."""
+    pools: list[Pool[Any]] = [servicer.verifiers, *servicer.heads.values()]
+    for pool in pools:
+        metrics.replicas_fit.labels(pool.name).set_function(partial(_fit, pool))
+    metrics.running.set_function(lambda: servicer.seats.used)
+    metrics.waiting.set_function(lambda: servicer.seats.waiting)
+    metrics.kv_usage.set_function(lambda: servicer.verifiers.kv_usage)
+
+
+def _fit(pool: Pool[Any]) -> int:
+    return sum(replica.fit for replica in pool.replicas)
+
+
 async def serve(settings: Settings) -> int:
     """Reach the verifiers and serve until told to stop; returns the exit code."""
     told = settings.orchestrator
+    tracing.start(settings.telemetry, "orchestrator")
     at = directory(told.verifiers, "verifier", "", settings.directory, "orchestrator.verifiers")
     heads_at = drafter_pools(told.heads, settings.directory, "orchestrator.heads")
-    metrics, dialer = OrchestratorMetrics(), Dialer(settings.limits, settings.tls)
+    dialer = Dialer(settings.limits, settings.tls)
     codec = TextCodec.find(told.target)
     verifiers = TargetPool(at.addresses, dialer, told.failover_s)
-    following = [asyncio.create_task(_follow(verifiers, at, metrics))]
+    following = [asyncio.create_task(_follow(verifiers, at))]
     target = await verifiers.first_target()
+    metrics = OrchestratorMetrics(target.name, target.dtype)
     heads = {
         name: HeadPool(name, where.addresses, dialer, metrics, target.layers, target.vocab_size)
         for name, where in heads_at.items()
     }
-    following += [asyncio.create_task(_follow(heads[name], where, metrics)) for name, where in heads_at.items()]
+    following += [asyncio.create_task(_follow(heads[name], where)) for name, where in heads_at.items()]
     failed = asyncio.Event()
     for task in following:
         task.add_done_callback(lambda done: None if done.cancelled() else failed.set())
@@ -54,6 +72,7 @@ async def serve(settings: Settings) -> int:
     if signals is not None:
         producer.start()
     servicer = GenerationServicer(settings, target, verifiers, heads, codec, metrics, signals)
+    _gauge(metrics, servicer)
     tokens = Tokens(told.tokens, metrics.client_requests) if told.tokens else None
     serving = Serving(settings.server, settings.limits, "orchestrator", settings.tls, tokens)
     port = serve_metrics(metrics.registry, settings.server.host, settings.server.metrics_port)

@@ -8,11 +8,12 @@ from coppice.speculation.policy import Policy
 from coppice.speculation.routing import outcomes, sum_confidence
 from coppice.speculation.tree import prune
 from coppice.telemetry import OrchestratorMetrics
-from orchestrator.auto.arms import PLAIN, SINGLE, Arm
-from orchestrator.auto.chooser import Chooser, StepSeen
-from orchestrator.auto.text_estimates import TextEstimates
-from orchestrator.policies import StepPolicy
-from orchestrator.step import Step
+
+from .auto.arms import PLAIN, SINGLE, Arm
+from .auto.chooser import Chooser, StepSeen
+from .auto.text_estimates import TextEstimates
+from .policies import StepPolicy
+from .step import Step
 
 
 class AutoPolicy(StepPolicy):

@@ -11,9 +11,11 @@ import structlog
 
 from coppice.errors import CoppiceError
 from coppice.messages.steps import DraftOpened, TreeDelta
+from coppice.rpc.tracing import metadata
 from coppice.v1 import drafter_pb2
 from coppice.wire import drafter
-from orchestrator.drafters import DrafterReplica
+
+from .drafters import DrafterReplica
 
 log = structlog.get_logger()
 
@@ -35,7 +37,7 @@ class DraftStream:
         self._tasks: set[asyncio.Task[None]] = set()
         self._writing: asyncio.Task[None] | None = None
         replica.taken()
-        self._call: grpc.aio.StreamStreamCall = replica.stub.Draft()
+        self._call: grpc.aio.StreamStreamCall = replica.stub.Draft(metadata=metadata())
         self._spawn(self._listen())
 
     @property

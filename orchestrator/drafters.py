@@ -18,7 +18,8 @@ from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import drafter_pb2
 from coppice.v1.drafter_pb2_grpc import DrafterServiceStub
 from coppice.wire import drafter
-from orchestrator.replicas import Pool, Replica
+
+from .replicas import PROBE_S, Pool, Replica
 
 log = structlog.get_logger()
 
@@ -70,11 +71,11 @@ class HeadPool(Pool[DrafterReplica]):
         """A replica at an address."""
         return DrafterReplica(address, self._dialer)
 
-    async def describe(self, replica: DrafterReplica, timeout_s: float) -> None:
+    async def describe(self, replica: DrafterReplica) -> None:
         """The first that answers says which features the head reads; one that reads others is never used, nor one that
         reads what the target does not have, or has another vocabulary.
         """
-        told = await replica.stub.DescribeHead(drafter_pb2.DescribeHeadRequest(), timeout=timeout_s)
+        told = await replica.stub.DescribeHead(drafter_pb2.DescribeHeadRequest(), timeout=PROBE_S)
         head = drafter.read_head(told)
         why = self._why_not(head)
         if why and why != replica.unfit:

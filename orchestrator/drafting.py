@@ -11,9 +11,10 @@ from coppice.speculation.calibration import step_log_probs
 from coppice.speculation.policy import UNION
 from coppice.speculation.routing import outcomes
 from coppice.speculation.watch import best_path
-from orchestrator.head_session import HeadSession
-from orchestrator.policies import StepPolicy
-from orchestrator.step import NO_DRAFT, Committed, Draft, Step
+
+from .head_session import HeadSession
+from .policies import StepPolicy
+from .step import NO_DRAFT, Committed, Draft, Step
 
 
 class Drafting:

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from coppice.errors import InvalidField, Unavailable
 from coppice.messages.generation import ChatMessage
-from orchestrator.tokenizer import TextCodec, no_room
+
+from .tokenizer import TextCodec, no_room
 
 SHORT_CHARS = 4096  # a text of this length is encoded in a few milliseconds
 _NICENESS = 5  # running sessions come first
@@ -69,7 +70,7 @@ class Encoder:
         if self._process is None:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", "orchestrator.encoder", str(self._codec.folder), str(self._most_ids)),
+                *("-m", __name__, str(self._codec.folder), str(self._most_ids)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
             )

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from coppice.adaptation.producer import Producer
 from coppice.adaptation.records import QueryRecord
-from orchestrator.head_session import HeadSession
-from orchestrator.step_loop import Decoding
+
+from .head_session import HeadSession
+from .step_loop import Decoding
 
 LAST_MISS_S = 2.0  # how long a drafter may take to say the last one
 

@@ -17,9 +17,10 @@ from coppice.messages.steps import Advance, DraftOpened, DraftStep, Features, Fe
 from coppice.speculation.routing import first_miss
 from coppice.speculation.tree import DraftTree, TreeError, extend, validate
 from coppice.wire import drafter
-from orchestrator.draft_stream import DraftStream
-from orchestrator.drafters import HeadPool
-from orchestrator.step import NO_DRAFT, Committed, Draft
+
+from .draft_stream import DraftStream
+from .drafters import HeadPool
+from .step import NO_DRAFT, Committed, Draft
 
 _MISSES_TO_COOL_DOWN = 2.0
 _FORGIVEN = 0.125  # of a miss, by a draft in time: more than one miss in nine steps adds up

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 from coppice.errors import InvalidField
 from coppice.messages.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, StepTree
-from orchestrator.step import Step
-from orchestrator.tokenizer import TextStream
+
+from .step import Step
+from .tokenizer import TextStream
 
 Scored = tuple[int, float]
 """a token and its raw log-probability"""
@@ -91,6 +92,7 @@ class Output:
         timings, times = self.result.timings, step.judged.timings
         head_ns = max([draft.forward_ns for draft in step.drafts], default=0)
         timings.draft_ns += step.draft_ns
+        timings.transport_ns += step.transport_ns
         timings.verify_ns += times.total_ns - times.accept_ns
         timings.accept_ns += times.accept_ns
         timings.target_forward_ns += times.forward_ns

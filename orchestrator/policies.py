@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from coppice.speculation.policy import Choice, Policy
 from coppice.speculation.tree import prune
-from orchestrator.step import Step
+
+from .step import Step
 
 
 class StepPolicy(ABC):

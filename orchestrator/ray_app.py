@@ -207,7 +207,7 @@ def _at_node(server: Mapping[str, Any]) -> dict[str, Any]:
 def sessions(role: str, metrics: str) -> float:
     """Sessions of a service by its metrics at HOST:PORT; an orchestrator's are running requests. Raises OSError."""
     if role == "orchestrator":
-        return metric(metrics, "coppice_requests_running")
+        return metric(metrics, "vllm:num_requests_running")
     opened, closed = (metric(metrics, f"coppice_{role}_sessions_{what}_total") for what in ("opened", "closed"))
     return opened - closed
 
@@ -319,14 +319,22 @@ def _drafters(pool: DrafterPool, args: Args, target: str) -> serve.Application:
         defaults["drafter"]["verifiers"] = ["redis"]
     flags = {"drafter.name": pool.name, "drafter.kind": pool.kind}
     if pool.path:
-        flags["drafter.path"] = str(checkout() / pool.path)
+        flags["drafter.path"] = _folder("path", pool.path)
     return _deployed(f"drafter-{pool.name}", "drafter", pool, args, defaults, flags)
+
+
+def _folder(field: str, folder: str) -> str:
+    """A folder of models, as every replica finds it. Raises InvalidField."""
+    root = checkout()
+    if root is None and not Path(folder).is_absolute():
+        raise InvalidField(field, f"{folder} is not absolute, and there is no checkout to see it from")
+    return str((root or Path()) / folder)
 
 
 def build(args: Args) -> serve.Application:
     """The application, for `serve run` and RayService. Raises pydantic.ValidationError, InvalidField."""
     args = Args.model_validate(args)  # Serve hands over a dict: it does not read annotations that are text
-    target = str(checkout() / args.target)
+    target = _folder("target", args.target)
     verifiers = _deployed("verifier", "verifier", args.verifier, args, {"verifier": {"target": target}}, {})
     drafters = [_drafters(pool, args, target) for pool in args.drafters]
     heads = [f"{pool.name}=redis" for pool in args.drafters]

@@ -127,10 +127,10 @@ class Pool(ABC, Generic[R]):
         fit = [replica for replica in self._by_address.values() if replica.fit and replica not in avoid]
         return min(fit, key=lambda replica: replica.sessions, default=None)
 
-    async def look(self, replica: R, timeout_s: float = PROBE_S) -> None:
+    async def look(self, replica: R) -> None:
         """Ask a replica what it serves and note how that ended."""
         try:
-            await self.describe(replica, timeout_s)
+            await self.describe(replica)
         except grpc.RpcError as error:
             replica.answered(from_rpc_error(error))
         except CoppiceError as error:
@@ -148,5 +148,5 @@ class Pool(ABC, Generic[R]):
         """A replica at an address."""
 
     @abstractmethod
-    async def describe(self, replica: R, timeout_s: float) -> None:
-        """Ask it what it serves, and set `unfit`. Raises grpc.RpcError, CoppiceError."""
+    async def describe(self, replica: R) -> None:
+        """Ask it what it serves, for PROBE_S at most, and set `unfit`. Raises grpc.RpcError, CoppiceError."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
 from collections.abc import AsyncIterator, Callable
 
 import grpc
 
 import coppice
 from coppice.config.settings import Settings
-from coppice.errors import CoppiceError, InvalidField, Overloaded
+from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
 from coppice.messages.generation import Finished, GenerationRequest, ModelDescription, Started
 from coppice.messages.steps import OpenDraft, OpenSession, TargetDescription
 from coppice.rpc.admission import Admission
@@ -19,21 +17,25 @@ from coppice.speculation.policy import POLICIES, Policy
 from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import generation_pb2
 from coppice.wire import generation
-from orchestrator.auto.chooser import Chooser
-from orchestrator.auto.text_estimates import TextEstimates
-from orchestrator.auto_policy import AutoPolicy
-from orchestrator.chunks import Chunks
-from orchestrator.drafters import HeadPool, feature_layers
-from orchestrator.drafting import Drafting
-from orchestrator.encoder import Encoder
-from orchestrator.feedback import Signals
-from orchestrator.head_session import HeadSession
-from orchestrator.output import Output
-from orchestrator.policies import FixedPolicy, StepPolicy
-from orchestrator.step import Committed
-from orchestrator.step_loop import Decoding, Plan
-from orchestrator.tokenizer import TextCodec, TextStream, no_room
-from orchestrator.verifiers import TargetPool, TargetSession
+
+from .account import Account
+from .auto.chooser import Chooser
+from .auto.text_estimates import TextEstimates
+from .auto_policy import AutoPolicy
+from .chunks import Chunks
+from .drafters import HeadPool, feature_layers
+from .drafting import Drafting
+from .encoder import Encoder
+from .feedback import Signals
+from .head_session import HeadSession
+from .output import Output
+from .policies import FixedPolicy, StepPolicy
+from .step import Committed
+from .step_loop import Decoding, Plan
+from .tokenizer import TextCodec, TextStream, no_room
+from .verifiers import TargetPool, TargetSession
+
+_MOST_UNREAD_BYTES = 1 << 20  # of one answer, before it is ended
 
 
 class GenerationServicer:
@@ -75,11 +77,24 @@ class GenerationServicer:
         slowly holds bytes, not a seat.
         """
         events: asyncio.Queue[bytes | None] = asyncio.Queue()
-        running = asyncio.create_task(self._answer(message, lambda event: events.put_nowait(event.SerializeToString())))
+        unread = 0
+
+        def send(event: generation_pb2.GenerateResponse) -> None:
+            nonlocal unread
+            data = event.SerializeToString()
+            unread += len(data)
+            events.put_nowait(data)
+            if unread > _MOST_UNREAD_BYTES:
+                running.cancel()
+
+        running = asyncio.create_task(self._answer(message, send))
         running.add_done_callback(lambda _: events.put_nowait(None))
         try:
             while (event := await events.get()) is not None:
                 yield event
+                unread -= len(event)
+            if running.cancelled():
+                raise Unavailable(f"more than {_MOST_UNREAD_BYTES} bytes of the answer wait to be read")
             running.result()
         finally:
             running.cancel()
@@ -88,16 +103,14 @@ class GenerationServicer:
         self, message: generation_pb2.GenerateRequest, send: Callable[[generation_pb2.GenerateResponse], None]
     ) -> None:
         """Admit a request, decode it and count how it ended."""
-        arrived = time.perf_counter_ns()
-        outcome = "failed"
+        account, outcome = Account(self.metrics), "failed"
         try:
             request = generation.read_request(message, self.target.vocab_size, self.settings.limits)
             async with self.seats.admit():
-                admitted = time.perf_counter_ns()
+                account.admitted()
                 ids = await self._prompt_ids(request)
-                finished = await self._decode(request, ids, self._plan(request, len(ids)), send)
-            finished.timings.queue_ns = admitted - arrived
-            self.metrics.first_token_seconds.observe((admitted - arrived + finished.timings.prefill_ns) / 1e9)
+                finished = await self._decode(request, ids, self._plan(request, len(ids)), send, account)
+            finished.timings.queue_ns = account.queue_ns
             send(generation.response_to_wire(finished))
             outcome = finished.finish_reason
         except asyncio.CancelledError:
@@ -107,7 +120,7 @@ class GenerationServicer:
             outcome = error.status.name.lower()
             raise
         finally:
-            self.metrics.requests.labels(outcome).inc()
+            account.ended(outcome)
 
     async def _decode(
         self,
@@ -115,9 +128,10 @@ class GenerationServicer:
         ids: list[int],
         plan: Plan,
         send: Callable[[generation_pb2.GenerateResponse], None],
+        account: Account,
     ) -> Finished:
         """Run the step loop. The client is told that its answer starts when a verifier has admitted it."""
-        session = secrets.token_hex(12)
+        session = account.id
         pools = [self.heads[name] for name in plan.policy.heads]
         layers = await feature_layers(pools if plan.budget else [], "policy")
         heads = [self._head_session(pool, session, request, plan) for pool in pools]
@@ -144,8 +158,8 @@ class GenerationServicer:
         verifier = TargetSession(self.verifiers, opening)
         policy = self._policy(request, plan)
         drafting = Drafting(heads, policy, plan.draft_deadline_s)
-        decoding = Decoding(request, plan, Committed(ids), verifier, drafting, policy, output, self.metrics)
-        self.metrics.running.inc()
+        decoding = Decoding(request, plan, Committed(ids), verifier, drafting, policy, output, account)
+        account.result, account.policy = output.result, plan.policy.name
         load, finished = self.seats.used, False
         try:
             result = await decoding.run(lambda: send(generation.response_to_wire(started)))
@@ -153,7 +167,6 @@ class GenerationServicer:
             return result
         finally:
             chunks.flush()
-            self.metrics.running.dec()
             verifier.close()
             policy.close()
             if self.signals is not None and asks and finished:

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from coppice.messages.steps import Fence, Verdict, committed_hash
 from coppice.speculation.policy import NO_HEAD, Choice
 from coppice.speculation.tree import DraftTree, IntArray
-from orchestrator.drafters import DrafterReplica
+
+from .drafters import DrafterReplica
 
 
 @dataclass(slots=True)
@@ -59,6 +60,8 @@ class Step:
     offered: tuple[int, ...] = ()
     """what the target said behind the root: the accepted drafts, and the next root unless the text has ended"""
     draft_ns: int = 0
+    transport_ns: int = 0
+    """of the verifier's question and answer, beside the verifier's own time"""
     took_ns: int = 0
 
     @property

@@ -14,12 +14,13 @@ from coppice.messages.steps import NextRoot, VerifyStep
 from coppice.speculation.policy import Policy
 from coppice.speculation.sampling import draw
 from coppice.speculation.tree import forwards_of, made_by, select
-from coppice.telemetry import OrchestratorMetrics
-from orchestrator.drafting import Drafting
-from orchestrator.output import Output
-from orchestrator.policies import StepPolicy
-from orchestrator.step import NO_DRAFT, Committed, Step
-from orchestrator.verifiers import LOST, TargetSession
+
+from .account import Account
+from .drafting import Drafting
+from .output import Output
+from .policies import StepPolicy
+from .step import NO_DRAFT, Committed, Step
+from .verifiers import LOST, TargetSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +49,11 @@ class Decoding:
         drafting: Drafting,
         policy: StepPolicy,
         output: Output,
-        metrics: OrchestratorMetrics,
+        account: Account,
     ) -> None:
         self.request, self.plan, self.text = request, plan, text
         self.verifier, self.drafting, self.policy = verifier, drafting, policy
-        self.output, self.metrics = output, metrics
+        self.output, self.account = output, account
         self.steps = 0
         self._behind: Step | None = None  # a step that was not learnt from yet
 
@@ -72,8 +73,9 @@ class Decoding:
         self.drafting.learn(opened.features)
         self.drafting.open(self.policy.soon, self.text)
         step.root, log_prob = self._next_root(opened.next)
-        self.metrics.tokens.inc(self.output.commit([], (step.root, log_prob)))
+        self.output.commit([], (step.root, log_prob))
         first = last = time.perf_counter_ns()
+        self.account.first_token(began, first)
         try:
             while self.output.finish is None:
                 await self.drafting.draft(step, self.text, self._catch_up)
@@ -116,12 +118,12 @@ class Decoding:
                 break
             except LOST as error:
                 await self._reopen(step, error)
-        self.output.result.timings.transport_ns += time.perf_counter_ns() - began - step.verdict.timings.total_ns
+        step.transport_ns = time.perf_counter_ns() - began - step.verdict.timings.total_ns
 
     async def _reopen(self, step: Step, why: CoppiceError) -> None:
         """Go on with another verifier, which prefills what is committed; the root is drawn already."""
         opened = await self.verifier.reopen(self.text.ids, step.number - 1, why)
-        self.metrics.reopened.inc()
+        self.account.metrics.reopened.inc()
         self.drafting.learn(opened.features)
 
     # --- commit ---
@@ -177,9 +179,6 @@ class Decoding:
     def _account(self, step: Step) -> None:
         """Where the step's time went, and what dashboards read."""
         self.output.account(step)
-        heads, routed = self.plan.policy.heads, step.choice.routed
-        tokens, seconds = self.output.result.accept_lengths[-1], step.took_ns / 1e9
-        self.metrics.tokens.inc(tokens)
-        self.metrics.step(self.plan.policy.name, step.num_verified, len(step.judged.accepted), seconds)
-        if routed >= 0:
-            self.metrics.routed.labels(heads[routed]).inc()
+        routed = step.choice.routed
+        head = self.plan.policy.heads[routed] if routed >= 0 else ""
+        self.account.step(step, head, self.output.result.accept_lengths[-1])

@@ -138,7 +138,7 @@ class TextStream:
         if found:
             self._held = ""
             return text[: min(found)], True
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        keep = _overlap(text, self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
@@ -148,6 +148,11 @@ class TextStream:
         return self._held + rest
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, not all of it."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+def _overlap(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of `text` that begins one of `stops`, none of which is in it as a whole.
+
+    Over an answer it takes a time in proportion to its text: beyond what was held before only new characters are tried.
+    """
+    longest = min(len(text), max(map(len, stops), default=1) - 1)
+    ends = (text[len(text) - size :] for size in range(longest, 0, -1))
+    return next((len(end) for end in ends if any(stop.startswith(end) for stop in stops)), 0)

@@ -26,10 +26,13 @@ from coppice.errors import (
 )
 from coppice.messages.steps import OpenSession, SessionOpened, TargetDescription, Verdict, VerifyStep
 from coppice.rpc.channels import Dialer
+from coppice.rpc.sessions import end_waits
+from coppice.rpc.tracing import metadata
 from coppice.v1 import verifier_pb2
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from coppice.wire import verifier
-from orchestrator.replicas import Pool, Replica
+
+from .replicas import PROBE_S, Pool, Replica
 
 log = structlog.get_logger()
 
@@ -39,6 +42,8 @@ _LEAST_DEADLINE_S = 1.0
 _LAST_RESORT_S = 60.0
 _PREFILL_S = 60.0
 _RETRY_S = 0.05
+_FIRST_TARGET_S = 30.0
+_REOPENS = 4  # requests that prefill again at once
 _MOST_LOSSES = 8  # of one request, without a verdict between them
 
 
@@ -49,48 +54,55 @@ class VerifierReplica(Replica):
         super().__init__(address, dialer)
         self.stub = VerifierServiceStub(self.channel)
         self.verify_s = 0.0  # moving average of a verify round trip
+        self.kv_tokens = self.kv_tokens_used = 0
         self.waiting: set[asyncio.Timeout] = set()
 
     def lose(self) -> None:
         """End every wait for it."""
-        now = asyncio.get_running_loop().time()
-        for wait in self.waiting:
-            wait.reschedule(now)
+        end_waits(self.waiting)
 
 
 class TargetPool(Pool[VerifierReplica]):
     """The replicas that serve one target."""
 
-    def __init__(self, addresses: Sequence[str], dialer: Dialer, failover_s: float = 60.0, reopens: int = 4) -> None:
-        """`failover_s`: how long a request waits for a verifier; `reopens`: requests that prefill again at once."""
+    def __init__(self, addresses: Sequence[str], dialer: Dialer, failover_s: float = 60.0) -> None:
+        """`failover_s`: how long a request waits for a verifier."""
         self.target: TargetDescription | None = None
         self.failover_s = failover_s
-        self.reopening = asyncio.Semaphore(reopens)
+        self.reopening = asyncio.Semaphore(_REOPENS)
         super().__init__("verifier", addresses, dialer)
 
     def make(self, address: str) -> VerifierReplica:
         """A replica at an address."""
         return VerifierReplica(address, self._dialer)
 
-    async def describe(self, replica: VerifierReplica, timeout_s: float) -> None:
+    async def describe(self, replica: VerifierReplica) -> None:
         """The first that answers says what the target is; one that serves another is never used."""
         request = verifier_pb2.DescribeTargetRequest()
-        told = verifier.read_target(await replica.stub.DescribeTarget(request, timeout=timeout_s))
+        told = verifier.read_target(await replica.stub.DescribeTarget(request, timeout=PROBE_S))
         self.target = self.target or told
+        replica.kv_tokens, replica.kv_tokens_used = told.kv_tokens, told.kv_tokens_used
         same = _identity(told) == _identity(self.target)
         replica.unfit = "" if same else f"it serves {told.name}, weights {told.weights_hash.hex()[:12]}"
         if replica.unfit:
             log.error("a verifier serves another target", replica=replica.address, why=replica.unfit)
 
-    async def first_target(self, timeout_s: float = 30.0) -> TargetDescription:
+    async def first_target(self) -> TargetDescription:
         """What the first replica that answers serves. Raises Unavailable."""
-        until = asyncio.get_running_loop().time() + timeout_s
+        until = asyncio.get_running_loop().time() + _FIRST_TARGET_S
         while self.target is None:
             await asyncio.gather(*(self.look(replica) for replica in self.replicas))
             if self.target is None and asyncio.get_running_loop().time() > until:
                 raise Unavailable(f"no verifier answers at {', '.join(self._by_address) or 'any address'}")
             await asyncio.sleep(0 if self.target else _RETRY_S)
         return self.target
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV that is in use, over the verifiers that answered the latest look; 1 is all."""
+        answering = [replica for replica in self.replicas if not replica.silent]
+        capacity = sum(replica.kv_tokens for replica in answering)
+        return sum(replica.kv_tokens_used for replica in answering) / capacity if capacity else 0.0
 
     def deadline_s(self, replica: VerifierReplica) -> float:
         """How long a verify may take before the verifier counts as lost: max(1 s, 10 x the moving average).
@@ -192,7 +204,7 @@ class TargetSession:
         self._streams += 1
         # A verifier may still hold the stream that was lost.
         opening = replace(self._opening, session=f"{self._opening.session}.{self._streams}", ids=list(ids))
-        self._replica, self._call = replica, replica.stub.Verify()
+        self._replica, self._call = replica, replica.stub.Verify(metadata=metadata())
         replica.taken()
         answer = await self._exchange(verifier.verify_request_to_wire(opening), _PREFILL_S)
         if not isinstance(answer, SessionOpened):

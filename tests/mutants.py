@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from coppice.client.resume import Attempts
-from coppice.engine import attention_plan
-from coppice.engine.batch import PackedBatch
+from coppice.engine import batch
+from coppice.engine.batch import PackedBatch, Tail
 from coppice.engine.engine import Engine, ForwardOutput
 from coppice.engine.kv_cache import BlockTable, KVPool
 from coppice.heads import lm, ngram
@@ -92,10 +92,10 @@ def _stale_page(patch: Patch) -> None:
 
 
 def _window_one_off(patch: Patch) -> None:
-    def visible(original: Any, batch: Any, span: Any, ancestors: Any, window: int | None) -> Any:
-        return original(batch, span, ancestors, window and window - 1)
+    def sees(original: Any, tail: Tail, window: int | None) -> Any:
+        return original(tail, window and window - 1)
 
-    _changed(patch, attention_plan, "_visible", visible)
+    _changed(patch, Tail, "sees", sees)
 
 
 def _positions_shifted_after_reopen(patch: Patch) -> None:
@@ -144,14 +144,13 @@ def _weights_half_swapped(patch: Patch) -> None:
 
 
 def _one_wrong_ancestor(patch: Patch) -> None:
-    def ancestors(original: Any, batch: PackedBatch) -> Any:
-        seen = original(batch).copy()
-        for span in batch.spans:
-            if span.num_rows > 3:
-                seen[span.first_row + span.num_rows - 1, span.num_rows - 2] ^= True
+    def ancestors(original: Any, parents: Any) -> Any:
+        seen = original(parents).copy()
+        if len(seen) > 3:
+            seen[-1, -2] ^= True
         return seen
 
-    _changed(patch, PackedBatch, "ancestors", ancestors)
+    _changed(patch, batch, "ancestors", ancestors)
 
 
 def _temperature_twice(patch: Patch) -> None:
@@ -196,7 +195,7 @@ def _own(one: Any, ids: list[int]) -> list[int]:
 def _rows_of_the_next_session(patch: Patch) -> None:
     def forward(original: Any, engine: Engine, batch: PackedBatch) -> ForwardOutput:
         output = original(engine, batch)
-        return dataclasses.replace(output, logits=output.logits.roll(-1, 0)) if len(batch.spans) > 2 else output
+        return dataclasses.replace(output, logits=output.logits.roll(-1, 0)) if len(batch.tails) > 2 else output
 
     _changed(patch, Engine, "forward", forward)
 

@@ -40,8 +40,8 @@ CAMPAIGNS: dict[str, tuple[str, ...]] = {
     "planted bugs": (sys.executable, "-m", "tests.faults.test_mutants", "--json", str(LOGS / "planted bugs.json")),
     "law of every rule": (sys.executable, "-m", "tests.law"),
     "sampled law": (*PYTEST, "tests/unit/test_law.py", "tests/pipeline/test_sampled_sessions.py"),
-    "bench steps": (*BENCH, "steps"),
-    "bench rows": (*BENCH, "rows"),
+    "bench steps": (*BENCH, "steps", "--goals"),
+    "bench rows": (*BENCH, "rows", "--goals"),
     "weight syncs": (*PYTEST, *3 * ("tests/services/test_weight_sync.py",)),
     "adapter": (*PYTEST, *3 * ("tests/services/test_adapter.py", "tests/services/test_signal_stream.py")),
     "adaptation": (*PYTEST, *3 * ("tests/pipeline/test_adaptation.py",)),
@@ -50,6 +50,10 @@ CAMPAIGNS: dict[str, tuple[str, ...]] = {
         f"faults {group}": (*FAULTS_OF, group, "--json", str(LOGS / f"faults {group}.json"))
         for group in dict.fromkeys(one.group for one in every())
     },
+    "faults under mutual TLS": (
+        *(sys.executable, "-m", "tests.faults", "--tls", "--repeat", "3"),
+        *("--json", str(LOGS / "faults under mutual TLS.json")),
+    ),
     "fuzzing": (*PYTEST, "tests/faults/test_fuzz.py", "tests/faults/test_streams.py"),
 }
 
@@ -117,7 +121,7 @@ def report(campaigns: Iterable[str], results: Mapping[str, Any]) -> str:
         "# Proof\n\nThe latest result of every campaign of `make proof`, with the commit that it was measured at.\n\n"
         + _table(COLUMNS, rows)
         + "\n## Faults\n\n[faults.md](faults.md) says what each proves.\n\n"
-        + _table(FAULTS, [fault for row in rows for fault in row.get("faults", ())])
+        + _table(("campaign", "date", *FAULTS), [row | fault for row in rows for fault in row.get("faults", ())])
         + "\n## Planted bugs\n\nWhat finds each bug of tests/mutants.py, and after how many tokens.\n\n"
         + _table(MUTANTS, [mutant for row in rows for mutant in row.get("mutants", ())])
     )

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from coppice.engine.kv_cache import KVPool
 from coppice.speculation.sampling import Row, SamplingParams, decode_row
 from coppice.speculation.tree import DraftTree
 
@@ -185,3 +186,16 @@ def p_value(counts: Mapping[Outcome, int], law: Mapping[Outcome, float]) -> floa
         expected.append(rare[1])
     assert len(observed) > 1, "a certain outcome tests nothing"
     return float(stats.chisquare(observed, expected, sum_check=False).pvalue)
+
+
+# KV.
+
+
+def check_pool(pool: KVPool) -> None:
+    """Every block is free or owned exactly once, and every table holds its tokens."""
+    owners = (~pool._free).astype(np.int64)
+    for table in pool._tables.values():
+        np.subtract.at(owners, table.blocks, 1)
+        assert table.num_tokens <= table.capacity, table
+        assert table.consecutive == bool((np.diff(table.blocks) == 1).all()), table
+    assert not owners.any(), f"blocks leaked or owned twice: {np.flatnonzero(owners).tolist()}"

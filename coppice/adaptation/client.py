@@ -35,19 +35,19 @@ class AdapterClient(AbstractContextManager["AdapterClient"]):
 
     def status(self, head: str = "", history: int = 0) -> list[HeadStatus]:
         """Return the status of one head or of all, with that many of the latest queries."""
-        return adapter.read_status(self._call(self._stub.GetStatus, adapter.status_request(head, history)))
+        return adapter.read_status(self._call(self._stub.GetStatus, adapter.status_request(head=head, history=history)))
 
     def pause(self, head: str = "") -> None:
         """Stop training."""
-        self._call(self._stub.Pause, adapter.pause_request(head))
+        self._call(self._stub.Pause, adapter.pause_request(head=head))
 
     def resume(self, head: str = "") -> None:
         """Train again."""
-        self._call(self._stub.Resume, adapter.resume_request(head))
+        self._call(self._stub.Resume, adapter.resume_request(head=head))
 
     def rollback(self, head: str = "", version: int | None = None) -> int:
         """Put back a version, 0: the head as it was deployed, None: the last good one; returns the one it made."""
-        answer = self._call(self._stub.Rollback, adapter.rollback_request(head, version), ROLLBACK_S)
+        answer = self._call(self._stub.Rollback, adapter.rollback_request(head=head, version=version), ROLLBACK_S)
         return int(answer.version)
 
     def close(self) -> None:

@@ -1,206 +1,275 @@
-"""`coppice bench`: each command starts a stack of its own, prints a table and its checks, and exits 1 if one failed."""
+"""`coppice bench`: each command starts a stack of its own, prints tables and checks, and exits 1 if a check failed.
+
+A command imports what measures when it is called: --help is to be quick.
+"""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from itertools import product, starmap
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-from coppice.bench.adapt.command import adapt
-from coppice.bench.options import (
-    Count,
-    Dtype,
-    Heads,
-    JsonFile,
-    Methods,
-    NewTokens,
-    Prompts,
-    Rounds,
-    Seed,
-    Target,
-    counting,
-    measuring,
-    numbers,
-    prompt_ids,
-    prompts_of,
-    reference_of,
-    running,
-    spec_of,
-    spread,
-)
-from coppice.bench.paper.command import paper
-from coppice.bench.run.command import run
-from coppice.bench.synthetic.command import synthetic
+from coppice.bench.measuring import measuring, reporting, running
+from coppice.bench.options import REQUIRED, Options, command, numbers, read_methods
+from coppice.errors import InvalidField
+
+if TYPE_CHECKING:
+    from coppice.stack.spec import StackSpec
 
 app = typer.Typer(
     help="Measure: speed, exactness, the cost of a step, rows of a forward, adaptation, the papers' tables.",
     no_args_is_help=True,
 )
+paper = typer.Typer(help="One of the papers' tables, measured on these models.", no_args_is_help=True)
+app.add_typer(paper, name="paper")
+
+CELLS = ("temperatures", "budgets", "sessions")
+ASKED = ("target", "heads", "prompts", "category", "chat", "skip_long", "dtype")
 
 
-@app.command()
-def exact(
-    target: Target = None,
-    heads: Heads = None,
-    prompts: Prompts = None,
-    n: Count = 8,
-    max_new_tokens: NewTokens = 64,
-    methods: Methods = None,
-    budgets: Annotated[str, typer.Option(help="Comma-separated.")] = "0,1,8,31,60",
-    temperatures: Annotated[str, typer.Option(help="Comma-separated.")] = "0,0.7,1",
-    sessions: Annotated[str, typer.Option(help="Concurrent sessions, comma-separated.")] = "8",
-    seed: Seed = 1,
-    dtype: Dtype = "float32",
-    json_file: JsonFile = None,
-) -> None:
-    """Every policy, head, budget and batch mix against `generate`, and at T>0 against plain with the same seed."""
-    from coppice.bench.exact import Plan, methods_of, run_exact
-    from coppice.bench.report import exactness_checks
+@command(app, *ASKED, "methods", max_new_tokens=64, budgets="0,1,8,31,60", temperatures="0,0.7,1", dtype="float32", n=8)
+def exact(options: Options) -> None:
+    """Every policy, head and budget against `generate`, and at T>0 against plain decoding with the same seed."""
+    from coppice.bench.exact import run_exact
+    from coppice.bench.questions import prompt_ids
 
-    spec = spec_of(target, heads, dtype)
-    with measuring("bench exact", spec, json_file) as (console, stack, report, client):
-        plan = Plan(
-            methods=methods_of(client.describe(), methods or ()),
-            budgets=numbers("budgets", budgets, int),
-            temperatures=numbers("temperatures", temperatures, float),
-            sessions=numbers("sessions", sessions, int),
-            new_tokens=max_new_tokens,
-            seed=seed,
-        )
-        reference = reference_of(stack.spec)
-        ids = prompt_ids(prompts, n, client, reference, max_new_tokens)
-        with console.status("decoding") as status:
-            rows = run_exact(client, ids, plan, reference, report, lambda line: status.update(line))
-        report.checks += exactness_checks(rows, report.dtype, target is None, max_new_tokens)
+    spec = options.spec()
+    methods, budgets = read_methods(options.methods, spec.heads), options.budgets_asked()
+    temperatures, asked = options.temperatures_asked(), prompt_ids(options, spec)
+    with measuring("bench exact", spec, options) as bench:
+        run_exact(bench, asked, methods, budgets, temperatures)
 
 
-@app.command()
-def identity(
-    target: Target = None,
-    heads: Heads = None,
-    ids: Annotated[int, typer.Option(min=1, help="Token ids of each line, at least.")] = 100_000,
-    max_new_tokens: NewTokens = 192,
-    methods: Methods = None,
-    budgets: Annotated[str, typer.Option(help="Comma-separated.")] = "8,60",
-    sessions: Annotated[str, typer.Option(help="At once on each of two verifiers, comma-separated.")] = "8,1",
-    seed: Seed = 1,
-    json_file: JsonFile = None,
-) -> None:
+@command(app, "target", "heads", "methods", "ids", max_new_tokens=192)
+def identity(options: Options) -> None:
     """One SHA-256 of ids for every policy, head, budget and batch mix, beside kills and weight syncs: all plain's."""
-    from coppice.bench.exact import methods_of
-    from coppice.bench.identity import MEANWHILE, QUICK, SPARE, VERIFIERS, Identity, Way, questions
+    from coppice.bench.identity import QUICK, SPARE, Identity, questions, two_of_each, ways_of
+    from coppice.bench.progress import Progress
+    from coppice.bench.questions import prompt_ids
     from coppice.config.sections import ADAPTED_KINDS
-    from coppice.machine import usable_cores
 
-    threads = max(1, usable_cores() // VERIFIERS)
-    spec = replace(spec_of(target, heads, "float32"), verifiers=VERIFIERS, verifier_threads=threads, drafter_threads=1)
-    adapts, count = any(head.kind in ADAPTED_KINDS for head in spec.heads), -(-ids // max_new_tokens)
-    with measuring("bench identity", spec, json_file) as (console, stack, report, client):
-        drafting = methods_of(client.describe(), methods or ())[1:]
-        mixes = numbers("sessions", sessions, int)
-        ways = [Way("plain", None, at_once) for at_once in mixes]
-        ways += starmap(Way, product(drafting, numbers("budgets", budgets, int), mixes))
-        syncs, kills = (Way(ways[-1].method, during=during) for during in MEANWHILE)
-        reference = reference_of(stack.spec)
-        asked = questions(prompt_ids(None, 60, client, reference, max_new_tokens), int(SPARE * count) + 1, seed)
-        with counting(console, "ids", (len(ways) + 2 + adapts) * count * max_new_tokens) as heard:
-            identity = Identity(
-                asked, max_new_tokens, heard, lambda line: console.print(line, highlight=False, soft_wrap=True)
-            )
-            identity.begin(stack, reference, count)
-            for way in [*ways, kills]:
-                identity.run(stack, way)
-            if adapts:
-                with running(replace(spec, adapt=True, extra={"adapter": QUICK}), report) as adapting:
-                    identity.run(adapting, syncs)
-        identity.report(report, ids)
+    spec = two_of_each(replace(options, dtype="float32").spec())
+    ways, syncing = ways_of(read_methods(options.methods, spec.heads)[1:])
+    syncing = syncing if any(head.kind in ADAPTED_KINDS for head in spec.heads) else []
+    count, new_tokens = -(-options.ids // options.max_new_tokens), options.max_new_tokens
+    asked = questions(prompt_ids(replace(options, n=60), spec), int(SPARE * count) + 1)
+    with measuring("bench identity", spec, options) as bench:
+        with Progress("ids", (1 + len(ways) + len(syncing)) * count * new_tokens) as progress:
+            run = Identity(asked, new_tokens, progress.add, progress.print)
+            run.begin(bench.stack, bench.reference, count)
+            for way in ways:
+                progress.say(str(way))
+                run.run(bench.stack, way)
+            if syncing:
+                with running(replace(spec, adapt=True, extra={"adapter": QUICK}), bench.report) as adapting:
+                    for way in syncing:
+                        progress.say(str(way))
+                        run.run(adapting, way)
+        run.report(bench.report, options.ids)
 
 
-@app.command()
-def steps(
-    target: Target = None,
-    heads: Heads = None,
-    prompts: Prompts = None,
-    n: Count = 4,
-    max_new_tokens: NewTokens = 64,
-    methods: Methods = None,
-    dtype: Dtype = None,
-    json_file: JsonFile = None,
-) -> None:
+@command(app, *ASKED, "methods", "goals", n=4, max_new_tokens=64)
+def steps(options: Options) -> None:
     """The split's own cost a step at one session, and where a step's time goes."""
-    from coppice.bench.exact import answers_to, methods_of
-    from coppice.bench.steps import costs, split_check
+    from coppice.bench.questions import prompt_ids
+    from coppice.bench.steps import run_steps
 
-    spec = spec_of(target, heads, dtype)
-    with measuring("bench steps", spec, json_file) as (_, _, report, client):
-        texts = prompts_of(prompts, n, client, max_new_tokens)
-        measured = []
-        for method in methods_of(client.describe(), methods or ()):
-            _, *answers = answers_to(client, [texts[0], *texts], policy=method, max_new_tokens=max_new_tokens)
-            measured.append(costs(method, answers))
-        report.add_figures("steps", "milliseconds a step: means, and the median split cost", measured)
-        report.checks += map(split_check, measured)
+    spec = options.spec()
+    methods, asked = read_methods(options.methods, spec.heads), prompt_ids(options, spec)
+    with measuring("bench steps", spec, options) as bench:
+        run_steps(bench, asked, methods)
 
 
-@app.command()
-def rows(
-    target: Target = None,
-    prompts: Prompts = None,
-    n: Count = 3,
-    max_new_tokens: NewTokens = 96,
-    rounds: Rounds = 5,
-    dtype: Dtype = None,
-    json_file: JsonFile = None,
-) -> None:
+@command(app, "target", "prompts", "category", "chat", "skip_long", "dtype", "goals", n=3, max_new_tokens=96)
+def rows(options: Options) -> None:
     """A forward by its rows, and plain decoding over bare forwards and over `generate`."""
-    from coppice.bench.rows import forward_ms, plain_over_bare, plain_over_generate, rows_check
-    from coppice.machine import this_machine
+    from coppice.bench.questions import prompt_ids
+    from coppice.bench.rows import run_rows
 
-    spec = replace(spec_of(target, None, dtype), heads=())
-    with measuring("bench rows", spec, json_file) as (_, stack, report, client):
-        verifier = stack.settings.verifier
-        placed = (spec.target, verifier.device, verifier.dtype, verifier.threads)
-        by_rows, _ = forward_ms(*placed)
-        lines = [{"rows": count, "ms": took, "over 1 row": took / by_rows[1]} for count, took in by_rows.items()]
-        report.add_figures("rows", "one forward, one session", lines)
-        reference = reference_of(stack.spec)
-        ids = prompt_ids(prompts, n, client, reference, max_new_tokens)
-        matrix_units = verifier.device.startswith("cuda") or "amx_bf16" in this_machine().features
-        report.checks.append(rows_check(by_rows, verifier.dtype, matrix_units))
-        report.checks.append(plain_over_generate(client, reference, ids, max_new_tokens, rounds))
-        report.checks.append(plain_over_bare(client, lambda: forward_ms(*placed)[1], ids, max_new_tokens, rounds))
+    spec = replace(options.spec(), heads=())
+    asked = prompt_ids(options, spec)
+    with measuring("bench rows", spec, options) as bench:
+        run_rows(bench, asked)
 
 
-@app.command()
-def acceptance(
-    target: Target = None,
-    heads: Heads = None,
-    prompts: Prompts = None,
-    n: Count = 30,
-    max_new_tokens: NewTokens = 128,
-    temperatures: Annotated[str, typer.Option(help="Comma-separated, at most 1.")] = "0,1",
-    write: Annotated[
-        bool, typer.Option(help="Put what is expected of each head into its folder's config.json.")
-    ] = False,
-    dtype: Dtype = None,
-    json_file: JsonFile = None,
-) -> None:
+@command(app, *ASKED, "temperatures", "write", "max_new_tokens", n=30)
+def acceptance(options: Options) -> None:
     """How often each head's best token is right, by depth: the orchestrator raises an alarm about a head far below."""
     from coppice.bench.acceptance import run_acceptance
-    from coppice.prompts.files import demo_prompts, read_prompts
+    from coppice.bench.questions import read_all
 
-    spec = spec_of(target, heads, dtype)
-    with measuring("bench acceptance", spec, json_file) as (console, _, report, client):
-        chosen = spread(read_prompts(prompts) if prompts else demo_prompts(), n)
-        with console.status("decoding") as status:
-            run_acceptance(
-                client, spec, chosen, temperatures, max_new_tokens, report, lambda line: status.update(line), write
-            )
+    spec, temperatures = options.spec(), options.temperatures_asked(most=1)
+    questions, _, _ = read_all(options, spec)
+    with measuring("bench acceptance", spec, options) as bench:
+        run_acceptance(bench, questions, temperatures)
 
 
-app.command()(run)
-app.command()(paper)
-app.command()(adapt)
-app.command()(synthetic)
+@command(
+    app,
+    *ASKED,
+    "warm_up",
+    "methods",
+    "temperatures",
+    "sessions",
+    "budgets",
+    "answers",
+    "plots",
+    "goals",
+    "max_new_tokens",
+    n=16,
+)
+def run(options: Options) -> None:
+    """Speed of every method on the same prompts, in alternating order, against plain decoding and transformers.
+
+    Methods are policies (route:A/B between the heads named), head names, hf-generate, hf-assisted and hf-lookup; by
+    default plain, all heads, route, merge and hf-generate. Of a conversation all turns are asked.
+
+    In the table `tau` is the mean of tokens that a step commits, its own root included: Spec-Bench's mean accepted
+    tokens and SPEED-Bench's acceptance length. `drafts` is the mean of accepted draft tokens alone, tau - 1.
+    """
+    from coppice.bench.questions import read_all
+    from coppice.bench.run.measure import RunPlan, run_methods
+    from coppice.bench.run.peers import methods_of
+    from coppice.bench.run.plots import draw_all
+
+    spec = options.spec(options.shipped_heads())
+    sessions = numbers("sessions", options.sessions, int, 1, spec.settings().limits.sessions)
+    methods, temperatures = methods_of(options.methods, spec.heads, sessions), options.temperatures_asked()
+    budgets = options.budgets_asked() if options.budgets else (spec.settings().orchestrator.budget,)
+    asked, warm_up, left_out = read_all(options, spec)
+    plan = RunPlan(
+        methods, budgets, temperatures, sessions, options.max_new_tokens, tuple(asked), tuple(warm_up), options.answers
+    )
+    with measuring("bench run", spec, options) as bench:
+        if left_out:
+            bench.report.figures["left_out"] = left_out
+        measured = run_methods(bench, plan, options.target is None)
+        if options.plots:
+            draw_all(measured, options.plots)
+
+
+@command(app, "what", "target", "head", "passes", "methods", "dtype", "plot", "goals", n=300)
+def adapt(options: Options) -> None:
+    """What adaptation gains and costs on a stream that changes, every policy on the same stream in the same minutes.
+
+    Methods are policies of adaptation on the shifted stream: never, always, full-only, head-only and bandit.
+    """
+    from coppice.bench.adapt.adapt import draw, lanes_of, report_lanes
+    from coppice.bench.adapt.lanes import run_lanes
+
+    base, lanes, stream = lanes_of(options)
+    with reporting(f"bench adapt --what {options.what}", base, options) as report:
+        run_lanes(lanes, stream)
+        measured = report_lanes(lanes, stream, base, report)
+        if options.plot:
+            draw(measured, stream, options.plot)
+
+
+@command(app, "shape", "kinds", "profile", "sessions", "pipeline", "device", "dtype", "cache", budget=60)
+def synthetic(options: Options) -> None:
+    """Size a deployment without trained weights: times on random ones, gains from a profile of acceptance."""
+    from coppice.bench.synthetic import measure
+    from coppice.bench.synthetic.profiles import read_profile
+    from coppice.bench.synthetic.shapes import make_weights, read_shape
+    from coppice.machine import default_dtype
+    from coppice.stack.spec import StackSpec
+
+    config, kinds = read_shape(options.shape), options.kinds or ["eagle3", "specblock"]
+    sessions, dtype = numbers("sessions", options.sessions, int, 1, 128), options.dtype or default_dtype(options.device)
+    vocab_size, alphas = config.get_text_config().vocab_size, read_profile(options.profile, kinds)
+    plan = measure.SyntheticPlan(sessions, options.budget, alphas, vocab_size)
+    with ExitStack() as ended:
+        folder = options.cache or Path(ended.enter_context(tempfile.TemporaryDirectory(prefix="coppice-")))
+        target, heads = make_weights(folder, config, kinds, dtype, options.device, 0)
+        spec = StackSpec(target=target, heads=heads, device=options.device, dtype=dtype, extra=measure.room())  # type: ignore[arg-type]
+        report = ended.enter_context(reporting("bench synthetic", spec, options))
+        measure.run_synthetic(spec, plan, report, options)
+
+
+def with_heads(options: Options, kinds: Sequence[str], default: Sequence[str] = ()) -> StackSpec:
+    """The stack of the options with its heads of these kinds. Raises InvalidField when there are none.
+
+    `default`: the heads beside the demo's target.
+    """
+    spec = options.spec(default)
+    chosen = tuple(head for head in spec.heads if head.kind in kinds)
+    if not chosen:
+        raise InvalidField("heads", f"none is of kind {', '.join(kinds)}")
+    return replace(spec, heads=chosen)
+
+
+@command(paper, *ASKED, "goals", n=16, max_new_tokens=128, temperatures="0.5,0.7,1")
+def coupling(options: Options) -> None:
+    """tau with coupled drafting and without, for the heads that can use the target's noise."""
+    from coppice.bench.paper.decoded import COUPLED_KINDS, coupled, coupling_goals, decode
+    from coppice.bench.questions import prompt_ids
+
+    spec = with_heads(options, COUPLED_KINDS, ("specblock-code", "eagle3-code", "lm"))
+    temperatures, asked = options.temperatures_asked(), prompt_ids(options, spec)
+    with measuring("bench paper coupling", spec, options) as bench:
+        measured = decode(bench, coupled(spec.heads), asked, temperatures)
+        bench.report.goals += coupling_goals(measured, {head.name: head.kind for head in spec.heads})
+
+
+@command(paper, *ASKED, n=8, max_new_tokens=128, temperatures="0,1")
+def chains(options: Options) -> None:
+    """A tree, a chain, and a sampled chain that p/q rejection judges (nanoGPT, speculative sampling)."""
+    from coppice.bench.paper.decoded import SAMPLING_KINDS, chained, decode, with_chains
+    from coppice.bench.questions import prompt_ids
+
+    spec = with_heads(options, SAMPLING_KINDS, ("bigram=bigram", "lm"))
+    temperatures, asked = options.temperatures_asked(), prompt_ids(options, spec)
+    with measuring("bench paper chains", replace(spec, heads=with_chains(spec.heads, spec.target)), options) as bench:
+        decode(bench, chained(spec.heads), asked, temperatures)
+
+
+@command(paper, "target", "heads", "dtype", "temperatures", "goals", n=60, budgets="8,31")
+def drafting(options: Options) -> None:
+    """A draft of each head that reads features over its own forwards, with one thread; --n drafts are timed."""
+    from coppice.bench.paper.drafting import run_drafting
+    from coppice.config.sections import FEATURE_KINDS
+
+    spec = replace(with_heads(options, FEATURE_KINDS, ("specblock-code", "eagle3-code")), drafter_threads=1)
+    budgets, temperatures = options.budgets_asked(), options.temperatures_asked()
+    with reporting("bench paper drafting", spec, options) as report:
+        run_drafting(spec, report, options.n, budgets, temperatures)
+
+
+@command(paper, "target", "heads", "prompts", "category", "chat", "skip_long", "budget", n=12, max_new_tokens=96)
+def rank(options: Options) -> None:
+    """The rank head of a SpecBlock head along the target's answers, and what its trees gain (table 3)."""
+    from coppice.bench.paper.rank import run_rank
+    from coppice.bench.questions import prompt_ids
+
+    spec = with_heads(replace(options, dtype="float32"), ("specblock",))
+    asked = prompt_ids(options, spec)
+    with reporting("bench paper rank", spec, options) as report:
+        run_rank(spec, report, asked, options.max_new_tokens, options.budget)
+
+
+@command(paper, "target", "tokens", "only", "budget", "goals", data=REQUIRED, cache=REQUIRED, n=8)
+def ablate(options: Options) -> None:
+    """SpecBlock heads that lack one part each, trained alike, and what each part is worth (table 2)."""
+    from coppice.bench.paper.trained import HeadCache, run_ablate, variants_of
+
+    spec, variants = replace(options, dtype="float32").spec(), variants_of(options.only)
+    with reporting("bench paper ablate", spec, options) as report:
+        run_ablate(HeadCache.of(spec.target, options), report, variants, options.n, options.budget)
+
+
+@command(paper, "target", "only", "data", "device", cache=REQUIRED, tokens=REQUIRED)
+def baselines(options: Options) -> None:
+    """The heads that SpecBlock is compared with, trained on the same data and steps."""
+    from coppice.bench.paper.trained import BASELINES, HeadCache, run_baselines
+    from coppice.config.sections import FEATURE_KINDS
+
+    if unknown := [kind for kind in options.only or () if kind not in FEATURE_KINDS]:
+        raise InvalidField("only", f"{unknown[0]!r} is none of {', '.join(FEATURE_KINDS)}")
+    spec = replace(options, dtype="float32").spec()
+    with reporting("bench paper baselines", spec, options) as report:
+        run_baselines(HeadCache.of(spec.target, options), report, options.only or BASELINES)

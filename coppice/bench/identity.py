@@ -10,9 +10,11 @@ import hashlib
 import itertools
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import product, starmap
 
 import numpy as np
 
@@ -21,17 +23,19 @@ from coppice.bench.reference import Reference
 from coppice.bench.report import Check, Report
 from coppice.client.client import AsyncClient
 from coppice.errors import CoppiceError
+from coppice.machine import usable_cores
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
+from coppice.stack.spec import StackSpec
 
-VERIFIERS = 2
+VERIFIERS = ORCHESTRATORS = 2
 MARGIN = 2e-4
 """logits between the two best tokens of a row below which float32's rounding may decide; such answers are left out"""
 SPARE = 1.2
 """times as many answers are asked for as are wanted"""
 QUICK = {"bandit.policy": "always", "adapter.head_samples": 16, "adapter.full_samples": 8, "adapter.canary": False}
 """of an adapter that trains after every query with a miss"""
-MEANWHILE = ("weight syncs", "kills")
+KILLS, SYNCS, BOTH = MEANWHILE = ("kills", "weight syncs", "kills and weight syncs")
 SAMPLINGS = (
     SamplingParams(),
     SamplingParams(temperature=0.7, top_p=0.9),
@@ -39,7 +43,9 @@ SAMPLINGS = (
     SamplingParams(temperature=0.7),
     SamplingParams(temperature=1.0, top_k=20, top_p=0.95),
 )
-_KILL_EVERY_S, _LEAST_HAPPENED, _MOST_ROUNDS = 3.0, 2, 20
+BUDGETS, SESSIONS = (8, 60), (8, 1)
+_KILLED = ("drafter", "verifier", "orchestrator")
+_KILL_EVERY_S, _LEAST_HAPPENED, _HAPPENS_S = 3.0, len(_KILLED), 600.0
 
 Ids = tuple[int, ...]
 Question = tuple[Ids, SamplingParams]
@@ -75,7 +81,23 @@ class Line:
     """ids up to the difference, that one included"""
 
 
-def questions(prompts: Sequence[Ids], count: int, seed: int) -> list[Question]:
+def two_of_each(spec: StackSpec) -> StackSpec:
+    """The same stack with verifiers and orchestrators that take one another's place."""
+    threads = max(1, usable_cores() // VERIFIERS)
+    told = {"verifiers": VERIFIERS, "orchestrators": ORCHESTRATORS, "verifier_threads": threads, "drafter_threads": 1}
+    return replace(spec, **told)  # type: ignore[arg-type]
+
+
+def ways_of(methods: Sequence[str]) -> tuple[list[Way], list[Way]]:
+    """Plain decoding, every method, budget and batch mix, and every method beside kills; then what needs an adapter."""
+    ways = [Way("plain", None, sessions) for sessions in SESSIONS]
+    ways += starmap(Way, product(methods, BUDGETS, SESSIONS))
+    ways += (Way(method, during=KILLS) for method in methods)
+    syncing = [*(Way(method, during=SYNCS) for method in methods[-1:]), *(Way(one, during=BOTH) for one in methods)]
+    return ways, syncing
+
+
+def questions(prompts: Sequence[Ids], count: int, seed: int = 1) -> list[Question]:
     """Parts of the prompts, each drawn in one of the SAMPLINGS with a seed of its own."""
     asked = []
     for number in range(count):
@@ -135,23 +157,28 @@ async def ask(
 
 @asynccontextmanager
 async def meanwhile(stack: Stack, during: str) -> AsyncIterator[Callable[[], int]]:
-    """Kills or weight syncs as long as this is open; gives how often it has happened."""
-    if during == "weight syncs":
-        with AdapterClient(stack.services["adapter"].address) as adapter:
-            yield lambda: sum(head.version for head in adapter.status())
-    elif during == "kills":
-        done, killed = asyncio.Event(), list[str]()
-        killing = asyncio.create_task(_kill(stack, done, killed))
-        yield lambda: len(killed)
-        done.set()
-        await killing
-    else:
-        yield int
+    """Kills or weight syncs or both as long as this is open; gives how often each has happened at least."""
+    counts = list[Callable[[], int]]()
+    done, killed = asyncio.Event(), list[str]()
+    async with AsyncExitStack() as close:
+        if SYNCS in during:
+            adapter = close.enter_context(AdapterClient(stack.services["adapter"].address))
+            counts.append(lambda: sum(head.version for head in adapter.status()))
+        if KILLS in during:
+            counts.append(lambda: len(killed))
+            killing = asyncio.create_task(_kill(stack, done, killed))
+
+            async def end() -> None:
+                done.set()
+                await killing
+
+            close.push_async_callback(end)
+        yield lambda: min((count() for count in counts), default=0)
 
 
 async def _kill(stack: Stack, done: asyncio.Event, killed: list[str]) -> None:
-    """SIGKILL drafters and verifiers in turns, and start each anew."""
-    by_role = [[name for name, one in stack.services.items() if one.role == role] for role in ("drafter", "verifier")]
+    """SIGKILL a process of each role in turns, and start it anew."""
+    by_role = [[name for name, one in stack.services.items() if one.role == role] for role in _KILLED]
     for turn in itertools.count():
         for names in filter(None, by_role):
             await asyncio.sleep(_KILL_EVERY_S)
@@ -180,17 +207,17 @@ class Identity:
         self._add(compare("plain, by transformers", self.expected, [ids for _, ids, _ in drawn]))
 
     def run(self, stack: Stack, way: Way) -> None:
-        """Ask everything one way; all again until what is to happen meanwhile has happened twice."""
+        """Ask everything one way; all again until what is to happen meanwhile has happened as often as it must."""
         self._add(asyncio.run(self._run(stack, way)))
 
     async def _run(self, stack: Stack, way: Way) -> Line:
+        until = time.monotonic() + _HAPPENS_S
         async with meanwhile(stack, way.during) as happened:
-            for _ in range(_MOST_ROUNDS):
+            while True:
                 said = await ask(stack.address, self.asked, way, self.new_tokens, self.heard)
                 line = compare(str(way), self.expected, said, happened())
-                if line.difference or not way.during or line.happened >= _LEAST_HAPPENED:
-                    break
-        return line
+                if line.difference or not way.during or line.happened >= _LEAST_HAPPENED or time.monotonic() > until:
+                    return line
 
     def _add(self, line: Line) -> None:
         self.lines.append(line)

@@ -1,110 +1,201 @@
-"""What the commands of `coppice bench` share: options, a running stack, prompts, the end of a report."""
+"""The options of `coppice bench`, each once: a command takes some of them, with defaults of its own."""
 
 from __future__ import annotations
 
-import random
+import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import zip_longest
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
+from typer import Option
 
 from coppice.errors import InvalidField
+from coppice.limits import MAX_TREE_NODES, check_range
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from coppice.bench.reference import Reference
-    from coppice.bench.report import Check, Report
-    from coppice.bench.target_text import TargetText
-    from coppice.client.client import Client
-    from coppice.messages.generation import ModelDescription
-    from coppice.prompts.files import FilePrompt
-    from coppice.stack.launch import Stack
-    from coppice.stack.spec import StackSpec
+    from coppice.stack.spec import HeadSpec, StackSpec
 
 T = TypeVar("T", int, float)
-
-Target = Annotated[Path | None, typer.Option(help="Model folder; default: the demo's target and heads.")]
-Heads = Annotated[
-    list[str] | None, typer.Option("--heads", metavar="NAME=KIND[:DIR]", help="Draft heads (repeatable).")
-]
-Prompts = Annotated[Path | None, typer.Option(help="JSON lines or .txt; default: the prompts that come with Coppice.")]
-Count = Annotated[int, typer.Option("--n", min=1, help="Prompts used.")]
-NewTokens = Annotated[int, typer.Option(min=2, help="Tokens made for each prompt, past end-of-text ids too.")]
-Methods = Annotated[list[str] | None, typer.Option(help="Policies or head names (repeatable); default: all.")]
-Category = Annotated[
-    str | None, typer.Option(metavar="NAME,...", help="Keep the prompts of these categories, such as code,maths.")
-]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of the keyed noise and of the prompts' order.")]
-Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Alternating rounds; medians are reported.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures as JSON.")]
+REQUIRED: Any = Parameter.empty
 
 
-@contextmanager
-def measuring(command: str, spec: StackSpec, json_file: Path | None) -> Iterator[tuple[Console, Stack, Report, Client]]:
-    """A running stack with a client, and a report that is printed and written at the end; exits 1 if a check failed.
+def _split(texts: list[str] | None) -> list[str] | None:
+    """The names of an option that may be given several times, with commas between names."""
+    return [name for text in texts for name in text.split(",")] if texts else None
 
-    What breaks it off leaves by then measured figures printed and written all the same.
+
+def _writable(path: Path | None) -> Path | None:
+    """A path that will be written. Raises BadParameter where that cannot be done."""
+    if path:
+        there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+        if not os.access(there, os.W_OK) or not (there.is_dir() or there == path.absolute()):
+            raise typer.BadParameter(f"{path} cannot be written")
+    return path
+
+
+def _names(what: str, *flags: str, metavar: str = "NAME,...") -> Any:
+    return Option(*flags, metavar=metavar, callback=_split, help=what)
+
+
+def _folder(what: str) -> Any:
+    return Option(metavar="DIR", file_okay=False, callback=_writable, help=what)
+
+
+def _file(flag: str, what: str) -> Any:
+    return Option(flag, metavar="FILE", dir_okay=False, callback=_writable, help=what)
+
+
+Target = Annotated[Path | None, Option(help="Model folder; default: the demo's target and heads.")]
+Heads = Annotated[list[str] | None, _names("Draft heads.", "--heads", metavar="NAME=KIND[:DIR],...")]
+JsonFile = Annotated[Path | None, _file("--json", "Also write the figures as JSON.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """All options; those that a command does not take are as they stand here."""
+
+    target: Target = None
+    heads: Heads = None
+    head: Annotated[str, Option(metavar="NAME=KIND[:DIR]", help="The head.")] = "specblock-code"
+    prompts: Annotated[
+        list[Path] | None,
+        Option(
+            metavar="FILE",
+            help="JSON lines (Spec-Bench's, SPEED-Bench's) or .txt, a benchmark each if there are several. "
+            "Default: the prompts that come with Coppice.",
+        ),
+    ] = None
+    category: Annotated[list[str] | None, _names("Keep prompts of these categories, such as code,maths.")] = None
+    n: Annotated[int, Option("--n", min=1, help="Prompts of each file; texts, drafts or queries.")] = 8
+    warm_up: Annotated[int, Option(min=0, help="Prompts after --n that every method answers first, uncounted.")] = 0
+    chat: Annotated[bool, Option("--chat", help="Send each text as a user's message.")] = False
+    max_new_tokens: Annotated[int, Option(min=2, help="Tokens made for each prompt, past end-of-text ids too.")] = 128
+    skip_long: Annotated[bool, Option("--skip-long", help="Leave out prompts too long for the context.")] = False
+    methods: Annotated[list[str] | None, _names("Policies or head names; default: all of them.")] = None
+    budgets: Annotated[str, Option(help="Draft nodes verified a step, comma-separated; default: the server's.")] = ""
+    budget: Annotated[int, Option(min=1, max=64, help="Draft nodes of every tree.")] = 31
+    temperatures: Annotated[str, Option(help="Comma-separated.")] = "0,1"
+    sessions: Annotated[str, Option(help="Prompts answered at once, comma-separated.")] = "1"
+    ids: Annotated[int, Option(min=1, help="Token ids of each line, at least.")] = 100_000
+    write: Annotated[bool, Option("--write", help="Put what is expected of heads into their config.json.")] = False
+    what: Annotated[
+        str,
+        Option(
+            help="shift: stories, then code again, by policy; devices: training on the serving core or beside it "
+            "(table 4); passes: one mixed stream again and again (table 5)."
+        ),
+    ] = "shift"
+    passes: Annotated[int, Option(min=1, help="Passes over the mixed stream.")] = 4
+    shape: Annotated[
+        str, Option(metavar="NAME|DIR", help="demo, 0.5b, llama-3.1-8b, qwen3-8b, or a folder with config.json.")
+    ] = "demo"
+    kinds: Annotated[
+        list[str] | None, _names("Kinds of heads; default: eagle3,specblock.", "--heads", metavar="KIND,...")
+    ] = None
+    profile: Annotated[
+        str,
+        Option(
+            help="Acceptance by depth, such as 0.8,0.7,0.6, or that of a target in SpecBlock's table 1: llama-3.1-8b, "
+            "llama-3.1-8b-t1, qwen3-8b, qwen3-8b-t1."
+        ),
+    ] = "llama-3.1-8b"
+    pipeline: Annotated[bool, Option(help="Also time steps of the real services, at one session.")] = True
+    data: Annotated[list[str] | None, Option("--data", help="As for `coppice train head`.")] = None
+    tokens: Annotated[int, Option(min=1, help="Tokens that every head learns from.")] = 131_072
+    only: Annotated[list[str] | None, _names("Some of the variants or kinds.")] = None
+    cache: Annotated[Path | None, _folder("What is made is kept here, and used again.")] = None
+    device: Annotated[str, Option(help="A torch device.")] = "cpu"
+    dtype: Annotated[str | None, Option(help="float32 or bfloat16.")] = None
+    answers: Annotated[Path | None, _folder("Also write each method's answers, as Spec-Bench does.")] = None
+    plots: Annotated[Path | None, _folder("Also draw PNGs here.")] = None
+    plot: Annotated[Path | None, _file("--plot", "Also draw it (.png, .svg).")] = None
+    json_file: JsonFile = None
+    goals: Annotated[bool, Option("--goals", help="Exit 1 also when one of the project's own goals is missed.")] = False
+
+    def spec(self, default: Sequence[str] = ()) -> StackSpec:
+        """The stack that the options describe; `default`: heads beside the demo's target, none for the demo's own."""
+        heads = self.heads or (list(default) if self.target is None else None)
+        return spec_of(self.target, heads, self.dtype)
+
+    def shipped_heads(self) -> list[str]:
+        """The shipped heads that methods name."""
+        from coppice.stack.spec import SHIPPED_HEADS
+
+        named = {head for method in self.methods or () for head in re.split("[:/]", method)}
+        return [head for head in SHIPPED_HEADS if head in named or (head == "lm" and "hf-assisted" in named)]
+
+    def temperatures_asked(self, most: float = float("inf")) -> tuple[float, ...]:
+        """The temperatures. Raises InvalidField."""
+        return numbers("temperatures", self.temperatures, float, 0, most)
+
+    def budgets_asked(self) -> tuple[int, ...]:
+        """The budgets. Raises InvalidField."""
+        return numbers("budgets", self.budgets, int, 0, MAX_TREE_NODES)
+
+
+def command(app: typer.Typer, *names: str, **defaults: Any) -> Callable[[Callable[[Options], None]], None]:
+    """Make a function a command with the options of these names; `defaults` has those whose defaults differ.
+
+    A default of REQUIRED makes an option one that must be given.
     """
-    from rich.console import Console
+    hints = get_type_hints(Options, include_extras=True)
+    parameters = [
+        Parameter(
+            name, Parameter.KEYWORD_ONLY, default=defaults.get(name, getattr(Options, name)), annotation=hints[name]
+        )
+        for name in hints
+        if name in (*names, *defaults, "json_file")
+    ]
 
-    from coppice.bench.report import Check
-    from coppice.client.client import Client
+    def register(function: Callable[[Options], None]) -> None:
+        def called(**given: Any) -> None:
+            function(Options(**given))
 
-    console, report = Console(), report_of(command, spec)
+        called.__doc__ = function.__doc__
+        called.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        app.command(function.__name__)(called)
+
+    return register
+
+
+def numbers(option: str, text: str, kind: type[T], low: float, high: float) -> tuple[T, ...]:
+    """The numbers of an option that takes several, with commas between. Raises InvalidField, which names the option."""
     try:
-        with running(spec, report) as stack, Client(stack.address) as client:
-            yield console, stack, report, client
-    except (Exception, KeyboardInterrupt) as error:
-        if report.rows or report.figures:  # what was measured before is not lost
-            report.checks.append(Check("broken off", 1, "0", False, " ".join(str(error).split())[:300]))
-            report.print(console)
-            if json_file:
-                report.write(json_file)
-        raise
-    finish(console, report, json_file)
+        found = tuple(kind(part) for part in text.split(","))
+        for number in found:
+            check_range(option, number, low, high)
+    except ValueError:
+        raise InvalidField(option, f"{text!r} is not a list of numbers") from None
+    return found
 
 
-@contextmanager
-def running(spec: StackSpec, report: Report) -> Iterator[Stack]:
-    """A stack that runs meanwhile; the report gets a check that every process of it stopped cleanly."""
-    from coppice.stack.launch import Stack
+def read_methods(
+    wanted: Sequence[str] | None, heads: Sequence[HeadSpec], others: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """The policies of a stack with these heads that are wanted, plain first; HEAD is short for single:HEAD.
 
-    with Stack(spec) as stack:
-        yield stack
-    report.checks.append(clean_check(stack))
+    Without any all policies. `others`: what may be wanted too. Raises InvalidField, before anything is started.
+    """
+    from coppice.speculation.policy import POLICIES, Policy
 
-
-def clean_check(stack: Stack) -> Check:
-    """Whether every process of a stack that has ended stopped by itself."""
-    from coppice.bench.report import Check
-
-    unclean = stack.unclean
-    return Check("processes not stopped cleanly", len(unclean), "0", not unclean, ", ".join(unclean))
-
-
-@contextmanager
-def counting(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar with counts and the time left; gives what is told of every few that came."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda came: bar.advance(task, came)
-
-
-def report_of(command: str, spec: StackSpec) -> Report:
-    """An empty report of a command that measures what a spec describes."""
-    from coppice.bench.report import Report
-
-    verifier = spec.settings().verifier
-    return Report(command, verifier.dtype, verifier.threads, verifier.device)
+    names = [head.name for head in heads]
+    methods = ["plain"]
+    for text in wanted or (*names, *(POLICIES[1:] if names else ())):
+        method = f"single:{text}" if text in names else text
+        if text not in others:
+            if wanted and len(names) < 2 and method in POLICIES and method.startswith(("route", "merge")):
+                raise InvalidField("methods", f"{text} needs at least two heads, there are {len(names)}")
+            try:
+                Policy.parse(method, names)
+            except InvalidField as error:
+                raise InvalidField("methods", f"{text!r}: {str(error).partition(': ')[2]}") from None
+        methods.append(method)
+    return tuple(dict.fromkeys(methods))
 
 
 def spec_of(target: Path | None, heads: list[str] | None, dtype: str | None) -> StackSpec:
@@ -112,115 +203,3 @@ def spec_of(target: Path | None, heads: list[str] | None, dtype: str | None) -> 
     from coppice.stack.options import stack_spec
 
     return stack_spec(target, heads, dtype=dtype, port=0)
-
-
-def shipped_heads(methods: Sequence[str]) -> list[str] | None:
-    """The shipped heads that methods name; None when they name none."""
-    from coppice.stack.spec import SHIPPED_HEADS
-
-    named = {head for method in methods for head in re.split("[,:/]", method)}
-    return [head for head in SHIPPED_HEADS if head in named or (head == "lm" and "hf-assisted" in named)] or None
-
-
-def prompts_of(file: Path | None, count: int, client: Client, new_tokens: int = 0) -> list[str | tuple[int, ...]]:
-    """The first `count` prompts of a file or of Coppice's own; random ids for a target without a tokenizer.
-
-    Raises InvalidField naming a file's prompts that do not fit into the context with an answer of `new_tokens`.
-    """
-    model = client.describe()
-    prompts = file_prompts(file, count, model)
-    long = [one.name for one in prompts if file and not _fits(client, one.prompt, model.max_len - new_tokens)]
-    if long:
-        why = f"no room for {new_tokens} new tokens in a context of {model.max_len} behind {'; '.join(long)}"
-        raise InvalidField("prompts", why)
-    return [one.prompt for one in prompts]
-
-
-def _fits(client: Client, prompt: str | tuple[int, ...], most: int) -> bool:
-    try:
-        return client.prompt_tokens(prompt) <= most
-    except InvalidField as error:
-        if error.field == "prompt":
-            return False
-        raise
-
-
-def file_prompts(
-    file: Path | None, count: int | None, model: ModelDescription | TargetText, category: str | None = None
-) -> list[FilePrompt]:
-    """As prompts_of, with what the file says of each; a category, or several with commas between, leaves out others.
-
-    `count` None: all of them.
-    """
-    from coppice.prompts.files import FilePrompt, demo_prompts, read_prompts
-
-    if file is None and not model.has_tokenizer:
-        rng, size = random.Random(0), model.vocab_size  # noqa: S311
-        return [
-            FilePrompt(tuple(rng.randrange(size) for _ in range(8 + 5 * number)), where=f"random prompt {number + 1}")
-            for number in range(count or 1)
-        ]
-    prompts = read_prompts(file) if file else demo_prompts()
-    if category:
-        prompts = [prompt for prompt in prompts if prompt.category in category.split(",")]
-        if not prompts:
-            raise typer.BadParameter(f"no prompt is of {category!r}", param_hint="--category")
-    if file is None:
-        prompts = spread(prompts, count)
-    return prompts[:count]
-
-
-def spread(prompts: list[FilePrompt], count: int | None) -> list[FilePrompt]:
-    """`count` prompts taken from all categories in turn."""
-    by_category: dict[str, list[FilePrompt]] = {}
-    for prompt in prompts:
-        by_category.setdefault(prompt.category, []).append(prompt)
-    turns = zip_longest(*by_category.values())
-    return [prompt for turn in turns for prompt in turn if prompt is not None][:count]
-
-
-def prompt_ids(
-    file: Path | None, count: int, client: Client, reference: Reference, new_tokens: int
-) -> list[tuple[int, ...]]:
-    """As prompts_of, as token ids."""
-    prompts = prompts_of(file, count, client, new_tokens)
-    return [reference.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-
-
-def numbers(option: str, text: str, kind: type[T]) -> tuple[T, ...]:
-    """The numbers of an option that takes several, with commas between. Raises BadParameter, which names the option."""
-    try:
-        return tuple(kind(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of numbers", param_hint=f"--{option}") from None
-
-
-def reference_of(spec: StackSpec) -> Reference:
-    """Plain transformers on the spec's target, as its verifier runs it."""
-    from coppice.bench.reference import Reference
-
-    verifier = spec.settings().verifier
-    return Reference(spec.target, verifier.dtype, verifier.device, verifier.threads)
-
-
-def finish(console: Console, report: Report, json_file: Path | None) -> None:
-    """Print a report, and write it if a file is given; exits 1 when a check failed."""
-    report.print(console)
-    if json_file:
-        report.write(json_file)
-    if not report.ok:
-        raise typer.Exit(1)
-
-
-def encode(target: Path, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
-    """A prompt as the target's token ids."""
-    from coppice.bench.target_text import TargetText
-
-    return TargetText(target).encode(prompt) if isinstance(prompt, str) else prompt
-
-
-def vocab_size_of(target: Path) -> int:
-    """The size of a target's vocabulary, which its heads may need to be told."""
-    from coppice.bench.target_text import TargetText
-
-    return TargetText(target).vocab_size

@@ -77,14 +77,6 @@ class Reference:
         model.generation_config.update(do_sample=False, **dict.fromkeys(unset))
         return model
 
-    def encode(self, text: str, chat: bool = False) -> tuple[int, ...]:
-        """Token ids of a text, or of a user's message in the chat template."""
-        return self.text.encode(text, chat)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Their text; the ids themselves with spaces between where there is no tokenizer."""
-        return self.text.decode(ids)
-
     def greedy(self, ids: Sequence[int], max_new_tokens: int) -> Completion:
         """`generate(do_sample=False)` of exactly `max_new_tokens`, end-of-text ids included like any other."""
         return self.generate(ids, max_new_tokens, SamplingParams())

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
+from rich.text import Text
 
 from coppice import __version__
 from coppice.client.completion import Completion
@@ -21,6 +22,7 @@ from coppice.machine import this_machine
 
 Verdict = Literal["identical", "tie", "wrong"]
 HF_GENERATE = "hf-generate"
+WIDEST = 10_000  # columns of a table, whatever the terminal's
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A promise and whether it held."""
+    """A promise, or a goal, and whether it held."""
 
     name: str
     value: float
@@ -76,6 +78,10 @@ class Check:
     ok: bool
     note: str = ""
     """for people only"""
+
+    def to_json(self) -> dict[str, Any]:
+        """The check as `--json` holds it."""
+        return {key: getattr(self, key) for key in ("name", "value", "bound", "ok")}
 
     @classmethod
     def at_least(cls, name: str, value: float, bound: float, note: str = "") -> Check:
@@ -86,6 +92,20 @@ class Check:
     def at_most(cls, name: str, value: float, bound: float, note: str = "") -> Check:
         """A check that a value does not exceed a bound; the value is shown with three digits."""
         return cls(name, round(value, 3), f"<= {bound:g}", value <= bound, note)
+
+
+class WholeTable(Table):
+    """A table under a heading of any length; it is never cut, but wider than the terminal if it must be."""
+
+    def __init__(self, heading: str) -> None:
+        super().__init__(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        self.heading, self.below = heading, ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(self.heading, style="italic")
+        yield from super().__rich_console__(console, options.update(max_width=WIDEST))
+        if self.below:
+            yield Text(self.below, style="dim")
 
 
 @dataclass(slots=True)
@@ -103,16 +123,26 @@ class Report:
     notes: list[str] = field(default_factory=list)
     """Lines below the tables, which are not wrapped: they may be copied."""
     checks: list[Check] = field(default_factory=list)
+    """Of correctness."""
+    goals: list[Check] = field(default_factory=list)
+    """What the project wants to reach."""
+    strict: bool = False
+    """Whether goals are checks, too."""
     figures: dict[str, Any] = field(default_factory=dict)
     """What else `--json` holds."""
 
     @property
     def ok(self) -> bool:
         """Whether every check held."""
-        return all(check.ok for check in self.checks)
+        return all(check.ok for check in self._decisive)
+
+    @property
+    def _decisive(self) -> list[Check]:
+        return self.checks + (self.goals if self.strict else [])
 
     def add_methods(self, rows: Sequence[Row]) -> None:
-        """Add a row for each method, and their table."""
+        """Add a row for each method with its speedup over plain, and their table."""
+        rows = with_speedups(rows)
         self.rows += (row.to_json() for row in rows)
         self.tables.append(method_table(f"{self.command}: {self.dtype}, {self.threads} threads", rows))
 
@@ -133,38 +163,52 @@ class Report:
             "dtype": self.dtype,
             "threads": self.threads,
             "rows": self.rows,
-            "checks": [{key: getattr(check, key) for key in ("name", "value", "bound", "ok")} for check in self.checks],
+            "checks": [check.to_json() for check in self.checks],
             "ok": self.ok,
-        } | ({"figures": self.figures} if self.figures else {})
+        } | {
+            name: value
+            for name, value in (("goals", [goal.to_json() for goal in self.goals]), ("figures", self.figures))
+            if value
+        }
 
     def write(self, file: Path) -> None:
         """Write the JSON object to a file."""
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
     def print(self, console: Console) -> None:
         """Print the tables, and the checks below them."""
-        for each in self.tables:
-            console.print(each)
+        goals = [
+            {
+                "goal": goal.name,
+                "measured": f"{goal.value:g}",
+                "wanted": goal.bound,
+                "reached": "yes" if goal.ok else "[yellow]no[/]",
+                "note": goal.note or None,
+            }
+            for goal in self.goals
+        ]
+        for each in [*self.tables, *([table("goals", goals)] if goals else [])]:
+            console.print(each, crop=False, no_wrap=True, overflow="ignore")
         for note in self.notes:
             console.print(note, soft_wrap=True, highlight=False)
-        for check in self.checks:
-            sign = "[green]ok[/]" if check.ok else "[red]FAILED[/]"
+        for check in self._decisive:
             note = f" ({check.note})" if check.note else ""
-            console.print(f"{sign} {check.name}: {check.value:g}, bound {check.bound}{note}", highlight=False)
+            sign = "[green]ok[/]" if check.ok else "[red]FAILED[/]"
+            line = f"{sign} {check.name}: {check.value:g}, bound {check.bound}{note}"
+            console.print(line, highlight=False, soft_wrap=True)
 
 
-def table(title: str, rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str] | None = None) -> Table:
-    """A table with a column for each key of the rows.
+def table(heading: str, rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str] | None = None) -> WholeTable:
+    """A table with a column for each key that a row has a value for.
 
     A float has two digits unless `formats` gives its key another format; None is a dash.
     """
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    wide = max(map(len, title.splitlines()))  # a title is wrapped at its table's edge
-    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, min_width=wide)
-    made.caption_justify, made.collapse_padding = "left", True
-    for number, key in enumerate(keys):
+    keys = list(dict.fromkeys(key for row in rows for key, value in row.items() if value is not None))
+    made = WholeTable(heading)
+    for key in keys:
         words = all(isinstance(row.get(key), str) for row in rows)
-        made.add_column(key, justify="left" if words else "right", no_wrap=number == 0, overflow="fold")
+        made.add_column(key, justify="left" if words else "right", no_wrap=True)
     for row in rows:
         made.add_row(*(_cell(row.get(key), (formats or {}).get(key, "")) for key in keys))
     return made

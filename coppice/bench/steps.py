@@ -6,6 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from coppice.bench.asking import GREEDY, Ids, asking, compare
+from coppice.bench.measuring import Bench
+from coppice.bench.progress import Progress
 from coppice.bench.report import Check
 from coppice.client.completion import Completion
 
@@ -22,6 +25,18 @@ PARTS = {
 """our names, and those of Timings"""
 
 
+def run_steps(bench: Bench, prompts: Sequence[Ids], methods: Sequence[str]) -> None:
+    """Add a line and the goal of each method to the report, at one session."""
+    ways = {method: asking(bench.client, bench.options.max_new_tokens, policy=method) for method in methods}
+    with Progress("answers", len(ways) * (1 + len(prompts))) as progress:
+        answers = compare(ways, [([ids], GREEDY) for ids in prompts], progress, warm_up=True)
+    lines = [costs(method, its) for method, its in answers.items()]
+    bench.report.add_figures("steps", "milliseconds a step: means, and the median split cost", lines)
+    bench.report.goals += (
+        Check.at_most(f"median split cost of {line['method']}, ms", line["split"], SPLIT_BOUND_MS) for line in lines
+    )
+
+
 def costs(method: str, answers: Sequence[Completion]) -> dict[str, Any]:
     """Means over the steps of some answers, and the median split cost, in milliseconds."""
     timings = [answer.timings for answer in answers]
@@ -30,11 +45,6 @@ def costs(method: str, answers: Sequence[Completion]) -> dict[str, Any]:
     step = sum(sum(timing.step_ns) for timing in timings) / steps / 1e6
     split = statistics.median(split for timing in timings for split in timing.split_ns) / 1e6
     return {"method": method, "step": step, **means, "split": split}
-
-
-def split_check(step: Mapping[str, Any]) -> Check:
-    """The bound of the split cost at one session."""
-    return Check.at_most(f"median split cost of {step['method']}, ms", step["split"], SPLIT_BOUND_MS)
 
 
 def parts_of(step: Mapping[str, Any]) -> dict[str, float]:

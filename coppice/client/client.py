@@ -22,6 +22,7 @@ from coppice.client.completion import Accumulator, Completion, StreamEvent
 from coppice.client.resume import TIMEOUT_S, Attempts, watch, watch_async
 from coppice.errors import Cancelled, InvalidField, from_rpc_error
 from coppice.messages.generation import ChatMessage, GenerationRequest, ModelDescription
+from coppice.rpc import tracing
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.v1 import generation_pb2 as generation
@@ -30,6 +31,7 @@ from coppice.wire.generation import read_model, read_response, request_to_wire
 
 __all__ = ["AsyncClient", "Client", "Completion", "Options", "Prompt", "StreamEvent", "default_address"]
 
+Metadata = Sequence[tuple[str, str]] | None
 Prompt = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, str]]
 
 _MAX_UINT32 = 2**32 - 1
@@ -91,25 +93,16 @@ def _addresses(address: str | Sequence[str] | None) -> tuple[str, ...]:
     return addresses
 
 
-def build_request(
-    prompt: Prompt,
-    *,
-    sampling: SamplingParams | None = None,
-    max_new_tokens: int = 0,
-    stop: str | Sequence[str] = (),
-    policy: str = "",
-    budget: int | None = None,
-    ignore_eos: bool = False,
-    log_probs: bool = False,
-    resume_ids: Sequence[int] = (),
-    pq: bool = False,
-    coupled: bool = True,
-    trees: bool = False,
-    **draws: Unpack[Draws],
-) -> GenerationRequest:
-    """The request of a prompt and Options. Raises InvalidField naming what is unusable, TypeError for other options."""
-    if unknown := draws.keys() - SamplingParams.model_fields:
+def build_request(prompt: Prompt, **options: Unpack[Options]) -> GenerationRequest:
+    """The request of a prompt and Options, of which `timeout` is not a part.
+
+    Raises InvalidField naming what is unusable, TypeError for other options.
+    """
+    if unknown := options.keys() - Options.__annotations__.keys():
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
+    given: dict[str, Any] = {name: value for name, value in options.items() if name != "timeout"}
+    draws = {name: given.pop(name) for name in SamplingParams.model_fields if name in given}
+    sampling = given.pop("sampling", None)
     if sampling is None:
         try:
             sampling = SamplingParams(**draws)
@@ -118,25 +111,21 @@ def build_request(
             raise InvalidField(str(first["loc"][0]), first["msg"]) from None
     elif draws:
         raise InvalidField("sampling", f"give it or {', '.join(draws)}, not both")
-    limits.check_range("max_new_tokens", max_new_tokens, 0, _MAX_UINT32)
-    if budget is not None:
-        limits.check_range("budget", budget, 0, limits.MAX_TREE_NODES)
+    limits.check_range("max_new_tokens", given.get("max_new_tokens", 0), 0, _MAX_UINT32)
+    if given.get("budget") is not None:
+        limits.check_range("budget", given["budget"], 0, limits.MAX_TREE_NODES)
     text, ids, chat = _read_prompt(prompt)
+    stop = given.pop("stop", ())
     return GenerationRequest(
         text=text,
         ids=ids,
         chat=chat,
-        resume_ids=_read_ids("resume_ids", resume_ids),
+        resume_ids=_read_ids("resume_ids", given.pop("resume_ids", ())),
         sampling=sampling,
-        max_new_tokens=max_new_tokens,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        policy=policy,
-        budget=budget,
-        ignore_eos=ignore_eos,
-        want_log_probs=log_probs,
-        pq=pq,
-        coupled=coupled,
-        want_trees=trees,
+        want_log_probs=given.pop("log_probs", False),
+        want_trees=given.pop("trees", False),
+        **given,
     )
 
 
@@ -190,10 +179,8 @@ class _Endpoint:
 
     def _call(self, prompt: Prompt, options: Options) -> tuple[Attempts, Accumulator]:
         """The call of a prompt and what folds its events. Raises InvalidField, TypeError for an unknown option."""
-        rest = dict(options)
-        timeout = cast(float, rest.pop("timeout", TIMEOUT_S))
-        request = build_request(prompt, **rest)  # type: ignore[arg-type]
-        count = len(self._stubs)
+        request, count = build_request(prompt, **options), len(self._stubs)
+        timeout = options.get("timeout", TIMEOUT_S)
         call = Attempts(timeout, request_to_wire(request), count, next(self._turns) % count)
         return call, Accumulator(request.sampling.seed)
 
@@ -246,9 +233,13 @@ class Client(_Endpoint, contextlib.AbstractContextManager["Client"]):
         return self._events(self._call(prompt, options)[0])
 
     def _events(self, call: Attempts) -> Iterator[StreamEvent]:
+        with tracing.calling("generate") as metadata:
+            yield from self._attempts(call, metadata)
+
+    def _attempts(self, call: Attempts, metadata: Metadata) -> Iterator[StreamEvent]:
         while True:
             stub = self._stubs[call.at]
-            responses = stub.Generate(call.message, timeout=call.timeout)
+            responses = stub.Generate(call.message, timeout=call.timeout, metadata=metadata)
             ended = threading.Event()
             if len(self._stubs) > 1:
                 threading.Thread(target=watch, args=(stub, call, responses, ended), daemon=True).start()
@@ -301,9 +292,15 @@ class AsyncClient(_Endpoint, contextlib.AbstractAsyncContextManager["AsyncClient
         return self._events(self._call(prompt, options)[0])
 
     async def _events(self, call: Attempts) -> AsyncGenerator[StreamEvent, None]:
+        with tracing.calling("generate") as metadata:
+            async with contextlib.aclosing(self._attempts(call, metadata)) as events:
+                async for event in events:
+                    yield event
+
+    async def _attempts(self, call: Attempts, metadata: Metadata) -> AsyncGenerator[StreamEvent, None]:
         while True:
             stub = self._stubs[call.at]
-            responses = stub.Generate(call.message, timeout=call.timeout)
+            responses = stub.Generate(call.message, timeout=call.timeout, metadata=metadata)
             watching = asyncio.create_task(watch_async(stub, call, responses)) if len(self._stubs) > 1 else None
             try:
                 async for response in responses:

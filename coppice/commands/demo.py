@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -16,38 +16,54 @@ from rich.text import Text
 
 from coppice.adaptation import picture
 from coppice.adaptation.client import AdapterClient
-from coppice.bench.exact import judged
-from coppice.bench.options import clean_check, reference_of, report_of
-from coppice.bench.report import HF_GENERATE, Report, exactness_checks, make_row, with_speedups
+from coppice.bench.asking import GREEDY, Ask, asking, compare, judged
+from coppice.bench.measuring import clean_check, reference_of, report_of
+from coppice.bench.progress import Progress
+from coppice.bench.questions import spread
+from coppice.bench.report import HF_GENERATE, Report, exactness_checks, make_row
 from coppice.client.client import Client
 from coppice.client.completion import Accumulator, Completion
 from coppice.commands.tree_picture import longest, show
+from coppice.config.sections import ADAPTED_KINDS
 from coppice.machine import usable_cores
 from coppice.messages.generation import Chunk, Origin
 from coppice.prompts.files import FilePrompt, demo_prompts
-from coppice.speculation.sampling import SamplingParams
-from coppice.stack.launch import Stack
+from coppice.stack.launch import ADAPTER, Stack
+from coppice.stack.options import stack_spec
 from coppice.stack.redis_server import find_server
-from coppice.stack.spec import StackSpec
-
-if TYPE_CHECKING:
-    from coppice.bench.reference import Reference
 
 NEW_TOKENS = 64
 BUDGET = 8  # in float32 on a CPU every row of a forward costs: a small tree gains more than the default one
-CATEGORIES = ("code", "maths", "story")
+PROMPTS = 3  # one of each category of the shipped ones
 STYLES = {Origin.DRAFT: "green", Origin.ROOT: "red"}
 
 
-def run_demo(console: Console, spec: StackSpec, prompts: Sequence[FilePrompt]) -> Report:
-    """Start the spec's stack, stream the prompts' answers, compare the policies, stop it; returns the report."""
+def demo(
+    console: Console, json_file: Path | None = None, target: Path | None = None, heads: list[str] | None = None
+) -> bool:
+    """Start a target, by default the shipped one, in float32, stream three answers, compare the policies, stop it all.
+
+    Returns whether every check held.
+    """
+    spec = stack_spec(
+        target,
+        heads,
+        dtype="float32",
+        policy="route",
+        budget=BUDGET,
+        verifier_threads=usable_cores(),  # the adapter does not train here
+    )
+    adaptable = any(head.kind in ADAPTED_KINDS for head in spec.heads)
+    spec = replace(spec, adapt=adaptable and find_server() is not None)
+    prompts = spread(demo_prompts())[:PROMPTS]
     more = ", Redis, an adapter" if spec.adapt else ""
     console.print(f"starting a verifier, {len(spec.heads)} drafter pools{more} and an orchestrator ...")
     with Stack(spec) as stack, Client(stack.address) as client:
         console.print(services_table(stack))
         for number, prompt in enumerate(prompts):
             stream_coloured(console, client, prompt, trees=number == 0)
-        with _adapter(stack) as adapter:
+        ready = stack.services.get(ADAPTER)
+        with AdapterClient(ready.address) if ready else contextlib.nullcontext() as adapter:
             if adapter:
                 adapter.pause()  # policies are compared on the same weights
             report = _compare(console, stack, client, prompts)
@@ -56,19 +72,10 @@ def run_demo(console: Console, spec: StackSpec, prompts: Sequence[FilePrompt]) -
                 for head in adapter.status():
                     picture.show(head, console)
     report.checks.append(clean_check(stack))
-    return report
-
-
-def _adapter(stack: Stack) -> contextlib.AbstractContextManager[AdapterClient | None]:
-    """A client of the stack's adapter, if it has one."""
-    ready = stack.services.get("adapter")
-    return AdapterClient(ready.address) if ready else contextlib.nullcontext()
-
-
-def pick_prompts(prompts: Sequence[FilePrompt]) -> list[FilePrompt]:
-    """The first prompt of each of the demo's categories."""
-    first = {prompt.category: prompt for prompt in reversed(prompts)}
-    return [first[category] for category in CATEGORIES if category in first]
+    report.print(console)
+    if json_file:
+        report.write(json_file)
+    return report.ok
 
 
 def services_table(stack: Stack) -> Table:
@@ -105,47 +112,18 @@ def _compare(console: Console, stack: Stack, client: Client, prompts: Sequence[F
     """Every method on every prompt in alternating order, each answer judged by transformers' own."""
     console.print("\nloading the target once more, in plain transformers, to compare with ...")
     reference = reference_of(stack.spec)
-    ids = [reference.encode(prompt.prompt) if isinstance(prompt.prompt, str) else prompt.prompt for prompt in prompts]
-    methods = [HF_GENERATE, "plain", *(f"single:{head.name}" for head in stack.spec.heads), "route", "merge"]
-    for method in methods:
-        _answer(method, ids[0], client, reference, new_tokens=8)  # warm
-    answers: dict[str, list[Completion]] = {method: [] for method in methods}
-    for number, prompt in enumerate(ids):
-        for method in methods if number % 2 == 0 else reversed(methods):
-            answers[method].append(_answer(method, prompt, client, reference))
+    asked = [(reference.text.encode(str(prompt.prompt)), GREEDY) for prompt in prompts]
+    methods = ["plain", *(f"single:{head.name}" for head in stack.spec.heads), "route", "merge"]
+    ways: dict[str, Ask] = {HF_GENERATE: lambda several, _: [reference.greedy(ids, NEW_TOKENS) for ids in several]}
+    ways |= {method: asking(client, NEW_TOKENS, policy=method) for method in methods}
+    with Progress("answers", len(ways) * (1 + len(asked))) as progress:
+        answers = compare(ways, [([ids], sampling) for ids, sampling in asked], progress, warm_up=True)
     stack.check()
     report = report_of("demo", stack.spec)
     budget = stack.settings.orchestrator.budget
-    expected = [answer.ids for answer in answers[HF_GENERATE]]
-    asked = [(prompt, SamplingParams()) for prompt in ids]
-    rows = []
-    for method, its in answers.items():
-        rows.append(make_row(method, its, judged(reference, asked, its, expected), budget if its[0].heads else 0))
-    report.add_methods(with_speedups(rows))
+    verdicts = judged(reference, asked, answers, [answer.ids for answer in answers[HF_GENERATE]])
+    rows = [make_row(method, its, verdicts[method], budget if its[0].heads else 0) for method, its in answers.items()]
+    report.add_methods(rows)
     trained = any(head.path for head in stack.spec.heads)
     report.checks = exactness_checks(rows, report.dtype, trained, NEW_TOKENS)
     return report
-
-
-def _answer(
-    method: str, ids: Sequence[int], client: Client, reference: Reference, new_tokens: int = NEW_TOKENS
-) -> Completion:
-    if method == HF_GENERATE:
-        return reference.greedy(ids, new_tokens)
-    return client.generate(ids, policy=method, max_new_tokens=new_tokens, ignore_eos=True)
-
-
-def demo(console: Console, json_file: Path | None = None) -> bool:
-    """The command: the shipped models and prompts in float32. Returns whether every check held."""
-    spec = StackSpec.demo(
-        dtype="float32",
-        policy="route",
-        budget=BUDGET,
-        verifier_threads=usable_cores(),  # the adapter does not train here
-        adapt=find_server() is not None,
-    )
-    report = run_demo(console, spec, pick_prompts(demo_prompts()))
-    report.print(console)
-    if json_file:
-        report.write(json_file)
-    return report.ok

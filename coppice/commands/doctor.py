@@ -17,7 +17,7 @@ from coppice.client.client import Client, default_address
 from coppice.errors import CoppiceError, DeadlineExceeded, Unavailable
 from coppice.machine import PROMISES, default_dtype, this_machine
 from coppice.stack.redis_server import find_server
-from coppice.stack.spec import DEFAULT_PORT, NoCheckout, checkout
+from coppice.stack.spec import DEFAULT_PORT, checkout
 
 CLIENT_PACKAGES = ("grpcio", "grpcio-health-checking", "protobuf", "numpy", "pydantic", "pydantic-settings")
 SERVE_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")
@@ -45,15 +45,12 @@ def doctor(console: Console, address: str | None = None) -> bool:
 
 
 def find(address: str) -> Iterator[Finding]:
-    """Every finding. What only servers need is needed in a checkout, not with the client alone."""
+    """Every finding. What only servers need is needed in a checkout; a package may be installed as a client alone."""
     python = sys.version_info
     yield Finding("coppice", __version__, None)
     yield Finding("python", f"{python.major}.{python.minor}.{python.micro}", python >= (3, 11))
-    try:
-        root = checkout()
-    except NoCheckout:
-        root = None
-    yield Finding("servers", str(root) if root else "not here: the client only", None)
+    root = checkout()
+    yield Finding("servers", f"of the checkout {root}" if root else "of the installed package", None)
     for name in CLIENT_PACKAGES:
         yield _package(name, needed=True)
     for name in SERVE_PACKAGES:

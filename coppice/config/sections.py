@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -55,6 +56,23 @@ class ServerSettings(Section):
         if parse_failpoints(failpoints) and info.data.get("production"):
             raise ValueError("are refused in production")
         return failpoints
+
+
+class TelemetrySettings(Section):
+    """Traces of requests; off while there is no endpoint."""
+
+    otlp_endpoint: str = Field(
+        "", description="collector of OpenTelemetry that takes OTLP by gRPC: http://HOST:PORT or https://HOST:PORT"
+    )
+    sample: float = Field(1.0, ge=0, le=1, description="share of requests traced whose caller does not say")
+    step_interval: int = Field(8, ge=1, description="a traced request has spans of its first step and every n-th")
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _endpoint_has_a_port(cls, endpoint: str) -> str:
+        if endpoint and not re.fullmatch(r"https?://[^/]+:\d{1,5}", endpoint):
+            raise ValueError("is not http://HOST:PORT or https://HOST:PORT")
+        return endpoint
 
 
 class TlsSettings(Section):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -32,6 +32,7 @@ from coppice.config.sections import (
     DrafterSettings,
     OrchestratorSettings,
     ServerSettings,
+    TelemetrySettings,
     TlsSettings,
     VerifierSettings,
 )
@@ -95,6 +96,7 @@ class Settings(BaseSettings):
     )
 
     server: ServerSettings = ServerSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
     tls: TlsSettings = TlsSettings()
     limits: Limits = Limits()
     verifier: VerifierSettings = VerifierSettings()
@@ -121,9 +123,10 @@ class Settings(BaseSettings):
         return init_settings, env_settings, yaml
 
 
-def _sections() -> dict[str, type[BaseModel]]:
-    models = {name: field.annotation for name, field in Settings.model_fields.items()}
-    return {name: model for name, model in models.items() if isinstance(model, type) and issubclass(model, BaseModel)}
+def _names() -> list[str]:
+    """SECTION.NAME of every setting."""
+    sections: Any = {section: field.annotation for section, field in Settings.model_fields.items()}
+    return [f"{section}.{name}" for section, model in sections.items() for name in model.model_fields]
 
 
 def _no_such(what: str, known: Iterable[str], near_to: str | None = None) -> InvalidField:
@@ -137,9 +140,7 @@ def _no_such(what: str, known: Iterable[str], near_to: str | None = None) -> Inv
 
 def _check_variables() -> None:
     """pydantic-settings ignores variables it does not know; a typo must not pass silently."""
-    known = _OTHER_VARIABLES | {
-        f"COPPICE_{section}__{name}".upper() for section, model in _sections().items() for name in model.model_fields
-    }
+    known = _OTHER_VARIABLES | {f"COPPICE_{name}".replace(".", "__").upper() for name in _names()}
     for variable in os.environ:
         if variable.upper().startswith("COPPICE_") and variable.upper() not in known:
             raise _no_such(variable, known, variable.upper())
@@ -147,9 +148,7 @@ def _check_variables() -> None:
 
 def _check_flags(arguments: Sequence[str]) -> None:
     """argparse would print its usage, which is longer than a screen, and name no neighbour."""
-    known = {"-h", "--help", "--config"}
-    for section, model in _sections().items():
-        known |= {f"--{section}", *(f"--{section}.{name}" for name in model.model_fields)}
+    known = {"-h", "--help", "--config", *(f"--{name}" for name in (*Settings.model_fields, *_names()))}
     for argument in arguments:
         flag = argument.partition("=")[0]
         if flag == "--config":
@@ -177,9 +176,7 @@ def _explained(error: ValidationError) -> InvalidField:
     where = [str(part) for part in first["loc"]]
     if first["type"] != "extra_forbidden":
         return InvalidField(".".join(where), first["msg"])
-    sections = _sections()
-    known = [*sections, *(f"{section}.{name}" for section, model in sections.items() for name in model.model_fields)]
-    return _no_such(".".join(where), known)
+    return _no_such(".".join(where), [*Settings.model_fields, *_names()])
 
 
 def _with_defaults(defaults: Mapping[str, Mapping[str, Any]]) -> type[Settings]:

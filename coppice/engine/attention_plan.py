@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.engine.attention import LayerPlan, Scoring, attend
-from coppice.engine.batch import PackedBatch, Span
-from coppice.engine.kv_cache import BlockTable, KVPool
+from coppice.engine.batch import PackedBatch, Tail
+from coppice.engine.kv_cache import KVPool
 
 
 @dataclass(frozen=True)
@@ -86,97 +86,45 @@ class GatherPlan:
         return out if self.row_places is None else out.index_select(1, self.row_places)
 
 
-@dataclass(frozen=True)
-class Tail:
-    """One session's rows in a draft head's forward, behind `prefix` tokens that all of them see.
-
-    visible: (N, E + N) bool, which of the E tokens behind the prefix and of the N rows each row sees. Row r writes its
-    keys and values at the session's token index prefix + E + r, for which `table` has room.
-    """
-
-    table: BlockTable
-    prefix: int
-    visible: NDArray[np.bool_]
+Kind = tuple[int | None, int]
+"""of a layer: its window, and how many query heads it has for each key head"""
 
 
 def plan_tails(tails: Sequence[Tail], pool: KVPool, group: int) -> LayerPlan:
     """The plan of rows that say themselves what they see. group: query heads for each key head."""
-    if len(tails) > 1 or not tails[0].table.consecutive:
-        counts = np.array([len(tail.visible) for tail in tails])
-        lengths = np.array([tail.prefix + tail.visible.shape[1] for tail in tails])
-        plan, local = _gather_plan([tail.table for tail in tails], counts, lengths, pool)
-        visible = np.zeros((len(tails), 1, local.shape[1], lengths.max()), np.bool_)
-        for s, tail in enumerate(tails):
-            visible[s, 0, :, : tail.prefix] = True
-            visible[s, 0, :, tail.prefix : lengths[s]] = tail.visible[local[s]]
-        return dataclasses.replace(plan, group=group, mask=_additive(visible, group, pool))
-    (tail,) = tails
-    rows, behind = tail.visible.shape
-    start, end = int(tail.table.blocks[0]) * pool.block_size, tail.prefix + behind
-    mask = None
-    if rows > 1 or not tail.visible.all():
-        hidden = np.zeros((1, 1, group, rows, end), np.float32)
-        hidden[..., tail.prefix :] = np.where(tail.visible, np.float32(0), np.float32(-np.inf))
-        mask = torch.from_numpy(hidden).view(1, 1, group * rows, end).to(pool.device, pool.dtype)
-    return ViewPlan(None, group, pool.read(start + end - rows, rows), pool.read(start, end), mask)
+    return _plans(tails, pool, {(None, group)})[None, group]
 
 
 def plan_forward(batch: PackedBatch, pool: KVPool, groups: Mapping[int | None, int]) -> dict[int | None, LayerPlan]:
     """The plan for each of the model's windows. groups: query heads for each key head in the layers that have it."""
-    single = len(batch.spans) == 1 and batch.spans[0].table.consecutive
-    make = _view_plans if single else _gather_plans
     # A window that cuts nothing off is none, and shares its mask.
     reach = int(batch.positions.max()) + 1
     cutting = {
         window: (None if window is None or window >= reach else window, group) for window, group in groups.items()
     }
-    made = make(batch, pool, set(cutting.values()))
+    made = _plans(batch.tails, pool, set(cutting.values()))
     return {window: dataclasses.replace(made[cut], window=window) for window, cut in cutting.items()}
 
 
-Kind = tuple[int | None, int]
-"""of a layer: its window, and how many query heads it has for each key head"""
-
-
-def _view_plans(batch: PackedBatch, pool: KVPool, kinds: set[Kind]) -> dict[Kind, ViewPlan]:
-    span = batch.spans[0]
-    rows = span.num_rows
-    start = int(span.table.blocks[0]) * pool.block_size
-    ancestors = batch.ancestors() if rows > 1 or span.earlier else None
-    written = pool.read(start + span.start, rows)
+def _plans(tails: Sequence[Tail], pool: KVPool, kinds: set[Kind]) -> Mapping[Kind, ViewPlan | GatherPlan]:
+    if len(tails) > 1 or not tails[0].table.consecutive:
+        return _gather_plans(tails, pool, kinds)
+    (tail,) = tails
+    rows, start, end = len(tail.visible), int(tail.table.blocks[0]) * pool.block_size, tail.length
+    written = pool.read(start + end - rows, rows)
     plans: dict[Kind, ViewPlan] = {}
     for window, group in kinds:
         # Keys before every row's window are not even read; then a single row sees all that is left.
-        low = 0 if window is None else max(0, span.prefix_len + 1 - window)
-        mask = None
-        if ancestors is not None:
-            mask = _additive(_visible(batch, span, ancestors, window)[None, None, :, low:], group, pool)
-        read = pool.read(start + low, span.start + rows - low)
-        plans[window, group] = ViewPlan(window, group, written, read, mask)
+        low = 0 if window is None else max(0, tail.prefix + 1 - window)
+        visible = tail.sees(window)[:, low:]
+        mask = None if visible.all() else _additive(visible[None, None], group, pool)
+        plans[window, group] = ViewPlan(window, group, written, pool.read(start + low, end - low), mask)
     return plans
 
 
-def _gather_plans(batch: PackedBatch, pool: KVPool, kinds: set[Kind]) -> dict[Kind, GatherPlan]:
-    counts = np.array([span.num_rows for span in batch.spans])
-    lengths = np.array([span.start for span in batch.spans]) + counts
-    plan, local = _gather_plan([span.table for span in batch.spans], counts, lengths, pool)
-    ancestors = batch.ancestors()
-    plans: dict[Kind, GatherPlan] = {}
-    for window, group in kinds:
-        visible = np.zeros((len(counts), 1, local.shape[1], lengths.max()), dtype=np.bool_)
-        for s, span in enumerate(batch.spans):
-            visible[s, 0, :, : lengths[s]] = _visible(batch, span, ancestors, window)[local[s]]
-        plans[window, group] = dataclasses.replace(plan, group=group, mask=_additive(visible, group, pool))
-    return plans
-
-
-def _gather_plan(
-    tables: Sequence[BlockTable], counts: NDArray[np.int64], lengths: NDArray[np.int64], pool: KVPool
-) -> tuple[GatherPlan, NDArray[np.int64]]:
-    """A plan without its group and mask, and the (S, N) row inside its session at each padded place.
-
-    counts: (S,) rows of each session. lengths: (S,) its keys, the rows' own last.
-    """
+def _gather_plans(tails: Sequence[Tail], pool: KVPool, kinds: set[Kind]) -> dict[Kind, GatherPlan]:
+    counts = np.array([len(tail.visible) for tail in tails])
+    lengths = np.array([tail.length for tail in tails])
     most_rows, most_keys = int(counts.max()), int(lengths.max())
     # Shorter sessions repeat their own last row and their own last key: never another session's.
     local = np.minimum(np.arange(most_rows), counts[:, None] - 1)  # (S, N)
@@ -184,12 +132,18 @@ def _gather_plan(
     first = np.cumsum(counts) - counts
     session = np.repeat(np.arange(len(counts)), counts)  # (T,)
     row = np.arange(len(session)) - first[session]  # (T,) inside its session
-    key_slots = np.stack([table.slots(keys[s]) for s, table in enumerate(tables)])
+    key_slots = np.stack([tail.table.slots(keys[s]) for s, tail in enumerate(tails)])
     new_slots = key_slots[session, (lengths - counts)[session] + row]
     padded = most_rows * len(counts) != len(session)
 
     def index(array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array.ravel()).to(pool.device)
+
+    def mask(window: int | None, group: int) -> Tensor:
+        visible = np.zeros((len(counts), 1, most_rows, most_keys), np.bool_)
+        for s, tail in enumerate(tails):
+            visible[s, 0, :, : lengths[s]] = tail.sees(window)[local[s]]
+        return _additive(visible, group, pool)
 
     plan = GatherPlan(
         window=None,
@@ -202,23 +156,7 @@ def _gather_plan(
         sessions=len(counts),
         mask=torch.empty(0),
     )
-    return plan, local
-
-
-def _visible(batch: PackedBatch, span: Span, ancestors: NDArray[np.bool_], window: int | None) -> NDArray[np.bool_]:
-    """(n, start + n): which of the session's keys each row of the span sees."""
-    rows = slice(span.first_row, span.first_row + span.num_rows)
-    visible = np.ones((span.num_rows, span.start + span.num_rows), dtype=np.bool_)
-    if span.earlier:
-        visible[:, span.prefix_len : span.start] = span.earlier.visible
-    visible[:, span.start :] = ancestors[rows, : span.num_rows]
-    if window is not None:
-        positions = batch.positions.numpy()[rows]
-        # In the prefix a token's index is its position; in a tree it is not.
-        tree = [span.earlier.positions] if span.earlier else []
-        keys = np.concatenate([np.arange(span.prefix_len), *tree, positions])
-        visible &= keys > positions[:, None] - window
-    return visible
+    return {kind: dataclasses.replace(plan, group=kind[1], mask=mask(*kind)) for kind in kinds}
 
 
 def _additive(visible: NDArray[np.bool_], group: int, pool: KVPool) -> Tensor:

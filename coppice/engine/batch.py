@@ -21,7 +21,7 @@ from coppice.engine.kv_cache import BlockTable
 class Earlier:
     """Rows of a tree that earlier forwards wrote behind the prefix: a drafter grows its tree level by level.
 
-    visible: (num_rows, E) bool, which of them each row of the span descends from. positions: (E,) int64, absolute.
+    visible: (num_rows, E) bool, which of them each row of the piece descends from. positions: (E,) int64, absolute.
     """
 
     visible: NDArray[np.bool_]
@@ -29,66 +29,58 @@ class Earlier:
 
 
 @dataclass(frozen=True)
-class Span:
-    """One session's rows: first_row .. first_row + num_rows of the batch, after prefix_len tokens already in its KV.
+class Tail:
+    """One session's rows in a forward, behind `prefix` tokens that all of them see unless a window hides some.
 
-    Row r of the span writes its keys and values at the session's token index start + r, so `table` has room for
-    start + num_rows tokens.
+    visible: (N, E + N) bool, which of the E tokens behind the prefix and of the N rows each row sees. Row r writes its
+    keys and values at the session's token index prefix + E + r, for which `table` has room. positions: (E + N,)
+    absolute, of these tokens and rows; windows alone ask for them.
     """
 
-    first_row: int
-    num_rows: int
-    prefix_len: int
     table: BlockTable
-    earlier: Earlier | None = None
+    prefix: int
+    visible: NDArray[np.bool_]
+    positions: NDArray[np.int64] | None = None
 
     @property
-    def start(self) -> int:
-        """The session's token index of the first row: behind the prefix and the tree's earlier rows."""
-        return self.prefix_len + (len(self.earlier.positions) if self.earlier else 0)
+    def length(self) -> int:
+        """Keys that the session has, its rows' own last."""
+        return self.prefix + int(self.visible.shape[1])
+
+    def sees(self, window: int | None) -> NDArray[np.bool_]:
+        """Which of the session's keys each row sees, (N, length), `window` positions back (None: all)."""
+        rows = len(self.visible)
+        seen = np.concatenate((np.ones((rows, self.prefix), np.bool_), self.visible), axis=1)
+        if window is not None and self.positions is not None:
+            # In the prefix a token's index is its position; in a tree it is not.
+            keys = np.concatenate((np.arange(self.prefix), self.positions))
+            seen &= keys > self.positions[-rows:, None] - window
+        return seen
 
 
 @dataclass(frozen=True)
 class PackedBatch:
     """Rows of all sessions of one forward, as plain CPU tensors.
 
-    tokens: (T,) int64 ids. positions: (T,) int64, absolute in the session's text. parents: (T,) int64, the row *inside
-    its span* that a row continues, always an earlier one; -1 for one that continues the prefix or an earlier row. A
-    prefill chunk is a chain, a draft tree is a tree with its root in the first row. logits_to_keep: (R,) int64, the
-    rows of the batch whose logits are wanted, ascending. feature_layers: hidden states wanted of every row (index 0 is
-    the embeddings); empty for none.
+    tokens: (T,) int64 ids. positions: (T,) int64, absolute in the session's text. tails: what each session's rows see,
+    in the order of the rows. logits_to_keep: (R,) int64, the rows of the batch whose logits are wanted, ascending.
+    feature_layers: hidden states wanted of every row (index 0 is the embeddings); empty for none.
     """
 
     tokens: Tensor
     positions: Tensor
-    parents: Tensor
-    spans: tuple[Span, ...]
+    tails: tuple[Tail, ...]
     logits_to_keep: Tensor
     feature_layers: tuple[int, ...] = ()
-
-    def ancestors(self) -> NDArray[np.bool_]:
-        """(T, N) bool, N the longest span: [t, j] says whether row j of t's span is row t itself or an ancestor.
-
-        A row's set is a number whose bit j is row j: its own bit and its parent's set.
-        """
-        parents = self.parents.tolist()
-        longest = max(span.num_rows for span in self.spans)
-        bits = bytearray()
-        for span in self.spans:
-            sets: list[int] = []
-            for row, parent in enumerate(parents[span.first_row : span.first_row + span.num_rows]):
-                sets.append(1 << row | (sets[parent] if parent >= 0 else 0))
-                bits += sets[row].to_bytes(-(-longest // 8), "little")
-        packed = np.frombuffer(bits, np.uint8).reshape(len(parents), -1)
-        return np.unpackbits(packed, axis=1, count=longest, bitorder="little").view(np.bool_)
 
 
 @dataclass(frozen=True)
 class Piece:
     """One session's part of a batch to be packed; the arrays have one entry a row.
 
-    parents as in PackedBatch; depths counts from 0 at the first row; keep lists the rows of the piece whose logits are
-    wanted, ascending.
+    parents: the row *of the piece* that a row continues, always an earlier one; -1 for one that continues the prefix or
+    an earlier forward's row. A prefill chunk is a chain, a draft tree is a tree with its root in the first row. depths
+    counts from 0 at the first row; keep lists the rows of the piece whose logits are wanted, ascending.
     """
 
     table: BlockTable
@@ -106,23 +98,40 @@ class Piece:
         return cls(table, prefix_len, tokens, range(-1, rows - 1), range(rows), keep)
 
 
+def ancestors(parents: Sequence[int]) -> NDArray[np.bool_]:
+    """(N, N) bool: [i, j] says whether row j is row i itself or an ancestor. parents: (N,), as a piece has them.
+
+    A row's set is a number whose bit j is row j: its own bit and its parent's set.
+    """
+    rows = len(parents)
+    bits = bytearray()
+    sets: list[int] = []
+    for row, parent in enumerate(parents):
+        sets.append(1 << row | (sets[parent] if parent >= 0 else 0))
+        bits += sets[row].to_bytes(-(-rows // 8), "little")
+    packed = np.frombuffer(bits, np.uint8).reshape(rows, -1)
+    return np.unpackbits(packed, axis=1, count=rows, bitorder="little").view(np.bool_)
+
+
 def pack(pieces: Sequence[Piece], feature_layers: tuple[int, ...] = ()) -> PackedBatch:
-    """One batch of the pieces, in their order; the spans and the logits come out in the same order."""
-    spans: list[Span] = []
+    """One batch of the pieces, in their order; the tails and the logits come out in the same order."""
+    tails: list[Tail] = []
+    positions: list[NDArray[np.int64]] = []
+    kept: list[NDArray[np.int64]] = []
     rows = 0
     for piece in pieces:
-        spans.append(Span(rows, len(piece.tokens), piece.prefix_len, piece.table, piece.earlier))
-        rows += len(piece.tokens)
-
-    tokens = np.concatenate([np.asarray(piece.tokens, np.int64) for piece in pieces])
-    positions = np.concatenate([np.asarray(piece.depths, np.int64) + piece.prefix_len for piece in pieces])
-    parents = np.concatenate([np.asarray(piece.parents, np.int64) for piece in pieces])
-    kept = [np.asarray(piece.keep, np.int64) + span.first_row for piece, span in zip(pieces, spans, strict=True)]
+        visible, at = ancestors(piece.parents), np.asarray(piece.depths, np.int64) + piece.prefix_len
+        positions.append(at)
+        kept.append(np.asarray(piece.keep, np.int64) + rows)
+        rows += len(at)
+        if piece.earlier:
+            visible = np.concatenate((piece.earlier.visible, visible), axis=1)
+            at = np.concatenate((piece.earlier.positions, at))
+        tails.append(Tail(piece.table, piece.prefix_len, visible, at))
     return PackedBatch(
-        tokens=torch.from_numpy(tokens),
-        positions=torch.from_numpy(positions),
-        parents=torch.from_numpy(parents),
-        spans=tuple(spans),
+        tokens=torch.from_numpy(np.concatenate([np.asarray(piece.tokens, np.int64) for piece in pieces])),
+        positions=torch.from_numpy(np.concatenate(positions)),
+        tails=tuple(tails),
         logits_to_keep=torch.from_numpy(np.concatenate(kept)),
         feature_layers=feature_layers,
     )

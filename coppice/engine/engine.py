@@ -64,19 +64,8 @@ class ForwardOutput:
 class Engine:
     """A causal language model with a paged KV pool."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        kv_tokens: int,
-        block_size: int = BLOCK_SIZE,
-        feature_layers: tuple[int, ...] | None = None,
-    ) -> None:
-        """Take over a model: it attends through the pool from now on.
-
-        kv_tokens: capacity of the pool. feature_layers: `default_feature_layers` when None. Raises
-        UnsupportedModel, and ValueError for feature layers that the model does not have.
-        """
+    def __init__(self, model: PreTrainedModel, *, kv_tokens: int, block_size: int = BLOCK_SIZE) -> None:
+        """Take over a model: it attends through the pool, of `kv_tokens`, from now on. Raises UnsupportedModel."""
         self.model = model.train(False).requires_grad_(False)
         layout = read_layout(model)
         self.layout = layout
@@ -89,8 +78,6 @@ class Engine:
         )
         count = len(layout.layers)
         self._decoder_layers = _decoder_layers(model, count)
-        if feature_layers is None:
-            feature_layers = default_feature_layers(count)
         self.info = EngineInfo(
             vocab_size=layout.vocab_size,
             context=Context.of(model.config.get_text_config(), kv_tokens),
@@ -98,20 +85,22 @@ class Engine:
             hidden_size=model.config.get_text_config().hidden_size,
             eos_ids=_eos_ids(model),
             dtype=str(model.dtype).removeprefix("torch."),
-            feature_layers=feature_layers,
+            feature_layers=default_feature_layers(count),
             weights_hash=fingerprint(model),
         )
-        self._check_feature_layers(feature_layers)
         fuse(model)
         prepack(model)
 
     def forward(self, batch: PackedBatch) -> ForwardOutput:
         """One pass over all rows; their keys and values are in the pool afterwards.
 
-        The spans' tables hold prefix_len + num_rows tokens. Raises ValueError for feature layers the model does not
+        The tables have room for the rows of all pieces. Raises ValueError for feature layers the model does not
         have.
         """
-        self._check_feature_layers(batch.feature_layers)
+        for index in batch.feature_layers:
+            # The last hidden state is left out: transformers gives it after the final norm.
+            if not 0 <= index < self.info.layers:
+                raise ValueError(f"feature layer {index} is not among 0..{self.info.layers - 1} of this model")
         device = self.pool.device
         # All rows wanted is the common case, and then nothing needs picking.
         keep: int | Tensor = 0 if len(batch.logits_to_keep) == len(batch.tokens) else batch.logits_to_keep.to(device)
@@ -159,12 +148,6 @@ class Engine:
                     self.pool.free(table)
             timings[count] = int(statistics.median(took))
         return timings
-
-    def _check_feature_layers(self, wanted: tuple[int, ...]) -> None:
-        for index in wanted:
-            # The last hidden state is left out: transformers gives it after the final norm.
-            if not 0 <= index < self.info.layers:
-                raise ValueError(f"feature layer {index} is not among 0..{self.info.layers - 1} of this model")
 
     @contextmanager
     def _tapped(self, wanted: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:

@@ -84,7 +84,6 @@ class KVPool:
         self.dtype, self.device = dtype, torch.device(device)
         self.block_size = block_size
         self._free = np.ones(blocks, dtype=np.bool_)
-        self._num_free = blocks
         self._tables: dict[str, BlockTable] = {}
 
     @property
@@ -95,12 +94,12 @@ class KVPool:
     @property
     def used_blocks(self) -> int:
         """Blocks owned by sessions."""
-        return self.num_blocks - self._num_free
+        return int(np.count_nonzero(~self._free))
 
     @property
     def free_tokens(self) -> int:
         """Tokens that fit in the blocks nobody owns."""
-        return self._num_free * self.block_size
+        return (self.num_blocks - self.used_blocks) * self.block_size
 
     @property
     def used_tokens(self) -> int:
@@ -136,7 +135,6 @@ class KVPool:
             raise ValueError(f"session {table.session} has no such block table")
         del self._tables[table.session]
         self._free[table.blocks] = True
-        self._num_free += len(table.blocks)
         table.blocks = table.blocks[:0]
         table.num_tokens = 0
 
@@ -144,7 +142,7 @@ class KVPool:
         """After a step: keep the KV of the accepted path and forget the other rows.
 
         base_len: tokens committed before the step, whose rows lie at base_len, base_len + 1, ... rows: the accepted
-        rows of the span in order, the root's 0 first. They move to base_len ..; the table then holds
+        rows of the piece in order, the root's 0 first. They move to base_len ..; the table then holds
         base_len + len(rows) tokens and keeps its blocks, which the next step needs again.
         """
         accepted = np.asarray(rows, np.int64)
@@ -159,20 +157,6 @@ class KVPool:
                     slab.index_copy_(1, target, slab.index_select(1, source))
         table.num_tokens = base_len + len(accepted)
 
-    def check_integrity(self) -> None:
-        """Raise RuntimeError unless every block is free or owned exactly once and every table holds its tokens."""
-        owners = (~self._free).astype(np.int64)
-        for table in self._tables.values():
-            np.subtract.at(owners, table.blocks, 1)
-            if not table.num_tokens <= table.capacity:
-                raise RuntimeError(f"session {table.session} holds {table.num_tokens} tokens in {table.capacity}")
-            if table.consecutive != _is_run(table.blocks):
-                raise RuntimeError(f"session {table.session} is wrong about its blocks being consecutive")
-        if owners.any():
-            raise RuntimeError(f"blocks leaked or owned twice: {np.flatnonzero(owners).tolist()}")
-        if self._num_free != int(self._free.sum()):
-            raise RuntimeError(f"{self._num_free} blocks counted free, {int(self._free.sum())} are")
-
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
@@ -181,8 +165,8 @@ class KVPool:
 
     def _take(self, count: int, after: int | None) -> NDArray[np.int64]:
         """Own `count` free blocks: those right after `after` if they are free, else inside the longest free run."""
-        if count > self._num_free:
-            raise OutOfBlocks(f"{count} blocks of {self.block_size} tokens needed, {self._num_free} free")
+        if count > (free := int(np.count_nonzero(self._free))):
+            raise OutOfBlocks(f"{count} blocks of {self.block_size} tokens needed, {free} free")
         if after is not None and self._free[after + 1 : after + 1 + count].sum() == count:
             start = after + 1
         else:
@@ -198,7 +182,6 @@ class KVPool:
 
     def _own(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         self._free[blocks] = False
-        self._num_free -= len(blocks)
         return blocks
 
 

@@ -54,6 +54,9 @@ def read_layout(model: PreTrainedModel) -> KVLayout:
     """Run one row through a model, which may be on the meta device. Raises UnsupportedModel where a pool cannot serve
     it; what kept it from running is the cause.
     """
+    name = type(model).__name__
+    if getattr(model, "_is_stateful", False):  # of transformers: a text's state cannot be taken back to an earlier row
+        raise UnsupportedModel(f"{name} keeps a state of the text beside its keys and values")
     model.set_attn_implementation(NAME)
     calls: list[_Call] = []
     groups: dict[int | None, int] = {}
@@ -63,7 +66,6 @@ def read_layout(model: PreTrainedModel) -> KVLayout:
         return _Recorder(window, calls)
 
     row = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    name = type(model).__name__
     try:
         with torch.inference_mode(), using(record):
             present = torch.ones_like(row, dtype=torch.bool)

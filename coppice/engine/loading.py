@@ -14,7 +14,6 @@ from transformers.utils import logging
 
 from coppice.engine.attention import UnsupportedModel, one_line
 from coppice.engine.engine import DTYPES, Engine
-from coppice.engine.kv_cache import BLOCK_SIZE
 from coppice.engine.kv_layout import read_layout
 from coppice.engine.linear import compile_ahead
 from coppice.engine.self_check import self_check
@@ -29,15 +28,7 @@ class UnusableFolder(CoppiceError):
     status = Status.INVALID_ARGUMENT
 
 
-def load_engine(
-    path: str | Path,
-    *,
-    device: str = "cpu",
-    dtype: str = "float32",
-    kv_tokens: int,
-    block_size: int = BLOCK_SIZE,
-    feature_layers: tuple[int, ...] | None = None,
-) -> Engine:
+def load_engine(path: str | Path, *, device: str = "cpu", dtype: str = "float32", kv_tokens: int) -> Engine:
     """Load the model of a local folder (config.json and safetensors; no code of its own), and check it.
 
     dtype: float32, bfloat16 or float16. Raises ValueError for another one, UnusableFolder, UnsupportedModel, the latter
@@ -49,7 +40,7 @@ def load_engine(
     with _quiet(folder):
         _check_layout(folder)
         model: Any = _load(folder, dtype)
-        engine = Engine(model.to(device), kv_tokens=kv_tokens, block_size=block_size, feature_layers=feature_layers)
+        engine = Engine(model.to(device), kv_tokens=kv_tokens)
         self_check(engine)
     compile_ahead(engine.model)
     return engine
@@ -75,11 +66,12 @@ def _check_layout(folder: Path) -> None:
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     build: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
-        model: PreTrainedModel = build(config, trust_remote_code=False)
+        # Products of experts run without values in bfloat16 alone; shapes are the same in every dtype.
+        model: PreTrainedModel = build(config, dtype=torch.bfloat16, trust_remote_code=False)
     try:
         read_layout(model.train(False))
     except UnsupportedModel as error:
-        # Where values decide what is computed, as with experts, only tensors that have values can be asked.
+        # Where values decide what is computed, only tensors that have values can be asked.
         if not isinstance(error.__cause__, RuntimeError):
             raise
 

@@ -1,12 +1,14 @@
 """Heads that draft in blocks: K tokens a forward, M forwards a step, the later ones from several nodes at once.
 
 `specblock` branches by a rank head (SpecBlock, section 3); `falcon`'s tree is static (SpecBlock, appendix A.4).
+`eagle3` has blocks of one token, so that a forward adds a level (EAGLE-3, EAGLE-2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import ClassVar
 
 import numpy as np
@@ -15,18 +17,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
-from coppice.engine.attention_plan import Tail
+from coppice.engine.batch import Tail
 from coppice.heads.base import DraftJob, Growth, with_tree_shape
-from coppice.heads.block_tree import MAX_STARTS, Blocks, BlockTree
+from coppice.heads.block_tree import Blocks, BlockTree, row_slices
 from coppice.heads.feature_head import FeatureHead, Output
-from coppice.heads.feature_session import Rows, join
+from coppice.heads.feature_session import Inputs, Rows, join
 from coppice.heads.last_draft import LastDraft
-from coppice.heads.level_tree import row_slices
 from coppice.heads.models.specblock import BUCKETS
 from coppice.speculation.sampling_torch import greedy_ids
 
 BLOCKS = 2
 """forwards of a draft"""
+MAX_STARTS = 12  # of a block
+BUDGET_OF_A_START = 8  # nodes of the tree that a start should be good for; more starts cost time and gain no token
+BUDGET_OF_A_NOISY_START = 4  # the same in a coupled draft: noise leaves the greedy chain early and often
 WIDTHS = (2, 4, 6, 10)
 """tokens that a slot branches into, by the rank head's bucket"""
 FIRST, OTHERS = 0.6, 0.25
@@ -83,11 +87,16 @@ class BlockHead(FeatureHead):
         """
         return torch.ones(logits.shape[:-1], dtype=torch.int64, device=self.device)
 
+    def most_starts(self, job: DraftJob) -> int:
+        """Return how many nodes the blocks of one forward start from at most."""
+        return min(MAX_STARTS, max(1, job.budget // (BUDGET_OF_A_NOISY_START if job.noisy else BUDGET_OF_A_START)))
+
     def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
         """Grow all trees block by block."""
         blocks = self._num_blocks
-        fit = [self._room(job, (blocks - 1) * MAX_STARTS * self.slots) for job in jobs]
-        yield [BlockTree(job).send(at, last=True) for at, job in enumerate(jobs) if not fit[at]]
+        fit = [self._room(job, (blocks - 1) * self.most_starts(job) * self.slots) for job in jobs]
+        if not all(fit):
+            yield [BlockTree(job, 0).send(at, last=True) for at, job in enumerate(jobs) if not fit[at]]
         numbers = [at for at in range(len(jobs)) if fit[at]]
         if not numbers:
             return
@@ -95,7 +104,7 @@ class BlockHead(FeatureHead):
         active = [
             _Active(
                 at,
-                BlockTree(jobs[at], self.settings.chain),
+                BlockTree(jobs[at], self.most_starts(jobs[at]), self.settings.chain),
                 self._noise(jobs[at], self.slots * blocks),
                 output[0][:0],
                 self._keep_draft(jobs[at]),
@@ -105,8 +114,8 @@ class BlockHead(FeatureHead):
         for block in range(1, blocks + 1):
             self._grow(active, output, deeper=block < blocks)
             growing = [one for one in active if len(one.tree.starts)]
-            sent = active if self.anytime else [one for one in active if one not in growing]
-            yield [one.tree.send(one.number, last=one not in growing) for one in sent]
+            if sent := active if self.anytime else [one for one in active if one not in growing]:
+                yield [one.tree.send(one.number, last=one not in growing) for one in sent]
             active = growing
             if not active:
                 return
@@ -139,15 +148,19 @@ class BlockHead(FeatureHead):
     def _grow(self, active: Sequence[_Active], output: Output, deeper: bool) -> None:
         """Add the blocks of a forward to the trees."""
         states, logits, branching = output
-        scores, slices = logits.float(), row_slices(len(one.tree.starts) for one in active)
-        coupled = any(one.noise is not None for one in active)
+        scores, slices = logits.float(), row_slices(one.tree for one in active)
+        # A block goes on from the greedy tokens of its slots, but for the last one.
+        coupled = self.slots > 1 and any(one.noise is not None for one in active)
         greedy = greedy_ids(scores)[..., None] if coupled else None
         for one, rows in zip(active, slices, strict=True):
             if one.tree.job.sampling.temperature:
                 scores[rows] /= one.tree.job.sampling.temperature
             if one.noise is not None:  # of the positions where each slot's token will stand
-                for row, depth in enumerate(one.tree.starts.depths.tolist(), rows.start):
-                    scores[row] += one.noise[depth : depth + self.slots]
+                start = rows.start
+                for depth, alike in groupby(one.tree.starts.depths.tolist()):
+                    end = start + len(list(alike))
+                    scores[start:end] += one.noise[depth : depth + self.slots]
+                    start = end
             one.states = states[rows]
         width = max(1, *self._widths) + coupled  # room for a greedy token that the noise puts behind the others
         tokens, values, more = self._likeliest(scores, width, branching[..., None], wanted=greedy)
@@ -155,8 +168,12 @@ class BlockHead(FeatureHead):
         worth = None if self.worth is None else np.broadcast_to(self.worth[:width], values.shape)
         for one, rows in zip(active, slices, strict=True):
             parts = tokens[rows], values[rows], spine[rows], buckets[rows], None if worth is None else worth[rows]
-            one.tree.grow(Blocks(*parts), self._widths, deeper)
+            self._add(one.tree, Blocks(*parts), deeper)
             one.remember()
+
+    def _add(self, tree: BlockTree, blocks: Blocks, deeper: bool) -> None:
+        """Add what a forward predicts behind a tree's starts."""
+        tree.grow(blocks, self._widths, deeper)
 
 
 class SpecBlockHead(BlockHead):
@@ -179,6 +196,29 @@ class SpecBlockHead(BlockHead):
             return super().buckets(logits, normed)
         buckets: Tensor = self.model.rank(normed, logits).argmax(-1)
         return buckets
+
+
+class Eagle3Head(BlockHead):
+    """A trained EAGLE-3 drafter: one layer over token embedding and fused features, a forward a level."""
+
+    kind = "eagle3"
+    anytime = False  # each part wakes two processes, and there are many levels
+
+    def __init__(self, settings: DrafterSettings) -> None:
+        shape = with_tree_shape(settings)
+        super().__init__(settings, (shape.top_k,) * BUCKETS, shape.depth)
+
+    def most_starts(self, job: DraftJob) -> int:
+        """Return the `top_k` of the settings: so many nodes of a level are expanded."""
+        return self.settings.top_k
+
+    def _forward(self, condition: Tensor, inputs: Inputs) -> Tensor:
+        """Return the (N, 1, hidden) states of blocks of one slot."""
+        return super()._forward(condition, inputs)[:, None]
+
+    def _add(self, tree: BlockTree, blocks: Blocks, deeper: bool) -> None:
+        """Add a level."""
+        tree.grow_level(blocks.tokens[:, 0], blocks.scores[:, 0], deeper)
 
 
 class FalconHead(BlockHead):

@@ -50,6 +50,8 @@ _PATH = "drafter.path"
 _KIND = "coppice_head"  # in config.json of a layout of our own: which one
 _NULLABLE = {"rank_norm_topk"}  # null says something else than nothing
 _OPTIONAL = {"verifier_norm.weight", "t2d"}
+_KINDS = {"speculators": "eagle3"}
+"""what a layout holds that is not called as its kind"""
 _NESTED = {"speculators": "transformer_layer_config", "eagle3": "eagle_config"}
 """what more of a layout's config.json says of the head; the names beside it come first"""
 _FEATURES = "eagle_aux_hidden_state_layer_ids"
@@ -135,7 +137,7 @@ def layout_of(folder: str | Path) -> str:
 def load_head(kind: str, folder: str | Path, target: str | Path) -> Loaded:
     """Load a head of a kind for its target. Raises InvalidField naming the first thing that does not fit."""
     path, layout = Path(folder), layout_of(folder)
-    if ("eagle3" if layout == "speculators" else layout) != kind:
+    if _KINDS.get(layout, layout) != kind:
         has, wants = _TITLES.get(layout, layout), _TITLES.get(kind, kind)
         raise InvalidField(_PATH, f"{folder} is a {has} checkpoint, not one of {wants}")
     return _for_target(path, read_head(path), read_target(target))
@@ -147,12 +149,17 @@ def read_head(folder: Path) -> Any:
     nested = config.get(_NESTED.get(layout, ""), {} if layout != "speculators" else None)
     if not isinstance(nested, dict):
         raise InvalidField(_PATH, f"config.json has no {_NESTED[layout]}")
-    config = nested | {name: value for name, value in config.items() if value is not None or name in _NULLABLE}
+    given = {
+        name: value
+        for part in (nested, config)
+        for name, value in part.items()
+        if value is not None or name in _NULLABLE
+    }
     if layout == "speculators":
-        config |= {"num_hidden_layers": 1}
-    if config.get(_FEATURES) is not None:
-        config |= {"feature_layers": config[_FEATURES]}
-    return _read(folder, config, layout)
+        given["num_hidden_layers"] = 1
+    if _FEATURES in given:
+        given["feature_layers"] = given[_FEATURES]
+    return _read(folder, given, layout)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -165,10 +172,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read(folder: Path, values: Mapping[str, Any], layout: str) -> Any:
-    """Read a checkpoint of a layout whose config.json says `values`."""
-    shape, build = SHAPES["eagle3" if layout == "speculators" else layout]
-    given = {name: value for name, value in values.items() if value is not None or name in _NULLABLE}
+def _read(folder: Path, given: dict[str, Any], layout: str) -> Any:
+    """Read a checkpoint of a layout whose config.json says what is `given`."""
+    shape, build = SHAPES[_KINDS.get(layout, layout)]
     _check_flags(folder / CONFIG, given, shape)
     tensors = _public_tensors(folder, layout)
     given.setdefault("qk_norm", any(name.endswith(".q_norm.weight") for name in tensors))
@@ -276,10 +282,10 @@ def kind_of(config: HeadConfig) -> str:
     return next(kind for kind, (shape, _) in SHAPES.items() if type(config) is shape)
 
 
-def save_head(folder: Path, model: Any, config: HeadConfig, layout: str, target: str = "") -> None:
+def save_head(folder: Path, model: Any, config: HeadConfig, layout: str) -> None:
     """Write a head: in the layout of its kind, or speculators' for EAGLE-3, with the token embedding if it has its own.
 
-    Raises InvalidField when the layout cannot hold this kind of head. `target` is a name for speculators' readers.
+    Raises InvalidField when the layout cannot hold this kind of head.
     """
     kind = kind_of(config)
     if layout not in ((kind, "speculators") if kind == "eagle3" else (kind,)):
@@ -296,7 +302,7 @@ def save_head(folder: Path, model: Any, config: HeadConfig, layout: str, target:
             _SPECULATORS_LAYER + name.removeprefix(_MIDLAYER) if name.startswith(_MIDLAYER) else name: tensor
             for name, tensor in tensors.items()
         }
-        values = _speculators_config(values, target)
+        values = _speculators_config(values)
     else:
         values |= {"architectures": [_ARCHITECTURES[kind]]} if kind in _ARCHITECTURES else {_KIND: kind}
     folder.mkdir(parents=True, exist_ok=True)
@@ -304,7 +310,7 @@ def save_head(folder: Path, model: Any, config: HeadConfig, layout: str, target:
     (folder / CONFIG).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
-def _speculators_config(values: Mapping[str, Any], target: str) -> dict[str, Any]:
+def _speculators_config(values: Mapping[str, Any]) -> dict[str, Any]:
     own = {name: values[name] for name in _SPECULATORS}
     proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1}
     return own | {
@@ -315,7 +321,7 @@ def _speculators_config(values: Mapping[str, Any], target: str) -> dict[str, Any
             "algorithm": "eagle3",
             "proposal_methods": [proposal],
             "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": target, "architectures": []},
+            "verifier": {"name_or_path": "", "architectures": []},
         },
         "eagle_aux_hidden_state_layer_ids": values["feature_layers"] or None,
         "transformer_layer_config": {

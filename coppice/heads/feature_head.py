@@ -21,7 +21,8 @@ from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
 from coppice.engine.attention import Scoring
-from coppice.engine.attention_plan import Tail, plan_tails
+from coppice.engine.attention_plan import plan_tails
+from coppice.engine.batch import Tail
 from coppice.engine.engine import DTYPES
 from coppice.engine.kv_cache import KVPool, KVShape, OutOfBlocks
 from coppice.engine.linear import compile_ahead, prepack

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coppice.engine.attention_plan import Tail
+from coppice.engine.batch import Tail
 from coppice.engine.kv_cache import BlockTable
 from coppice.heads.last_draft import LastDraft
 from coppice.heads.models.layers import Attend

@@ -7,10 +7,11 @@ does: the best `top_k` nodes of a level are expanded, and the `budget` best cand
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
@@ -19,7 +20,7 @@ from coppice.engine.kv_cache import BlockTable, OutOfBlocks
 from coppice.engine.loading import load_engine
 from coppice.errors import Overloaded
 from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
-from coppice.heads.level_tree import LevelTree, row_slices
+from coppice.heads.block_tree import BlockTree, row_slices
 from coppice.heads.models.expectation import read_expectation
 from coppice.heads.vocabulary import common_width
 from coppice.messages.steps import Advance, HeadDescription, OpenDraft
@@ -38,9 +39,14 @@ class _Session:
 
 
 @dataclass
-class _Tree(LevelTree):
+class _Tree(BlockTree):
     session: _Session = field(kw_only=True)
-    positions: list[int] = field(default_factory=list)  # of the expanded nodes
+    positions: list[int] = field(default_factory=list)  # of the nodes that were expanded, the root first
+    q_rows: list[NDArray[np.float32]] = field(default_factory=list)
+
+    def finish(self, number: int) -> Growth:
+        """Return the best nodes, and the rows that they were sampled from if they were."""
+        return replace(self.send(number, last=True), q_rows=np.stack(self.q_rows) if self.q_rows else None)
 
 
 class LanguageModelHead(Head):
@@ -100,7 +106,7 @@ class LanguageModelHead(Head):
 
     def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
         """Grow all trees level by level; each is sent when it is complete, ranked as a whole."""
-        trees = [_Tree(job, session=self._sessions[job.key]) for job in jobs]
+        trees = [_Tree(job, self.settings.top_k, session=self._sessions[job.key]) for job in jobs]
         active = [tree for tree in trees if self._start(tree)]
         depth = 0
         while active:
@@ -108,9 +114,9 @@ class LanguageModelHead(Head):
             for tree in active:  # only now: a forward that failed wrote nothing
                 tree.session.in_kv = tree.job.committed_len
             depth += 1
-            for tree, rows in zip(active, row_slices(len(tree.frontier) for tree in active), strict=True):
+            for tree, rows in zip(active, row_slices(active), strict=True):
                 self._add_level(tree, logits[rows], depth)
-            active = [tree for tree in active if len(tree.frontier)]
+            active = [tree for tree in active if len(tree.starts)]
         yield [tree.finish(number) for number, tree in enumerate(trees)]
 
     def _start(self, tree: _Tree) -> bool:
@@ -127,34 +133,33 @@ class LanguageModelHead(Head):
 
     def _piece(self, tree: _Tree, depth: int) -> Piece:
         """Make the rows of the next forward: what was committed and the root, later a level's frontier."""
-        session, prefix = tree.session, tree.job.committed_len + 1
+        session, prefix = tree.session, tree.job.committed_len
         if depth == 0:
-            chunk = [*session.ids[session.in_kv : tree.job.committed_len], *self._known([tree.job.root])]
+            tree.positions.append(prefix)
+            chunk = [*session.ids[session.in_kv : prefix], *self._known([tree.job.root])]
             return Piece.chain(session.table, session.in_kv, chunk, [len(chunk) - 1])
-        count, earlier = len(tree.frontier), Earlier(tree.enter_frontier(), np.array(tree.positions, np.int64))
-        tree.positions += [prefix + depth - 1] * count
+        count, earlier = len(tree.starts), Earlier(tree.starts.sees, np.array(tree.positions, np.int64))
+        tree.positions += [prefix + depth] * count
         return Piece(
             table=session.table,
             prefix_len=prefix,
-            tokens=tree.frontier_tokens.tolist(),
+            tokens=tree.tokens[tree.starts.nodes - 1].tolist(),
             parents=[-1] * count,
-            depths=[depth - 1] * count,
+            depths=[depth] * count,
             keep=range(count),
             earlier=earlier,
         )
 
     def _add_level(self, tree: _Tree, logits: Tensor, depth: int) -> None:
         """Add the children of the frontier and choose the next one."""
-        job = tree.job
-        wanted = 1 if job.want_q_rows else self.settings.top_k
-        last = min(self.settings.depth, job.budget)
-        if job.want_q_rows:
+        deeper = depth < min(self.settings.depth, tree.job.budget)
+        if tree.job.want_q_rows:
             token, score = self._sample(tree, logits, depth)
-            tree.extend(np.array([[token]]), np.array([[score]]), wanted, depth < last)
+            tree.grow_level(np.array([[token]]), np.array([[score]]), deeper)
             return
-        scores = draft_scores(logits[:, : self._width], job, depth)
-        top = scores.topk(min(wanted, scores.shape[1]))
-        tree.extend(top.indices.cpu().numpy(), top.values.cpu().numpy(), wanted, depth < last)
+        scores = draft_scores(logits[:, : self._width], tree.job, depth)
+        top = scores.topk(min(self.settings.top_k, scores.shape[1]))
+        tree.grow_level(top.indices.cpu().numpy(), top.values.cpu().numpy(), deeper)
 
     def _sample(self, tree: _Tree, logits: Tensor, depth: int) -> tuple[int, float]:
         """Sample the next token of a chain from q, and its score; q's row is kept for the p/q rule."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,20 +37,9 @@ LEAST_TEMPERATURE = 1e-3  # below it scores are those of this one, still finite
 EXP_EULER_GAMMA = 1.7810724179901979  # exp of the mean of Gumbel noise
 
 
-class TextModel(Protocol):
-    """A model of the next token made of one session's text. A state is a place behind the root."""
-
-    def extend(self, ids: Sequence[int]) -> None:
-        """Append committed ids."""
-
-    def start(self, root: int) -> Any:
-        """Return the state behind the root."""
-
-    def follow(self, state: Any, token: int) -> Any:
-        """Return the state after one of the state's followers."""
-
-    def followers(self, state: Any) -> dict[int, float]:
-        """Return a bounded number of candidates, with probabilities that sum to less than 1."""
+TextModel = Bigram | Lookup
+"""A model of the next token made of one session's text. Its `followers` are a bounded number of candidates, with
+probabilities that sum to less than 1; a state that it makes is a place behind the root."""
 
 
 def draft_scores(candidates: dict[int, float], job: DraftJob, position: int, width: int) -> list[tuple[float, int]]:
@@ -150,19 +139,19 @@ def sample_chain(model: Bigram, job: DraftJob, depth: int) -> tuple[DraftTree, N
 class NgramHead(Head):
     """Sessions that draft from their own text; they share nothing but an immutable base model."""
 
-    def __init__(self, settings: DrafterSettings, new_model: Callable[[], TextModel]) -> None:
-        """Raise InvalidField for a path: there are no weights to read."""
+    def __init__(self, settings: DrafterSettings) -> None:
+        """Draft as `settings.kind` says, lookup or bigram. Raise InvalidField for a path: there are no weights."""
         if settings.path:
             raise InvalidField("drafter.path", f"a {settings.kind} head reads no weights, as of {settings.path}")
         self.description = HeadDescription(settings.name or settings.kind, settings.kind, settings.vocab_size)
         settings = with_tree_shape(settings)
         self._depth, self._width = settings.depth, settings.top_k
-        self._new_model = new_model
         self._models: dict[int, TextModel] = {}
 
     def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
         """Count the prompt, a chunk at a time."""
-        model = self._new_model()
+        head = self.description
+        model: TextModel = Bigram(head.vocab_size) if head.kind == "bigram" else Lookup()
         if opening.want_q_rows:
             if not isinstance(model, Bigram):
                 raise InvalidField("open.want_q_rows", f"a {self.description.kind} head does not sample")
@@ -190,13 +179,3 @@ class NgramHead(Head):
                 yield [Growth(index, chain, last=True, q_rows=rows)]
             else:
                 yield [Growth(index, grow(model, job, self._depth, self._width), last=True)]
-
-
-def lookup_head(settings: DrafterSettings) -> NgramHead:
-    """Make a head that looks up what followed the same tokens earlier in the session."""
-    return NgramHead(settings, Lookup)
-
-
-def bigram_head(settings: DrafterSettings) -> NgramHead:
-    """Make a head that counts pairs of the session's tokens."""
-    return NgramHead(settings, lambda: Bigram(settings.vocab_size))

@@ -11,14 +11,15 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
-from coppice.engine.attention_plan import Tail
+from coppice.engine.batch import Tail
 from coppice.heads.base import DraftJob, Growth
+from coppice.heads.block_tree import BlockTree
 from coppice.heads.feature_head import FeatureHead
 from coppice.heads.feature_session import FeatureSession, Inputs, Rows
-from coppice.heads.level_tree import LevelTree
 
 
 class ParallelHead(FeatureHead):
@@ -37,13 +38,13 @@ class ParallelHead(FeatureHead):
 
     @torch.inference_mode()
     def _drafted(self, jobs: Sequence[DraftJob]) -> list[Growth]:
-        trees = [LevelTree(job) for job in jobs]
+        trees = [BlockTree(job, job.budget) for job in jobs]
         active = [tree for tree in trees if self._room(tree.job, self.deepest if self.scratch else 0)]
         if active:
             self._grow(active)
-        return [tree.finish(number) for number, tree in enumerate(trees)]
+        return [tree.send(number, last=True) for number, tree in enumerate(trees)]
 
-    def _grow(self, trees: Sequence[LevelTree]) -> None:
+    def _grow(self, trees: Sequence[BlockTree]) -> None:
         jobs = [tree.job for tree in trees]
         scores = self._predict(jobs).float()
         self._settle(jobs)
@@ -54,7 +55,7 @@ class ParallelHead(FeatureHead):
                 scores[row] += noise
         tokens, values, _ = self._likeliest(scores, self.settings.top_k)
         for tree, slot_tokens, slot_scores in zip(trees, tokens, values, strict=True):
-            tree.cross(slot_tokens, slot_scores)
+            _cross(tree, slot_tokens, slot_scores)
 
     @abstractmethod
     def _predict(self, jobs: Sequence[DraftJob]) -> Tensor:
@@ -119,3 +120,12 @@ class ParallelSpecHead(ParallelHead):
         rope = self.model.rope(inputs.positions, self.dtype)
         states: Tensor = self.model(rows[None], rope, inputs.attends)
         return states[0]
+
+
+def _cross(tree: BlockTree, tokens: NDArray[np.int64], scores: NDArray[np.float32]) -> None:
+    """Add all paths over slots that know nothing of one another: (K, W) tokens, each slot's best first."""
+    for depth, (of_slot, values) in enumerate(zip(tokens, scores, strict=True), start=1):
+        shape = len(tree.starts), tokens.shape[1]
+        tree.grow_level(np.broadcast_to(of_slot, shape), np.broadcast_to(values, shape), depth < len(tokens))
+        if not len(tree.starts):
+            return

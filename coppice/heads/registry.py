@@ -13,22 +13,23 @@ from coppice.heads.base import Head
 # kind: (module, function that takes DrafterSettings and returns a Head)
 _BUILDERS = MappingProxyType(
     {
-        "bigram": ("coppice.heads.ngram", "bigram_head"),
-        "lookup": ("coppice.heads.ngram", "lookup_head"),
+        "bigram": ("coppice.heads.ngram", "NgramHead"),
+        "lookup": ("coppice.heads.ngram", "NgramHead"),
         "lm": ("coppice.heads.lm", "LanguageModelHead"),
-        "eagle3": ("coppice.heads.eagle3", "Eagle3Head"),
+        "eagle3": ("coppice.heads.block_head", "Eagle3Head"),
         "specblock": ("coppice.heads.block_head", "SpecBlockHead"),
         "medusa": ("coppice.heads.parallel_head", "MedusaHead"),
         "parallelspec": ("coppice.heads.parallel_head", "ParallelSpecHead"),
         "falcon": ("coppice.heads.block_head", "FalconHead"),
     }
 )
+KINDS = tuple(_BUILDERS)
 
 
 def build_head(settings: DrafterSettings) -> Head:
     """Build the head of `settings.kind`. Raises InvalidField on an unknown kind, and what the builder raises."""
     if settings.kind not in _BUILDERS:
-        raise InvalidField("drafter.kind", f"no head of kind {settings.kind!r}; there are {', '.join(_BUILDERS)}")
+        raise InvalidField("drafter.kind", f"no head of kind {settings.kind!r}; there are {', '.join(KINDS)}")
     module, function = _BUILDERS[settings.kind]
     builder: Callable[[DrafterSettings], Head] = getattr(import_module(module), function)
     return builder(settings)

@@ -22,6 +22,11 @@ class Admission:
         self._held_s = 0.0  # moving average of how long units are held
         self._waiting: deque[asyncio.Event] = deque()
 
+    @property
+    def waiting(self) -> int:
+        """Callers in the queue."""
+        return len(self._waiting)
+
     @contextlib.asynccontextmanager
     async def admit(self, units: int = 1) -> AsyncIterator[None]:
         """Hold `units` inside the block.

@@ -24,6 +24,7 @@ from coppice.config.sections import ServerSettings, TlsSettings
 from coppice.config.settings import Settings, load_settings
 from coppice.errors import RETRY_HINT, CoppiceError, DeadlineExceeded, InvalidField, Overloaded, Status, Unavailable
 from coppice.limits import Limits
+from coppice.rpc import tracing
 from coppice.rpc.access import Access, needs_certificates
 from coppice.rpc.certificates import is_loopback
 from coppice.rpc.directory import Registration
@@ -102,13 +103,14 @@ def _rpc_handler(method: MethodDescriptor, behaviour: Handler, door: Door) -> gr
         async with _guard(context, method.full_name), door.access.admit(method, context):
             if door.full is not None and method.server_streaming:
                 door.full()
-            try:
-                async with asyncio.timeout(door.limits.call_s) as ended:
-                    yield
-            except TimeoutError:
-                if not ended.expired():
-                    raise
-                raise DeadlineExceeded(f"a call ends after {door.limits.call_s:g} s") from None
+            with tracing.serving(method, context.invocation_metadata()):
+                try:
+                    async with asyncio.timeout(door.limits.call_s) as ended:
+                        yield
+                except TimeoutError:
+                    if not ended.expired():
+                        raise
+                    raise DeadlineExceeded(f"a call ends after {door.limits.call_s:g} s") from None
 
     async def called(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
         checked = _checked(requests)
@@ -166,7 +168,7 @@ def server_options(limits: Limits, role: str) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", limits.request_bytes if role == "orchestrator" else limits.message_bytes),
         ("grpc.max_send_message_length", limits.message_bytes),
-        ("grpc.max_concurrent_streams", most_calls(limits)),  # of a connection
+        ("grpc.max_concurrent_streams", most_calls(limits) // 2),  # of a connection: none fills the server
         ("grpc.max_metadata_size", 16 << 10),
         ("grpc.absolute_max_metadata_size", 16 << 10),  # between the two gRPC would refuse at random
         ("grpc.so_reuseport", 0),
@@ -281,6 +283,7 @@ def run_service(
         configure_logging(settings.server.log_level, settings.server.log_json)
         failpoints.enable(settings.server.failpoints)
         code = asyncio.run(serve(settings))
+        tracing.stop()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it has been obeyed; taking down libraries lasts a while
         return code
     except CoppiceError as error:

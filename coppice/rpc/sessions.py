@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import TypeVar
 
 from coppice.errors import Unavailable
 
 T = TypeVar("T")
+
+
+def end_waits(waits: Iterable[asyncio.Timeout]) -> None:
+    """Let every wait time out now; one that does so already refuses another time."""
+    now = asyncio.get_running_loop().time()
+    for wait in waits:
+        if not wait.expired():
+            wait.reschedule(now)
 
 
 class StreamWaits:
@@ -36,5 +44,4 @@ class StreamWaits:
     async def end_on_drain(self) -> None:
         """Wait for the drain and end every waiting stream; run this as a task beside the server."""
         await self.draining.wait()
-        for wait in tuple(self._waiting):
-            wait.reschedule(asyncio.get_running_loop().time())
+        end_waits(self._waiting)

@@ -13,13 +13,13 @@ from typing import Any, Self
 from coppice.config.sections import FEATURE_KINDS, DrafterSettings, VerifierSettings
 from coppice.stack.process import ProcessFailed, Ready, ServiceProcess
 from coppice.stack.redis_server import LocalRedis
-from coppice.stack.spec import HeadSpec, StackSpec, as_flags, checkout
+from coppice.stack.spec import HeadSpec, StackSpec, as_flags, checkout, module_of
 
 MODULES = {
-    "verifier": "services.verifier",
-    "drafter": "services.drafter",
-    "orchestrator": "orchestrator",
-    "adapter": "services.adapter",
+    "verifier": module_of("services.verifier"),
+    "drafter": module_of("services.drafter"),
+    "orchestrator": module_of("orchestrator"),
+    "adapter": module_of("services.adapter"),
 }
 SERVICES = {
     "verifier": "coppice.v1.VerifierService",
@@ -67,7 +67,7 @@ class Stack:
     ) -> None:
         """`modules` are what is run for each role. `via` says, given a process's name and HOST:PORT, where the others
         and clients are to reach it (a proxy). `log_dir` is where logs stay; None: a temporary folder. `ready_s` is how
-        long the services may take to load. Raises NoCheckout, or InvalidField for an unusable setting.
+        long the services may take to load. Raises InvalidField for an unusable setting.
         """
         self.spec = spec
         self.settings = spec.settings()
@@ -228,7 +228,9 @@ class Stack:
         }
 
     def _verifier_flags(self) -> dict[str, Any]:
-        return {**_LOOPBACK, "verifier.target": self.spec.target, **_placed("verifier", self.settings.verifier)}
+        verifier = self.settings.verifier
+        named = {"verifier.target": self.spec.target, "verifier.name": verifier.name}
+        return {**_LOOPBACK, **named, **_placed("verifier", verifier)}
 
     def _drafter_flags(self, head: HeadSpec) -> dict[str, Any]:
         flags = {"drafter.name": head.name, "drafter.kind": head.kind, "drafter.target": self.spec.target}

@@ -46,6 +46,17 @@ class Ready:
     pid: int
 
 
+def environment(path: Path | None) -> dict[str, str]:
+    """This process's variables for a child that imports from `path` first, and not from the working folder.
+
+    People start Coppice wherever they work, and folders there may be called as our packages are.
+    """
+    inherited = os.environ.get("PYTHONPATH")
+    paths = [str(path)] if path else []
+    paths += [inherited] if inherited else []
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+
+
 def spawn(module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """`python -m MODULE ARGUMENTS...` with its output at the end of `log`; it ends when this process does."""
     with log.open("ab") as output:
@@ -90,12 +101,9 @@ class ServiceProcess:
         self._ready_file.unlink(missing_ok=True)
         self.ready = None
         ready = ("--server.ready_file", str(self._ready_file))
-        path = [str(self._path)] if self._path else []
-        path += [inherited] if (inherited := os.environ.get("PYTHONPATH")) else []
         if self._process is None:
             self.log_file.unlink(missing_ok=True)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-        self._process = spawn(self._module, [*self.arguments, *ready], self.log_file, environment)
+        self._process = spawn(self._module, [*self.arguments, *ready], self.log_file, environment(self._path))
 
     def wait_ready(self, deadline: float) -> Ready:
         """Wait until it says that it is healthy, at most until time.monotonic() is `deadline`."""

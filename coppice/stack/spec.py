@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self, get_args
 
@@ -31,29 +30,34 @@ SHIPPED_HEADS: dict[str, HeadKind] = {
 DEMO_HEADS = ("specblock-code", "specblock-prose", "lookup")
 
 
-class NoCheckout(CoppiceError):
-    """The services' code is not here."""
+class NoModels(CoppiceError):
+    """The demo's models are not here."""
 
     status = Status.INVALID_ARGUMENT
 
     def __init__(self) -> None:
-        super().__init__("servers run from a checkout or the image; the installed package holds the client only")
+        super().__init__("the demo's models are in a checkout and in the image, not in the package: give --target DIR")
 
 
-def checkout() -> Path:
-    """The folder that services/ and orchestrator/ are imported from. Raises NoCheckout."""
-    beside = Path(__file__).resolve().parents[2]
-    package = find_spec("services")
-    candidates = [beside, *(Path(path).parent for path in (package and package.submodule_search_locations) or ())]
-    for folder in candidates:
-        # Other people's packages are called services too.
-        if (folder / "services" / "verifier").is_dir() and (folder / "orchestrator").is_dir():
-            return folder
-    raise NoCheckout
+def checkout() -> Path | None:
+    """The folder of the checkout, or of the image, that this file is in; None in an installed package.
+
+    A checkout has `services/`, `orchestrator/` and `models/` beside `coppice/`; a package has the first two in it.
+    """
+    package = Path(__file__).resolve().parents[1]
+    return None if (package / "orchestrator").is_dir() else package.parent
+
+
+def module_of(name: str) -> str:
+    """What `services.X` or `orchestrator` is called here: an installed package has them in itself."""
+    return name if checkout() else f"coppice.{name}"
 
 
 def _models() -> Path:
-    return checkout() / "models" / "demo"
+    root = checkout()
+    if root is None:
+        raise NoModels
+    return root / "models" / "demo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ class HeadSpec:
 
     @classmethod
     def shipped(cls, name: str) -> Self:
-        """A head of the demo's target. Raises NoCheckout."""
+        """A head of the demo's target. Raises NoModels."""
         kind = SHIPPED_HEADS[name]
         return cls(name, kind, None if kind in COUNTING_KINDS else _models() / name)
 
@@ -99,6 +103,8 @@ class StackSpec:
     """
 
     target: Path
+    name: str = ""
+    """what the target is called where settings do not say; empty: as its folder"""
     heads: tuple[HeadSpec, ...] = COUNTED_HEADS
     policy: str | None = None
     device: str | None = None
@@ -144,7 +150,7 @@ class StackSpec:
 
     @classmethod
     def demo(cls, **changes: Any) -> Self:
-        """The demo's target with its heads. Raises NoCheckout, or InvalidField while the models are not there."""
+        """The demo's target with its heads. Raises NoModels, or InvalidField while the models are not there."""
         heads = tuple(map(HeadSpec.shipped, DEMO_HEADS))
         return cls(**{"target": _models() / "target", "heads": heads, **changes})
 
@@ -168,7 +174,11 @@ class StackSpec:
             flags,
             {
                 "server": {"port": DEFAULT_PORT},
-                "verifier": {"dtype": default_dtype(device), "threads": max(1, cores - bool(self.adapted))},
+                "verifier": {
+                    "name": self.name,
+                    "dtype": default_dtype(device),
+                    "threads": max(1, cores - bool(self.adapted)),
+                },
                 "drafter": {"device": device, "dtype": default_dtype(device), "threads": max(1, cores // 2)},
                 "orchestrator": {"budget": CUDA_BUDGET if device.startswith("cuda") else CPU_BUDGET},
             },

@@ -7,7 +7,7 @@ weight: which id is which never changes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,29 +76,22 @@ class Weights:
         return [name for name in self.tensors if self.digests[name] != other.digests.get(name)]
 
 
-def pack(
-    tensors: Mapping[str, Tensor], *, head: str, version: int, parent: int, parent_hash: bytes, weights_hash: bytes
-) -> tuple[WeightsHeader, list[WeightsPart]]:
-    """Pack new values of some tensors as a weight sync sends them: one safetensors file in parts of 1 MiB."""
-    file = save({name: torch.from_numpy(float_bytes(tensor)) for name, tensor in tensors.items()})
-    parts = split(file)
-    sha256 = hashlib.sha256(file).digest()
-    return WeightsHeader(head, version, parent, parent_hash, weights_hash, sha256, len(file), len(parts)), parts
-
-
 def pack_update(head: str, parent: Weights, weights: Weights) -> tuple[WeightsHeader, list[WeightsPart]]:
-    """Pack what makes `weights` of `parent`, the version in use or version 0: the tensors that differ."""
-    return pack(
-        {name: weights.tensors[name] for name in weights.differing(parent)},
+    """Pack what makes `weights` of `parent`, the version in use or version 0: a safetensors file in parts of 1 MiB.
+
+    It holds the tensors that differ, as float32 whatever they were computed in.
+    """
+    file = save({name: torch.from_numpy(float_bytes(weights.tensors[name])) for name in weights.differing(parent)})
+    cuts = range(0, len(file), CHUNK_BYTES)
+    parts = [WeightsPart(number, file[start : start + CHUNK_BYTES]) for number, start in enumerate(cuts)]
+    header = WeightsHeader(
         head=head,
         version=weights.version,
         parent=parent.version,
         parent_hash=parent.hash,
         weights_hash=weights.hash,
+        sha256=hashlib.sha256(file).digest(),
+        size=len(file),
+        parts=len(parts),
     )
-
-
-def split(file: bytes) -> list[WeightsPart]:
-    """Cut a file into numbered parts."""
-    starts: Iterable[int] = range(0, len(file), CHUNK_BYTES)
-    return [WeightsPart(number, file[start : start + CHUNK_BYTES]) for number, start in enumerate(starts)]
+    return header, parts

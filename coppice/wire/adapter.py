@@ -20,6 +20,10 @@ for _value, _message in (
     Shape(_value, _message)
 _HEAD = Shape(HeadStatus, adapter.HeadStatus)
 
+status_request, rollback_request = adapter.GetStatusRequest, adapter.RollbackRequest
+pause_request, resume_request = adapter.PauseRequest, adapter.ResumeRequest
+rollback_to_wire = adapter.RollbackResponse
+
 
 def status_to_wire(heads: Sequence[HeadStatus]) -> adapter.GetStatusResponse:
     """The status of heads to its message."""
@@ -29,26 +33,6 @@ def status_to_wire(heads: Sequence[HeadStatus]) -> adapter.GetStatusResponse:
 def read_status(message: adapter.GetStatusResponse) -> list[HeadStatus]:
     """Message to the status of heads."""
     return [_HEAD.read(head) for head in message.heads]
-
-
-def status_request(head: str, history: int) -> adapter.GetStatusRequest:
-    """Asks for one head's status, or for all."""
-    return adapter.GetStatusRequest(head=head, history=history)
-
-
-def pause_request(head: str) -> adapter.PauseRequest:
-    """Asks for a pause."""
-    return adapter.PauseRequest(head=head)
-
-
-def resume_request(head: str) -> adapter.ResumeRequest:
-    """Asks for a pause's end."""
-    return adapter.ResumeRequest(head=head)
-
-
-def rollback_request(head: str, version: int | None) -> adapter.RollbackRequest:
-    """Asks for earlier weights; None: the last good ones."""
-    return adapter.RollbackRequest(head=head, version=version)
 
 
 def read_head_name(message: Any) -> str:
@@ -67,8 +51,3 @@ def read_status_request(message: adapter.GetStatusRequest) -> tuple[str, int]:
 def read_rollback_request(message: adapter.RollbackRequest) -> tuple[str, int | None]:
     """The head, and the version to go back to."""
     return read_head_name(message), message.version if message.HasField("version") else None
-
-
-def rollback_to_wire(version: int) -> adapter.RollbackResponse:
-    """The version that a rollback made."""
-    return adapter.RollbackResponse(version=version)

@@ -35,10 +35,11 @@ _WEIGHTS: OneOf[WeightsHeader | WeightsPart, drafter.SyncWeightsRequest] = OneOf
 )
 _SYNCED = Shape(WeightsSynced, drafter.SyncWeightsResponse)
 
-
-def draft_request_to_wire(request: OpenDraft | DraftStep) -> drafter.DraftRequest:
-    """OpenDraft, the stream's first message, or DraftStep to its message."""
-    return _REQUEST.to_wire(request)
+draft_request_to_wire = _REQUEST.to_wire
+draft_response_to_wire, read_draft_response = _RESPONSE.to_wire, _RESPONSE.read
+head_to_wire, read_head = _HEAD.to_wire, _HEAD.read
+weights_to_wire = _WEIGHTS.to_wire
+synced_to_wire, read_synced = _SYNCED.to_wire, _SYNCED.read
 
 
 def read_draft_request(message: drafter.DraftRequest, vocab_size: int) -> OpenDraft | DraftStep:
@@ -53,31 +54,6 @@ def read_draft_request(message: drafter.DraftRequest, vocab_size: int) -> OpenDr
     return request
 
 
-def draft_response_to_wire(response: DraftOpened | TreeDelta) -> drafter.DraftResponse:
-    """DraftOpened, the answer to OpenDraft, or TreeDelta to its message."""
-    return _RESPONSE.to_wire(response)
-
-
-def read_draft_response(message: drafter.DraftResponse) -> DraftOpened | TreeDelta:
-    """Message to DraftOpened or TreeDelta."""
-    return _RESPONSE.read(message)
-
-
-def head_to_wire(head: HeadDescription) -> drafter.DescribeHeadResponse:
-    """HeadDescription to its message."""
-    return _HEAD.to_wire(head)
-
-
-def read_head(message: drafter.DescribeHeadResponse) -> HeadDescription:
-    """Message to HeadDescription."""
-    return _HEAD.read(message)
-
-
-def weights_to_wire(piece: WeightsHeader | WeightsPart) -> drafter.SyncWeightsRequest:
-    """A weight sync's header or part to its message."""
-    return _WEIGHTS.to_wire(piece)
-
-
 def read_weights(message: drafter.SyncWeightsRequest, most_bytes: int) -> WeightsHeader | WeightsPart:
     """Message to a header or a part; `most_bytes` bounds the file."""
     piece = _WEIGHTS.read(message)
@@ -85,13 +61,3 @@ def read_weights(message: drafter.SyncWeightsRequest, most_bytes: int) -> Weight
         limits.check_range("header.size", piece.size, 1, most_bytes)
         limits.check_range("header.parts", piece.parts, 1, piece.size)
     return piece
-
-
-def synced_to_wire(synced: WeightsSynced) -> drafter.SyncWeightsResponse:
-    """WeightsSynced to its message."""
-    return _SYNCED.to_wire(synced)
-
-
-def read_synced(message: drafter.SyncWeightsResponse) -> WeightsSynced:
-    """Message to WeightsSynced."""
-    return _SYNCED.read(message)

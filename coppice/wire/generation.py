@@ -84,6 +84,9 @@ _RESPONSE: OneOf[Started | Chunk | Finished, generation.GenerateResponse] = OneO
 )
 _MODEL = Shape(ModelDescription, generation.DescribeModelResponse, repetition_penalty=PENALTY)
 
+response_to_wire = _RESPONSE.to_wire
+model_to_wire, read_model = _MODEL.to_wire, _MODEL.read
+
 
 def request_to_wire(request: GenerationRequest) -> generation.GenerateRequest:
     """GenerationRequest to its message. Raises InvalidField unless exactly one kind of prompt is set."""
@@ -115,11 +118,6 @@ def read_request(message: generation.GenerateRequest, vocab_size: int, bounds: L
     return replace(request, pq=pq, coupled=not message.uncoupled)
 
 
-def response_to_wire(response: Started | Chunk | Finished) -> generation.GenerateResponse:
-    """Started, Chunk or Finished to its message."""
-    return _RESPONSE.to_wire(response)
-
-
 def read_response(message: generation.GenerateResponse) -> Started | Chunk | Finished:
     """Message to Started, Chunk or Finished."""
     response = _RESPONSE.read(message)
@@ -129,13 +127,3 @@ def read_response(message: generation.GenerateResponse) -> Started | Chunk | Fin
         for node in response.tree.accepted:
             limits.check_range("chunk.tree.accepted", node, 1, len(response.tree.tokens))
     return response
-
-
-def model_to_wire(model: ModelDescription) -> generation.DescribeModelResponse:
-    """ModelDescription to its message."""
-    return _MODEL.to_wire(model)
-
-
-def read_model(message: generation.DescribeModelResponse) -> ModelDescription:
-    """Message to ModelDescription."""
-    return _MODEL.read(message)

@@ -58,10 +58,9 @@ _RESPONSE: OneOf[SessionOpened | Verdict, verifier.VerifyResponse] = OneOf(
 )
 _TARGET = Shape(TargetDescription, verifier.DescribeTargetResponse, repetition_penalty=PENALTY)
 
-
-def verify_request_to_wire(request: OpenSession | VerifyStep) -> verifier.VerifyRequest:
-    """OpenSession, the stream's first message, or VerifyStep to its message."""
-    return _REQUEST.to_wire(request)
+verify_request_to_wire = _REQUEST.to_wire
+verify_response_to_wire = _RESPONSE.to_wire
+target_to_wire, read_target = _TARGET.to_wire, _TARGET.read
 
 
 def read_verify_request(message: verifier.VerifyRequest, vocab_size: int, max_len: int) -> OpenSession | VerifyStep:
@@ -77,11 +76,6 @@ def read_verify_request(message: verifier.VerifyRequest, vocab_size: int, max_le
     limits.check_range("open.prompt_tokens", request.prompt_tokens, 0, len(request.ids))
     limits.check_range("open.max_len", request.max_len, len(request.ids) + 1, max_len)
     return request
-
-
-def verify_response_to_wire(response: SessionOpened | Verdict) -> verifier.VerifyResponse:
-    """SessionOpened or Verdict to its message."""
-    return _RESPONSE.to_wire(response)
 
 
 def read_verify_response(message: verifier.VerifyResponse) -> SessionOpened | Verdict:
@@ -113,13 +107,3 @@ def read_feature_part(message: verifier.FetchFeaturesResponse) -> Features:
         raise InvalidField("features", "holds no inline rows")
     limits.check_range("features.inline", len(part.inline), 1, limits.CHUNK_BYTES)
     return part
-
-
-def target_to_wire(target: TargetDescription) -> verifier.DescribeTargetResponse:
-    """TargetDescription to its message."""
-    return _TARGET.to_wire(target)
-
-
-def read_target(message: verifier.DescribeTargetResponse) -> TargetDescription:
-    """Message to TargetDescription."""
-    return _TARGET.read(message)

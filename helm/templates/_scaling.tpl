@@ -103,5 +103,8 @@ spec:
     {{- break }}
     {{- end }}
     {{- end }}
+    {{- with dig "telemetry" "otlp_endpoint" "" $root.Values.settings }}
+    - ports: [{port: {{ splitList ":" . | last }}}] # the collector of traces
+    {{- end }}
     - ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}]
 {{- end }}

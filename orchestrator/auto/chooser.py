@@ -29,9 +29,9 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from orchestrator.auto.arms import CASCADE, PLAIN, SINGLE, Arm
-from orchestrator.auto.statistics import Statistics
-from orchestrator.auto.text_estimates import FIRST_STEPS, TEXT_STEPS, TextEstimates, Turn
+from .arms import CASCADE, PLAIN, SINGLE, Arm
+from .statistics import Statistics
+from .text_estimates import FIRST_STEPS, TEXT_STEPS, TextEstimates, Turn
 
 PLAIN_STEPS = 4  # that come first at every load: of the first three only the fastest counts
 LEARN = 5  # rounds that a new head is played for: the first takes in the text, of the next three the fastest counts

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from orchestrator.auto.arms import PLAIN, SINGLE
+from .arms import PLAIN, SINGLE
 
 COLD = 3  # take the fastest of an arm's first three steps: the first ones include warm-up
 RATE = 0.1  # of the averages of seconds: a machine that slows down is noticed within ten steps

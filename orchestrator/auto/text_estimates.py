@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from orchestrator.auto.arms import CASCADE, PLAIN, SINGLE, arms_of
-from orchestrator.auto.statistics import Gain, Statistics
+from .arms import CASCADE, PLAIN, SINGLE, arms_of
+from .statistics import Gain, Statistics
 
 FIRST_GAIN, FIRST_STEPS = 1.0, 4.0  # what an arm is thought to gain before it was tried, and how many steps that weighs
 JOINT_GAIN = 1.1  # of the best head's gain, before route or merge was tried

@@ -25,13 +25,14 @@ from coppice.rpc.directory import Directory, drafter_pools
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import AdapterMetrics, serve_metrics
 from coppice.v1 import adapter_pb2
-from services.adapter.head_loop import HeadLoop
-from services.adapter.inbox import Inbox
-from services.adapter.lease import Lease
-from services.adapter.replicas import Replicas
-from services.adapter.rollout import OnThread
-from services.adapter.service import AdapterServicer
-from services.adapter.training_copy import TrainingCopy
+
+from .head_loop import HeadLoop
+from .inbox import Inbox
+from .lease import Lease
+from .replicas import Replicas
+from .rollout import OnThread
+from .service import AdapterServicer
+from .training_copy import TrainingCopy
 
 log = structlog.get_logger()
 

@@ -11,7 +11,8 @@ from coppice.adaptation.bandit import Trigger
 from coppice.adaptation.records import QueryRecord
 from coppice.config.adaptation import DriftSettings
 from coppice.weights.versions import Weights
-from services.adapter.drift import mean_and_error
+
+from .drift import mean_and_error
 
 Verdict = Literal["undecided", "promote", "reject"]
 

@@ -16,17 +16,18 @@ from coppice.adaptation.record_queue import Stream
 from coppice.adaptation.records import Demand, Kind, QueryRecord, Sample
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField, StaleFence
-from coppice.messages.adapter import STANDING_BY, ActionStatus, Change, HeadStatus, QueryPoint, VersionStatus
+from coppice.messages.adapter import STANDING_BY, ActionStatus, HeadStatus, VersionStatus
 from coppice.telemetry import AdapterMetrics
-from services.adapter.buffers import Buffers
-from services.adapter.canary import Canary
-from services.adapter.drift import Drift
-from services.adapter.replicas import Replicas
-from services.adapter.rollout import OnThread, Rollout
-from services.adapter.sorting import KINDS, Sorting
-from services.adapter.state import State
-from services.adapter.training_copy import TrainingCopy
-from services.adapter.versions import BadVersion
+
+from .atomic import BadFile
+from .buffers import Buffers
+from .canary import Canary
+from .drift import Drift
+from .replicas import Replicas
+from .rollout import OnThread, Rollout
+from .sorting import KINDS, Sorting
+from .state import State
+from .training_copy import TrainingCopy
 
 log = structlog.get_logger()
 
@@ -134,8 +135,7 @@ class HeadLoop:
 
     def take_query(self, record: QueryRecord) -> None:
         """Decide what a query's samples are for, measure it, and look for drift (algorithm 1, lines 2 to 24)."""
-        first, last = (self._state.same_as_live(version) for version in record.versions)
-        version = first if first == last else None
+        version = self._state.lived_on(record.versions)
         query = Query(s=record.s, tokens_per_s=record.tokens_per_s, version=version, load=max(record.load, 1e-3))
         action = Action.SKIP if self._state.paused else self._bandit.decide(query)
         if not self._state.paused:
@@ -219,7 +219,7 @@ class HeadLoop:
         async def work() -> None:
             try:
                 done.set_result(await self._rollout.put_back(back_to, "rollback", "asked for"))
-            except BadVersion as error:
+            except BadFile as error:
                 done.set_exception(InvalidField("version", str(error)))
             except Exception as error:
                 done.set_exception(error)
@@ -251,6 +251,6 @@ class HeadLoop:
             actions=actions,
             replicas=rollout.replicas.status(),
             versions=[VersionStatus(number, *tau) for number, tau in state.taus.items()],
-            history=[QueryPoint(**point) for point in state.history[-history:]] if history else [],
-            changes=[Change(**change) for change in state.changes],
+            history=state.history[-history:] if history else [],
+            changes=list(state.changes),
         )

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from coppice.adaptation.records import Kind, Sample
@@ -38,8 +37,9 @@ from coppice.training.losses.feature_losses import (
     soft_loss,
 )
 from coppice.weights.versions import weights_hash
-from services.adapter.atomic import replace_safetensors
-from services.adapter.windows import DraftVocabulary, Windows
+
+from .atomic import BadFile, read_safetensors, replace_safetensors
+from .windows import DraftVocabulary, Windows
 
 BETAS = (0.9, 0.95)
 KINDS: tuple[Kind, ...] = ("head", "full")
@@ -55,10 +55,6 @@ class Update:
     loss_before: float
     loss_after: float
     seconds: float
-
-
-class BadState(ValueError):
-    """A learner's file is damaged or of other weights."""
 
 
 class Interrupted(RuntimeError):
@@ -265,20 +261,19 @@ class Learner:
     def load(self, file: Path) -> None:
         """Go on from what `save` wrote beside the weights that the training copy has.
 
-        Raises BadState, changing nothing, for a damaged file or one of other weights.
+        Raises BadFile, changing nothing, for a damaged file or one of other weights.
         """
+        tensors, metadata = read_safetensors(file)
         try:
-            with safe_open(file, "pt") as held:
-                facts = json.loads((held.metadata() or {})["state"])
-                tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+            facts = json.loads(metadata["state"])
             updates: dict[Kind, int] = {kind: int(facts["updates"][kind]) for kind in KINDS}
             weights, digest = facts["weights"], facts["tensors"]
-        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-            raise BadState(f"{file}: {error}") from None
+        except (KeyError, ValueError, TypeError) as error:
+            raise BadFile(f"{file}: {error}") from None
         if weights != weights_hash(self.tensors()).hex():
-            raise BadState(f"{file} is of other weights")
+            raise BadFile(f"{file} is of other weights")
         if digest != weights_hash(tensors).hex():
-            raise BadState(f"{file} is damaged")
+            raise BadFile(f"{file} is damaged")
         parameters: dict[str, Tensor] = dict(self.student.model.named_parameters())
         for kind, optimiser in self._optimisers.items():
             begin = f"{kind}|"

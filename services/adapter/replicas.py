@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
@@ -18,10 +19,14 @@ from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory
 from coppice.telemetry import AdapterMetrics
 from coppice.weights.versions import Weights, pack_update
-from services.adapter.push import DrafterLink
+
+from .push import DrafterLink
 
 log = structlog.get_logger()
 
+MOST_AHEAD = 3
+"""Looks in a row at which a replica may be ahead of the weights that it is to use"""
+_LEFT_ALONE_S = 60.0  # a replica that is ahead more often
 _KNOWN = 4  # versions an update may start from, besides the checkpoint
 
 
@@ -33,6 +38,17 @@ class _Drafter:
         self.address, self.wanted = address, wanted
         self.description: HeadDescription | None = None  # None: it did not answer last
         self.trouble = ""
+        self.times_ahead = 0  # since it was current
+        self.left_alone_until = 0.0
+
+    @property
+    def ahead(self) -> bool:
+        """Whether it uses other weights than it is to use under their number or a higher one.
+
+        Number 0 is the checkpoint that it was deployed with: a replica with another checkpoint is not ahead.
+        """
+        used = self.description
+        return used is not None and not self.current and used.weights_version >= max(1, self.wanted.version)
 
     @property
     def current(self) -> bool:
@@ -118,15 +134,8 @@ class Replicas:
         )
 
     def ahead(self, weights: Weights) -> bool:
-        """Tell whether a replica that is to use these weights uses others under their number or a higher one.
-
-        Number 0 is the checkpoint that it was deployed with: a replica with another checkpoint is not ahead.
-        """
-        return any(
-            one.description.weights_version >= max(1, weights.version)
-            for one in self._replicas
-            if one.wanted is weights and one.description and not one.current
-        )
+        """Tell whether a replica that is to use these weights is ahead of them."""
+        return any(one.ahead for one in self._replicas if one.wanted is weights)
 
     def renumber(self, before: Weights, after: Weights) -> None:
         """Take the same weights under another number."""
@@ -160,6 +169,9 @@ class Replicas:
         await asyncio.gather(*(replica.link.close() for replica in (*self._replicas, *self._gone)))
 
     async def _describe(self, replica: _Drafter) -> None:
+        """Ask a replica what it uses. One that says what cannot be, or is ahead again and again, counts as silent."""
+        if time.monotonic() < replica.left_alone_until:
+            return
         try:
             replica.description = await replica.link.describe()
         except CoppiceError as error:
@@ -170,6 +182,13 @@ class Replicas:
         if version > replica.wanted.version + MAX_VERSION_STEP:
             replica.description = None
             self._note(replica, f"says that it uses version {version}, which nobody can have made")
+            return
+        replica.times_ahead = 0 if replica.current else replica.times_ahead + replica.ahead
+        if replica.times_ahead > MOST_AHEAD:
+            replica.times_ahead = MOST_AHEAD - 1
+            replica.left_alone_until = time.monotonic() + _LEFT_ALONE_S
+            replica.description = None
+            self._note(replica, f"is ahead of what it is to use again and again: left alone for {_LEFT_ALONE_S:g} s")
             return
         self._metrics.live.labels(self._head, replica.address).set(version)
 

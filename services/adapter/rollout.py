@@ -16,15 +16,16 @@ from coppice.config.settings import Settings
 from coppice.messages.adapter import Change
 from coppice.telemetry import AdapterMetrics
 from coppice.weights.versions import Weights
-from services.adapter.buffers import Buffers
-from services.adapter.canary import Canary
-from services.adapter.drift import Drift
-from services.adapter.learner import Interrupted
-from services.adapter.replicas import Replicas
-from services.adapter.sorting import KINDS
-from services.adapter.state import State
-from services.adapter.training_copy import TrainingCopy
-from services.adapter.versions import BadVersion
+
+from .atomic import BadFile
+from .buffers import Buffers
+from .canary import Canary
+from .drift import Drift
+from .learner import Interrupted
+from .replicas import Replicas
+from .sorting import KINDS
+from .state import State
+from .training_copy import TrainingCopy
 
 log = structlog.get_logger()
 
@@ -151,13 +152,13 @@ class Rollout:
             return
         try:
             await self.put_back(back_to, "revert", reason)
-        except BadVersion:
+        except BadFile:
             await self.put_back(0, "revert", reason)
         self._metrics.reverts.labels(self._name, reason).inc()
         self._state.reverts += 1
 
     async def put_back(self, back_to: int, what: str, why: str) -> int:
-        """Give every replica an earlier version's weights under a new number, which is returned. Raises BadVersion."""
+        """Give every replica an earlier version's weights under a new number, which is returned. Raises BadFile."""
         self.doing = "syncing"
         weights: Weights = await self._on_thread(self.training.restore, back_to, self._state.next_number())
         self.canary = None

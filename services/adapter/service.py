@@ -16,7 +16,8 @@ from coppice.wire.adapter import (
     rollback_to_wire,
     status_to_wire,
 )
-from services.adapter.head_loop import HeadLoop
+
+from .head_loop import HeadLoop
 
 
 class AdapterServicer:
@@ -80,4 +81,4 @@ class AdapterServicer:
         chosen = self._chosen(head)
         if len(chosen) != 1:
             raise InvalidField("head", f"say which: {', '.join(self._heads)}")
-        return rollback_to_wire(await chosen[0].rollback(version))
+        return rollback_to_wire(version=await chosen[0].rollback(version))

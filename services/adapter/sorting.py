@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 
 from coppice.adaptation.bandit import Action
 from coppice.adaptation.records import Kind, Sample
-from services.adapter.buffers import Buffers, Drop
+
+from .buffers import Buffers, Drop
 
 KINDS: dict[Action, Kind] = {Action.HEAD: "head", Action.FULL: "full"}
 SESSIONS = 512

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 import structlog
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
@@ -15,8 +15,9 @@ from coppice.adaptation.records import QueryRecord
 from coppice.limits import MAX_HISTORY
 from coppice.messages.adapter import Change, QueryPoint
 from coppice.weights.versions import Weights
-from services.adapter.atomic import replace_file
-from services.adapter.drift import DriftState
+
+from .atomic import replace_file
+from .drift import DriftState
 
 log = structlog.get_logger()
 
@@ -44,8 +45,8 @@ class State(BaseModel):
     hashes: dict[int, str] = {}
     taus: dict[int, tuple[int, float]] = {}
     """by version: queries that lived on it, and the mean of their accepted lengths"""
-    history: list[dict[str, Any]] = []
-    changes: list[dict[str, Any]] = []
+    history: list[QueryPoint] = []
+    changes: list[Change] = []
     _file: Path = PrivateAttr(Path(FILE))
 
     @classmethod
@@ -76,10 +77,15 @@ class State(BaseModel):
         while len(self.hashes) > _VERSIONS:
             del self.hashes[min(self.hashes)]
 
-    def same_as_live(self, version: int) -> int:
-        """Return the live version's number for a version with the same weights, any other number as it is."""
-        same = version in self.hashes and self.hashes[version] == self.hashes.get(self.live)
-        return self.live if same else version
+    def lived_on(self, versions: Sequence[int]) -> int | None:
+        """Return the version that a query lived on, by the first and the last that it saw.
+
+        Numbers of the same weights as the live ones are one version, the live one. None: it lived on several, or on one
+        that nobody made: drafters say what they like.
+        """
+        live = self.hashes.get(self.live)
+        seen = {self.live if self.hashes.get(version) == live else version for version in versions}
+        return seen.pop() if len(seen) == 1 and seen <= self.hashes.keys() else None
 
     def went_back(self, version: int) -> None:
         """Forget what was measured: a restart found other weights than it left."""
@@ -90,8 +96,7 @@ class State(BaseModel):
     def observe(self, record: QueryRecord, version: int | None, action: str) -> None:
         """Add a query to the history, and its tau to the mean of its version."""
         self.queries += 1
-        point = QueryPoint(self.queries, record.tau, record.tokens_per_s, record.s, version, action)
-        self.history.append(asdict(point))
+        self.history.append(QueryPoint(self.queries, record.tau, record.tokens_per_s, record.s, version, action))
         del self.history[:-MAX_HISTORY]
         if version is None:
             return
@@ -102,5 +107,5 @@ class State(BaseModel):
 
     def change(self, change: Change) -> None:
         """Add to the changes of the weights."""
-        self.changes.append(asdict(change))
+        self.changes.append(change)
         del self.changes[:-_CHANGES]

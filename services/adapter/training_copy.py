@@ -8,8 +8,10 @@ import structlog
 
 from coppice.adaptation.records import Widths
 from coppice.weights.versions import Weights
-from services.adapter.learner import BadState, Learner, Update
-from services.adapter.versions import BadVersion, Versions
+
+from .atomic import BadFile
+from .learner import Learner, Update
+from .versions import Versions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,21 +55,21 @@ class TrainingCopy:
             try:
                 self.live = self.versions.load(number)
                 break
-            except BadVersion as error:
+            except BadFile as error:
                 log.warning("a version cannot be read; going back to the last good one", why=str(error))
         self.versions.good = good if self.live.version == live else self.live.version
         self._learner.revert(self._changed(self.live))
         try:
             if live:
                 self._learner.load(self._folder / LEARNER_FILE)
-        except BadState as error:
+        except BadFile as error:
             log.warning("the optimiser starts anew", why=str(error))
         return self.live.version
 
     def train(self, kind: Kind, samples: Sequence[Sample], number: int, anchored: bool) -> tuple[Update, Weights]:
         """Make one update and write it to disk as version `number`; nobody uses it yet. Raises FloatingPointError."""
         update = self._learner.step(kind, samples, anchored=anchored)
-        weights = self._trained(number)
+        weights = self.deployed.changed(self._learner.changed(), number)
         if weights.hash != self.live.hash:
             self._save(weights)
         return update, weights
@@ -75,7 +77,7 @@ class TrainingCopy:
     def restore(self, back_to: int | None, number: int) -> Weights:
         """Give an earlier version's values, None: the live ones, the new `number`; training goes on from them.
 
-        Raises BadVersion.
+        Raises BadFile.
         """
         earlier = self.live if back_to is None else self.versions.load(back_to)
         weights = earlier.changed({}, number)
@@ -92,9 +94,6 @@ class TrainingCopy:
     def stop(self) -> None:
         """Let an update that is under way end with Interrupted. Any thread may call this."""
         self._learner.stopped.set()
-
-    def _trained(self, number: int) -> Weights:
-        return self.deployed.changed(self._learner.changed(), number)
 
     def _changed(self, weights: Weights) -> dict[str, Tensor]:
         return {name: weights.tensors[name] for name in weights.differing(self.deployed)}

@@ -5,16 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from coppice.weights.versions import Weights
-from services.adapter.atomic import replace_safetensors
+
+from .atomic import BadFile, read_safetensors, replace_safetensors
 
 _NAME = re.compile(r"version-(\d{8,})\.safetensors")
-
-
-class BadVersion(ValueError):
-    """A version is not there, or its file is not what was written."""
 
 
 class Versions:
@@ -51,19 +46,14 @@ class Versions:
             self._file(number).unlink()
 
     def load(self, number: int) -> Weights:
-        """Read a version. Raises BadVersion when there is none, its file is damaged or it is of another head."""
+        """Read a version. Raises BadFile when there is none, its file is damaged or it is of another head."""
         if not number:
             return self.deployed
         file = self._file(number)
-        try:
-            with safe_open(file, "pt") as tensors:
-                changed = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-                weights_hash = (tensors.metadata() or {}).get("weights_hash")
-        except (OSError, SafetensorError) as error:
-            raise BadVersion(f"{file}: {error}") from None
+        changed, facts = read_safetensors(file)
         weights = self.deployed.changed(changed, number)
-        if weights.hash.hex() != weights_hash:
-            raise BadVersion(f"{file} is damaged or of another head")
+        if weights.hash.hex() != facts.get("weights_hash"):
+            raise BadFile(f"{file} is damaged or of another head")
         return weights
 
     def _file(self, number: int) -> Path:

@@ -26,10 +26,6 @@ class DraftVocabulary:
         self.number = torch.full((vocab + 1,), NOTHING, dtype=torch.int64, device=draft_ids.device)
         self.number[draft_ids] = torch.arange(self.size, device=draft_ids.device)
 
-    def holds(self, sample: Sample) -> bool:
-        """Tell whether the missed token is a draft id."""
-        return sample.target_id in self.target_ids
-
     def number_of(self, token: int) -> int:
         """Return the draft id of a target id, or -1."""
         return int(self.number[token]) if token < len(self.number) - 1 else NOTHING

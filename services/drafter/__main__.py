@@ -8,15 +8,17 @@ import sys
 from coppice.adaptation.producer import Producer
 from coppice.config.settings import Settings
 from coppice.heads.registry import served_head
+from coppice.rpc import tracing
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory, Registration, directory
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import SessionMetrics, SignalMetrics, serve_metrics
 from coppice.v1 import drafter_pb2
-from services.drafter.features import FeatureSource
-from services.drafter.samples import Samples
-from services.drafter.service import DrafterServicer
-from services.drafter.worker import Worker
+
+from .features import FeatureSource
+from .samples import Samples
+from .service import DrafterServicer
+from .worker import Worker
 
 
 def _verifiers(settings: Settings) -> Directory | None:
@@ -29,6 +31,7 @@ async def serve(settings: Settings) -> int:
     """Build the head and serve it until told to stop; returns the exit code."""
     metrics = SessionMetrics("drafter")
     name = settings.drafter.name or settings.drafter.kind
+    tracing.start(settings.telemetry, f"drafter-{name}")
     registration = Registration.of(settings, "drafter", name)
     serving = Serving(settings.server, settings.limits, "drafter", settings.tls, registration=registration)
     source = FeatureSource(Dialer(settings.limits, settings.tls), _verifiers(settings))

@@ -10,6 +10,7 @@ from coppice.errors import CoppiceError, InvalidField, Unavailable
 from coppice.messages.steps import FeatureRef, Features
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory
+from coppice.rpc.tracing import metadata
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from coppice.wire.verifier import fetch_to_wire, read_feature_part
 
@@ -64,7 +65,7 @@ class FeatureSource:
 
     async def _fetch(self, ref: FeatureRef) -> Features:
         stub = self._stub(ref.verifier)
-        call = stub.FetchFeatures(fetch_to_wire(ref), timeout=FETCH_S)
+        call = stub.FetchFeatures(fetch_to_wire(ref), timeout=FETCH_S, metadata=metadata())
         parts: list[Features] = []
         at, end = ref.start, ref.start + ref.count
         try:

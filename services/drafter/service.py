@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,8 @@ import grpc.aio
 
 from coppice.errors import InvalidField, Overloaded, Unavailable
 from coppice.limits import Limits
-from coppice.messages.steps import DraftOpened, DraftStep, OpenDraft
+from coppice.messages.steps import DraftOpened, DraftStep, OpenDraft, TreeDelta
+from coppice.rpc import tracing
 from coppice.rpc.sessions import StreamWaits
 from coppice.v1 import drafter_pb2
 from coppice.wire.drafter import (
@@ -21,10 +23,11 @@ from coppice.wire.drafter import (
     read_draft_request,
     synced_to_wire,
 )
-from services.drafter.features import FeatureSource
-from services.drafter.session import Session
-from services.drafter.sync import WeightSync
-from services.drafter.worker import Worker
+
+from .features import FeatureSource
+from .session import Answer, Session
+from .sync import WeightSync
+from .worker import Worker
 
 
 class DrafterServicer:
@@ -47,6 +50,7 @@ class DrafterServicer:
             raise InvalidField("kind", "the first message of a session is open")
         if self._worker.sessions + self._fetching >= self._limits.sessions:
             raise Overloaded(f"all {self._limits.sessions} sessions are taken")
+        trace, began = tracing.current(), time.perf_counter_ns()
         opening = await self._with_features(opening)
         session = Session(next(self._keys))
         reader: asyncio.Task[None] | None = None
@@ -56,6 +60,8 @@ class DrafterServicer:
                 answer = await session.answers.get()
                 if isinstance(answer, Exception):
                     raise answer
+                if trace is not None:
+                    _add(trace, answer, began)
                 if isinstance(answer, DraftOpened):
                     # Steps are read only now: until then they wait in the transport, which bounds them.
                     reader = asyncio.create_task(self._read_steps(requests, session))
@@ -118,3 +124,13 @@ class DrafterServicer:
     ) -> drafter_pb2.SyncWeightsResponse:
         """One push of weights; drafting goes on beside it."""
         return synced_to_wire(await self._sync.take(requests))
+
+
+def _add(trace: tracing.Trace, answer: Answer | None, began: int) -> None:
+    """Add what an answer ends: the opening of a session, which began at `began`, or the draft of a sampled step."""
+    now = time.perf_counter_ns()
+    if isinstance(answer, DraftOpened):
+        trace.add("open", began, now)
+    elif isinstance(answer, TreeDelta) and answer.last and trace.samples(answer.fence.step):
+        parts = {"queue": max(0, answer.total_ns - answer.forward_ns), "forward": answer.forward_ns}
+        trace.add("draft", now - answer.total_ns, now, parts, step=answer.fence.step)

@@ -10,16 +10,16 @@ from typing import Any
 
 import structlog
 
-from coppice.errors import CoppiceError, DeadlineExceeded, InvalidField, Overloaded, Unavailable
+from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
 from coppice.limits import Limits
 from coppice.messages.steps import WeightsHeader, WeightsPart, WeightsSynced
 from coppice.rpc.sessions import StreamWaits
 from coppice.wire.drafter import read_weights
-from services.drafter.worker import Worker
+
+from .worker import Worker
 
 log = structlog.get_logger()
 
-SYNC_S = 600.0  # longest push
 PART_S = 30.0  # longest wait for a part of it: others wait for its end
 DROP_S = 5.0  # longest wait for the end of a push that is refused or needless
 
@@ -29,32 +29,23 @@ class WeightSync:
 
     def __init__(self, worker: Worker, limits: Limits, waits: StreamWaits) -> None:
         self._worker, self._limits, self._waits = worker, limits, waits
-        self._busy = False
+        self._turn = asyncio.Lock()
 
     async def take(self, messages: AsyncIterator[Any]) -> WeightsSynced:
         """Read one push to its end and put it to use; a push of what is in use is acknowledged unchecked.
 
         The answer may be lost when the weights are in use already, so a sender asks again with the same push. Raises
-        Overloaded beside another push, DeadlineExceeded, and what Staging raises.
+        Overloaded beside another push, and what Staging raises.
         """
         try:
-            return await self._alone(messages)
+            if self._turn.locked():
+                raise Overloaded("another weight sync is running")
+            async with self._turn:
+                return await self._take(messages)
         except CoppiceError as error:
             log.warning("weights refused", why=str(error))
             await self._drop(messages)
             raise
-
-    async def _alone(self, messages: AsyncIterator[Any]) -> WeightsSynced:
-        if self._busy:
-            raise Overloaded("another weight sync is running")
-        self._busy = True
-        try:
-            async with asyncio.timeout(SYNC_S):
-                return await self._take(messages)
-        except TimeoutError:
-            raise DeadlineExceeded(f"the weight sync took longer than {SYNC_S:g} s") from None
-        finally:
-            self._busy = False
 
     async def _take(self, messages: AsyncIterator[Any]) -> WeightsSynced:
         began = time.perf_counter()

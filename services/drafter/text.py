@@ -10,8 +10,9 @@ from coppice.errors import InvalidField, StaleFence
 from coppice.heads.base import DraftJob, Miss
 from coppice.messages.steps import Advance, DraftStep, Fence, Rejection, TreeDelta, committed_hash
 from coppice.speculation.sampling import SamplingParams
-from services.drafter.samples import Window
-from services.drafter.session import Session
+
+from .samples import Window
+from .session import Session
 
 
 @dataclass(slots=True)

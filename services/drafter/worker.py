@@ -25,10 +25,11 @@ from coppice.messages.steps import (
     WeightsHeader,
 )
 from coppice.telemetry import SessionMetrics
-from services.drafter.garbage import garbage
-from services.drafter.samples import Samples
-from services.drafter.session import Answer, Session
-from services.drafter.text import Missed, Text, Waiting
+
+from .garbage import garbage
+from .samples import Samples
+from .session import Answer, Session
+from .text import Missed, Text, Waiting
 
 if TYPE_CHECKING:
     from coppice.heads.weight_swap import WeightSwap

@@ -7,12 +7,14 @@ from pathlib import Path
 
 from coppice.config.settings import Settings, load_settings
 from coppice.errors import InvalidField
+from coppice.rpc import tracing
 from coppice.rpc.directory import Registration
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import SessionMetrics, serve_metrics
 from coppice.v1 import verifier_pb2
-from services.verifier.service import VerifierServicer
-from services.verifier.worker import Worker
+
+from .service import VerifierServicer
+from .worker import Worker
 
 
 def _named(settings: Settings) -> Settings:
@@ -26,6 +28,7 @@ def _named(settings: Settings) -> Settings:
 
 async def serve(settings: Settings) -> int:
     """Load the target and serve it until told to stop; returns the exit code."""
+    tracing.start(settings.telemetry, "verifier")
     metrics = SessionMetrics("verifier")
     registration = Registration.of(settings, "verifier")
     serving = Serving(settings.server, settings.limits, "verifier", settings.tls, registration=registration)

@@ -9,7 +9,8 @@ from typing import Any
 from coppice.engine.batch import Piece
 from coppice.messages.steps import VerifyStep
 from coppice.speculation.tree import DraftTree, prune
-from services.verifier.session import Session
+
+from .session import Session
 
 
 @dataclass

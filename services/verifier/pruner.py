@@ -10,8 +10,9 @@ from numpy.typing import ArrayLike
 
 from coppice.engine.engine import Engine
 from coppice.speculation.tree import path_scores
-from services.verifier.job import Job
-from services.verifier.node_budget import CostCurve, FloatArray, Profile, share
+
+from .job import Job
+from .node_budget import CostCurve, FloatArray, Profile, share
 
 _ROWS = (1, 16, 64, 4, 256, 2, 8, 32, 128, 512)  # the first ones say most, should time run out
 _LEAST_POINTS = 3

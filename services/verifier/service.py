@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,15 +13,17 @@ from coppice.config.settings import Settings
 from coppice.engine.engine import EngineInfo
 from coppice.errors import InvalidField
 from coppice.limits import CHUNK_BYTES, MAX_TREE_DEPTH, MAX_TREE_NODES
-from coppice.messages.steps import Features, OpenSession, TargetDescription, VerifyStep
+from coppice.messages.steps import Features, OpenSession, TargetDescription, VerifyStep, VerifyTimings
+from coppice.rpc import tracing
 from coppice.rpc.admission import Admission
 from coppice.rpc.sessions import StreamWaits
 from coppice.speculation.tree import TreeError, validate
 from coppice.v1 import verifier_pb2
 from coppice.wire import verifier
-from services.verifier.session import feature_bytes
-from services.verifier.sessions import reserved_tokens
-from services.verifier.worker import Worker
+
+from .session import feature_bytes
+from .sessions import reserved_tokens
+from .worker import Worker
 
 
 class VerifierServicer:
@@ -45,12 +48,18 @@ class VerifierServicer:
         async with self._seats.admit(), self._kv.admit(reserved_tokens(first, self.settings.verifier)):
             self._opened += 1
             key = self._opened
+            trace = tracing.current()
             try:
-                yield verifier.verify_response_to_wire(await self.worker.open(key, first))
+                opened = await self.worker.open(key, first)
+                if trace is not None:
+                    _add(trace, "prefill", opened.timings, tokens=len(first.ids))
+                yield verifier.verify_response_to_wire(opened)
                 while (step := await self._read(requests)) is not None:
                     if not isinstance(step, VerifyStep):
                         raise InvalidField("kind", "the session is open already")
                     verdict = await self.worker.verify(key, step)
+                    if trace is not None and trace.samples(step.fence.step):
+                        _add(trace, "step", verdict.timings, step=step.fence.step, accepted=len(verdict.accepted))
                     failpoints.hit("verifier.verdict")
                     yield verifier.verify_response_to_wire(verdict)
             finally:
@@ -104,3 +113,10 @@ class VerifierServicer:
                 weights_hash=self.info.weights_hash,
             )
         )
+
+
+def _add(trace: tracing.Trace, name: str, timings: VerifyTimings, **facts: int) -> None:
+    """Add what the worker has just done for a session: in the queue, in the target, and in the walk over the tree."""
+    now = time.perf_counter_ns()
+    parts = {"queue": timings.queue_ns, "forward": timings.forward_ns, "accept": timings.accept_ns}
+    trace.add(name, now - timings.total_ns, now, parts, rows=timings.rows, sessions=timings.sessions, **facts)

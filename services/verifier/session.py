@@ -30,7 +30,8 @@ from coppice.speculation.sampling import Row as SampledRow
 from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.speculation.sampling_torch import greedy_ids
 from coppice.speculation.tree import DraftTree, TreeError
-from services.verifier.acceptance import RowAt, Walk, path_to, pq_chain, walk
+
+from .acceptance import RowAt, Walk, path_to, pq_chain, walk
 
 
 @dataclass

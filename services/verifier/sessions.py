@@ -11,7 +11,8 @@ from coppice.errors import InvalidField, NotFound, Unavailable
 from coppice.limits import TREE_ROOM
 from coppice.messages.steps import OpenSession
 from coppice.telemetry import SessionMetrics
-from services.verifier.session import Session
+
+from .session import Session
 
 
 def reserved_tokens(request: OpenSession, settings: VerifierSettings) -> int:

@@ -20,11 +20,12 @@ from coppice.engine.engine import Engine, ForwardOutput
 from coppice.engine.loading import load_engine
 from coppice.messages.steps import FeatureRef, Features, OpenSession, SessionOpened, Verdict, VerifyStep, VerifyTimings
 from coppice.telemetry import SessionMetrics
-from services.verifier.generation_config import repetition_penalty
-from services.verifier.job import Job
-from services.verifier.pruner import Pruner, measure
-from services.verifier.session import Session
-from services.verifier.sessions import Sessions
+
+from .generation_config import repetition_penalty
+from .job import Job
+from .pruner import Pruner, measure
+from .session import Session
+from .sessions import Sessions
 
 log = structlog.get_logger()
 

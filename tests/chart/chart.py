@@ -25,7 +25,10 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "image": {"tag": "9.9.9", "pullSecrets": ["pull"]},
             "target": {"hub": ""},
             "models": {"claim": "models"},
-            "settings": {"server": {"log_level": "warning", "grace_s": 30}},
+            "settings": {
+                "server": {"log_level": "warning", "grace_s": 30},
+                "telemetry": {"otlp_endpoint": "http://collector.monitoring:4317"},
+            },
             "drafters": [{"name": "mine", "kind": "specblock", "path": "/models/mine", "adapt": True}],
             "defaults": {"nodeSelector": {"pool": "gpu"}, "tolerations": [{"key": "spot", "operator": "Exists"}]},
             "redis": {"enabled": False, "secret": "redis", "peers": [{"ipBlock": {"cidr": "10.9.0.0/16"}}]},

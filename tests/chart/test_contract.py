@@ -6,20 +6,26 @@ import json
 import math
 import os
 import re
-from typing import Any
+from typing import Any, get_args
 
+import helm_python
 import pytest
 from prometheus_client import CollectorRegistry
 
+from coppice.config.sections import ADAPTED_KINDS, FEATURE_KINDS, HeadKind
 from coppice.config.settings import Settings, load_settings
+from coppice.heads.registry import KINDS
 from coppice.rpc.access import ACCESS
 from coppice.stack.launch import MODULES, SERVICES
+from coppice.stack.spec import COUNTING_KINDS
 from coppice.telemetry import AdapterMetrics, OrchestratorMetrics, SessionMetrics, SignalMetrics
 from tests.chart.chart import (
     ALL,
     FILES,
     FOLDER,
+    NAMESPACE,
     PLAIN,
+    ROOT,
     component,
     containers,
     environment,
@@ -162,6 +168,34 @@ def test_zero_and_false_are_kept() -> None:
     assert told["COPPICE_DRAFTER__DEVICE"] == "cuda"
 
 
+def pool_of(kind: str, **more: Any) -> dict[str, Any]:
+    """The values of a chart with one drafter pool."""
+    weights = {} if kind in COUNTING_KINDS else {"path": "/models/a"}
+    return {"drafters": [{"name": "a", "kind": kind, **weights, **more}]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_head_is_a_pool_that_is_told_what_it_needs(kind: str) -> None:
+    found = of_kind(objects_in(manifests(pool_of(kind))), "Deployment")
+    (container,) = found["coppice-drafter-a"]["spec"]["template"]["spec"]["containers"]
+    told = environment(container)
+    assert told["COPPICE_DRAFTER__KIND"] == kind
+    assert {name for name in ("TARGET", "VERIFIERS") if f"COPPICE_DRAFTER__{name}" in told} == (
+        {"TARGET", "VERIFIERS"} if kind in FEATURE_KINDS else set()
+    )
+    if kind in ADAPTED_KINDS:
+        manifests(pool_of(kind, adapt=True))
+    else:
+        with pytest.raises(helm_python.errors.HelmError):
+            manifests(pool_of(kind, adapt=True))
+
+
+def test_the_chart_knows_no_other_kinds() -> None:
+    schema = json.loads((FOLDER / "values.schema.json").read_text(encoding="utf-8"))
+    assert schema["properties"]["drafters"]["items"]["properties"]["kind"]["enum"] == list(KINDS)
+    assert get_args(HeadKind) == KINDS
+
+
 def test_large_numbers_stay_whole() -> None:
     values = {"settings": {"adaptation": {"stream_bytes": 1 << 40}, "drift": {}}}
     (told,) = {
@@ -211,6 +245,36 @@ def test_each_role_has_the_certificate_that_says_what_it_may_do() -> None:
     assert [each for each in certificates.values() if each["spec"].get("isCA")]
 
 
+def rules(name: str) -> list[dict[str, Any]]:
+    """The alarms of a render."""
+    (rule,) = of_kind(objects(name), "PrometheusRule").values()
+    return [each for group in rule["spec"]["groups"] for each in group["rules"]]
+
+
+def test_there_is_a_rule_for_each_alarm_of_the_documentation() -> None:
+    section = (ROOT / "docs/operations.md").read_text(encoding="utf-8").partition("## What each alarm means")[2]
+    rows = [row for row in section.partition("\n## ")[0].splitlines() if row.startswith("| `")]
+    explained = {name for row in rows for name in named_metrics(row.split("|")[1])}
+    watched = {name for rule in rules("cluster") for name in named_metrics(rule["expr"])}
+    assert len(rows) > 14
+    assert explained <= watched
+    assert all(f'namespace="{NAMESPACE}"' in rule["expr"] for rule in rules("cluster"))
+
+
+def test_an_alarm_says_how_many_replicas_there_should_be() -> None:
+    missing = [rule["expr"] for rule in rules("cluster") if rule["alert"] == "CoppiceReplicasMissing"]
+    pools = {(re.findall(r'pool="([^"]+)"', expr)[0], expr.rpartition("< ")[2]) for expr in missing}
+    assert pools == {("verifier", "2"), ("eagle", "2"), ("lookup", "2")}
+
+
+def test_traces_may_leave_for_their_collector() -> None:
+    policies = of_kind(objects("given"), "NetworkPolicy")
+    out = {name: [rule["ports"] for rule in each["spec"].get("egress", [])] for name, each in policies.items()}
+    assert [{"port": 4317}] in out["coppice-orchestrator"]
+    assert [{"port": 4317}] in out["coppice-drafter-mine"]
+    assert not [name for name, each in of_kind(objects("cluster"), "NetworkPolicy").items() if "4317" in str(each)]
+
+
 def known_metrics() -> set[str]:
     """Every name that a service exposes."""
     registries = [OrchestratorMetrics().registry, AdapterMetrics().registry]
@@ -218,13 +282,15 @@ def known_metrics() -> set[str]:
     SignalMetrics(signals := CollectorRegistry())
     found = set()
     for metric in [metric for registry in (*registries, signals) for metric in registry.collect()]:
-        ends = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(metric.type, [""])
+        ends = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "info": ["_info"]}.get(
+            metric.type, [""]
+        )
         found |= {metric.name + end for end in ends}
     return found
 
 
 def named_metrics(query: str) -> set[str]:
-    return set(re.findall(r"coppice_[a-z_]+", re.sub(r'"[^"]*"', "", query)))
+    return set(re.findall(r"(?:coppice_|vllm:)[a-z0-9_]+", re.sub(r'"[^"]*"', "", query)))
 
 
 def test_every_metric_that_is_asked_for_exists() -> None:
@@ -232,6 +298,8 @@ def test_every_metric_that_is_asked_for_exists() -> None:
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     queries += [each["query"] for each in dashboard["templating"]["list"] if each["type"] == "query"]
     assert len(queries) > 20
+    assert all(panel["description"] and panel["fieldConfig"]["defaults"]["unit"] for panel in dashboard["panels"])
+    queries += [rule["expr"] for rule in rules("cluster")]
     for scaled in of_kind(objects("cluster"), "ScaledObject").values():
         queries += [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
     assert all(named_metrics(query) for query in queries)
@@ -272,4 +340,5 @@ def test_services_lead_to_their_pods(name: str) -> None:
 def test_the_cluster_file_shows_everything() -> None:
     kinds = {each["kind"] for each in objects("cluster")}
     assert {"ScaledObject", "HorizontalPodAutoscaler", "ServiceMonitor", "Certificate", "Issuer", "ConfigMap"} <= kinds
+    assert "PrometheusRule" in kinds
     assert set(FILES) == {"cpu", "one-gpu", "cluster"}

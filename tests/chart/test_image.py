@@ -54,7 +54,8 @@ def left_out(path: str) -> bool:
 
 def test_every_source_exists_and_reaches_the_builder() -> None:
     sources = [*copied("build"), *copied("cpu")]
-    assert {"coppice", "services", "orchestrator"} <= set(sources)
+    assert {"coppice", "services", "orchestrator"} <= set(copied("build"))
+    assert ["COPY", "--from=build", "/app", "/app"] in stages()["cpu"]
     for source in sources:
         assert (ROOT / source).exists(), source
         assert not left_out(source), source
@@ -74,9 +75,9 @@ def test_the_final_layers_are_nobodys_and_hold_no_build_tools() -> None:
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """/app with what the final stage copies, and coppice beside it as the wheel brings it."""
+    """/app with the code that the first stage copies, and what the final one adds."""
     folder = tmp_path_factory.mktemp("app")
-    for source in [*copied("cpu"), "coppice"]:
+    for source in [*(each for each in copied("build") if (ROOT / each).is_dir()), *copied("cpu")]:
         shutil.copytree(ROOT / source, folder / source, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
     return folder
 

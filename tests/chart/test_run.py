@@ -120,7 +120,9 @@ def test_helm_test_passes(address: str, variables: dict[str, dict[str, str]], re
     assert run.returncode == 0, run.stderr
     answer = json.loads(run.stdout)
     assert answer["ids"]
-    assert answer["ids"] == list(reference.greedy(reference.encode("Once upon a time"), 16).ids[: len(answer["ids"])])
+    assert answer["ids"] == list(
+        reference.greedy(reference.text.encode("Once upon a time"), 16).ids[: len(answer["ids"])]
+    )
 
 
 def test_the_probes_find_every_process(running: dict[str, Service], addresses: dict[str, str]) -> None:

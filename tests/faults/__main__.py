@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from coppice.bench.options import Heads, JsonFile, finish, report_of, spec_of
+from coppice.bench.measuring import finish, report_of
+from coppice.bench.options import Heads, JsonFile, spec_of
 from coppice.bench.report import table
 from coppice.cli import exit_code
 from coppice.errors import CoppiceError

@@ -230,7 +230,15 @@ def saying(*messages: Message) -> Says:
     return says
 
 
-asking_status = saying(status_request("", 0), status_request("block", 10), status_request("block", 2000))
-pausing = saying(pause_request(""), pause_request("block"))
-resuming = saying(resume_request(""), resume_request("block"))
-rolling_back = saying(rollback_request("", None), rollback_request("block", 0), rollback_request("block", 10**6))
+asking_status = saying(
+    status_request(head="", history=0),
+    status_request(head="block", history=10),
+    status_request(head="block", history=2000),
+)
+pausing = saying(pause_request(head=""), pause_request(head="block"))
+resuming = saying(resume_request(head=""), resume_request(head="block"))
+rolling_back = saying(
+    rollback_request(head="", version=None),
+    rollback_request(head="block", version=0),
+    rollback_request(head="block", version=10**6),
+)

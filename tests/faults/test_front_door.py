@@ -23,7 +23,7 @@ from coppice.rpc.health import NOT_READY_S, Health
 from coppice.rpc.server import most_calls
 from coppice.stack.launch import Stack
 from coppice.stack.spec import StackSpec
-from coppice.telemetry import MOST_SCRAPES
+from coppice.telemetry import MOST_SCRAPES, metric
 from coppice.v1 import generation_pb2
 from coppice.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.tiny import make_target
@@ -101,6 +101,20 @@ async def test_an_answer_that_is_not_read_holds_no_seat(stack: Stack) -> None:
             assert await read(call, []) is grpc.StatusCode.OK
 
 
+async def test_an_answer_that_is_left_unread_holds_a_bounded_number_of_bytes(stack: Stack) -> None:
+    """The trees of the steps are many times as large as the text. What the client has read by then is right."""
+    async with connected(stack) as stub:
+        call = stub.Generate(request(new=3000, want_trees=True, policy="merge", budget=256))
+        assert (await call.read()).WhichOneof("kind") == "started"
+        process = psutil.Process(stack.orchestrator.pid)
+        before = process.memory_info().rss
+        while metric(stack.orchestrator.metrics, "coppice_requests_running"):
+            time.sleep(0.2)  # noqa: ASYNC251  # nobody reads meanwhile
+        assert process.memory_info().rss - before < 32 << 20
+        assert await read(call, []) is grpc.StatusCode.UNAVAILABLE
+        assert "wait to be read" in await call.details()
+
+
 @pytest.mark.parametrize(
     ("field", "name"), [(b"\x1a", "chat"), (b"\x3a", "stop"), (b"\xfa\x3f", "a field nobody knows")]
 )
@@ -150,11 +164,17 @@ async def test_a_tokenizer_process_that_is_killed_is_started_again(stack: Stack)
 
 
 async def test_silent_calls_fill_no_server(stack: Stack) -> None:
+    """Those of one connection take half of its places, so that others still have theirs."""
     address, most = stack.services["verifier"].address, most_calls(stack.settings.limits)
-    async with Dialer().open(address) as channel, Dialer().open(address) as another:
-        silent = [channel.stream_stream("/coppice.v1.VerifierService/Verify")() for _ in range(most + 40)]
+    method = "/coppice.v1.VerifierService/Verify"
+    async with Dialer().open(address) as channel, Dialer().open(address) as second, Dialer().open(address) as another:
+        silent = [channel.stream_stream(method)() for _ in range(most + 40)]
+        await asyncio.sleep(0.5)
+        async with AsyncClient(stack.address) as other:
+            await other.generate([1, 2, 3], max_new_tokens=1)
+        silent += [second.stream_stream(method)() for _ in range(most + 40)]
         for _ in range(20):
-            late = another.stream_stream("/coppice.v1.VerifierService/Verify")(timeout=1)
+            late = another.stream_stream(method)(timeout=1)
             if await late.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 break
         assert await late.details() == "Concurrent RPC limit exceeded!"

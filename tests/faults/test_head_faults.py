@@ -22,8 +22,8 @@ from coppice.bench.bare import wire_features
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob
+from coppice.heads.block_head import Eagle3Head
 from coppice.heads.checkpoints import save_head
-from coppice.heads.eagle3 import Eagle3Head
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
 from coppice.heads.models.expectation import expectation, write_expectation
 from coppice.heads.registry import build_head

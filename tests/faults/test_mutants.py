@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import structlog
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -27,6 +28,7 @@ from coppice.errors import StaleFence
 from coppice.messages.steps import Fence, OpenSession, VerifyStep, committed_hash
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
+from coppice.telemetry import configure_logging
 from orchestrator.replicas import Replica
 from tests.faults.inline import Pipeline, pipeline
 from tests.mutants import MUTANTS
@@ -71,6 +73,7 @@ class Rig:
         said = await ask(self.running.address, self.asked, WAYS[name], NEW)
         faults.lose_steps = faults.break_streams = False
         line = compare(name, self.expected, said)
+        assert "UNAVAILABLE" not in line.difference, f"nobody answered, which finds nothing: {line.difference}"
         return line.compared, line.difference
 
     def law(self, head: str) -> tuple[int, str]:
@@ -147,6 +150,8 @@ def rigged(folder: Path) -> Iterator[Rig]:
     other = make_target(folder / "other", VOCAB, seed=1, tokenizer=False)
     rng = random.Random(3)
     prompts = [tuple(rng.randrange(VOCAB) for _ in range(50)) for _ in range(PROMPTS)]
+    logged = structlog.get_config()
+    configure_logging("info", as_json=False)  # as a service does; otherwise a traceback takes seconds
     with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
         patch.setattr(Replica, "cool_down", lambda self: True)  # a session that is lost on purpose says nothing
         opened = pipeline(target, {"self": target, "other": other})
@@ -160,6 +165,7 @@ def rigged(folder: Path) -> Iterator[Rig]:
             yield rig
         finally:
             runner.run(opened.__aexit__(None, None, None))
+            structlog.configure(**logged)
 
 
 @pytest.fixture(scope="module")

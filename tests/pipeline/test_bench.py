@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coppice.bench.paper.decoded import coupling_checks, decode, with_chains
+from coppice.bench import progress
+from coppice.bench.measuring import Bench
+from coppice.bench.options import Options
+from coppice.bench.paper.decoded import chained, coupled, coupling_goals, decode, with_chains
+from coppice.bench.questions import Question, read_questions
 from coppice.bench.reference import Reference
 from coppice.bench.report import Report
-from coppice.bench.run.measure import RunPlan, _Bench, run
-from coppice.bench.run.methods import read_methods
-from coppice.bench.run.peers import PEERS
-from coppice.bench.run.questions import Question, Wanted, read_questions
+from coppice.bench.run.measure import RunPlan, run_methods
+from coppice.bench.run.peers import PEERS, methods_of
 from coppice.bench.run.report import ALL
 from coppice.client.client import Client
 from coppice.engine.context import Context
@@ -29,14 +32,19 @@ QUESTIONS = tuple(Question(ids, "abb"[at]) for at, ids in enumerate(PROMPTS))
 
 @pytest.mark.parametrize("sessions", [(1,), (2, 3)])
 def test_every_method_is_timed_and_judged(
-    stack: Stack, client: Client, reference: Reference, sessions: tuple[int, ...]
+    stack: Stack,
+    client: Client,
+    sessions: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(progress, "LINE_S", 0.05)
     peers = PEERS if sessions == (1,) else ()
-    methods = read_methods(["self,lookup", "route,merge", "route:lookup/self", *peers], stack.spec.heads, sessions)
+    methods = methods_of(["self", "lookup", "route", "merge", "route:lookup/self", *peers], stack.spec.heads, sessions)
     warm_up = () if peers else (Question((7, 8, 9), "a"),)
     plan = RunPlan(methods, (6,), (0.0, 1.0), sessions, 24, QUESTIONS, warm_up)
-    report, said = Report("bench run", "float32", 1), list[str]()
-    measured = run(stack, client, reference, plan, report, False, said.append)
+    report = Report("bench run", "float32", 1)
+    measured = run_methods(Bench(stack, client, report, Options()), plan, False)
     rows = {(row.row.method, row.cell.temperature, row.cell.sessions): row for row in measured}
     assert list(rows) == [(method, t, count) for t in (0.0, 1.0) for count in sessions for method in methods]
     assert [row["method"] for row in report.rows] == [row.row.method for row in measured]
@@ -62,37 +70,38 @@ def test_every_method_is_timed_and_judged(
     assert list(rows["route", 0.0, one].figures[ALL].chosen) == ["self", "lookup"]
     assert rows["route", 0.0, one].figures[ALL].chosen["self"] > 0
     assert rows["route:lookup/self", 0.0, one].row.heads == ("lookup", "self")
-    assert ("tokens/s of plain over hf-generate, T=1" in [check.name for check in report.checks]) == bool(peers)
-    assert any("T=1, budget 6" in line for line in said)
+    assert ("tokens/s of plain over hf-generate, T=1" in [goal.name for goal in report.goals]) == bool(peers)
+    said, total = capsys.readouterr().out, len(methods) * len(sessions) * 2 * (3 + len(warm_up))
+    assert re.search(rf"T=1, budget 6, {one} sessions: \d+ of {total} answers, \d+ s left\n", said)
 
 
 def test_what_was_answered_before_a_failure_is_reported(
-    stack: Stack, client: Client, reference: Reference, monkeypatch: pytest.MonkeyPatch
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer, calls = _Bench._answer, 0
+    generate, calls = client.generate, 0
 
-    def failing(bench: _Bench, *told: Any) -> Any:
+    def failing(*told: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls > 2 + 2 * 2:  # warming up, and two questions, by two methods each
             raise Unavailable("the verifier is gone")
-        return answer(bench, *told)
+        return generate(*told, **options)
 
-    monkeypatch.setattr(_Bench, "_answer", failing)
-    plan = RunPlan(read_methods(["lookup"], stack.spec.heads, (1,)), (6,), (0.0, 1.0), (1,), 16, QUESTIONS)
+    monkeypatch.setattr(client, "generate", failing)
+    plan = RunPlan(methods_of(["lookup"], stack.spec.heads, (1,)), (6,), (0.0, 1.0), (1,), 16, QUESTIONS)
     report = Report("bench run", "float32", 1)
     with pytest.raises(Unavailable):
-        run(stack, client, reference, plan, report, False, lambda line: None)
+        run_methods(Bench(stack, client, report, Options()), plan, False)
     assert [(row["method"], row["prompts"]) for row in report.rows] == [("plain", 2), ("single:lookup", 2)]
     assert report.tables
 
 
 def test_every_turn_of_a_conversation_is_asked_behind_the_earlier_answers(
-    stack: Stack, client: Client, reference: Reference, tmp_path: Path
+    stack: Stack, client: Client, tmp_path: Path
 ) -> None:
     talk = Question(PROMPTS[2], "a", FilePrompt(PROMPTS[2], "a", 1), ((40, 41), (42,)))
     plan = RunPlan(
-        read_methods(["lookup"], stack.spec.heads, (2,)),
+        methods_of(["lookup"], stack.spec.heads, (2,)),
         (6,),
         (0.0,),
         (2,),
@@ -101,7 +110,7 @@ def test_every_turn_of_a_conversation_is_asked_behind_the_earlier_answers(
         answers=tmp_path,
     )
     report = Report("bench run", "float32", 1)
-    rows = run(stack, client, reference, plan, report, False, lambda line: None)
+    rows = run_methods(Bench(stack, client, report, Options()), plan, False)
     assert [(row.row.prompts, row.row.verdicts.wrong, row.row.verdicts.ties) for row in rows] == [
         (12, 0, 0)
     ] * 2  # the last group is filled up
@@ -123,8 +132,7 @@ def test_the_server_counts_a_prompt_without_a_forward(stack: Stack, client: Clie
 
 def test_questions_to_warm_up_with_are_the_next_ones(reference: Reference, tmp_path: Path) -> None:
     def read(count: int) -> tuple[list[Question], list[Question], list[str]]:
-        wanted = Wanted(files=[file], count=count, warm_up=3, context=Context(512))
-        return read_questions(wanted, reference.text)
+        return read_questions(Options(prompts=[file], n=count, warm_up=3), reference.text, Context(512))
 
     file = tmp_path / "some.jsonl"
     file.write_text("".join(f'{{"ids": [{at}]}}\n' for at in range(1, 6)))
@@ -138,37 +146,36 @@ def test_questions_to_warm_up_with_are_the_next_ones(reference: Reference, tmp_p
 WAYS = ("coupled", "uncoupled")
 
 
-def test_coupling_changes_drafts_and_no_text(client: Client, reference: Reference) -> None:
-    ask = {"policy": "single:self"}
-    requests = {"self": {"coupled": ask, "uncoupled": ask | {"coupled": False}}}
+def test_coupling_changes_drafts_and_no_text(stack: Stack, client: Client) -> None:
     report = Report("bench paper coupling", "float32", 1)
-    rows = decode(client, reference, requests, PROMPTS[:2], (0.7, 1.0), 24, report, lambda _: None)
+    bench = Bench(stack, client, report, Options(max_new_tokens=24))
+    rows = decode(bench, coupled(stack.spec.heads[:1]), PROMPTS[:2], (0.7, 1.0))
     # The target itself drafts: with the same noise it is always right.
-    assert rows[1.0, "self", "coupled"].tau > 2 * rows[1.0, "self", "uncoupled"].tau
+    assert rows[1.0, ("self", "coupled")].tau > 2 * rows[1.0, ("self", "uncoupled")].tau
     assert [(row.verdicts.identical, row.verdicts.wrong) for row in rows.values()] == [(2, 0)] * 4
-    (check,) = coupling_checks(rows, {"self": "lm"})
+    (check,) = coupling_goals(rows, {"self": "lm"})
     assert (check.name, check.ok) == ("tau of self coupled over uncoupled, T=1", True)
     assert [(row["temperature"], row["way"]) for row in report.rows] == [(t, way) for t in (0.7, 1.0) for way in WAYS]
     assert report.ok
 
 
 def test_chains_are_drafted_beside_trees_and_sampled_ones_are_judged_by_their_law(
-    target: Path, reference: Reference
+    target: Path,
 ) -> None:
-    heads = with_chains((HeadSpec("self", "lm", target),), target)
+    own = (HeadSpec("self", "lm", target),)
+    heads = with_chains(own, target)
     assert [head.name for head in heads] == ["self", "self-chain"]
-    ask = {"policy": "single:self"}
-    requests = {"self": {"tree": ask, "chain": {"policy": "single:self-chain"}, "p/q": ask | {"pq": True}}}
     report = Report("bench paper chains", "float32", 1)
     extra = {"orchestrator": {"orchestrator.draft_deadline_ms": 2000}}
     stack = Stack(
         StackSpec(target=target, heads=heads, dtype="float32", verifier_threads=1, drafter_threads=1, extra=extra)
     )
     with stack, Client(stack.address) as client:
-        rows = decode(client, reference, requests, PROMPTS[:2], (0.0, 1.0), 24, report, lambda _: None)
-    for (temperature, _, way), row in rows.items():
+        bench = Bench(stack, client, report, Options(max_new_tokens=24))
+        rows = decode(bench, chained(own), PROMPTS[:2], (0.0, 1.0))
+    for (temperature, (_, way)), row in rows.items():
         judged = 0 if way == "p/q" and temperature else 2
         assert (row.verdicts.identical, row.verdicts.wrong) == (judged, 0)
         assert (row.tau > 1.5) == (way != "p/q" or temperature > 0)  # the target drafts for itself
-    assert rows[0.0, "self", "chain"].verified_nodes < rows[0.0, "self", "tree"].verified_nodes
+    assert rows[0.0, ("self", "chain")].verified_nodes < rows[0.0, ("self", "tree")].verified_nodes
     assert not stack.unclean

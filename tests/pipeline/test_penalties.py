@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from coppice.bench.exact import Plan, run_exact
+from coppice.bench.exact import run_exact
+from coppice.bench.measuring import Bench
+from coppice.bench.options import Options
 from coppice.bench.reference import Reference
 from coppice.bench.report import Report
 from coppice.client.client import Client
@@ -152,9 +154,9 @@ def test_the_targets_own_penalty_is_the_default(pair: Stack, penalised: Path) ->
 
 def test_bench_exact_compares_with_the_folders_own_configuration(pair: Stack, penalised: Path) -> None:
     reference, report = Reference(penalised, "float32", threads=1), Report("bench exact", "float32", 1)
-    plan = Plan(("plain", "merge"), (8,), (0.0, 0.8), (2,), NEW, seed=4)
     with Client(pair.address) as client:
-        rows = run_exact(client, PROMPTS, plan, reference, report, lambda line: None)
+        bench = Bench(pair, client, report, Options(max_new_tokens=NEW))
+        rows = run_exact(bench, PROMPTS, ("plain", "merge"), (8,), (0.0, 0.8))
     assert [row.verdicts.identical for row in rows] == [len(PROMPTS)] * 4
     for prompt in PROMPTS:  # what it would say to a deployment without the penalty
         with Client(pair.address) as client:

@@ -22,7 +22,8 @@ from coppice.machine import usable_cores
 from coppice.stack import launch
 from coppice.stack.launch import Stack
 from coppice.stack.process import ProcessFailed
-from coppice.stack.spec import HeadSpec, StackSpec, checkout
+from coppice.stack.spec import HeadSpec, StackSpec
+from tests.up import up
 
 FAKES = dict.fromkeys(launch.MODULES, "tests.fake_service")
 
@@ -256,18 +257,8 @@ main()
 def _up(target: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """`coppice up` over fakes, once it is ready; gives the process and its ready file."""
     ready = target.parent / "ready.json"
-    command = [sys.executable, "-c", UP, "up", "--target", str(target), "--port", "0", "--ready-file", str(ready)]
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([*command, *arguments], cwd=checkout(), text=True, **output) as process:  # type: ignore[call-overload]
-        try:
-            deadline = time.monotonic() + 60
-            while not ready.exists():
-                assert process.poll() is None, process.stderr.read()
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-            yield process, ready
-        finally:
-            process.kill()
+    with up([sys.executable, "-c", UP, "up", "--target", str(target), *arguments], ready) as process:
+        yield process, ready
 
 
 def test_up_says_what_bfloat16_promises(target: Path) -> None:

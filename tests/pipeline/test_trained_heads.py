@@ -49,7 +49,7 @@ def reference(stack: Stack) -> Reference:
 def test_greedy_text_is_generates(stack: Stack, reference: Reference, policy: str) -> None:
     with Client(stack.address) as client:
         for number, prompt in enumerate(PROMPTS):
-            expected = reference.greedy(reference.encode(str(prompt)), NEW).ids
+            expected = reference.greedy(reference.text.encode(str(prompt)), NEW).ids
             for budget in (1, 8, 31) if number == 0 else (8,):
                 answer = client.generate(prompt, policy=policy, budget=budget, max_new_tokens=NEW, ignore_eos=True)
                 assert answer.ids == expected
@@ -75,7 +75,7 @@ def test_sampled_text_is_plains_and_coupling_guesses_it(stack: Stack) -> None:
 
 async def test_sessions_of_all_policies_at_once_change_nothing(stack: Stack, reference: Reference) -> None:
     told = {"max_new_tokens": NEW, "ignore_eos": True}
-    expected = [reference.greedy(reference.encode(str(prompt)), NEW).ids for prompt in PROMPTS]
+    expected = [reference.greedy(reference.text.encode(str(prompt)), NEW).ids for prompt in PROMPTS]
     async with AsyncClient(stack.address) as client:
         answers = await asyncio.gather(
             *(client.generate(PROMPTS[n % len(PROMPTS)], policy=POLICIES[n % len(POLICIES)], **told) for n in range(8))

@@ -174,7 +174,7 @@ def test_the_front_door_passes_statuses_and_tokens_on(cluster: Cluster) -> None:
 
 def test_the_front_door_passes_deadlines_and_cancellation_on(cluster: Cluster) -> None:
     (orchestrator,) = cluster.services("orchestrator")
-    idle = lambda: metric(orchestrator.ready.metrics, "coppice_requests_running") == 0  # noqa: E731
+    idle = lambda: metric(orchestrator.ready.metrics, "vllm:num_requests_running") == 0  # noqa: E731
     with Client(cluster.door) as client:
         for event in client.stream(PROMPT, max_new_tokens=400, ignore_eos=True):
             if isinstance(event, Chunk):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import os
@@ -12,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,18 +39,22 @@ from coppice.adaptation.records import (
 )
 from coppice.config.adaptation import AdaptationSettings
 from coppice.config.settings import load_settings
-from coppice.errors import InvalidField, NotFound, Unavailable
+from coppice.errors import InvalidField, NotFound, StaleFence, Unavailable
 from coppice.messages.adapter import STANDING_BY, HeadStatus
 from coppice.messages.steps import HeadDescription
 from coppice.rpc.channels import Dialer
 from coppice.stack.redis_server import LocalRedis
 from coppice.telemetry import AdapterMetrics
+from coppice.v1 import drafter_pb2
 from coppice.weights.versions import Weights, pack_update
 from services.adapter.__main__ import serve
 from services.adapter.inbox import Inbox
 from services.adapter.push import DrafterLink
+from services.adapter.replicas import MOST_AHEAD
+from services.adapter.state import FILE
 from tests.processes import Service
 from tests.pushes import altered
+from tests.recorder import server_of
 from tests.services.test_signal_stream import redis
 from tests.signals import eventually
 from tests.tiny import make_target
@@ -123,6 +128,11 @@ class Bench:
         if "adapter.drafters" not in told:
             pairs += [("--adapter.drafters", f"{HEAD}={address}") for address in self.addresses]
         return self._start("services.adapter", *itertools.chain(*pairs))
+
+    @property
+    def state_file(self) -> Path:
+        """What the adapter remembers of its head."""
+        return self._folder / HEAD / FILE
 
     @property
     def store(self) -> Redis:
@@ -505,6 +515,59 @@ def test_a_version_that_nobody_can_have_made_is_refused_and_remembered_by_nobody
     status = bench.until(adapter, lambda status: status.version >= 1, bench.answer)
     assert status.version < 100
     assert bench.live()[0].weights_version < 100
+
+
+def test_versions_that_drafters_make_up_are_remembered_by_nobody(bench: Bench) -> None:
+    """Neither in what the adapter shows nor in what it keeps, where they would take the place of true ones."""
+    bench.drafter()
+    adapter = bench.adapter("bandit.policy", "never")
+    bench.query(version=0, samples=0)
+    for version in range(20):
+        bench.query(version=(1 << 52) + version, samples=0)
+    bench.query(version=0, samples=0)
+    status = bench.until(adapter, lambda status: status.queries == 22)
+    assert [(one.version, one.queries) for one in status.versions] == [(0, 2)]
+    assert {point.version for point in status.history} == {0, None}
+    adapter.stop()
+    assert str(1 << 52)[:10] not in (bench.state_file.read_text())
+
+
+class Liar:
+    """A drafter that takes no push and always says that it uses another version, one above what it is to use."""
+
+    def __init__(self) -> None:
+        self.version, self.pushes = 40, 0
+
+    async def Draft(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+        return
+        yield
+
+    async def DescribeHead(self, request: Any, context: Any) -> Any:
+        said = {"name": HEAD, "kind": "specblock", "weights_hash": bytes(32), "weights_version": self.version}
+        return drafter_pb2.DescribeHeadResponse(**said)
+
+    async def SyncWeights(self, requests: AsyncIterator[Any], context: Any) -> Any:
+        async for message in requests:
+            if message.WhichOneof("kind") == "header":
+                self.version, self.pushes = message.header.version + 1, self.pushes + 1
+        raise StaleFence("old")
+
+
+async def test_a_drafter_that_is_always_ahead_is_left_alone(bench: Bench, first: Weights) -> None:
+    """The others keep the numbers that they have, and get their updates."""
+    await asyncio.to_thread(bench.drafter)
+    liar = Liar()
+    async with server_of(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], liar) as server:
+        bench.addresses.append(server.address)
+        adapter = await asyncio.to_thread(bench.adapter, "adapter.canary", "false")
+        until = functools.partial(asyncio.to_thread, bench.until, adapter)
+        served = lambda status: any(one.current for one in status.replicas)  # noqa: E731
+        await asyncio.sleep(4)  # twenty looks
+        before, pushes = await until(served), liar.pushes
+        await asyncio.sleep(2)
+        assert (liar.pushes, (await until(served)).version) == (pushes, before.version)
+        assert 1 <= pushes <= 2 * MOST_AHEAD + 2
+        await until(lambda now: now.version > before.version and served(now), bench.answer)
 
 
 def large(weights: Weights) -> Weights:

@@ -15,12 +15,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BloomConfig, Gemma3Config, LlamaConfig, LlamaForCausalLM, T5Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma3Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+)
 
+from coppice.commands.tiny_models import save_tiny
 from coppice.engine.attention import UnsupportedModel
 from coppice.engine.batch import Piece, pack
 from coppice.engine.engine import Engine, default_feature_layers
 from coppice.engine.fingerprint import fingerprint
+from coppice.engine.kv_layout import read_layout
 from coppice.engine.loading import UnusableFolder, load_engine
 from tests.layout.test_layout import ROOT
 from tests.tiny import make_target
@@ -142,10 +152,33 @@ def test_a_fingerprint_notices(change: str) -> None:
     assert fingerprint(model) != before
 
 
-def test_a_class_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
-    BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match="BloomForCausalLM"):
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("bloom", "does not attend exactly once"),
+        ("falcon", "does not attend exactly once"),
+        ("falcon_h1", "keeps a state"),
+        ("qwen3_5_moe_text", "keeps a state"),
+        ("deepseek_v4", "keeps a state"),
+        ("deepseek_v32", "computes with its mask"),
+        ("glm_moe_dsa", "computes with its mask"),
+        ("llama4_text", "chunked attention"),
+    ],
+)
+def test_a_class_is_refused_in_one_line_before_its_weights_are_read(kind: str, why: str, tmp_path: Path) -> None:
+    name = save_tiny(kind, "", tmp_path)
+    (tmp_path / WEIGHTS).unlink()
+    with pytest.raises(UnsupportedModel, match=f"^{name}.* {why}") as refused:
         load_engine(tmp_path, kv_tokens=256)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_a_class_with_experts_is_looked_at_without_its_weights(kind: str, tmp_path: Path) -> None:
+    save_tiny(kind, "", tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.bfloat16)
+    assert len(read_layout(model.eval()).layers) == 4
 
 
 def no_config(folder: Path) -> None:

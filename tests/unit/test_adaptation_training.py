@@ -28,10 +28,11 @@ from coppice.training.data.tokenizer import load_tokenizer
 from coppice.training.losses.feature_losses import Anchor, divergence
 from coppice.training.losses.walk import Targets
 from coppice.weights.versions import Weights
+from services.adapter.atomic import BadFile
 from services.adapter.buffers import Buffers
-from services.adapter.learner import BadState, Learner, Recipe
+from services.adapter.learner import Learner, Recipe
 from services.adapter.training_copy import TrainingCopy
-from services.adapter.versions import BadVersion, Versions
+from services.adapter.versions import Versions
 from services.adapter.windows import Windows
 from tests.pushes import swap
 from tests.tiny import make_target
@@ -351,14 +352,14 @@ def test_a_damaged_state_or_one_of_other_weights_is_refused(
     made, file = learner(heads, "specblock", target), tmp_path / "learner.safetensors"
     made.step("full", full_samples(made))
     made.save(file)
-    with pytest.raises(BadState, match="other weights"):
+    with pytest.raises(BadFile, match="other weights"):
         learner(heads, "specblock", target).load(file)
     whole, fresh = file.read_bytes(), learner(heads, "specblock", target)
     fresh.revert(made.changed())
     was = copies(fresh.tensors())
     for damaged in (whole[:-7], whole[: len(whole) // 2], b"", whole[:8] + b"[" + whole[9:], whole[:-1] + b"~"):
         file.write_bytes(damaged)
-        with pytest.raises(BadState):
+        with pytest.raises(BadFile):
             fresh.load(file)
     assert same(fresh.tensors(), was)
 
@@ -413,13 +414,13 @@ def test_damaged_versions_and_those_of_another_head_are_refused(tmp_path: Path) 
     whole = file.read_bytes()
     for damaged in (whole[:-7], b"", whole[:8] + b"[" + whole[9:], whole[:-1] + b"~"):
         file.write_bytes(damaged)
-        with pytest.raises(BadVersion):
+        with pytest.raises(BadFile):
             versions.load(2)
-    with pytest.raises(BadVersion):
+    with pytest.raises(BadFile):
         versions.load(3)
     assert versions.load(1).hash == version_of(1).hash
     other = Versions(tmp_path, Weights.of({"lm_head.weight": torch.ones(2, 3), "fc.weight": torch.zeros(4)}))
-    with pytest.raises(BadVersion, match="another head"):
+    with pytest.raises(BadFile, match="another head"):
         other.load(1)
 
 

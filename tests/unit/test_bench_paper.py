@@ -1,64 +1,111 @@
-"""`coppice bench paper`: the closed list of tables, the options each takes, and the table of drafting times."""
+"""`coppice bench paper`: a command for each table, what is refused, and the table of drafting times."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from coppice.bench.cli import app
-from coppice.bench.paper.tables import TABLES, compute_of, heads_of, read_options
+from coppice.bench.cli import app, with_heads
+from coppice.bench.options import Options
 from coppice.errors import InvalidField
-from coppice.stack.spec import COUNTED_HEADS, HeadSpec
+from coppice.stack.launch import Stack
+from coppice.stack.spec import COUNTED_HEADS, DEMO_HEADS
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import HIDDEN, VOCAB, save_random
 
-
-@pytest.mark.parametrize("name", TABLES)
-def test_every_table_has_something_that_computes_it(name: str) -> None:
-    assert callable(compute_of(name))
+TABLES = ("coupling", "chains", "drafting", "rank", "ablate", "baselines")
 
 
-def test_options_are_a_tables_defaults_unless_they_are_given() -> None:
-    options = read_options("rank", {"n": 3})
-    assert (options.n, options.max_new_tokens, options.budget, options.dtype) == (3, 96, 31, "float32")
-    assert read_options("coupling", {}).heads == ["specblock-code", "eagle3-code", "lm"]
-    assert read_options("coupling", {"target": Path("x")}).heads is None  # shipped heads are of the demo's target
+def told(*arguments: str) -> tuple[int, str]:
+    """The exit code of a command and what it says."""
+    ended = CliRunner().invoke(app, arguments)
+    return ended.exit_code, " ".join(ended.output.replace("│", " ").split())
+
+
+def test_there_is_a_command_for_every_table() -> None:
+    assert all(name in told("paper")[1] for name in TABLES)
+    assert told("paper", "drafts")[0] == 2
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "why"),
+    ("arguments", "why"),
     [
-        ("drafts", {}, "'drafts' is not one of coupling, chains"),
-        ("rank", {"data": ["x"]}, "the table rank takes --target, --heads, --prompts"),
-        ("ablate", {"data": ["x"]}, "the table ablate needs it"),
+        (("rank", "--data", "x"), "No such option: --data"),
+        (("ablate", "--data", "x"), "Missing option '--cache'"),
+        (("baselines", "--cache", "x"), "Missing option '--tokens'"),
     ],
 )
-def test_what_a_table_cannot_use_is_a_usage_error(name: str, given: dict[str, Any], why: str) -> None:
-    with pytest.raises(typer.BadParameter, match=why):
-        read_options(name, given)
+def test_what_a_table_cannot_use_is_a_usage_error(arguments: tuple[str, ...], why: str) -> None:
+    code, said = told("paper", *arguments)
+    assert (code, why in said) == (2, True), said
 
 
-def test_a_table_needs_heads_that_it_can_measure() -> None:
-    heads = (HeadSpec("s", "lm"), *COUNTED_HEADS)
-    assert heads_of(heads, ("lm", "eagle3")) == heads[:1]
+def test_a_table_needs_heads_that_it_can_measure(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    options = Options(target=tmp_path, heads=[f"s=lm:{tmp_path}", "bigram=bigram", "lookup=lookup"])
+    assert [head.name for head in with_heads(options, ("lm", "eagle3")).heads] == ["s"]
     with pytest.raises(InvalidField, match="none is of kind specblock"):
-        heads_of(heads, ("specblock",))
+        with_heads(options, ("specblock",))
+
+
+def test_the_shipped_heads_are_of_the_demos_target(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert [head.name for head in Options().spec(["lm"]).heads] == ["lm"]
+    assert [head.name for head in Options().spec().heads] == list(DEMO_HEADS)
+    assert Options(methods=["route:eagle3-code/lookup", "hf-assisted"]).shipped_heads() == [
+        "eagle3-code",
+        "lm",
+        "lookup",
+    ]
+    assert Options(target=tmp_path).spec(["lm"]).heads == COUNTED_HEADS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("exact", "--methods", "plain,bad"), "methods: 'bad'"),
+        (("steps", "--methods", "lookup", "--methods", "bad,plain"), "methods: 'bad'"),
+        (("exact", "--budgets", "1,x"), "budgets: '1,x' is not a list of numbers"),
+        (("run", "--sessions", "1,0"), "sessions: 0 is outside 1.."),
+        (("acceptance", "--temperatures", "1.5"), "temperatures: 1.5 is outside 0..1"),
+        (("adapt", "--methods", "never,bad"), "methods: 'bad'"),
+        (("paper", "baselines", "--cache", "x", "--tokens", "9", "--only", "medusa,hydra"), "only: 'hydra'"),
+    ],
+)
+def test_what_nobody_can_run_is_refused_before_a_start(
+    arguments: tuple[str, ...], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stack, "start", lambda stack: pytest.fail("the stack was started"))
+    ended = CliRunner().invoke(app, arguments)
+    assert isinstance(ended.exception, InvalidField), ended.output
+    assert why in str(ended.exception)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("steps", "--json", "FILE/x.json"), ("run", "--plots", "FILE"), ("adapt", "--plot", "FILE/a/b.png")]
+)
+def test_a_path_that_cannot_be_written_is_refused_before_a_start(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stack, "start", lambda stack: pytest.fail("the stack was started"))
+    (tmp_path / "file").write_text("")
+    code, said = told(*(argument.replace("FILE", str(tmp_path / "file")) for argument in arguments))
+    assert (code, f"Invalid value for '{arguments[1]}'" in said) == (2, True), said
 
 
 def test_drafting_has_a_check_for_each_head_budget_and_temperature(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", VOCAB, layers=8, hidden=HIDDEN, tokenizer=False)
     file, folder = tmp_path / "out.json", save_random(tmp_path / "head", "eagle3")
     asked = ["paper", "drafting", "--target", str(target), "--heads", "look=lookup", "--dtype", "float32", "--n", "5"]
-    told = CliRunner().invoke(app, [*asked, "--heads", f"eagle=eagle3:{folder}", "--json", str(file)])
-    assert told.exit_code in (0, 1), told.output
+    code, said = told(*asked, "--heads", f"eagle=eagle3:{folder}", "--json", str(file))
+    assert code == 0, said
     written = json.loads(file.read_text())
     names = [f"eagle, budget {budget}, T {hot}: draft over its forwards" for budget in (8, 31) for hot in (0, 1)]
-    assert [check["name"] for check in written["checks"]] == names
-    assert written["ok"] == (told.exit_code == 0) == all(check["value"] <= 1.15 for check in written["checks"])
+    assert [goal["name"] for goal in written["goals"]] == names
+    assert [goal["ok"] for goal in written["goals"]] == [goal["value"] <= 1.15 for goal in written["goals"]]
+    assert (written["ok"], written["checks"]) == (True, [])
     for line in written["figures"]["drafting"]:
         assert line["draft_ms"] > line["forwards_ms"] > 0

@@ -6,27 +6,27 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from coppice.bench import options
+from coppice.bench import measuring
+from coppice.bench.options import Options
+from coppice.bench.questions import Question, own_prompts, prompt_ids, read_questions
 from coppice.bench.report import Report
 from coppice.bench.run.answers import write_answers
 from coppice.bench.run.pairs import Cell, Pairs
-from coppice.bench.run.questions import Question, Wanted, read_questions
 from coppice.bench.target_text import TargetText
 from coppice.cli import main
-from coppice.client.client import Client
 from coppice.client.completion import Accumulator, Completion
 from coppice.engine.context import Context
 from coppice.errors import InvalidField, Unavailable
 from coppice.messages.generation import Chunk, Finished, Origin, Started
 from coppice.prompts.files import FilePrompt, read_prompts
 from coppice.stack.launch import Stack
-from tests.fake_service import MAX_LEN, echo_server
 from tests.tiny import make_target
 
 CONTEXT = 100
@@ -48,31 +48,32 @@ def file(tmp_path: Path) -> Path:
     return made
 
 
-def wanted(file: Path, count: int, **changes: Any) -> Wanted:
-    told = {"files": [file], "count": count, "new_tokens": 30, "context": Context(CONTEXT), **changes}
-    return Wanted(**told)
+def read(
+    target: Path, file: Path, count: int, context: int = CONTEXT, **changes: Any
+) -> tuple[list[Question], list[Question], list[str]]:
+    wanted = Options(prompts=[file], n=count, max_new_tokens=30, **changes)
+    return read_questions(wanted, TargetText(target), Context(context))
 
 
 def test_what_does_not_fit_is_named_before_anything_starts(target: Path, file: Path) -> None:
-    text = TargetText(target)
     with pytest.raises(InvalidField) as refused:
-        read_questions(wanted(file, 5), text)
+        read(target, file, 5)
     said = str(refused.value)
     assert f"{file} line 2 (question 82): 120 tokens; {file} line 4 (question 84): 103 tokens" in said
     assert "2 prompts do not fit" in said
     assert "line 5" not in said
-    assert [len(part) for part in read_questions(wanted(file, 1), text)] == [1, 0, 0]  # what is not asked may be long
+    assert [len(part) for part in read(target, file, 1)] == [1, 0, 0]  # what is not asked may be long
 
 
 def test_long_ones_are_skipped_when_told_and_the_next_ones_take_their_places(target: Path, file: Path) -> None:
-    asked, warming, left_out = read_questions(wanted(file, 2, warm_up=1, skip_long=True), TargetText(target))
+    asked, warming, left_out = read(target, file, 2, warm_up=1, skip_long=True)
     assert [question.source.question_id for question in asked if question.source] == [81, 83]
     assert [question.source.question_id for question in warming if question.source] == [85]
     assert len(left_out) == 2
     with pytest.raises(InvalidField, match="too few for 3 and 2"):
-        read_questions(wanted(file, 3, warm_up=2, skip_long=True), TargetText(target))
+        read(target, file, 3, warm_up=2, skip_long=True)
     with pytest.raises(InvalidField, match="5 prompts do not fit"):
-        read_questions(wanted(file, 5, skip_long=True, context=Context(8)), TargetText(target))
+        read(target, file, 5, context=8, skip_long=True)
 
 
 def test_bench_run_refuses_long_prompts_without_a_stack(
@@ -95,7 +96,7 @@ def test_bench_run_refuses_long_prompts_without_a_stack(
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_conversation_goes_on_behind_its_answers(target: Path, file: Path, chat: bool) -> None:
     text = TargetText(target)
-    asked, _, _ = read_questions(wanted(file, 5, chat=chat, context=Context(1000)), text)
+    asked, _, _ = read(target, file, 5, context=1000, chat=chat)
     last = asked[-1]
     assert (last.turn, len(last.later)) == (0, 1)
     answer = text.encode("why")
@@ -139,12 +140,12 @@ def test_figures_that_were_measured_survive_what_comes_later(
     def running(spec: object, report: object) -> Iterator[Any]:
         yield SimpleNamespace(address="127.0.0.1:1")
 
-    monkeypatch.setattr(options, "running", running)
-    spec = options.spec_of(target, None, "float32")
+    monkeypatch.setattr(measuring, "running", running)
+    options = Options(target=target, dtype="float32", json_file=tmp_path / "run.json")
 
     def broken_off() -> None:
-        with options.measuring("bench run", spec, tmp_path / "run.json") as (_, _, report, _):
-            report.add_figures("speed", "what was measured", [{"method": "plain", "tokens/s": 7.0}])
+        with measuring.measuring("bench run", options.spec(), options) as bench:
+            bench.report.add_figures("speed", "what was measured", [{"method": "plain", "tokens/s": 7.0}])
             raise Unavailable("the verifier is gone")
 
     with pytest.raises(Unavailable):
@@ -203,14 +204,23 @@ def test_speed_benchs_placeholders_and_parquet_are_refused_with_a_way_out(tmp_pa
         read_prompts(tmp_path / "test.parquet")
 
 
-def test_other_benchmarks_name_long_prompts_too(tmp_path: Path) -> None:
+def test_other_benchmarks_name_long_prompts_too(tmp_path: Path, target: Path) -> None:
     file = tmp_path / "prompts.txt"
-    file.write_text(f"short\n{'x' * MAX_LEN}\n{'y' * (MAX_LEN - 8)}\n")
-    with echo_server() as (address, _), Client(address) as client:
-        assert len(options.prompts_of(file, 1, client, 8)) == 1
-        with pytest.raises(InvalidField, match=f"context of {MAX_LEN} behind {file} line 2") as refused:
-            options.prompts_of(file, 3, client, 16)
+    file.write_text(f"short\n{'x' * CONTEXT}\n{'y' * (CONTEXT - 8)}\n")
+    some = Options(target=target, prompts=[file], n=1, max_new_tokens=16)
+    assert prompt_ids(some, some.spec()) == [TargetText(target).encode("short")]
+    every = replace(some, n=3)
+    with pytest.raises(InvalidField, match=rf"context of {CONTEXT} tokens.*{file} line 2") as refused:
+        prompt_ids(every, every.spec())
     assert "line 3" in str(refused.value)
+
+
+def test_a_category_without_prompts_is_named(target: Path, file: Path) -> None:
+    assert len(read(target, file, 1, category=["qa", "maths"])[0]) == 1
+    with pytest.raises(InvalidField, match="category: no prompt is of maths, story"):
+        read(target, file, 1, category=["maths", "story"])
+    text = TargetText(target)
+    assert [one.category for one in own_prompts(text, 4, ["story", "code"])] == ["code", "story"] * 2
 
 
 def test_both_conventions_of_tau_are_in_the_table() -> None:

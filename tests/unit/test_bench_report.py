@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from coppice.bench.reference import EPS, Reference, judge_token
-from coppice.bench.report import Report, Verdicts, exactness_checks, make_row, repeat_share, table, with_speedups
+from coppice.bench.report import Check, Report, Verdicts, exactness_checks, make_row, repeat_share, table, with_speedups
 from coppice.client.completion import Accumulator, Completion
 from coppice.errors import InvalidField
 from coppice.messages.generation import Chunk, Finished, Origin, Started, Timings
@@ -109,6 +111,41 @@ def test_a_table_has_the_rows_keys_and_dashes_where_one_has_no_value() -> None:
     assert cells == {"name": ["a", "b"], "tau": ["1.23", "-"], "share": ["-", "50%"]}
 
 
+def printed(report: Report, width: int) -> list[str]:
+    """What a report says on a terminal of so many columns."""
+    console = Console(width=width, file=io.StringIO())
+    report.print(console)
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def test_a_table_is_whole_on_a_narrow_terminal() -> None:
+    report = Report("bench steps", "float32", 2, notes=["a note " * 20])
+    lines = [{"method": f"single:{'x' * 40}", "none": None} | {f"part {at}": 1.5 * at for at in range(12)}]
+    report.add_figures("steps", f"a heading {'that is long ' * 8}\nand another", lines)
+    assert printed(report, 40) == printed(report, 400)
+    said = printed(report, 40)
+    assert lines[0]["method"] in "".join(said)
+    assert [f"part {at}" in "".join(said) for at in range(12)] == [True] * 12
+    assert not any("…" in line or "none" in line for line in said)
+
+
+def test_a_missed_goal_fails_when_goals_are_asked_for() -> None:
+    goals = [Check.at_most("split, ms", 2.0, 1.2, "two cores"), Check.at_least("tau", 3.0, 2.0)]
+    report = Report("bench steps", "float32", 2, checks=[Check("wrong answers", 0, "0", True)], goals=goals)
+    assert report.ok
+    assert [line.split() for line in printed(report, 80) if "split" in line or "tau" in line] == [
+        ["split,", "ms", "2", "<=", "1.2", "no", "two", "cores"],
+        ["tau", "3", ">=", "2", "yes", "-"],
+    ]
+    report.strict = True
+    assert not report.ok
+    assert printed(report, 80)[-2:] == ["FAILED split, ms: 2, bound <= 1.2 (two cores)", "ok tau: 3, bound >= 2"]
+    told = report.to_json()
+    assert [goal["ok"] for goal in told["goals"]] == [False, True]
+    assert (told["ok"], len(told["checks"])) == (False, 1)
+
+
 # --- prompt files ---
 
 
@@ -171,7 +208,7 @@ def test_what_rounding_makes_of_a_sampled_token_is_never_wrong() -> None:
 
 def test_the_reference_answers_as_generate_does_and_judges_others(tmp_path: Path) -> None:
     reference = Reference(make_target(tmp_path), "float32", threads=1)
-    prompt, greedy = reference.encode("def f(x):"), SamplingParams()
+    prompt, greedy = reference.text.encode("def f(x):"), SamplingParams()
     answer = reference.greedy(prompt, 24)
     assert len(answer.ids) == 24
     assert answer.ttft_s > 0

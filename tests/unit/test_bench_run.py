@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 from coppice.bench.bare import NO_DRAFT, Bare, BareDraft
+from coppice.bench.questions import Question, benchmark_names
 from coppice.bench.reference import Reference
 from coppice.bench.report import HF_GENERATE, Report
-from coppice.bench.run.checks import kept_checks, speed_checks
-from coppice.bench.run.methods import read_methods
+from coppice.bench.run.goals import kept_goals, speed_goals
 from coppice.bench.run.pairs import Cell, Pairs
-from coppice.bench.run.peers import CHOICES, HF_ASSISTED, HF_LOOKUP, Peers
+from coppice.bench.run.peers import CHOICES, HF_ASSISTED, HF_LOOKUP, Peers, methods_of
 from coppice.bench.run.plots import draw_all
-from coppice.bench.run.questions import Question, benchmark_names
 from coppice.bench.run.report import ALL, FEW_REPEATS, RunRow, crossover, run_row, tables
 from coppice.cli import main
 from coppice.client.completion import Accumulator, Completion
@@ -42,14 +41,14 @@ ONE = Cell(0.0, 8, 1)
 
 def test_methods_are_policies_heads_and_peers() -> None:
     def names(wanted: Sequence[str], heads: Sequence[HeadSpec] = HEADS, sessions: Sequence[int] = (1,)) -> list[str]:
-        return list(read_methods(wanted, heads, sessions))
+        return list(methods_of(wanted, heads, sessions))
 
     default = ["plain", "single:a", "single:b", "single:e", "single:s", "route", "merge", HF_GENERATE]
     assert names(()) == names((), sessions=(1, 4)) == default
     assert names((), sessions=(2,)) == default[:-1]
     assert names((), HEADS[:1]) == ["plain", "single:a", HF_GENERATE]
-    assert names(["s,plain", "hf-assisted", "single:s"]) == ["plain", "single:s", HF_ASSISTED]
-    assert names(["route:a/e,merge"]) == ["plain", "route:a/e", "merge"]
+    assert names(["s", "plain", "hf-assisted", "single:s"]) == ["plain", "single:s", HF_ASSISTED]
+    assert names(["route:a/e", "merge"]) == ["plain", "route:a/e", "merge"]
 
 
 def test_a_chain_has_no_branches_whatever_the_kind() -> None:
@@ -78,7 +77,7 @@ def test_a_method_this_stack_cannot_run_is_named(
     method: str, heads: Sequence[HeadSpec], sessions: int, why: str
 ) -> None:
     with pytest.raises(InvalidField, match=why):
-        read_methods([method], heads, (sessions,))
+        methods_of([method], heads, (sessions,))
 
 
 def test_too_few_heads_are_a_usage_error(
@@ -265,10 +264,8 @@ def test_files_of_one_name_are_told_apart_by_their_folders() -> None:
 
 def test_checks_go_by_kind_for_all_answers_and_few_repeats() -> None:
     pairs = _pairs()
-    checks = {check.name: check for check in speed_checks(pairs, _rows(pairs), KINDS)}
+    checks = {check.name: check for check in speed_goals(pairs, _rows(pairs), KINDS)}
     assert checks["drafting time of single:a over single:e, T=0"].value == 0.5
-    assert checks["drafting time of single:a over single:e, T=0"].note == "in the pipeline 1.00"
-    assert checks["tau of single:a, T=0"].ok
     assert checks["efficiency of single:a, T=0, few repeats"].value < 0.85
     for other, value in (("single:e", 1.4), ("single:s", 1.6), (HF_ASSISTED, 1.8), (HF_GENERATE, 2.04)):
         for which in ("", ", few repeats"):
@@ -276,8 +273,6 @@ def test_checks_go_by_kind_for_all_answers_and_few_repeats() -> None:
             assert (check.value, check.ok) == (pytest.approx(value), True)
     assert checks["tokens/s of plain over hf-generate, T=0"].value == 1.02
     assert checks["tokens/s of route over single:a, T=0"].value == pytest.approx(1.111)
-    assert checks["share of steps routed to b, T=0"].ok
-    assert checks["tau of merge over route, T=0"].value == 1.5
     for benchmark in "ab":
         auto = checks[f"tokens/s of auto over route on {benchmark}, T=0"]
         assert (auto.value, auto.ok) == (pytest.approx(0.978, abs=1e-3), True)
@@ -288,22 +283,22 @@ def test_checks_go_by_kind_for_all_answers_and_few_repeats() -> None:
 
 def test_what_a_block_head_keeps_when_sampled_is_checked_by_budget() -> None:
     greedy, sampled = _rows(_pairs()), [at(row, 0.8 * row.row.speedup) for row in _rows(_pairs(sampled=True))]
-    told = [(check.name, check.value, check.ok) for check in kept_checks([*greedy, *sampled], KINDS)]
+    told = [(check.name, check.value, check.ok) for check in kept_goals([*greedy, *sampled], KINDS)]
     assert told == [(f"speedup of single:{head} at T=1 over T=0", pytest.approx(0.8), False) for head in "ab"]
     wider = [at(row, row.row.speedup * (1 + row.cell.temperature / 4), budget=16) for row in [*greedy, *sampled]]
-    told = [(check.name, check.ok) for check in kept_checks([*greedy, *sampled, *wider], KINDS)]
+    told = [(check.name, check.ok) for check in kept_goals([*greedy, *sampled, *wider], KINDS)]
     assert ("speedup of single:a at T=1 over T=0, budget 16", True) in told
     assert len(told) == 4
-    assert list(kept_checks([*greedy, *(at(row, row.row.speedup, sessions=4) for row in sampled)], KINDS)) == []
+    assert list(kept_goals([*greedy, *(at(row, row.row.speedup, sessions=4) for row in sampled)], KINDS)) == []
 
 
 def test_few_pairs_are_called_weak_and_missing_methods_have_no_checks() -> None:
     pairs = _pairs(14)
-    few = [check for check in speed_checks(pairs, _rows(pairs), KINDS) if "tokens/s" in check.name]
+    few = [check for check in speed_goals(pairs, _rows(pairs), KINDS) if "tokens/s" in check.name]
     assert few
     assert all("weak: " in check.note for check in few)
     some = Pairs(ONE, {"plain": pairs.answers["plain"], "single:s": pairs.answers["single:s"]}, 0)
-    assert speed_checks(some, _rows(some), KINDS) == []
+    assert speed_goals(some, _rows(some), KINDS) == []
     looping = Pairs(ONE, {"plain": pairs.answers["plain"][-1:]}, 0)
     assert list(_rows(looping)[0].figures) == [ALL]
 

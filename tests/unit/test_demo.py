@@ -6,8 +6,9 @@ import io
 
 from rich.console import Console
 
+from coppice.bench.questions import spread
 from coppice.client.client import Client
-from coppice.commands.demo import CATEGORIES, pick_prompts, stream_coloured
+from coppice.commands.demo import PROMPTS, stream_coloured
 from coppice.prompts.files import FilePrompt, demo_prompts
 from tests.fake_service import echo_server
 
@@ -34,4 +35,4 @@ def test_without_colour_the_text_stands_alone_and_is_counted() -> None:
 
 
 def test_the_demo_takes_one_prompt_of_each_category() -> None:
-    assert [prompt.category for prompt in pick_prompts(demo_prompts())] == list(CATEGORIES)
+    assert [prompt.category for prompt in spread(demo_prompts())[:PROMPTS]] == ["code", "maths", "story"]

@@ -14,8 +14,8 @@ from torch import Tensor
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob
+from coppice.heads.block_head import Eagle3Head
 from coppice.heads.checkpoints import convert, load_head
-from coppice.heads.eagle3 import Eagle3Head
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import GREEDY, Text, drafted, opened
 from tests.unit.test_layouts import DIM, DRAFT, HEADS, KV, VOCAB, H, eagle3, random, speculators, written

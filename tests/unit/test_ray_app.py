@@ -135,6 +135,13 @@ def test_a_pools_settings_hold_over_the_common_ones_and_serve_waits_for_the_drai
     assert built["orchestrator"].init_args[3]["orchestrator"]["heads"] == ["a=redis"]
 
 
+def test_an_installed_package_has_no_checkout_to_see_a_folder_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.ray_app.checkout", lambda: None)
+    with pytest.raises(InvalidField, match="target: models/demo/target is not absolute"):
+        build(Args(target="models/demo/target", settings=REDIS))
+    build(Args(target="/models/target", settings=REDIS))
+
+
 def test_the_shipped_config_is_one_that_serve_and_the_application_take() -> None:
     config = yaml.safe_load((ROOT / "orchestrator" / "serve.yaml").read_text(encoding="utf-8"))
     ServeDeploySchema.model_validate(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,27 @@ async def test_trouble_that_comes_back_is_left_alone_for_longer(monkeypatch: pyt
         assert not replica.cool_down()
         pauses.append(replica.cooling_until - now)
     assert pauses == pytest.approx([0.5, 1.0, 2.0, 4.0, 0.5])
+    await replica.channel.close()
+
+
+async def test_a_verifier_may_be_lost_in_the_very_turn_in_which_a_wait_for_it_ends() -> None:
+    replica, late = VerifierReplica("127.0.0.1:1", Dialer()), asyncio.Event()
+
+    async def wait(seconds: float) -> None:
+        async with asyncio.timeout(seconds) as timeout:
+            replica.waiting.add(timeout)
+            try:
+                await late.wait()
+            finally:
+                replica.waiting.discard(timeout)
+
+    waits = [asyncio.create_task(wait(seconds)) for seconds in (0.0, 60.0)]
+    for _ in range(2):  # the waits begin; the first one's time is over
+        await asyncio.sleep(0)
+    assert sorted(timeout.expired() for timeout in replica.waiting) == [False, True]
+    replica.lose()
+    ended = await asyncio.gather(*waits, return_exceptions=True)
+    assert [type(error) for error in ended] == [TimeoutError] * 2
     await replica.channel.close()
 
 

@@ -8,7 +8,6 @@ import struct
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ from coppice.heads.registry import build_head
 from coppice.limits import CHUNK_BYTES
 from coppice.messages.steps import WeightsHeader, WeightsPart
 from coppice.weights.staging import Staging, read_file
-from coppice.weights.versions import Weights, pack, pack_update, tensor_digest, weights_hash
+from coppice.weights.versions import Weights, pack_update, tensor_digest, weights_hash
 from tests.pushes import CORRUPTIONS, Case, Made, Push, altered, swap
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import GREEDY, HIDDEN, VOCAB, Text, build, drafted, opened, save_random
@@ -128,9 +127,8 @@ def test_a_pack_holds_the_changed_tensors_in_parts_of_a_mebibyte() -> None:
 
 def test_what_is_packed_is_float32_whatever_the_trainer_computes_in(first: Weights) -> None:
     rounded = first.tensors["fc.weight"].bfloat16()
-    numbers: dict[str, Any] = {"head": "h", "version": 1, "parent": 0, "parent_hash": first.hash}
     after = first.changed({"fc.weight": rounded.float()}, 1)
-    header, parts = pack({"fc.weight": rounded}, weights_hash=after.hash, **numbers)
+    header, parts = pack_update("h", first, first.changed({"fc.weight": rounded}, 1))
     assert staged(Push(header, parts), Case("h", first, first)).hash == after.hash
 
 

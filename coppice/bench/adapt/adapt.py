@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from coppice.adaptation.bandit import UPDATES
 from coppice.adaptation.picture import CHANGE_COLOURS, moving_mean
-from coppice.bench.adapt.lanes import Lane
-from coppice.bench.adapt.shift import StreamQuery
-from coppice.bench.exact import judged
+from coppice.bench.adapt.lanes import NEW_TOKENS, Lane
+from coppice.bench.adapt.shift import STORIES, StreamQuery, mixed, programs, shifted
+from coppice.bench.asking import GREEDY, judged
+from coppice.bench.measuring import reference_of
+from coppice.bench.options import Options, spec_of
 from coppice.bench.reference import Reference
-from coppice.bench.report import Check, Row, Verdict, make_row, table
+from coppice.bench.report import Check, Report, Row, Verdict, exactness_checks, make_row, table
 from coppice.client.completion import Completion
-from coppice.config.adaptation import BanditSettings
-from coppice.speculation.sampling import SamplingParams
+from coppice.config.sections import ADAPTED_KINDS
+from coppice.errors import InvalidField
+from coppice.limits import check_range
 from coppice.stack.spec import HeadSpec, StackSpec
 
+WHAT = ("shift", "devices", "passes")
 NEVER, BANDIT = "never", "bandit"
 TRAINED = ("head", "full")
 """what a change is called that put newly trained weights to use"""
-SAME, OTHER = "same device", "other device"
 LEAST_GAIN = 0.5
 """tau that the bandit is to gain over never in the last third of the shifted part"""
-MOST_UPDATES = 1
-"""updates in 100 queries after its cold start, on a stream that it serves well"""
 BUDGET = 12  # draft nodes verified a step
 DEMO_FLAGS = {
     "bandit.interval": "10",
@@ -76,6 +78,25 @@ class AdaptRow:
         return self.row.to_json() | others
 
 
+def lanes_of(options: Options) -> tuple[StackSpec, list[Lane], list[StreamQuery]]:
+    """The stack that all lanes are variants of, the lanes, and what they are asked. Raises InvalidField."""
+    policies = options.methods or ["never", "always", "full-only", "head-only", "bandit"]
+    for option, given, known in (("what", [options.what], WHAT), ("methods", policies, tuple(UPDATES))):
+        if unknown := [name for name in given if name not in known]:
+            raise InvalidField(option, f"{unknown[0]!r} is not one of {', '.join(known)}")
+    head, most = HeadSpec.parse(options.head), 2 * len(programs())
+    if head.kind not in ADAPTED_KINDS:
+        why = f"{head.kind} heads are not adapted; those of these kinds are: {', '.join(ADAPTED_KINDS)}"
+        raise InvalidField("head", why)
+    check_range("n", options.n, 3, most)  # so many different prompts there are
+    base = replace(spec_of(options.target, [options.head], options.dtype), budget=BUDGET)
+    stream = mixed(options.n, options.passes) if options.what == "passes" else shifted(options.n)
+    if options.what == "devices":
+        return base, device_lanes(head, base), stream
+    compared = policies if options.what == "shift" else [NEVER, BANDIT]
+    return base, [Lane(policy, spec_for(policy, head, base)) for policy in compared], stream
+
+
 def spec_for(policy: str, head: HeadSpec, base: StackSpec) -> StackSpec:
     """A stack that serves one head and adapts it by a policy. `never` has no adapter and sends no signals."""
     signals = {name: value for name, value in DEMO_FLAGS.items() if name.startswith("adaptation.")}
@@ -90,19 +111,36 @@ def device_lanes(head: HeadSpec, base: StackSpec) -> list[Lane]:
     serving = {"": [first]}
     return [
         Lane(NEVER, spec_for(NEVER, head, one), serving),
-        Lane(SAME, spec_for(BANDIT, head, one), serving),
-        Lane(OTHER, spec_for(BANDIT, head, one), serving | {"adapter": others[:1] or [first]}),
+        Lane("same device", spec_for(BANDIT, head, one), serving),
+        Lane("other device", spec_for(BANDIT, head, one), serving | {"adapter": others[:1] or [first]}),
     ]
 
 
 def judged_lanes(
     lanes: Sequence[Lane], stream: Sequence[StreamQuery], reference: Reference
-) -> Iterator[tuple[Lane, list[Verdict]]]:
-    """Each lane with a verdict on each answer: the first one's are re-scored, the others' compared with them first."""
-    asked = [(reference.encode(query.prompt), SamplingParams()) for query in stream]
-    expected = [answer.ids for answer in lanes[0].answers]
+) -> dict[str, list[Verdict]]:
+    """By lane a verdict on each answer: the first one's are re-scored, the others' compared with them first."""
+    asked = [(reference.text.encode(query.prompt), GREEDY) for query in stream]
+    return judged(reference, asked, {lane.name: lane.answers for lane in lanes})
+
+
+def report_lanes(
+    lanes: Sequence[Lane], stream: Sequence[StreamQuery], base: StackSpec, report: Report
+) -> list[AdaptRow]:
+    """Add a row for each lane, their table, checks and goals to the report. Returns the rows."""
+    rows: list[AdaptRow] = []
+    verdicts = judged_lanes(lanes, stream, reference_of(base))
     for lane in lanes:
-        yield lane, judged(reference, asked, lane.answers, None if lane is lanes[0] else expected)
+        never = rows[0].row if rows and rows[0].row.method == NEVER else None
+        rows.append(adapt_row(lane, stream, never, verdicts[lane.name]))
+    report.rows += (row.to_json() for row in rows)
+    title = f"{report.command}: tau (tokens/s) by part, updates counted in; {report.dtype}, {report.threads} threads"
+    report.tables.append(adapt_table(rows, title))
+    report.checks += exactness_checks([row.row for row in rows], report.dtype, False, NEW_TOKENS)
+    if any(query.part == STORIES for query in stream):
+        report.goals += shift_goals(rows)
+    report.figures = {"settings": DEMO_FLAGS, "stream": [query.part for query in stream]}
+    return rows
 
 
 def adapt_row(lane: Lane, stream: Sequence[StreamQuery], never: Row | None, verdicts: Sequence[Verdict]) -> AdaptRow:
@@ -147,28 +185,18 @@ def parts_of(
     return parts
 
 
-def shift_checks(rows: Sequence[AdaptRow], cold_events: int = BanditSettings().cold_events) -> list[Check]:
-    """What the bandit is for. Nothing is checked of a policy that was not run."""
+def shift_goals(rows: Sequence[AdaptRow]) -> list[Check]:
+    """What the bandit is for; none without it and never."""
     by_name = {row.row.method: row for row in rows}
     bandit, never = by_name.get(BANDIT), by_name.get(NEVER)
     if bandit is None or never is None:
         return []
     late, plain = bandit.parts[1], never.parts[1]
-    best = max((row.row for row in rows), key=lambda row: row.tokens_per_s)
-    others = max(row.row.tokens_per_s for row in rows if row is not bandit)
-    served = bandit.parts[-1]
-    updates = [change["query"] for change in bandit.changes if change["what"] in TRAINED]
-    cold_end = updates[cold_events - 1] if 0 < cold_events <= len(updates) else 0
-    total = len(bandit.query_tau)
-    begin = max(cold_end, total - served.queries)
-    share = 100 * sum(query > begin for query in updates) / max(1, total - begin)
-    note = "" if cold_end else "its cold start was not over"
+    best = max((row.row for row in rows if row is not bandit), key=lambda row: row.tokens_per_s)
+    ratio = bandit.row.tokens_per_s / best.tokens_per_s
     return [
         Check.at_least(f"tau over never, {late.name}", late.tau - plain.tau, LEAST_GAIN),
-        Check.at_least(
-            "tokens/s over the best other policy", bandit.row.tokens_per_s / others, 1.0, f"best: {best.method}"
-        ),
-        Check.at_most(f"updates in 100 queries of {served.name}", share, MOST_UPDATES, note),
+        Check.at_least(f"tokens/s over {best.method}, the best other policy", ratio, 1.0),
     ]
 
 

@@ -10,13 +10,14 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from coppice.adaptation.client import AdapterClient
 from coppice.bench.adapt.shift import StreamQuery
-from coppice.bench.exact import answers_to
+from coppice.bench.asking import answers_to
+from coppice.bench.progress import Progress
 from coppice.client.client import Client
 from coppice.client.completion import Completion
 from coppice.limits import MAX_HISTORY
@@ -88,20 +89,22 @@ def pin(pid: int, cores: Sequence[int]) -> None:
             os.sched_setaffinity(int(thread.name), cores)
 
 
-def run_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery], progress: Callable[[str], None]) -> None:
+def run_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery]) -> None:
     """Serve the stream with every lane, some queries at a time, in alternating order."""
     started: list[Lane] = []
-    try:
-        for lane in lanes:
-            progress(f"starting {lane.name}")
-            started.append(lane)
-            lane.start()
-        for number, at in enumerate(range(0, len(stream), TURN)):
-            for lane in lanes if number % 2 == 0 else reversed(lanes):
-                progress(f"query {at + 1} of {len(stream)}: {lane.name}")
-                with lane.running():
-                    prompts = [query.prompt for query in stream[at : at + TURN]]
-                    lane.answers += answers_to(lane.client, prompts, max_new_tokens=NEW_TOKENS)
-    finally:
-        for lane in reversed(started):
-            lane.stop()
+    with Progress("answers", len(lanes) * len(stream)) as progress:
+        try:
+            for lane in lanes:
+                progress.say(f"starting {lane.name}")
+                started.append(lane)
+                lane.start()
+            for number, at in enumerate(range(0, len(stream), TURN)):
+                for lane in lanes if number % 2 == 0 else reversed(lanes):
+                    progress.say(lane.name)
+                    with lane.running():
+                        prompts = [query.prompt for query in stream[at : at + TURN]]
+                        lane.answers += answers_to(lane.client, prompts, max_new_tokens=NEW_TOKENS)
+                    progress.add(len(prompts))
+        finally:
+            for lane in reversed(started):
+                lane.stop()

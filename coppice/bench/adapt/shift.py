@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 from itertools import product
 
+STORIES = "stories"
 WHO = (
     "a little dog named Rex", "a small girl named Lily", "an old man called Mr. Green", "a happy frog",
     "a tiny bird named Kiki", "two brothers, Tim and Joe", "a brave knight", "a shy cat", "a boy named Oscar",
@@ -57,7 +58,7 @@ def programs(seed: int = 0) -> list[str]:
 def shifted(count: int, seed: int = 0) -> list[StreamQuery]:
     """Four fifths stories, which a head of code does not know, then code again."""
     first = 4 * count // 5
-    told = [StreamQuery("stories", prompt) for prompt in stories(seed)[:first]]
+    told = [StreamQuery(STORIES, prompt) for prompt in stories(seed)[:first]]
     return told + [StreamQuery("code again", prompt) for prompt in programs(seed)[: count - first]]
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from coppice.bench.options import encode, spread
 from coppice.bench.paper.replay import Replay, replay_all
-from coppice.bench.paper.tables import Options, heads_of
+from coppice.bench.progress import Progress
 from coppice.bench.report import Report
 from coppice.config.sections import DrafterSettings
 from coppice.engine.loading import load_engine
 from coppice.heads.block_head import SpecBlockHead
 from coppice.heads.checkpoints import load_head, read_output
 from coppice.heads.feature_head import target_ids
-from coppice.prompts.files import demo_prompts, read_prompts
 from coppice.stack.spec import StackSpec
 from coppice.training.data.target_answers import Answer, Answerer, as_positions
 from coppice.training.data.teacher import Teacher
@@ -32,18 +30,18 @@ TREES: dict[str, tuple[tuple[int, int, int, int], bool]] = {
 """widths, and whether the rank head is asked; every tree is pruned to the same number of nodes"""
 
 
-def rank(spec: StackSpec, options: Options, report: Report, say: Callable[[str], None]) -> None:
+def run_rank(spec: StackSpec, report: Report, prompts: Sequence[Sequence[int]], new_tokens: int, budget: int) -> None:
     """Measure the rank head of each SpecBlock head along the target's greedy answers, and its trees."""
-    heads = {head.name: head.path for head in heads_of(spec.heads, ("specblock",)) if head.path}
-    prompts = read_prompts(options.prompts) if options.prompts else spread(demo_prompts(), options.n)
-    ids = [encode(spec.target, prompt.prompt) for prompt in prompts[: options.n]]
-    say("the target answers")
-    texts = answers(spec.target, ids, options.max_new_tokens, "float32")
     accepted, gains = {}, {}
-    for name, folder in heads.items():
-        say(f"{name} drafts along the answers")
-        accepted[name] = accepted_along(folder, spec.target, [text for text, _ in texts])
-        gains[name] = tree_gains(folder, spec.target, texts, options.budget or 0)
+    with Progress("heads", len(spec.heads)) as progress:
+        progress.say("the target answers")
+        texts = answers(spec.target, prompts, new_tokens, "float32")
+        for head in spec.heads:
+            assert head.path is not None
+            progress.say(f"{head.name} drafts along the answers")
+            accepted[head.name] = accepted_along(head.path, spec.target, [text for text, _ in texts])
+            gains[head.name] = tree_gains(head.path, spec.target, texts, budget)
+            progress.add()
     columns = ("frequency", "precision", "recall", "f1")
     lines = [
         {"head": name, "bucket": bucket, **row}
@@ -53,7 +51,7 @@ def rank(spec: StackSpec, options: Options, report: Report, say: Callable[[str],
     title = "does the rank head know where it is right?"
     report.add_figures("rank_head", title, lines, dict.fromkeys(columns, ".1%"))
     add_alphas(report, "alpha by block and slot along a greedy chain", accepted)
-    add_trees(report, f"trees of at most {options.budget} nodes along the target's greedy answers", gains)
+    add_trees(report, f"trees of at most {budget} nodes along the target's greedy answers", gains)
 
 
 def answers(target: Path, prompts: Sequence[Sequence[int]], new_tokens: int, dtype: str) -> list[tuple[Answer, int]]:
@@ -72,11 +70,9 @@ def accepted_along(folder: Path, target: Path, texts: Sequence[Answer]) -> Accep
     return measure(Student(loaded.model, loaded.embedding.float()), HeadLoss(teacher), positions)
 
 
-def tree_gains(
-    folder: Path, target: Path, texts: Sequence[tuple[Answer, int]], budget: int, threads: int = 0
-) -> dict[str, Replay]:
+def tree_gains(folder: Path, target: Path, texts: Sequence[tuple[Answer, int]], budget: int) -> dict[str, Replay]:
     """Each kind of tree along the same texts at the same budget of nodes."""
-    settings = DrafterSettings(kind="specblock", path=str(folder), target=str(target), threads=threads)
+    settings = DrafterSettings(kind="specblock", path=str(folder), target=str(target))
     gains = {}
     for name, (widths, guided) in TREES.items():
         head = SpecBlockHead(settings, widths, guided)

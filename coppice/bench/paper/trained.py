@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from coppice.bench.options import Options
 from coppice.bench.paper.rank import accepted_along, add_alphas, add_trees, tree_gains
 from coppice.bench.paper.replay import Replay
-from coppice.bench.paper.tables import Options
+from coppice.bench.progress import Progress
 from coppice.bench.report import Check, Report
 from coppice.config.sections import ADAPTED_KINDS, FEATURE_KINDS
 from coppice.errors import InvalidField
 from coppice.heads.checkpoints import WEIGHTS
 from coppice.machine import usable_cores
-from coppice.stack.spec import StackSpec
 from coppice.training import feature_heads
 from coppice.training.data.target_answers import (
     ANSWERS_SHARE,
@@ -71,10 +71,13 @@ class HeadCache:
     device: str
 
     @classmethod
-    def of(cls, target: Path, lines: list[str], options: Options, dtype: str) -> HeadCache:
+    def of(cls, target: Path, options: Options) -> HeadCache:
         """The cache of the options; records the target's answers unless they are there."""
-        plan = AnswerPlan(int(options.tokens * ANSWERS_SHARE), seed=0)
+        assert options.cache is not None
         folder = options.cache / "lessons"
+        lines = options.data or recorded_lines(folder) or ["code=python:stdlib"]
+        plan = AnswerPlan(int(options.tokens * ANSWERS_SHARE), seed=0)
+        dtype = str(fast_dtype(torch.device(options.device))).removeprefix("torch.")
         answers = record_answers(lines, target, folder, plan, device=options.device, dtype=dtype)
         return cls(lines, target, options.cache, options.tokens, answers, options.device)
 
@@ -105,25 +108,33 @@ class HeadCache:
         return out
 
 
-def ablate(spec: StackSpec, options: Options, report: Report, say: Callable[[str], None]) -> None:
-    """Train the variants, and let each draft along held-out greedy answers of the target."""
-    variants = options.only.split(",") if options.only else list(VARIANTS)
+def variants_of(names: Sequence[str] | None) -> list[str]:
+    """The variants of the names, all of them without any. Raises InvalidField."""
+    variants = list(names or VARIANTS)
     if FULL not in variants or not set(variants) <= set(VARIANTS):
         raise InvalidField("only", f"{FULL} and any of {', '.join(VARIANTS)}")
-    budget = options.budget or 0
-    cache = HeadCache.of(spec.target, options.data or [], options, "float32")
-    folders = {}
-    for name in variants:
-        say(f"training {name}")
-        folders[name] = cache.head(name, "specblock", {} if name == FULL else {name: ""}, **VARIANTS[name])
-    texts = cache.answers.greedy_texts(options.n)
-    halves = [(text, len(text.ids) // 4) for text in texts]
-    accepted = {name: accepted_along(folder, spec.target, texts) for name, folder in folders.items()}
-    gains = {name: tree_gains(folder, spec.target, halves, budget) for name, folder in folders.items()}
-    add_alphas(report, f"alpha by block and slot after {options.tokens:,} tokens, held-out greedy answers", accepted)
+    return variants
+
+
+def run_ablate(cache: HeadCache, report: Report, variants: Sequence[str], count: int, budget: int) -> None:
+    """Train the variants, and let each draft along held-out greedy answers of the target."""
+    folders, accepted, gains = {}, {}, {}
+    with Progress("heads", 2 * len(variants)) as progress:
+        for name in variants:
+            progress.say(f"training {name}")
+            folders[name] = cache.head(name, "specblock", {} if name == FULL else {name: ""}, **VARIANTS[name])
+            progress.add()
+        texts = cache.answers.greedy_texts(count)
+        halves = [(text, len(text.ids) // 4) for text in texts]
+        for name, folder in folders.items():
+            progress.say(f"{name} drafts along the answers")
+            accepted[name] = accepted_along(folder, cache.target, texts)
+            gains[name] = tree_gains(folder, cache.target, halves, budget)
+            progress.add()
+    add_alphas(report, f"alpha by block and slot after {cache.tokens:,} tokens, held-out greedy answers", accepted)
     add_trees(report, f"trees of at most {budget} nodes along the same answers", gains)
     report.add_figures("table_2", f"one part less each: trees of {budget} nodes", table_2(gains))
-    report.checks += effect_checks(accepted)
+    report.goals += effect_goals(accepted)
 
 
 def table_2(gains: Mapping[str, Mapping[str, Replay]]) -> list[dict[str, Any]]:
@@ -135,35 +146,28 @@ def table_2(gains: Mapping[str, Mapping[str, Replay]]) -> list[dict[str, Any]]:
     return [{"variant": name, "tau": tau, "over_whole": tau / taus[0][1]} for name, tau in taus]
 
 
-def effect_checks(accepted: Mapping[str, Acceptance]) -> list[Check]:
+def effect_goals(accepted: Mapping[str, Acceptance]) -> Iterator[Check]:
     """What the paper reports of the layer-wise shift and of the second block (SpecBlock, figure 5, table 2)."""
     full = accepted[FULL].alphas
-    checks = [_larger("alpha of block 2, slot 1, over block 1, slot 4", full[1, 0], full[0, 3])]
+    pairs = {"alpha of block 2, slot 1, over block 1, slot 4": (full[1, 0], full[0, 3])}
     for shifted, plain in ((FULL, NO_SHIFT), (UNMASKED, UNMASKED_NO_SHIFT)):
         if shifted in accepted and plain in accepted:
             for slot in (2, 3):
-                name = f"alpha_{slot + 1} of {shifted} over {plain}"
-                checks.append(_larger(name, accepted[shifted].alphas[0, slot], accepted[plain].alphas[0, slot]))
-    return checks
+                both = (accepted[shifted].alphas[0, slot], accepted[plain].alphas[0, slot])
+                pairs[f"alpha_{slot + 1} of {shifted} over {plain}"] = both
+    for name, (one, other) in pairs.items():
+        yield Check.at_least(name, one / max(other, 1e-9), 1.0, f"{one:.3f} against {other:.3f}")
 
 
-def _larger(name: str, one: float, other: float) -> Check:
-    return Check.at_least(name, one / max(other, 1e-9), 1.0, f"{one:.3f} against {other:.3f}")
-
-
-def baselines(spec: StackSpec, options: Options, report: Report, say: Callable[[str], None]) -> None:
+def run_baselines(cache: HeadCache, report: Report, kinds: Sequence[str]) -> None:
     """Train a head of each kind; those that are there stay."""
-    kinds = options.only.split(",") if options.only else BASELINES
-    if unknown := [kind for kind in kinds if kind not in FEATURE_KINDS]:
-        raise InvalidField("only", f"{unknown[0]!r} is none of {', '.join(FEATURE_KINDS)}")
-    lines = options.data or recorded_lines(options.cache / "lessons") or ["code=python:stdlib"]
-    dtype = str(fast_dtype(torch.device(options.device))).removeprefix("torch.")
-    cache = HeadCache.of(spec.target, lines, options, dtype)
     trained = []
-    for kind in kinds:
-        say(f"training {kind}")
-        trained.append(baseline(kind, cache.head(kind, kind, {})))
-    report.add_figures("baselines", f"heads after {options.tokens:,} tokens, on held-out text", trained)
+    with Progress("heads", len(kinds)) as progress:
+        for kind in kinds:
+            progress.say(f"training {kind}")
+            trained.append(baseline(kind, cache.head(kind, kind, {})))
+            progress.add()
+    report.add_figures("baselines", f"heads after {cache.tokens:,} tokens, on held-out text", trained)
     report.notes += (f"--heads {each['kind']}={each['kind']}:{each['folder']}" for each in trained)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from coppice.bench.run.pairs import Pairs
-from coppice.bench.run.questions import Question
 from coppice.bench.target_text import TargetText
 from coppice.client.completion import Completion
 from coppice.prompts.files import FilePrompt
@@ -27,21 +26,17 @@ def write_answers(folder: Path, pairs: Pairs, text: TargetText, model: str) -> l
     for method, answers in pairs.answers.items():
         name = f"{method.removeprefix('single:')}-T{cell.temperature:g}-budget{cell.budget}-sessions{cell.sessions}"
         file = folder / f"{re.sub('[^A-Za-z0-9._-]', '_', name)}.jsonl"
-        by_source: dict[FilePrompt | None, dict[int, Completion]] = {}
+        by_source: dict[FilePrompt, dict[int, Completion]] = {}
         for question, answer in zip(pairs.questions, answers, strict=True):
-            by_source.setdefault(question.source or _unnamed(question), {}).setdefault(question.turn, answer)
+            source = question.source or FilePrompt(question.ids, question.benchmark)
+            by_source.setdefault(source, {}).setdefault(question.turn, answer)
         lines = [
             _line(number, source, [turns[at] for at in sorted(turns)], text, f"{model}-{name}")
             for number, (source, turns) in enumerate(by_source.items(), 1)
-            if source
         ]
         file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
         written.append(file)
     return written
-
-
-def _unnamed(question: Question) -> FilePrompt:
-    return FilePrompt(question.ids, question.benchmark)
 
 
 def _line(

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from coppice.bench.asking import Ask, Asked, Group, Ids, asking, in_turn, judged
 from coppice.bench.bare import NO_DRAFT, Bare, BareDraft
-from coppice.bench.exact import answers_to, judged
-from coppice.bench.reference import Reference
-from coppice.bench.report import HF_GENERATE, Report, Verdict, exactness_checks
+from coppice.bench.measuring import Bench
+from coppice.bench.progress import Progress
+from coppice.bench.questions import Question
+from coppice.bench.report import HF_GENERATE, Verdict, exactness_checks
 from coppice.bench.run.answers import write_answers
-from coppice.bench.run.checks import kept_checks, speed_checks
+from coppice.bench.run.goals import kept_goals, speed_goals
 from coppice.bench.run.pairs import Cell, Pairs
 from coppice.bench.run.peers import HF_ASSISTED, PEERS, Peers
-from coppice.bench.run.questions import Question
 from coppice.bench.run.report import RunRow, run_row, tables
-from coppice.client.client import Client
 from coppice.client.completion import Completion
 from coppice.errors import CoppiceError
 from coppice.speculation.sampling import SamplingParams
-from coppice.stack.launch import Stack
 
 SEED = 1  # of the keyed noise, and of the bootstrap
 TUNING_PROMPTS = 2
-
-Prompt = tuple[int, ...]
-Asked = list[tuple[Prompt, SamplingParams]]
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -54,71 +49,82 @@ class RunPlan:
         """Every cell, in the order in which they are measured."""
         return [Cell(*each) for each in product(self.temperatures, self.budgets, self.sessions)]
 
+    def methods_at(self, sessions: int) -> list[str]:
+        """The methods that answer so many prompts at once."""
+        return [method for method in self.methods if sessions == 1 or method not in PEERS]
+
+    def answers_in_all(self) -> int:
+        """How many answers are asked for, warm-up included."""
+        turns = [1 + len(question.later) for question in (*self.questions, *self.warm_up)]
+        return sum(len(self.methods_at(cell.sessions)) * sum(turns) for cell in self.cells())
+
     def distinction(self, cell: Cell) -> str:
-        """The words that tell a cell from others of its temperature, for names of checks."""
+        """The words that tell a cell from others of its temperature, for names of goals."""
         budget = f", budget {cell.budget}" if len(self.budgets) > 1 else ""
         return budget + (f", {cell.sessions} sessions" if len(self.sessions) > 1 else "")
 
 
-def run(
-    stack: Stack, client: Client, reference: Reference, plan: RunPlan, report: Report, trained: bool, say: Say
-) -> list[RunRow]:
-    """Measure every cell; the report gets rows, tables and checks. Returns the rows.
+def run_methods(bench: Bench, plan: RunPlan, trained: bool) -> list[RunRow]:
+    """Measure every cell; the report gets rows, tables, checks and goals. Returns the rows.
 
     `trained`: heads too weak to prove anything are a failure.
     """
-    kinds = {head.name: head.kind for head in stack.spec.heads}
+    spec, report = bench.stack.spec, bench.report
+    kinds = {head.name: head.kind for head in spec.heads}
     measured: list[RunRow] = []
-    bench = _Bench(stack, client, reference, plan)
     if plan.warm_up:
         report.figures["warm_up"] = len(plan.warm_up)
     try:
-        for cell in plan.cells():
-            pairs, verdicts, failure = bench.measure(cell, say)
-            say(f"{cell}: bare loops")
-            rows = bench.rows(pairs, verdicts)
-            report.checks += speed_checks(pairs, rows, kinds, plan.distinction(cell))
-            measured += rows
-            report.rows += (row.to_json() for row in rows)
-            if plan.answers:
-                write_answers(plan.answers, pairs, reference.text, stack.spec.target.resolve().name)
-            if failure:
-                raise failure
+        with Progress("answers", plan.answers_in_all()) as progress:
+            runner = _Runner(bench, plan, progress)
+            for cell in plan.cells():
+                pairs, verdicts, failure = runner.measure(cell)
+                progress.say(f"{cell}: bare loops")
+                rows = runner.rows(pairs, verdicts)
+                report.goals += speed_goals(pairs, rows, kinds, plan.distinction(cell))
+                measured += rows
+                report.rows += (row.to_json() for row in rows)
+                if plan.answers:
+                    write_answers(plan.answers, pairs, bench.reference.text, spec.target.resolve().name)
+                if failure:
+                    raise failure
     finally:  # a later failure takes away nothing that was measured
         report.tables += tables(measured, report, len(plan.warm_up))
-        report.checks += kept_checks(measured, kinds)
+        report.goals += kept_goals(measured, kinds)
         ours = [row.row for row in measured if row.row.method not in PEERS]
         report.checks += exactness_checks(ours, report.dtype, trained, plan.new_tokens)
     return measured
 
 
-class _Bench:
+class _Runner:
     """The stack, the peers and the bare loops beside it."""
 
-    def __init__(self, stack: Stack, client: Client, reference: Reference, plan: RunPlan) -> None:
-        self._stack, self._client, self._reference, self._plan = stack, client, reference, plan
+    def __init__(self, bench: Bench, plan: RunPlan, progress: Progress) -> None:
+        self._bench, self._plan, self._progress = bench, plan, progress
+        stack = bench.stack
         assistant = next((head.path for head in stack.spec.heads if head.kind == "lm"), None)
-        self._peers = Peers(reference, assistant if HF_ASSISTED in plan.methods else None)
+        self._peers = Peers(bench.reference, assistant if HF_ASSISTED in plan.methods else None)
         longest = max(question.longest(plan.new_tokens) for question in plan.questions)
         self._bare = Bare(stack.spec, stack.settings, max(plan.sessions), longest)
 
-    def measure(self, cell: Cell, say: Say) -> tuple[Pairs, dict[str, list[Verdict]], Exception | None]:
+    def measure(self, cell: Cell) -> tuple[Pairs, dict[str, list[Verdict]], Exception | None]:
         """All answers of a cell, the verdicts of those that are judged, and what broke it off behind some answers."""
         plan, sampling = self._plan, SamplingParams(temperature=cell.temperature, seed=SEED)
-        methods = [method for method in plan.methods if cell.sessions == 1 or method not in PEERS]
-        say(f"{cell}: warming up")
+        ways = {method: self._way(method, cell) for method in plan.methods_at(cell.sessions)}
+        self._progress.say(f"{cell}: warming up")
         first = [question.ids for question in plan.warm_up or plan.questions]
-        for method in methods:
+        for method, way in ways.items():
             if method in PEERS:
                 self._peers.tune(method, first[:TUNING_PROMPTS], plan.new_tokens, sampling)
-            self._answer(method, cell, first[: cell.sessions], sampling)
-        for _ in self._groups(cell, methods, plan.warm_up, lambda line: say(f"{line}, warming up")):
+            way(first[: cell.sessions], sampling)
+        for _ in self._groups(cell, ways, plan.warm_up):
             pass
-        answers: dict[str, list[Completion]] = {method: [] for method in methods}
-        asked, questions = Asked(), list[Question]()
+        self._progress.say(str(cell))
+        answers: dict[str, list[Completion]] = {method: [] for method in ways}
+        asked, questions = list[tuple[Ids, SamplingParams]](), list[Question]()
         failure: Exception | None = None
         try:
-            for group, seeded, answered in self._groups(cell, methods, plan.questions, say):
+            for group, seeded, answered in self._groups(cell, ways, plan.questions):
                 for method, its in answered.items():
                     answers[method] += its
                 asked += ((question.ids, seeded) for question in group)
@@ -127,11 +133,28 @@ class _Bench:
             if not questions:
                 raise
             failure = error
-        say(f"{cell}: judging")
-        return Pairs(cell, answers, SEED, questions), self._judge(answers, asked), failure
+        self._progress.say(f"{cell}: judging")
+        own = self._own(asked, answers) if cell.temperature == 0 else None
+        free = (HF_GENERATE,) if own else PEERS  # sampled answers of peers have other draws
+        verdicts = judged(self._bench.reference, asked, answers, own, free)
+        return Pairs(cell, answers, SEED, questions), verdicts, failure
+
+    def _own(self, asked: Asked, answers: Mapping[str, Sequence[Completion]]) -> list[Ids]:
+        """transformers' greedy answers, each made once."""
+        if HF_GENERATE in answers:
+            return [answer.ids for answer in answers[HF_GENERATE]]
+        own = {ids: self._bench.reference.greedy(ids, self._plan.new_tokens).ids for ids in {ids for ids, _ in asked}}
+        return [own[ids] for ids, _ in asked]
+
+    def _way(self, method: str, cell: Cell) -> Ask:
+        """How a method answers; Coppice's answer all prompts at once."""
+        new_tokens = self._plan.new_tokens
+        if method not in PEERS:
+            return asking(self._bench.client, new_tokens, cell.sessions, policy=method, budget=cell.budget)
+        return lambda prompts, sampling: [self._peers.answer(method, ids, new_tokens, sampling) for ids in prompts]
 
     def _groups(
-        self, cell: Cell, methods: Sequence[str], questions: Sequence[Question], say: Say
+        self, cell: Cell, ways: dict[str, Ask], questions: Sequence[Question]
     ) -> Iterator[tuple[list[Question], SamplingParams, dict[str, list[Completion]]]]:
         """The questions asked at once, how, and every method's answers; the last method is first in every other group.
 
@@ -140,48 +163,17 @@ class _Bench:
         """
         count = len(questions)
         for number, at in enumerate(range(0, count, cell.sessions)):
-            say(f"{cell}: {at} of {count} answered")
             group = [questions[each % count] for each in range(at, at + cell.sessions)]
             seeded = SamplingParams(temperature=cell.temperature, seed=SEED + at)
             while group:
-                ids = [question.ids for question in group]
-                order = reversed(methods) if number % 2 else methods
-                answered = {method: self._answer(method, cell, ids, seeded) for method in order}
+                together: Group = [question.ids for question in group], seeded
+                answered = in_turn(ways, together, number, self._progress)
                 yield group, seeded, answered
-                self._stack.check()
+                self._bench.stack.check()
                 both = zip(group, answered["plain"], strict=True)
-                ended = self._reference.text.ended
+                ended = self._bench.reference.text.ended
                 on = [question.next(ended(answer.ids)) for question, answer in both if question.later]
                 group = [on[each % len(on)] for each in range(cell.sessions)] if on else []
-
-    def _answer(self, method: str, cell: Cell, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        """One method's answers; Coppice's to all prompts at once."""
-        new_tokens = self._plan.new_tokens
-        if method in PEERS:
-            return [self._peers.answer(method, ids, new_tokens, sampling) for ids in prompts]
-        options = {"policy": method, "budget": cell.budget, "sampling": sampling, "max_new_tokens": new_tokens}
-        return answers_to(self._client, prompts, len(prompts), **options)
-
-    def _judge(self, answers: dict[str, list[Completion]], asked: Asked) -> dict[str, list[Verdict]]:
-        """Judge greedy answers by transformers' own and sampled ones by plain's, which are themselves re-scored.
-
-        Sampled answers of peers are not judged: their draws are others.
-        """
-        greedy = asked[0][1].temperature == 0
-        expected: list[tuple[int, ...]] = [answer.ids for answer in answers["plain"]]
-        if greedy and HF_GENERATE in answers:
-            expected = [answer.ids for answer in answers[HF_GENERATE]]
-        elif greedy:
-            own = {ids: self._reference.greedy(ids, self._plan.new_tokens).ids for ids in {ids for ids, _ in asked}}
-            expected = [own[ids] for ids, _ in asked]
-        verdicts: dict[str, list[Verdict]] = {}
-        for method, its in answers.items():
-            if method == HF_GENERATE or (method in PEERS and not greedy):
-                verdicts[method] = []
-            else:
-                wanted = None if method == "plain" and not greedy else expected
-                verdicts[method] = judged(self._reference, asked, its, wanted)
-        return verdicts
 
     def rows(self, pairs: Pairs, verdicts: dict[str, list[Verdict]]) -> list[RunRow]:
         """A row for each method of a cell, with bare loops at its own number of rows."""

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from coppice.bench.questions import Question
 from coppice.bench.report import Row, Verdict, make_row, repeat_share
-from coppice.bench.run.questions import Question
 from coppice.client.completion import Completion
 
 MAX_REPEAT = 0.5  # of an answer's 4-grams: above, it loops, and loops flatter every drafter

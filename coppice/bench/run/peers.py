@@ -1,4 +1,4 @@
-"""transformers' own ways to decode faster, each at the best of a few settings."""
+"""Methods of `coppice bench run`: policies, heads, and transformers' own ways, each at the best of a few settings."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from coppice.bench.asking import Ids
+from coppice.bench.options import read_methods
 from coppice.bench.reference import Reference
 from coppice.bench.report import HF_GENERATE
 from coppice.client.completion import Completion
+from coppice.errors import InvalidField
 from coppice.speculation.sampling import SamplingParams
+from coppice.stack.spec import HeadSpec
 
 HF_ASSISTED, HF_LOOKUP = "hf-assisted", "hf-lookup"
 PEERS = (HF_GENERATE, HF_ASSISTED, HF_LOOKUP)
@@ -29,6 +33,23 @@ CHOICES: dict[str, tuple[Settings, ...]] = {
 }
 
 
+def methods_of(wanted: Sequence[str] | None, heads: Sequence[HeadSpec], sessions: Sequence[int]) -> tuple[str, ...]:
+    """The methods to run, plain first.
+
+    Without any: all heads, route and merge if there are several, and transformers' `generate`. Raises InvalidField for
+    what this stack cannot run.
+    """
+    names = [head.name for head in heads]
+    default = [*names, *(["route", "merge"] if len(names) > 1 else []), *([HF_GENERATE] if 1 in sessions else [])]
+    methods = read_methods(wanted or default, heads, PEERS)
+    for method in methods:
+        if method in PEERS and 1 not in sessions:
+            raise InvalidField("methods", f"{method} answers one prompt at a time, not {sessions[0]} sessions")
+        if method == HF_ASSISTED and not any(head.kind == "lm" for head in heads):
+            raise InvalidField("methods", f"{HF_ASSISTED} needs a head of kind lm to draft with")
+    return methods
+
+
 class Peers:
     """Peers of one target; `tune` comes before `answer`."""
 
@@ -39,7 +60,7 @@ class Peers:
         self.settings: dict[str, Settings] = {}
         """the best of each peer that has any"""
 
-    def tune(self, name: str, prompts: Sequence[Sequence[int]], new_tokens: int, sampling: SamplingParams) -> None:
+    def tune(self, name: str, prompts: Sequence[Ids], new_tokens: int, sampling: SamplingParams) -> None:
         """Take the settings that answer the prompts fastest."""
 
         def tokens_per_s(settings: Settings) -> float:

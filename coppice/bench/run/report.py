@@ -173,7 +173,7 @@ def _speed_table(title: str, rows: Sequence[RunRow]) -> Table:
         for row in rows
     ]
     made = table(title, lines, {"tokens/s": ".1f"})
-    made.caption = "\n".join(f"{row.name}: {row.settings}" for row in rows if row.settings)
+    made.below = "\n".join(f"{row.name}: {row.settings}" for row in rows if row.settings)
     return made
 
 

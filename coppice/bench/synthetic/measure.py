@@ -8,21 +8,22 @@ the pipeline tells only what a step costs there beside the bare loops: its effic
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from coppice.bench.asking import GREEDY, asking, compare
 from coppice.bench.bare import NO_DRAFT, Bare, BareDraft
-from coppice.bench.exact import answers_to
-from coppice.bench.options import running
+from coppice.bench.measuring import running
+from coppice.bench.options import Options
+from coppice.bench.progress import Progress
 from coppice.bench.report import Report, make_row
 from coppice.bench.steps import costs, parts_of
 from coppice.bench.synthetic.profiles import expected_tau
 from coppice.client.client import Client
 from coppice.limits import MAX_TREE_NODES
-from coppice.speculation.sampling import SamplingParams
 from coppice.stack.spec import StackSpec
 
 PLAIN = "plain"
@@ -77,19 +78,39 @@ def room() -> dict[str, dict[str, int]]:
     return {"verifier": {"verifier.kv_tokens": tokens}, "drafter": {"drafter.kv_tokens": tokens}}
 
 
-def measure_bare(spec: StackSpec, plan: SyntheticPlan, say: Callable[[str], None]) -> BareTimes:
-    """Run bare loops in this process, on the device of the spec."""
+def run_synthetic(spec: StackSpec, plan: SyntheticPlan, report: Report, options: Options) -> None:
+    """Add bare times, what is expected, and steps of the services to the report."""
+    assumed = {"shape": options.shape, "profile_name": options.profile, "profile": plan.profile, "budget": plan.budget}
+    report.figures |= {"synthetic": NOTE, **assumed, "context": CONTEXT}
+    on, pipeline = f"{NOTE}\n{options.shape}, {report.dtype}, {report.device}", options.pipeline and 1 in plan.sessions
     rows = sorted({1, plan.budget + 1, *ROWS})
+    with Progress(
+        "cells", len(plan.sessions) * (len(rows) + len(spec.heads)) + pipeline * (1 + len(spec.heads)) * (1 + ANSWERS)
+    ) as progress:
+        times = measure_bare(spec, plan, rows, progress)
+        report.add_figures("forward_ms", f"{on}: milliseconds of a forward by rows a session", times.lines())
+        report.rows = expected_lines(spec, plan, times)
+        title = f"{on}: expected with profile {options.profile}, budget {plan.budget}"
+        report.add_figures("expected", title, report.rows, {"draft_share": ".0%"})
+        if pipeline:
+            steps = measure_pipeline(spec, plan, times, report, progress)
+            report.add_figures("pipeline", f"{on}: milliseconds a step of the services, one session", steps)
+
+
+def measure_bare(spec: StackSpec, plan: SyntheticPlan, rows: Sequence[int], progress: Progress) -> BareTimes:
+    """Run bare loops in this process, on the device of the spec."""
     prompt, answer = plan.ids(CONTEXT, 0), plan.ids(NEW_TOKENS, 1)
     bare = Bare(spec, spec.settings(), max(plan.sessions), CONTEXT + NEW_TOKENS + max(rows))
     forwards, drafts = {}, {}
     for sessions in plan.sessions:
         for count in rows:
-            say(f"a forward of {sessions} x {count} rows")
+            progress.say(f"a forward of {sessions} x {count} rows")
             forwards[sessions, count] = bare.forward_ms(count, CONTEXT, sessions)
+            progress.add()
         for head in spec.heads:
-            say(f"{sessions} drafts of {head.name}")
-            drafts[sessions, head.name] = bare.draft(head.name, prompt, answer, SamplingParams(), plan.budget, sessions)
+            progress.say(f"{sessions} drafts of {head.name}")
+            drafts[sessions, head.name] = bare.draft(head.name, prompt, answer, GREEDY, plan.budget, sessions)
+            progress.add()
     return BareTimes(forwards, drafts)
 
 
@@ -121,17 +142,18 @@ def expected_lines(spec: StackSpec, plan: SyntheticPlan, times: BareTimes) -> li
 
 
 def measure_pipeline(
-    spec: StackSpec, plan: SyntheticPlan, times: BareTimes, report: Report, say: Callable[[str], None]
+    spec: StackSpec, plan: SyntheticPlan, times: BareTimes, report: Report, progress: Progress
 ) -> list[Line]:
     """Answers of the real services, one session: each method's step, its parts and its efficiency."""
-    prompts = [tuple(plan.ids(CONTEXT, seed)) for seed in range(ANSWERS + 1)]
+    groups = [([tuple(plan.ids(CONTEXT, seed))], GREEDY) for seed in range(ANSWERS)]
     lines = []
     with running(replace(spec, budget=plan.budget), report) as stack, Client(stack.address) as client:
-        for method in (PLAIN, *(f"single:{head.name}" for head in spec.heads)):
-            say(f"the pipeline: {method}")
-            _, *answers = answers_to(client, prompts, policy=method, max_new_tokens=NEW_TOKENS)
+        progress.say("the services")
+        methods = (PLAIN, *(f"single:{head.name}" for head in spec.heads))
+        ways = {method: asking(client, NEW_TOKENS, policy=method) for method in methods}
+        for method, answers in compare(ways, groups, progress, warm_up=True).items():
             step, row = costs(method, answers), make_row(method, answers, [], plan.budget)
-            draft = times.drafts.get((1, method.removeprefix("single:")), BareDraft())
+            draft = times.drafts.get((1, method.removeprefix("single:")), NO_DRAFT)
             bare_ms = times.forward_ms(row.verified_nodes + 1) + draft.forward_ms
             line = {"method": method, "step_ms": step["step"], "efficiency": bare_ms / step["step"], "tau": row.tau}
             lines.append(line | parts_of(step))

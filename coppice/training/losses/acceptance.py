@@ -6,6 +6,7 @@ alpha_k is the share of rows whose k-th greedy draft token is the text's, among 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,27 +23,27 @@ BUCKETS = 4
 class Acceptance:
     """Counts over held-out rows."""
 
-    hits: dict[tuple[int, int], int] = field(default_factory=dict)
-    rows: dict[tuple[int, int], int] = field(default_factory=dict)
+    hits: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """by block and slot"""
+    rows: Counter[tuple[int, int]] = field(default_factory=Counter)
     confusion: Tensor = field(default_factory=lambda: torch.zeros(BUCKETS, BUCKETS, dtype=torch.int64))
     """[gold bucket, predicted bucket]"""
 
     def count(self, output: SlotOutput) -> None:
         """Count the right rows of a slot."""
         place = output.block, output.slot
-        self.hits[place] = self.hits.get(place, 0) + int((output.logits.argmax(-1) == output.gold).sum())
-        self.rows[place] = self.rows.get(place, 0) + len(output.gold) + output.outside
+        self.hits[place] += int((output.logits.argmax(-1) == output.gold).sum())
+        self.rows[place] += len(output.gold) + output.outside
         if output.ranks is not None:
             pairs = bucket_of(output.logits, output.gold) * BUCKETS + output.ranks.argmax(-1)
             self.confusion += torch.bincount(pairs.cpu(), minlength=BUCKETS**2).view(BUCKETS, BUCKETS)
 
     def __add__(self, other: Acceptance) -> Acceptance:
         """Join the counts over other rows."""
-        hits, rows = (
-            {place: ours.get(place, 0) + theirs.get(place, 0) for place in {**ours, **theirs}}
-            for ours, theirs in ((self.hits, other.hits), (self.rows, other.rows))
-        )
-        return Acceptance(hits, rows, self.confusion + other.confusion)
+        joined = Acceptance(self.hits.copy(), self.rows.copy(), self.confusion + other.confusion)
+        joined.hits.update(other.hits)
+        joined.rows.update(other.rows)
+        return joined
 
     @property
     def counts(self) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from coppice.bench.options import prompts_of
+from coppice.bench.questions import own_prompts
 from coppice.client.client import AsyncClient, Client, Options, Prompt
 from coppice.client.completion import Accumulator, StreamEvent
 from coppice.client.resume import Attempts
@@ -150,7 +150,7 @@ async def ask(
 def questions(address: str, prompts: int) -> list[Question]:
     """Short prompts, each to be answered greedily and by a seeded draw at T=1."""
     with Client(address) as client:
-        texts = [prompt[:PROMPT_LENGTH] for prompt in prompts_of(None, prompts, client)]
+        texts = [one.prompt[:PROMPT_LENGTH] for one in own_prompts(client.describe(), prompts)]
     draws = (SamplingParams(), SamplingParams(temperature=1.0, seed=11))
     return [Question(text, sampling) for text in texts for sampling in draws]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from coppice.bench.options import clean_check
+from coppice.bench.measuring import clean_check
 from coppice.bench.report import Check
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import InvalidField

@@ -1,16 +1,21 @@
-"""What `coppice bench run` asks: known, and checked against the target's context, before anything is started."""
+"""Prompts as a target's ids: known, and checked against its context, before anything is started."""
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 
-from coppice.bench.options import file_prompts
+from coppice.bench.options import Options
 from coppice.bench.target_text import TargetText
 from coppice.engine.context import Context
 from coppice.errors import InvalidField
-from coppice.prompts.files import FilePrompt
+from coppice.messages.generation import ModelDescription
+from coppice.prompts.files import FilePrompt, demo_prompts, read_prompts
+from coppice.stack.spec import StackSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +39,24 @@ class Question:
         return replace(self, ids=(*self.ids, *answer, *between), later=tuple(later), turn=self.turn + 1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """Which questions are asked, and how."""
-
-    files: Sequence[Path] = ()
-    """none: Coppice's own prompts"""
-    count: int
-    """the first ones of every file"""
-    warm_up: int = 0
-    """those after them"""
-    category: str | None = None
-    chat: bool = False
-    """whether a text is sent as a user's message"""
-    new_tokens: int = 0
-    context: Context
-    skip_long: bool = False
+def prompt_ids(options: Options, spec: StackSpec) -> list[tuple[int, ...]]:
+    """The ids of the prompts that are asked; of a conversation, of its first turn. Raises InvalidField."""
+    return [question.ids for question in read_all(options, spec)[0]]
 
 
-def read_questions(wanted: Wanted, text: TargetText) -> tuple[list[Question], list[Question], list[str]]:
+def read_all(options: Options, spec: StackSpec) -> tuple[list[Question], list[Question], list[str]]:
+    """See `read_questions`; those that are left out are named on stderr. Raises InvalidField."""
+    text = TargetText(spec.target)
+    context = text.context(spec.settings().verifier.kv_tokens)
+    asked, warming, long = read_questions(options, text, context)
+    for line in long:
+        print(f"coppice: left out, a context holds {context}: {line}", file=sys.stderr)
+    return asked, warming, long
+
+
+def read_questions(
+    wanted: Options, text: TargetText, context: Context
+) -> tuple[list[Question], list[Question], list[str]]:
     """Those that are asked, those to warm up with, and what is said of those that are too long and left out.
 
     Raises InvalidField: for a target without a chat template, too few questions, and, unless they are to be left out,
@@ -63,36 +67,40 @@ def read_questions(wanted: Wanted, text: TargetText) -> tuple[list[Question], li
     asked: list[Question] = []
     warming: list[Question] = []
     long: list[str] = []
-    names = benchmark_names(wanted.files) if wanted.files else ["prompts"]
-    number = wanted.count + wanted.warm_up
-    for file, name in zip(wanted.files or (None,), names, strict=True):
+    names = benchmark_names(wanted.prompts) if wanted.prompts else ["prompts"]
+    number = wanted.n + wanted.warm_up
+    for file, name in zip(wanted.prompts or (None,), names, strict=True):
         fit: list[Question] = []
         known = len(long)
         for question in _questions(file, name, wanted, text):
             if len(fit) + (0 if wanted.skip_long else len(long) - known) == number:
                 break
-            tokens = question.longest(wanted.new_tokens)
-            if tokens <= wanted.context.tokens:
+            tokens = question.longest(wanted.max_new_tokens)
+            if tokens <= context.tokens:
                 fit.append(question)
             else:
                 long.append(f"{question.source.name if question.source else name}: {tokens} tokens")
         if wanted.warm_up and len(fit) < number and (wanted.skip_long or not long):
-            why = f"there are {len(fit)} prompts in {name}, too few for {wanted.count} and {wanted.warm_up} to warm up"
+            why = f"there are {len(fit)} prompts in {name}, too few for {wanted.n} and {wanted.warm_up} to warm up"
             raise InvalidField("warm_up", f"{why} with")
-        asked += fit[: wanted.count]
-        warming += fit[wanted.count :]
+        asked += fit[: wanted.n]
+        warming += fit[wanted.n :]
     if long and not (asked and wanted.skip_long):
         many = f"{len(long)} prompts do" if len(long) > 1 else "a prompt does"
-        why = f"{many} not fit, with {wanted.new_tokens} new tokens an answer, into a context of {wanted.context}"
+        why = f"{many} not fit, with {wanted.max_new_tokens} new tokens an answer, into a context of {context}"
         raise InvalidField("prompts", f"{why}; --skip-long goes on without: {'; '.join(long)}")
+    if not asked:
+        raise InvalidField("category", f"no prompt is of {', '.join(wanted.category or ())}")
     return asked, warming, long
 
 
-def _questions(file: Path | None, name: str, wanted: Wanted, text: TargetText) -> Iterator[Question]:
+def _questions(file: Path | None, name: str, wanted: Options, text: TargetText) -> Iterator[Question]:
     """A file's questions in order, or of Coppice's own as many as are wanted."""
-    most = None if file else wanted.count + wanted.warm_up
-    for one in file_prompts(file, most, text, wanted.category):
-        benchmark = name if len(wanted.files) > 1 else one.category or name
+    categories = wanted.category or ()
+    for one in read_prompts(file) if file else own_prompts(text, wanted.n + wanted.warm_up, categories):
+        if categories and one.category not in categories:
+            continue
+        benchmark = name if len(wanted.prompts or ()) > 1 else one.category or name
         if isinstance(one.prompt, tuple):
             yield Question(one.prompt, benchmark, one)
             continue
@@ -101,6 +109,25 @@ def _questions(file: Path | None, name: str, wanted: Wanted, text: TargetText) -
             text.encode_between(before, after, wanted.chat) for before, after in zip(turns, one.later, strict=False)
         ]
         yield Question(text.encode(one.prompt, wanted.chat), benchmark, one, tuple(between))
+
+
+def own_prompts(text: TargetText | ModelDescription, count: int, categories: Sequence[str] = ()) -> list[FilePrompt]:
+    """`count` of Coppice's own prompts, of all categories in turn; random ids for a target without a tokenizer."""
+    if text.has_tokenizer:
+        return spread([one for one in demo_prompts() if not categories or one.category in categories])[:count]
+    rng = random.Random(0)  # noqa: S311
+    return [
+        FilePrompt(tuple(rng.randrange(text.vocab_size) for _ in range(8 + 5 * number)), where=f"random {number + 1}")
+        for number in range(count)
+    ]
+
+
+def spread(prompts: Sequence[FilePrompt]) -> list[FilePrompt]:
+    """Prompts of all categories in turn."""
+    by_category: dict[str, list[FilePrompt]] = {}
+    for prompt in prompts:
+        by_category.setdefault(prompt.category, []).append(prompt)
+    return [prompt for turn in zip_longest(*by_category.values()) for prompt in turn if prompt is not None]
 
 
 def benchmark_names(files: Sequence[Path]) -> list[str]:

@@ -1,0 +1,169 @@
+"""Traces (OpenTelemetry): one a request, with spans of the client, the orchestrator, the drafters and the verifier.
+
+The context travels as W3C `traceparent` in the metadata of the calls that open streams. A span below that of a call is
+made when its end is known, from times that are measured anyway, so that a step that is not sampled costs nothing.
+Where nobody has loaded OpenTelemetry, nothing here does.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf.descriptor import MethodDescriptor
+
+import coppice
+from coppice.config.sections import TelemetrySettings
+from coppice.errors import InvalidField
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Span
+
+_BEGINS = "coppice.v1.GenerationService.Generate"  # the only call that begins a trace when its caller has none
+_EXPORT_S = 2  # longest time to send a batch, at the end of the process too
+Facts = dict[str, str | int | float]
+_step_interval = TelemetrySettings().step_interval
+
+
+def start(settings: TelemetrySettings, service: str) -> None:
+    """Export the spans of this process, if the settings say where to. Raises InvalidField without the extra `otel`."""
+    global _step_interval
+    if not settings.otlp_endpoint:
+        return
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+        from opentelemetry.trace import set_tracer_provider
+    except ImportError:
+        raise InvalidField("telemetry.otlp_endpoint", "needs the extra: pip install 'coppice-serve[otel]'") from None
+    _step_interval = settings.step_interval
+    resource = Resource.create({"service.name": f"coppice-{service}", "service.version": coppice.__version__})
+    sampler = ParentBased(TraceIdRatioBased(settings.sample))
+    provider = TracerProvider(sampler, resource, shutdown_on_exit=False)  # gRPC sends nothing that late
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(settings.otlp_endpoint, timeout=_EXPORT_S)))
+    set_tracer_provider(provider)
+
+
+def stop() -> None:
+    """Send the spans that wait."""
+    if (api := _api()) and (flush := getattr(api.get_tracer_provider(), "force_flush", None)):
+        flush()
+
+
+class Trace:
+    """The span of a call in this process, to which spans are added that have ended. Times are of `perf_counter_ns`."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+        self._epoch = time.time_ns() - time.perf_counter_ns()
+
+    def samples(self, step: int) -> bool:
+        """Whether a step, counted from 1, gets spans: the first one and every n-th behind it."""
+        return (step - 1) % _step_interval == 0
+
+    def describe(self, **facts: str | int | float) -> None:
+        """Add facts to the call's span."""
+        self._span.set_attributes(facts)
+
+    def add(
+        self, name: str, began: int, ended: int, parts: Mapping[str, int] | None = None, **facts: str | int | float
+    ) -> None:
+        """Add a span, and below it its parts, one behind the other, each so many nanoseconds long."""
+        span = self._add(self._span, name, began, ended, facts)
+        for part, length in (parts or {}).items():
+            self._add(span, part, began, began + length)
+            began += length
+
+    def _add(self, above: Span, name: str, began: int, ended: int, facts: Facts | None = None) -> Span:
+        span = _start(name, _below(above), start_time=self._epoch + began, attributes=facts)
+        span.end(self._epoch + ended)
+        return span
+
+
+def current() -> Trace | None:
+    """The trace of the call that this task serves; None unless it is recorded."""
+    api = _api()
+    span = api.get_current_span() if api else None
+    return Trace(span) if span is not None and span.is_recording() else None
+
+
+def metadata() -> Sequence[tuple[str, str]] | None:
+    """What hands the trace of the call that this task serves on to a call that it makes."""
+    api = _api()
+    return _written(_below(api.get_current_span())) if api else None
+
+
+@contextmanager
+def calling(name: str) -> Iterator[Sequence[tuple[str, str]] | None]:
+    """A span of a client's call, below the caller's own span if it has one; gives the metadata to call with."""
+    api = _api()
+    if api is None:
+        yield None
+        return
+    span = _start(name, None, kind=api.SpanKind.CLIENT)
+    with _ended(span):
+        yield _written(_below(span))
+
+
+@contextmanager
+def serving(method: MethodDescriptor, given: Sequence[tuple[str, str | bytes]]) -> Iterator[None]:
+    """A span of a call that is served, below the one that its metadata names."""
+    api = _api()
+    carrier = {key: value for key, value in given or () if key in ("traceparent", "tracestate")} if api else {}
+    if api is None or not (carrier or method.full_name == _BEGINS):
+        yield
+        return
+    from opentelemetry.context import Context
+
+    above = _propagator().extract(carrier, Context())
+    span = _start(f"{method.containing_service.name}/{method.name}", above, kind=api.SpanKind.SERVER)
+    with _ended(span), api.use_span(span, record_exception=False, set_status_on_exception=False):
+        yield
+
+
+@contextmanager
+def _ended(span: Span) -> Iterator[None]:
+    """End a span, as failed when an error passes. The error's name says which; its text may quote the request."""
+    from opentelemetry.trace import StatusCode
+
+    try:
+        yield
+    except Exception as error:  # not those by which a call is left early
+        span.set_status(StatusCode.ERROR, type(error).__name__)
+        raise
+    finally:
+        span.end()
+
+
+def _api() -> Any:
+    """OpenTelemetry's tracing, if this process has loaded it: by `start`, or in an application that traces itself."""
+    return sys.modules.get("opentelemetry.trace")
+
+
+def _start(name: str, above: Context | None, **options: Any) -> Span:
+    span: Span = _api().get_tracer("coppice", coppice.__version__).start_span(name, above, **options)
+    return span
+
+
+def _below(span: Span) -> Context:
+    context: Context = _api().set_span_in_context(span)
+    return context
+
+
+def _propagator() -> Any:
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    return TraceContextTextMapPropagator()
+
+
+def _written(context: Context) -> Sequence[tuple[str, str]]:
+    carrier: dict[str, str] = {}
+    _propagator().inject(carrier, context)
+    return tuple(carrier.items())

@@ -1,0 +1,84 @@
+"""One request as operators see it: its counts, its line in the log and its spans. None of them holds text."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+import structlog
+
+from coppice.messages.generation import Finished
+from coppice.rpc.tracing import Facts, current
+from coppice.telemetry import OrchestratorMetrics
+
+from .step import Step
+
+log = structlog.get_logger()
+
+
+class Account:
+    """Kept from a request's arrival to its end."""
+
+    def __init__(self, metrics: OrchestratorMetrics) -> None:
+        self.id = secrets.token_hex(12)
+        """names the request in logs; its sessions are named after it"""
+        self.metrics, self.trace = metrics, current()
+        self.result: Finished | None = None
+        """what was answered so far; None until the request is decoded"""
+        self.policy = ""
+        self.queue_ns = 0
+        self._arrived = time.perf_counter_ns()
+
+    def admitted(self) -> None:
+        """The request has a seat."""
+        now = time.perf_counter_ns()
+        self.queue_ns = now - self._arrived
+        if self.trace is not None:
+            self.trace.add("queue", self._arrived, now)
+
+    def first_token(self, began: int, now: int) -> None:
+        """The prompt was prefilled, which began at `began`, and the first token is there."""
+        assert self.result
+        self.metrics.first_token_seconds.observe((now - self._arrived) / 1e9)
+        self.metrics.prompt_tokens.inc(self.result.prompt_tokens)
+        self.metrics.tokens.inc()
+        if self.trace is not None:
+            self.trace.add("prefill", began, now, prompt_tokens=self.result.prompt_tokens)
+
+    def step(self, step: Step, head: str, tokens: int) -> None:
+        """Count a step that has just ended. head: whose tree was verified, empty for none or several."""
+        accepted = len(step.judged.accepted)
+        self.metrics.step(self.policy, step.num_verified, accepted, tokens, step.took_ns / 1e9)
+        if head:
+            self.metrics.routed.labels(head).inc()
+        if self.trace is not None and self.trace.samples(step.number):
+            self._trace_step(step, head, accepted)
+
+    def _trace_step(self, step: Step, head: str, accepted: int) -> None:
+        assert self.trace
+        now, timings = time.perf_counter_ns(), step.judged.timings
+        verify_ns = step.transport_ns + timings.total_ns
+        parts = {"draft": step.draft_ns, "verify": verify_ns}
+        parts["commit"] = max(0, step.took_ns - sum(parts.values()))
+        facts: Facts = {"step": step.number, "head": head, "verified": step.num_verified, "accepted": accepted}
+        self.trace.add("step", now - step.took_ns, now, parts, **facts)
+
+    def ended(self, outcome: str) -> None:
+        """Count the request and log it. outcome: why its text ended, else the status that it failed with."""
+        seconds, result = (time.perf_counter_ns() - self._arrived) / 1e9, self.result
+        self.metrics.requests.labels(outcome).inc()
+        if result is not None and outcome == result.finish_reason:
+            self.metrics.request_seconds.observe(seconds)
+        lengths = result.accept_lengths if result else []
+        facts: Facts = {
+            "id": self.id,
+            "policy": self.policy,
+            "prompt_tokens": result.prompt_tokens if result else 0,
+            "new_tokens": result.new_tokens if result else 0,
+            "tau": round(sum(lengths) / len(lengths), 2) if lengths else 0.0,
+            "seconds": round(seconds, 4),
+            "finish_reason": outcome,
+        }
+        log.info("request", **facts)
+        if self.trace is not None:
+            self.trace.describe(**facts)

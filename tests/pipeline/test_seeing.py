@@ -1,0 +1,253 @@
+"""What operators see of a request: metrics under vLLM's names, a line in the log, and one trace."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.request import urlopen
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+import coppice
+from coppice.client.client import Client
+from coppice.stack.launch import Stack
+from coppice.stack.spec import HeadSpec, StackSpec
+
+ROOT = Path(__file__).parents[2]
+PROMPT = (5, 6, 7, 8, 5, 6, 7)
+NEW_TOKENS = 24
+
+# Every series that vLLM's dashboard of speculative decoding asks for
+# (examples/observability/dashboards/grafana/vllm_speculative_decoding.json of vllm-project/vllm).
+DASHBOARD = (
+    "vllm:spec_decode_num_drafts_total",
+    "vllm:spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+    "vllm:generation_tokens_total",
+    "vllm:inter_token_latency_seconds_bucket",
+    "vllm:inter_token_latency_seconds_sum",
+    "vllm:inter_token_latency_seconds_count",
+    "vllm:num_requests_running",
+)
+OTHERS = (
+    "vllm:prompt_tokens_total",
+    "vllm:time_to_first_token_seconds_bucket",
+    "vllm:e2e_request_latency_seconds_bucket",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+)
+
+
+def scraped(stack: Stack) -> dict[str, list[Sample]]:
+    """What the orchestrator exposes, by name."""
+    with urlopen(f"http://{stack.orchestrator.metrics}/metrics") as page:
+        families = list(text_string_to_metric_families(page.read().decode()))
+    found: dict[str, list[Sample]] = {}
+    for sample in [sample for family in families for sample in family.samples]:
+        found.setdefault(sample.name, []).append(sample)
+    return found
+
+
+def total(samples: dict[str, list[Sample]], name: str) -> float:
+    return sum(sample.value for sample in samples.get(name, []))
+
+
+def test_vllms_dashboard_finds_every_series(stack: Stack, client: Client, target: Path) -> None:
+    before = scraped(stack)
+    answer = client.generate(PROMPT, policy="single:self", max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    after = scraped(stack)
+    for name in (*DASHBOARD, *OTHERS):
+        assert after[name], name
+        for sample in after[name]:
+            assert sample.labels["model_name"] == target.name
+            assert sample.labels["engine"] == "0"
+    assert all(sample.labels["position"].isdigit() for sample in after[DASHBOARD[3]])
+
+    def grew(name: str) -> float:
+        return total(after, f"vllm:{name}") - total(before, f"vllm:{name}")
+
+    steps, accepted = len(answer.accept_lengths), sum(answer.accept_lengths) - len(answer.accept_lengths)
+    assert grew("generation_tokens_total") == NEW_TOKENS
+    assert grew("prompt_tokens_total") == len(PROMPT)
+    assert grew("inter_token_latency_seconds_count") == steps
+    assert grew("spec_decode_num_drafts_total") == sum(nodes > 0 for nodes in answer.verified_nodes)
+    assert grew("spec_decode_num_draft_tokens_total") == sum(answer.verified_nodes)
+    # The last step may have accepted more than the limit let through.
+    assert accepted <= grew("spec_decode_num_accepted_tokens_total") <= sum(answer.verified_nodes)
+    assert grew("spec_decode_num_accepted_tokens_per_pos_total") == grew("spec_decode_num_accepted_tokens_total")
+    assert grew("time_to_first_token_seconds_count") == grew("e2e_request_latency_seconds_count") == 1
+    assert grew("time_to_first_token_seconds_sum") <= grew("e2e_request_latency_seconds_sum")
+    (info,) = after["coppice_model_info"]
+    assert info.labels == {"model_name": target.name, "dtype": "float32", "version": coppice.__version__}
+
+
+def test_a_step_without_a_draft_is_no_draft_and_has_a_latency(stack: Stack, client: Client) -> None:
+    before = scraped(stack)
+    client.generate(PROMPT, policy="plain", max_new_tokens=6, ignore_eos=True)
+    after = scraped(stack)
+    for name, grown in (("spec_decode_num_drafts_total", 0), ("inter_token_latency_seconds_count", 5)):
+        assert total(after, f"vllm:{name}") - total(before, f"vllm:{name}") == grown
+
+
+def test_running_requests_and_kv_are_seen_while_they_last(stack: Stack, client: Client) -> None:
+    events = client.stream(PROMPT, policy="plain", max_new_tokens=500, ignore_eos=True)
+    next(events)
+    seen = (0.0, 0.0)
+    until = time.monotonic() + 10
+    while not all(seen) and time.monotonic() < until:  # verifiers are looked at once a second
+        next(events, None)
+        now = scraped(stack)
+        seen = total(now, "vllm:num_requests_running"), max(seen[1], total(now, "vllm:kv_cache_usage_perc"))
+    list(events)
+    assert seen[0] == 1
+    assert 0 < seen[1] < 1
+
+
+def lines_of(stack: Stack) -> list[str]:
+    """The lines about requests in the orchestrator's log."""
+    assert stack.log_dir
+    text = (stack.log_dir / "orchestrator.log").read_text(encoding="utf-8")
+    return [line for line in text.splitlines() if re.search(r"\] request ", line)]
+
+
+def test_a_request_has_one_line_in_the_log(stack: Stack, client: Client) -> None:
+    before = len(lines_of(stack))
+    answer = client.generate(PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    with pytest.raises(coppice.errors.InvalidField):
+        client.generate(PROMPT, policy="single:nobody")
+    answered, refused = lines_of(stack)[before:]
+    fields = dict(re.findall(r"(\w+)=(\S+)", answered))
+    assert fields.keys() == {"id", "policy", "prompt_tokens", "new_tokens", "tau", "seconds", "finish_reason"}
+    assert (fields["prompt_tokens"], fields["new_tokens"]) == (str(len(PROMPT)), str(NEW_TOKENS))
+    assert float(fields["tau"]) == pytest.approx(answer.tau, abs=0.01)
+    assert fields["finish_reason"] == "length"
+    assert "finish_reason=invalid_argument" in refused
+
+
+# --- traces ---
+
+APPLICATION = """
+import sys
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.trace import get_tracer, set_tracer_provider
+from coppice import Client
+
+address, collector, new_tokens, prompt = sys.argv[1:]
+provider = TracerProvider(resource=Resource.create({"service.name": "application"}))
+provider.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter(collector)))
+set_tracer_provider(provider)
+with get_tracer("application").start_as_current_span("question"), Client(address) as client:
+    client.generate(prompt, policy="merge", max_new_tokens=int(new_tokens), ignore_eos=True)
+"""
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """Keeps the spans that it is sent, by service."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, Span]] = []
+
+    def Export(
+        self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        for resource in request.resource_spans:
+            facts = {fact.key: fact.value.string_value for fact in resource.resource.attributes}
+            found = [span for scope in resource.scope_spans for span in scope.spans]
+            self.spans += [(facts["service.name"], span) for span in found]
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@contextmanager
+def collecting() -> Iterator[tuple[Collector, str]]:
+    """A collector and its endpoint."""
+    collector, server = Collector(), grpc.server(ThreadPoolExecutor(4))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield collector, f"http://127.0.0.1:{port}"
+    finally:
+        server.stop(0)
+
+
+def facts_of(span: Span) -> dict[str, str]:
+    """A span's attributes."""
+    return {fact.key: str(getattr(fact.value, fact.value.WhichOneof("value"))) for fact in span.attributes}
+
+
+def traced_stack(target: Path, endpoint: str, sample: float, log_dir: Path) -> Stack:
+    told = {"telemetry.otlp_endpoint": endpoint, "telemetry.sample": sample}
+    heads = (HeadSpec("self", "lm", target), HeadSpec("lookup", "lookup"))
+    extra = {role: dict(told) for role in ("verifier", "drafter", "orchestrator")}
+    extra["orchestrator"]["orchestrator.draft_deadline_ms"] = 2000
+    spec = StackSpec(target=target, heads=heads, dtype="float32", verifier_threads=1, drafter_threads=1, extra=extra)
+    return Stack(spec, log_dir=log_dir)
+
+
+def test_a_request_is_one_trace_through_every_process(target: Path, tmp_path: Path) -> None:
+    with collecting() as (collector, endpoint):
+        with traced_stack(target, endpoint, 0.0, tmp_path / "logs") as stack:
+            with Client(stack.address) as client:
+                client.generate(PROMPT, max_new_tokens=4, ignore_eos=True)  # its caller does not trace: sampled away
+            command = [sys.executable, "-c", APPLICATION, stack.address, endpoint, "64", "a b a b"]
+            subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+        spans = list(collector.spans)  # services have sent all they had when they ended
+    by_id = {span.span_id: (service, span) for service, span in spans}
+    assert len({span.trace_id for _, span in spans}) == 1
+    found = {
+        (service, span.name, by_id[span.parent_span_id][1].name if span.parent_span_id else "")
+        for service, span in spans
+    }
+    orchestrator, verifier = "coppice-orchestrator", "coppice-verifier"
+    assert found == {
+        ("application", "question", ""),
+        ("application", "generate", "question"),
+        (orchestrator, "GenerationService/Generate", "generate"),
+        *((orchestrator, name, "GenerationService/Generate") for name in ("queue", "prefill", "step")),
+        *((orchestrator, name, "step") for name in ("draft", "verify", "commit")),
+        (verifier, "VerifierService/Verify", "GenerationService/Generate"),
+        *((verifier, name, "VerifierService/Verify") for name in ("prefill", "step")),
+        *((verifier, part, name) for name in ("prefill", "step") for part in ("queue", "forward", "accept")),
+        *(
+            (f"coppice-drafter-{head}", *edge)
+            for head in ("self", "lookup")
+            for edge in (
+                ("DrafterService/Draft", "GenerationService/Generate"),
+                ("open", "DrafterService/Draft"),
+                ("draft", "DrafterService/Draft"),
+                ("queue", "draft"),
+                ("forward", "draft"),
+            )
+        ),
+    }
+    for service in (orchestrator, verifier, "coppice-drafter-self"):
+        steps = [step for name, span in spans if name == service and (step := facts_of(span).get("step"))]
+        assert steps == [str(step) for step in range(1, 8 * len(steps), 8)], service
+    assert all(span.start_time_unix_nano <= span.end_time_unix_nano for _, span in spans)
+    (request,) = [span for _, span in spans if span.name == "GenerationService/Generate"]
+    assert facts_of(request)["new_tokens"] == "64"
+    assert {key for _, span in spans for key in facts_of(span)} == {
+        *("id", "policy", "prompt_tokens", "new_tokens", "tau", "seconds", "finish_reason"),
+        *("step", "head", "verified", "accepted", "tokens", "rows", "sessions"),
+    }
+
+
+def test_a_collector_that_is_away_costs_no_answer(target: Path, tmp_path: Path) -> None:
+    with traced_stack(target, "http://127.0.0.1:9", 1.0, tmp_path / "logs") as stack, Client(stack.address) as client:
+        assert client.generate(PROMPT, max_new_tokens=8, ignore_eos=True).new_tokens == 8
+    assert not stack.unclean
