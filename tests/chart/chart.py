@@ -27,7 +27,7 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "models": {"claim": "models"},
             "settings": {
                 "server": {"log_level": "warning", "grace_s": 30},
-                "telemetry": {"otlp_endpoint": "http://collector.monitoring:4317"},
+                "telemetry": {"otlp_endpoint": "http://outside:4317"},
             },
             "drafters": [{"name": "mine", "kind": "specblock", "path": "/models/mine", "adapt": True}],
             "defaults": {"nodeSelector": {"pool": "gpu"}, "tolerations": [{"key": "spot", "operator": "Exists"}]},

@@ -14,7 +14,7 @@ from coppice.stack.launch import MODULES, SERVICES
 from tests.chart.chart import PLAIN, component, containers, environment, objects, of_kind, pods
 
 DNS = 53
-HOST_PORT = re.compile(r"(?:dns:|@|^)([a-z][a-z0-9-]*):([0-9]+)")
+HOST_PORT = re.compile(r"(?:dns:|@|//|^)([a-z][a-z0-9-]*):([0-9]+)")
 Call = tuple[str, str, int]
 """Who calls, who is called, at which port; ends outside the release are called by what a policy says of them"""
 

@@ -108,7 +108,7 @@ async def test_an_answer_that_is_left_unread_holds_a_bounded_number_of_bytes(sta
         assert (await call.read()).WhichOneof("kind") == "started"
         process = psutil.Process(stack.orchestrator.pid)
         before = process.memory_info().rss
-        while metric(stack.orchestrator.metrics, "coppice_requests_running"):
+        while metric(stack.orchestrator.metrics, "vllm:num_requests_running"):
             time.sleep(0.2)  # noqa: ASYNC251  # nobody reads meanwhile
         assert process.memory_info().rss - before < 32 << 20
         assert await read(call, []) is grpc.StatusCode.UNAVAILABLE

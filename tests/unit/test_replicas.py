@@ -80,7 +80,7 @@ async def test_a_verifier_that_loaded_something_else_serves_nobody(change: dict[
     pool = TargetPool(list(verifiers.told), Dialer())
     for replica in pool.replicas:
         replica.stub = SimpleNamespace(DescribeTarget=lambda *_, replica=replica, **__: verifiers.answer(replica))
-        await pool.describe(replica, 1.0)
+        await pool.describe(replica)
     assert [not replica.unfit for replica in pool.replicas] == [True, fit]
     for replica in pool.replicas:
         await replica.channel.close()
