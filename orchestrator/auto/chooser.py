@@ -129,7 +129,12 @@ class Chooser:
             if settled:
                 known.plain.see(known.load, step.seconds - step.rows_s)
             return
-        arm = known.arms[name]
+        if name == CASCADE:  # a step that asked its first head alone says what that head takes
+            both = len(step.asked) > 1
+            text.asked(both)
+            arm = known.arms[text.pair() if both else SINGLE + text.arms[name].policy.heads[step.asked[0]]]
+        else:
+            arm = known.arms[name]
         arm.rounds[text.sampled] += 1 / max(1, len(self.texts))
         known.plain.bound(known.load, step.seconds - step.rows_s)
         extra_s = max(0.0, step.seconds - (known.plain.at(known.load) or step.seconds))
@@ -189,7 +194,7 @@ class Chooser:
             own = sum([each.own[name].steps for each in self.texts]) / count
             usual = sum([each.usual(name).steps for each in self.texts]) / count
             doubt = math.sqrt(gain * (1 + gain) * (1 / (TEXT_STEPS + own) + 1 / (FIRST_STEPS + usual)))
-            seconds = self.statistics.step_s(name)
+            seconds = text.step_s(name)
             worth[name] = Worth(1 + gain, seconds, (1 + gain) / seconds, (1 + gain + doubt) / seconds)
         return worth
 

@@ -10,7 +10,8 @@ from .arms import CASCADE, PLAIN, SINGLE, arms_of
 from .statistics import Gain, Statistics
 
 FIRST_GAIN, FIRST_STEPS = 1.0, 4.0  # what an arm is thought to gain before it was tried, and how many steps that weighs
-JOINT_GAIN = 1.1  # of the best head's gain, before route or merge was tried
+JOINT_GAIN = 1.1  # of the best head's gain, before route, merge or a cascade was tried
+FIRST_SHARE = 0.5  # of a cascade's steps that ask both heads, before it was tried
 TEXT_STEPS = 12.0  # steps of a text that weigh as much as what was known before it
 TEXT_MEMORY = 24.0  # steps of an arm in a text that count: a text may go from prose to code
 
@@ -35,6 +36,8 @@ class TextEstimates:
         """heads that have taken in the text"""
         self.own = {name: Gain() for name in self.arms}
         """what each arm gained in this text"""
+        self.own_share = Gain()
+        """1 for each step of a cascade that asked both heads, 0 for the others"""
 
     def usual(self, name: str) -> Gain:
         """What an arm gained in all texts that are drawn as this one."""
@@ -47,6 +50,18 @@ class TextEstimates:
         joint = JOINT_GAIN * max(usual.values())
         usual |= {name: self.usual(name).mean(joint, FIRST_STEPS) for name in self.arms if name not in usual}
         return {name: self.own[name].mean(gain, TEXT_STEPS) for name, gain in usual.items()}
+
+    def step_s(self, name: str) -> float:
+        """What a step of an arm takes. How often a cascade asks both heads belongs to the text."""
+        if name != CASCADE:
+            return self.statistics.step_s(name)
+        quick_s, both_s = self._cascade_s()
+        usual = self.statistics.share_of_both[self.sampled].mean(FIRST_SHARE, FIRST_STEPS)
+        return quick_s + self.own_share.mean(usual, TEXT_STEPS) * (both_s - quick_s)
+
+    def pair(self) -> str:
+        """What the statistics call the present cascade."""
+        return CASCADE + ":" + "/".join([self.arms[CASCADE].policy.heads[at] for at in self.arms[CASCADE].heads])
 
     def pair_heads(self) -> None:
         """Make a cascade of the quickest head and of the one that commits most tokens a second behind it."""
@@ -63,15 +78,21 @@ class TextEstimates:
         }
         self.arms[CASCADE] = replace(cascade, heads=(quick, max(rates, key=rates.__getitem__)))
 
+    def _cascade_s(self) -> tuple[float, float]:
+        """What a step of the cascade takes that asks the first head alone, and one that asks both."""
+        cascade, known = self.arms[CASCADE], self.statistics
+        quick_s, second_s = [known.step_s(SINGLE + cascade.policy.heads[at]) for at in cascade.heads]
+        plain_s, extra_s = known.step_s(PLAIN), known.arms[self.pair()].extra.at(known.load)
+        return quick_s, quick_s + second_s - plain_s if extra_s is None else plain_s + extra_s
+
     def goes_on(self, promised: float) -> bool:
         """Whether a cascade's step is faster with its second head, if the first one promises so many accepted drafts.
 
         It is the step's own rate that counts: what the first head does not know must be passed in any case.
         """
-        cascade, known = self.arms[CASCADE], self.statistics
-        quick, second = [SINGLE + cascade.policy.heads[at] for at in cascade.heads]
-        quick_s = known.step_s(quick)
-        both_s = quick_s + known.step_s(second) - known.step_s(PLAIN)
+        cascade = self.arms[CASCADE]
+        second = SINGLE + cascade.policy.heads[cascade.heads[1]]
+        quick_s, both_s = self._cascade_s()
         return (1 + max(promised, self.gains()[second])) / both_s > (1 + promised) / quick_s
 
     def gained(self, name: str, accepted: int) -> None:
@@ -79,6 +100,12 @@ class TextEstimates:
         self.usual(name).see(accepted)
         self.own[name].fade(1 - 1 / TEXT_MEMORY)
         self.own[name].see(accepted)
+
+    def asked(self, both: bool) -> None:
+        """Take in whether a step of the cascade asked both heads."""
+        self.statistics.share_of_both[self.sampled].see(both)
+        self.own_share.fade(1 - 1 / TEXT_MEMORY)
+        self.own_share.see(both)
 
     def opening_s(self, name: str) -> float:
         """What it takes beside a usual step until the heads of an arm have taken in the text, as far as is known."""
