@@ -129,7 +129,9 @@ class Machine:
             chances[head] = [chance * one for chance, one in zip(chances[head], sees, strict=True)]
         right = {head: [rng.random() < chance for chance in mine] for head, mine in chances.items()}
         blur = [rng.gauss(0, 0.1) for _ in range(tokens)]
-        return Text(chances, right, blur, TextEstimates(self.chooser.statistics, self.names), world.tokens)
+        prompt = [rng.randrange(60) if rng.random() < 0.5 else 60 + 60 * domain + rng.randrange(60) for _ in range(40)]
+        estimates = TextEstimates(self.chooser.statistics, self.names, prompt=prompt)
+        return Text(chances, right, blur, estimates, world.tokens)
 
     def _draft(self, text: Text, now: float) -> None:
         """Choose, and make the tree; `ready` says when the step is at the verifier."""

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from .arms import CASCADE, PLAIN, SINGLE, Arm
 from .statistics import Statistics
-from .text_estimates import FIRST_STEPS, TEXT_STEPS, TextEstimates, Turn
+from .text_estimates import BOTH, FIRST_STEPS, TEXT_STEPS, TextEstimates, Turn
 
 PLAIN_STEPS = 4  # that come first at every load: of the first three only the fastest counts
 LEARN = 5  # rounds that a new head is played for: the first takes in the text, of the next three the fastest counts
@@ -97,6 +97,7 @@ class Chooser:
     def _begin(self, text: TextEstimates) -> None:
         """A text joins."""
         self.texts.append(text)
+        text.begin()
         self.statistics.load = len(self.texts).bit_length()
         self._trying = 0  # it would have to open what is tried
         if self._now == CASCADE:
@@ -109,6 +110,7 @@ class Chooser:
         """A text ends, or never began."""
         if text in self.texts:
             self.texts.remove(text)
+            text.end()
             self.statistics.load = len(self.texts).bit_length()
             self.statistics.forget(text.steps)
 
@@ -131,7 +133,7 @@ class Chooser:
             return
         if name == CASCADE:  # a step that asked its first head alone says what that head takes
             both = len(step.asked) > 1
-            text.asked(both)
+            text.gained(BOTH, both)
             arm = known.arms[text.pair() if both else SINGLE + text.arms[name].policy.heads[step.asked[0]]]
         else:
             arm = known.arms[name]

@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from .arms import PLAIN, SINGLE
+from .similarity import Ended
 
 COLD = 3  # take the fastest of an arm's first three steps: the first ones include warm-up
 RATE = 0.1  # of the averages of seconds: a machine that slows down is noticed within ten steps
@@ -97,16 +98,14 @@ class Statistics:
     """texts under way, in powers of two: 1; 2 and 3; 4 to 7"""
     steps: int = 0
     """of all texts so far"""
-    share_of_both: tuple[Gain, Gain] = field(default_factory=lambda: (Gain(), Gain()))
-    """1 for each step of a cascade that asked both heads, 0 for the others; of greedy and of sampled texts"""
+    ended: tuple[Ended[dict[str, Gain]], Ended[dict[str, Gain]]] = field(default_factory=lambda: (Ended(), Ended()))
+    """what arms gained in greedy texts, and in sampled ones"""
 
     def forget(self, steps: int) -> None:
         """Let what was seen of gains before the latest steps count less."""
         for arm in self.arms.values():
             for gain in arm.gains:
                 gain.fade(math.exp(-steps / MEMORY))
-        for share in self.share_of_both:
-            share.fade(math.exp(-steps / MEMORY))
 
     def step_s(self, name: str) -> float:
         """What a step of an arm takes at this load, as far as is known."""

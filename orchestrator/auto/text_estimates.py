@@ -7,13 +7,16 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from .arms import CASCADE, PLAIN, SINGLE, arms_of
+from .similarity import sketch
 from .statistics import Gain, Statistics
 
 FIRST_GAIN, FIRST_STEPS = 1.0, 4.0  # what an arm is thought to gain before it was tried, and how many steps that weighs
 JOINT_GAIN = 1.1  # of the best head's gain, before route, merge or a cascade was tried
 FIRST_SHARE = 0.5  # of a cascade's steps that ask both heads, before it was tried
+ALIKE_STEPS = 8.0  # steps in texts like this one that weigh as much as those in all texts
 TEXT_STEPS = 12.0  # steps of a text that weigh as much as what was known before it
 TEXT_MEMORY = 24.0  # steps of an arm in a text that count: a text may go from prose to code
+BOTH = "both"  # a cascade's steps gain 1 of this where they ask both heads, 0 where they do not
 
 
 class Turn(NamedTuple):
@@ -27,17 +30,32 @@ class Turn(NamedTuple):
 class TextEstimates:
     """One session's text: what arms gained in it. It reads and fills the statistics of all texts."""
 
-    def __init__(self, statistics: Statistics, heads: Sequence[str], sampled: bool = False) -> None:
+    def __init__(
+        self, statistics: Statistics, heads: Sequence[str], sampled: bool = False, prompt: Sequence[int] = ()
+    ) -> None:
+        """prompt: the ids by which it is like other texts, or not."""
         self.statistics, self.sampled = statistics, sampled
+        self._sketch = sketch(prompt)
         self.arms = {arm.name: arm for arm in arms_of(heads)}
         self.steps = 0
         self.turn = Turn(PLAIN, None, False)
         self.opened: set[int] = set()
         """heads that have taken in the text"""
-        self.own = {name: Gain() for name in self.arms}
+        self.own = {name: Gain() for name in (*self.arms, BOTH)}
         """what each arm gained in this text"""
-        self.own_share = Gain()
-        """1 for each step of a cascade that asked both heads, 0 for the others"""
+        self._alike = {name: Gain() for name in self.own}
+        """what each arm gained in texts like this one"""
+
+    def begin(self) -> None:
+        """Take in what the texts that this one is like gained, each as far as it is."""
+        for share, own in self.statistics.ended[self.sampled].like(self._sketch):
+            for name in own.keys() & self._alike.keys():
+                self._alike[name].total += share * own[name].total
+                self._alike[name].steps += share * own[name].steps
+
+    def end(self) -> None:
+        """Leave what it gained to the texts that will be like this one."""
+        self.statistics.ended[self.sampled].add(self._sketch, self.own)
 
     def usual(self, name: str) -> Gain:
         """What an arm gained in all texts that are drawn as this one."""
@@ -49,15 +67,18 @@ class TextEstimates:
         usual = {PLAIN: 0.0} | {name: self.usual(name).mean(FIRST_GAIN, FIRST_STEPS) for name in heads}
         joint = JOINT_GAIN * max(usual.values())
         usual |= {name: self.usual(name).mean(joint, FIRST_STEPS) for name in self.arms if name not in usual}
-        return {name: self.own[name].mean(gain, TEXT_STEPS) for name, gain in usual.items()}
+        return {name: self._mean(name, gain) for name, gain in usual.items()}
+
+    def _mean(self, name: str, usual: float) -> float:
+        """What an arm gains in this text, where it gains `usual` in all texts."""
+        return self.own[name].mean(self._alike[name].mean(usual, ALIKE_STEPS), TEXT_STEPS)
 
     def step_s(self, name: str) -> float:
         """What a step of an arm takes. How often a cascade asks both heads belongs to the text."""
         if name != CASCADE:
             return self.statistics.step_s(name)
         quick_s, both_s = self._cascade_s()
-        usual = self.statistics.share_of_both[self.sampled].mean(FIRST_SHARE, FIRST_STEPS)
-        return quick_s + self.own_share.mean(usual, TEXT_STEPS) * (both_s - quick_s)
+        return quick_s + self._mean(BOTH, self.usual(BOTH).mean(FIRST_SHARE, FIRST_STEPS)) * (both_s - quick_s)
 
     def pair(self) -> str:
         """What the statistics call the present cascade."""
@@ -100,12 +121,6 @@ class TextEstimates:
         self.usual(name).see(accepted)
         self.own[name].fade(1 - 1 / TEXT_MEMORY)
         self.own[name].see(accepted)
-
-    def asked(self, both: bool) -> None:
-        """Take in whether a step of the cascade asked both heads."""
-        self.statistics.share_of_both[self.sampled].see(both)
-        self.own_share.fade(1 - 1 / TEXT_MEMORY)
-        self.own_share.see(both)
 
     def opening_s(self, name: str) -> float:
         """What it takes beside a usual step until the heads of an arm have taken in the text, as far as is known."""
