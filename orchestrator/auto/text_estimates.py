@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -41,17 +42,17 @@ class TextEstimates:
         self.turn = Turn(PLAIN, None, False)
         self.opened: set[int] = set()
         """heads that have taken in the text"""
-        self.own = {name: Gain() for name in (*self.arms, BOTH)}
-        """what each arm gained in this text"""
-        self._alike = {name: Gain() for name in self.own}
+        self.own: defaultdict[str, Gain] = defaultdict(Gain)
+        """what each arm gained in this text; a cascade by its pair of heads"""
+        self._alike: defaultdict[str, Gain] = defaultdict(Gain)
         """what each arm gained in texts like this one"""
 
     def begin(self) -> None:
         """Take in what the texts that this one is like gained, each as far as it is."""
         for share, own in self.statistics.ended[self.sampled].like(self._sketch):
-            for name in own.keys() & self._alike.keys():
-                self._alike[name].total += share * own[name].total
-                self._alike[name].steps += share * own[name].steps
+            for name, gain in own.items():
+                self._alike[name].total += share * gain.total
+                self._alike[name].steps += share * gain.steps
 
     def end(self) -> None:
         """Leave what it gained to the texts that will be like this one."""
@@ -59,30 +60,33 @@ class TextEstimates:
 
     def usual(self, name: str) -> Gain:
         """What an arm gained in all texts that are drawn as this one."""
-        return self.statistics.arms[name].gains[self.sampled]
+        return self.statistics.arms[self.key(name)].gains[self.sampled]
+
+    def key(self, name: str) -> str:
+        """What gains of an arm are kept under: those of a cascade under the pair of its heads."""
+        if name != CASCADE:
+            return name
+        cascade = self.arms[CASCADE]
+        return CASCADE + ":" + "/".join([cascade.policy.heads[at] for at in cascade.heads])
 
     def gains(self) -> dict[str, float]:
         """Accepted drafts a step to be expected of each arm."""
         heads = [name for name in self.arms if name.startswith(SINGLE)]
-        usual = {PLAIN: 0.0} | {name: self.usual(name).mean(FIRST_GAIN, FIRST_STEPS) for name in heads}
-        joint = JOINT_GAIN * max(usual.values())
-        usual |= {name: self.usual(name).mean(joint, FIRST_STEPS) for name in self.arms if name not in usual}
-        return {name: self._mean(name, gain) for name, gain in usual.items()}
+        gains = {PLAIN: 0.0} | {name: self._mean(name, FIRST_GAIN) for name in heads}
+        joint = JOINT_GAIN * max(gains.values())
+        return gains | {name: self._mean(name, joint) for name in self.arms if name not in gains}
 
-    def _mean(self, name: str, usual: float) -> float:
-        """What an arm gains in this text, where it gains `usual` in all texts."""
-        return self.own[name].mean(self._alike[name].mean(usual, ALIKE_STEPS), TEXT_STEPS)
+    def _mean(self, name: str, first: float) -> float:
+        """What an arm gains in this text; `first` before it was tried anywhere."""
+        key, usual = self.key(name), self.usual(name).mean(first, FIRST_STEPS)
+        return self.own[key].mean(self._alike[key].mean(usual, ALIKE_STEPS), TEXT_STEPS)
 
     def step_s(self, name: str) -> float:
         """What a step of an arm takes. How often a cascade asks both heads belongs to the text."""
         if name != CASCADE:
             return self.statistics.step_s(name)
         quick_s, both_s = self._cascade_s()
-        return quick_s + self._mean(BOTH, self.usual(BOTH).mean(FIRST_SHARE, FIRST_STEPS)) * (both_s - quick_s)
-
-    def pair(self) -> str:
-        """What the statistics call the present cascade."""
-        return CASCADE + ":" + "/".join([self.arms[CASCADE].policy.heads[at] for at in self.arms[CASCADE].heads])
+        return quick_s + self._mean(BOTH, FIRST_SHARE) * (both_s - quick_s)
 
     def pair_heads(self) -> None:
         """Make a cascade of the quickest head and of the one that commits most tokens a second behind it."""
@@ -103,7 +107,7 @@ class TextEstimates:
         """What a step of the cascade takes that asks the first head alone, and one that asks both."""
         cascade, known = self.arms[CASCADE], self.statistics
         quick_s, second_s = [known.step_s(SINGLE + cascade.policy.heads[at]) for at in cascade.heads]
-        plain_s, extra_s = known.step_s(PLAIN), known.arms[self.pair()].extra.at(known.load)
+        plain_s, extra_s = known.step_s(PLAIN), known.arms[self.key(CASCADE)].extra.at(known.load)
         return quick_s, quick_s + second_s - plain_s if extra_s is None else plain_s + extra_s
 
     def goes_on(self, promised: float) -> bool:
@@ -119,8 +123,9 @@ class TextEstimates:
     def gained(self, name: str, accepted: int) -> None:
         """Take in what an arm gained in a step, or would have gained."""
         self.usual(name).see(accepted)
-        self.own[name].fade(1 - 1 / TEXT_MEMORY)
-        self.own[name].see(accepted)
+        own = self.own[self.key(name)]
+        own.fade(1 - 1 / TEXT_MEMORY)
+        own.see(accepted)
 
     def opening_s(self, name: str) -> float:
         """What it takes beside a usual step until the heads of an arm have taken in the text, as far as is known."""
