@@ -194,8 +194,8 @@ class Chooser:
                 continue
             gain = sum([each[name] for each in gains]) / count
             own = sum([each.own[each.key(name)].steps for each in self.texts]) / count
-            usual = sum([each.usual(name).steps for each in self.texts]) / count
-            doubt = math.sqrt(gain * (1 + gain) * (1 / (TEXT_STEPS + own) + 1 / (FIRST_STEPS + usual)))
+            before = sum([each.steps_before(name) for each in self.texts]) / count
+            doubt = math.sqrt(gain * (1 + gain) * (1 / (TEXT_STEPS + own) + 1 / (FIRST_STEPS + before)))
             seconds = text.step_s(name)
             worth[name] = Worth(1 + gain, seconds, (1 + gain) / seconds, (1 + gain + doubt) / seconds)
         return worth

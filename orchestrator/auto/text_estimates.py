@@ -62,6 +62,12 @@ class TextEstimates:
         """What an arm gained in all texts that are drawn as this one."""
         return self.statistics.arms[self.key(name)].gains[self.sampled]
 
+    def steps_before(self, name: str) -> float:
+        """Steps of an arm in other texts, as far as they say what it gains in this one: those in texts unlike it
+        say little.
+        """
+        return min(ALIKE_STEPS, self.usual(name).steps) + self._alike[self.key(name)].steps
+
     def key(self, name: str) -> str:
         """What gains of an arm are kept under: those of a cascade under the pair of its heads."""
         if name != CASCADE:
