@@ -18,7 +18,9 @@ and its load, and all sessions share them (statistics.py). Four rules choose:
    hardly ever.
 
 A cascade asks the quickest head first, and the one that goes best with it where the step is faster so (`goes_on` in
-text_estimates.py). Only a single text is played so.
+text_estimates.py). That a quick n-gram head answers where a text repeats itself, and a trained one where it does not,
+is known from suffix trees beside trained drafters (Oliaro et al., SuffixDecoding, 2024). There a fixed number decides,
+here the seconds that both take. Only a single text is played so.
 
 Luck is one standard deviation of what is known of a gain. The choice is deterministic given what steps took and gained.
 """

@@ -1,4 +1,6 @@
-"""What each arm is expected to gain in one text: by all texts before it, and more and more by its own steps."""
+"""What each arm is expected to gain in one text: by all texts before it, by those that it is like, and more and more by
+its own steps.
+"""
 
 from __future__ import annotations
 

@@ -19,8 +19,10 @@ STEP = StepSeen(0.013, 0.0, accepted=0)
 class Session:
     """A text and the chooser of its process, driven as the policy drives them."""
 
-    def __init__(self, chooser: Chooser, heads: Sequence[str], sampled: bool = False) -> None:
-        self.chooser, self.text = chooser, TextEstimates(chooser.statistics, heads, sampled)
+    def __init__(
+        self, chooser: Chooser, heads: Sequence[str], sampled: bool = False, prompt: Sequence[int] = ()
+    ) -> None:
+        self.chooser, self.text = chooser, TextEstimates(chooser.statistics, heads, sampled, prompt)
 
     def decide(self, hint: int | None) -> Arm:
         return self.chooser.decide(self.text, hint)
@@ -238,6 +240,28 @@ def test_what_all_heads_together_are_worth_is_guessed_from_each() -> None:
     assert not known["merge"].extra.by_load
     gains = Session(chooser, ("a", "b")).text.gains()
     assert gains["single:b"] < gains["merge"] < 1.3 * gains["single:b"]
+
+
+PROMPTS = {"code": list(range(100, 140)), "story": list(range(200, 240))}
+SUITS = {"code": {"single:a": 3, "single:b": 0}, "story": {"single:a": 0, "single:b": 3}}
+
+
+def answered(chooser: Chooser, kind: str, number: int, steps: int = 60) -> list[str]:
+    """The choices of a text of a kind, and of one that shares half of its tokens with the others of that kind."""
+    text = Session(chooser, ("a", "b"), prompt=[*PROMPTS[kind][number % 7 :: 2], *range(20)])
+    chosen = live(text, {"route": 1, "merge": 1} | SUITS[kind], steps)
+    text.close()
+    return chosen
+
+
+def test_a_text_begins_with_what_suited_texts_like_it() -> None:
+    chooser = Chooser()
+    for number in range(40):
+        answered(chooser, ("code", "story")[number % 2], number)
+    code = [arm for number in range(3) for arm in answered(chooser, "code", number)[:8]]
+    story = [arm for number in range(3) for arm in answered(chooser, "story", number)[:8]]
+    assert code.count("single:a") >= 16
+    assert story.count("single:b") >= 16
 
 
 def test_what_it_takes_to_open_a_head_is_known_and_is_over_once_it_took_in_the_text() -> None:
