@@ -111,6 +111,11 @@ class TargetPool(Pool[VerifierReplica]):
         """
         return _LAST_RESORT_S if len(self._by_address) == 1 else max(_LEAST_DEADLINE_S, 10 * replica.verify_s)
 
+    @property
+    def prefill_s(self) -> float:
+        """How long a prefill may take, with the wait for KV before it. The only replica has as long as the call."""
+        return self._dialer.limits.call_s if len(self._by_address) == 1 else _PREFILL_S
+
 
 def _identity(told: TargetDescription) -> tuple[object, ...]:
     shape = told.vocab_size, told.layers, told.hidden_size, told.eos_ids, told.dtype
@@ -206,7 +211,7 @@ class TargetSession:
         opening = replace(self._opening, session=f"{self._opening.session}.{self._streams}", ids=list(ids))
         self._replica, self._call = replica, replica.stub.Verify(metadata=metadata())
         replica.taken()
-        answer = await self._exchange(verifier.verify_request_to_wire(opening), _PREFILL_S)
+        answer = await self._exchange(verifier.verify_request_to_wire(opening), self._pool.prefill_s)
         if not isinstance(answer, SessionOpened):
             raise InternalError("the verifier answered open with a verdict")
         return answer

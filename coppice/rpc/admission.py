@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from coppice.errors import Overloaded
 
 _SHORTEST_HINT_S, _LONGEST_HINT_S = 0.1, 60.0
+_TRIES = 4  # of those who were refused, for each place that becomes free
 
 
 class Admission:
@@ -20,6 +21,7 @@ class Admission:
         self.what, self.capacity, self.queued, self.wait_s = what, capacity, queued, wait_s
         self.used = 0
         self._held_s = 0.0  # moving average of how long units are held
+        self._next_back = 0.0  # when the latest who was refused is to come back
         self._waiting: deque[asyncio.Event] = deque()
 
     @property
@@ -43,10 +45,15 @@ class Admission:
             self._held_s = 0.9 * (self._held_s or held) + 0.1 * held
             self._wake()
 
-    def _full(self, why: str) -> Overloaded:
-        """The refusal, with a guess at when there is room again: when those who wait will have had their turn."""
-        turns = (len(self._waiting) + 1) / self.capacity
-        return Overloaded(why, min(_LONGEST_HINT_S, max(_SHORTEST_HINT_S, self._held_s * turns)))
+    def _full(self, units: int, why: str) -> Overloaded:
+        """The refusal, with a hint when to come back. Whoever is refused is told a later time than the one before, so
+        that those who come back are a few times as many as there is room for by then, however many were refused.
+        """
+        now = time.monotonic()
+        later = max(now + _SHORTEST_HINT_S, self._next_back) + self._held_s * units / self.capacity / _TRIES
+        longest = min(_LONGEST_HINT_S, _SHORTEST_HINT_S + _TRIES * self._held_s)
+        self._next_back = min(later, now + longest)
+        return Overloaded(why, self._next_back - now)
 
     def check(self, units: int = 1) -> bool:
         """Whether `admit` would have them hold at once; else they wait. Raises Overloaded when it would, at once."""
@@ -55,7 +62,7 @@ class Admission:
         if not self._waiting and self.used + units <= self.capacity:
             return True
         if len(self._waiting) >= self.queued:
-            raise self._full(f"no {self.what} free and {len(self._waiting)} requests waiting")
+            raise self._full(units, f"no {self.what} free and {len(self._waiting)} requests waiting")
         return False
 
     async def _acquire(self, units: int) -> None:
@@ -76,7 +83,7 @@ class Admission:
                     await called.wait()
             self.used += units
         except TimeoutError:
-            raise self._full(f"no {self.what} became free within {self.wait_s:g} s") from None
+            raise self._full(units, f"no {self.what} became free within {self.wait_s:g} s") from None
         finally:
             self._waiting.remove(called)
             self._wake()

@@ -9,6 +9,7 @@ import socket
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -87,6 +88,27 @@ async def test_an_answer_that_started_is_not_refused_for_want_of_kv(stack: Stack
     refused = [kinds for code, kinds in zip(codes, heard, strict=True) if code is grpc.StatusCode.RESOURCE_EXHAUSTED]
     assert refused == [[]]
     assert all(kinds[0] == "started" for kinds in heard if kinds)
+
+
+async def test_of_thirty_long_requests_those_that_started_are_served(tmp_path: Path) -> None:
+    """The default KV holds sixteen of 3,900 tokens. The others wait for it, here for two seconds, and did not start."""
+    target = make_target(tmp_path / "target", VOCAB, max_len=4096)
+    queue = {"verifier": {"limits.queue_s": 2}}
+    with Stack(StackSpec(target=target, dtype="float32", extra=queue), log_dir=tmp_path) as long:
+        async with connected(long) as stub:
+            calls = [stub.Generate(request(new=3892)) for _ in range(30)]
+            heard: list[list[str]] = [[] for _ in calls]
+            reading = [asyncio.create_task(read(call, kinds)) for call, kinds in zip(calls, heard, strict=True)]
+            for ended in itertools.islice(asyncio.as_completed(reading), 14):
+                await ended
+            await asyncio.sleep(3)
+            refused = [kinds for task, kinds in zip(reading, heard, strict=True) if task.done()]
+            for call in calls:
+                call.cancel()
+            codes = await asyncio.gather(*reading)
+    assert refused == [[]] * 14
+    assert codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED) == 14
+    assert [kinds[0] for kinds in heard if kinds] == ["started"] * 16
 
 
 async def test_an_answer_that_is_not_read_holds_no_seat(stack: Stack) -> None:

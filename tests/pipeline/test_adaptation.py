@@ -24,6 +24,7 @@ from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.weights.versions import Weights, pack_update
 from services.adapter.push import DrafterLink
+from tests.faults.campaign.adaptation import QUICK
 from tests.pipeline.test_feature_heads import KINDS, PROMPTS, heads, target
 from tests.pushes import altered
 
@@ -33,20 +34,11 @@ NEW = 40
 SAMPLINGS = (SamplingParams(), SamplingParams(temperature=0.7, seed=3), SamplingParams(temperature=1.0, seed=4))
 POLICIES = ("single:block", "single:eagle", "route", "merge")
 PUSHES = 5000 if os.environ.get("COPPICE_PROOF") else 200
-FLAGS = {
-    "adapter.head_samples": 8,
-    "adapter.full_samples": 2,
-    "adapter.poll_s": 0.3,
-    "bandit.warmup_queries": 2,
-    "bandit.interval": 2,
-    "bandit.exploration": 1.0,
-    "bandit.cold_events": 1000,
-}
 
 
 @pytest.fixture(scope="module")
 def spec(target: Path, heads: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> StackSpec:
-    signals = {"adaptation.window": 12, "adaptation.stride": 4, "adaptation.timeout_s": 0.5}
+    signals = {**QUICK["drafter"], "adaptation.timeout_s": 0.5}
     deadline = {"orchestrator.draft_deadline_ms": 20_000}
     folder = tmp_path_factory.mktemp("adapter")
     return StackSpec(
@@ -57,7 +49,7 @@ def spec(target: Path, heads: dict[str, Path], tmp_path_factory: pytest.TempPath
         drafter_threads=1,
         adapt=True,
         extra={
-            "adapter": FLAGS | signals | {"adapter.folder": folder},
+            "adapter": {**QUICK["adapter"], **signals, "adapter.folder": folder},
             "orchestrator": signals | deadline,
             "drafter": signals,
         },

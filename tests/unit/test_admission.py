@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -107,3 +108,31 @@ async def test_those_who_wait_are_served_in_order() -> None:
     assert small.holds
     small.leave()
     await asyncio.gather(*(caller.task for caller in (*held, large, small)))
+
+
+async def test_those_who_are_refused_come_back_as_fast_as_places_become_free() -> None:
+    """However many they are: what they are told is spread over time, a few of them for each place."""
+    held_s, capacity = 0.2, 4
+    admission = Admission("seats", capacity, queued=0, wait_s=1)
+    async with admission.admit():
+        await asyncio.sleep(held_s)
+    callers = [Caller(admission, 1) for _ in range(capacity)]
+    await asyncio.sleep(0)
+
+    def hints(count: int) -> list[float]:
+        told = []
+        for _ in range(count):
+            with pytest.raises(Overloaded) as refused:
+                admission.check()
+            told.append(refused.value.retry_after_s)
+        return told
+
+    first = hints(40)
+    assert first[0] == pytest.approx(0.1 + held_s / capacity / 4, abs=0.02)
+    assert first[39] - first[0] == pytest.approx(39 * held_s / capacity / 4, rel=0.2)
+    assert max(hints(400)) <= 0.1 + 4 * 1.5 * held_s  # nobody needs to wait for more than a few turns
+    await asyncio.sleep(1.2)
+    assert hints(1)[0] == pytest.approx(first[0], abs=0.02)
+    for caller in callers:
+        caller.leave()
+    await asyncio.gather(*(caller.task for caller in callers))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from coppice.messages.steps import TargetDescription
+from coppice.errors import DeadlineExceeded, Unavailable
+from coppice.messages.steps import OpenSession, TargetDescription
 from coppice.rpc.channels import Dialer
+from coppice.speculation.sampling import SamplingParams
 from coppice.v1 import verifier_pb2
 from coppice.wire.verifier import target_to_wire
-from orchestrator import replicas
+from orchestrator import replicas, verifiers
 from orchestrator.replicas import Replica
-from orchestrator.verifiers import TargetPool, VerifierReplica
+from orchestrator.verifiers import TargetPool, TargetSession, VerifierReplica
+from tests.recorder import server_of
 
 
 async def test_trouble_that_comes_back_is_left_alone_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,11 +80,43 @@ class Verifiers:
 )
 async def test_a_verifier_that_loaded_something_else_serves_nobody(change: dict[str, Any], fit: bool) -> None:
     first = TargetDescription("t", 100, 512, 6, 32, (0,), "float32", 4096, weights_hash=bytes(32))
-    verifiers = Verifiers(first, replace(first, **change))
-    pool = TargetPool(list(verifiers.told), Dialer())
+    described = Verifiers(first, replace(first, **change))
+    pool = TargetPool(list(described.told), Dialer())
     for replica in pool.replicas:
-        replica.stub = SimpleNamespace(DescribeTarget=lambda *_, replica=replica, **__: verifiers.answer(replica))
+        replica.stub = SimpleNamespace(DescribeTarget=lambda *_, replica=replica, **__: described.answer(replica))
         await pool.describe(replica)
     assert [not replica.unfit for replica in pool.replicas] == [True, fit]
     for replica in pool.replicas:
         await replica.channel.close()
+
+
+class Slow:
+    """A verifier with many prompts before the one that is asked for."""
+
+    async def Verify(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        async for _ in requests:
+            await asyncio.sleep(0.5)
+            yield verifier_pb2.VerifyResponse(opened=verifier_pb2.SessionOpened(next={"drawn_id": 5}))
+
+    async def FetchFeatures(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        raise NotImplementedError
+        yield
+
+    async def DescribeTarget(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+
+async def test_the_only_verifier_is_not_given_up_while_it_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifiers, "_PREFILL_S", 0.1)
+    opening = OpenSession("s", [1], SamplingParams(), frozenset(), 8)
+    async with server_of(verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"], Slow()) as server:
+        pool = TargetPool([server.address], Dialer(), failover_s=0.2)
+        session = TargetSession(pool, opening)
+        opened = await session.open([1])
+        assert opened.next.drawn_id == 5
+        session.close()
+        pool.update([server.address, "127.0.0.1:1"])  # there may be a quicker one
+        with pytest.raises((DeadlineExceeded, Unavailable)):
+            await TargetSession(pool, opening).open([1])
+        for replica in pool.replicas:
+            await replica.channel.close()
