@@ -109,3 +109,11 @@ class Rejection(_message.Message):
     top_log_probs: _containers.RepeatedScalarFieldContainer[float]
     tail: float
     def __init__(self, position: _Optional[int] = ..., parent: _Optional[int] = ..., target_id: _Optional[int] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_log_probs: _Optional[_Iterable[float]] = ..., tail: _Optional[float] = ...) -> None: ...
+
+class TopLogProbs(_message.Message):
+    __slots__ = ("ids", "log_probs")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    log_probs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ...) -> None: ...

@@ -15,43 +15,43 @@ _sym_db = _symbol_database.Default()
 from coppice.v1 import common_pb2 as coppice_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x63oppice/v1/generation.proto\x12\ncoppice.v1\x1a\x17\x63oppice/v1/common.proto\"\x84\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12#\n\x03ids\x18\x02 \x01(\x0b\x32\x14.coppice.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.coppice.v1.ChatH\x00\x12\x12\n\nresume_ids\x18\x04 \x03(\r\x12&\n\x08sampling\x18\x05 \x01(\x0b\x32\x14.coppice.v1.Sampling\x12\x16\n\x0emax_new_tokens\x18\x06 \x01(\r\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x0e\n\x06policy\x18\x08 \x01(\t\x12\x13\n\x06\x62udget\x18\t \x01(\rH\x01\x88\x01\x01\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x16\n\x0ewant_log_probs\x18\x0b \x01(\x08\x12+\n\x0b\x61\x63\x63\x65pt_rule\x18\x0c \x01(\x0e\x32\x16.coppice.v1.AcceptRule\x12\x11\n\tuncoupled\x18\r \x01(\x08\x12\x12\n\nwant_trees\x18\x0e \x01(\x08\x42\x08\n\x06promptB\t\n\x07_budget\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.coppice.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x90\x01\n\x10GenerateResponse\x12&\n\x07started\x18\x01 \x01(\x0b\x32\x13.coppice.v1.StartedH\x00\x12\"\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x11.coppice.v1.ChunkH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.coppice.v1.FinishedH\x00\x42\x06\n\x04kind\"O\n\x07Started\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\r\n\x05heads\x18\x03 \x03(\t\x12\x0e\n\x06\x62udget\x18\x04 \x01(\r\"\x93\x01\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12(\n\x07origins\x18\x03 \x03(\x0e\x32\x17.coppice.v1.TokenOrigin\x12\x11\n\tlog_probs\x18\x04 \x03(\x02\x12\x0e\n\x06pieces\x18\x05 \x03(\t\x12\"\n\x04tree\x18\x06 \x01(\x0b\x32\x14.coppice.v1.StepTree\"\x94\x01\n\x08StepTree\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x11\n\tlog_probs\x18\x03 \x03(\x02\x12\x10\n\x08\x66orwards\x18\x04 \x03(\r\x12\x0e\n\x06pieces\x18\x05 \x03(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x03(\r\x12\x0c\n\x04root\x18\x07 \x01(\r\x12\x12\n\nroot_piece\x18\x08 \x01(\t\"\x8c\x02\n\x08\x46inished\x12/\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x18.coppice.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x12\n\nnew_tokens\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\r\x12\x16\n\x0e\x61\x63\x63\x65pt_lengths\x18\x05 \x03(\r\x12\x0e\n\x06routed\x18\x06 \x03(\x11\x12\x16\n\x0everified_nodes\x18\x07 \x03(\r\x12\x13\n\x0blate_drafts\x18\x08 \x01(\r\x12\x12\n\nbad_drafts\x18\t \x01(\r\x12,\n\x07timings\x18\n \x01(\x0b\x32\x1b.coppice.v1.GenerateTimings\"\x82\x02\n\x0fGenerateTimings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x03\x12\x12\n\nprefill_ns\x18\x02 \x01(\x03\x12\x10\n\x08\x64raft_ns\x18\x03 \x01(\x03\x12\x14\n\x0ctransport_ns\x18\x04 \x01(\x03\x12\x11\n\tverify_ns\x18\x05 \x01(\x03\x12\x11\n\taccept_ns\x18\x06 \x01(\x03\x12\x11\n\tcommit_ns\x18\x07 \x01(\x03\x12\x19\n\x11target_forward_ns\x18\x08 \x01(\x03\x12\x17\n\x0fhead_forward_ns\x18\t \x01(\x03\x12\x11\n\tdecode_ns\x18\n \x01(\x03\x12\x0f\n\x07step_ns\x18\x0b \x03(\x03\x12\x10\n\x08split_ns\x18\x0c \x03(\x03\"\x16\n\x14\x44\x65scribeModelRequest\"\xa7\x02\n\x15\x44\x65scribeModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x0f\n\x07max_len\x18\x03 \x01(\r\x12\r\n\x05heads\x18\x04 \x03(\t\x12\x10\n\x08policies\x18\x05 \x03(\t\x12\x16\n\x0e\x64\x65\x66\x61ult_policy\x18\x06 \x01(\t\x12\x16\n\x0e\x64\x65\x66\x61ult_budget\x18\x07 \x01(\r\x12\x15\n\rhas_tokenizer\x18\x08 \x01(\x08\x12\x19\n\x11has_chat_template\x18\t \x01(\x08\x12\x0f\n\x07running\x18\n \x01(\r\x12\x0f\n\x07version\x18\x0b \x01(\t\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x01H\x00\x88\x01\x01\x42\x15\n\x13_repetition_penalty*T\n\nAcceptRule\x12\x1b\n\x17\x41\x43\x43\x45PT_RULE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x41\x43\x43\x45PT_RULE_KEYED\x10\x01\x12\x12\n\x0e\x41\x43\x43\x45PT_RULE_PQ\x10\x02*Z\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x15\n\x11TOKEN_ORIGIN_ROOT\x10\x01\x12\x16\n\x12TOKEN_ORIGIN_DRAFT\x10\x02*v\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x32\xb2\x01\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.coppice.v1.GenerateRequest\x1a\x1c.coppice.v1.GenerateResponse0\x01\x12T\n\rDescribeModel\x12 .coppice.v1.DescribeModelRequest\x1a!.coppice.v1.DescribeModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x63oppice/v1/generation.proto\x12\ncoppice.v1\x1a\x17\x63oppice/v1/common.proto\"\xce\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12#\n\x03ids\x18\x02 \x01(\x0b\x32\x14.coppice.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.coppice.v1.ChatH\x00\x12\x12\n\nresume_ids\x18\x04 \x03(\r\x12&\n\x08sampling\x18\x05 \x01(\x0b\x32\x14.coppice.v1.Sampling\x12\x16\n\x0emax_new_tokens\x18\x06 \x01(\r\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x0e\n\x06policy\x18\x08 \x01(\t\x12\x13\n\x06\x62udget\x18\t \x01(\rH\x01\x88\x01\x01\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x16\n\x0ewant_log_probs\x18\x0b \x01(\x08\x12+\n\x0b\x61\x63\x63\x65pt_rule\x18\x0c \x01(\x0e\x32\x16.coppice.v1.AcceptRule\x12\x11\n\tuncoupled\x18\r \x01(\x08\x12\x12\n\nwant_trees\x18\x0e \x01(\x08\x12\x15\n\rtop_log_probs\x18\x0f \x01(\r\x12\x1d\n\x15want_prompt_log_probs\x18\x10 \x01(\x08\x12\x12\n\nmin_tokens\x18\x11 \x01(\rB\x08\n\x06promptB\t\n\x07_budget\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.coppice.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x90\x01\n\x10GenerateResponse\x12&\n\x07started\x18\x01 \x01(\x0b\x32\x13.coppice.v1.StartedH\x00\x12\"\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x11.coppice.v1.ChunkH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.coppice.v1.FinishedH\x00\x42\x06\n\x04kind\"\xaa\x01\n\x07Started\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\r\n\x05heads\x18\x03 \x03(\t\x12\x0e\n\x06\x62udget\x18\x04 \x01(\r\x12\x12\n\nprompt_ids\x18\x05 \x03(\r\x12\x18\n\x10prompt_log_probs\x18\x06 \x03(\x02\x12+\n\nprompt_top\x18\x07 \x03(\x0b\x32\x17.coppice.v1.TopLogProbs\"\xb9\x01\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12(\n\x07origins\x18\x03 \x03(\x0e\x32\x17.coppice.v1.TokenOrigin\x12\x11\n\tlog_probs\x18\x04 \x03(\x02\x12\x0e\n\x06pieces\x18\x05 \x03(\t\x12\"\n\x04tree\x18\x06 \x01(\x0b\x32\x14.coppice.v1.StepTree\x12$\n\x03top\x18\x07 \x03(\x0b\x32\x17.coppice.v1.TopLogProbs\"\x94\x01\n\x08StepTree\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x11\n\tlog_probs\x18\x03 \x03(\x02\x12\x10\n\x08\x66orwards\x18\x04 \x03(\r\x12\x0e\n\x06pieces\x18\x05 \x03(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x03(\r\x12\x0c\n\x04root\x18\x07 \x01(\r\x12\x12\n\nroot_piece\x18\x08 \x01(\t\"\x8c\x02\n\x08\x46inished\x12/\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x18.coppice.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x12\n\nnew_tokens\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\r\x12\x16\n\x0e\x61\x63\x63\x65pt_lengths\x18\x05 \x03(\r\x12\x0e\n\x06routed\x18\x06 \x03(\x11\x12\x16\n\x0everified_nodes\x18\x07 \x03(\r\x12\x13\n\x0blate_drafts\x18\x08 \x01(\r\x12\x12\n\nbad_drafts\x18\t \x01(\r\x12,\n\x07timings\x18\n \x01(\x0b\x32\x1b.coppice.v1.GenerateTimings\"\x82\x02\n\x0fGenerateTimings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x03\x12\x12\n\nprefill_ns\x18\x02 \x01(\x03\x12\x10\n\x08\x64raft_ns\x18\x03 \x01(\x03\x12\x14\n\x0ctransport_ns\x18\x04 \x01(\x03\x12\x11\n\tverify_ns\x18\x05 \x01(\x03\x12\x11\n\taccept_ns\x18\x06 \x01(\x03\x12\x11\n\tcommit_ns\x18\x07 \x01(\x03\x12\x19\n\x11target_forward_ns\x18\x08 \x01(\x03\x12\x17\n\x0fhead_forward_ns\x18\t \x01(\x03\x12\x11\n\tdecode_ns\x18\n \x01(\x03\x12\x0f\n\x07step_ns\x18\x0b \x03(\x03\x12\x10\n\x08split_ns\x18\x0c \x03(\x03\"\x16\n\x14\x44\x65scribeModelRequest\"\xa7\x02\n\x15\x44\x65scribeModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x0f\n\x07max_len\x18\x03 \x01(\r\x12\r\n\x05heads\x18\x04 \x03(\t\x12\x10\n\x08policies\x18\x05 \x03(\t\x12\x16\n\x0e\x64\x65\x66\x61ult_policy\x18\x06 \x01(\t\x12\x16\n\x0e\x64\x65\x66\x61ult_budget\x18\x07 \x01(\r\x12\x15\n\rhas_tokenizer\x18\x08 \x01(\x08\x12\x19\n\x11has_chat_template\x18\t \x01(\x08\x12\x0f\n\x07running\x18\n \x01(\r\x12\x0f\n\x07version\x18\x0b \x01(\t\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x01H\x00\x88\x01\x01\x42\x15\n\x13_repetition_penalty*T\n\nAcceptRule\x12\x1b\n\x17\x41\x43\x43\x45PT_RULE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x41\x43\x43\x45PT_RULE_KEYED\x10\x01\x12\x12\n\x0e\x41\x43\x43\x45PT_RULE_PQ\x10\x02*Z\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x15\n\x11TOKEN_ORIGIN_ROOT\x10\x01\x12\x16\n\x12TOKEN_ORIGIN_DRAFT\x10\x02*v\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x32\xb2\x01\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.coppice.v1.GenerateRequest\x1a\x1c.coppice.v1.GenerateResponse0\x01\x12T\n\rDescribeModel\x12 .coppice.v1.DescribeModelRequest\x1a!.coppice.v1.DescribeModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'coppice.v1.generation_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_ACCEPTRULE']._serialized_start=1964
-  _globals['_ACCEPTRULE']._serialized_end=2048
-  _globals['_TOKENORIGIN']._serialized_start=2050
-  _globals['_TOKENORIGIN']._serialized_end=2140
-  _globals['_FINISHREASON']._serialized_start=2142
-  _globals['_FINISHREASON']._serialized_end=2260
+  _globals['_ACCEPTRULE']._serialized_start=2168
+  _globals['_ACCEPTRULE']._serialized_end=2252
+  _globals['_TOKENORIGIN']._serialized_start=2254
+  _globals['_TOKENORIGIN']._serialized_end=2344
+  _globals['_FINISHREASON']._serialized_start=2346
+  _globals['_FINISHREASON']._serialized_end=2464
   _globals['_GENERATEREQUEST']._serialized_start=69
-  _globals['_GENERATEREQUEST']._serialized_end=457
-  _globals['_TOKENIDS']._serialized_start=459
-  _globals['_TOKENIDS']._serialized_end=482
-  _globals['_CHAT']._serialized_start=484
-  _globals['_CHAT']._serialized_end=533
-  _globals['_CHATMESSAGE']._serialized_start=535
-  _globals['_CHATMESSAGE']._serialized_end=579
-  _globals['_GENERATERESPONSE']._serialized_start=582
-  _globals['_GENERATERESPONSE']._serialized_end=726
-  _globals['_STARTED']._serialized_start=728
-  _globals['_STARTED']._serialized_end=807
-  _globals['_CHUNK']._serialized_start=810
-  _globals['_CHUNK']._serialized_end=957
-  _globals['_STEPTREE']._serialized_start=960
-  _globals['_STEPTREE']._serialized_end=1108
-  _globals['_FINISHED']._serialized_start=1111
-  _globals['_FINISHED']._serialized_end=1379
-  _globals['_GENERATETIMINGS']._serialized_start=1382
-  _globals['_GENERATETIMINGS']._serialized_end=1640
-  _globals['_DESCRIBEMODELREQUEST']._serialized_start=1642
-  _globals['_DESCRIBEMODELREQUEST']._serialized_end=1664
-  _globals['_DESCRIBEMODELRESPONSE']._serialized_start=1667
-  _globals['_DESCRIBEMODELRESPONSE']._serialized_end=1962
-  _globals['_GENERATIONSERVICE']._serialized_start=2263
-  _globals['_GENERATIONSERVICE']._serialized_end=2441
+  _globals['_GENERATEREQUEST']._serialized_end=531
+  _globals['_TOKENIDS']._serialized_start=533
+  _globals['_TOKENIDS']._serialized_end=556
+  _globals['_CHAT']._serialized_start=558
+  _globals['_CHAT']._serialized_end=607
+  _globals['_CHATMESSAGE']._serialized_start=609
+  _globals['_CHATMESSAGE']._serialized_end=653
+  _globals['_GENERATERESPONSE']._serialized_start=656
+  _globals['_GENERATERESPONSE']._serialized_end=800
+  _globals['_STARTED']._serialized_start=803
+  _globals['_STARTED']._serialized_end=973
+  _globals['_CHUNK']._serialized_start=976
+  _globals['_CHUNK']._serialized_end=1161
+  _globals['_STEPTREE']._serialized_start=1164
+  _globals['_STEPTREE']._serialized_end=1312
+  _globals['_FINISHED']._serialized_start=1315
+  _globals['_FINISHED']._serialized_end=1583
+  _globals['_GENERATETIMINGS']._serialized_start=1586
+  _globals['_GENERATETIMINGS']._serialized_end=1844
+  _globals['_DESCRIBEMODELREQUEST']._serialized_start=1846
+  _globals['_DESCRIBEMODELREQUEST']._serialized_end=1868
+  _globals['_DESCRIBEMODELRESPONSE']._serialized_start=1871
+  _globals['_DESCRIBEMODELRESPONSE']._serialized_end=2166
+  _globals['_GENERATIONSERVICE']._serialized_start=2467
+  _globals['_GENERATIONSERVICE']._serialized_end=2645
 # @@protoc_insertion_point(module_scope)

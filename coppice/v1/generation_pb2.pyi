@@ -37,7 +37,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "ids", "chat", "resume_ids", "sampling", "max_new_tokens", "stop", "policy", "budget", "ignore_eos", "want_log_probs", "accept_rule", "uncoupled", "want_trees")
+    __slots__ = ("text", "ids", "chat", "resume_ids", "sampling", "max_new_tokens", "stop", "policy", "budget", "ignore_eos", "want_log_probs", "accept_rule", "uncoupled", "want_trees", "top_log_probs", "want_prompt_log_probs", "min_tokens")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,9 @@ class GenerateRequest(_message.Message):
     ACCEPT_RULE_FIELD_NUMBER: _ClassVar[int]
     UNCOUPLED_FIELD_NUMBER: _ClassVar[int]
     WANT_TREES_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    WANT_PROMPT_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     text: str
     ids: TokenIds
     chat: Chat
@@ -66,7 +69,10 @@ class GenerateRequest(_message.Message):
     accept_rule: AcceptRule
     uncoupled: bool
     want_trees: bool
-    def __init__(self, text: _Optional[str] = ..., ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., resume_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., policy: _Optional[str] = ..., budget: _Optional[int] = ..., ignore_eos: bool = ..., want_log_probs: bool = ..., accept_rule: _Optional[_Union[AcceptRule, str]] = ..., uncoupled: bool = ..., want_trees: bool = ...) -> None: ...
+    top_log_probs: int
+    want_prompt_log_probs: bool
+    min_tokens: int
+    def __init__(self, text: _Optional[str] = ..., ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., resume_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., policy: _Optional[str] = ..., budget: _Optional[int] = ..., ignore_eos: bool = ..., want_log_probs: bool = ..., accept_rule: _Optional[_Union[AcceptRule, str]] = ..., uncoupled: bool = ..., want_trees: bool = ..., top_log_probs: _Optional[int] = ..., want_prompt_log_probs: bool = ..., min_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -99,32 +105,40 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("prompt_tokens", "policy", "heads", "budget")
+    __slots__ = ("prompt_tokens", "policy", "heads", "budget", "prompt_ids", "prompt_log_probs", "prompt_top")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     HEADS_FIELD_NUMBER: _ClassVar[int]
     BUDGET_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOP_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     policy: str
     heads: _containers.RepeatedScalarFieldContainer[str]
     budget: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., policy: _Optional[str] = ..., heads: _Optional[_Iterable[str]] = ..., budget: _Optional[int] = ...) -> None: ...
+    prompt_ids: _containers.RepeatedScalarFieldContainer[int]
+    prompt_log_probs: _containers.RepeatedScalarFieldContainer[float]
+    prompt_top: _containers.RepeatedCompositeFieldContainer[_common_pb2.TopLogProbs]
+    def __init__(self, prompt_tokens: _Optional[int] = ..., policy: _Optional[str] = ..., heads: _Optional[_Iterable[str]] = ..., budget: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., prompt_log_probs: _Optional[_Iterable[float]] = ..., prompt_top: _Optional[_Iterable[_Union[_common_pb2.TopLogProbs, _Mapping]]] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("text", "ids", "origins", "log_probs", "pieces", "tree")
+    __slots__ = ("text", "ids", "origins", "log_probs", "pieces", "tree", "top")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     ORIGINS_FIELD_NUMBER: _ClassVar[int]
     LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     PIECES_FIELD_NUMBER: _ClassVar[int]
     TREE_FIELD_NUMBER: _ClassVar[int]
+    TOP_FIELD_NUMBER: _ClassVar[int]
     text: str
     ids: _containers.RepeatedScalarFieldContainer[int]
     origins: _containers.RepeatedScalarFieldContainer[TokenOrigin]
     log_probs: _containers.RepeatedScalarFieldContainer[float]
     pieces: _containers.RepeatedScalarFieldContainer[str]
     tree: StepTree
-    def __init__(self, text: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[TokenOrigin, str]]] = ..., log_probs: _Optional[_Iterable[float]] = ..., pieces: _Optional[_Iterable[str]] = ..., tree: _Optional[_Union[StepTree, _Mapping]] = ...) -> None: ...
+    top: _containers.RepeatedCompositeFieldContainer[_common_pb2.TopLogProbs]
+    def __init__(self, text: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[TokenOrigin, str]]] = ..., log_probs: _Optional[_Iterable[float]] = ..., pieces: _Optional[_Iterable[str]] = ..., tree: _Optional[_Union[StepTree, _Mapping]] = ..., top: _Optional[_Iterable[_Union[_common_pb2.TopLogProbs, _Mapping]]] = ...) -> None: ...
 
 class StepTree(_message.Message):
     __slots__ = ("tokens", "parents", "log_probs", "forwards", "pieces", "accepted", "root", "root_piece")
