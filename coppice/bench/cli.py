@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Measure: speed, exactness, the cost of a step, rows of a forward, adaptation, the papers' tables.",
     no_args_is_help=True,
+    add_completion=False,
 )
 paper = typer.Typer(help="One of the papers' tables, measured on these models.", no_args_is_help=True)
 app.add_typer(paper, name="paper")
@@ -199,7 +200,7 @@ def with_heads(options: Options, kinds: Sequence[str], default: Sequence[str] = 
     spec = options.spec(default)
     chosen = tuple(head for head in spec.heads if head.kind in kinds)
     if not chosen:
-        raise InvalidField("heads", f"none is of kind {', '.join(kinds)}")
+        raise InvalidField("head", f"none is of kind {', '.join(kinds)}")
     return replace(spec, heads=chosen)
 
 

@@ -80,6 +80,8 @@ class Completion(Ending):
             "new_tokens": self.new_tokens,
             "steps": self.steps,
             "tau": self.tau,
+            "tokens_per_s": self.tokens_per_s,
+            "ttft_s": self.ttft_s,
             "accept_lengths": list(self.accept_lengths),
             "policy": self.policy,
             "heads": list(self.heads),

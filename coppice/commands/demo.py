@@ -23,6 +23,7 @@ from coppice.bench.questions import spread
 from coppice.bench.report import HF_GENERATE, Report, exactness_checks, make_row
 from coppice.client.client import Client
 from coppice.client.completion import Accumulator, Completion
+from coppice.commands.answers import figures
 from coppice.commands.tree_picture import longest, show
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.machine import usable_cores
@@ -99,9 +100,7 @@ def stream_coloured(console: Console, client: Client, prompt: FilePrompt, trees:
             for piece, origin in zip(event.pieces, event.origins, strict=True):
                 console.print(Text(piece, style=STYLES[origin]), end="", soft_wrap=True)
     completion = answer.completion()
-    drafted = sum(origin is Origin.DRAFT for origin in completion.origins)
-    speed = f"tau {completion.tau:.2f}, {completion.tokens_per_s:.1f} tokens/s"
-    console.print(Text(f"\n{drafted} of {completion.new_tokens} tokens drafted, {speed}"), style="dim")
+    console.print(Text(f"\n{figures(completion)}"), style="dim")
     if completion.trees:
         console.print("the draft tree of the step that accepted most:", style="dim")
         show(longest(completion.trees), console)

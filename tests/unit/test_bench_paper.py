@@ -99,8 +99,8 @@ def test_a_path_that_cannot_be_written_is_refused_before_a_start(
 def test_drafting_has_a_check_for_each_head_budget_and_temperature(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", VOCAB, layers=8, hidden=HIDDEN, tokenizer=False)
     file, folder = tmp_path / "out.json", save_random(tmp_path / "head", "eagle3")
-    asked = ["paper", "drafting", "--target", str(target), "--heads", "look=lookup", "--dtype", "float32", "--n", "5"]
-    code, said = told(*asked, "--heads", f"eagle=eagle3:{folder}", "--json", str(file))
+    asked = ["paper", "drafting", "--target", str(target), "--head", "look=lookup", "--dtype", "float32", "--n", "5"]
+    code, said = told(*asked, "--head", f"eagle=eagle3:{folder}", "--json", str(file))
     assert code == 0, said
     written = json.loads(file.read_text())
     names = [f"eagle, budget {budget}, T {hot}: draft over its forwards" for budget in (8, 31) for hot in (0, 1)]

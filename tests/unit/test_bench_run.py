@@ -84,7 +84,7 @@ def test_too_few_heads_are_a_usage_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    arguments = ["bench", "run", "--target", str(tmp_path), "--heads", "l=lookup", "--methods", "route"]
+    arguments = ["bench", "run", "--target", str(tmp_path), "--head", "l=lookup", "--methods", "route"]
     monkeypatch.setattr(sys, "argv", ["coppice", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()

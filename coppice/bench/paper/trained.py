@@ -78,7 +78,11 @@ class HeadCache:
         lines = options.data or recorded_lines(folder) or ["code=python:stdlib"]
         plan = AnswerPlan(int(options.tokens * ANSWERS_SHARE), seed=0)
         dtype = str(fast_dtype(torch.device(options.device))).removeprefix("torch.")
-        answers = record_answers(lines, target, folder, plan, device=options.device, dtype=dtype)
+        with Progress("tokens") as progress:
+            progress.say("recording the target's answers")
+            answers = record_answers(
+                lines, target, folder, plan, device=options.device, dtype=dtype, progress=progress.reach
+            )
         return cls(lines, target, options.cache, options.tokens, answers, options.device)
 
     def head(self, name: str, kind: str, flags: Mapping[str, str], **arguments: Any) -> Path:
@@ -168,7 +172,7 @@ def run_baselines(cache: HeadCache, report: Report, kinds: Sequence[str]) -> Non
             trained.append(baseline(kind, cache.head(kind, kind, {})))
             progress.add()
     report.add_figures("baselines", f"heads after {cache.tokens:,} tokens, on held-out text", trained)
-    report.notes += (f"--heads {each['kind']}={each['kind']}:{each['folder']}" for each in trained)
+    report.notes += (f"--head {each['kind']}={each['kind']}:{each['folder']}" for each in trained)
 
 
 def baseline(kind: str, folder: Path) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +50,10 @@ class AnswerPlan:
     sessions: int = 32
     held_out_sessions: int = 8
     seed: int = 0
+
+    def shard_tokens(self, held_out: bool) -> int:
+        """Return how many tokens a shard has."""
+        return self.length * (self.held_out_sessions if held_out else self.sessions)
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,7 @@ class TargetAnswers:
 
     def __post_init__(self) -> None:
         for shard in self.shards:
-            sessions = self.plan.held_out_sessions if shard.held_out else self.plan.sessions
-            self._starts.append(self._starts[-1] + sessions * self.plan.length)
+            self._starts.append(self._starts[-1] + self.plan.shard_tokens(shard.held_out))
 
     def domains(self) -> list[Packed]:
         """Return each domain's positions, to be drawn as ids are."""
@@ -151,10 +153,18 @@ class TargetAnswers:
 
 
 def record_answers(
-    lines: list[str], target: Path, folder: Path, plan: AnswerPlan, *, device: str = "cpu", dtype: str = "float32"
+    lines: list[str],
+    target: Path,
+    folder: Path,
+    plan: AnswerPlan,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> TargetAnswers:
     """Record a target's answers into `folder`, going on from the shards that it holds.
 
+    progress: called after each forward with the tokens recorded, and with those to record in all.
     Raises DataError for bad `lines`, and for a folder that holds answers of another target, other data, another seed or
     other temperatures.
     """
@@ -164,11 +174,17 @@ def record_answers(
     missing = [shard for shard in shards if not (folder / shard.name).exists()]
     if missing:
         engine = load_engine(target, device=device, dtype=dtype, kv_tokens=plan.sessions * (plan.length + 32))
-        answerer = Answerer(engine)
-        for done, shard in enumerate(missing, len(shards) - len(missing) + 1):
+        done, total = 0, sum(plan.shard_tokens(shard.held_out) for shard in missing)
+
+        def fed(tokens: int) -> None:
+            nonlocal done
+            done += tokens
+            progress(done, total)
+
+        answerer = Answerer(engine, fed)
+        for shard in missing:
             domain = next(d for d in domains if d.name == shard.domain)
             _record(answerer, plan, domain, shard, folder)
-            print(f"{time.strftime('%H:%M:%S')} target answers: {done}/{len(shards)} shards", flush=True)
     return TargetAnswers(folder, plan, weights, shards)
 
 
@@ -242,8 +258,9 @@ class _Text:
 class Answerer:
     """Lets a target go on with prompts, many at once, and keeps its hidden states."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, fed: Callable[[int], None] = lambda tokens: None) -> None:
+        """fed: called after each forward with the tokens of the texts that were in it."""
+        self.engine, self._fed = engine, fed
         self._final: list[Tensor] = []
         output: Any = engine.model.get_output_embeddings()
         output.register_forward_pre_hook(lambda _, args: self._final.append(args[0][0]))
@@ -304,6 +321,7 @@ class Answerer:
             text.waiting.append(token)
             if following is not None and token in self.engine.info.eos_ids:
                 text.waiting += following()
+        self._fed(sum(lengths))
 
 
 def _record(answerer: Answerer, plan: AnswerPlan, domain: Packed, shard: _Shard, folder: Path) -> None:
