@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from coppice.errors import InvalidField
 from coppice.failpoints import parse as parse_failpoints
 from coppice.limits import MAX_HEAD_NODES, MAX_TREE_NODES
 
@@ -31,6 +32,12 @@ def check_pairs(pairs: list[str], form: str) -> list[str]:
         if not name or not value:
             raise ValueError(f"{pair!r} is not {form}")
     return pairs
+
+
+def check_model(setting: str, folder: str) -> None:
+    """Raise InvalidField, which names the setting, unless a folder holds a Hugging Face model."""
+    if not folder or not (Path(folder) / "config.json").is_file():
+        raise InvalidField(setting, f"no Hugging Face model folder: {folder!r}")
 
 
 class ServerSettings(Section):

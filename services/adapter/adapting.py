@@ -1,11 +1,10 @@
-"""The adapter process."""
+"""What the adapter does from its start to its end: load the heads, then adapt them, or stand by."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from coppice.config.settings import Settings
 from coppice.errors import InvalidField
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory, drafter_pools
-from coppice.rpc.server import Serving, run_service
+from coppice.rpc.server import Serving
 from coppice.telemetry import AdapterMetrics, serve_metrics
 from coppice.v1 import adapter_pb2
 
@@ -52,8 +51,6 @@ async def _load(settings: Settings, on_thread: OnThread, home: Path) -> list[_He
     adapter = settings.adapter
     paths = dict(pair.split("=", 1) for pair in adapter.heads)
     drafters = drafter_pools(adapter.drafters, settings.directory, "adapter.drafters")
-    if not paths:
-        raise InvalidField("adapter.heads", "names none")
     if unknown := [name for name in drafters if name not in paths]:
         raise InvalidField("adapter.drafters", f"{unknown[0]} is none of {', '.join(paths)}")
     heads = []
@@ -125,8 +122,6 @@ def _yielding(settings: AdapterSettings) -> None:
 
 async def serve(settings: Settings) -> int:
     """Load the heads and adapt them, or stand by, until told to stop; returns the exit code."""
-    if not settings.adaptation.redis:
-        raise InvalidField("adaptation.redis", "the adapter reads from Redis; give its URL")
     thread = ThreadPoolExecutor(1, "learner", _yielding, (settings.adapter,))
 
     async def on_thread(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -150,7 +145,3 @@ async def serve(settings: Settings) -> int:
                 log.error("a task of the adapter ended", why=repr(outcome))
         thread.shutdown(wait=False, cancel_futures=True)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(run_service(serve))
