@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.parser import text_string_to_metric_families
 
 import coppice
+from coppice.errors import InvalidField
 
 SCRAPE_S = 5.0
 MOST_SCRAPES = 8  # at once
@@ -45,10 +46,16 @@ def configure_logging(level: str, as_json: bool) -> None:
 
 
 def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:
-    """Serve `registry` over HTTP and return the port. Port 0 takes a free one; -1 serves nothing and returns 0."""
+    """Serve `registry` over HTTP and return the port. Port 0 takes a free one; -1 serves nothing and returns 0.
+
+    Raises InvalidField when the port is taken.
+    """
     if port < 0:
         return 0
-    server = make_server(host, port, make_wsgi_app(registry), _MetricsServer, _MetricsHandler)
+    try:
+        server = make_server(host, port, make_wsgi_app(registry), _MetricsServer, _MetricsHandler)
+    except OSError as error:
+        raise InvalidField("server.metrics_port", f"cannot listen on {host}:{port}: {error.strerror}") from error
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     return server.server_port
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from coppice.engine.attention import one_line
 from coppice.errors import InvalidField
+from coppice.messages.steps import vocabulary_hash
 
 _TOKENIZER = "tokenizer.json"
 
@@ -37,6 +38,15 @@ def common_width(folder: str | Path, target: str | Path) -> int:
     if own != wanted and not 0 < tokens <= min(own, wanted):
         raise InvalidField("drafter.path", f"{folder}: vocab_size is {own}, the target's is {wanted}")
     return wanted
+
+
+def tokenizer_hash(folder: str | Path) -> bytes:
+    """Return the hash of a folder's tokenizer.json, by which others know its vocabulary; empty without the file.
+
+    Raises InvalidField.
+    """
+    file = Path(folder) / _TOKENIZER
+    return vocabulary_hash(_read(file, Tokenizer.from_file, str(file)).get_vocab()) if file.is_file() else b""
 
 
 def _width(folder: str | Path) -> int:

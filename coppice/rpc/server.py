@@ -220,7 +220,7 @@ class Serving:
     ) -> None:
         """Bind, register and report ready; from here on SIGTERM and SIGINT end it in order. `full`: as a Door's.
 
-        Raises OSError when a port is taken, InvalidField for bad certificates.
+        Raises InvalidField when a port is taken, and for bad certificates.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.leaving.set)
@@ -298,4 +298,4 @@ def _bind(
     try:
         return int(server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address))
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {error}") from error
+        raise InvalidField("server", f"cannot listen on {address}") from error

@@ -205,6 +205,7 @@ BOUNDS = {
         DescribeModelResponse.name DescribeModelResponse.heads DescribeModelResponse.policies
         DescribeModelResponse.default_policy DescribeModelResponse.version
         DescribeHeadResponse.name DescribeHeadResponse.kind DescribeHeadResponse.weights_hash
+        DescribeHeadResponse.tokenizer_hash
         DescribeTargetResponse.name DescribeTargetResponse.dtype DescribeTargetResponse.weights_hash
         GetStatusResponse.heads HeadStatus.head HeadStatus.policy HeadStatus.doing HeadStatus.weights_hash
         HeadStatus.actions HeadStatus.replicas HeadStatus.versions HeadStatus.history HeadStatus.changes

@@ -23,7 +23,7 @@ from coppice.errors import InvalidField, Overloaded
 from coppice.heads.base import DraftJob, Growth
 from coppice.heads.lm import PREFILL_ROWS, LanguageModelHead
 from coppice.heads.registry import build_head
-from coppice.heads.vocabulary import common_width
+from coppice.heads.vocabulary import common_width, tokenizer_hash
 from coppice.messages.steps import Advance, OpenDraft
 from coppice.speculation.sampling import SamplingParams, noise
 from coppice.speculation.tree import DraftTree, validate
@@ -420,7 +420,12 @@ def test_a_draft_model_of_another_vocabulary_is_refused_before_it_is_loaded(tmp_
     assert [common_width(folder, target) for folder in (same, padded)] == [24, 24]
     with pytest.raises(InvalidField, match=r"tokenizer is not the target's: they differ in token 'a', id 0$"):
         build_head(DrafterSettings(kind="lm", path=str(other), target=str(target)))
+    assert tokenizer_hash(same) == tokenizer_hash(target) != tokenizer_hash(other)
+    (same / "config.json").write_text("{}")
+    with pytest.raises(InvalidField, match=r"drafter.path: .*same cannot be read: ValueError: .*model_type"):
+        build_head(DrafterSettings(kind="lm", path=str(same), target=str(target)))
     (padded / "tokenizer.json").unlink()
+    assert tokenizer_hash(padded) == b""
     with pytest.raises(InvalidField, match="vocab_size is 20, the target's is 24"):
         build_head(DrafterSettings(kind="lm", path=str(padded), target=str(target)))
 

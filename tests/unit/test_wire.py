@@ -199,7 +199,7 @@ SAMPLES: dict[str, Case] = {
     ),
     "draft opened": (DraftOpened(limits.MAX_VERSION), drafter.draft_response_to_wire, drafter.read_draft_response),
     "head": (
-        HeadDescription("a", "lm", 100, 2**52, (2, 3), 4, 5, 6, bytes(32), (0.5, 0.25)),
+        HeadDescription("a", "lm", 100, 2**52, (2, 3), 4, 5, 6, bytes(32), (0.5, 0.25), bytes(32)),
         drafter.head_to_wire,
         drafter.read_head,
     ),
