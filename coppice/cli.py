@@ -196,7 +196,9 @@ def _faults() -> None:
     _fail("the fault campaign is a test: run python -m tests.faults in a checkout", USAGE)
 
 
-for _command in (generate, chat, doctor, demo):
-    app.command()(_command)
+app.command()(generate)
+app.command()(chat)
+app.command()(doctor)
+app.command()(demo)
 for _name, (_, _help) in LATE.items():
     app.command(_name, help=_help)(lambda: None)
