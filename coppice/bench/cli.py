@@ -179,7 +179,9 @@ def synthetic(options: Options) -> None:
     from coppice.bench.synthetic.shapes import make_weights, read_shape
     from coppice.machine import default_dtype
     from coppice.stack.spec import StackSpec
+    from coppice.training.dtype import usable_device
 
+    usable_device(options.device)
     config, kinds = read_shape(options.shape), options.kinds or ["eagle3", "specblock"]
     sessions, dtype = numbers("sessions", options.sessions, int, 1, 128), options.dtype or default_dtype(options.device)
     vocab_size, alphas = config.get_text_config().vocab_size, read_profile(options.profile, kinds)

@@ -51,6 +51,11 @@ def _drawable(path: Path | None) -> Path | None:
     return _in_folder(path)
 
 
+def _renamed(heads: str | None) -> None:
+    if heads:
+        raise InvalidField("--heads", "is called --head, as everywhere")
+
+
 def names(what: str, *flags: str, metavar: str = "NAME,...") -> Any:
     """An option that takes several names: it may be repeated, and commas separate names too."""
     return Option(*flags, metavar=metavar, callback=_split, help=what)
@@ -182,8 +187,12 @@ def command(app: typer.Typer, *names: str, **defaults: Any) -> Callable[[Callabl
         if name in (*names, *defaults, "json_file")
     ]
 
+    if {"heads", "kinds"}.intersection(names):
+        old = Option("--heads", hidden=True, callback=_renamed)
+        parameters.append(Parameter("old", Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, old]))
+
     def register(function: Callable[[Options], None]) -> None:
-        def called(**given: Any) -> None:
+        def called(old: str | None = None, **given: Any) -> None:
             function(Options(**given))
 
         called.__doc__ = function.__doc__

@@ -27,6 +27,8 @@ JSON_KEYS = [
     "new_tokens",
     "steps",
     "tau",
+    "tokens_per_s",
+    "ttft_s",
     "accept_lengths",
     "policy",
     "heads",

@@ -24,7 +24,8 @@ from coppice.messages.steps import Advance, OpenDraft
 from coppice.speculation.tree import DraftTree
 from coppice.training import feature_heads
 from coppice.training.cli import app as train
-from coppice.training.data.target_answers import Answer, AnswerPlan, record_answers
+from coppice.training.data.answerer import Answer
+from coppice.training.data.target_answers import AnswerPlan, record_answers
 from coppice.training.run_folder import checkpoints
 from coppice.training.trainer import RunOptions
 from tests.tiny import make_target
