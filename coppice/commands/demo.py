@@ -19,7 +19,7 @@ from coppice.bench.asking import GREEDY, Ask, asking, compare, judged
 from coppice.bench.measuring import clean_check, reference_of, report_of
 from coppice.bench.progress import Progress
 from coppice.bench.report import HF_GENERATE, Report, exactness_checks, make_row
-from coppice.client.client import Client, Options
+from coppice.client.client import Client, Draws
 from coppice.client.completion import Accumulator, Completion
 from coppice.commands.answers import figures
 from coppice.commands.tree_picture import longest, show
@@ -34,7 +34,8 @@ from coppice.stack.redis_server import find_server
 NEW_TOKENS = 64
 BUDGET = 8  # in float32 on a CPU every row of a forward costs: a small tree gains more than the default one
 PROMPTS = (10, 24, 41)  # shipped ones by number, one of each category, that are short
-SHOWN: Options = {"temperature": 0.7, "seed": 3, "max_new_tokens": 32}
+SHOWN_TOKENS = 32
+SHOWN: Draws = {"temperature": 0.7, "seed": 3}
 """of the answers that are streamed: greedy ones of so small a target soon repeat themselves"""
 STYLES = {Origin.DRAFT: "green", Origin.ROOT: "red"}
 
@@ -92,7 +93,7 @@ def stream_coloured(console: Console, client: Client, prompt: FilePrompt, trees:
     """
     console.print(Text(f"\n{prompt.category or 'prompt'}: {prompt.prompt}", style="bold"))
     answer = Accumulator()
-    for event in client.stream(prompt.prompt, trees=trees, **SHOWN):
+    for event in client.stream(prompt.prompt, max_new_tokens=SHOWN_TOKENS, trees=trees, **SHOWN):
         answer.add(event)
         if isinstance(event, Chunk):
             for piece, origin in zip(event.pieces, event.origins, strict=True):
