@@ -18,6 +18,7 @@ JOINT_GAIN = 1.1  # of the best head's gain, before route, merge or a cascade wa
 FIRST_SHARE = 0.5  # of a cascade's steps that ask both heads, before it was tried
 ALIKE_STEPS = 8.0  # steps in texts like this one that weigh as much as those in all texts
 TEXT_STEPS = 12.0  # steps of a text that weigh as much as what was known before it
+PAIRED = 4  # steps of a text after which its cascade's heads are picked anew
 TEXT_MEMORY = 24.0  # steps of an arm in a text that count: a text may go from prose to code
 BOTH = "both"  # a cascade's steps gain 1 of this where they ask both heads, 0 where they do not
 
@@ -92,8 +93,8 @@ class TextEstimates:
         return quick_s + self._mean(BOTH, FIRST_SHARE) * (both_s - quick_s)
 
     def pair_heads(self) -> None:
-        """Make a cascade of the quickest head and of the one that commits most tokens a second behind it."""
-        if CASCADE not in self.arms:
+        """Make a cascade of the quickest head and of the one that commits most tokens a second behind it, now and then."""
+        if CASCADE not in self.arms or (self.keys[CASCADE] != CASCADE and self.steps % PAIRED):
             return
         cascade, plain_s = self.arms[CASCADE], self.statistics.step_s(PLAIN)
         names = [SINGLE + head for head in cascade.policy.heads]
