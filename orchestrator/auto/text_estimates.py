@@ -93,7 +93,7 @@ class TextEstimates:
         return quick_s + self._mean(BOTH, FIRST_SHARE) * (both_s - quick_s)
 
     def pair_heads(self) -> None:
-        """Make a cascade of the quickest head and of the one that commits most tokens a second behind it, now and then."""
+        """Now and then make a cascade of the quickest head and of the one that commits most tokens a second behind it."""
         if CASCADE not in self.arms or (self.keys[CASCADE] != CASCADE and self.steps % PAIRED):
             return
         cascade, plain_s = self.arms[CASCADE], self.statistics.step_s(PLAIN)
