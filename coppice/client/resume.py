@@ -13,7 +13,7 @@ import grpc
 
 from coppice import limits
 from coppice.client.completion import StreamEvent
-from coppice.errors import Cancelled, CoppiceError, Overloaded, Unavailable
+from coppice.errors import Cancelled, CoppiceError, DeadlineExceeded, Overloaded, Unavailable
 from coppice.messages.generation import Chunk, Started
 from coppice.v1 import generation_pb2 as generation
 
@@ -28,6 +28,7 @@ RETRY_DELAYS_S = (0.25, 0.5)
 PATIENCE_S, PATIENT_DELAY_S, RESTART_S = 60.0, 0.5, 15.0
 # With several addresses: silence after which a server is asked whether it still lives, and how long it may take to say.
 SILENCE_S, ALIVE_S = 1.0, 1.5
+CLOCKS_S = 0.05  # by how much gRPC may see a deadline pass before this does
 
 
 class Attempts:
@@ -42,7 +43,7 @@ class Attempts:
         """the server that is asked was found dead"""
         self._addresses, self._tried = addresses, 0
         self._full: Overloaded | None = None
-        self._deadline = time.monotonic() + timeout
+        self._allowed_s, self._deadline = timeout, time.monotonic() + timeout
         self._delays = iter(RETRY_DELAYS_S)
         self._started = False
         self._held: list[int] = []
@@ -82,6 +83,8 @@ class Attempts:
         if self.silent.is_set():
             failure = Unavailable("the server stopped answering")
             self.silent.clear()
+        if isinstance(failure, DeadlineExceeded) and self.timeout < CLOCKS_S:  # else it was the server's own bound
+            failure = DeadlineExceeded(f"the call was not done within {self._allowed_s:g} s")
         if isinstance(failure, Overloaded):
             self._full = failure
         if final or not isinstance(failure, Unavailable | Cancelled | Overloaded):
