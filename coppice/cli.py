@@ -200,7 +200,9 @@ def generate(
     logit_bias: Annotated[
         list[str] | None, typer.Option(metavar="ID=BIAS", help="Added to an id's logit (repeatable).")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the draws; default: one is drawn, which --json shows.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="0: the server's default.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer (repeatable).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,

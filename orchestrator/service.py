@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import grpc
 
@@ -106,6 +107,7 @@ class GenerationServicer:
         account, outcome = Account(self.metrics), "failed"
         try:
             request = generation.read_request(message, self.target.vocab_size, self.settings.limits)
+            request = replace(request, sampling=request.sampling.with_seed())
             async with self.seats.admit():
                 account.admitted()
                 ids = await self._prompt_ids(request)
@@ -152,7 +154,7 @@ class GenerationServicer:
             lambda chunk: send(generation.response_to_wire(chunk)),
             0 if request.want_trees else self.settings.orchestrator.chunk_tokens,
         )
-        started = Started(prompt_tokens, plan.policy.name, plan.policy.heads, plan.budget)
+        started = Started(prompt_tokens, plan.policy.name, plan.policy.heads, plan.budget, request.sampling.seed)
         stream = TextStream(self.codec, ids[:prompt_tokens], request.stop)
         output = Output(request, prompt_tokens, stream, plan.stop_ids, plan.max_new_tokens, chunks.add)
         verifier = TargetSession(self.verifiers, opening)

@@ -70,7 +70,7 @@ class _Endpoint:
         request, count = build_request(prompt, caller, **options), len(self._stubs)
         timeout = options.get("timeout", TIMEOUT_S)
         call = Attempts(timeout, request_to_wire(request), count, next(self._turns) % count)
-        return call, Accumulator(request.sampling.seed)
+        return call, Accumulator()
 
     def _stub(self, call: Attempts) -> GenerationServiceStub:
         """Whom the next attempt of a call asks. Raises Cancelled when the client is closed."""

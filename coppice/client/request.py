@@ -32,7 +32,7 @@ class Draws(TypedDict, total=False):
     frequency_penalty: float
     presence_penalty: float
     logit_bias: dict[int, float]
-    seed: int
+    seed: int | None
 
 
 class Options(Draws, total=False):
@@ -79,7 +79,8 @@ def build_request(prompt: Prompt, caller: str = "build_request", /, **options: U
         hint = f"; did you mean {near[0]}?" if near else ""
         raise TypeError(f"{caller}() got an unexpected keyword argument {unknown[0]!r}{hint}")
     given: dict[str, Any] = {name: value for name, value in options.items() if name != "timeout"}
-    draws = {name: given.pop(name) for name in SamplingParams.model_fields if name in given}
+    every = SamplingParams.model_fields
+    draws = {name: value for name in every if (value := given.pop(name, None)) is not None}
     sampling = given.pop("sampling", None)
     if sampling is None:
         try:

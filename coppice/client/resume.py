@@ -65,6 +65,8 @@ class Attempts:
         self.heard_at = time.monotonic()
         if isinstance(event, Started):
             again, self._started = self._started, True
+            if not self.message.sampling.HasField("seed"):  # who goes on with it is to draw the same
+                self.message.sampling.seed = event.seed
             return None if again else event
         if isinstance(event, Chunk):
             self._held += event.ids

@@ -170,7 +170,7 @@ def test_an_unknown_option_is_a_type_error_of_what_was_called(called: str, optio
 def _events() -> list[Started | Chunk | Finished]:
     draft, root = Origin.DRAFT, Origin.ROOT
     return [
-        Started(3, "route", ("a", "b"), 31),
+        Started(3, "route", ("a", "b"), 31, 7),
         Chunk("x", (1,), (root,), ("x",), (-1.0,)),
         Chunk("yz", (2, 3, 4), (draft, draft, root), ("y", "", "z"), (-2.0, -3.0, -4.0)),
         Chunk("!", (5,), (root,), ("!",), (-5.0,)),
@@ -180,7 +180,7 @@ def _events() -> list[Started | Chunk | Finished]:
 
 def test_events_fold_into_a_completion() -> None:
     ticks = iter([10.0, 10.5, 11.0, 12.0])
-    answer = Accumulator(seed=7, clock=lambda: next(ticks))
+    answer = Accumulator(clock=lambda: next(ticks))
     for event in _events():
         answer.add(event)
     told = answer.completion()
@@ -190,6 +190,7 @@ def test_events_fold_into_a_completion() -> None:
     assert (told.ttft_s, told.decode_s, told.tokens_per_s) == (0.5, 2.0, 2.0)
     assert (told.routed, told.verified_nodes, told.late_drafts, told.bad_drafts) == ((1, -1), (9, 0), 1, 2)
     assert list(told.to_json()) == JSON_KEYS
+    assert told.to_json()["seed"] == 7
     assert told.to_json()["timings_ns"] == {
         "queue": 1,
         "prefill": 0,
@@ -284,6 +285,26 @@ def test_a_stream_that_breaks_goes_on_from_the_tokens_held() -> None:
     assert (told.text, told.ids, told.new_tokens, told.resumed) == ("break", tuple(b"break"), 5, 1)
     assert [request.resume_ids for request in echo.requests] == [(98,), (), (98,)]
     assert told.tau == 1.5  # of the second stream: 2 and 1 tokens behind its first
+
+
+def test_a_request_without_a_seed_is_given_one_and_goes_on_with_it() -> None:
+    with echo_server() as (address, echo), Client(address) as client:
+        seeds = [client.generate("break", temperature=1.0, seed=seed).seed for seed in (None, None, 0, 9)]
+        assert client.generate("hi", sampling=SamplingParams(temperature=1.0)).seed != 0
+        assert client.generate("hi", sampling=SamplingParams(temperature=1.0, seed=0)).seed == 0
+    asked = [request.sampling for request in echo.requests[:8]]
+    assert ["seed" in sampling.model_fields_set for sampling in asked[:4]] == [False, True, False, True]
+    assert [sampling.seed for sampling in asked[1::2]] == seeds
+    assert seeds[0] != seeds[1]
+    assert seeds[2:] == [0, 9]
+
+
+def test_ids_are_not_resumed_with_another_seed() -> None:
+    with echo_server() as (address, _), Client(address) as client:
+        with pytest.raises(InvalidField, match=r"^sampling\.seed: is missing"):
+            client.generate("hi", temperature=1.0, resume_ids=[104])
+        assert client.generate("hi", temperature=1.0, seed=3, resume_ids=[104]).text == "i"
+        assert client.generate("hi", resume_ids=[104]).text == "i"
 
 
 def test_another_server_goes_on_where_one_is_lost_full_or_away() -> None:
