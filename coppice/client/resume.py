@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from coppice.v1.generation_pb2_grpc import GenerationServiceStub
 
 TIMEOUT_S = limits.MAX_DEADLINE_NS / 1e9
-# Waits before a call to the only address is sent again; longer than a channel's own first back-off.
+# Waits before a call to the only address is sent again; longer than a channel's own longest back-off.
 RETRY_DELAYS_S = (0.25, 0.5)
 # How long a request that has begun looks for somebody who goes on with it, how often it tries, and how long one that
 # has not begun looks for anybody among several servers: they may be restarted one after another.
