@@ -43,7 +43,8 @@ Head = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=KIND[:DIR]",
-        help="A draft head (repeatable). KIND: bigram, lookup, lm, eagle3, specblock, medusa, parallelspec or falcon.",
+        help="A draft head (repeatable). KIND: bigram, lookup, lm, eagle3, specblock, medusa, parallelspec, falcon, "
+        "or what an installed package adds.",
     ),
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures as JSON.")]
