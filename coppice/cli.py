@@ -43,7 +43,8 @@ Head = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=KIND[:DIR]",
-        help="A draft head (repeatable). KIND: bigram, lookup, lm, eagle3, specblock, medusa, parallelspec or falcon.",
+        help="A draft head (repeatable). KIND: bigram, lookup, lm, eagle3, specblock, medusa, parallelspec, falcon, "
+        "or what an installed package adds.",
     ),
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures as JSON.")]
@@ -200,7 +201,9 @@ def generate(
     logit_bias: Annotated[
         list[str] | None, typer.Option(metavar="ID=BIAS", help="Added to an id's logit (repeatable).")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the draws; default: one is drawn, which --json shows.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="0: the server's default.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer (repeatable).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,

@@ -94,7 +94,7 @@ class _Conversation:
 
 def _answer(client: Client, prompt: Any, options: Options, as_json: bool) -> Completion:
     """Print one answer: its text as it comes, or its JSON object at the end; Ctrl-C leaves what there is."""
-    answer = Accumulator(options["seed"])
+    answer = Accumulator()
     try:
         for event in client.stream(prompt, **options):
             answer.add(event)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, get_args
 
-from coppice.config.sections import ADAPTED_KINDS, HeadKind
+from coppice.config.sections import ADAPTED_KINDS, HEAD_KINDS, HeadKind, check_kind
 from coppice.config.settings import Settings, load_settings
 from coppice.errors import CoppiceError, InvalidField, Status
 from coppice.limits import check_range
@@ -85,12 +85,15 @@ class HeadSpec:
         kind, _, path = rest.partition(":")
         if not equals:
             raise InvalidField("head", f"{text!r} is neither NAME=KIND[:DIR] nor one of {', '.join(SHIPPED_HEADS)}")
-        if kind not in get_args(HeadKind):
-            raise InvalidField("head", f"{kind!r} is no kind; there are {', '.join(get_args(HeadKind))}")
-        return cls(name, kind, Path(path) if path else None)  # type: ignore[arg-type]
+        try:
+            return cls(name, check_kind(kind), Path(path) if path else None)
+        except ValueError as error:
+            raise InvalidField("head", str(error)) from None
 
 
 COUNTING_KINDS = ("bigram", "lookup")
+WEIGHED_KINDS = tuple(kind for kind in HEAD_KINDS if kind not in COUNTING_KINDS)
+"""Kinds that have a folder; what a package adds says for itself whether it needs one."""
 COUNTED_HEADS = (HeadSpec("bigram", "bigram"), HeadSpec("lookup", "lookup"))
 """The heads of a target that comes without any: they count the session's own text."""
 
@@ -134,7 +137,7 @@ class StackSpec:
         for head in self.heads:
             if not _NAME.fullmatch(head.name) or names.count(head.name) > 1:
                 raise InvalidField("head", f"{head.name!r} must be 1 to 64 of [A-Za-z0-9_-] and occur once")
-            if head.kind not in COUNTING_KINDS and not (head.path and (head.path / "config.json").is_file()):
+            if head.kind in WEIGHED_KINDS and not (head.path and (head.path / "config.json").is_file()):
                 raise InvalidField("head", f"{head.name}: {head.path or 'no folder'} holds no model")
             if head.path and not head.path.exists():
                 raise InvalidField("head", f"{head.name}: {head.path} does not exist")
