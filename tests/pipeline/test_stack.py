@@ -23,6 +23,7 @@ from coppice.stack import launch
 from coppice.stack.launch import Stack
 from coppice.stack.process import ProcessFailed
 from coppice.stack.spec import HeadSpec, StackSpec
+from tests.signals import eventually
 from tests.up import up
 
 FAKES = dict.fromkeys(launch.MODULES, "tests.fake_service")
@@ -33,7 +34,7 @@ def target(tmp_path: Path) -> Path:
     """A folder that looks like a model."""
     folder = tmp_path / "target"
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
     return folder
 
 
@@ -76,7 +77,7 @@ def test_a_stack_starts_is_healthy_and_stops_cleanly(target: Path, tmp_path: Pat
         pids = [service["pid"] for service in told["services"]]
         assert all(psutil.pid_exists(pid) for pid in pids)
         assert (told["address"], told["metrics"]) == (stack.address, "127.0.0.1:9")
-        assert list(told["services"][0]) == ["name", "role", "address", "pid"]
+        assert list(told["services"][0]) == ["name", "role", "address", "health", "metrics", "pid"]
         addresses = {name: ready.address for name, ready in stack.services.items()}
     assert stack.unclean == []
     assert not any(psutil.pid_exists(pid) for pid in pids)
@@ -281,13 +282,57 @@ def test_up_writes_its_ready_file_and_stops_on_a_signal(target: Path, number: si
         assert not ready.exists()
 
 
-def test_up_ends_with_exit_code_1_and_a_log_when_a_child_dies(target: Path) -> None:
+def _pids(ready: Path) -> dict[str, int]:
+    return {service["name"]: service["pid"] for service in json.loads(ready.read_text())["services"]}
+
+
+def test_up_starts_again_what_dies_and_says_so(target: Path) -> None:
     with _up(target) as (process, ready):
-        told = json.loads(ready.read_text())
-        os.kill(told["services"][1]["pid"], signal.SIGKILL)
+        before = json.loads(ready.read_text())
+        for name in ("drafter-bigram", "verifier", "orchestrator"):
+            pid = _pids(ready)[name]
+            os.kill(pid, signal.SIGKILL)
+            assert eventually(lambda name=name, pid=pid: _pids(ready)[name] != pid, 30)
+        after = json.loads(ready.read_text())
+        assert [one["address"] for one in after["services"]] == [one["address"] for one in before["services"]]
+        assert process.poll() is None
+        process.terminate()
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    for name in ("drafter-bigram", "verifier", "orchestrator"):
+        assert f"coppice: {name} ended with SIGKILL; it is started again in 0.5 s (log: " in err
+        assert f"coppice: {name} is back, " in err
+    assert err.count("\n") == 6
+    assert "stopping verifier, drafter-bigram, drafter-lookup, orchestrator; answers that are running have 5 s" in out
+
+
+def test_up_ends_when_an_orchestrator_dies_three_times_in_a_minute(target: Path) -> None:
+    with _up(target, "--orchestrators", "2") as (process, ready):
+        for _ in range(2):
+            pid = _pids(ready)["orchestrator-1"]
+            os.kill(pid, signal.SIGKILL)
+            assert eventually(lambda pid=pid: _pids(ready)["orchestrator-1"] != pid, 30)
+        pids = _pids(ready)
+        os.kill(pids["orchestrator-1"], signal.SIGKILL)
         _, err = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert err.startswith("coppice: drafter-bigram ended with SIGKILL; its log ends with:\narguments:")
+    last = "coppice: 3 times in 60 s orchestrator-1 ended with SIGKILL; its log ends with:\narguments:"
+    assert last in err
+    assert not any(psutil.pid_exists(pid) for pid in pids.values())
+
+
+def test_up_starts_replicas_and_keeps_logs(target: Path) -> None:
+    logs = target.parent / "logs"
+    counts = ("--verifiers", "2", "--drafters", "2", "--orchestrators", "2", "--log-dir", str(logs))
+    with _up(target, "--head", "look=lookup", *counts) as (process, ready):
+        names = [f"{stem}-{number}" for stem in ("verifier", "drafter-look", "orchestrator") for number in (0, 1)]
+        assert list(_pids(ready)) == names
+        process.terminate()
+        out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert {file.stem for file in logs.glob("*.log")} == set(names)
+    assert f"logs     {logs}\n" in out
+    assert "drafter-look-1  lookup" in out
 
 
 @pytest.mark.parametrize("held_still", [False, True])
