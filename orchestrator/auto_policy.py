@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coppice.speculation.policy import Policy
-from coppice.speculation.routing import outcomes
+from coppice.speculation.routing import outcomes, sum_confidence
 from coppice.speculation.tree import prune
 from coppice.telemetry import OrchestratorMetrics
 
@@ -24,12 +24,13 @@ class AutoPolicy(StepPolicy):
     ) -> None:
         self._chooser, self._text, self._heads, self._metrics = chooser, text, heads, metrics
         self._arm = Arm(PLAIN, Policy(PLAIN, ()), ())
+        self._learns = False  # whether the arm of the step that was observed last has several heads
 
     def heads(self, step: Step) -> Sequence[int]:
-        """The heads of the arm."""
+        """The heads of the arm; of a cascade the first one."""
         self._arm = self._chooser.decide(self._text, step.hint)
         self.policy = self._arm.policy
-        return self._arm.heads
+        return self._arm.first
 
     @property
     def soon(self) -> Sequence[int]:
@@ -40,19 +41,25 @@ class AutoPolicy(StepPolicy):
         """As the verifier hints; the rare tries at a hint of 0 draft as many nodes as ever."""
         return min(most, hint) if hint else most
 
+    def more(self, step: Step) -> Sequence[int]:
+        """The second head of a cascade, where the first one's tree promises too little."""
+        rest = self._arm.heads[len(self._arm.first) :]
+        return rest if rest and self._text.goes_on(sum_confidence(step.drafts[step.asked[0]].scored)) else ()
+
     def observe(self, step: Step) -> None:
         """Take in the step's seconds, and what it gained."""
         verdict = step.judged
         times = verdict.timings
         rows_ns = times.forward_ns - (times.plain_ns or times.forward_ns)
-        seen = StepSeen(step.took_ns / 1e9, rows_ns / 1e9, len(verdict.accepted), step.opening)
+        seen = StepSeen(step.took_ns / 1e9, rows_ns / 1e9, len(verdict.accepted), step.asked, step.opening)
         self._chooser.observe(self._text, seen)
+        self._learns = len(self._arm.heads) > 1
         self._metrics.auto_choices.labels(self._arm.name).inc()
 
     def learn(self, step: Step) -> None:
-        """Take in what each head would have gained alone in a step that asked several."""
+        """Take in what each head would have gained alone in a step of several."""
         nodes = len(step.judged.verified) if step.judged.pruned else step.budget
-        if len(step.asked) > 1 and nodes:  # where all of it was left out, the step says nothing of the heads
+        if self._learns and nodes:  # where all of it was left out, the step says nothing of the heads
             for at in step.asked:
                 tree, _ = prune(step.drafts[at].scored, nodes)
                 self._text.gained(SINGLE + self._heads[at], int(outcomes(tree, step.offered)[1].sum()))

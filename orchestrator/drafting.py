@@ -13,15 +13,16 @@ from coppice.speculation.routing import outcomes
 from coppice.speculation.watch import best_path
 
 from .head_session import HeadSession
+from .policies import StepPolicy
 from .step import NO_DRAFT, Committed, Draft, Step
 
 
 class Drafting:
-    """Asks the heads that a step is to ask, and waits for their trees until the deadline."""
+    """Asks the heads that a policy picks, and waits for their trees until the deadline."""
 
-    def __init__(self, heads: Sequence[HeadSession], deadline_s: float) -> None:
+    def __init__(self, heads: Sequence[HeadSession], policy: StepPolicy, deadline_s: float) -> None:
         """deadline_s: how long a step waits for drafts; 0: as long as the slowest asked head's drafts usually take."""
-        self._heads, self._deadline_s = heads, deadline_s
+        self._heads, self._policy, self._deadline_s = heads, policy, deadline_s
 
     def open(self, numbers: Iterable[int], text: Committed) -> None:
         """Start the streams of some heads."""
@@ -39,8 +40,16 @@ class Drafting:
             asyncio.get_running_loop().call_soon(meanwhile)  # behind the verifier's question
             return
         began = time.perf_counter_ns()
-        asked = [(at, self._heads[at]) for at in step.asked]
-        step.opening = any(head.still_opening for _, head in asked)
+        await self._ask(step, step.asked, text, meanwhile)
+        if more := self._policy.more(step):
+            step.asked = (*step.asked, *more)
+            await self._ask(step, more, text, meanwhile)
+        step.draft_ns = time.perf_counter_ns() - began
+
+    async def _ask(self, step: Step, numbers: Sequence[int], text: Committed, meanwhile: Callable[[], None]) -> None:
+        """Wait for the trees of some heads."""
+        asked = [(at, self._heads[at]) for at in numbers]
+        step.opening |= any(head.still_opening for _, head in asked)
         deadline_s = self._deadline_s or max([head.pool.deadline_s for _, head in asked])
         fence = text.fence(step.number, deadline_s)
         answers = [(at, head.ask(fence, step.root, text.ids, step.budget)) for at, head in asked]
@@ -50,7 +59,6 @@ class Drafting:
         for at, answer in answers:
             if answer is not None:
                 step.drafts[at] = self._heads[at].collect()
-        step.draft_ns = time.perf_counter_ns() - began
 
     def settle(self, step: Step) -> None:
         """Tell the heads what the step committed and what they missed."""

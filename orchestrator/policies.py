@@ -12,7 +12,7 @@ from .step import Step
 
 
 class StepPolicy(ABC):
-    """The decisions of one request. A step comes to `heads`, `choose`, `observe` and `learn`, in this order."""
+    """The decisions of one request. A step comes to `heads`, `more`, `choose`, `observe` and `learn`, in this order."""
 
     policy: Policy
     """how the trees of the present step become one"""
@@ -29,6 +29,10 @@ class StepPolicy(ABC):
     def budget(self, most: int, hint: int | None) -> int:
         """How many nodes a step drafts: at a hint of 0 still one, to see what it gains."""
         return most if hint is None else min(most, max(1, hint))
+
+    def more(self, step: Step) -> Sequence[int]:
+        """Pick further heads to ask, now that the drafts of the first ones are here."""
+        return ()
 
     def choose(self, step: Step) -> Choice:
         """Make the tree to verify of the drafts. The only tree that was asked for is taken as it is."""

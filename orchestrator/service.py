@@ -156,8 +156,8 @@ class GenerationServicer:
         stream = TextStream(self.codec, ids[:prompt_tokens], request.stop)
         output = Output(request, prompt_tokens, stream, plan.stop_ids, plan.max_new_tokens, chunks.add)
         verifier = TargetSession(self.verifiers, opening)
-        policy = self._policy(request, plan)
-        drafting = Drafting(heads, plan.draft_deadline_s)
+        policy = self._policy(request, plan, ids[:prompt_tokens])
+        drafting = Drafting(heads, policy, plan.draft_deadline_s)
         decoding = Decoding(request, plan, Committed(ids), verifier, drafting, policy, output, account)
         account.result, account.policy = output.result, plan.policy.name
         load, finished = self.seats.used, False
@@ -175,13 +175,13 @@ class GenerationServicer:
                 for head in heads:
                     head.close()
 
-    def _policy(self, request: GenerationRequest, plan: Plan) -> StepPolicy:
+    def _policy(self, request: GenerationRequest, plan: Plan, prompt: list[int]) -> StepPolicy:
         """Who decides in the steps of a request. Texts that may ask the same heads learn from each other."""
         names = plan.policy.heads
         if plan.policy.name != "auto" or not plan.budget:
             return FixedPolicy(plan.policy, range(len(names)) if plan.budget else (), plan.whole_tree)
         chooser = self._choosers.setdefault(frozenset(names), Chooser())
-        text = TextEstimates(chooser.statistics, names, request.sampling.temperature > 0)
+        text = TextEstimates(chooser.statistics, names, request.sampling.temperature > 0, prompt)
         return AutoPolicy(chooser, text, names, self.metrics)
 
     def _head_session(self, pool: HeadPool, session: str, request: GenerationRequest, plan: Plan) -> HeadSession:

@@ -164,6 +164,7 @@ class Decoding:
             forwards=forwards_of(tree, [(draft.tree, made_by(draft.tree, draft.deltas)) for draft in step.drafts]),
             pieces=tuple(self.output.piece(token) for token in tree.tokens.tolist()),
             accepted=tuple(int(at) + 1 for at in np.searchsorted(verified, step.judged.accepted)),
+            root_piece=self.output.piece(step.root),
         )
 
     # --- learn ---

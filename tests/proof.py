@@ -67,7 +67,7 @@ def commit_now(root: Path) -> str:
 
 
 def run(name: str, command: Sequence[str], root: Path) -> dict[str, Any]:
-    """Run one campaign; `said` is the first failed check or test, else the last line of its output."""
+    """Run one campaign; `said` is its claim's own figure."""
     log, faults = root / LOGS / f"{name}.log", root / LOGS / f"{name}.json"
     log.parent.mkdir(exist_ok=True)
     faults.unlink(missing_ok=True)
@@ -76,17 +76,30 @@ def run(name: str, command: Sequence[str], root: Path) -> dict[str, Any]:
         environment = os.environ | {"COPPICE_PROOF": "1"}
         code = subprocess.run(command, cwd=root, env=environment, stdout=output, stderr=output).returncode
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    failures = [line for line in lines if code and line.startswith("FAILED")]
+    key = "mutants" if name == "planted bugs" else "faults"
+    rows = _rows(name, json.loads(faults.read_text())) if faults.exists() else []
     return {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "machine": this_machine().describe(),
         "ok": code == 0,
         "minutes": (time.monotonic() - began) / 60,
-        "said": [*failures[:1], *lines[-1:], ""][0][:120],
-        "mutants" if name == "planted bugs" else "faults": _rows(name, json.loads(faults.read_text()))
-        if faults.exists()
-        else [],
+        "said": _claim(lines, rows, failed=code != 0)[:120],
+        key: rows,
     }
+
+
+def _claim(lines: Sequence[str], rows: Sequence[Mapping[str, Any]], *, failed: bool) -> str:
+    """The first check or test that failed; else what the rows of a campaign come to, or the first check that held, or
+    the last line.
+    """
+    if failures := [line for line in lines if failed and line.startswith("FAILED")]:
+        return failures[0]
+    if rows and "mutant" in rows[0]:
+        return f"{sum(bool(row['ok']) for row in rows)} of {len(rows)} planted bugs found"
+    if rows:
+        counts = (f"{sum(row[name] for row in rows)} {name}" for name in ("requests", "failed", "wrong"))
+        return f"{', '.join(counts)}; recovery p99 at most {max(row['recovery_p99_s'] for row in rows):.1f} s"
+    return [*[line for line in lines if line.startswith("ok ")][:1], *lines[-1:], ""][0]
 
 
 def _rows(name: str, report: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from operator import and_, xor
 import numpy as np
 from numpy.typing import ArrayLike
 
-from orchestrator.auto.arms import Arm, arms_of
+from orchestrator.auto.arms import CASCADE, Arm, arms_of
 from orchestrator.auto.chooser import Chooser, StepSeen
 from orchestrator.auto.text_estimates import TextEstimates
 from services.verifier.node_budget import CostCurve, FloatArray, Profile, share
@@ -62,6 +62,7 @@ class Text:
     began: float = 0.0
     ready: float = 0.0
     draft_s: float = 0.0
+    asked: tuple[int, ...] = ()
     opening: bool = False
     lengths: list[int] = field(default_factory=list)  # of each head that was asked
     right: int = 0  # drafts of the tree that will prove right
@@ -128,21 +129,28 @@ class Machine:
             chances[head] = [chance * one for chance, one in zip(chances[head], sees, strict=True)]
         right = {head: [rng.random() < chance for chance in mine] for head, mine in chances.items()}
         blur = [rng.gauss(0, 0.1) for _ in range(tokens)]
-        return Text(chances, right, blur, TextEstimates(self.chooser.statistics, self.names), world.tokens)
+        prompt = [rng.randrange(60) if rng.random() < 0.5 else 60 + 60 * domain + rng.randrange(60) for _ in range(40)]
+        estimates = TextEstimates(self.chooser.statistics, self.names, prompt=prompt)
+        return Text(chances, right, blur, estimates, world.tokens)
 
     def _draft(self, text: Text, now: float) -> None:
         """Choose, and make the tree; `ready` says when the step is at the verifier."""
         world, at = self.world, self.world.tokens - text.left
         text.arm = self.fixed or self.chooser.decide(text.estimates, self.hint)
         self.choices[text.arm.name] = self.choices.get(text.arm.name, 0) + 1
-        heads = [self.names[one] for one in text.arm.heads]
+        text.asked = text.arm.first
+        staged = text.asked != text.arm.heads
+        if staged and text.estimates.goes_on(self._promised(text, at)):
+            text.asked = text.arm.heads
+        heads = [self.names[one] for one in text.asked]
         chances = [text.chances[head][at] for head in heads]
         text.lengths = lengths = [sum(accumulate(text.rights[head][at : at + DEPTH], and_)) for head in heads]
         times = [world.draft_ms[head] / 1e3 for head in heads]
-        text.draft_s = max(times, default=0.0) * (world.contention if len(times) > 1 else 1.0)
-        text.opening = bool(set(text.arm.heads) - text.opened)
+        together = max(times, default=0.0) * (world.contention if len(times) > 1 else 1.0)
+        text.draft_s = sum(times) if staged else together
+        text.opening = bool(set(text.asked) - text.opened)
         text.draft_s *= 1 + OPENING_STEPS * text.opening
-        text.opened |= set(text.arm.heads)
+        text.opened |= set(text.asked)
         depth = min(DEPTH, self.hint or DEPTH)
         text.right, text.scores = 0, np.zeros(0)
         if heads:
@@ -154,6 +162,11 @@ class Machine:
             self.profile.observe(text.scores)
         text.began = now
         text.ready = now + text.draft_s + (world.rest_ms + world.nodes_ms * bool(heads)) / 1e3
+
+    def _promised(self, text: Text, at: int) -> float:
+        """The accepted drafts that a cascade's first head expects, which it knows about as well as routing does."""
+        chance = min(0.95, text.chances[self.names[text.asked[0]]][at] * math.exp(text.blur[at]))
+        return sum(chance**depth for depth in range(1, DEPTH + 1))
 
     def _forward(self, texts: Sequence[Text], batch: Sequence[Text], start: float) -> float:
         """Verify the batch; returns what its sessions' steps took together."""
@@ -175,9 +188,11 @@ class Machine:
             text.left -= 1 + accepted
             spent += took
             if self.fixed is None:
-                self.chooser.observe(text.estimates, StepSeen(took, forward - plain, accepted, text.opening))
+                self.chooser.observe(
+                    text.estimates, StepSeen(took, forward - plain, accepted, text.asked, text.opening)
+                )
                 if len(text.arm.heads) > 1 and nodes:
-                    for head, right in zip(text.arm.heads, text.lengths, strict=True):
+                    for head, right in zip(text.asked, text.lengths, strict=True):
                         offered = min(right, nodes, accepted + 1)  # the next root may be a head's draft too
                         text.estimates.gained(f"single:{self.names[head]}", offered)
         return spent
@@ -201,7 +216,7 @@ def play(world: World, seed: int, fixed: str | None = None, warm: int = 4) -> Pl
 
 def against(world: World, seed: int = 0) -> tuple[float, float]:
     """Auto's speed over the best fixed arm's and over plain's, each in the domain where that is least."""
-    fixed = {arm.name: play(world, seed, arm.name) for arm in arms_of(tuple(world.heads))}
+    fixed = {arm.name: play(world, seed, arm.name) for arm in arms_of(tuple(world.heads)) if arm.name != CASCADE}
     auto = play(world, seed)
     best = min(auto.rate(domain) / max(one.rate(domain) for one in fixed.values()) for domain in auto.tokens)
     return best, min(auto.rate(domain) / fixed["plain"].rate(domain) for domain in auto.tokens)

@@ -12,11 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from coppice.messages.adapter import STANDING_BY, Change, HeadStatus, QueryPoint
+from coppice.pictures.style import FAMILIES, VERMILION
 
 SMOOTHING = 15
 """Queries of a moving mean"""
-ACTION_COLOURS = {"skip": "0.8", "head": "tab:orange", "full": "tab:blue"}
-CHANGE_COLOURS = {"head": "tab:orange", "full": "tab:blue", "revert": "tab:red", "rollback": "tab:red"}
+ACTION_COLOURS = {"skip": "0.75", "head": FAMILIES["head"], "full": FAMILIES["full"]}
+CHANGES = {"head": "head-only update", "full": "full update", "revert": "taken back", "rollback": "taken back"}
+CHANGE_COLOURS = {"head": FAMILIES["head"], "full": FAMILIES["full"], "revert": VERMILION, "rollback": VERMILION}
 _LATEST = 8
 
 
@@ -60,36 +62,36 @@ def moving_mean(values: Sequence[float], width: int = SMOOTHING) -> list[float]:
 def draw(heads: Sequence[HeadStatus], file: Path) -> None:
     """Draw tau and tokens/s along each head's queries, coloured by what a query was for; lines are changes."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(11, 4.6 * max(1, len(heads))), layout="constrained")
     panels = figure.subplots(2 * max(1, len(heads)), 1, squeeze=False)[:, 0]
     for number, status in enumerate(heads):
-        for panel, name in ((panels[2 * number], "tau"), (panels[2 * number + 1], "tokens_per_s")):
+        upper, lower = panels[2 * number : 2 * number + 2]
+        for panel, name in ((upper, "tau"), (lower, "tokens_per_s")):
             _draw(panel, status.history, status.changes, name)
-        panels[2 * number].set(title=f"{status.head} ({status.policy})")
-        panels[2 * number + 1].set(xlabel="query")
+            panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        upper.set_title(f"{status.head} ({status.policy})", loc="left")
+        upper.legend(loc="lower right", bbox_to_anchor=(1, 1), fontsize="small", ncols=8, frameon=False)
+        lower.set(xlabel="query")
     figure.savefig(file, dpi=120)
 
 
 def _draw(panel: Any, history: Sequence[QueryPoint], changes: Sequence[Change], name: str) -> None:
+    values = [getattr(point, name) for point in history]
     for action, colour in ACTION_COLOURS.items():
-        points = [point for point in history if point.action == action]
-        panel.scatter(
-            [point.query for point in points],
-            [getattr(point, name) for point in points],
-            s=8,
-            color=colour,
-            label=action,
-        )
-    panel.plot(
-        [point.query for point in history],
-        moving_mean([getattr(point, name) for point in history]),
-        color="black",
-        label=f"mean of {SMOOTHING}",
-    )
-    first = history[0].query if history else 0
+        at = [number for number, point in enumerate(history) if point.action == action]
+        if at:
+            places = [history[number].query for number in at], [values[number] for number in at]
+            panel.scatter(*places, s=8, color=colour, label=f"query: {action}")
+    queries = [point.query for point in history]
+    panel.plot(queries, moving_mean(values), color="black", label=f"mean of {SMOOTHING} queries")
+    first, named = history[0].query if history else 0, set()
     for change in changes:
         if change.query >= first:
-            panel.axvline(change.query, color=CHANGE_COLOURS.get(change.what, "0.5"), linewidth=0.8, alpha=0.7)
+            meaning = CHANGES.get(change.what, change.what)
+            look = {"color": CHANGE_COLOURS.get(change.what, "0.5"), "linewidth": 1, "alpha": 0.8}
+            panel.axvline(change.query, **look, label=None if meaning in named else meaning)
+            named.add(meaning)
     panel.set(ylabel=name.replace("_per_", "/"))
-    panel.legend(loc="upper right", fontsize="small", ncols=4)
+    panel.set_ylim(bottom=0)

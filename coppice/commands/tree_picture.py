@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,10 +13,12 @@ from rich.text import Text
 from rich.tree import Tree
 
 from coppice.messages.generation import StepTree
+from coppice.pictures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 
 TERMINAL_COLOURS = ("green", "blue", "magenta", "cyan", "yellow")
-PICTURE_COLOURS = ("#2a9d5c", "#2f6fd0", "#b0419b", "#1f9fb0", "#c98a1b")
+PICTURE_COLOURS = (GREEN, BLUE, PURPLE, SKY, ORANGE)
 WIDEST_LABEL = 14
+INCHES_A_DEPTH, INCHES_A_LINE = 1.35, 0.32
 
 
 def longest(trees: Sequence[StepTree]) -> StepTree:
@@ -34,12 +37,17 @@ def children(tree: StepTree) -> Mapping[int, list[int]]:
 
 
 def label(tree: StepTree, node: int) -> str:
-    """A node's text as it can be shown on one line; the root is its id."""
-    if not node:
-        return f"root {tree.root}"
-    piece = tree.pieces[node - 1]
-    shown = repr(piece)[1:-1] if piece else str(tree.tokens[node - 1])
+    """The text of a node, or of the root, as it can be shown on one line; its id if it has none."""
+    piece, token = (tree.pieces[node - 1], tree.tokens[node - 1]) if node else (tree.root_piece, tree.root)
+    shown = repr(piece)[1:-1].replace(" ", "␣") if piece else str(token)
     return shown if len(shown) <= WIDEST_LABEL else f"{shown[: WIDEST_LABEL - 1]}…"
+
+
+def chance(tree: StepTree, node: int) -> float:
+    """What the drafter gives a node behind its parent, from 0 to 1."""
+    parent = tree.parents[node - 1]
+    before = tree.log_probs[parent - 1] if parent else 0.0
+    return math.exp(min(0.0, tree.log_probs[node - 1] - before))
 
 
 def show(tree: StepTree, console: Console) -> None:
@@ -63,14 +71,14 @@ def show(tree: StepTree, console: Console) -> None:
 
 
 def places(tree: StepTree) -> dict[int, tuple[float, float]]:
-    """Where each node is drawn: (depth, line); leaves lie on lines of their own, a parent between its children."""
+    """Where each node is drawn: (depth, line); a parent is beside its likeliest child, leaves have their own lines."""
     below = children(tree)
     lines = iter(range(len(tree.tokens) + 1))
     positions: dict[int, tuple[float, float]] = {}
 
     def place(node: int, depth: int) -> float:
         own = [place(child, depth + 1) for child in below[node]]
-        line = (own[0] + own[-1]) / 2 if own else float(next(lines))
+        line = own[0] if own else float(next(lines))
         positions[node] = (float(depth), line)
         return line
 
@@ -84,31 +92,45 @@ def save(tree: StepTree, file: Path) -> None:
 
     at, accepted = places(tree), {0, *tree.accepted}
     deepest, lowest = (max(place[axis] for place in at.values()) for axis in (0, 1))
-    figure = Figure(figsize=(2.2 + 1.5 * deepest, 1.2 + 0.34 * lowest), layout="constrained")
+    size = (1.6 + INCHES_A_DEPTH * deepest, 1.1 + INCHES_A_LINE * lowest)
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     for node, parent in enumerate(tree.parents, 1):
-        line: dict[str, Any] = (
-            {"color": "#222222", "linewidth": 2.4} if node in accepted else {"color": "#c4c4c4", "linewidth": 0.9}
-        )
-        axes.plot(*zip(at[parent], at[node], strict=True), zorder=1, **line)
-    for node, (x, y) in at.items():
-        colour = "#cc3333" if not node else PICTURE_COLOURS[(tree.forwards[node - 1] - 1) % len(PICTURE_COLOURS)]
         taken = node in accepted
-        box = {
-            "boxstyle": "round,pad=0.25",
-            "facecolor": "white",
-            "edgecolor": colour,
-            "linewidth": 2.2 if taken else 1,
-        }
-        look: dict[str, Any] = {
-            "color": colour,
-            "weight": "bold" if taken else "normal",
-            "fontsize": 8,
-            "ha": "center",
-            "va": "center",
-        }
-        # Matplotlib would read a dollar sign as mathematics.
-        axes.text(x, y, label(tree, node).replace("$", r"\$"), bbox=box, zorder=2, **look)
-    axes.set(xlim=(-0.5, deepest + 0.5), ylim=(lowest + 0.7, -0.7))
+        # An edge goes down beside its parent and then to the right, so that no two cross.
+        (left, top), (right, line) = at[parent], at[node]
+        look: dict[str, Any] = {"color": BLACK if taken else "#B8B8B8", "linewidth": 2.4 if taken else 0.9}
+        axes.plot([left, left + 0.3, right], [top, line, line], zorder=1 + taken, **look)
+        shown = {"fontsize": 6, "color": "0.35", "ha": "right", "va": "bottom"}
+        axes.text(right - 0.26, line - 0.04, f"{chance(tree, node):.0%}", zorder=4, **shown)
+    for node, (x, y) in at.items():
+        _draw_node(axes, tree, node, (x, y), node in accepted)
+    axes.set(xlim=(-0.4, deepest + 0.5), ylim=(lowest + 0.6, -0.6))
     axes.axis("off")
+    figure.legend(handles=_key(tree), loc="outside lower center", ncols=5, fontsize="small", frameon=False)
     figure.savefig(file, dpi=150)
+
+
+def _draw_node(axes: Any, tree: StepTree, node: int, place: tuple[float, float], taken: bool) -> None:
+    colour = VERMILION if not node else PICTURE_COLOURS[(tree.forwards[node - 1] - 1) % len(PICTURE_COLOURS)]
+    box = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": colour, "linewidth": 2.4 if taken else 1}
+    look: dict[str, Any] = {"weight": "bold" if taken else "normal", "fontsize": 8, "ha": "center", "va": "center"}
+    # Matplotlib would read a dollar sign as mathematics.
+    axes.text(*place, label(tree, node).replace("$", r"\$"), bbox=box, zorder=3, color="black", **look)
+
+
+def _key(tree: StepTree) -> list[Any]:
+    """What the colours and the thick line mean."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    forwards = sorted(set(tree.forwards))
+    colours = [PICTURE_COLOURS[(forward - 1) % len(PICTURE_COLOURS)] for forward in forwards]
+    return [
+        Patch(facecolor="white", edgecolor=VERMILION, label="root"),
+        *[
+            Patch(facecolor="white", edgecolor=colour, label=f"drafted by forward {forward}")
+            for colour, forward in zip(colours, forwards, strict=True)
+        ],
+        Line2D([], [], color=BLACK, linewidth=2.4, label="accepted"),
+    ]

@@ -59,7 +59,7 @@ class Started:
 @dataclass(frozen=True, slots=True)
 class StepTree:
     """The tree a step verified, by node: ids, parents (0: the root), cumulative log-scores, the drafter's forward that
-    made it (from 1) and its text; the numbers of the accepted nodes from the root down."""
+    made it (from 1) and its text; the numbers of the accepted nodes from the root down; the root's text."""
 
     root: int
     tokens: tuple[int, ...]
@@ -68,6 +68,7 @@ class StepTree:
     forwards: tuple[int, ...]
     pieces: tuple[str, ...]
     accepted: tuple[int, ...]
+    root_piece: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ class Chunk(_message.Message):
     def __init__(self, text: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[TokenOrigin, str]]] = ..., log_probs: _Optional[_Iterable[float]] = ..., pieces: _Optional[_Iterable[str]] = ..., tree: _Optional[_Union[StepTree, _Mapping]] = ...) -> None: ...
 
 class StepTree(_message.Message):
-    __slots__ = ("tokens", "parents", "log_probs", "forwards", "pieces", "accepted", "root")
+    __slots__ = ("tokens", "parents", "log_probs", "forwards", "pieces", "accepted", "root", "root_piece")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +135,7 @@ class StepTree(_message.Message):
     PIECES_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     ROOT_FIELD_NUMBER: _ClassVar[int]
+    ROOT_PIECE_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     parents: _containers.RepeatedScalarFieldContainer[int]
     log_probs: _containers.RepeatedScalarFieldContainer[float]
@@ -142,7 +143,8 @@ class StepTree(_message.Message):
     pieces: _containers.RepeatedScalarFieldContainer[str]
     accepted: _containers.RepeatedScalarFieldContainer[int]
     root: int
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., forwards: _Optional[_Iterable[int]] = ..., pieces: _Optional[_Iterable[str]] = ..., accepted: _Optional[_Iterable[int]] = ..., root: _Optional[int] = ...) -> None: ...
+    root_piece: str
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., forwards: _Optional[_Iterable[int]] = ..., pieces: _Optional[_Iterable[str]] = ..., accepted: _Optional[_Iterable[int]] = ..., root: _Optional[int] = ..., root_piece: _Optional[str] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("finish_reason", "prompt_tokens", "new_tokens", "steps", "accept_lengths", "routed", "verified_nodes", "late_drafts", "bad_drafts", "timings")

@@ -1,7 +1,7 @@
 """`auto`: which heads to ask in a step, if any, from what steps lately gained and took.
 
-A choice is an *arm*: plain, one head, or all heads routed or merged. Its rate is the tokens that a step commits over
-the seconds that it takes,
+A choice is an *arm*: plain, one head, a cascade of two, or all heads routed or merged. Its rate is the tokens that a
+step commits over the seconds that it takes,
 
     rate = (1 + gain) / (plain step + extra),
 
@@ -17,6 +17,11 @@ and its load, and all sessions share them (statistics.py). Four rules choose:
    so what exploring costs is bounded whatever the arms are like: arms that lose little are tried often, hopeless ones
    hardly ever.
 
+A cascade asks the quickest head first, and the one that goes best with it where the step is faster so (`goes_on` in
+text_estimates.py). That a quick n-gram head answers where a text repeats itself, and a trained one where it does not,
+is known from suffix trees beside trained drafters (Oliaro et al., SuffixDecoding, 2024). There a fixed number decides,
+here the seconds that both take. Only a single text is played so.
+
 Luck is one standard deviation of what is known of a gain. The choice is deterministic given what steps took and gained.
 """
 
@@ -26,9 +31,9 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .arms import PLAIN, SINGLE, Arm
+from .arms import CASCADE, PLAIN, SINGLE, Arm
 from .statistics import Statistics
-from .text_estimates import FIRST_STEPS, TEXT_STEPS, TextEstimates, Turn
+from .text_estimates import BOTH, FIRST_STEPS, TEXT_STEPS, TextEstimates, Turn
 
 PLAIN_STEPS = 4  # that come first at every load: of the first three only the fastest counts
 LEARN = 5  # rounds that a new head is played for: the first takes in the text, of the next three the fastest counts
@@ -41,13 +46,14 @@ RUN = 4  # rounds an arm is tried in a row: the first one may have to open strea
 class StepSeen:
     """What a step came to.
 
-    rows_s: what all sessions' draft nodes took of its forward, 0 when nobody knows. opening: an asked head had first to
-    take in the text, so that the step says nothing of later ones.
+    rows_s: what all sessions' draft nodes took of its forward, 0 when nobody knows. asked: the heads that were.
+    opening: one of them had first to take in the text, so that the step says nothing of later ones.
     """
 
     seconds: float
     rows_s: float
     accepted: int
+    asked: tuple[int, ...] = ()
     opening: bool = False
 
 
@@ -93,8 +99,11 @@ class Chooser:
     def _begin(self, text: TextEstimates) -> None:
         """A text joins."""
         self.texts.append(text)
+        text.begin()
         self.statistics.load = len(self.texts).bit_length()
         self._trying = 0  # it would have to open what is tried
+        if self._now == CASCADE:
+            self._chosen_until = 0
         if text.sampled not in self._kinds:
             self._kinds.add(text.sampled)
             self.allowance_s += FIRST_SAVED_S
@@ -103,6 +112,7 @@ class Chooser:
         """A text ends, or never began."""
         if text in self.texts:
             self.texts.remove(text)
+            text.end()
             self.statistics.load = len(self.texts).bit_length()
             self.statistics.forget(text.steps)
 
@@ -123,11 +133,16 @@ class Chooser:
             if settled:
                 known.plain.see(known.load, step.seconds - step.rows_s)
             return
-        arm = known.arms[name]
+        if name == CASCADE:  # a step that asked its first head alone says what that head takes
+            both = len(step.asked) > 1
+            text.gained(BOTH, both)
+            arm = known.arms[text.key(name) if both else SINGLE + text.arms[name].policy.heads[step.asked[0]]]
+        else:
+            arm = known.arms[name]
         arm.rounds[text.sampled] += 1 / max(1, len(self.texts))
         known.plain.bound(known.load, step.seconds - step.rows_s)
         extra_s = max(0.0, step.seconds - (known.plain.at(known.load) or step.seconds))
-        text.opened.update(text.arms[name].heads)
+        text.opened.update(step.asked)
         if step.opening:
             arm.opening.see(known.load, max(0.0, extra_s - (arm.extra.at(known.load) or 0.0)), step.seconds)
             return
@@ -151,6 +166,7 @@ class Chooser:
         if self._trying > 0:
             self._trying -= 1
             return
+        text.pair_heads()
         worth = self._worth(text)
         best = PLAIN if hint == 0 else max(worth, key=lambda name: worth[name].rate)
         self._best = self._now = best
@@ -176,11 +192,13 @@ class Chooser:
         """
         count, gains, worth = len(self.texts), [each.gains() for each in self.texts], {}
         for name in text.arms:
+            if name == CASCADE and count > 1:  # some would have to wait for those whose second head drafts
+                continue
             gain = sum([each[name] for each in gains]) / count
-            own = sum([each.own[name].steps for each in self.texts]) / count
-            usual = sum([each.usual(name).steps for each in self.texts]) / count
-            doubt = math.sqrt(gain * (1 + gain) * (1 / (TEXT_STEPS + own) + 1 / (FIRST_STEPS + usual)))
-            seconds = self.statistics.step_s(name)
+            own = sum([each.own[each.key(name)].steps for each in self.texts]) / count
+            before = sum([each.steps_before(name) for each in self.texts]) / count
+            doubt = math.sqrt(gain * (1 + gain) * (1 / (TEXT_STEPS + own) + 1 / (FIRST_STEPS + before)))
+            seconds = text.step_s(name)
             worth[name] = Worth(1 + gain, seconds, (1 + gain) / seconds, (1 + gain + doubt) / seconds)
         return worth
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from .arms import PLAIN, SINGLE
+from .similarity import Ended
 
 COLD = 3  # take the fastest of an arm's first three steps: the first ones include warm-up
 RATE = 0.1  # of the averages of seconds: a machine that slows down is noticed within ten steps
@@ -97,6 +98,8 @@ class Statistics:
     """texts under way, in powers of two: 1; 2 and 3; 4 to 7"""
     steps: int = 0
     """of all texts so far"""
+    ended: tuple[Ended[dict[str, Gain]], Ended[dict[str, Gain]]] = field(default_factory=lambda: (Ended(), Ended()))
+    """what arms gained in greedy texts, and in sampled ones"""
 
     def forget(self, steps: int) -> None:
         """Let what was seen of gains before the latest steps count less."""

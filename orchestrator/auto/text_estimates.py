@@ -1,17 +1,25 @@
-"""What each arm is expected to gain in one text: by all texts before it, and more and more by its own steps."""
+"""What each arm is expected to gain in one text: by all texts before it, by those that it is like, and more and more by
+its own steps.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from .arms import PLAIN, SINGLE, arms_of
+from .arms import CASCADE, PLAIN, SINGLE, arms_of
+from .similarity import sketch
 from .statistics import Gain, Statistics
 
 FIRST_GAIN, FIRST_STEPS = 1.0, 4.0  # what an arm is thought to gain before it was tried, and how many steps that weighs
-JOINT_GAIN = 1.1  # of the best head's gain, before route or merge was tried
+JOINT_GAIN = 1.1  # of the best head's gain, before route, merge or a cascade was tried
+FIRST_SHARE = 0.5  # of a cascade's steps that ask both heads, before it was tried
+ALIKE_STEPS = 8.0  # steps in texts like this one that weigh as much as those in all texts
 TEXT_STEPS = 12.0  # steps of a text that weigh as much as what was known before it
 TEXT_MEMORY = 24.0  # steps of an arm in a text that count: a text may go from prose to code
+BOTH = "both"  # a cascade's steps gain 1 of this where they ask both heads, 0 where they do not
 
 
 class Turn(NamedTuple):
@@ -25,33 +33,107 @@ class Turn(NamedTuple):
 class TextEstimates:
     """One session's text: what arms gained in it. It reads and fills the statistics of all texts."""
 
-    def __init__(self, statistics: Statistics, heads: Sequence[str], sampled: bool = False) -> None:
+    def __init__(
+        self, statistics: Statistics, heads: Sequence[str], sampled: bool = False, prompt: Sequence[int] = ()
+    ) -> None:
+        """prompt: the ids by which it is like other texts, or not."""
         self.statistics, self.sampled = statistics, sampled
+        self._sketch = sketch(prompt)
         self.arms = {arm.name: arm for arm in arms_of(heads)}
         self.steps = 0
         self.turn = Turn(PLAIN, None, False)
         self.opened: set[int] = set()
         """heads that have taken in the text"""
-        self.own = {name: Gain() for name in self.arms}
-        """what each arm gained in this text"""
+        self.own: defaultdict[str, Gain] = defaultdict(Gain)
+        """what each arm gained in this text; a cascade by its pair of heads"""
+        self._alike: defaultdict[str, Gain] = defaultdict(Gain)
+        """what each arm gained in texts like this one"""
+
+    def begin(self) -> None:
+        """Take in what the texts that this one is like gained, each as far as it is."""
+        for share, own in self.statistics.ended[self.sampled].like(self._sketch):
+            for name, gain in own.items():
+                self._alike[name].total += share * gain.total
+                self._alike[name].steps += share * gain.steps
+
+    def end(self) -> None:
+        """Leave what it gained to the texts that will be like this one."""
+        self.statistics.ended[self.sampled].add(self._sketch, self.own)
 
     def usual(self, name: str) -> Gain:
         """What an arm gained in all texts that are drawn as this one."""
-        return self.statistics.arms[name].gains[self.sampled]
+        return self.statistics.arms[self.key(name)].gains[self.sampled]
+
+    def steps_before(self, name: str) -> float:
+        """Steps of an arm in other texts, as far as they say what it gains in this one: those in texts unlike it
+        say little.
+        """
+        return min(ALIKE_STEPS, self.usual(name).steps) + self._alike[self.key(name)].steps
+
+    def key(self, name: str) -> str:
+        """What gains of an arm are kept under: those of a cascade under the pair of its heads."""
+        if name != CASCADE:
+            return name
+        cascade = self.arms[CASCADE]
+        return CASCADE + ":" + "/".join([cascade.policy.heads[at] for at in cascade.heads])
 
     def gains(self) -> dict[str, float]:
         """Accepted drafts a step to be expected of each arm."""
         heads = [name for name in self.arms if name.startswith(SINGLE)]
-        usual = {PLAIN: 0.0} | {name: self.usual(name).mean(FIRST_GAIN, FIRST_STEPS) for name in heads}
-        joint = JOINT_GAIN * max(usual.values())
-        usual |= {name: self.usual(name).mean(joint, FIRST_STEPS) for name in self.arms if name not in usual}
-        return {name: self.own[name].mean(gain, TEXT_STEPS) for name, gain in usual.items()}
+        gains = {PLAIN: 0.0} | {name: self._mean(name, FIRST_GAIN) for name in heads}
+        joint = JOINT_GAIN * max(gains.values())
+        return gains | {name: self._mean(name, joint) for name in self.arms if name not in gains}
+
+    def _mean(self, name: str, first: float) -> float:
+        """What an arm gains in this text; `first` before it was tried anywhere."""
+        key, usual = self.key(name), self.usual(name).mean(first, FIRST_STEPS)
+        return self.own[key].mean(self._alike[key].mean(usual, ALIKE_STEPS), TEXT_STEPS)
+
+    def step_s(self, name: str) -> float:
+        """What a step of an arm takes. How often a cascade asks both heads belongs to the text."""
+        if name != CASCADE:
+            return self.statistics.step_s(name)
+        quick_s, both_s = self._cascade_s()
+        return quick_s + self._mean(BOTH, FIRST_SHARE) * (both_s - quick_s)
+
+    def pair_heads(self) -> None:
+        """Make a cascade of the quickest head and of the one that commits most tokens a second behind it."""
+        if CASCADE not in self.arms:
+            return
+        cascade, plain_s, gains = self.arms[CASCADE], self.statistics.step_s(PLAIN), self.gains()
+        names = [SINGLE + head for head in cascade.policy.heads]
+        extras = [self.statistics.step_s(name) - plain_s for name in names]
+        quick = min(range(len(names)), key=extras.__getitem__)
+        rates = {
+            at: (1 + gains[name]) / (plain_s + extras[quick] + extras[at])
+            for at, name in enumerate(names)
+            if at != quick
+        }
+        self.arms[CASCADE] = replace(cascade, heads=(quick, max(rates, key=rates.__getitem__)))
+
+    def _cascade_s(self) -> tuple[float, float]:
+        """What a step of the cascade takes that asks the first head alone, and one that asks both."""
+        cascade, known = self.arms[CASCADE], self.statistics
+        quick_s, second_s = [known.step_s(SINGLE + cascade.policy.heads[at]) for at in cascade.heads]
+        plain_s, extra_s = known.step_s(PLAIN), known.arms[self.key(CASCADE)].extra.at(known.load)
+        return quick_s, quick_s + second_s - plain_s if extra_s is None else plain_s + extra_s
+
+    def goes_on(self, promised: float) -> bool:
+        """Whether a cascade's step is faster with its second head, if the first one promises so many accepted drafts.
+
+        It is the step's own rate that counts: what the first head does not know must be passed in any case.
+        """
+        cascade = self.arms[CASCADE]
+        second = SINGLE + cascade.policy.heads[cascade.heads[1]]
+        quick_s, both_s = self._cascade_s()
+        return (1 + max(promised, self.gains()[second])) / both_s > (1 + promised) / quick_s
 
     def gained(self, name: str, accepted: int) -> None:
         """Take in what an arm gained in a step, or would have gained."""
         self.usual(name).see(accepted)
-        self.own[name].fade(1 - 1 / TEXT_MEMORY)
-        self.own[name].see(accepted)
+        own = self.own[self.key(name)]
+        own.fade(1 - 1 / TEXT_MEMORY)
+        own.see(accepted)
 
     def opening_s(self, name: str) -> float:
         """What it takes beside a usual step until the heads of an arm have taken in the text, as far as is known."""

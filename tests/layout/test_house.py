@@ -12,7 +12,7 @@ from tests.layout.test_layout import ROOT, imports, sources
 
 ORDER = (
     ("coppice",),
-    ("coppice/speculation", "coppice/prompts"),
+    ("coppice/speculation", "coppice/prompts", "coppice/pictures"),
     ("coppice/config", "coppice/messages", "orchestrator/auto"),
     ("coppice/engine", "coppice/store", "coppice/wire", "coppice/stack", "coppice/heads/models"),
     ("coppice/rpc",),

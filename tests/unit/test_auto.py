@@ -19,8 +19,10 @@ STEP = StepSeen(0.013, 0.0, accepted=0)
 class Session:
     """A text and the chooser of its process, driven as the policy drives them."""
 
-    def __init__(self, chooser: Chooser, heads: Sequence[str], sampled: bool = False) -> None:
-        self.chooser, self.text = chooser, TextEstimates(chooser.statistics, heads, sampled)
+    def __init__(
+        self, chooser: Chooser, heads: Sequence[str], sampled: bool = False, prompt: Sequence[int] = ()
+    ) -> None:
+        self.chooser, self.text = chooser, TextEstimates(chooser.statistics, heads, sampled, prompt)
 
     def decide(self, hint: int | None) -> Arm:
         return self.chooser.decide(self.text, hint)
@@ -38,13 +40,13 @@ def drafting(accepted: int, draft_s: float = 0.003) -> StepSeen:
 
 
 def live(session: Session, gains: dict[str, int], steps: int, hint: int | None = None) -> list[str]:
-    """The choices of a text in which every arm gains just so much, also a head's tree beside others."""
+    """The choices of a text: every arm gains just so much, a cascade nothing, a head beside others as alone."""
     chosen = []
     for _ in range(steps):
         arm = session.decide(hint)
         chosen.append(arm.name)
         seen = STEP if arm.name == "plain" else drafting(gains.get(arm.name, 0))
-        session.observe(seen)
+        session.observe(replace(seen, asked=arm.first))
         for at in arm.heads if len(arm.heads) > 1 else ():
             head = f"single:{arm.policy.heads[at]}"
             session.text.gained(head, gains.get(head, 0))
@@ -55,7 +57,7 @@ def test_the_arms_are_plain_every_head_alone_and_all_of_them_together() -> None:
     assert [arm.name for arm in arms_of(())] == ["plain"]
     assert [arm.name for arm in arms_of(("a",))] == ["plain", "single:a"]
     both = {arm.name: arm.heads for arm in arms_of(("a", "b"))}
-    joint = dict.fromkeys(("route", "merge"), (0, 1))
+    joint = dict.fromkeys(("cascade", "route", "merge"), (0, 1))
     assert both == {"plain": (), "single:a": (0,), "single:b": (1,), **joint}
 
 
@@ -240,6 +242,28 @@ def test_what_all_heads_together_are_worth_is_guessed_from_each() -> None:
     assert gains["single:b"] < gains["merge"] < 1.3 * gains["single:b"]
 
 
+PROMPTS = {"code": list(range(100, 140)), "story": list(range(200, 240))}
+SUITS = {"code": {"single:a": 3, "single:b": 0}, "story": {"single:a": 0, "single:b": 3}}
+
+
+def answered(chooser: Chooser, kind: str, number: int, steps: int = 60) -> list[str]:
+    """The choices of a text of a kind, and of one that shares half of its tokens with the others of that kind."""
+    text = Session(chooser, ("a", "b"), prompt=[*PROMPTS[kind][number % 7 :: 2], *range(20)])
+    chosen = live(text, {"route": 1, "merge": 1} | SUITS[kind], steps)
+    text.close()
+    return chosen
+
+
+def test_a_text_begins_with_what_suited_texts_like_it() -> None:
+    chooser = Chooser()
+    for number in range(40):
+        answered(chooser, ("code", "story")[number % 2], number)
+    code = [arm for number in range(3) for arm in answered(chooser, "code", number)[:8]]
+    story = [arm for number in range(3) for arm in answered(chooser, "story", number)[:8]]
+    assert code.count("single:a") >= 16
+    assert story.count("single:b") >= 16
+
+
 def test_what_it_takes_to_open_a_head_is_known_and_is_over_once_it_took_in_the_text() -> None:
     chooser = Chooser()
     for number in range(2):
@@ -254,7 +278,45 @@ def test_what_it_takes_to_open_a_head_is_known_and_is_over_once_it_took_in_the_t
             opened.add(name)
             gain = 3 if name.startswith("single") else 1
             seen = STEP if name == "plain" else replace(drafting(gain, 0.05 if opening else 0.003), opening=opening)
-            text.observe(seen)
+            text.observe(replace(seen, asked=arm.heads))
             assert text.text.opening_s(name) == 0
         text.close()
         assert opened & {"single:a", "single:b"}
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_head_that_knows_half_of_a_text_goes_first(sampled: bool) -> None:
+    """What the quick head promises comes true; the slow one is right everywhere."""
+    chooser, chosen, asked = Chooser(), [], []
+    for _ in range(3):
+        text = Session(chooser, ("quick", "slow"), sampled)
+        for step in range(120):
+            arm, promised = text.decide(None), 4.0 if step // 10 % 2 else 0.0
+            both = arm.heads != arm.first and text.text.goes_on(promised)
+            heads = arm.heads if both else arm.first
+            accepted = 3 if 1 in heads else int(promised) if heads else 0
+            seconds = 0.013 + 0.001 * (0 in heads) + 0.009 * (1 in heads)
+            text.observe(StepSeen(seconds, 0.0, accepted, heads))
+            for at in heads if len(arm.heads) > 1 else ():
+                text.text.gained(("single:quick", "single:slow")[at], (int(promised), 3)[at])
+            chosen.append(arm.name)
+            asked += [(promised, both)] if arm.name == "cascade" else []
+        text.close()
+    assert chosen[120:].count("cascade") > 150
+    assert {promised for promised, both in asked if both} == {0.0}
+
+
+def test_several_texts_are_not_played_so() -> None:
+    chooser = Chooser()
+    texts = [Session(chooser, ("quick", "slow")) for _ in range(2)]
+    for _ in range(100):
+        for text, arm in [(text, text.decide(None)) for text in texts]:
+            assert arm.name != "cascade"
+            text.observe(replace(STEP if arm.name == "plain" else drafting(2), asked=arm.heads))
+
+
+def test_in_made_up_texts_a_cascade_is_faster_than_any_arm() -> None:
+    world = World(
+        {"look": (0.9,), "a": (0.75,)}, {"look": 1.0, "a": 9.0}, hard=0.8, blind=("look",), contention=1.5, texts=24
+    )
+    assert sum(against(world, seed)[0] for seed in range(2)) / 2 > 1.0

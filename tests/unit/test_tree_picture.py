@@ -18,6 +18,7 @@ TREE = StepTree(
     forwards=(1, 1, 1, 1, 2),
     pieces=(" the", "$x$", " cat", "\n", ""),
     accepted=(1, 3),
+    root_piece=" ",
 )
 
 
@@ -25,10 +26,10 @@ def test_the_terminal_shows_every_node_its_forward_and_the_path() -> None:
     plain, coloured = io.StringIO(), io.StringIO()
     show(TREE, Console(file=plain, width=80, color_system=None))
     lines = plain.getvalue().splitlines()
-    assert [line.strip("│├└─ ") for line in lines[:6]] == ["root 7", "the ✓", "cat ✓", "9", "\\n", "$x$"]
+    assert [line.strip("│├└─ ") for line in lines[:6]] == ["␣", "␣the ✓", "␣cat ✓", "9", "\\n", "$x$"]
     assert "5 nodes, 2 accepted" in lines[-1]
     show(TREE, Console(file=coloured, width=80, force_terminal=True, color_system="standard"))
-    assert "\x1b[1;32m the" in coloured.getvalue()
+    assert "\x1b[1;32m␣the" in coloured.getvalue()
     assert "\x1b[34m9" in coloured.getvalue()
 
 

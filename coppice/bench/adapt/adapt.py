@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from coppice.adaptation.bandit import UPDATES
-from coppice.adaptation.picture import CHANGE_COLOURS, moving_mean
+from coppice.adaptation.picture import CHANGE_COLOURS, CHANGES, SMOOTHING, moving_mean
 from coppice.bench.adapt.lanes import NEW_TOKENS, Lane
 from coppice.bench.adapt.shift import STORIES, StreamQuery, mixed, programs, shifted
 from coppice.bench.asking import GREEDY, judged
@@ -24,6 +24,7 @@ from coppice.client.completion import Completion
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import InvalidField
 from coppice.limits import check_range
+from coppice.pictures.style import looks
 from coppice.stack.spec import HeadSpec, StackSpec
 
 WHAT = ("shift", "devices", "passes")
@@ -222,25 +223,33 @@ def adapt_table(rows: Sequence[AdaptRow], title: str) -> Table:
 
 
 def draw(rows: Sequence[AdaptRow], stream: Sequence[StreamQuery], file: Path) -> None:
-    """tau and tokens/s along the stream, moving means, with the bandit's changes as lines below."""
+    """tau and tokens/s along the stream, moving means, and below them when each policy changed the weights."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 6.5), layout="constrained")
-    upper, lower, below = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 1))
-    for number, row in enumerate(rows):
-        style = {"color": f"C{number}", "label": row.row.method}
+    figure = Figure(figsize=(11, 6.8), layout="constrained")
+    upper, lower, below = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 1.2))
+    styles, named = looks(row.row.method for row in rows), set()
+    for line, row in enumerate(rows):
+        look = styles[row.row.method]
+        style = {"color": look.colour, "linestyle": look.line, "label": row.row.method}
         upper.plot(moving_mean(row.query_tau), **style)
         lower.plot(moving_mean(row.query_tokens_per_s), **style)
         for change in row.changes:
-            below.plot(
-                change["query"], row.row.method, "|", markersize=12, color=CHANGE_COLOURS.get(change["what"], "0.5")
+            meaning = CHANGES.get(change["what"], change["what"])
+            tick = {"color": CHANGE_COLOURS.get(change["what"], "0.5"), "markersize": 12, "markeredgewidth": 2}
+            below.plot(change["query"], line, "|", **tick, label="_" * (meaning in named) + meaning)
+            named.add(meaning)
+    for at in range(len(stream)):
+        if not at or stream[at].part != stream[at - 1].part:
+            upper.annotate(
+                stream[at].part, (at, 1), (4, -14), xycoords=("data", "axes fraction"), textcoords="offset points"
             )
-    for at in range(1, len(stream)):
-        if stream[at].part != stream[at - 1].part:
-            for panel in (upper, lower, below):
+            for panel in (upper, lower, below) if at else ():
                 panel.axvline(at, color="0.6", linestyle=":")
-    upper.set(ylabel="tau", title=", then ".join(dict.fromkeys(query.part for query in stream)))
-    lower.set(ylabel="tokens/s")
-    below.set(xlabel="query", title="updates: head-only orange, full blue, taken back red")
-    upper.legend(ncols=len(rows), fontsize="small")
+    upper.set(ylabel=f"tau, mean of {SMOOTHING} queries")
+    lower.set(ylabel=f"tokens/s, mean of {SMOOTHING} queries", ylim=(0, None))
+    below.set(xlabel="query", ylim=(len(rows) - 0.4, -0.6))
+    below.set_yticks(range(len(rows)), [row.row.method for row in rows])
+    for panel in (upper, below):
+        panel.legend(ncols=len(rows), loc="lower right", bbox_to_anchor=(1, 1), fontsize="small", frameon=False)
     figure.savefig(file, dpi=130)

@@ -27,7 +27,7 @@ class Cell:
     sessions: int
 
     def __str__(self) -> str:
-        return f"T={self.temperature:g}, budget {self.budget}, {self.sessions} sessions"
+        return f"T={self.temperature:g}, budget {self.budget}, {self.sessions} session{'s' * (self.sessions != 1)}"
 
 
 @dataclass(frozen=True, slots=True)
