@@ -72,7 +72,7 @@ def services_table(stack: Stack) -> Table:
         table.add_column(column, overflow="fold")
     for name, ready in stack.services.items():
         head = name.removeprefix("drafter-") if ready.role == "drafter" else ""
-        kind = kinds.get(head) or kinds.get(head.rpartition("-")[0], "")  # a replica's name ends in its number
+        kind = kinds.get(head) or kinds.get(head.rpartition("-")[0]) or ""  # a replica's name ends in its number
         ports = [address.rpartition(":")[2] or "-" for address in (ready.health, ready.metrics)]
         table.add_row(name, kind, ready.address, *ports, str(ready.pid))
     return table

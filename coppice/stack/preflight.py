@@ -79,7 +79,7 @@ def _check_memory(spec: StackSpec, verifier: VerifierSettings, kv_tokens: int) -
         raise InvalidField(
             "target",
             f"{spec.verifiers} x ({weights / _GIB:.1f} GiB of weights + {kv / _GIB:.1f} GiB of KV) are more than the "
-            f"{room / _GIB:.1f} GiB of memory that {verifier.device} has; a lower verifier.kv_tokens, bfloat16 or a "
+            f"{room / _GIB:.1f} GiB of memory on {verifier.device}; a lower verifier.kv_tokens, bfloat16 or a "
             "smaller target takes less",
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import json
 import os
@@ -16,7 +17,9 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+from rich.console import Console
 
+from coppice.commands.stack_view import ServiceLines
 from coppice.errors import InvalidField
 from coppice.machine import usable_cores
 from coppice.stack import launch
@@ -237,9 +240,13 @@ def test_a_death_is_noticed_and_counts_as_unclean(target: Path) -> None:
 def test_a_process_that_ignores_sigterm_is_killed_and_named(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "STOP_GRACE_S", 4.0)
     spec = StackSpec(target=target, heads=(), extra={"verifier": {"verifier.name": "stubborn"}})
+    console = Console(file=io.StringIO(), force_terminal=False)
     with Stack(spec, FAKES) as stack:
         pid = stack.services["verifier"].pid
         time.sleep(0.5)  # until it has installed its handler
+        with ServiceLines(console, stack):
+            stack.stop()
+    assert "verifier: stopping, " in console.file.getvalue()  # type: ignore[attr-defined]
     assert stack.unclean == ["verifier"]
     assert not psutil.pid_exists(pid)
 
