@@ -293,10 +293,13 @@ def _pids(ready: Path) -> dict[str, int]:
     return {service["name"]: service["pid"] for service in json.loads(ready.read_text())["services"]}
 
 
-def test_up_starts_again_what_dies_and_says_so(target: Path) -> None:
-    with _up(target) as (process, ready):
+def test_up_starts_again_what_dies_and_says_so(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COPPICE_ADAPTATION__REDIS", "redis://127.0.0.1:1/0")
+    mortal = ("drafter-look", "verifier", "adapter", "orchestrator")
+    heads = ("--head", f"block=specblock:{target}", "--head", "look=lookup", "--adapt")
+    with _up(target, *heads) as (process, ready):
         before = json.loads(ready.read_text())
-        for name in ("drafter-bigram", "verifier", "orchestrator"):
+        for name in mortal:
             pid = _pids(ready)[name]
             os.kill(pid, signal.SIGKILL)
             assert eventually(lambda name=name, pid=pid: _pids(ready)[name] != pid, 30)
@@ -306,11 +309,11 @@ def test_up_starts_again_what_dies_and_says_so(target: Path) -> None:
         process.terminate()
         out, err = process.communicate(timeout=30)
     assert process.returncode == 0
-    for name in ("drafter-bigram", "verifier", "orchestrator"):
+    for name in mortal:
         assert f"coppice: {name} ended with SIGKILL; it is started again in 0.5 s (log: " in err
         assert f"coppice: {name} is back, " in err
-    assert err.count("\n") == 6
-    assert "stopping verifier, drafter-bigram, drafter-lookup, orchestrator; answers that are running have 5 s" in out
+    assert err.count("\n") == 2 * len(mortal)
+    assert "stopping verifier, drafter-block, drafter-look, adapter, orchestrator; answers that are" in out
 
 
 def test_up_ends_when_an_orchestrator_dies_three_times_in_a_minute(target: Path) -> None:
