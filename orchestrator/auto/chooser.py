@@ -39,6 +39,7 @@ PLAIN_STEPS = 4  # that come first at every load: of the first three only the fa
 LEARN = 5  # rounds that a new head is played for: the first takes in the text, of the next three the fastest counts
 TRIED = 0.015  # share of the time that trying other arms may lose
 FIRST_SAVED_S, MOST_SAVED_S = 0.2, 1.0  # of allowance: by the first greedy and the first sampled text, and ever
+PAIRED = 4  # steps of a text after which its cascade's heads are picked anew
 RUN = 4  # rounds an arm is tried in a row: the first one may have to open streams and catch up
 
 
@@ -136,7 +137,7 @@ class Chooser:
         if name == CASCADE:  # a step that asked its first head alone says what that head takes
             both = len(step.asked) > 1
             text.gained(BOTH, both)
-            arm = known.arms[text.key(name) if both else SINGLE + text.arms[name].policy.heads[step.asked[0]]]
+            arm = known.arms[text.keys[name] if both else SINGLE + text.arms[name].policy.heads[step.asked[0]]]
         else:
             arm = known.arms[name]
         arm.rounds[text.sampled] += 1 / max(1, len(self.texts))
@@ -166,7 +167,8 @@ class Chooser:
         if self._trying > 0:
             self._trying -= 1
             return
-        text.pair_heads()
+        if text.steps % PAIRED == 0:
+            text.pair_heads()
         worth = self._worth(text)
         best = PLAIN if hint == 0 else max(worth, key=lambda name: worth[name].rate)
         self._best = self._now = best
@@ -195,7 +197,7 @@ class Chooser:
             if name == CASCADE and count > 1:  # some would have to wait for those whose second head drafts
                 continue
             gain = sum([each[name] for each in gains]) / count
-            own = sum([each.own[each.key(name)].steps for each in self.texts]) / count
+            own = sum([each.own[each.keys[name]].steps for each in self.texts]) / count
             before = sum([each.steps_before(name) for each in self.texts]) / count
             doubt = math.sqrt(gain * (1 + gain) * (1 / (TEXT_STEPS + own) + 1 / (FIRST_STEPS + before)))
             seconds = text.step_s(name)

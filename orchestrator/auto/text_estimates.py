@@ -40,6 +40,8 @@ class TextEstimates:
         self.statistics, self.sampled = statistics, sampled
         self._sketch = sketch(prompt)
         self.arms = {arm.name: arm for arm in arms_of(heads)}
+        self.keys = {name: name for name in (*self.arms, BOTH)}
+        """what an arm's gains are kept under: those of a cascade under the pair of its heads"""
         self.steps = 0
         self.turn = Turn(PLAIN, None, False)
         self.opened: set[int] = set()
@@ -62,20 +64,13 @@ class TextEstimates:
 
     def usual(self, name: str) -> Gain:
         """What an arm gained in all texts that are drawn as this one."""
-        return self.statistics.arms[self.key(name)].gains[self.sampled]
+        return self.statistics.arms[self.keys[name]].gains[self.sampled]
 
     def steps_before(self, name: str) -> float:
         """Steps of an arm in other texts, as far as they say what it gains in this one: those in texts unlike it
         say little.
         """
-        return min(ALIKE_STEPS, self.usual(name).steps) + self._alike[self.key(name)].steps
-
-    def key(self, name: str) -> str:
-        """What gains of an arm are kept under: those of a cascade under the pair of its heads."""
-        if name != CASCADE:
-            return name
-        cascade = self.arms[CASCADE]
-        return CASCADE + ":" + "/".join([cascade.policy.heads[at] for at in cascade.heads])
+        return min(ALIKE_STEPS, self.usual(name).steps) + self._alike[self.keys[name]].steps
 
     def gains(self) -> dict[str, float]:
         """Accepted drafts a step to be expected of each arm."""
@@ -86,7 +81,7 @@ class TextEstimates:
 
     def _mean(self, name: str, first: float) -> float:
         """What an arm gains in this text; `first` before it was tried anywhere."""
-        key, usual = self.key(name), self.usual(name).mean(first, FIRST_STEPS)
+        key, usual = self.keys[name], self.usual(name).mean(first, FIRST_STEPS)
         return self.own[key].mean(self._alike[key].mean(usual, ALIKE_STEPS), TEXT_STEPS)
 
     def step_s(self, name: str) -> float:
@@ -100,22 +95,25 @@ class TextEstimates:
         """Make a cascade of the quickest head and of the one that commits most tokens a second behind it."""
         if CASCADE not in self.arms:
             return
-        cascade, plain_s, gains = self.arms[CASCADE], self.statistics.step_s(PLAIN), self.gains()
+        cascade, plain_s = self.arms[CASCADE], self.statistics.step_s(PLAIN)
         names = [SINGLE + head for head in cascade.policy.heads]
         extras = [self.statistics.step_s(name) - plain_s for name in names]
         quick = min(range(len(names)), key=extras.__getitem__)
         rates = {
-            at: (1 + gains[name]) / (plain_s + extras[quick] + extras[at])
+            at: (1 + self._mean(name, FIRST_GAIN)) / (plain_s + extras[quick] + extras[at])
             for at, name in enumerate(names)
             if at != quick
         }
-        self.arms[CASCADE] = replace(cascade, heads=(quick, max(rates, key=rates.__getitem__)))
+        second = max(rates, key=rates.__getitem__)
+        if cascade.heads != (quick, second):
+            self.arms[CASCADE] = replace(cascade, heads=(quick, second))
+        self.keys[CASCADE] = f"{CASCADE}:{names[quick]}/{names[second]}"
 
     def _cascade_s(self) -> tuple[float, float]:
         """What a step of the cascade takes that asks the first head alone, and one that asks both."""
         cascade, known = self.arms[CASCADE], self.statistics
         quick_s, second_s = [known.step_s(SINGLE + cascade.policy.heads[at]) for at in cascade.heads]
-        plain_s, extra_s = known.step_s(PLAIN), known.arms[self.key(CASCADE)].extra.at(known.load)
+        plain_s, extra_s = known.step_s(PLAIN), known.arms[self.keys[CASCADE]].extra.at(known.load)
         return quick_s, quick_s + second_s - plain_s if extra_s is None else plain_s + extra_s
 
     def goes_on(self, promised: float) -> bool:
@@ -126,12 +124,12 @@ class TextEstimates:
         cascade = self.arms[CASCADE]
         second = SINGLE + cascade.policy.heads[cascade.heads[1]]
         quick_s, both_s = self._cascade_s()
-        return (1 + max(promised, self.gains()[second])) / both_s > (1 + promised) / quick_s
+        return (1 + max(promised, self._mean(second, FIRST_GAIN))) / both_s > (1 + promised) / quick_s
 
     def gained(self, name: str, accepted: int) -> None:
         """Take in what an arm gained in a step, or would have gained."""
         self.usual(name).see(accepted)
-        own = self.own[self.key(name)]
+        own = self.own[self.keys[name]]
         own.fade(1 - 1 / TEXT_MEMORY)
         own.see(accepted)
 

@@ -161,7 +161,8 @@ class Worker(BatchingThread):
             judged = self._settle_all(jobs, pieces, output, layers, shared, hint)
             self.served(output.forward_ns / 1e9, judged, time.perf_counter())
         self._steps.clear()
-        self._prefills = deque(job for job in self._prefills if not job.answered)
+        if self._prefills:
+            self._prefills = deque(job for job in self._prefills if not job.answered)
         self._note_kv()
 
     def _pack(self) -> tuple[list[Job], list[Piece]]:
