@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from coppice.adaptation import picture
@@ -23,6 +22,7 @@ from coppice.bench.questions import spread
 from coppice.bench.report import HF_GENERATE, Report, exactness_checks, make_row
 from coppice.client.client import Client
 from coppice.client.completion import Accumulator, Completion
+from coppice.commands.stack_view import services_table
 from coppice.commands.tree_picture import longest, show
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.machine import usable_cores
@@ -76,14 +76,6 @@ def demo(
     if json_file:
         report.write(json_file)
     return report.ok
-
-
-def services_table(stack: Stack) -> Table:
-    """What runs where."""
-    table = Table("service", "address", "metrics", "pid")
-    for name, ready in stack.services.items():
-        table.add_row(name, ready.address, ready.metrics or "-", str(ready.pid))
-    return table
 
 
 def stream_coloured(console: Console, client: Client, prompt: FilePrompt, trees: bool = False) -> Completion:

@@ -6,9 +6,14 @@ from collections.abc import Callable
 from importlib import import_module
 from types import MappingProxyType
 
+import structlog
+
 from coppice.config.sections import HEADS, DrafterSettings
 from coppice.heads.base import Head
 from coppice.machine import extension
+from coppice.telemetry import WARMING_UP
+
+log = structlog.get_logger()
 
 # kind: (module, function that takes DrafterSettings and returns a Head)
 _BUILDERS = MappingProxyType(
@@ -39,5 +44,6 @@ def build_head(settings: DrafterSettings) -> Head:
 def served_head(settings: DrafterSettings) -> Head:
     """Build the head as a drafter serves it, warmed up. Raises what `build_head` raises."""
     head = build_head(settings)
+    log.info(WARMING_UP)
     head.warm_up()
     return head

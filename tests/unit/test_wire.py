@@ -213,7 +213,14 @@ SAMPLES: dict[str, Case] = {
         generation.read_response,
     ),
     "chunk with its tree": (
-        Chunk("", (1,), (Origin.ROOT,), ("",), (), StepTree(3, (4, 5), (0, 1), (-0.5, -1.0), (1, 2), ("a", "b"), (1,), "r")),
+        Chunk(
+            "",
+            (1,),
+            (Origin.ROOT,),
+            ("",),
+            (),
+            StepTree(3, (4, 5), (0, 1), (-0.5, -1.0), (1, 2), ("a", "b"), (1,), "r"),
+        ),
         generation.response_to_wire,
         generation.read_response,
     ),
