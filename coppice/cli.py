@@ -1,24 +1,17 @@
 """The `coppice` command. Everything heavy is imported by the command that needs it, so that --help is quick."""
 
-import os
-import signal
 import sys
-import time
 from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
 from coppice import __version__
-from coppice.bench.options import Heads as Head
 from coppice.commands.checks import demo, doctor
 from coppice.commands.generate import chat, generate
-
-if TYPE_CHECKING:
-    from coppice.stack.launch import Stack
+from coppice.commands.up import top, up
 
 CHECK_FAILED, USAGE, UNREACHABLE = 1, 2, 3
 # What a missing one of these means to people: the extra that brings it.
@@ -32,7 +25,6 @@ SERVE_PACKAGES = (
     "psutil",
     "huggingface_hub",
 )
-WATCH_S = 0.5
 # Commands that are imported when they are called or completed: the module of each one's Typer app, and its help.
 LATE = {
     "serve": ("coppice.commands.serve", "Run one service in this process."),
@@ -112,79 +104,8 @@ def _root(
     pass
 
 
-@app.command()
-def up(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A model's folder, or its name on the Hugging Face Hub; default: the demo's target and heads."
-        ),
-    ] = None,
-    target: Annotated[Path | None, typer.Option(help="The same, if it is a folder.")] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of a model on the Hub; default: main.")
-    ] = None,
-    head: Head = None,
-    policy: Annotated[str | None, typer.Option(help="Default policy.")] = None,
-    device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16; default: float32 on CPUs, else bfloat16.")
-    ] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Default 50051; 0 takes a free one.")] = None,
-    adapt: Annotated[bool, typer.Option("--adapt", help="Train the heads while they serve; starts Redis too.")] = False,
-    config: Annotated[Path | None, typer.Option(help="YAML settings of every service.")] = None,
-    ready_file: Annotated[Path | None, typer.Option(help="File to write addresses to once healthy.")] = None,
-) -> None:
-    """Start a verifier, drafters and an orchestrator here, until Ctrl-C."""
-    from coppice.commands.hub import find_model
-    from coppice.stack.launch import Stack
-    from coppice.stack.options import stack_spec
-    from coppice.stack.spec import DEFAULT_ADAPTER_PORT
-
-    if config:
-        os.environ["COPPICE_CONFIG"] = str(config)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
-    options = {"policy": policy, "device": device, "dtype": dtype, "port": port}
-    extra = {"adapter": {"server.port": 0 if port == 0 else DEFAULT_ADAPTER_PORT}}
-    folder, name = find_model(model, target, revision)
-    spec = stack_spec(folder, head, name=name, **options, adapt=adapt, extra=extra)
-    stack = Stack(spec)
-    try:
-        with stack:
-            _announce(stack, ready_file)
-            reported = ""
-            while True:
-                time.sleep(WATCH_S)
-                stack.check()
-                if (lost := stack.lost()) and not reported:
-                    print(f"coppice: heads are not adapted any more: {lost}", file=sys.stderr)
-                reported = lost
-    except KeyboardInterrupt:
-        pass
-    finally:
-        if ready_file:
-            ready_file.unlink(missing_ok=True)
-    if stack.unclean:
-        _fail(f"did not stop cleanly: {', '.join(stack.unclean)}", CHECK_FAILED)
-
-
-def _announce(stack: "Stack", ready_file: Path | None) -> None:
-    """Say that the stack is ready, on the terminal and in the file."""
-    import json
-
-    from rich.console import Console
-
-    from coppice.commands.demo import services_table
-    from coppice.machine import PROMISES
-
-    console, dtype = Console(), stack.settings.verifier.dtype
-    console.print(services_table(stack))
-    console.print(f"{dtype}: {PROMISES[dtype]}", soft_wrap=True, highlight=False)
-    console.print(f"ready at {stack.address}; Ctrl-C stops it", highlight=False)
-    if ready_file:
-        partial = ready_file.with_name(ready_file.name + ".partial")
-        partial.write_text(json.dumps(stack.to_json()), encoding="utf-8")
-        partial.replace(ready_file)
+app.command()(up)
+app.command()(top)
 
 
 @app.command(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import grpc
 
@@ -13,7 +14,7 @@ from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
 from coppice.messages.generation import Finished, GenerationRequest, ModelDescription, Started
 from coppice.messages.steps import OpenDraft, OpenSession, TargetDescription
 from coppice.rpc.admission import Admission
-from coppice.speculation.policy import POLICIES, Policy
+from coppice.speculation.policy import Policy, policy_names
 from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import generation_pb2
 from coppice.wire import generation
@@ -58,6 +59,10 @@ class GenerationServicer:
         self.encoder = Encoder(codec, target.max_len) if codec else None
         wanted = settings.orchestrator.policy
         self.default_policy = Policy.parse(wanted, list(heads)) if wanted else Policy.default(list(heads))
+        names = list(heads)
+        self.policies = ("plain", *(f"single:{name}" for name in names), *(policy_names()[1:] if names else ()))
+        for policy in self.policies:  # those of other packages are imported here, or refused
+            Policy.parse(policy, names)
         self._choosers: dict[frozenset[str], Chooser] = {}  # of `auto`, by the heads it may ask
         bounds = settings.limits
         self.seats = Admission("sessions", bounds.sessions, bounds.queued, bounds.queue_s)
@@ -106,6 +111,7 @@ class GenerationServicer:
         account, outcome = Account(self.metrics), "failed"
         try:
             request = generation.read_request(message, self.target.vocab_size, self.settings.limits)
+            request = replace(request, sampling=request.sampling.with_seed())
             async with self.seats.admit():
                 account.admitted()
                 ids = await self._prompt_ids(request)
@@ -152,7 +158,7 @@ class GenerationServicer:
             lambda chunk: send(generation.response_to_wire(chunk)),
             0 if request.want_trees else self.settings.orchestrator.chunk_tokens,
         )
-        started = Started(prompt_tokens, plan.policy.name, plan.policy.heads, plan.budget)
+        started = Started(prompt_tokens, plan.policy.name, plan.policy.heads, plan.budget, request.sampling.seed)
         stream = TextStream(self.codec, ids[:prompt_tokens], request.stop)
         output = Output(request, prompt_tokens, stream, plan.stop_ids, plan.max_new_tokens, chunks.add)
         verifier = TargetSession(self.verifiers, opening)
@@ -231,14 +237,13 @@ class GenerationServicer:
         self, message: generation_pb2.DescribeModelRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.DescribeModelResponse:
         """What is served and how."""
-        heads = tuple(self.heads)
         return generation.model_to_wire(
             ModelDescription(
                 name=self.target.name,
                 vocab_size=self.target.vocab_size,
                 max_len=self.target.max_len,
-                heads=heads,
-                policies=("plain", *(f"single:{name}" for name in heads), *(POLICIES[1:] if heads else ())),
+                heads=tuple(self.heads),
+                policies=self.policies,
                 default_policy=self.default_policy.name,
                 default_budget=self.settings.orchestrator.budget,
                 has_tokenizer=self.codec is not None,

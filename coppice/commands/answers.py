@@ -67,11 +67,11 @@ def fitting(client: Client, prompts: Iterable[FilePrompt], chat: bool, new_token
 def answers_of(client: Client, one: FilePrompt, chat: bool, options: Options, as_json: bool) -> Iterable[Completion]:
     """Print and give the answer to a prompt, then those to the questions behind it."""
     talk = _Conversation(one, chat)
-    answer = print_answer(client, talk.prompt, options, Accumulator(options["seed"]), as_json)
+    answer = print_answer(client, talk.prompt, options, Accumulator(), as_json)
     yield answer
     for _ in one.later:
         talk.go_on(answer.text)
-        answer = print_answer(client, talk.prompt, options, Accumulator(options["seed"]), as_json)
+        answer = print_answer(client, talk.prompt, options, Accumulator(), as_json)
         yield answer
 
 

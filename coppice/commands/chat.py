@@ -25,7 +25,7 @@ def chat(client: Client, options: Options) -> None:
     messages: list[dict[str, str]] = []
     for line in _lines():
         messages.append({"role": "user", "content": line})
-        answer = Accumulator(options["seed"])
+        answer = Accumulator()
         try:
             with contextlib.suppress(KeyboardInterrupt):
                 print_answer(client, messages, options, answer)

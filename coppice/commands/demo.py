@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from coppice.adaptation.client import AdapterClient
@@ -19,8 +18,9 @@ from coppice.bench.asking import GREEDY, Ask, asking, compare, judged
 from coppice.bench.measuring import clean_check, reference_of, report_of
 from coppice.bench.progress import Progress
 from coppice.bench.report import HF_GENERATE, Report, exactness_checks, make_row
-from coppice.client.client import Client, Draws
+from coppice.client.client import Client
 from coppice.client.completion import Accumulator, Completion
+from coppice.client.request import Draws
 from coppice.commands.answers import figures
 from coppice.commands.tree_picture import longest, show
 from coppice.config.sections import ADAPTED_KINDS
@@ -76,14 +76,6 @@ def demo(
     if json_file:
         report.write(json_file)
     return report.ok
-
-
-def services_table(stack: Stack) -> Table:
-    """What runs where."""
-    table = Table("service", "address", "metrics", "pid")
-    for name, ready in stack.services.items():
-        table.add_row(name, ready.address, ready.metrics or "-", str(ready.pid))
-    return table
 
 
 def stream_coloured(console: Console, client: Client, prompt: FilePrompt, trees: bool = False) -> Completion:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from coppice import __version__
 from coppice.client.client import Client, default_address
 from coppice.errors import CoppiceError, DeadlineExceeded, Unavailable
 from coppice.machine import PROMISES, default_dtype, this_machine
+from coppice.stack.preflight import why_no_port
 from coppice.stack.redis_server import find_server
 from coppice.stack.spec import COUNTING_KINDS, DEFAULT_PORT, SHIPPED_HEADS, checkout
 
@@ -84,7 +84,7 @@ def find(address: str | None) -> Iterator[Finding]:
     trusted = os.environ.get("COPPICE_TLS__CA")
     yield Finding("TLS to the server", f"trusting {trusted}" if trusted else "no: COPPICE_TLS__CA is not set", None)
     yield _server(address)
-    yield Finding(f"port {DEFAULT_PORT}", "free" if _is_free(DEFAULT_PORT) else "taken", None)
+    yield Finding(f"port {DEFAULT_PORT}", why_no_port("127.0.0.1", DEFAULT_PORT) or "free", None)
 
 
 def _models(folder: Path) -> Iterator[Finding]:
@@ -143,13 +143,3 @@ def _server(address: str | None) -> Finding:
         return Finding(SERVER, f"{at} refuses: {error}", None)
     heads = ", ".join(model.heads) or "no heads"
     return Finding(SERVER, f"{model.name} at {at}: {heads}, default {model.default_policy}", True)
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True

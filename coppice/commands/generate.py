@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Address = Annotated[str | None, typer.Option(help="HOST:PORT; default COPPICE_ADDRESS, else 127.0.0.1:50051.")]
 Policy = Annotated[str, typer.Option(help="plain, single:HEAD, route, merge, auto, ...; default: the server's.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-Seed = Annotated[int, typer.Option(help="Seed of the draws.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the draws; default: one is drawn, which --json shows.")]
 MaxNewTokens = Annotated[int, typer.Option(help="0: the server's default.")]
 
 
@@ -43,7 +43,7 @@ def generate(
     frequency_penalty: Annotated[float, typer.Option(help="For each time an id was generated.")] = 0.0,
     presence_penalty: Annotated[float, typer.Option(help="For ids that were generated.")] = 0.0,
     logit_bias: Annotated[list[str] | None, names("Added to an id's logit.", metavar="ID=BIAS,...")] = None,
-    seed: Seed = 0,
+    seed: Seed = None,
     max_new_tokens: MaxNewTokens = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer (repeatable).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
@@ -86,7 +86,7 @@ def chat(
     address: Address = None,
     policy: Policy = "",
     temperature: Temperature = 0.0,
-    seed: Seed = 0,
+    seed: Seed = None,
     max_new_tokens: MaxNewTokens = 0,
 ) -> None:
     """Talk with the target: it is told the whole conversation at each turn. /quit or Ctrl-D ends it."""

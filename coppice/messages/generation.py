@@ -54,6 +54,8 @@ class Started:
     policy: str
     heads: tuple[str, ...]
     budget: int
+    seed: int = 0
+    """of the draws: the request's own, or the one that was drawn for it"""
 
 
 @dataclass(frozen=True, slots=True)

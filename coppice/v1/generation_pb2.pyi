@@ -99,16 +99,18 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("prompt_tokens", "policy", "heads", "budget")
+    __slots__ = ("prompt_tokens", "policy", "heads", "budget", "seed")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     HEADS_FIELD_NUMBER: _ClassVar[int]
     BUDGET_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     policy: str
     heads: _containers.RepeatedScalarFieldContainer[str]
     budget: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., policy: _Optional[str] = ..., heads: _Optional[_Iterable[str]] = ..., budget: _Optional[int] = ...) -> None: ...
+    seed: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., policy: _Optional[str] = ..., heads: _Optional[_Iterable[str]] = ..., budget: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("text", "ids", "origins", "log_probs", "pieces", "tree")

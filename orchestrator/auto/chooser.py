@@ -39,7 +39,6 @@ PLAIN_STEPS = 4  # that come first at every load: of the first three only the fa
 LEARN = 5  # rounds that a new head is played for: the first takes in the text, of the next three the fastest counts
 TRIED = 0.015  # share of the time that trying other arms may lose
 FIRST_SAVED_S, MOST_SAVED_S = 0.2, 1.0  # of allowance: by the first greedy and the first sampled text, and ever
-PAIRED = 4  # steps of a text after which its cascade's heads are picked anew
 RUN = 4  # rounds an arm is tried in a row: the first one may have to open streams and catch up
 
 
@@ -167,8 +166,7 @@ class Chooser:
         if self._trying > 0:
             self._trying -= 1
             return
-        if text.steps % PAIRED == 0:
-            text.pair_heads()
+        text.pair_heads()
         worth = self._worth(text)
         best = PLAIN if hint == 0 else max(worth, key=lambda name: worth[name].rate)
         self._best = self._now = best

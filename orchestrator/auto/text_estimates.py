@@ -18,6 +18,7 @@ JOINT_GAIN = 1.1  # of the best head's gain, before route, merge or a cascade wa
 FIRST_SHARE = 0.5  # of a cascade's steps that ask both heads, before it was tried
 ALIKE_STEPS = 8.0  # steps in texts like this one that weigh as much as those in all texts
 TEXT_STEPS = 12.0  # steps of a text that weigh as much as what was known before it
+PAIRED = 4  # steps of a text after which its cascade's heads are picked anew
 TEXT_MEMORY = 24.0  # steps of an arm in a text that count: a text may go from prose to code
 BOTH = "both"  # a cascade's steps gain 1 of this where they ask both heads, 0 where they do not
 
@@ -48,11 +49,13 @@ class TextEstimates:
         """heads that have taken in the text"""
         self.own: defaultdict[str, Gain] = defaultdict(Gain)
         """what each arm gained in this text; a cascade by its pair of heads"""
+        self._elsewhere: dict[str, float] = {}  # steps before this text
         self._alike: defaultdict[str, Gain] = defaultdict(Gain)
         """what each arm gained in texts like this one"""
 
     def begin(self) -> None:
         """Take in what the texts that this one is like gained, each as far as it is."""
+        self._elsewhere = {key: arm.gains[self.sampled].steps for key, arm in self.statistics.arms.items()}
         for share, own in self.statistics.ended[self.sampled].like(self._sketch):
             for name, gain in own.items():
                 self._alike[name].total += share * gain.total
@@ -67,10 +70,10 @@ class TextEstimates:
         return self.statistics.arms[self.keys[name]].gains[self.sampled]
 
     def steps_before(self, name: str) -> float:
-        """Steps of an arm in other texts, as far as they say what it gains in this one: those in texts unlike it
-        say little.
-        """
-        return min(ALIKE_STEPS, self.usual(name).steps) + self._alike[self.keys[name]].steps
+        """Steps of an arm as far as they say what it gains in this text: those in texts unlike it say little."""
+        key, usual = self.keys[name], self.usual(name).steps
+        elsewhere = self._elsewhere.get(key, 0.0)
+        return min(ALIKE_STEPS, elsewhere) + max(0.0, usual - elsewhere) + self._alike[key].steps
 
     def gains(self) -> dict[str, float]:
         """Accepted drafts a step to be expected of each arm."""
@@ -92,8 +95,8 @@ class TextEstimates:
         return quick_s + self._mean(BOTH, FIRST_SHARE) * (both_s - quick_s)
 
     def pair_heads(self) -> None:
-        """Make a cascade of the quickest head and of the one that commits most tokens a second behind it."""
-        if CASCADE not in self.arms:
+        """Now and then pair the quickest head and the one that commits most tokens a second behind it."""
+        if CASCADE not in self.arms or (self.keys[CASCADE] != CASCADE and self.steps % PAIRED):
             return
         cascade, plain_s = self.arms[CASCADE], self.statistics.step_s(PLAIN)
         names = [SINGLE + head for head in cascade.policy.heads]

@@ -197,9 +197,8 @@ BOUNDS = {
     "choice": "Features.dtype ChatMessage.role",
     "message_bytes": """
         Features.inline TreeDelta.q_rows VerifyStep.q_rows
-        Started.policy Started.heads
+        Started.policy Started.heads StepTree.root_piece
         Chunk.text Chunk.ids Chunk.origins Chunk.log_probs Chunk.pieces
-        StepTree.root_piece
         StepTree.tokens StepTree.parents StepTree.log_probs StepTree.forwards StepTree.pieces StepTree.accepted
         Finished.accept_lengths Finished.routed Finished.verified_nodes
         GenerateTimings.step_ns GenerateTimings.split_ns

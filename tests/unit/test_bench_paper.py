@@ -44,7 +44,7 @@ def test_what_a_table_cannot_use_is_a_usage_error(arguments: tuple[str, ...], wh
 
 
 def test_a_table_needs_heads_that_it_can_measure(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     options = Options(target=tmp_path, heads=[f"s=lm:{tmp_path}", "bigram=bigram", "lookup=lookup"])
     assert [head.name for head in with_heads(options, ("lm", "eagle3")).heads] == ["s"]
     with pytest.raises(InvalidField, match="none is of kind specblock"):
@@ -52,7 +52,7 @@ def test_a_table_needs_heads_that_it_can_measure(tmp_path: Path) -> None:
 
 
 def test_the_shipped_heads_are_of_the_demos_target(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert [head.name for head in Options().spec(["lm"]).heads] == ["lm"]
     assert [head.name for head in Options().spec().heads] == list(DEMO_HEADS)
     assert Options(methods=["route:eagle3-code/lookup", "hf-assisted"]).shipped_heads() == [

@@ -83,7 +83,7 @@ def test_a_method_this_stack_cannot_run_is_named(
 def test_too_few_heads_are_a_usage_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     arguments = ["bench", "run", "--target", str(tmp_path), "--head", "l=lookup", "--methods", "route"]
     monkeypatch.setattr(sys, "argv", ["coppice", *arguments])
     with pytest.raises(SystemExit) as ended:

@@ -133,7 +133,7 @@ def test_a_bad_value_is_a_usage_error_that_names_it(
 def test_a_bad_value_beside_a_good_target_is_named_too(
     option: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     code, _, err = run(monkeypatch, capsys, "up", "--target", str(tmp_path), *option)
     assert code == 2
     assert option[0] in err
