@@ -1,12 +1,17 @@
-"""The machine: what a report must name, and what decides the default dtype and thread counts."""
+"""The machine: what a report must name, what decides the default dtype and thread counts, and what packages add."""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from coppice.errors import InvalidField
 
 # What matters to a target's speed, by the kernel's names.
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16", "sve")
@@ -59,6 +64,22 @@ def usable_cores() -> int:
 def default_dtype(device: str) -> Dtype:
     """What is served where nobody says: float32 on CPUs, whose text is plain decoding's, bfloat16 on CUDA."""
     return "bfloat16" if device.startswith("cuda") else "float32"
+
+
+@cache
+def extensions(group: str) -> Mapping[str, EntryPoint]:
+    """What the installed packages add to a group of entry points, by name; nothing is imported."""
+    return {entry.name: entry for entry in entry_points(group=group)}
+
+
+def extension(group: str, name: str, field: str) -> Any:
+    """Import what a package adds under a name. Raises InvalidField about `field` when it cannot be imported."""
+    entry = extensions(group)[name]
+    try:
+        return entry.load()
+    except Exception as error:
+        why = f"{name!r} is not to be had from {entry.value}: {type(error).__name__}: {error}"
+        raise InvalidField(field, why) from error
 
 
 def _cpuinfo() -> dict[str, str]:

@@ -11,6 +11,7 @@ import sys
 import threading
 import urllib.request
 from functools import partial
+from http.client import HTTPException
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -18,9 +19,13 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, make_wsgi_app
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 import coppice
+from coppice.errors import InvalidField
 
+WARMING_UP = "warming up"
+"""what a service logs when its model is loaded and not warm yet; `coppice up` shows it"""
 SCRAPE_S = 5.0
 MOST_SCRAPES = 8  # at once
 ENGINE = "0"  # vLLM numbers its engines; an orchestrator is one, told from others by the label `instance`
@@ -45,10 +50,16 @@ def configure_logging(level: str, as_json: bool) -> None:
 
 
 def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:
-    """Serve `registry` over HTTP and return the port. Port 0 takes a free one; -1 serves nothing and returns 0."""
+    """Serve `registry` over HTTP and return the port. Port 0 takes a free one; -1 serves nothing and returns 0.
+
+    Raises InvalidField when the port is taken.
+    """
     if port < 0:
         return 0
-    server = make_server(host, port, make_wsgi_app(registry), _MetricsServer, _MetricsHandler)
+    try:
+        server = make_server(host, port, make_wsgi_app(registry), _MetricsServer, _MetricsHandler)
+    except OSError as error:
+        raise InvalidField("server.metrics_port", f"cannot listen on {host}:{port}: {error.strerror}") from error
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     return server.server_port
 
@@ -86,12 +97,19 @@ class _MetricsHandler(WSGIRequestHandler):
         """Scrapes are not logged."""
 
 
+def scrape(address: str, timeout_s: float = SCRAPE_S) -> list[Sample]:
+    """Every sample of the metrics page at HOST:PORT. Raises OSError, also where something else answers there."""
+    try:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=timeout_s) as page:
+            families = text_string_to_metric_families(page.read().decode())
+            return [sample for family in families for sample in family.samples]
+    except (HTTPException, ValueError) as error:
+        raise OSError(f"no metrics page: {error}") from None
+
+
 def metric(address: str, name: str) -> float:
     """The sum over all labels of a metric at HOST:PORT; 0 when there is none of that name. Raises OSError."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=SCRAPE_S) as page:
-        text = page.read().decode()
-    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
-    return sum(sample.value for sample in samples if sample.name == name)
+    return sum(sample.value for sample in scrape(address) if sample.name == name)
 
 
 class OrchestratorMetrics:
@@ -113,6 +131,7 @@ class OrchestratorMetrics:
         self.late_drafts = counter("late_drafts", "drafts that missed the deadline", ["head"])
         self.benched = counter("heads_benched", "times that a head was left alone", ["head"])
         self.routed = counter("routed", "steps that verified a head's tree", ["head"])
+        self.routed_accepted = counter("routed_accepted_tokens", "draft nodes accepted in these steps", ["head"])
         self.replicas_fit = gauge("replicas_fit", "replicas that may get a session", ["pool"])
         self.unfit = counter("heads_unfit", "replicas found to serve what the target cannot use", ["head"])
         self.suspect = gauge("head_suspect", "replicas that draft far below what they were trained to", ["head"])

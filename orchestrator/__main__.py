@@ -68,8 +68,9 @@ async def serve(settings: Settings) -> int:
     following = [asyncio.create_task(_follow(verifiers, at))]
     target = await verifiers.first_target()
     metrics = OrchestratorMetrics(target.name, target.dtype)
+    vocabulary = codec.vocabulary_hash if codec else b""
     heads = {
-        name: HeadPool(name, where.addresses, dialer, metrics, target.layers, target.vocab_size)
+        name: HeadPool(name, where.addresses, dialer, metrics, target.layers, target.vocab_size, vocabulary)
         for name, where in heads_at.items()
     }
     following += [asyncio.create_task(_follow(heads[name], where)) for name, where in heads_at.items()]

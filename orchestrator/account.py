@@ -51,6 +51,7 @@ class Account:
         self.metrics.step(self.policy, step.num_verified, accepted, tokens, step.took_ns / 1e9)
         if head:
             self.metrics.routed.labels(head).inc()
+            self.metrics.routed_accepted.labels(head).inc(accepted)
         if self.trace is not None and self.trace.samples(step.number):
             self._trace_step(step, head, accepted)
 

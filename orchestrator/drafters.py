@@ -54,9 +54,10 @@ class HeadPool(Pool[DrafterReplica]):
         metrics: OrchestratorMetrics,
         layers: int,
         vocab_size: int = 0,
+        vocabulary: bytes = b"",
     ) -> None:
-        """layers and vocab_size: of the target; 0: any vocabulary will do."""
-        self.metrics, self._layers, self._vocab_size = metrics, layers, vocab_size
+        """layers, vocab_size and the hash of its tokenizer: of the target; 0, or without a hash: any will do."""
+        self.metrics, self._layers, self._vocab_size, self._vocabulary = metrics, layers, vocab_size, vocabulary
         self.calibration = Calibration()
         self.feature_layers: tuple[int, ...] | None = None
         """target layers whose features the head reads; None until a replica has said so"""
@@ -91,6 +92,8 @@ class HeadPool(Pool[DrafterReplica]):
             return f"it reads features of {layers}, of a target of {self._layers} layers"
         if head.vocab_size and self._vocab_size and head.vocab_size != self._vocab_size:
             return f"it has a vocabulary of {head.vocab_size} ids, the target one of {self._vocab_size}"
+        if head.tokenizer_hash and self._vocabulary and head.tokenizer_hash != self._vocabulary:
+            return "its tokenizer is not the target's"
         self.feature_layers = layers if self.feature_layers is None else self.feature_layers
         return "" if layers == self.feature_layers else f"it reads features of {layers}"
 

@@ -32,7 +32,7 @@ from coppice.rpc.certificates import is_loopback
 from coppice.rpc.channels import Dialer
 from coppice.stack.launch import MODULES, SERVICES
 from coppice.stack.process import ProcessFailed, Ready, ServiceProcess
-from coppice.stack.spec import COUNTING_KINDS, MAX_REPLICAS, as_flags, checkout
+from coppice.stack.spec import MAX_REPLICAS, WEIGHED_KINDS, as_flags, checkout
 from coppice.telemetry import metric
 from coppice.v1 import generation_pb2
 from coppice.v1.generation_pb2_grpc import GenerationServiceStub
@@ -100,7 +100,7 @@ class DrafterPool(Pool):
 
     @model_validator(mode="after")
     def _has_weights(self) -> Self:
-        if not self.path and self.kind not in COUNTING_KINDS:
+        if not self.path and self.kind in WEIGHED_KINDS:
             raise ValueError(f"path: a head of kind {self.kind} has a folder")
         return self
 

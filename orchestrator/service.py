@@ -16,7 +16,7 @@ from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
 from coppice.messages.generation import Chunk, Finished, GenerationRequest, ModelDescription, Started
 from coppice.messages.steps import OpenDraft, OpenSession, SessionOpened, TargetDescription
 from coppice.rpc.admission import Admission
-from coppice.speculation.policy import POLICIES, Policy
+from coppice.speculation.policy import Policy, policy_names
 from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import generation_pb2
 from coppice.wire import generation
@@ -64,6 +64,10 @@ class GenerationServicer:
         self.encoder = Encoder(codec, target.max_len) if codec else None
         wanted = settings.orchestrator.policy
         self.default_policy = Policy.parse(wanted, list(heads)) if wanted else Policy.default(list(heads))
+        names = list(heads)
+        self.policies = ("plain", *(f"single:{name}" for name in names), *(policy_names()[1:] if names else ()))
+        for policy in self.policies:  # those of other packages are imported here, or refused
+            Policy.parse(policy, names)
         self._choosers: dict[frozenset[str], Chooser] = {}  # of `auto`, by the heads it may ask
         bounds = settings.limits
         self.seats = Admission("sessions", bounds.sessions, bounds.queued, bounds.queue_s)
@@ -124,6 +128,7 @@ class GenerationServicer:
         account, outcome = Account(self.metrics), "failed"
         try:
             request = generation.read_request(message, self.target.vocab_size, self.settings.limits)
+            request = replace(request, sampling=request.sampling.with_seed())
             async with self.seats.admit():
                 account.admitted()
                 ids = await self._prompt_ids(request)
@@ -173,7 +178,7 @@ class GenerationServicer:
             send,
             0 if request.want_trees else self.settings.orchestrator.chunk_tokens,
         )
-        started = Started(prompt_tokens, plan.policy.name, plan.policy.heads, plan.budget)
+        started = Started(prompt_tokens, plan.policy.name, plan.policy.heads, plan.budget, request.sampling.seed)
 
         def start(opened: SessionOpened | None) -> None:
             if opened is None or not request.want_prompt_log_probs:
@@ -260,14 +265,13 @@ class GenerationServicer:
         self, message: generation_pb2.DescribeModelRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.DescribeModelResponse:
         """What is served and how."""
-        heads = tuple(self.heads)
         return generation.model_to_wire(
             ModelDescription(
                 name=self.target.name,
                 vocab_size=self.target.vocab_size,
                 max_len=self.target.max_len,
-                heads=heads,
-                policies=("plain", *(f"single:{name}" for name in heads), *(POLICIES[1:] if heads else ())),
+                heads=tuple(self.heads),
+                policies=self.policies,
                 default_policy=self.default_policy.name,
                 default_budget=self.settings.orchestrator.budget,
                 has_tokenizer=self.codec is not None,

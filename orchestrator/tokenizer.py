@@ -16,6 +16,7 @@ from tokenizers.decoders import DecodeStream
 
 from coppice.errors import InvalidField
 from coppice.messages.generation import ChatMessage
+from coppice.messages.steps import vocabulary_hash
 
 _PRIMING_IDS = 8  # of the prompt, so that a decoder that drops a text's leading space sees this is no beginning
 
@@ -43,6 +44,11 @@ class TextCodec:
     def has_chat_template(self) -> bool:
         """Whether chat prompts work."""
         return self._template is not None
+
+    @cached_property
+    def vocabulary_hash(self) -> bytes:
+        """What a head's tokenizer is compared by."""
+        return vocabulary_hash(self.tokenizer.get_vocab())
 
     @cached_property
     def longest(self) -> int:

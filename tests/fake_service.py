@@ -68,7 +68,8 @@ class Echo:
         if len(request.ids or text.encode()) >= MAX_LEN:
             raise InvalidField("prompt", f"{len(request.ids or text)} tokens leave no room in a context of {MAX_LEN}")
         ids = (request.ids or tuple(text.encode()))[len(request.resume_ids) :]
-        yield generation.response_to_wire(Started(len(ids), request.policy or "route", ("a", "b"), 31))
+        seed = request.sampling.with_seed().seed
+        yield generation.response_to_wire(Started(len(ids), request.policy or "route", ("a", "b"), 31, seed))
         yield _chunk(ids[:1], request.want_log_probs)
         if text == "break" and not request.resume_ids:
             raise Unavailable("broke")

@@ -1,6 +1,6 @@
 """A stack of tiny models, in which processes and not forwards are what takes time.
 
-`python -m tests.tiny_stack bench identity --ids 1000000` runs a command of `coppice` that takes --target and --heads
+`python -m tests.tiny_stack bench identity --ids 1000000` runs a command of `coppice` that takes --target and --head
 on such a stack.
 """
 
@@ -31,7 +31,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory(prefix="coppice-tiny-") as made:
         target, heads = tiny_stack(Path(made))
         words = list(itertools.takewhile(lambda word: not word.startswith("-"), sys.argv[1:]))
-        options = ["--target", str(target), *(part for head in heads for part in ("--heads", head))]
+        options = ["--target", str(target), *(part for head in heads for part in ("--head", head))]
         os.environ |= ONE_THREAD_EACH
         sys.argv = ["coppice", *words, *options, *sys.argv[1 + len(words) :]]
         main()

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from coppice.bench.options import picture
+
 if TYPE_CHECKING:
     from coppice.adaptation.client import AdapterClient
 
-app = typer.Typer(help="Look at the adapter, and steer it.", no_args_is_help=True)
+app = typer.Typer(help="Look at the adapter, and steer it.", no_args_is_help=True, add_completion=False)
 
 Address = Annotated[str | None, typer.Option(help="HOST:PORT; default COPPICE_ADAPTER_ADDRESS, else 127.0.0.1:50061.")]
 Head = Annotated[str, typer.Option(help="The head's name; default: all of them.")]
@@ -29,9 +31,7 @@ def status(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, the latest queries included.")
     ] = False,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw tau and tokens/s of the latest queries (.png, .svg).")
-    ] = None,
+    plot: Annotated[Path | None, picture("--plot", "Draw tau and tokens/s of the latest queries")] = None,
 ) -> None:
     """Show what the adapter did and knows, and which weights every drafter uses."""
     from coppice.limits import MAX_HISTORY

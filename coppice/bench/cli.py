@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Measure: speed, exactness, the cost of a step, rows of a forward, adaptation, the papers' tables.",
     no_args_is_help=True,
+    add_completion=False,
 )
 paper = typer.Typer(help="One of the papers' tables, measured on these models.", no_args_is_help=True)
 app.add_typer(paper, name="paper")
@@ -178,7 +179,9 @@ def synthetic(options: Options) -> None:
     from coppice.bench.synthetic.shapes import make_weights, read_shape
     from coppice.machine import default_dtype
     from coppice.stack.spec import StackSpec
+    from coppice.training.dtype import usable_device
 
+    usable_device(options.device)
     config, kinds = read_shape(options.shape), options.kinds or ["eagle3", "specblock"]
     sessions, dtype = numbers("sessions", options.sessions, int, 1, 128), options.dtype or default_dtype(options.device)
     vocab_size, alphas = config.get_text_config().vocab_size, read_profile(options.profile, kinds)
@@ -199,7 +202,7 @@ def with_heads(options: Options, kinds: Sequence[str], default: Sequence[str] = 
     spec = options.spec(default)
     chosen = tuple(head for head in spec.heads if head.kind in kinds)
     if not chosen:
-        raise InvalidField("heads", f"none is of kind {', '.join(kinds)}")
+        raise InvalidField("head", f"none is of kind {', '.join(kinds)}")
     return replace(spec, heads=chosen)
 
 

@@ -30,13 +30,19 @@ def run_exact(
     for method, budget in product(methods[1:], budgets):
         ways[method, budget] = asking(bench.client, new_tokens, SESSIONS, policy=method, budget=budget)
     rows = []
-    with Progress("answers", len(ways) * len(prompts) * len(temperatures)) as progress:
+    with Progress("answers", (len(ways) * len(temperatures) + temperatures.count(0)) * len(prompts)) as progress:
+        progress.say("loading the target in transformers")
+        reference = bench.reference
         for temperature in temperatures:
             progress.say(f"T={temperature:g}")
             sampling = SamplingParams(temperature=temperature, seed=SEED)
-            greedy = [bench.reference.greedy(ids, new_tokens).ids for ids in prompts] if temperature == 0 else None
+            greedy: list[Ids] = []
+            for ids in prompts if temperature == 0 else ():
+                greedy.append(reference.greedy(ids, new_tokens).ids)
+                progress.add()
             answers = compare(ways, [(prompts, sampling)], progress)
-            verdicts = judged(bench.reference, [(ids, sampling) for ids in prompts], answers, greedy)
+            progress.say(f"T={temperature:g}, judging")
+            verdicts = judged(reference, [(ids, sampling) for ids in prompts], answers, greedy or None)
             rows += [
                 make_row(f"{way[0]} T={temperature:g}", its, verdicts[way], way[1], SESSIONS)
                 for way, its in answers.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,11 +41,10 @@ class Bench:
 @contextmanager
 def measuring(command: str, spec: StackSpec, options: Options) -> Iterator[Bench]:
     """A running stack with a client, and a report: see `reporting`."""
-    with (
-        reporting(command, spec, options) as report,
-        running(spec, report) as stack,
-        Client(stack.address) as client,
-    ):
+    with reporting(command, spec, options) as report, ExitStack() as ended:
+        with Console().status("starting the services"):
+            stack = ended.enter_context(running(spec, report))
+        client = ended.enter_context(Client(stack.address))
         yield Bench(stack, client, report, options)
 
 

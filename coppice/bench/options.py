@@ -14,18 +14,18 @@ import typer
 from typer import Option
 
 from coppice.errors import InvalidField
-from coppice.limits import MAX_TREE_NODES, check_range
 
 if TYPE_CHECKING:
     from coppice.stack.spec import HeadSpec, StackSpec
 
 T = TypeVar("T", int, float)
 REQUIRED: Any = Parameter.empty
+PICTURES = (".png", ".svg")
 
 
-def _split(texts: list[str] | None) -> list[str] | None:
-    """The names of an option that may be given several times, with commas between names."""
-    return [name for text in texts for name in text.split(",")] if texts else None
+def _split(texts: list[Any] | None) -> list[Any] | None:
+    """The names, or paths, of an option that may be given several times, with commas between them."""
+    return [type(text)(name) for text in texts for name in str(text).split(",")] if texts else None
 
 
 def _writable(path: Path | None) -> Path | None:
@@ -37,7 +37,27 @@ def _writable(path: Path | None) -> Path | None:
     return path
 
 
-def _names(what: str, *flags: str, metavar: str = "NAME,...") -> Any:
+def _in_folder(path: Path | None) -> Path | None:
+    """A file that will be written into a folder that is there. Raises BadParameter where that cannot be done."""
+    if path and not path.parent.is_dir():
+        raise typer.BadParameter(f"{path} cannot be written: {path.parent} is no folder")
+    return _writable(path)
+
+
+def _drawable(path: Path | None) -> Path | None:
+    """The same for a picture."""
+    if path and path.suffix not in PICTURES:
+        raise typer.BadParameter(f"{path} does not end in {' or '.join(PICTURES)}")
+    return _in_folder(path)
+
+
+def _renamed(heads: str | None) -> None:
+    if heads:
+        raise InvalidField("--heads", "is called --head, as everywhere")
+
+
+def names(what: str, *flags: str, metavar: str = "NAME,...") -> Any:
+    """An option that takes several names: it may be repeated, and commas separate names too."""
     return Option(*flags, metavar=metavar, callback=_split, help=what)
 
 
@@ -45,13 +65,26 @@ def _folder(what: str) -> Any:
     return Option(metavar="DIR", file_okay=False, callback=_writable, help=what)
 
 
-def _file(flag: str, what: str) -> Any:
-    return Option(flag, metavar="FILE", dir_okay=False, callback=_writable, help=what)
+def file(flag: str, what: str) -> Any:
+    """An option that names a file to write; the path is checked before the work."""
+    return Option(flag, metavar="FILE", dir_okay=False, callback=_in_folder, help=what)
+
+
+def picture(flag: str, what: str) -> Any:
+    """The same for a picture, whose format is the file's suffix."""
+    return Option(flag, metavar="FILE", dir_okay=False, callback=_drawable, help=f"{what} ({', '.join(PICTURES)}).")
 
 
 Target = Annotated[Path | None, Option(help="Model folder; default: the demo's target and heads.")]
-Heads = Annotated[list[str] | None, _names("Draft heads.", "--heads", metavar="NAME=KIND[:DIR],...")]
-JsonFile = Annotated[Path | None, _file("--json", "Also write the figures as JSON.")]
+Heads = Annotated[
+    list[str] | None,
+    names(
+        "Draft heads; KIND is bigram, lookup, lm, eagle3, specblock, medusa, parallelspec or falcon.",
+        "--head",
+        metavar="NAME=KIND[:DIR],...",
+    ),
+]
+JsonFile = Annotated[Path | None, file("--json", "Also write the figures as JSON.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,18 +97,19 @@ class Options:
     prompts: Annotated[
         list[Path] | None,
         Option(
-            metavar="FILE",
+            metavar="FILE,...",
+            callback=_split,
             help="JSON lines (Spec-Bench's, SPEED-Bench's) or .txt, a benchmark each if there are several. "
             "Default: the prompts that come with Coppice.",
         ),
     ] = None
-    category: Annotated[list[str] | None, _names("Keep prompts of these categories, such as code,maths.")] = None
+    category: Annotated[list[str] | None, names("Keep prompts of these categories, such as code,maths.")] = None
     n: Annotated[int, Option("--n", min=1, help="Prompts of each file; texts, drafts or queries.")] = 8
     warm_up: Annotated[int, Option(min=0, help="Prompts after --n that every method answers first, uncounted.")] = 0
     chat: Annotated[bool, Option("--chat", help="Send each text as a user's message.")] = False
     max_new_tokens: Annotated[int, Option(min=2, help="Tokens made for each prompt, past end-of-text ids too.")] = 128
     skip_long: Annotated[bool, Option("--skip-long", help="Leave out prompts too long for the context.")] = False
-    methods: Annotated[list[str] | None, _names("Policies or head names; default: all of them.")] = None
+    methods: Annotated[list[str] | None, names("Policies or head names; default: all of them.")] = None
     budgets: Annotated[str, Option(help="Draft nodes verified a step, comma-separated; default: the server's.")] = ""
     budget: Annotated[int, Option(min=1, max=64, help="Draft nodes of every tree.")] = 31
     temperatures: Annotated[str, Option(help="Comma-separated.")] = "0,1"
@@ -94,7 +128,7 @@ class Options:
         str, Option(metavar="NAME|DIR", help="demo, 0.5b, llama-3.1-8b, qwen3-8b, or a folder with config.json.")
     ] = "demo"
     kinds: Annotated[
-        list[str] | None, _names("Kinds of heads; default: eagle3,specblock.", "--heads", metavar="KIND,...")
+        list[str] | None, names("Kinds of heads; default: eagle3,specblock.", "--head", metavar="KIND,...")
     ] = None
     profile: Annotated[
         str,
@@ -106,13 +140,13 @@ class Options:
     pipeline: Annotated[bool, Option(help="Also time steps of the real services, at one session.")] = True
     data: Annotated[list[str] | None, Option("--data", help="As for `coppice train head`.")] = None
     tokens: Annotated[int, Option(min=1, help="Tokens that every head learns from.")] = 131_072
-    only: Annotated[list[str] | None, _names("Some of the variants or kinds.")] = None
+    only: Annotated[list[str] | None, names("Some of the variants or kinds.")] = None
     cache: Annotated[Path | None, _folder("What is made is kept here, and used again.")] = None
     device: Annotated[str, Option(help="A torch device.")] = "cpu"
     dtype: Annotated[str | None, Option(help="float32 or bfloat16.")] = None
     answers: Annotated[Path | None, _folder("Also write each method's answers, as Spec-Bench does.")] = None
     plots: Annotated[Path | None, _folder("Also draw PNGs here.")] = None
-    plot: Annotated[Path | None, _file("--plot", "Also draw it (.png, .svg).")] = None
+    plot: Annotated[Path | None, picture("--plot", "Also draw it")] = None
     json_file: JsonFile = None
     goals: Annotated[bool, Option("--goals", help="Exit 1 also when one of the project's own goals is missed.")] = False
 
@@ -134,6 +168,8 @@ class Options:
 
     def budgets_asked(self) -> tuple[int, ...]:
         """The budgets. Raises InvalidField."""
+        from coppice.limits import MAX_TREE_NODES
+
         return numbers("budgets", self.budgets, int, 0, MAX_TREE_NODES)
 
 
@@ -151,8 +187,12 @@ def command(app: typer.Typer, *names: str, **defaults: Any) -> Callable[[Callabl
         if name in (*names, *defaults, "json_file")
     ]
 
+    if {"heads", "kinds"}.intersection(names):
+        old = Option("--heads", hidden=True, callback=_renamed)
+        parameters.append(Parameter("old", Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, old]))
+
     def register(function: Callable[[Options], None]) -> None:
-        def called(**given: Any) -> None:
+        def called(old: str | None = None, **given: Any) -> None:
             function(Options(**given))
 
         called.__doc__ = function.__doc__
@@ -165,6 +205,8 @@ def command(app: typer.Typer, *names: str, **defaults: Any) -> Callable[[Callabl
 
 def numbers(option: str, text: str, kind: type[T], low: float, high: float) -> tuple[T, ...]:
     """The numbers of an option that takes several, with commas between. Raises InvalidField, which names the option."""
+    from coppice.limits import check_range
+
     try:
         found = tuple(kind(part) for part in text.split(","))
         for number in found:

@@ -41,6 +41,10 @@ class Progress:
         """Count what is done."""
         self._bar.advance(self._task, count)
 
+    def reach(self, done: int, total: int) -> None:
+        """Say how many are done, of so many."""
+        self._bar.update(self._task, completed=done, total=total)
+
     def print(self, line: str) -> None:
         """Print a line that stays."""
         self._console.print(line, highlight=False, soft_wrap=True)

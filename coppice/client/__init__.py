@@ -2,5 +2,6 @@
 
 from coppice.client.client import AsyncClient, Client
 from coppice.client.completion import Completion, StreamEvent
+from coppice.client.request import Options
 
-__all__ = ["AsyncClient", "Client", "Completion", "StreamEvent"]
+__all__ = ["AsyncClient", "Client", "Completion", "Options", "StreamEvent"]

@@ -5,26 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import operator
 import os
 import random
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypedDict, Unpack, cast
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, ClassVar, Unpack
 
 import grpc
 import grpc.aio
-from pydantic import ValidationError
 
-from coppice import limits
 from coppice.client.completion import Accumulator, Completion, StreamEvent
+from coppice.client.request import Options, Prompt, build_request, lists_options
 from coppice.client.resume import TIMEOUT_S, Attempts, watch, watch_async
 from coppice.errors import Cancelled, InvalidField, from_rpc_error
-from coppice.messages.generation import ChatMessage, GenerationRequest, ModelDescription
+from coppice.messages.generation import ModelDescription
 from coppice.rpc import tracing
 from coppice.rpc.channels import Dialer
-from coppice.speculation.sampling import SamplingParams
 from coppice.v1 import generation_pb2 as generation
 from coppice.v1.generation_pb2_grpc import GenerationServiceStub
 from coppice.wire.generation import read_model, read_response, request_to_wire
@@ -32,50 +29,6 @@ from coppice.wire.generation import read_model, read_response, request_to_wire
 __all__ = ["AsyncClient", "Client", "Completion", "Options", "Prompt", "StreamEvent", "default_address"]
 
 Metadata = Sequence[tuple[str, str]] | None
-Prompt = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, str]]
-
-_MAX_UINT32 = 2**32 - 1
-
-
-class Draws(TypedDict, total=False):
-    """The fields of SamplingParams as options."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float | None
-    frequency_penalty: float
-    presence_penalty: float
-    logit_bias: dict[int, float]
-    seed: int
-
-
-class Options(Draws, total=False):
-    """How to answer a prompt; whatever is left out is the server's default, greedy decoding and no stop strings."""
-
-    sampling: SamplingParams | None
-    """instead of temperature to seed"""
-    max_new_tokens: int
-    """limit on new tokens, `resume_ids` included"""
-    stop: str | Sequence[str]
-    """strings that end the text, excluded from it"""
-    policy: str
-    budget: int | None
-    """draft nodes verified a step"""
-    ignore_eos: bool
-    log_probs: bool
-    """also return the target's raw log-probabilities"""
-    resume_ids: Sequence[int]
-    """new tokens held from an earlier stream of the same request; the answer goes on behind them"""
-    trees: bool
-    """also return the tree each step verified"""
-    pq: bool
-    """classic p/q rejection of a sampled chain instead of keyed noise"""
-    coupled: bool
-    """let drafters use the keyed noise at temperature > 0 (the default)"""
-    timeout: float
-    """deadline of the whole call, seconds"""
 
 
 def default_address() -> str:
@@ -91,71 +44,6 @@ def _addresses(address: str | Sequence[str] | None) -> tuple[str, ...]:
     if not addresses:
         raise InvalidField("address", "names no HOST:PORT")
     return addresses
-
-
-def build_request(prompt: Prompt, **options: Unpack[Options]) -> GenerationRequest:
-    """The request of a prompt and Options, of which `timeout` is not a part.
-
-    Raises InvalidField naming what is unusable, TypeError for other options.
-    """
-    if unknown := options.keys() - Options.__annotations__.keys():
-        raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
-    given: dict[str, Any] = {name: value for name, value in options.items() if name != "timeout"}
-    draws = {name: given.pop(name) for name in SamplingParams.model_fields if name in given}
-    sampling = given.pop("sampling", None)
-    if sampling is None:
-        try:
-            sampling = SamplingParams(**draws)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise InvalidField(str(first["loc"][0]), first["msg"]) from None
-    elif draws:
-        raise InvalidField("sampling", f"give it or {', '.join(draws)}, not both")
-    limits.check_range("max_new_tokens", given.get("max_new_tokens", 0), 0, _MAX_UINT32)
-    if given.get("budget") is not None:
-        limits.check_range("budget", given["budget"], 0, limits.MAX_TREE_NODES)
-    text, ids, chat = _read_prompt(prompt)
-    stop = given.pop("stop", ())
-    return GenerationRequest(
-        text=text,
-        ids=ids,
-        chat=chat,
-        resume_ids=_read_ids("resume_ids", given.pop("resume_ids", ())),
-        sampling=sampling,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        want_log_probs=given.pop("log_probs", False),
-        want_trees=given.pop("trees", False),
-        **given,
-    )
-
-
-def _read_prompt(prompt: Prompt) -> tuple[str | None, tuple[int, ...] | None, tuple[ChatMessage, ...] | None]:
-    """Text, ids and messages of a prompt; two of them are None."""
-    if len(prompt) == 0:
-        raise InvalidField("prompt", "is empty")
-    if isinstance(prompt, str):
-        return prompt, None, None
-    if not isinstance(prompt[0], ChatMessage | Mapping):
-        return None, _read_ids("prompt", cast(Sequence[int], prompt)), None
-    messages = []
-    for part in cast(Sequence[ChatMessage | Mapping[str, str]], prompt):
-        if isinstance(part, Mapping):
-            if part.keys() != {"role", "content"}:
-                raise InvalidField("prompt", "a message has the keys role and content, no others")
-            part = ChatMessage(part["role"], part["content"])
-        messages.append(part)
-    return None, None, tuple(messages)
-
-
-def _read_ids(field: str, ids: Sequence[int]) -> tuple[int, ...]:
-    """Token ids as plain ints (numpy's are taken too)."""
-    try:
-        read = tuple(operator.index(token) for token in ids)
-    except TypeError:
-        raise InvalidField(field, "is neither text, nor token ids, nor messages") from None
-    for token in read:
-        limits.check_range(field, token, 0, _MAX_UINT32)
-    return read
 
 
 class _Endpoint:
@@ -177,12 +65,18 @@ class _Endpoint:
         self._turns = itertools.count(random.randrange(len(self._stubs)))  # noqa: S311 - it is no secret
         self._closed = False
 
-    def _call(self, prompt: Prompt, options: Options) -> tuple[Attempts, Accumulator]:
+    def _call(self, caller: str, prompt: Prompt, options: Options) -> tuple[Attempts, Accumulator]:
         """The call of a prompt and what folds its events. Raises InvalidField, TypeError for an unknown option."""
-        request, count = build_request(prompt, **options), len(self._stubs)
+        request, count = build_request(prompt, caller, **options), len(self._stubs)
         timeout = options.get("timeout", TIMEOUT_S)
         call = Attempts(timeout, request_to_wire(request), count, next(self._turns) % count)
-        return call, Accumulator(request.sampling.seed)
+        return call, Accumulator()
+
+    def _stub(self, call: Attempts) -> GenerationServiceStub:
+        """Whom the next attempt of a call asks. Raises Cancelled when the client is closed."""
+        if self._closed:
+            raise Cancelled("the client is closed")
+        return self._stubs[call.at]
 
 
 class Client(_Endpoint, contextlib.AbstractContextManager["Client"]):
@@ -208,14 +102,15 @@ class Client(_Endpoint, contextlib.AbstractContextManager["Client"]):
         call = Attempts(timeout, generation.DescribeModelRequest(), len(self._stubs))
         while True:
             try:
-                return read_model(self._stubs[call.at].DescribeModel(call.message, timeout=call.timeout))
+                return read_model(self._stub(call).DescribeModel(call.message, timeout=call.timeout))
             except grpc.RpcError as error:
                 delay = call.delay_after(from_rpc_error(error), self._closed)
             time.sleep(delay)
 
+    @lists_options
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """The whole answer to text, token ids or messages. Raises the errors of coppice.errors."""
-        call, answer = self._call(prompt, options)
+        call, answer = self._call("generate", prompt, options)
         for event in self._events(call):
             answer.add(event)
         return answer.completion()
@@ -225,12 +120,13 @@ class Client(_Endpoint, contextlib.AbstractContextManager["Client"]):
         # Who holds all that was asked for is only told so.
         return self.generate(prompt, policy="plain", max_new_tokens=1, resume_ids=(0,)).prompt_tokens
 
+    @lists_options
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[StreamEvent]:
         """Started, then Chunks, then Finished. Leaving the loop early cancels the call.
 
         `coppice.client.completion.Accumulator` folds the events into a Completion, a partial one if need be.
         """
-        return self._events(self._call(prompt, options)[0])
+        return self._events(self._call("stream", prompt, options)[0])
 
     def _events(self, call: Attempts) -> Iterator[StreamEvent]:
         with tracing.calling("generate") as metadata:
@@ -238,7 +134,7 @@ class Client(_Endpoint, contextlib.AbstractContextManager["Client"]):
 
     def _attempts(self, call: Attempts, metadata: Metadata) -> Iterator[StreamEvent]:
         while True:
-            stub = self._stubs[call.at]
+            stub = self._stub(call)
             responses = stub.Generate(call.message, timeout=call.timeout, metadata=metadata)
             ended = threading.Event()
             if len(self._stubs) > 1:
@@ -257,7 +153,10 @@ class Client(_Endpoint, contextlib.AbstractContextManager["Client"]):
 
 
 class AsyncClient(_Endpoint, contextlib.AbstractAsyncContextManager["AsyncClient"]):
-    """Asks a server from asyncio, as `Client` does. Make it inside the running loop; an async context manager."""
+    """Asks a server from asyncio, as `Client` does; an async context manager.
+
+    It may be made outside of an event loop, and belongs to the loop of its first call.
+    """
 
     _blocking = False
 
@@ -274,22 +173,24 @@ class AsyncClient(_Endpoint, contextlib.AbstractAsyncContextManager["AsyncClient
         call = Attempts(timeout, generation.DescribeModelRequest(), len(self._stubs))
         while True:
             try:
-                return read_model(await self._stubs[call.at].DescribeModel(call.message, timeout=call.timeout))
+                return read_model(await self._stub(call).DescribeModel(call.message, timeout=call.timeout))
             except grpc.RpcError as error:
                 delay = call.delay_after(from_rpc_error(error), self._closed)
             await asyncio.sleep(delay)
 
+    @lists_options
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """The whole answer to text, token ids or messages. Raises the errors of coppice.errors."""
-        call, answer = self._call(prompt, options)
+        call, answer = self._call("generate", prompt, options)
         async with contextlib.aclosing(self._events(call)) as events:
             async for event in events:
                 answer.add(event)
         return answer.completion()
 
+    @lists_options
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncIterator[StreamEvent]:
         """Started, then Chunks, then Finished. Wrap it in `contextlib.aclosing` to cancel at once on leaving early."""
-        return self._events(self._call(prompt, options)[0])
+        return self._events(self._call("stream", prompt, options)[0])
 
     async def _events(self, call: Attempts) -> AsyncGenerator[StreamEvent, None]:
         with tracing.calling("generate") as metadata:
@@ -299,7 +200,7 @@ class AsyncClient(_Endpoint, contextlib.AbstractAsyncContextManager["AsyncClient
 
     async def _attempts(self, call: Attempts, metadata: Metadata) -> AsyncGenerator[StreamEvent, None]:
         while True:
-            stub = self._stubs[call.at]
+            stub = self._stub(call)
             responses = stub.Generate(call.message, timeout=call.timeout, metadata=metadata)
             watching = asyncio.create_task(watch_async(stub, call, responses)) if len(self._stubs) > 1 else None
             try:

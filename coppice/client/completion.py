@@ -80,6 +80,8 @@ class Completion(Ending):
             "new_tokens": self.new_tokens,
             "steps": self.steps,
             "tau": self.tau,
+            "tokens_per_s": self.tokens_per_s,
+            "ttft_s": self.ttft_s,
             "accept_lengths": list(self.accept_lengths),
             "policy": self.policy,
             "heads": list(self.heads),
@@ -91,8 +93,8 @@ class Completion(Ending):
 class Accumulator:
     """Folds the events of one stream, in order, into a Completion; asked before the last event, into a partial one."""
 
-    def __init__(self, seed: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._seed, self._clock = seed, clock
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._called = clock()
         self._first = self._last = self._called  # when the first and the last token came
         self._started = Started(0, "", (), 0)
@@ -137,7 +139,7 @@ class Accumulator:
             verified_nodes=tuple(end.verified_nodes),
             policy=started.policy,
             heads=started.heads,
-            seed=self._seed,
+            seed=started.seed,
             ttft_s=self._first - self._called,
             # The server's clock is not blurred by chunks that arrive together.
             decode_s=(not end.resumed and end.timings.decode_ns / 1e9) or self._last - self._first,

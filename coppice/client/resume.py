@@ -13,7 +13,7 @@ import grpc
 
 from coppice import limits
 from coppice.client.completion import StreamEvent
-from coppice.errors import Cancelled, CoppiceError, Overloaded, Unavailable
+from coppice.errors import Cancelled, CoppiceError, DeadlineExceeded, Overloaded, Unavailable
 from coppice.messages.generation import Chunk, Started
 from coppice.v1 import generation_pb2 as generation
 
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from coppice.v1.generation_pb2_grpc import GenerationServiceStub
 
 TIMEOUT_S = limits.MAX_DEADLINE_NS / 1e9
-# Waits before a call to the only address is sent again; longer than a channel's own first back-off.
+# Waits before a call to the only address is sent again; longer than a channel's own longest back-off.
 RETRY_DELAYS_S = (0.25, 0.5)
 # How long a request that has begun looks for somebody who goes on with it, how often it tries, and how long one that
 # has not begun looks for anybody among several servers: they may be restarted one after another.
 PATIENCE_S, PATIENT_DELAY_S, RESTART_S = 60.0, 0.5, 15.0
 # With several addresses: silence after which a server is asked whether it still lives, and how long it may take to say.
 SILENCE_S, ALIVE_S = 1.0, 1.5
+CLOCKS_S = 0.05  # by how much gRPC may see a deadline pass before this does
 
 
 class Attempts:
@@ -42,7 +43,7 @@ class Attempts:
         """the server that is asked was found dead"""
         self._addresses, self._tried = addresses, 0
         self._full: Overloaded | None = None
-        self._deadline = time.monotonic() + timeout
+        self._allowed_s, self._deadline = timeout, time.monotonic() + timeout
         self._delays = iter(RETRY_DELAYS_S)
         self._started = False
         self._held: list[int] = []
@@ -64,6 +65,8 @@ class Attempts:
         self.heard_at = time.monotonic()
         if isinstance(event, Started):
             again, self._started = self._started, True
+            if not self.message.sampling.HasField("seed"):  # who goes on with it is to draw the same
+                self.message.sampling.seed = event.seed
             return None if again else event
         if isinstance(event, Chunk):
             self._held += event.ids
@@ -82,6 +85,8 @@ class Attempts:
         if self.silent.is_set():
             failure = Unavailable("the server stopped answering")
             self.silent.clear()
+        if isinstance(failure, DeadlineExceeded) and self.timeout < CLOCKS_S:  # else it was the server's own bound
+            failure = DeadlineExceeded(f"the call was not done within {self._allowed_s:g} s")
         if isinstance(failure, Overloaded):
             self._full = failure
         if final or not isinstance(failure, Unavailable | Cancelled | Overloaded):

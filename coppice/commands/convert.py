@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Convert checkpoints between layouts.", no_args_is_help=True)
+app = typer.Typer(help="Convert checkpoints between layouts.", no_args_is_help=True, add_completion=False)
 
 LAYOUTS = "specblock, eagle3 or speculators"
 

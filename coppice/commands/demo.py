@@ -11,18 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from coppice.adaptation import picture
 from coppice.adaptation.client import AdapterClient
 from coppice.bench.asking import GREEDY, Ask, asking, compare, judged
 from coppice.bench.measuring import clean_check, reference_of, report_of
 from coppice.bench.progress import Progress
-from coppice.bench.questions import spread
 from coppice.bench.report import HF_GENERATE, Report, exactness_checks, make_row
 from coppice.client.client import Client
 from coppice.client.completion import Accumulator, Completion
+from coppice.client.request import Draws
+from coppice.commands.answers import figures
 from coppice.commands.tree_picture import longest, show
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.machine import usable_cores
@@ -34,7 +33,10 @@ from coppice.stack.redis_server import find_server
 
 NEW_TOKENS = 64
 BUDGET = 8  # in float32 on a CPU every row of a forward costs: a small tree gains more than the default one
-PROMPTS = 3  # one of each category of the shipped ones
+PROMPTS = (10, 24, 41)  # shipped ones by number, one of each category, that are short
+SHOWN_TOKENS = 32
+SHOWN: Draws = {"temperature": 0.7, "seed": 3}
+"""of the answers that are streamed: greedy ones of so small a target soon repeat themselves"""
 STYLES = {Origin.DRAFT: "green", Origin.ROOT: "red"}
 
 
@@ -55,11 +57,10 @@ def demo(
     )
     adaptable = any(head.kind in ADAPTED_KINDS for head in spec.heads)
     spec = replace(spec, adapt=adaptable and find_server() is not None)
-    prompts = spread(demo_prompts())[:PROMPTS]
+    prompts = [prompt for prompt in demo_prompts() if prompt.question_id in PROMPTS]
     more = ", Redis, an adapter" if spec.adapt else ""
     console.print(f"starting a verifier, {len(spec.heads)} drafter pools{more} and an orchestrator ...")
     with Stack(spec) as stack, Client(stack.address) as client:
-        console.print(services_table(stack))
         for number, prompt in enumerate(prompts):
             stream_coloured(console, client, prompt, trees=number == 0)
         ready = stack.services.get(ADAPTER)
@@ -68,9 +69,8 @@ def demo(
                 adapter.pause()  # policies are compared on the same weights
             report = _compare(console, stack, client, prompts)
             if adapter:
-                console.print("\nwhat the adapter heard; it was paused while policies were compared:")
-                for head in adapter.status():
-                    picture.show(head, console)
+                heard = ", ".join(f"{head.queries} queries of {head.head}" for head in adapter.status())
+                console.print(f"\nthe adapter, paused meanwhile, heard {heard}", highlight=False, soft_wrap=True)
     report.checks.append(clean_check(stack))
     report.print(console)
     if json_file:
@@ -78,30 +78,20 @@ def demo(
     return report.ok
 
 
-def services_table(stack: Stack) -> Table:
-    """What runs where."""
-    table = Table("service", "address", "metrics", "pid")
-    for name, ready in stack.services.items():
-        table.add_row(name, ready.address, ready.metrics or "-", str(ready.pid))
-    return table
-
-
 def stream_coloured(console: Console, client: Client, prompt: FilePrompt, trees: bool = False) -> Completion:
-    """Print one greedy answer as it comes: accepted drafts green, roots red, and below it how many were drafted.
+    """Print one sampled answer as it comes: accepted drafts green, roots red, and its figures below it.
 
     trees: also draw the draft tree of the step that accepted most.
     """
     console.print(Text(f"\n{prompt.category or 'prompt'}: {prompt.prompt}", style="bold"))
     answer = Accumulator()
-    for event in client.stream(prompt.prompt, max_new_tokens=NEW_TOKENS, ignore_eos=True, trees=trees):
+    for event in client.stream(prompt.prompt, max_new_tokens=SHOWN_TOKENS, trees=trees, **SHOWN):
         answer.add(event)
         if isinstance(event, Chunk):
             for piece, origin in zip(event.pieces, event.origins, strict=True):
                 console.print(Text(piece, style=STYLES[origin]), end="", soft_wrap=True)
     completion = answer.completion()
-    drafted = sum(origin is Origin.DRAFT for origin in completion.origins)
-    speed = f"tau {completion.tau:.2f}, {completion.tokens_per_s:.1f} tokens/s"
-    console.print(Text(f"\n{drafted} of {completion.new_tokens} tokens drafted, {speed}"), style="dim")
+    console.print(Text(f"\n{figures(completion)}"), style="dim")
     if completion.trees:
         console.print("the draft tree of the step that accepted most:", style="dim")
         show(longest(completion.trees), console)

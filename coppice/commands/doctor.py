@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import disk_usage
 
 from rich.console import Console
 from rich.table import Table
@@ -16,11 +18,14 @@ from coppice import __version__
 from coppice.client.client import Client, default_address
 from coppice.errors import CoppiceError, DeadlineExceeded, Unavailable
 from coppice.machine import PROMISES, default_dtype, this_machine
+from coppice.stack.preflight import why_no_port
 from coppice.stack.redis_server import find_server
-from coppice.stack.spec import DEFAULT_PORT, checkout
+from coppice.stack.spec import COUNTING_KINDS, DEFAULT_PORT, SHIPPED_HEADS, checkout
 
 CLIENT_PACKAGES = ("grpcio", "grpcio-health-checking", "protobuf", "numpy", "pydantic", "pydantic-settings")
 SERVE_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")
+SERVER = "server"
+GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +38,36 @@ class Finding:
 
 
 def doctor(console: Console, address: str | None = None) -> bool:
-    """Print what is found; returns whether nothing needed is missing."""
-    table = Table(show_header=False)
-    good = True
-    for finding in find(address or default_address()):
+    """Print what is found, and what to try next; returns whether nothing needed is missing.
+
+    Raises Unavailable when a server that is named, here or by COPPICE_ADDRESS, does not answer.
+    """
+    table, findings = Table(show_header=False), list(find(address or os.environ.get("COPPICE_ADDRESS")))
+    for finding in findings:
         sign = {True: "[green]ok[/]", False: "[red]missing[/]", None: "-"}[finding.ok]
         table.add_row(finding.name, finding.value, sign)
-        good &= finding.ok is not False
     console.print(table)
-    return good
+    (server,) = (finding for finding in findings if finding.name == SERVER)
+    console.print(f"try: {_next_step(bool(server.ok))}", highlight=False, soft_wrap=True)
+    if server.ok is False:
+        raise Unavailable(server.value)
+    return all(finding.ok is not False for finding in findings)
 
 
-def find(address: str) -> Iterator[Finding]:
-    """Every finding. What only servers need is needed in a checkout; a package may be installed as a client alone."""
+def _next_step(answers: bool) -> str:
+    """What somebody who reads the table wants to do now; `answers`: whether the server does."""
+    if answers:
+        return 'coppice generate "Once upon a time"'
+    if find_spec("torch") is None:
+        return "pip install 'coppice-serve[serve]'"
+    return "coppice up" if checkout() else "coppice up MODEL, a folder or a name on the Hugging Face Hub"
+
+
+def find(address: str | None) -> Iterator[Finding]:
+    """Every finding; the server at `address` is missing when it does not answer, one that nobody named is not.
+
+    What only servers need is needed in a checkout; a package may be installed as a client alone.
+    """
     python = sys.version_info
     yield Finding("coppice", __version__, None)
     yield Finding("python", f"{python.major}.{python.minor}.{python.micro}", python >= (3, 11))
@@ -57,13 +79,22 @@ def find(address: str) -> Iterator[Finding]:
         yield _package(name, needed=root is not None)
     yield from _hardware()
     if root:
-        models = [name for name in ("target", "lm") if (root / "models" / "demo" / name / "config.json").is_file()]
-        yield Finding("models/demo", ", ".join(models) or "none", len(models) == 2)
+        yield from _models(root / "models" / "demo")
     yield Finding("redis-server", str(find_server() or "none: needed by coppice up --adapt"), None)
     trusted = os.environ.get("COPPICE_TLS__CA")
     yield Finding("TLS to the server", f"trusting {trusted}" if trusted else "no: COPPICE_TLS__CA is not set", None)
     yield _server(address)
-    yield Finding(f"port {DEFAULT_PORT}", "free" if _is_free(DEFAULT_PORT) else "taken", None)
+    yield Finding(f"port {DEFAULT_PORT}", why_no_port("127.0.0.1", DEFAULT_PORT) or "free", None)
+
+
+def _models(folder: Path) -> Iterator[Finding]:
+    """The shipped target, and each shipped head with its kind."""
+    for name, kind in {"target": "the demo's target", **SHIPPED_HEADS}.items():
+        if kind in COUNTING_KINDS:
+            yield Finding(f"model {name}", f"{kind}, needs no weights", True)
+        else:
+            here = (folder / name / "config.json").is_file()
+            yield Finding(f"model {name}", kind if here else f"{kind}: not in {folder}", here)
 
 
 def _package(name: str, needed: bool) -> Finding:
@@ -77,7 +108,15 @@ def _hardware() -> Iterator[Finding]:
     machine = this_machine()
     yield Finding("cpu", f"{machine.cpu}, {machine.cores} cores", None)
     yield Finding("cpu features", " ".join(machine.features) or "none of note", None)
-    yield Finding("memory", f"{machine.memory_gib:.1f} GiB", None)
+    try:
+        from psutil import virtual_memory
+
+        free = f", {virtual_memory().available / GIB:.1f} free"
+    except ImportError:  # it comes with the servers
+        free = ""
+    yield Finding("memory", f"{machine.memory_gib:.1f} GiB{free}", None)
+    disk = disk_usage(Path.home())
+    yield Finding("disk", f"{disk.total / GIB:.1f} GiB, {disk.free / GIB:.1f} free, at {Path.home()}", None)
     yield Finding("default dtype on cpu", f"{default_dtype('cpu')}: {PROMISES[default_dtype('cpu')]}", None)
     try:
         import torch
@@ -85,27 +124,22 @@ def _hardware() -> Iterator[Finding]:
         return
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     yield Finding("torch build", f"{build}, {torch.backends.cpu.get_cpu_capability()}", None)
-    devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    yield Finding("CUDA devices", ", ".join(devices) or "none", None)
+    devices = []
+    for number in range(torch.cuda.device_count()):
+        spare, whole = torch.cuda.mem_get_info(number)
+        name = torch.cuda.get_device_name(number)
+        devices.append(f"{name}, {whole / GIB:.1f} GiB, {spare / GIB:.1f} free")
+    yield Finding("CUDA devices", "; ".join(devices) or "none", None)
 
 
-def _server(address: str) -> Finding:
+def _server(address: str | None) -> Finding:
+    at = address or default_address()
     try:
-        with Client(address) as client:
+        with Client(at) as client:
             model = client.describe(timeout=2.0)
     except (Unavailable, DeadlineExceeded):
-        return Finding("server", f"none answers at {address}", None)
+        return Finding(SERVER, f"none answers at {at}", False if address else None)
     except CoppiceError as error:
-        return Finding("server", f"{address} refuses: {error}", None)
+        return Finding(SERVER, f"{at} refuses: {error}", None)
     heads = ", ".join(model.heads) or "no heads"
-    return Finding("server", f"{model.name} at {address}: {heads}, default {model.default_policy}", True)
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
+    return Finding(SERVER, f"{model.name} at {at}: {heads}, default {model.default_policy}", True)

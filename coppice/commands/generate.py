@@ -1,110 +1,119 @@
-"""`coppice generate`: the prompts of its options, checked before the first one is answered, and their answers."""
+"""The options of `coppice generate` and `coppice chat`. What answers is imported when they are called."""
 
-from __future__ import annotations
-
-import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coppice.client.client import Client, Options
-from coppice.client.completion import Accumulator, Completion
-from coppice.errors import InvalidField
-from coppice.messages.generation import Chunk
-from coppice.prompts.files import FilePrompt, read_prompts
+from coppice.bench.options import names, picture
+
+if TYPE_CHECKING:
+    from coppice.client.client import Options
+    from coppice.client.completion import Completion
+
+Address = Annotated[str | None, typer.Option(help="HOST:PORT; default COPPICE_ADDRESS, else 127.0.0.1:50051.")]
+Policy = Annotated[str, typer.Option(help="plain, single:HEAD, route, merge, auto, ...; default: the server's.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the draws; default: one is drawn, which --json shows.")]
+MaxNewTokens = Annotated[int, typer.Option(help="0: the server's default.")]
 
 
-def prompts_of(prompt: str | None, ids: str | None, file: Path | None) -> list[FilePrompt]:
-    """The prompts of the options, of which exactly one is given."""
-    if sum(source is not None for source in (prompt, ids, file)) != 1:
-        raise typer.BadParameter("give exactly one of PROMPT, --ids and --prompt-file", param_hint="PROMPT")
-    if prompt is not None:
-        return [FilePrompt(prompt)]
-    if ids is not None:
-        try:
-            return [FilePrompt(tuple(int(token) for token in ids.split(",")))]
-        except ValueError:
-            raise typer.BadParameter(f"{ids!r} is not ids with commas between", param_hint="--ids") from None
-    assert file
-    if file.suffix in (".jsonl", ".txt"):
-        return read_prompts(file)
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="What to continue.")] = None,
+    ids: Annotated[str | None, typer.Option(help="Token ids instead, such as 1,2,3.")] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file instead: .jsonl and .txt hold a prompt a line, others are one prompt. All turns are asked."
+        ),
+    ] = None,
+    skip_long: Annotated[
+        bool, typer.Option("--skip-long", help="Leave out a file's prompts that the server's context has no room for.")
+    ] = False,
+    address: Address = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message.")] = False,
+    policy: Policy = "",
+    budget: Annotated[int | None, typer.Option(help="Draft nodes verified a step.")] = None,
+    temperature: Temperature = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus mass.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Most probable ids kept; 0 keeps all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Least share of the best id's probability.")] = 0.0,
+    repetition_penalty: Annotated[float | None, typer.Option(help="1 is none; default: the target's.")] = None,
+    frequency_penalty: Annotated[float, typer.Option(help="For each time an id was generated.")] = 0.0,
+    presence_penalty: Annotated[float, typer.Option(help="For ids that were generated.")] = 0.0,
+    logit_bias: Annotated[list[str] | None, names("Added to an id's logit.", metavar="ID=BIAS,...")] = None,
+    seed: Seed = None,
+    max_new_tokens: MaxNewTokens = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer (repeatable).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    show_tree: Annotated[
+        bool, typer.Option("--show-tree", help="Then draw the draft tree of the step that accepted most.")
+    ] = False,
+    tree_picture: Annotated[Path | None, picture("--tree-picture", "Save that tree as a picture")] = None,
+) -> None:
+    """Answer a prompt, streaming the text."""
+    from coppice.client.client import Client
+    from coppice.commands.answers import answers_of, fitting, prompts_of
+
+    prompts = prompts_of(prompt, ids, prompt_file)
+    options: Options = {
+        "policy": policy,
+        "budget": budget,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "frequency_penalty": frequency_penalty,
+        "presence_penalty": presence_penalty,
+        "logit_bias": _read_bias(logit_bias or ()),
+        "seed": seed,
+        "max_new_tokens": max_new_tokens,
+        "stop": stop or (),
+        "trees": show_tree or tree_picture is not None,
+    }
+    with Client(address) as client:
+        if prompt_file:
+            prompts = fitting(client, prompts, chat, max_new_tokens, skip_long)
+        for one in prompts:
+            for answer in answers_of(client, one, chat, options, as_json):
+                if answer.trees:
+                    _draw_tree(answer, show_tree and not as_json, tree_picture)
+
+
+def chat(
+    address: Address = None,
+    policy: Policy = "",
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    max_new_tokens: MaxNewTokens = 0,
+) -> None:
+    """Talk with the target: it is told the whole conversation at each turn. /quit or Ctrl-D ends it."""
+    from coppice.client.client import Client
+    from coppice.commands.chat import chat as talk
+
+    options: Options = {"policy": policy, "temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens}
+    with Client(address) as client:
+        talk(client, options)
+
+
+def _read_bias(pairs: Iterable[str]) -> dict[int, float]:
+    """ID=BIAS each."""
     try:
-        return [FilePrompt(file.read_text(encoding="utf-8"), where=str(file))]
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(str(error), param_hint="--prompt-file") from None
+        return {int(token): float(bias) for token, _, bias in (pair.partition("=") for pair in pairs)}
+    except ValueError:
+        raise typer.BadParameter("is not ID=BIAS", param_hint="--logit-bias") from None
 
 
-def fitting(client: Client, prompts: Iterable[FilePrompt], chat: bool, new_tokens: int, skip: bool) -> list[FilePrompt]:
-    """The prompts that fit into the server's context, a conversation with all its answers of `new_tokens`.
+def _draw_tree(answer: "Completion", shown: bool, picture: Path | None) -> None:
+    """The tree of the step that accepted most, on the terminal and as a picture."""
+    from rich.console import Console
 
-    Raises InvalidField naming those that do not, unless they are to be skipped: then they are named on stderr.
-    """
-    fit, long, room = [], [], client.describe().max_len
-    for one in prompts:
-        try:
-            talk = _Conversation(one, chat)
-            for _ in one.later:
-                talk.go_on("")
-            tokens = client.prompt_tokens(talk.prompt) + len(one.later) * new_tokens
-            if tokens >= room:
-                raise InvalidField("prompt", f"{tokens} tokens leave no room in a context of {room}")
-            fit.append(one)
-        except InvalidField as error:
-            if error.field != "prompt":
-                raise
-            long.append(f"{one.name}: {str(error).partition(': ')[2]}")
-    if long and not skip:
-        raise InvalidField("prompt-file", f"--skip-long goes on without {'; '.join(long)}")
-    for line in long:
-        print(f"coppice: left out: {line}", file=sys.stderr)
-    return fit
+    from coppice.commands.tree_picture import longest, save, show
 
-
-def answers_of(client: Client, one: FilePrompt, chat: bool, options: Options, as_json: bool) -> Iterable[Completion]:
-    """Print and give the answer to a prompt, then those to the questions behind it."""
-    talk = _Conversation(one, chat)
-    answer = _answer(client, talk.prompt, options, as_json)
-    yield answer
-    for _ in one.later:
-        talk.go_on(answer.text)
-        answer = _answer(client, talk.prompt, options, as_json)
-        yield answer
-
-
-class _Conversation:
-    """A prompt with the answers so far: messages, or a text whose paragraphs take turns."""
-
-    def __init__(self, one: FilePrompt, chat: bool) -> None:
-        self._later = iter(one.later)
-        text = isinstance(one.prompt, str)
-        self.prompt: Any = [{"role": "user", "content": one.prompt}] if chat and text else one.prompt
-
-    def go_on(self, answer: str) -> None:
-        """Take in an answer and the next question."""
-        question = next(self._later)
-        if isinstance(self.prompt, str):
-            self.prompt += f"{answer}\n\n{question}\n"
-        else:
-            said = {"role": "assistant", "content": answer}
-            self.prompt = [*self.prompt, said, {"role": "user", "content": question}]
-
-
-def _answer(client: Client, prompt: Any, options: Options, as_json: bool) -> Completion:
-    """Print one answer: its text as it comes, or its JSON object at the end; Ctrl-C leaves what there is."""
-    answer = Accumulator(options["seed"])
-    try:
-        for event in client.stream(prompt, **options):
-            answer.add(event)
-            if isinstance(event, Chunk) and not as_json:
-                print(event.text, end="", flush=True)
-    finally:
-        completion = answer.completion()
-        if as_json and completion.policy:  # else the call failed before it began
-            print(json.dumps(completion.to_json()))
-        elif not as_json and completion.ids:
-            # A target without a tokenizer answers in ids only.
-            print("" if completion.text else ",".join(map(str, completion.ids)))
-    return completion
+    tree = longest(answer.trees)
+    if shown:
+        show(tree, Console())
+    if picture:
+        save(tree, picture)

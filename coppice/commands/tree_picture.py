@@ -101,7 +101,7 @@ def save(tree: StepTree, file: Path) -> None:
         (left, top), (right, line) = at[parent], at[node]
         look: dict[str, Any] = {"color": BLACK if taken else "#B8B8B8", "linewidth": 2.4 if taken else 0.9}
         axes.plot([left, left + 0.3, right], [top, line, line], zorder=1 + taken, **look)
-        shown = {"fontsize": 6, "color": "0.35", "ha": "right", "va": "bottom"}
+        shown: dict[str, Any] = {"fontsize": 6, "color": "0.35", "ha": "right", "va": "bottom"}
         axes.text(right - 0.26, line - 0.04, f"{chance(tree, node):.0%}", zorder=4, **shown)
     for node, (x, y) in at.items():
         _draw_node(axes, tree, node, (x, y), node in accepted)

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from coppice.errors import InvalidField
 from coppice.failpoints import parse as parse_failpoints
 from coppice.limits import MAX_HEAD_NODES, MAX_TREE_NODES
+from coppice.machine import extensions
 
-HeadKind = Literal["bigram", "lookup", "lm", "eagle3", "specblock", "medusa", "parallelspec", "falcon"]
+HEADS = "coppice.heads"
+"""the entry points under which packages add kinds of heads"""
+HEAD_KINDS = ("bigram", "lookup", "lm", "eagle3", "specblock", "medusa", "parallelspec", "falcon")
+"""Kinds of heads of this package."""
+
+
+def check_kind(kind: str) -> str:
+    """The same, if it is a kind of this package or of an installed one. Raises ValueError that lists them all."""
+    if kind not in HEAD_KINDS and kind not in extensions(HEADS):
+        raise ValueError(f"{kind!r} is no kind; there are {', '.join((*HEAD_KINDS, *extensions(HEADS)))}")
+    return kind
+
+
+HeadKind = Annotated[str, AfterValidator(check_kind)]
 FEATURE_KINDS: tuple[HeadKind, ...] = ("eagle3", "specblock", "medusa", "parallelspec", "falcon")
 """Heads that read the target's features."""
 ADAPTED_KINDS: tuple[HeadKind, ...] = ("eagle3", "specblock")
@@ -31,6 +46,12 @@ def check_pairs(pairs: list[str], form: str) -> list[str]:
         if not name or not value:
             raise ValueError(f"{pair!r} is not {form}")
     return pairs
+
+
+def check_model(setting: str, folder: str) -> None:
+    """Raise InvalidField, which names the setting, unless a folder holds a Hugging Face model."""
+    if not folder or not (Path(folder) / "config.json").is_file():
+        raise InvalidField(setting, f"no Hugging Face model folder: {folder!r}")
 
 
 class ServerSettings(Section):
@@ -127,7 +148,7 @@ class DrafterSettings(TorchSettings):
     """One drafter replica: one head."""
 
     name: str = Field("", description="the pool's name; empty: the kind")
-    kind: HeadKind = Field("lookup", description="kind of head")
+    kind: HeadKind = Field("lookup", description=f"kind of head: {', '.join(HEAD_KINDS)}, or what a package adds")
     path: str = Field("", description="folder of the head's weights")
     target: str = Field("", description="folder of the target, for heads that read its features")
     verifiers: list[str] = Field(

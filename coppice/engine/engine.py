@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -78,6 +77,9 @@ class Engine:
         )
         count = len(layout.layers)
         self._decoder_layers = _decoder_layers(model, count)
+        self._tapped: tuple[int, ...] = ()
+        self._taps: list[RemovableHandle] = []  # one for each layer of `_tapped`
+        self._hidden: dict[int, Tensor] = {}
         self.info = EngineInfo(
             vocab_size=layout.vocab_size,
             context=Context.of(model.config.get_text_config(), kv_tokens),
@@ -110,7 +112,8 @@ class Engine:
             # Says that nothing is padding; without it transformers searches the positions for packed texts of its own.
             present = torch.ones(tokens.shape, dtype=torch.bool, device=device)
             start = time.perf_counter_ns()
-            with using(plans.__getitem__), self._tapped(batch.feature_layers) as hidden:
+            self._tap(batch.feature_layers)
+            with using(plans.__getitem__):
                 logits = self.model(
                     input_ids=tokens,
                     attention_mask=present,
@@ -121,7 +124,8 @@ class Engine:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             forward_ns = time.perf_counter_ns() - start
-            wanted = [hidden[index] for index in batch.feature_layers]
+            wanted = tuple(map(self._hidden.__getitem__, batch.feature_layers))
+            self._hidden.clear()
             features = torch.cat(wanted, dim=-1)[0] if wanted else None
         return ForwardOutput(logits[0], features, forward_ns)
 
@@ -149,23 +153,22 @@ class Engine:
             timings[count] = int(statistics.median(took))
         return timings
 
-    @contextmanager
-    def _tapped(self, wanted: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-        """Collects hidden states while open: layer i's input is hidden_states[i]. Free when none are wanted."""
-        hidden: dict[int, Tensor] = {}
+    def _tap(self, wanted: tuple[int, ...]) -> None:
+        """Have forwards leave these hidden states in `_hidden`: layer i's input is hidden_states[i]. Most forwards want
+        those of the one before.
+        """
+        if wanted == self._tapped:
+            return
+        for handle in self._taps:
+            handle.remove()
 
         def tap(index: int) -> RemovableHandle:
             def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                hidden[index] = args[0] if args else kwargs["hidden_states"]
+                self._hidden[index] = args[0] if args else kwargs["hidden_states"]
 
             return self._decoder_layers[index].register_forward_pre_hook(keep, with_kwargs=True)
 
-        handles = [tap(index) for index in wanted]
-        try:
-            yield hidden
-        finally:
-            for handle in handles:
-                handle.remove()
+        self._tapped, self._taps = wanted, [tap(index) for index in wanted]
 
 
 def default_feature_layers(count: int) -> tuple[int, int, int]:

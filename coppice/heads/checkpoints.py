@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from coppice.config.sections import check_model
 from coppice.engine.engine import default_feature_layers
 from coppice.errors import InvalidField
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
@@ -96,8 +97,7 @@ class TargetParts:
 def read_target(folder: str | Path) -> TargetParts:
     """Read the sizes and the token embedding of a target's folder. Raises InvalidField."""
     path = Path(folder)
-    if not folder or not (path / CONFIG).is_file():
-        raise InvalidField("drafter.target", f"no Hugging Face model folder: {str(folder)!r}")
+    check_model("drafter.target", str(folder))
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).get_text_config()
     embedding = _find_tensor(path, _EMBEDDINGS)
     if embedding is None:

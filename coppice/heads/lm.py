@@ -22,7 +22,7 @@ from coppice.errors import Overloaded
 from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
 from coppice.heads.block_tree import BlockTree, row_slices
 from coppice.heads.models.expectation import read_expectation
-from coppice.heads.vocabulary import common_width
+from coppice.heads.vocabulary import common_width, tokenizer_hash
 from coppice.messages.steps import Advance, HeadDescription, OpenDraft
 from coppice.speculation.sampling import uniform
 from coppice.speculation.sampling_torch import noise
@@ -73,6 +73,7 @@ class LanguageModelHead(Head):
             "lm",
             target_width or self._width,
             expected_acceptance=read_expectation(settings.path),
+            tokenizer_hash=tokenizer_hash(settings.path),
         )
         self.max_context = min(settings.max_context or info.max_context, info.max_context)
         self._sessions: dict[int, _Session] = {}

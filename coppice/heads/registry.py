@@ -6,9 +6,14 @@ from collections.abc import Callable
 from importlib import import_module
 from types import MappingProxyType
 
-from coppice.config.sections import DrafterSettings
-from coppice.errors import InvalidField
+import structlog
+
+from coppice.config.sections import HEADS, DrafterSettings
 from coppice.heads.base import Head
+from coppice.machine import extension
+from coppice.telemetry import WARMING_UP
+
+log = structlog.get_logger()
 
 # kind: (module, function that takes DrafterSettings and returns a Head)
 _BUILDERS = MappingProxyType(
@@ -23,20 +28,22 @@ _BUILDERS = MappingProxyType(
         "falcon": ("coppice.heads.block_head", "FalconHead"),
     }
 )
-KINDS = tuple(_BUILDERS)
 
 
 def build_head(settings: DrafterSettings) -> Head:
-    """Build the head of `settings.kind`. Raises InvalidField on an unknown kind, and what the builder raises."""
-    if settings.kind not in _BUILDERS:
-        raise InvalidField("drafter.kind", f"no head of kind {settings.kind!r}; there are {', '.join(KINDS)}")
-    module, function = _BUILDERS[settings.kind]
-    builder: Callable[[DrafterSettings], Head] = getattr(import_module(module), function)
+    """Build the head of `settings.kind`, ours or a package's. Raises what the builder raises, and `extension`."""
+    builder: Callable[[DrafterSettings], Head]
+    if settings.kind in _BUILDERS:
+        module, function = _BUILDERS[settings.kind]
+        builder = getattr(import_module(module), function)
+    else:
+        builder = extension(HEADS, settings.kind, "drafter.kind")
     return builder(settings)
 
 
 def served_head(settings: DrafterSettings) -> Head:
     """Build the head as a drafter serves it, warmed up. Raises what `build_head` raises."""
     head = build_head(settings)
+    log.info(WARMING_UP)
     head.warm_up()
     return head

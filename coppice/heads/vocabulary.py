@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import filecmp
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import AutoConfig
 
+from coppice.engine.attention import one_line
 from coppice.errors import InvalidField
+from coppice.messages.steps import vocabulary_hash
 
 _TOKENIZER = "tokenizer.json"
 
@@ -23,9 +27,9 @@ def common_width(folder: str | Path, target: str | Path) -> int:
     mine, theirs = (Path(place) / _TOKENIZER for place in (folder, target))
     tokens = 0
     if mine.is_file() and theirs.is_file():
-        first = Tokenizer.from_file(str(mine)).get_vocab()
+        first = _read(mine, Tokenizer.from_file, str(mine)).get_vocab()
         if not filecmp.cmp(mine, theirs, shallow=False):
-            second = Tokenizer.from_file(str(theirs)).get_vocab()
+            second = _read(theirs, Tokenizer.from_file, str(theirs)).get_vocab()
             if first != second:
                 odd = sorted(first.items() ^ second.items(), key=lambda item: (item[1], item[0]))[0]
                 why = f"its tokenizer is not the target's: they differ in token {odd[0]!r}, id {odd[1]}"
@@ -36,6 +40,23 @@ def common_width(folder: str | Path, target: str | Path) -> int:
     return wanted
 
 
+def tokenizer_hash(folder: str | Path) -> bytes:
+    """Return the hash of a folder's tokenizer.json, by which others know its vocabulary; empty without the file.
+
+    Raises InvalidField.
+    """
+    file = Path(folder) / _TOKENIZER
+    return vocabulary_hash(_read(file, Tokenizer.from_file, str(file)).get_vocab()) if file.is_file() else b""
+
+
 def _width(folder: str | Path) -> int:
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    config = _read(folder, AutoConfig.from_pretrained, folder, local_files_only=True, trust_remote_code=False)
     return int(config.get_text_config().vocab_size)
+
+
+def _read(place: str | Path, read: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What a library reads there. Raises InvalidField for what it cannot use."""
+    try:
+        return read(*arguments, **options)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise InvalidField("drafter.path", f"{place} cannot be read: {one_line(error)}") from None

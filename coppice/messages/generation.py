@@ -58,6 +58,8 @@ class Started:
     policy: str
     heads: tuple[str, ...]
     budget: int
+    seed: int = 0
+    """of the draws: the request's own, or the one that was drawn for it"""
     prompt_ids: tuple[int, ...] = ()
     """of a request that wants the prompt's log-probabilities, which are those of the ids behind the first one"""
     prompt_log_probs: tuple[float, ...] = ()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -300,3 +301,13 @@ class HeadDescription:
     sessions_closed: int = 0
     weights_hash: bytes = b""
     expected_acceptance: tuple[float, ...] = ()
+    tokenizer_hash: bytes = b""
+    """`vocabulary_hash` of the head's own tokenizer; empty when it has none"""
+
+
+def vocabulary_hash(vocabulary: Mapping[str, int]) -> bytes:
+    """SHA-256 of a tokenizer's tokens in the order of their ids: equal where ids mean the same."""
+    digest = hashlib.sha256()
+    for token, number in sorted(vocabulary.items(), key=lambda item: (item[1], item[0])):
+        digest.update(f"{number} {token}\n".encode())
+    return digest.digest()

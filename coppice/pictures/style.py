@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -55,7 +56,7 @@ def looks(names: Iterable[str]) -> dict[str, Look]:
     found: dict[str, Look] = {}
     others: dict[str, str] = {}
     for name in dict.fromkeys(names):
-        family = name.replace(":", "-").replace(" ", "-").partition("-")[0]
+        family = re.split("[^a-z0-9]", name, maxsplit=1)[0]
         colour = FAMILIES.get(family) or others.setdefault(family, UNKNOWN[len(others) % len(UNKNOWN)])
         before = sum(look.colour == colour for look in found.values())
         found[name] = Look(colour, LINES[before % len(LINES)], MARKERS[before % len(MARKERS)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, Self
 
 import grpc
@@ -30,7 +29,7 @@ def channel_options(message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.enable_retries", 0),
         ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.max_reconnect_backoff_ms", 2_000),
+        ("grpc.max_reconnect_backoff_ms", 500),  # calls fail meanwhile: less than the SDK's tries take
         # Two channels to one address must not share a connection: a stuck stream would stall the other.
         ("grpc.use_local_subchannel_pool", 1),
     ]
@@ -56,19 +55,22 @@ class Dialer:
             raise InvalidField(variables[str(first["loc"][0])], first["msg"]) from None
         return cls(tls=tls, token=os.environ.get("COPPICE_TOKEN", ""))
 
-    def open(self, address: str) -> grpc.aio.Channel:
-        """A channel to one address; connects lazily. Raises InvalidField for unusable certificates or a token."""
-        return self._open(grpc.aio, AioGuardedChannel, address)
+    def open(self, address: str) -> AioGuardedChannel:
+        """A channel to one address; it connects in the event loop of its first call, and may be made outside of one.
+
+        Raises InvalidField for unusable certificates or a token.
+        """
+        return AioGuardedChannel(grpc.aio, address, self._options, self.tls, self._metadata(address))
 
     def open_blocking(self, address: str) -> grpc.Channel:
         """The same for callers without an event loop."""
-        return self._open(grpc, GuardedChannel, address)
-
-    def _open(self, library: ModuleType, guarded: type[AioGuardedChannel | GuardedChannel], address: str) -> Any:
-        options = channel_options(self.limits.message_bytes)
         if not self.tls.on and not self.token:
-            return library.insecure_channel(address, options=options)
-        return guarded(library, address, options, self.tls, self._metadata(address))
+            return grpc.insecure_channel(address, options=self._options)
+        return GuardedChannel(grpc, address, self._options, self.tls, self._metadata(address))
+
+    @property
+    def _options(self) -> list[tuple[str, int]]:
+        return channel_options(self.limits.message_bytes)
 
     def _metadata(self, address: str) -> Metadata:
         if not self.token:

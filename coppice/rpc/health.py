@@ -1,19 +1,31 @@
-"""Health checks on a port and in threads of their own, so that a busy server still answers its probes."""
+"""Health checks on a port and in threads of their own, so that a busy server still answers its probes.
+
+The service port answers them too, from the event loop: load balancers and clients ask where they call.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections import Counter
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+import grpc.aio
+from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from coppice.errors import NotFound, Overloaded
 
 BEAT_S = 0.2
 NOT_READY_S = 2.0  # without a turn of the server's loop: calls wait for so long, so others should get them
 NOT_ALIVE_S = 30.0  # it hangs
+MOST_CALLS = 64  # at once of the health port, and of each method on the service port
+MESSAGE_S = 5.0  # how long the service port waits for a call's message
+SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _THREADS = 4
-_CALLS = 64
 
 _Status = health_pb2.HealthCheckResponse.ServingStatus
 
@@ -35,31 +47,70 @@ class _Servicer(health.HealthServicer):  # type: ignore[misc]  # grpc_health has
 
 
 class Health:
-    """grpc.health.v1 of a server. The name "" is alive from construction on; a service's name only while ready."""
+    """grpc.health.v1 of a server. The name "" is alive from construction on; a service's name only while ready.
+
+    It is also the servicer of the service port, and who lets in there: everybody, so many at a time.
+    """
 
     def __init__(self) -> None:
         threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="health")
-        self.server = grpc.server(threads, maximum_concurrent_rpcs=_CALLS)
+        self.server = grpc.server(threads, maximum_concurrent_rpcs=MOST_CALLS)
         self._servicer = _Servicer(threads)
         self._beating: asyncio.Task[None] | None = None
+        self._states: dict[str, health_pb2.HealthCheckResponse] = {}
+        self._left = asyncio.Event()
+        self._under_way = Counter[str]()
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, self.server)
 
     def start(self, service: str) -> None:
         """Answer, and say that a service is ready. Call it on the server's event loop, whose turns it watches."""
-        self._servicer.set("", _Status.Value("SERVING"))
-        self._servicer.set(service, _Status.Value("SERVING"))
+        self._set("", "SERVING")
+        self._set(service, "SERVING")
         self._beating = asyncio.create_task(self._beat())
         self.server.start()
 
     def not_ready(self, service: str) -> None:
-        """Say that a service takes no more calls."""
-        self._servicer.set(service, _Status.Value("NOT_SERVING"))
+        """Say that a service takes no more calls, and let those end who watch on the service port."""
+        self._set(service, "NOT_SERVING")
+        self._left.set()
 
     async def stop(self) -> None:
         """Answer no more."""
         if self._beating is not None:
             self._beating.cancel()
         await asyncio.to_thread(self.server.stop(0).wait)
+
+    @contextlib.asynccontextmanager
+    async def admit(self, method: MethodDescriptor, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+        """Hold one of the places that a method has on the service port inside the block. Raises Overloaded."""
+        if self._under_way[method.name] >= MOST_CALLS:
+            raise Overloaded(f"{MOST_CALLS} calls of {method.name} are under way")
+        self._under_way[method.name] += 1
+        try:
+            yield
+        finally:
+            self._under_way[method.name] -= 1
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        """The state of a service, or with no name that of the process. Raises NotFound."""
+        if request.service not in self._states:
+            raise NotFound("no such service")
+        return self._states[request.service]
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        """The state of a service now, and when the server begins to drain; then the call ends."""
+        unknown = health_pb2.HealthCheckResponse(status=_Status.Value("SERVICE_UNKNOWN"))
+        yield self._states.get(request.service, unknown)
+        await self._left.wait()
+        yield self._states.get(request.service, unknown)
+
+    def _set(self, service: str, state: str) -> None:
+        self._states[service] = health_pb2.HealthCheckResponse(status=_Status.Value(state))
+        self._servicer.set(service, _Status.Value(state))
 
     async def _beat(self) -> None:
         while True:

@@ -24,11 +24,10 @@ from coppice.config.sections import ServerSettings, TlsSettings
 from coppice.config.settings import Settings, load_settings
 from coppice.errors import RETRY_HINT, CoppiceError, DeadlineExceeded, InvalidField, Overloaded, Status, Unavailable
 from coppice.limits import Limits
-from coppice.rpc import tracing
+from coppice.rpc import health, tracing
 from coppice.rpc.access import Access, needs_certificates
 from coppice.rpc.certificates import is_loopback
 from coppice.rpc.directory import Registration
-from coppice.rpc.health import Health
 from coppice.rpc.sessions import StreamWaits
 from coppice.rpc.tls import server_credentials
 from coppice.rpc.tokens import Tokens
@@ -87,7 +86,7 @@ def _details(error: CoppiceError) -> str:
 class Door:
     """What holds for every call of a server."""
 
-    access: Access = field(default_factory=lambda: Access(TlsSettings()))
+    access: Access | health.Health = field(default_factory=lambda: Access(TlsSettings()))
     """who may call"""
     limits: Limits = field(default_factory=Limits)
     full: Callable[[], object] | None = None
@@ -154,10 +153,11 @@ def add_service(
 
     Unary answers are awaitables, streamed ones async generators of messages or of their bytes; they raise CoppiceError
     to refuse. A caller that neither sends the message of a unary call nor reads its answers for `limits.idle_s` seconds
-    is refused too, and so is what a call would still do after `limits.call_s`.
+    is refused too, and so is what a call would still do after `limits.call_s`. A method that it lacks is UNIMPLEMENTED.
     """
     door = door or Door()
-    handlers = {method.name: _rpc_handler(method, getattr(servicer, method.name), door) for method in service.methods}
+    methods = [method for method in service.methods if hasattr(servicer, method.name)]
+    handlers = {method.name: _rpc_handler(method, getattr(servicer, method.name), door) for method in methods}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 
 
@@ -178,8 +178,10 @@ def server_options(limits: Limits, role: str) -> list[tuple[str, int]]:
 
 
 def most_calls(limits: Limits) -> int:
-    """Calls that a server takes at once, silent ones included: those admitted, those queued, and as many short ones."""
-    return 2 * (limits.sessions + limits.queued) + _SHORT_CALLS
+    """Calls that a server takes at once, silent ones included: those admitted, those queued, and as many short ones;
+    beside them those of health, which take no place from others.
+    """
+    return 2 * (limits.sessions + limits.queued) + _SHORT_CALLS + 2 * health.MOST_CALLS
 
 
 class Serving:
@@ -210,7 +212,7 @@ class Serving:
         self.address = ""
         self.others: dict[str, str] = {}
         """further addresses for the ready file, by what they are of"""
-        self.health = Health()
+        self.health = health.Health()
         self._service_name = ""
 
     async def start(
@@ -222,11 +224,13 @@ class Serving:
     ) -> None:
         """Bind, register and report ready; from here on SIGTERM and SIGINT end it in order. `full`: as a Door's.
 
-        Raises OSError when a port is taken, InvalidField for bad certificates.
+        Raises InvalidField when a port is taken, and for bad certificates.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.leaving.set)
         add_service(self.server, service, servicer, Door(self.access, self.limits, full))
+        soon = self.limits.model_copy(update={"idle_s": min(self.limits.idle_s, health.MESSAGE_S)})
+        add_service(self.server, health.SERVICE, self.health, Door(self.health, soon))
         self._service_name = service.full_name
         host = self.settings.host
         require = self._tls.require or needs_certificates(service.full_name)
@@ -301,4 +305,4 @@ def _bind(
     try:
         return int(server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address))
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {error}") from error
+        raise InvalidField("server", f"cannot listen on {address}") from error

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from coppice.errors import InvalidField
 from coppice.limits import MAX_TREE_NODES
+from coppice.machine import extension, extensions
 from coppice.speculation.routing import route
 from coppice.speculation.tree import DraftTree, dedup, prune, union
 
 POLICIES = ("plain", "route", "route-sum", "merge", "merge-dedup", "merge-full", "auto")  # and single:HEAD
+ADDED = "coppice.policies"
+"""the entry points under which packages add policies: a Chooser each"""
 NO_HEAD = -1
 UNION = -2
 
@@ -23,12 +26,23 @@ class Choice:
     routed: int
 
 
+Chooser = Callable[[Sequence[DraftTree], int], Choice]
+"""makes the tree to verify of the heads' trees, not all of them empty, within a budget of nodes"""
+
+
+def policy_names() -> tuple[str, ...]:
+    """The policies of this package and of installed ones, beside single:HEAD; the first one needs no heads."""
+    return (*POLICIES, *(name for name in extensions(ADDED) if name not in POLICIES))
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """A parsed policy: its name and the heads that draft under it."""
 
     name: str
     heads: tuple[str, ...]
+    chooser: Chooser | None = None
+    """of a policy that a package adds"""
 
     @classmethod
     def parse(cls, name: str, heads: Sequence[str]) -> Policy:
@@ -44,8 +58,9 @@ class Policy:
                 raise InvalidField("policy", f"there is no head {head!r}; heads are {', '.join(heads) or 'none'}")
             return cls(name, (head,))
         kind, colon, named = name.partition(":")
-        if kind not in POLICIES[1:]:
-            raise InvalidField("policy", f"{name[:80]!r} is not one of {', '.join((*POLICIES, 'single:HEAD'))}")
+        ours = kind in POLICIES[1:]
+        if not ours and kind not in policy_names()[1:]:
+            raise InvalidField("policy", f"{name[:80]!r} is not one of {', '.join((*policy_names(), 'single:HEAD'))}")
         chosen = named.split("/") if colon else list(heads)
         for head in chosen:
             if head not in heads:
@@ -54,7 +69,7 @@ class Policy:
             raise InvalidField("policy", f"{name[:80]!r} is to name two heads or more, each once")
         if not chosen:
             raise InvalidField("policy", f"{kind} needs heads and this deployment has none")
-        return cls(kind, tuple(chosen))
+        return cls(kind, tuple(chosen), None if ours else extension(ADDED, kind, "policy"))
 
     @classmethod
     def default(cls, heads: Sequence[str]) -> Policy:
@@ -70,6 +85,8 @@ class Policy:
         """
         if not any(map(len, trees)):
             return Choice(DraftTree.empty(), NO_HEAD)
+        if self.chooser is not None:
+            return self.chooser(trees, budget)
         if self.name.startswith("merge"):
             return Choice(self._merge(trees, budget), UNION)
         cut = [prune(tree, budget)[0] for tree in trees]

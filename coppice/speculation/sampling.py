@@ -9,6 +9,7 @@ the same row draws the same token, in whatever step, tree or process. `sampling_
 from __future__ import annotations
 
 import math
+import secrets
 from functools import lru_cache
 from typing import Annotated
 
@@ -38,6 +39,8 @@ MASK_64 = (1 << 64) - 1
 # Masses within rounding of top_p count as having reached it, so that numpy, torch and a GPU keep the same ids of a
 # row with equal entries.
 TOP_P_SLACK = 1e-9
+
+_SEED_BITS = 53  # of a drawn one: JSON keeps such numbers
 
 
 class SamplingParams(BaseModel):
@@ -71,13 +74,19 @@ class SamplingParams(BaseModel):
         dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
         Field(max_length=MAX_BIASES, description="added to the logits of ids"),
     ] = Field(default_factory=dict)
-    seed: Annotated[int, Field(ge=0, le=MASK_64, description="seed of the keyed noise")] = 0
+    seed: Annotated[int, Field(ge=0, le=MASK_64, description="seed of the draws; unset, the server draws one")] = 0
 
     def with_defaults(self, repetition_penalty: float) -> SamplingParams:
         """The same with what is unset as a deployment has it."""
         return self.model_copy(
             update={} if self.repetition_penalty is not None else {"repetition_penalty": repetition_penalty}
         )
+
+    def with_seed(self) -> SamplingParams:
+        """The same with a seed: a random one unless one was set."""
+        if "seed" in self.model_fields_set:
+            return self
+        return self.model_copy(update={"seed": secrets.randbits(_SEED_BITS)})
 
     def __hash__(self) -> int:
         """Of all fields; the bias is one of them and has no hash of its own."""

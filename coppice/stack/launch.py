@@ -5,12 +5,13 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from coppice.config.sections import FEATURE_KINDS, DrafterSettings, VerifierSettings
+from coppice.stack.preflight import preflight
 from coppice.stack.process import ProcessFailed, Ready, ServiceProcess
 from coppice.stack.redis_server import LocalRedis
 from coppice.stack.spec import HeadSpec, StackSpec, as_flags, checkout, module_of
@@ -28,6 +29,9 @@ SERVICES = {
     "adapter": "coppice.v1.AdapterService",
 }
 STOP_GRACE_S = 15.0
+ANSWERS_S = 5
+"""how long running answers have when a whole stack is stopped"""
+_CALLERS = ("orchestrator", "adapter")  # stopped before those whom they call
 ADAPTER, REDIS = "adapter", "redis"
 # Only the first orchestrator is for others; what settings say of listening is meant for it.
 _LOOPBACK = {
@@ -37,7 +41,6 @@ _LOOPBACK = {
     "server.health_port": 0,
     "server.metrics_port": 0,
 }
-_GRACE = {"server.grace_s": 5}  # who stops a whole stack waits for nobody's answer
 
 
 @dataclass(slots=True)
@@ -53,8 +56,8 @@ class _Part:
 class Stack:
     """Starts the processes of a spec and stops them: a context manager.
 
-    A process that dies is restarted by `restart` only: `check` raises with the tail of its log. After the end `unclean`
-    names the processes that did not stop by themselves with exit code 0.
+    A process that dies is restarted by `restart`, `revive` or a Supervisor only: `check` raises with the tail of its
+    log. After the end `unclean` names the processes that did not stop by themselves with exit code 0.
     """
 
     def __init__(
@@ -91,7 +94,11 @@ class Stack:
         self.stop()
 
     def start(self) -> None:
-        """Start everything and wait until it is healthy. Raises ProcessFailed; call `stop` then too."""
+        """Start everything and wait until it is healthy.
+
+        Raises InvalidField for what `preflight` finds, and ProcessFailed; call `stop` then too.
+        """
+        preflight(self.spec, self.settings)
         if self.log_dir is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="coppice-")
             self.log_dir = Path(self._temporary.name)
@@ -119,25 +126,33 @@ class Stack:
             self._reached(orchestrator, deadline)
 
     def restart(self, name: str, flags: Mapping[str, Any] | None = None, ready_s: float | None = None) -> bool:
-        """Start a process anew on its ports, as it was started first but for `flags`, and wait until it is healthy.
+        """Do as `revive` does, and wait until the process is healthy. Raises ProcessFailed."""
+        ended_well = self.revive(name, flags)
+        self.processes[name].wait_ready(time.monotonic() + (ready_s or self._ready_s))
+        return ended_well
 
-        What still runs of it is stopped before; whether that ended well. Raises ProcessFailed.
+    def revive(self, name: str, flags: Mapping[str, Any] | None = None) -> bool:
+        """Start a process anew on its ports, as it was started first but for `flags`, and return at once.
+
+        What still runs of it is stopped before; whether that ended well.
         """
         part = self._parts[name]
         part.ports = _ports(part.process.ready) if part.process.ready else part.ports
         ended_well = part.process.stop(STOP_GRACE_S)
         part.process.arguments = self._arguments(part.role, part.flags, {**part.ports, **(flags or {})})
         part.process.start()
-        part.process.wait_ready(time.monotonic() + (ready_s or self._ready_s))
         return ended_well
 
     def stop(self) -> None:
-        """Stop everything, the last started first."""
-        while self._parts:
-            name = next(reversed(self._parts))
-            if not self._parts[name].process.stop(STOP_GRACE_S):
-                self.unclean.append(name)
-            del self._parts[name]
+        """Stop everything: first those who call others, all at once, then the others."""
+        for roles in (_CALLERS, tuple(MODULES)):
+            ending = {name: part.process for name, part in self._parts.items() if part.role in roles}
+            for process in ending.values():
+                process.terminate()
+            for name, process in ending.items():
+                if not process.stop(STOP_GRACE_S):
+                    self.unclean.append(name)
+                del self._parts[name]
         if self.redis:
             self.redis.stop()
             self.redis = None
@@ -146,18 +161,18 @@ class Stack:
 
     def check(self) -> None:
         """Raise ProcessFailed if a process died. The adapter and Redis are not missed: text goes on without them."""
-        for name, part in self._parts.items():
+        for name, process in self.processes.items():
             if name != ADAPTER:
-                part.process.check()
+                process.check()
 
-    def lost(self) -> str:
-        """Why the adapter is no more; empty while it runs, and without one."""
-        try:
-            for part in self._parts.values():
-                part.process.check()
-        except ProcessFailed as error:
-            return str(error)
-        return ""
+    @property
+    def processes(self) -> dict[str, ServiceProcess]:
+        """Every process by name, whether it runs or not, in the order of their start."""
+        return {name: part.process for name, part in list(self._parts.items())}
+
+    def is_orchestrator(self, name: str) -> bool:
+        """Whether clients call this process."""
+        return self._parts[name].role == "orchestrator"
 
     @property
     def services(self) -> dict[str, Ready]:
@@ -188,10 +203,7 @@ class Stack:
 
     def to_json(self) -> dict[str, Any]:
         """What `coppice up --ready-file` writes."""
-        services = [
-            {"name": name, "role": ready.role, "address": ready.address, "pid": ready.pid}
-            for name, ready in self.services.items()
-        ]
+        services = [{"name": name, **asdict(ready)} for name, ready in self.services.items()]
         first = self.orchestrator
         return {"address": first.address, "metrics": first.metrics, "services": services}
 
@@ -199,12 +211,15 @@ class Stack:
         assert self.log_dir
         arguments = self._arguments(role, flags)
         process = ServiceProcess(name, self._modules[role], SERVICES[role], arguments, self.log_dir, self._root)
+        process.log_file.unlink(missing_ok=True)  # of another stack
         self._parts[name] = _Part(role, flags, process)
         process.start()
         return process
 
     def _arguments(self, role: str, flags: Mapping[str, Any], last: Mapping[str, Any] | None = None) -> list[str]:
-        return as_flags({**_GRACE, **flags, **self._signals, **self.spec.extra.get(role, {}), **(last or {})})
+        return as_flags(
+            {"server.grace_s": ANSWERS_S, **flags, **self._signals, **self.spec.extra.get(role, {}), **(last or {})}
+        )
 
     def _reached(self, process: ServiceProcess, deadline: float) -> str:
         """Where a process is to be reached, once it is ready."""

@@ -18,6 +18,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice.errors import CoppiceError, Status
+from coppice.telemetry import WARMING_UP
 
 POLL_S = 0.05
 TAIL_LINES = 20
@@ -76,6 +77,11 @@ def spawn(module: str, arguments: Sequence[str], log: Path, environment: Mapping
 def end(process: subprocess.Popen[bytes], grace_s: float) -> int:
     """SIGTERM, after `grace_s` SIGKILL; the exit code."""
     process.terminate()
+    return await_end(process, grace_s)
+
+
+def await_end(process: subprocess.Popen[bytes], grace_s: float) -> int:
+    """The exit code of a process that was told to end; SIGKILL after `grace_s`."""
     try:
         return process.wait(grace_s)
     except subprocess.TimeoutExpired:
@@ -96,36 +102,54 @@ class ServiceProcess:
         self._ready_file, self.log_file = folder / f"{name}.ready.json", folder / f"{name}.log"
         self._module, self.arguments = module, arguments
         self._process: subprocess.Popen[bytes] | None = None
+        self._began = self._told = 0.0  # by time.time(): when it was started, and told to end
 
     def start(self) -> None:
         """Start it, again if it has ended, and return at once. The log goes on."""
         self._ready_file.unlink(missing_ok=True)
         self.ready = None
         ready = ("--server.ready_file", str(self._ready_file))
-        if self._process is None:
-            self.log_file.unlink(missing_ok=True)
+        self._began, self._told = time.time(), 0.0
         self._process = spawn(self._module, [*self.arguments, *ready], self.log_file, environment(self._path))
 
     def wait_ready(self, deadline: float) -> Ready:
         """Wait until it says that it is healthy, at most until time.monotonic() is `deadline`."""
         while True:
             self.check()
-            with contextlib.suppress(FileNotFoundError):
-                ready = Ready(**json.loads(self._ready_file.read_text(encoding="utf-8")))
-                if _healthy(ready.health, self._service):
-                    self.ready = ready
-                    return ready
+            if ready := self.find_ready():
+                return ready
             if time.monotonic() > deadline:
                 raise ProcessFailed(f"{self.name} was not ready in time{self._tail()}")
             time.sleep(POLL_S)
 
+    def find_ready(self) -> Ready | None:
+        """Its addresses once it says that it is healthy; None before."""
+        with contextlib.suppress(FileNotFoundError):
+            ready = Ready(**json.loads(self._ready_file.read_text(encoding="utf-8")))
+            if _healthy(ready.health, self._service):
+                self.ready = ready
+                return ready
+        return None
+
+    @property
+    def state(self) -> tuple[str, float] | None:
+        """What it is doing and for how long, or that it is ready and how long that took, in seconds; None if it does
+        not run.
+        """
+        if self._process is None or self.exit_code is not None:
+            return None
+        if self._told:
+            return "stopping", time.time() - self._told
+        with contextlib.suppress(FileNotFoundError):
+            return "ready", self._ready_file.stat().st_mtime - self._began
+        return WARMING_UP if WARMING_UP in self._log(TAIL_LINES) else "loading", time.time() - self._began
+
     def check(self) -> None:
         """Raise ProcessFailed if it is not running, Refused if it has said why it does not start."""
-        code = self.exit_code
-        if code == REFUSED:
+        if self.exit_code == REFUSED:
             raise Refused(f"{self.name}: {self._log(1)}")
-        if code is not None:
-            raise ProcessFailed(f"{self.name} ended with {_exit_name(code)}{self._tail()}")
+        if self.ended:
+            raise ProcessFailed(f"{self.name} {self.ended}{self._tail()}")
 
     def check_health(self, timeout_s: float) -> None:
         """Raise ProcessFailed if it is not running, or was never ready, or does not say in time that it serves."""
@@ -138,11 +162,31 @@ class ServiceProcess:
         """Of the process, negative for a signal; None while it runs, and before."""
         return self._process.poll() if self._process else None
 
+    @property
+    def ended(self) -> str:
+        """How it ended, such as "ended with SIGKILL"; empty while it runs, and before."""
+        code = self.exit_code
+        if code is None:
+            return ""
+        return f"ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+
+    def terminate(self) -> None:
+        """Send SIGTERM and return at once; once only: a second one could meet a process without its handler."""
+        if self._process is not None and not self._told:
+            self._told = time.time()
+            self._process.terminate()
+
+    def forget(self) -> None:
+        """Let go of a process that has ended: how it did is not held against it."""
+        self.stop(0)
+        self._process = None
+
     def stop(self, grace_s: float) -> bool:
         """SIGTERM, after `grace_s` SIGKILL; whether it ended well. One that was never ready need not."""
         if self._process is None:
             return True
-        code = end(self._process, grace_s)
+        self.terminate()
+        code = await_end(self._process, grace_s)
         if self._process.stdin:
             self._process.stdin.close()
         return code == 0 or (self.ready is None and code == -signal.SIGTERM)
@@ -155,10 +199,6 @@ class ServiceProcess:
         """The last lines of its log."""
         with self.log_file.open(encoding="utf-8", errors="replace") as log:
             return "".join(deque(log, lines)).rstrip()
-
-
-def _exit_name(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def _healthy(address: str, service: str, timeout_s: float = 1.0) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, get_args
 
-from coppice.config.sections import ADAPTED_KINDS, HeadKind
+from coppice.config.sections import ADAPTED_KINDS, HEAD_KINDS, HeadKind, check_kind
 from coppice.config.settings import Settings, load_settings
 from coppice.errors import CoppiceError, InvalidField, Status
 from coppice.limits import check_range
@@ -85,12 +86,15 @@ class HeadSpec:
         kind, _, path = rest.partition(":")
         if not equals:
             raise InvalidField("head", f"{text!r} is neither NAME=KIND[:DIR] nor one of {', '.join(SHIPPED_HEADS)}")
-        if kind not in get_args(HeadKind):
-            raise InvalidField("head", f"{kind!r} is no kind; there are {', '.join(get_args(HeadKind))}")
-        return cls(name, kind, Path(path) if path else None)  # type: ignore[arg-type]
+        try:
+            return cls(name, check_kind(kind), Path(path) if path else None)
+        except ValueError as error:
+            raise InvalidField("head", str(error)) from None
 
 
 COUNTING_KINDS = ("bigram", "lookup")
+WEIGHED_KINDS = tuple(kind for kind in HEAD_KINDS if kind not in COUNTING_KINDS)
+"""Kinds that have a folder; what a package adds says for itself whether it needs one."""
 COUNTED_HEADS = (HeadSpec("bigram", "bigram"), HeadSpec("lookup", "lookup"))
 """The heads of a target that comes without any: they count the session's own text."""
 
@@ -124,8 +128,8 @@ class StackSpec:
     """more settings by role: {"verifier": {"verifier.kv_tokens": 4096}}"""
 
     def __post_init__(self) -> None:
-        if not (self.target / "config.json").is_file():
-            raise InvalidField("target", f"{self.target} holds no model (no config.json)")
+        if why := _why_no_model(self.target, typed=True):
+            raise InvalidField("target", why)
         if self.dtype not in (None, *get_args(Dtype)):
             raise InvalidField("dtype", f"{self.dtype!r} is not one of {', '.join(get_args(Dtype))}")
         for name in ("verifiers", "replicas", "orchestrators"):
@@ -134,8 +138,8 @@ class StackSpec:
         for head in self.heads:
             if not _NAME.fullmatch(head.name) or names.count(head.name) > 1:
                 raise InvalidField("head", f"{head.name!r} must be 1 to 64 of [A-Za-z0-9_-] and occur once")
-            if head.kind not in COUNTING_KINDS and not (head.path and (head.path / "config.json").is_file()):
-                raise InvalidField("head", f"{head.name}: {head.path or 'no folder'} holds no model")
+            if head.kind in WEIGHED_KINDS and (why := _why_no_model(head.path, typed=head.kind == "lm")):
+                raise InvalidField("head", f"{head.name}: {why}")
             if head.path and not head.path.exists():
                 raise InvalidField("head", f"{head.name}: {head.path} does not exist")
         if self.adapt and not self.adapted:
@@ -183,6 +187,23 @@ class StackSpec:
                 "orchestrator": {"budget": CUDA_BUDGET if device.startswith("cuda") else CPU_BUDGET},
             },
         )
+
+
+def _why_no_model(folder: Path | None, typed: bool) -> str:
+    """Why a folder's config.json is not a model's; empty when it is. `typed`: it must say the model's type."""
+    if folder is None:
+        return "a folder is missing: write NAME=KIND:DIR"
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return f"{folder} holds no model (no config.json)"
+    except OSError as error:
+        return f"{folder} holds no model (config.json: {error.strerror})"
+    except ValueError:
+        return f"{folder} holds no model (config.json is no JSON)"
+    if not isinstance(config, dict) or (typed and not isinstance(config.get("model_type"), str)):
+        return f"{folder} holds no model (config.json has no model_type)"
+    return ""
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:

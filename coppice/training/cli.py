@@ -9,7 +9,9 @@ from coppice.config.sections import FEATURE_KINDS
 from coppice.machine import usable_cores
 from coppice.training.run_folder import work_folder, write_run
 
-app = typer.Typer(help="Train a target of your own, or a draft head for a target.", no_args_is_help=True)
+app = typer.Typer(
+    help="Train a target of your own, or a draft head for a target.", no_args_is_help=True, add_completion=False
+)
 
 HEAD_KINDS = (*FEATURE_KINDS, "lm")
 TARGET_TOKENS, HEAD_TOKENS = 4_000_000, 400_000
@@ -49,10 +51,12 @@ def train_target(
 ) -> None:
     """Train a small Llama target and its tokenizer from text, then write its model folder."""
     from coppice.training import target
+    from coppice.training.dtype import usable_device
     from coppice.training.export import export
     from coppice.training.schedule import Schedule
     from coppice.training.trainer import RunOptions
 
+    usable_device(device)
     work = own_folder(out, resume)
     write_run(work, "target", data, {"out": out.name, "tokens": str(tokens)})
     options = RunOptions(resume, device, _threads(workers, device), seed)
@@ -86,20 +90,23 @@ def train_head(
         raise typer.BadParameter(f"unknown kind {kind!r}; known: {', '.join(HEAD_KINDS)}", param_hint="--kind")
     if not (target / "config.json").is_file():
         raise typer.BadParameter(f"{target} is not a model folder: it has no config.json", param_hint="--target")
-    import torch
-
+    from coppice.bench.progress import Progress
     from coppice.training import feature_heads, lm_head
     from coppice.training.data.target_answers import ANSWERS_SHARE, AnswerPlan, record_answers
-    from coppice.training.dtype import fast_dtype
+    from coppice.training.dtype import fast_dtype, usable_device
     from coppice.training.export import export
     from coppice.training.trainer import RunOptions
 
+    dtype = str(fast_dtype(usable_device(device))).removeprefix("torch.")
     work = own_folder(out, resume)
     flags = {"kind": kind, "target": target.name, "out": out.name, "tokens": str(tokens)}
     write_run(work, "head", data, flags | ({"adamw": ""} if adamw else {}))
-    dtype = str(fast_dtype(torch.device(device))).removeprefix("torch.")
     plan = AnswerPlan(int(tokens * ANSWERS_SHARE), seed=seed)
-    recorded = record_answers(data, target, answers or work / "lessons", plan, device=device, dtype=dtype)
+    with Progress("tokens") as progress:
+        progress.say("recording the target's answers")
+        recorded = record_answers(
+            data, target, answers or work / "lessons", plan, device=device, dtype=dtype, progress=progress.reach
+        )
     recorded.describe(work / "data")
     options = RunOptions(resume, device, _threads(workers, device), seed)
     if kind == "lm":

@@ -1,6 +1,16 @@
-"""Which number format is fast on a device."""
+"""Whether a device can be used, and which number format is fast there."""
 
 import torch
+
+from coppice.errors import InvalidField
+
+
+def usable_device(name: str) -> torch.device:
+    """Return the device of that name. Raises InvalidField when tensors cannot be put there."""
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        raise InvalidField("device", f"{name}: {str(error).partition(chr(10))[0]}") from None
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:

@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63oppice/v1/common.proto\x12\ncoppice.v1\"r\n\x05\x46\x65nce\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x15\n\rcommitted_len\x18\x02 \x01(\r\x12\x16\n\x0e\x63ommitted_hash\x18\x03 \x01(\x06\x12\x17\n\x0fweights_version\x18\x04 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ns\x18\x05 \x01(\x03\"\xc1\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x06\x12\r\n\x05min_p\x18\x05 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x01\x12\x37\n\nlogit_bias\x18\t \x03(\x0b\x32#.coppice.v1.Sampling.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penalty\":\n\x04Tree\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x11\n\tlog_probs\x18\x03 \x03(\x02\"<\n\x03Row\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x11\n\tlog_probs\x18\x02 \x03(\x01\x12\x15\n\rraw_log_probs\x18\x03 \x03(\x02\"M\n\nFeatureRef\x12\x10\n\x08verifier\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\r\n\x05start\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\"z\n\x08\x46\x65\x61tures\x12\x10\n\x06inline\x18\x01 \x01(\x0cH\x00\x12%\n\x03ref\x18\x02 \x01(\x0b\x32\x16.coppice.v1.FeatureRefH\x00\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05start\x18\x04 \x01(\r\x12\r\n\x05\x63ount\x18\x05 \x01(\rB\x08\n\x06source\"v\n\tRejection\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0e\n\x06parent\x18\x02 \x01(\r\x12\x11\n\ttarget_id\x18\x03 \x01(\r\x12\x0f\n\x07top_ids\x18\x04 \x03(\r\x12\x15\n\rtop_log_probs\x18\x05 \x03(\x02\x12\x0c\n\x04tail\x18\x06 \x01(\x02\"-\n\x0bTopLogProbs\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x11\n\tlog_probs\x18\x02 \x03(\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63oppice/v1/common.proto\x12\ncoppice.v1\"r\n\x05\x46\x65nce\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x15\n\rcommitted_len\x18\x02 \x01(\r\x12\x16\n\x0e\x63ommitted_hash\x18\x03 \x01(\x06\x12\x17\n\x0fweights_version\x18\x04 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ns\x18\x05 \x01(\x03\"\xcf\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x11\n\x04seed\x18\x04 \x01(\x06H\x01\x88\x01\x01\x12\r\n\x05min_p\x18\x05 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x01\x12\x37\n\nlogit_bias\x18\t \x03(\x0b\x32#.coppice.v1.Sampling.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penalty\":\n\x04Tree\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x11\n\tlog_probs\x18\x03 \x03(\x02\"<\n\x03Row\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x11\n\tlog_probs\x18\x02 \x03(\x01\x12\x15\n\rraw_log_probs\x18\x03 \x03(\x02\"M\n\nFeatureRef\x12\x10\n\x08verifier\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\r\n\x05start\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\"z\n\x08\x46\x65\x61tures\x12\x10\n\x06inline\x18\x01 \x01(\x0cH\x00\x12%\n\x03ref\x18\x02 \x01(\x0b\x32\x16.coppice.v1.FeatureRefH\x00\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05start\x18\x04 \x01(\r\x12\r\n\x05\x63ount\x18\x05 \x01(\rB\x08\n\x06source\"v\n\tRejection\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0e\n\x06parent\x18\x02 \x01(\r\x12\x11\n\ttarget_id\x18\x03 \x01(\r\x12\x0f\n\x07top_ids\x18\x04 \x03(\r\x12\x15\n\rtop_log_probs\x18\x05 \x03(\x02\x12\x0c\n\x04tail\x18\x06 \x01(\x02\"-\n\x0bTopLogProbs\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x11\n\tlog_probs\x18\x02 \x03(\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -26,19 +26,19 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_FENCE']._serialized_start=39
   _globals['_FENCE']._serialized_end=153
   _globals['_SAMPLING']._serialized_start=156
-  _globals['_SAMPLING']._serialized_end=477
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=396
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=444
-  _globals['_TREE']._serialized_start=479
-  _globals['_TREE']._serialized_end=537
-  _globals['_ROW']._serialized_start=539
-  _globals['_ROW']._serialized_end=599
-  _globals['_FEATUREREF']._serialized_start=601
-  _globals['_FEATUREREF']._serialized_end=678
-  _globals['_FEATURES']._serialized_start=680
-  _globals['_FEATURES']._serialized_end=802
-  _globals['_REJECTION']._serialized_start=804
-  _globals['_REJECTION']._serialized_end=922
-  _globals['_TOPLOGPROBS']._serialized_start=924
-  _globals['_TOPLOGPROBS']._serialized_end=969
+  _globals['_SAMPLING']._serialized_end=491
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=401
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=449
+  _globals['_TREE']._serialized_start=493
+  _globals['_TREE']._serialized_end=551
+  _globals['_ROW']._serialized_start=553
+  _globals['_ROW']._serialized_end=613
+  _globals['_FEATUREREF']._serialized_start=615
+  _globals['_FEATUREREF']._serialized_end=692
+  _globals['_FEATURES']._serialized_start=694
+  _globals['_FEATURES']._serialized_end=816
+  _globals['_REJECTION']._serialized_start=818
+  _globals['_REJECTION']._serialized_end=936
+  _globals['_TOPLOGPROBS']._serialized_start=938
+  _globals['_TOPLOGPROBS']._serialized_end=983
 # @@protoc_insertion_point(module_scope)

@@ -91,7 +91,7 @@ class DescribeHeadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeHeadResponse(_message.Message):
-    __slots__ = ("name", "kind", "vocab_size", "weights_version", "feature_layers", "sessions", "sessions_opened", "sessions_closed", "weights_hash", "expected_acceptance")
+    __slots__ = ("name", "kind", "vocab_size", "weights_version", "feature_layers", "sessions", "sessions_opened", "sessions_closed", "weights_hash", "expected_acceptance", "tokenizer_hash")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +102,7 @@ class DescribeHeadResponse(_message.Message):
     SESSIONS_CLOSED_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_HASH_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_HASH_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     vocab_size: int
@@ -112,7 +113,8 @@ class DescribeHeadResponse(_message.Message):
     sessions_closed: int
     weights_hash: bytes
     expected_acceptance: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., vocab_size: _Optional[int] = ..., weights_version: _Optional[int] = ..., feature_layers: _Optional[_Iterable[int]] = ..., sessions: _Optional[int] = ..., sessions_opened: _Optional[int] = ..., sessions_closed: _Optional[int] = ..., weights_hash: _Optional[bytes] = ..., expected_acceptance: _Optional[_Iterable[float]] = ...) -> None: ...
+    tokenizer_hash: bytes
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., vocab_size: _Optional[int] = ..., weights_version: _Optional[int] = ..., feature_layers: _Optional[_Iterable[int]] = ..., sessions: _Optional[int] = ..., sessions_opened: _Optional[int] = ..., sessions_closed: _Optional[int] = ..., weights_hash: _Optional[bytes] = ..., expected_acceptance: _Optional[_Iterable[float]] = ..., tokenizer_hash: _Optional[bytes] = ...) -> None: ...
 
 class SyncWeightsRequest(_message.Message):
     __slots__ = ("header", "part")

@@ -105,11 +105,12 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("prompt_tokens", "policy", "heads", "budget", "prompt_ids", "prompt_log_probs", "prompt_top")
+    __slots__ = ("prompt_tokens", "policy", "heads", "budget", "seed", "prompt_ids", "prompt_log_probs", "prompt_top")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     HEADS_FIELD_NUMBER: _ClassVar[int]
     BUDGET_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOP_FIELD_NUMBER: _ClassVar[int]
@@ -117,10 +118,11 @@ class Started(_message.Message):
     policy: str
     heads: _containers.RepeatedScalarFieldContainer[str]
     budget: int
+    seed: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_log_probs: _containers.RepeatedScalarFieldContainer[float]
     prompt_top: _containers.RepeatedCompositeFieldContainer[_common_pb2.TopLogProbs]
-    def __init__(self, prompt_tokens: _Optional[int] = ..., policy: _Optional[str] = ..., heads: _Optional[_Iterable[str]] = ..., budget: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., prompt_log_probs: _Optional[_Iterable[float]] = ..., prompt_top: _Optional[_Iterable[_Union[_common_pb2.TopLogProbs, _Mapping]]] = ...) -> None: ...
+    def __init__(self, prompt_tokens: _Optional[int] = ..., policy: _Optional[str] = ..., heads: _Optional[_Iterable[str]] = ..., budget: _Optional[int] = ..., seed: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., prompt_log_probs: _Optional[_Iterable[float]] = ..., prompt_top: _Optional[_Iterable[_Union[_common_pb2.TopLogProbs, _Mapping]]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("text", "ids", "origins", "log_probs", "pieces", "tree", "top")

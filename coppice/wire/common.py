@@ -18,7 +18,10 @@ from coppice.wire.shapes import Part, Shape, array
 
 
 def _sampling_fields(params: SamplingParams) -> dict[str, Any]:
-    return dict(params)
+    fields = dict(params)
+    if "seed" not in params.model_fields_set:
+        del fields["seed"]
+    return fields
 
 
 def _read_sampling(owner: Any, name: str, path: str) -> SamplingParams:
@@ -36,7 +39,7 @@ def _read_sampling(owner: Any, name: str, path: str) -> SamplingParams:
             frequency_penalty=message.frequency_penalty,
             presence_penalty=message.presence_penalty,
             logit_bias=dict(message.logit_bias),
-            seed=message.seed,
+            **({"seed": message.seed} if message.HasField("seed") else {}),
         )
     except ValidationError as error:
         first = error.errors()[0]

@@ -107,6 +107,8 @@ def read_request(message: generation.GenerateRequest, vocab_size: int, bounds: L
         raise InvalidField("accept_rule", f"{message.accept_rule} is no rule")
     request = _REQUEST.read(message)
     check_bias(request.sampling, vocab_size)
+    if request.resume_ids and request.sampling.temperature and not message.sampling.HasField("seed"):
+        raise InvalidField("sampling.seed", "is missing: resume_ids go on with the seed that started told")
     limits.check_ids("resume_ids", request.resume_ids, vocab_size)
     limits.check_ids("ids", request.ids or (), vocab_size)
     if request.text is not None:

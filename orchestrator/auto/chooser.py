@@ -136,7 +136,7 @@ class Chooser:
         if name == CASCADE:  # a step that asked its first head alone says what that head takes
             both = len(step.asked) > 1
             text.gained(BOTH, both)
-            arm = known.arms[text.key(name) if both else SINGLE + text.arms[name].policy.heads[step.asked[0]]]
+            arm = known.arms[text.keys[name] if both else SINGLE + text.arms[name].policy.heads[step.asked[0]]]
         else:
             arm = known.arms[name]
         arm.rounds[text.sampled] += 1 / max(1, len(self.texts))
@@ -195,7 +195,7 @@ class Chooser:
             if name == CASCADE and count > 1:  # some would have to wait for those whose second head drafts
                 continue
             gain = sum([each[name] for each in gains]) / count
-            own = sum([each.own[each.key(name)].steps for each in self.texts]) / count
+            own = sum([each.own[each.keys[name]].steps for each in self.texts]) / count
             before = sum([each.steps_before(name) for each in self.texts]) / count
             doubt = math.sqrt(gain * (1 + gain) * (1 / (TEXT_STEPS + own) + 1 / (FIRST_STEPS + before)))
             seconds = text.step_s(name)

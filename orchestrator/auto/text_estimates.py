@@ -18,6 +18,7 @@ JOINT_GAIN = 1.1  # of the best head's gain, before route, merge or a cascade wa
 FIRST_SHARE = 0.5  # of a cascade's steps that ask both heads, before it was tried
 ALIKE_STEPS = 8.0  # steps in texts like this one that weigh as much as those in all texts
 TEXT_STEPS = 12.0  # steps of a text that weigh as much as what was known before it
+PAIRED = 4  # steps of a text after which its cascade's heads are picked anew
 TEXT_MEMORY = 24.0  # steps of an arm in a text that count: a text may go from prose to code
 BOTH = "both"  # a cascade's steps gain 1 of this where they ask both heads, 0 where they do not
 
@@ -40,17 +41,21 @@ class TextEstimates:
         self.statistics, self.sampled = statistics, sampled
         self._sketch = sketch(prompt)
         self.arms = {arm.name: arm for arm in arms_of(heads)}
+        self.keys = {name: name for name in (*self.arms, BOTH)}
+        """what an arm's gains are kept under: those of a cascade under the pair of its heads"""
         self.steps = 0
         self.turn = Turn(PLAIN, None, False)
         self.opened: set[int] = set()
         """heads that have taken in the text"""
         self.own: defaultdict[str, Gain] = defaultdict(Gain)
         """what each arm gained in this text; a cascade by its pair of heads"""
+        self._elsewhere: dict[str, float] = {}  # steps before this text
         self._alike: defaultdict[str, Gain] = defaultdict(Gain)
         """what each arm gained in texts like this one"""
 
     def begin(self) -> None:
         """Take in what the texts that this one is like gained, each as far as it is."""
+        self._elsewhere = {key: arm.gains[self.sampled].steps for key, arm in self.statistics.arms.items()}
         for share, own in self.statistics.ended[self.sampled].like(self._sketch):
             for name, gain in own.items():
                 self._alike[name].total += share * gain.total
@@ -62,20 +67,13 @@ class TextEstimates:
 
     def usual(self, name: str) -> Gain:
         """What an arm gained in all texts that are drawn as this one."""
-        return self.statistics.arms[self.key(name)].gains[self.sampled]
+        return self.statistics.arms[self.keys[name]].gains[self.sampled]
 
     def steps_before(self, name: str) -> float:
-        """Steps of an arm in other texts, as far as they say what it gains in this one: those in texts unlike it
-        say little.
-        """
-        return min(ALIKE_STEPS, self.usual(name).steps) + self._alike[self.key(name)].steps
-
-    def key(self, name: str) -> str:
-        """What gains of an arm are kept under: those of a cascade under the pair of its heads."""
-        if name != CASCADE:
-            return name
-        cascade = self.arms[CASCADE]
-        return CASCADE + ":" + "/".join([cascade.policy.heads[at] for at in cascade.heads])
+        """Steps of an arm as far as they say what it gains in this text: those in texts unlike it say little."""
+        key, usual = self.keys[name], self.usual(name).steps
+        elsewhere = self._elsewhere.get(key, 0.0)
+        return min(ALIKE_STEPS, elsewhere) + max(0.0, usual - elsewhere) + self._alike[key].steps
 
     def gains(self) -> dict[str, float]:
         """Accepted drafts a step to be expected of each arm."""
@@ -86,7 +84,7 @@ class TextEstimates:
 
     def _mean(self, name: str, first: float) -> float:
         """What an arm gains in this text; `first` before it was tried anywhere."""
-        key, usual = self.key(name), self.usual(name).mean(first, FIRST_STEPS)
+        key, usual = self.keys[name], self.usual(name).mean(first, FIRST_STEPS)
         return self.own[key].mean(self._alike[key].mean(usual, ALIKE_STEPS), TEXT_STEPS)
 
     def step_s(self, name: str) -> float:
@@ -97,25 +95,28 @@ class TextEstimates:
         return quick_s + self._mean(BOTH, FIRST_SHARE) * (both_s - quick_s)
 
     def pair_heads(self) -> None:
-        """Make a cascade of the quickest head and of the one that commits most tokens a second behind it."""
-        if CASCADE not in self.arms:
+        """Now and then pair the quickest head and the one that commits most tokens a second behind it."""
+        if CASCADE not in self.arms or (self.keys[CASCADE] != CASCADE and self.steps % PAIRED):
             return
-        cascade, plain_s, gains = self.arms[CASCADE], self.statistics.step_s(PLAIN), self.gains()
+        cascade, plain_s = self.arms[CASCADE], self.statistics.step_s(PLAIN)
         names = [SINGLE + head for head in cascade.policy.heads]
         extras = [self.statistics.step_s(name) - plain_s for name in names]
         quick = min(range(len(names)), key=extras.__getitem__)
         rates = {
-            at: (1 + gains[name]) / (plain_s + extras[quick] + extras[at])
+            at: (1 + self._mean(name, FIRST_GAIN)) / (plain_s + extras[quick] + extras[at])
             for at, name in enumerate(names)
             if at != quick
         }
-        self.arms[CASCADE] = replace(cascade, heads=(quick, max(rates, key=rates.__getitem__)))
+        second = max(rates, key=rates.__getitem__)
+        if cascade.heads != (quick, second):
+            self.arms[CASCADE] = replace(cascade, heads=(quick, second))
+        self.keys[CASCADE] = f"{CASCADE}:{names[quick]}/{names[second]}"
 
     def _cascade_s(self) -> tuple[float, float]:
         """What a step of the cascade takes that asks the first head alone, and one that asks both."""
         cascade, known = self.arms[CASCADE], self.statistics
         quick_s, second_s = [known.step_s(SINGLE + cascade.policy.heads[at]) for at in cascade.heads]
-        plain_s, extra_s = known.step_s(PLAIN), known.arms[self.key(CASCADE)].extra.at(known.load)
+        plain_s, extra_s = known.step_s(PLAIN), known.arms[self.keys[CASCADE]].extra.at(known.load)
         return quick_s, quick_s + second_s - plain_s if extra_s is None else plain_s + extra_s
 
     def goes_on(self, promised: float) -> bool:
@@ -126,12 +127,12 @@ class TextEstimates:
         cascade = self.arms[CASCADE]
         second = SINGLE + cascade.policy.heads[cascade.heads[1]]
         quick_s, both_s = self._cascade_s()
-        return (1 + max(promised, self.gains()[second])) / both_s > (1 + promised) / quick_s
+        return (1 + max(promised, self._mean(second, FIRST_GAIN))) / both_s > (1 + promised) / quick_s
 
     def gained(self, name: str, accepted: int) -> None:
         """Take in what an arm gained in a step, or would have gained."""
         self.usual(name).see(accepted)
-        own = self.own[self.key(name)]
+        own = self.own[self.keys[name]]
         own.fade(1 - 1 / TEXT_MEMORY)
         own.see(accepted)
 

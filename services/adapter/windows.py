@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coppice.adaptation.records import Sample
-from coppice.training.data.target_answers import Answer
+from coppice.training.data.answerer import Answer
 from coppice.training.data.teacher import Teacher
 
 NOTHING = -1

@@ -6,6 +6,7 @@ import asyncio
 import sys
 
 from coppice.adaptation.producer import Producer
+from coppice.config.sections import FEATURE_KINDS, check_model
 from coppice.config.settings import Settings
 from coppice.heads.registry import served_head
 from coppice.rpc import tracing
@@ -29,6 +30,8 @@ def _verifiers(settings: Settings) -> Directory | None:
 
 async def serve(settings: Settings) -> int:
     """Build the head and serve it until told to stop; returns the exit code."""
+    if settings.drafter.kind in (*FEATURE_KINDS, "lm"):
+        check_model("drafter.path", settings.drafter.path)
     metrics = SessionMetrics("drafter")
     name = settings.drafter.name or settings.drafter.kind
     tracing.start(settings.telemetry, f"drafter-{name}")

@@ -5,29 +5,27 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from coppice.config.sections import check_model
 from coppice.config.settings import Settings, load_settings
-from coppice.errors import InvalidField
 from coppice.rpc import tracing
 from coppice.rpc.directory import Registration
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import SessionMetrics, serve_metrics
 from coppice.v1 import verifier_pb2
 
-from .service import VerifierServicer
-from .worker import Worker
-
 
 def _named(settings: Settings) -> Settings:
     """The settings with the target's folder checked and its name filled in."""
-    target = Path(settings.verifier.target)
-    if not settings.verifier.target or not (target / "config.json").is_file():
-        raise InvalidField("verifier.target", f"no Hugging Face model folder: {settings.verifier.target!r}")
-    name = settings.verifier.name or target.resolve().name
+    check_model("verifier.target", settings.verifier.target)
+    name = settings.verifier.name or Path(settings.verifier.target).resolve().name
     return settings.model_copy(update={"verifier": settings.verifier.model_copy(update={"name": name})})
 
 
 async def serve(settings: Settings) -> int:
     """Load the target and serve it until told to stop; returns the exit code."""
+    from .service import VerifierServicer  # torch comes with it, settings are checked before
+    from .worker import Worker
+
     tracing.start(settings.telemetry, "verifier")
     metrics = SessionMetrics("verifier")
     registration = Registration.of(settings, "verifier")

@@ -74,11 +74,12 @@ class Pruner:
         """
         if decoded:
             self.curve.observe(rows, ended - began)
+        plain_s, whole_s = self.curve((self._rows, rows)).tolist()
         if awaited:
-            most = _MOST_BESIDE * (self._beside_s + float(self.curve(rows)))
+            most = _MOST_BESIDE * (self._beside_s + whole_s)
             self._beside_s += _RATE * (min(began - self._ended, most) - self._beside_s)
         self._ended = ended
-        return float(self.curve(self._rows) / self.curve(rows))
+        return float(plain_s / whole_s)
 
     def _seconds(self, rows: ArrayLike) -> FloatArray:
         return self._beside_s + self.curve(rows)

@@ -170,7 +170,7 @@ class Session:
             root = self._next_root(outcome.end_row, outcome.drawn, rows[kept[-1]], keyed=step.q_rows is None)
         verdict = Verdict(
             fence=self.fence,
-            accepted=tuple(verified[node - 1] for node in path) if verified else path,
+            accepted=tuple([verified[node - 1] for node in path]) if verified else path,
             next=root,
             timings=VerifyTimings(),
             verified=verified,

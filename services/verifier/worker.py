@@ -19,7 +19,7 @@ from coppice.engine.batching import BatchingThread, settle
 from coppice.engine.engine import Engine, ForwardOutput
 from coppice.engine.loading import load_engine
 from coppice.messages.steps import FeatureRef, Features, OpenSession, SessionOpened, Verdict, VerifyStep, VerifyTimings
-from coppice.telemetry import SessionMetrics
+from coppice.telemetry import WARMING_UP, SessionMetrics
 
 from .generation_config import repetition_penalty
 from .job import Job
@@ -97,6 +97,7 @@ class Worker(BatchingThread):
         )
         if cut_by := self.engine.info.context.cut_by:
             log.warning("the context is shorter than the model's", tokens=self.engine.info.max_context, why=cut_by)
+        log.info(WARMING_UP)
         self.engine.timings(range(WARM_ROWS, 0, -1), context=WARM_ROWS, repeats=1)
         if self.settings.prune:
             self._pruner = Pruner(measure(self.engine, self.settings.kv_tokens))
@@ -160,7 +161,8 @@ class Worker(BatchingThread):
             judged = self._settle_all(jobs, pieces, output, layers, shared, hint)
             self.served(output.forward_ns / 1e9, judged, time.perf_counter())
         self._steps.clear()
-        self._prefills = deque(job for job in self._prefills if not job.answered)
+        if self._prefills:
+            self._prefills = deque(job for job in self._prefills if not job.answered)
         self._note_kv()
 
     def _pack(self) -> tuple[list[Job], list[Piece]]:

@@ -208,7 +208,7 @@ async def test_a_direct_request_is_refused_once() -> None:
 
 
 def test_scenarios_are_chosen_by_name_and_group(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     counting = StackSpec(target=tmp_path)
     learning = StackSpec(target=tmp_path, heads=(HeadSpec("block", "specblock", tmp_path),))
     chosen, left_out = choose([], counting)
@@ -224,7 +224,7 @@ def test_scenarios_are_chosen_by_name_and_group(tmp_path: Path) -> None:
 
 
 def test_under_tls_every_process_and_every_question_has_its_roles_certificate(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     spec = StackSpec(target=tmp_path, extra={"drafter": {"drafter.chain": True}})
     authority = Authority(tmp_path / "certificates")
     made = twofold(spec, authority)

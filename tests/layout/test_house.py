@@ -18,7 +18,7 @@ ORDER = (
     ("coppice/rpc",),
     ("coppice/client", "coppice/weights"),
     ("coppice/heads",),
-    ("coppice/training/data",),
+    ("coppice/training/data", "coppice/testing"),
     ("coppice/training/losses",),
     ("coppice/training",),
     ("coppice/adaptation",),

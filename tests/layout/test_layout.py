@@ -197,7 +197,7 @@ BOUNDS = {
     "choice": "Features.dtype ChatMessage.role",
     "message_bytes": """
         Features.inline TreeDelta.q_rows VerifyStep.q_rows
-        Started.policy Started.heads
+        Started.policy Started.heads StepTree.root_piece
         Chunk.text Chunk.ids Chunk.origins Chunk.log_probs Chunk.pieces
         StepTree.tokens StepTree.parents StepTree.log_probs StepTree.forwards StepTree.pieces StepTree.accepted
         Finished.accept_lengths Finished.routed Finished.verified_nodes
@@ -205,6 +205,7 @@ BOUNDS = {
         DescribeModelResponse.name DescribeModelResponse.heads DescribeModelResponse.policies
         DescribeModelResponse.default_policy DescribeModelResponse.version
         DescribeHeadResponse.name DescribeHeadResponse.kind DescribeHeadResponse.weights_hash
+        DescribeHeadResponse.tokenizer_hash
         DescribeTargetResponse.name DescribeTargetResponse.dtype DescribeTargetResponse.weights_hash
         GetStatusResponse.heads HeadStatus.head HeadStatus.policy HeadStatus.doing HeadStatus.weights_hash
         HeadStatus.actions HeadStatus.replicas HeadStatus.versions HeadStatus.history HeadStatus.changes

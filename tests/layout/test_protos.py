@@ -48,6 +48,7 @@ def test_the_compiler_is_pinned() -> None:
 
 def test_stubs_are_what_the_pinned_compiler_makes(compiler: list[str], tmp_path: Path) -> None:
     out = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
+    out += [f"--descriptor_set_out={tmp_path / 'coppice.binpb'}", "--include_imports"]
     command = [*compiler, "-I", str(ROOT / "protos"), *out, *map(str, PROTOS)]
     subprocess.run(command, check=True, capture_output=True)
     made = {file.name: file.read_text(encoding="utf-8") for file in (tmp_path / "coppice" / "v1").iterdir()}
@@ -58,6 +59,7 @@ def test_stubs_are_what_the_pinned_compiler_makes(compiler: list[str], tmp_path:
     }
     assert sorted(made) == sorted(committed)
     assert {name for name, text in made.items() if text != committed[name]} == set()
+    assert (tmp_path / "coppice.binpb").read_bytes() == (ROOT / "coppice" / "v1" / "coppice.binpb").read_bytes()
 
 
 @pytest.mark.parametrize("proto", PROTOS, ids=lambda proto: proto.stem)

@@ -16,6 +16,8 @@ from coppice.errors import InvalidField, Overloaded
 from coppice.messages.generation import Chunk, Origin, Timings
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
+from coppice.v1 import generation_pb2
+from coppice.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.pipeline.conftest import VOCAB, described
 
 PROMPTS = [tuple(random.Random(n).randrange(VOCAB) for _ in range(3 + 9 * n)) for n in range(6)]
@@ -55,7 +57,7 @@ def test_truncated_rows_travel_and_are_drawn_by_the_orchestrator(client: Client)
 
 
 def test_a_perfect_head_is_accepted_and_coupling_makes_it_guess_the_draw(client: Client) -> None:
-    told = {"policy": "single:self", "max_new_tokens": 96, "ignore_eos": True}
+    told = {"policy": "single:self", "max_new_tokens": 96, "ignore_eos": True, "seed": 0}
     assert client.generate(PROMPTS[1], **told).tau > 2.5
     coupled = client.generate(PROMPTS[1], temperature=1.0, **told)
     assert coupled.tau > 3
@@ -144,6 +146,20 @@ def test_a_resumed_stream_goes_on_with_the_same_tokens(client: Client) -> None:
         assert rest.ids == whole.ids[held:]
 
 
+def test_a_request_without_a_seed_draws_one_that_makes_its_text_again(stack: Stack, client: Client) -> None:
+    told = {"max_new_tokens": NEW, "ignore_eos": True, "temperature": 1.0}
+    answers = [client.generate(PROMPTS[1], **told) for _ in range(3)]
+    assert len({answer.ids for answer in answers}) == len({answer.seed for answer in answers}) == 3
+    for answer in answers:
+        assert client.generate(PROMPTS[1], seed=answer.seed, policy="plain", **told).ids == answer.ids
+    asked = generation_pb2.GenerateRequest(ids={"ids": PROMPTS[1]}, sampling={"temperature": 1.0}, max_new_tokens=NEW)
+    with grpc.insecure_channel(stack.address) as channel:  # a caller that is not the SDK
+        events = list(GenerationServiceStub(channel).Generate(asked))
+    ids = tuple(token for event in events for token in event.chunk.ids)
+    seed = events[0].started.seed
+    assert client.generate(PROMPTS[1], seed=seed, temperature=1.0, max_new_tokens=NEW).ids == ids
+
+
 @pytest.mark.parametrize("ended_by", ["length", "stop", "eos"])
 def test_the_text_of_a_resumed_stream_is_that_of_one_stream(client: Client, ended_by: str) -> None:
     told = {"policy": "plain", "max_new_tokens": 40, "ignore_eos": ended_by != "eos", "temperature": 1.0, "seed": 5}
@@ -168,7 +184,7 @@ def test_the_text_of_a_resumed_stream_is_that_of_one_stream(client: Client, ende
 
 
 def test_log_probs_are_the_targets(client: Client, reference: Reference) -> None:
-    told = {"max_new_tokens": 16, "ignore_eos": True, "log_probs": True}
+    told = {"max_new_tokens": 16, "ignore_eos": True, "log_probs": True, "seed": 0}
     greedy = client.generate(PROMPTS[1], **told)
     sampled = client.generate(PROMPTS[1], temperature=1.0, policy="merge", **told)
     for answer in (greedy, sampled):
@@ -180,7 +196,7 @@ def test_log_probs_are_the_targets(client: Client, reference: Reference) -> None
 
 
 def test_p_q_rejection_runs_under_single_only(client: Client) -> None:
-    told = {"max_new_tokens": 24, "ignore_eos": True, "temperature": 1.0, "pq": True}
+    told = {"max_new_tokens": 24, "ignore_eos": True, "temperature": 1.0, "pq": True, "seed": 0}
     answer = client.generate(PROMPTS[1], policy="single:self", **told)
     assert answer.new_tokens == 24
     assert answer.tau > 5  # the head is the target: p = q accepts everything

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import json
 import os
@@ -16,13 +17,16 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+from rich.console import Console
 
+from coppice.commands.stack_view import ServiceLines
 from coppice.errors import InvalidField
 from coppice.machine import usable_cores
 from coppice.stack import launch
 from coppice.stack.launch import Stack
 from coppice.stack.process import ProcessFailed
 from coppice.stack.spec import HeadSpec, StackSpec
+from tests.signals import eventually
 from tests.up import up
 
 FAKES = dict.fromkeys(launch.MODULES, "tests.fake_service")
@@ -33,7 +37,7 @@ def target(tmp_path: Path) -> Path:
     """A folder that looks like a model."""
     folder = tmp_path / "target"
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
     return folder
 
 
@@ -76,7 +80,7 @@ def test_a_stack_starts_is_healthy_and_stops_cleanly(target: Path, tmp_path: Pat
         pids = [service["pid"] for service in told["services"]]
         assert all(psutil.pid_exists(pid) for pid in pids)
         assert (told["address"], told["metrics"]) == (stack.address, "127.0.0.1:9")
-        assert list(told["services"][0]) == ["name", "role", "address", "pid"]
+        assert list(told["services"][0]) == ["name", "role", "address", "health", "metrics", "pid"]
         addresses = {name: ready.address for name, ready in stack.services.items()}
     assert stack.unclean == []
     assert not any(psutil.pid_exists(pid) for pid in pids)
@@ -236,9 +240,13 @@ def test_a_death_is_noticed_and_counts_as_unclean(target: Path) -> None:
 def test_a_process_that_ignores_sigterm_is_killed_and_named(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "STOP_GRACE_S", 4.0)
     spec = StackSpec(target=target, heads=(), extra={"verifier": {"verifier.name": "stubborn"}})
+    console = Console(file=io.StringIO(), force_terminal=False)
     with Stack(spec, FAKES) as stack:
         pid = stack.services["verifier"].pid
         time.sleep(0.5)  # until it has installed its handler
+        with ServiceLines(console, stack):
+            stack.stop()
+    assert "verifier: stopping, " in console.file.getvalue()  # type: ignore[attr-defined]
     assert stack.unclean == ["verifier"]
     assert not psutil.pid_exists(pid)
 
@@ -281,13 +289,60 @@ def test_up_writes_its_ready_file_and_stops_on_a_signal(target: Path, number: si
         assert not ready.exists()
 
 
-def test_up_ends_with_exit_code_1_and_a_log_when_a_child_dies(target: Path) -> None:
-    with _up(target) as (process, ready):
-        told = json.loads(ready.read_text())
-        os.kill(told["services"][1]["pid"], signal.SIGKILL)
+def _pids(ready: Path) -> dict[str, int]:
+    return {service["name"]: service["pid"] for service in json.loads(ready.read_text())["services"]}
+
+
+def test_up_starts_again_what_dies_and_says_so(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COPPICE_ADAPTATION__REDIS", "redis://127.0.0.1:1/0")
+    mortal = ("drafter-look", "verifier", "adapter", "orchestrator")
+    heads = ("--head", f"block=specblock:{target}", "--head", "look=lookup", "--adapt")
+    with _up(target, *heads) as (process, ready):
+        before = json.loads(ready.read_text())
+        for name in mortal:
+            pid = _pids(ready)[name]
+            os.kill(pid, signal.SIGKILL)
+            assert eventually(lambda name=name, pid=pid: _pids(ready)[name] != pid, 30)
+        after = json.loads(ready.read_text())
+        assert [one["address"] for one in after["services"]] == [one["address"] for one in before["services"]]
+        assert process.poll() is None
+        process.terminate()
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    for name in mortal:
+        assert f"coppice: {name} ended with SIGKILL; it is started again in 0.5 s (log: " in err
+        assert f"coppice: {name} is back, " in err
+    assert err.count("\n") == 2 * len(mortal)
+    assert "stopping verifier, drafter-block, drafter-look, adapter, orchestrator; answers that are" in out
+
+
+def test_up_ends_when_an_orchestrator_dies_three_times_in_a_minute(target: Path) -> None:
+    with _up(target, "--orchestrators", "2") as (process, ready):
+        for _ in range(2):
+            pid = _pids(ready)["orchestrator-1"]
+            os.kill(pid, signal.SIGKILL)
+            assert eventually(lambda pid=pid: _pids(ready)["orchestrator-1"] != pid, 30)
+        pids = _pids(ready)
+        os.kill(pids["orchestrator-1"], signal.SIGKILL)
         _, err = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert err.startswith("coppice: drafter-bigram ended with SIGKILL; its log ends with:\narguments:")
+    last = "coppice: 3 times in 60 s orchestrator-1 ended with SIGKILL; its log ends with:\narguments:"
+    assert last in err
+    assert not any(psutil.pid_exists(pid) for pid in pids.values())
+
+
+def test_up_starts_replicas_and_keeps_logs(target: Path) -> None:
+    logs = target.parent / "logs"
+    counts = ("--verifiers", "2", "--drafters", "2", "--orchestrators", "2", "--log-dir", str(logs))
+    with _up(target, "--head", "look=lookup", *counts) as (process, ready):
+        names = [f"{stem}-{number}" for stem in ("verifier", "drafter-look", "orchestrator") for number in (0, 1)]
+        assert list(_pids(ready)) == names
+        process.terminate()
+        out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert {file.stem for file in logs.glob("*.log")} == set(names)
+    assert f"logs     {logs}\n" in out
+    assert "drafter-look-1  lookup" in out
 
 
 @pytest.mark.parametrize("held_still", [False, True])

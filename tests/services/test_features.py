@@ -354,18 +354,20 @@ async def test_heads_of_different_layers_are_refused_where_that_is_known(
 
 async def test_a_head_of_another_vocabulary_is_left_alone_and_counted_once() -> None:
     head = Recorder()
-    head.description = replace(head.description, vocab_size=96)
+    head.description = replace(head.description, vocab_size=96, tokenizer_hash=b"a" * 32)
     async with drafter_of(head) as one:
         metrics = OrchestratorMetrics()
-        fits = HeadPool("fits", [one.address], Dialer(), metrics, 6, 96)
+        fits = HeadPool("fits", [one.address], Dialer(), metrics, 6, 96, b"a" * 32)
         other = HeadPool("other", [one.address], Dialer(), metrics, 6, 300)
+        strange = HeadPool("strange", [one.address], Dialer(), metrics, 6, 96, b"b" * 32)
         for _ in range(3):
-            for pool in (fits, other):
+            for pool in (fits, other, strange):
                 for replica in pool.replicas:
                     await pool.look(replica)
         assert fits.pick() is not None
         assert other.pick() is None
         assert [replica.unfit for replica in other.replicas] == ["it has a vocabulary of 96 ids, the target one of 300"]
+        assert [replica.unfit for replica in strange.replicas] == ["its tokenizer is not the target's"]
         assert metrics.registry.get_sample_value("coppice_heads_unfit_total", {"head": "other"}) == 1
         assert not metrics.registry.get_sample_value("coppice_heads_unfit_total", {"head": "fits"})
 

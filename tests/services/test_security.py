@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, Counter
 
 from coppice.adaptation.client import AdapterClient
@@ -29,6 +30,7 @@ from coppice.messages.generation import ModelDescription
 from coppice.rpc.access import ACCESS
 from coppice.rpc.certificates import Certificates
 from coppice.rpc.channels import Dialer
+from coppice.rpc.health import MOST_CALLS
 from coppice.rpc.server import Serving
 from coppice.rpc.tokens import Tokens, read_tokens
 from coppice.v1 import adapter_pb2, drafter_pb2, generation_pb2, verifier_pb2
@@ -213,16 +215,18 @@ async def test_clients_of_generation_need_a_certificate_only_where_it_is_require
             assert (await client.describe()).name == "echo"
 
 
-async def test_health_answers_without_a_certificate_and_the_service_port_has_no_health(
+async def test_health_answers_without_a_certificate_on_its_port_and_to_any_connection_on_the_services(
     authority: Authority, tmp_path: Path
 ) -> None:
     ready, check = tmp_path / "ready.json", "/grpc.health.v1.Health/Check"
     async with served("DrafterService", authority.tls("drafter"), ready_file=str(ready)) as address:
         async with grpc.aio.insecure_channel(json.loads(ready.read_text())["health"]) as channel:
             assert await channel.unary_unary(check)(b"", timeout=5) == b"\x08\x01"
-        async with authority.dialer("orchestrator", server_name="drafter").open(address) as channel:
-            call = channel.unary_unary(check)(b"", timeout=5)
-            assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
+        for role in ("orchestrator", "stranger"):
+            async with authority.dialer(role, server_name="drafter").open(address) as channel:
+                assert await channel.unary_unary(check)(b"", timeout=5) == b"\x08\x01"
+        async with authority.dialer(server_name="drafter").open(address) as channel:  # without a certificate
+            assert await channel.unary_unary(check)(b"", timeout=5).code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_rotated_certificates_are_used_without_a_restart(
@@ -326,6 +330,34 @@ def door(tmp_path: Path) -> Door:
 async def described(address: str, token: str) -> str:
     async with AsyncClient(address, dialer=Dialer(token=token)) as client:
         return (await client.describe()).name
+
+
+async def test_health_asks_for_no_token_and_takes_no_place_that_others_need(door: Door) -> None:
+    """Strangers who watch, or never send a call's message, fill the places of health alone."""
+    asked = health_pb2.HealthCheckRequest(service="coppice.v1.GenerationService")
+    serving, full = health_pb2.HealthCheckResponse.SERVING, grpc.StatusCode.RESOURCE_EXHAUSTED
+    async with (
+        served("GenerationService", TlsSettings(), door.echo, door.tokens) as address,
+        Dialer().open(address) as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        unknown = stub.Watch(health_pb2.HealthCheckRequest(service="an.Other"))
+        assert (await unknown.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        watching = [stub.Watch(asked) for _ in range(MOST_CALLS - 1)]
+        assert {(await call.read()).status for call in watching} == {serving}
+        assert await stub.Watch(asked).code() is full
+        assert (await stub.Check(asked)).status == serving
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.Check(health_pb2.HealthCheckRequest(service="an.Other"))
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+        silent = [channel.stream_unary("/grpc.health.v1.Health/Check")() for _ in range(MOST_CALLS)]
+        await asyncio.sleep(0.5)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.Check(asked)
+        assert refused.value.code() is full
+        assert await described(address, TOKEN) == "echo"
+        assert {await call.code() for call in silent} == {grpc.StatusCode.UNAVAILABLE}  # soon
+        assert (await stub.Check(asked)).status == serving
 
 
 async def test_only_the_right_token_gets_an_answer_and_nobody_hears_why(

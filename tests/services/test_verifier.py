@@ -725,7 +725,9 @@ async def test_health_names_the_service_only_while_it_is_ready_and_sigterm_ends_
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.Check(health_pb2.HealthCheckRequest(service="coppice.v1.Other"))
         service = await starting
-        async with connected(service) as sessions:
+        async with connected(service) as sessions, Dialer().open(service.address) as called:
+            there = health_pb2_grpc.HealthStub(called).Watch(asked)
+            assert (await there.read()).status == health_pb2.HealthCheckResponse.SERVING
             clients = [Client(sessions, f"drained-{number}") for number in range(3)]
             for client in clients:
                 await client.open()
@@ -735,7 +737,9 @@ async def test_health_names_the_service_only_while_it_is_ready_and_sigterm_ends_
             for client in clients:
                 with pytest.raises(Unavailable, match="draining"):
                     await client.read()
-            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            for each in (watch, there):
+                assert (await each.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert await there.read() is grpc.aio.EOF
             assert await stopped == 0
             assert time.monotonic() - began < 10  # open streams do not hold it for the whole grace
     assert "Traceback" not in service.log

@@ -23,7 +23,7 @@ from coppice.config.settings import Settings
 from coppice.heads.block_head import SpecBlockHead
 from coppice.heads.checkpoints import read_output
 from coppice.prompts.files import demo_prompts
-from coppice.training.data.target_answers import Answer
+from coppice.training.data.answerer import Answer
 from coppice.training.data.tokenizer import load_tokenizer
 from coppice.training.losses.feature_losses import Anchor, divergence
 from coppice.training.losses.walk import Targets

@@ -44,7 +44,7 @@ def test_what_a_table_cannot_use_is_a_usage_error(arguments: tuple[str, ...], wh
 
 
 def test_a_table_needs_heads_that_it_can_measure(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     options = Options(target=tmp_path, heads=[f"s=lm:{tmp_path}", "bigram=bigram", "lookup=lookup"])
     assert [head.name for head in with_heads(options, ("lm", "eagle3")).heads] == ["s"]
     with pytest.raises(InvalidField, match="none is of kind specblock"):
@@ -52,7 +52,7 @@ def test_a_table_needs_heads_that_it_can_measure(tmp_path: Path) -> None:
 
 
 def test_the_shipped_heads_are_of_the_demos_target(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert [head.name for head in Options().spec(["lm"]).heads] == ["lm"]
     assert [head.name for head in Options().spec().heads] == list(DEMO_HEADS)
     assert Options(methods=["route:eagle3-code/lookup", "hf-assisted"]).shipped_heads() == [
@@ -99,8 +99,8 @@ def test_a_path_that_cannot_be_written_is_refused_before_a_start(
 def test_drafting_has_a_check_for_each_head_budget_and_temperature(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", VOCAB, layers=8, hidden=HIDDEN, tokenizer=False)
     file, folder = tmp_path / "out.json", save_random(tmp_path / "head", "eagle3")
-    asked = ["paper", "drafting", "--target", str(target), "--heads", "look=lookup", "--dtype", "float32", "--n", "5"]
-    code, said = told(*asked, "--heads", f"eagle=eagle3:{folder}", "--json", str(file))
+    asked = ["paper", "drafting", "--target", str(target), "--head", "look=lookup", "--dtype", "float32", "--n", "5"]
+    code, said = told(*asked, "--head", f"eagle=eagle3:{folder}", "--json", str(file))
     assert code == 0, said
     written = json.loads(file.read_text())
     names = [f"eagle, budget {budget}, T {hot}: draft over its forwards" for budget in (8, 31) for hot in (0, 1)]

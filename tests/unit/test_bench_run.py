@@ -25,6 +25,7 @@ from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import with_tree_shape
 from coppice.messages.generation import Chunk, Finished, Origin, Started, Timings
+from coppice.pictures.style import looks
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.spec import COUNTED_HEADS, HeadSpec, StackSpec
 from tests.tiny import make_target
@@ -83,8 +84,8 @@ def test_a_method_this_stack_cannot_run_is_named(
 def test_too_few_heads_are_a_usage_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    arguments = ["bench", "run", "--target", str(tmp_path), "--heads", "l=lookup", "--methods", "route"]
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    arguments = ["bench", "run", "--target", str(tmp_path), "--head", "l=lookup", "--methods", "route"]
     monkeypatch.setattr(sys, "argv", ["coppice", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -357,3 +358,12 @@ def test_bare_loops_time_what_the_services_would_run(target: Path, tmp_path: Pat
                 assert drafted == BareDraft()
             else:
                 assert 0 < drafted.forward_ms < drafted.total_ms
+
+
+def test_a_method_looks_the_same_in_every_picture() -> None:
+    few = looks(["plain", "specblock-code"])
+    many = looks(["lookup", "specblock-prose", "specblock-code", "lm, p/q", "mine"])
+    assert few["specblock-code"].colour == many["specblock-code"].colour == looks(["specblock"])["specblock"].colour
+    assert many["specblock-code"].drawn != many["specblock-prose"].drawn
+    assert many["lm, p/q"].colour == looks(["lm"])["lm"].colour
+    assert many["mine"].colour not in {many[name].colour for name in ("lookup", "specblock-code", "lm, p/q")}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +15,14 @@ import pytest
 import coppice
 from coppice import errors
 from coppice.cli import exit_code, main
+from coppice.commands.serve import ROLES
+from coppice.config.settings import Settings
+from coppice.messages.generation import ChatMessage
+from coppice.stack.spec import SHIPPED_HEADS
+from orchestrator.tokenizer import TextCodec
 from tests.fake_service import MAX_LEN, echo_server
+
+ROOT = Path(__file__).parents[2]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -29,14 +39,54 @@ def test_version_prints_name_and_version(monkeypatch: pytest.MonkeyPatch, capsys
     assert run(monkeypatch, capsys, "--version") == (0, f"coppice {coppice.__version__}\n", "")
 
 
-def test_help_imports_nothing_heavy() -> None:
+LIGHT = ("torch", "transformers", "tokenizers", "matplotlib")
+
+
+def loads(words: list[str], modules: tuple[str, ...], **variables: str) -> tuple[str, list[str]]:
+    """What `coppice WORDS` prints in a fresh process, and which of the modules it has loaded in the end."""
     code = (
-        "import sys; sys.argv = ['coppice', '--help']\nimport coppice.cli\n"
+        f"import sys; sys.argv = {['coppice', *words]!r}\nimport coppice.cli\n"
         "try: coppice.cli.main()\nexcept SystemExit: pass\n"
-        "print([name for name in ('torch', 'numpy', 'grpc', 'pydantic', 'transformers') if name in sys.modules])"
+        f"print(*(name for name in {modules} if name in sys.modules), file=sys.stderr)"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip().endswith("[]")
+    environment = {**os.environ, "COLUMNS": "200", **variables}
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    return told.stdout, told.stderr.split()
+
+
+@pytest.mark.parametrize("words", [[], ["generate"], ["chat"], ["demo"], ["doctor"], ["up"]])
+def test_help_imports_nothing_heavy(words: list[str]) -> None:
+    own = () if words else ("pydantic",)  # typer itself imports it to show some kinds of options
+    out, loaded = loads([*words, "--help"], ("numpy", "grpc", *own, *LIGHT))
+    assert ("Usage: coppice" in out, loaded) == (True, [])
+
+
+@pytest.mark.parametrize(
+    "words", [["bench", "run"], ["bench", "paper", "rank"], ["train", "head"], ["adapter", "status"], ["convert"]]
+)
+def test_help_of_every_group_needs_no_framework(words: list[str]) -> None:
+    out, loaded = loads([*words, "--help"], LIGHT)
+    assert (f"Usage: coppice {' '.join(words)}" in out, loaded) == (True, [])
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("coppice ge", ["generate"]),
+        ("coppice generate --tree", ["--tree-picture"]),
+        ("coppice bench ex", ["exact"]),
+        ("coppice bench paper --", ["--help"]),
+        ("coppice bench run --he", ["--head", "--help"]),
+        ("coppice train head --les", ["--lessons"]),
+        ("coppice adapter ro", ["rollback"]),
+        ("coppice serve or", ["orchestrator"]),
+        ("coppice serve verifier --verifier.k", ["--verifier.kv_tokens"]),
+    ],
+)
+def test_every_command_is_completed_and_loads_no_framework(line: str, completed: list[str]) -> None:
+    number = str(line.count(" "))
+    out, loaded = loads([], LIGHT, _COPPICE_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=number)
+    assert (out.split(), loaded) == (completed, [])
 
 
 @pytest.mark.parametrize(
@@ -51,7 +101,18 @@ def test_help_imports_nothing_heavy() -> None:
         (["generate", "hi", "--temperature", "-1"], "temperature"),
         (["generate", "hi", "--logit-bias", "5"], "--logit-bias"),
         (["generate", "hi", "--logit-bias", "5=1000"], "logit_bias"),
-        (["serve", "adviser"], "ROLE"),
+        (["serve", "adviser"], "No such command 'adviser'"),
+        (["generate", "hi", "--tree-picture", "/missing/x.png"], "--tree-picture"),
+        (["generate", "hi", "--tree-picture", "x.txt"], ".png or .svg"),
+        (["adapter", "status", "--plot", "/missing/x.png"], "--plot"),
+        (["doctor", "--markdown", "/missing/x.md"], "--markdown"),
+        (["demo", "--svg", "/missing/x.svg"], "--svg"),
+        (["bench", "run", "--heads", "lookup"], "coppice: --heads: is called --head"),
+        (["bench", "synthetic", "--heads", "eagle3"], "coppice: --heads: is called --head"),
+        (["bench", "synthetic", "--device", "tpu9"], "coppice: device: tpu9"),
+        (["bench", "exact", "--head", "a=bigram,b"], "--head"),
+        (["bench", "exact", "--methods", "plain,best"], "methods"),
+        (["train", "head", "--kind", "hydra", "--data", "a=b", "--out", "x", "--target", "y"], "--kind"),
         (["up", "--target", "/missing"], "--target"),
         (["up", "--head", "nonsense"], "--head"),
         (["up", "--head", "a=b:/missing"], "--head"),
@@ -72,10 +133,19 @@ def test_a_bad_value_is_a_usage_error_that_names_it(
 def test_a_bad_value_beside_a_good_target_is_named_too(
     option: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     code, _, err = run(monkeypatch, capsys, "up", "--target", str(tmp_path), *option)
     assert code == 2
     assert option[0] in err
+
+
+def test_a_file_that_cannot_be_made_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("once upon a time")
+    told = ("train", "target", "--data", f"text={tmp_path}/file", "--out", str(tmp_path / "file" / "model"))
+    code, _, err = run(monkeypatch, capsys, *told)
+    assert (code, err) == (2, f"coppice: {tmp_path}/file/model.work: Not a directory\n")
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("--kinds", "verifier")])
@@ -120,8 +190,47 @@ def test_generate_json_prints_one_object_and_nothing_else(
         code, out, err = run(monkeypatch, capsys, "generate", "--ids", "72,73,74", "--seed", "5", "--json")
     told = json.loads(out)
     assert (code, err) == (0, "")
-    assert (told["ids"], told["seed"], told["tau"]) == ([72, 73, 74], 5, 2.0)
+    assert (told["ids"], told["seed"], told["tau"], told["tokens_per_s"]) == ([72, 73, 74], 5, 2.0, 2.0)
+    assert 0 < told["ttft_s"] < 60
     assert echo.requests[0].ids == (72, 73, 74)
+
+
+def test_generate_ends_with_figures_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # stderr is a terminal, says rich then
+    with echo_server() as (address, _):
+        code, out, err = run(monkeypatch, capsys, "generate", "hello", "--address", address)
+        assert (code, out) == (0, "hello\n")
+        assert err == "\x1b[2m5 tokens, tau 2.00, 4.0 tokens/s, route, 40% drafted\x1b[0m\n"
+        assert run(monkeypatch, capsys, "generate", "hello", "--address", address, "--json")[2] == ""
+
+
+def test_chat_keeps_the_conversation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = f"one\n\n{'x' * MAX_LEN}\ntwo\n/quit\nthree\n"
+    with echo_server() as (address, echo):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        code, out, err = run(monkeypatch, capsys, "chat", "--policy", "merge", "--seed", "3", "--address", address)
+    assert (code, out) == (0, "one\noneonetwo\n")
+    assert (err.count("\n"), "leave no room" in err) == (1, True)
+    last = echo.requests[-1]
+    assert [(message.role, message.content) for message in last.chat or ()] == [
+        ("user", "one"),
+        ("assistant", "one"),
+        ("user", "two"),
+    ]
+    assert (last.policy, last.sampling.seed) == ("merge", 3)
+
+
+def test_chat_ends_with_its_input_and_with_a_bad_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with echo_server() as (address, _):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("one"))
+        assert run(monkeypatch, capsys, "chat", "--address", address) == (0, "one\n", "")
+        monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+        code, out, err = run(monkeypatch, capsys, "chat", "--temperature", "-1", "--address", address)
+    assert (code, out, err.count("temperature")) == (2, "", 1)
 
 
 def test_chat_sends_the_prompt_as_the_users(
@@ -191,3 +300,62 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     code, _, err = run(monkeypatch, capsys, "train", "target")
     assert code == 2
     assert "coppice-serve[serve]" in err
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_shows_the_settings_that_it_reads_and_no_others(
+    role: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(monkeypatch, capsys, "serve", role, "--help")
+    assert (code, err) == (0, "")
+    folder = ROOT / ("orchestrator" if role == "orchestrator" else f"services/{role}")
+    code_of_role = "".join(file.read_text() for file in folder.glob("*.py") if file.name != "ray_app.py")
+    read = {name for name in re.findall(r"settings\.(\w+)", code_of_role) if name in Settings.model_fields}
+    read |= {"directory"} if "Registration.of(" in code_of_role else set()
+    assert set(re.findall(r"--(\w+)\.", out)) == read
+    for section in read:
+        for name, field in type(Settings.model_fields[section].default).model_fields.items():
+            assert f"--{section}.{name} " in out
+            assert str(field.description).split()[0] in out
+    assert "65536" in out or role in ("orchestrator", "adapter")
+
+
+@pytest.mark.parametrize(
+    ("module", "flags", "why"),
+    [
+        ("services.verifier", ["--verifier.target", "/missing"], "verifier.target: no Hugging Face model folder"),
+        ("services.drafter", ["--drafter.kind", "specblock"], "drafter.path: no Hugging Face model folder"),
+        ("services.adapter", [], "adaptation.redis: the adapter reads from Redis"),
+        ("orchestrator", ["--orchestrator.budgets", "3"], "did you mean --orchestrator.budget?"),
+    ],
+)
+def test_a_service_checks_its_settings_before_it_loads_torch(module: str, flags: list[str], why: str) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", module, *flags]
+    told = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    imported = {line.rpartition("|")[2].strip() for line in told.stderr.splitlines() if line.startswith("import time")}
+    said = [line for line in told.stderr.splitlines() if not line.startswith("import time")]
+    assert told.returncode == 2
+    assert (len(said), why in said[0]) == (1, True), said
+    assert "grpc" in imported
+    assert imported.isdisjoint({"torch", "transformers"})
+
+
+def test_doctor_lists_the_models_and_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COPPICE_ADDRESS", raising=False)
+    code, out, err = run(monkeypatch, capsys, "doctor", "--address", "127.0.0.1:1")
+    assert (code, err) == (3, "coppice: none answers at 127.0.0.1:1\n")
+    for name, kind in SHIPPED_HEADS.items():
+        assert re.search(rf"model {name} .*{kind}", out)
+    assert re.search(r"memory .*GiB, [\d.]+ free", out)
+    assert "try: coppice up\n" in out
+    with echo_server() as (address, _):
+        code, out, _ = run(monkeypatch, capsys, "doctor", "--address", address)
+    assert (code, 'try: coppice generate "Once upon a time"\n' in out) == (0, True)
+
+
+def test_the_shipped_target_has_a_chat_template() -> None:
+    codec = TextCodec(ROOT / "models" / "demo" / "target")
+    ids = codec.encode([ChatMessage("user", "Hi"), ChatMessage("assistant", "Hello."), ChatMessage("user", "Bye")])
+    assert codec.tokenizer.decode(ids) == "Hi\nHello.\n\nBye\n"

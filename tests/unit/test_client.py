@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
+import pydoc
 import subprocess
 import sys
 import time
@@ -12,9 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coppice.client.client import AsyncClient, Client, build_request, default_address
+import coppice
+from coppice import errors
+from coppice.client.client import AsyncClient, Client, default_address
 from coppice.client.completion import Accumulator
-from coppice.errors import CoppiceError, DeadlineExceeded, InvalidField, NotFound, Overloaded, Unavailable
+from coppice.client.request import MEANINGS, Options, build_request
+from coppice.errors import Cancelled, CoppiceError, DeadlineExceeded, InvalidField, NotFound, Overloaded, Unavailable
 from coppice.messages.generation import ChatMessage, Chunk, Finished, Origin, Started, Timings
 from coppice.speculation.sampling import SamplingParams
 from tests.fake_service import echo_server
@@ -27,6 +32,8 @@ JSON_KEYS = [
     "new_tokens",
     "steps",
     "tau",
+    "tokens_per_s",
+    "ttft_s",
     "accept_lengths",
     "policy",
     "heads",
@@ -42,6 +49,33 @@ def test_importing_coppice_and_the_client_loads_no_torch_transformers_or_ray() -
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "[]"
+
+
+def test_everything_public_is_at_the_top_and_listed() -> None:
+    own = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, CoppiceError)]
+    assert len(own) > 10
+    assert {kind.__name__ for kind in own} <= set(coppice.__all__)
+    assert {"Client", "AsyncClient", "Chunk", "Started", "Finished", "SamplingParams"} <= set(coppice.__all__)
+    assert set(coppice.__all__) <= set(dir(coppice))
+    assert all(getattr(coppice, name) for name in coppice.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Server'"):
+        coppice.Server  # noqa: B018
+
+
+def test_an_error_at_the_top_loads_neither_torch_nor_grpc() -> None:
+    used = "coppice.Overloaded; coppice.Chunk; dir(coppice)"
+    code = f"import sys, coppice; {used}; print({{'torch', 'grpc'}} & {{*sys.modules}})"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("function", [Client.generate, Client.stream, AsyncClient.generate, AsyncClient.stream])
+def test_help_lists_every_option_in_one_line(function: Any) -> None:
+    told = pydoc.render_doc(function, renderer=pydoc.plaintext).splitlines()
+    for name in Options.__annotations__:
+        (line,) = (line for line in told if line.strip().startswith(f"{name}: "))
+        assert len(line) > len(name) + 15
+    assert MEANINGS.keys() == Options.__annotations__.keys()
 
 
 def test_the_address_is_the_variable_or_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,9 +152,18 @@ def test_an_unusable_value_is_named(prompt: object, options: dict[str, object], 
     assert error.value.field == field
 
 
-def test_an_unknown_option_is_a_type_error() -> None:
-    with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match="temprature"):
-        client.stream("hi", temprature=1)  # type: ignore[call-arg]
+@pytest.mark.parametrize(
+    ("called", "option", "hint"),
+    [
+        ("generate", "max_tokens", "; did you mean max_new_tokens?"),
+        ("stream", "temprature", "; did you mean temperature?"),
+        ("generate", "best_of", ""),
+    ],
+)
+def test_an_unknown_option_is_a_type_error_of_what_was_called(called: str, option: str, hint: str) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(TypeError) as error:
+        getattr(client, called)("hi", **{option: 1})
+    assert str(error.value) == f"{called}() got an unexpected keyword argument {option!r}{hint}"
 
 
 # --- folding ---
@@ -129,7 +172,7 @@ def test_an_unknown_option_is_a_type_error() -> None:
 def _events() -> list[Started | Chunk | Finished]:
     draft, root = Origin.DRAFT, Origin.ROOT
     return [
-        Started(3, "route", ("a", "b"), 31),
+        Started(3, "route", ("a", "b"), 31, 7),
         Chunk("x", (1,), (root,), ("x",), (-1.0,)),
         Chunk("yz", (2, 3, 4), (draft, draft, root), ("y", "", "z"), (-2.0, -3.0, -4.0)),
         Chunk("!", (5,), (root,), ("!",), (-5.0,)),
@@ -139,7 +182,7 @@ def _events() -> list[Started | Chunk | Finished]:
 
 def test_events_fold_into_a_completion() -> None:
     ticks = iter([10.0, 10.5, 11.0, 12.0])
-    answer = Accumulator(seed=7, clock=lambda: next(ticks))
+    answer = Accumulator(clock=lambda: next(ticks))
     for event in _events():
         answer.add(event)
     told = answer.completion()
@@ -149,6 +192,7 @@ def test_events_fold_into_a_completion() -> None:
     assert (told.ttft_s, told.decode_s, told.tokens_per_s) == (0.5, 2.0, 2.0)
     assert (told.routed, told.verified_nodes, told.late_drafts, told.bad_drafts) == ((1, -1), (9, 0), 1, 2)
     assert list(told.to_json()) == JSON_KEYS
+    assert told.to_json()["seed"] == 7
     assert told.to_json()["timings_ns"] == {
         "queue": 1,
         "prefill": 0,
@@ -197,9 +241,35 @@ def test_leaving_a_stream_cancels_the_call() -> None:
         assert echo.cancelled.wait(5)
 
 
-def test_a_deadline_is_an_error_of_its_own() -> None:
-    with echo_server() as (address, _), Client(address) as client, pytest.raises(DeadlineExceeded):
+def test_a_deadline_is_an_error_of_its_own_that_says_how_long_it_was() -> None:
+    says = pytest.raises(DeadlineExceeded, match=r"not done within 0\.3 s")
+    with echo_server() as (address, _), Client(address) as client, says:
         client.generate("wait", timeout=0.3)
+
+
+def test_a_closed_client_says_so() -> None:
+    with echo_server() as (address, echo):
+        client = Client(address)
+        assert client.generate("hi").text == "hi"
+        client.close()
+        for call in (lambda: client.generate("hi"), client.describe, lambda: next(iter(client.stream("hi")))):
+            with pytest.raises(Cancelled, match="closed"):
+                call()
+        client.close()
+        assert echo.calls == 1
+
+
+def test_an_async_client_is_made_outside_of_a_loop_and_says_when_it_is_closed() -> None:
+    async def ask() -> None:
+        async with client:
+            assert (await client.generate("hi")).text == "hi"
+        for call in (client.generate("hi"), client.describe()):
+            with pytest.raises(Cancelled, match="closed"):
+                await call
+
+    with echo_server() as (address, _):
+        client = AsyncClient(address)
+        asyncio.run(ask())
 
 
 @pytest.mark.parametrize(("prompt", "kind"), [("busy", Overloaded), ("lost", NotFound)])
@@ -217,6 +287,26 @@ def test_a_stream_that_breaks_goes_on_from_the_tokens_held() -> None:
     assert (told.text, told.ids, told.new_tokens, told.resumed) == ("break", tuple(b"break"), 5, 1)
     assert [request.resume_ids for request in echo.requests] == [(98,), (), (98,)]
     assert told.tau == 1.5  # of the second stream: 2 and 1 tokens behind its first
+
+
+def test_a_request_without_a_seed_is_given_one_and_goes_on_with_it() -> None:
+    with echo_server() as (address, echo), Client(address) as client:
+        seeds = [client.generate("break", temperature=1.0, seed=seed).seed for seed in (None, None, 0, 9)]
+        assert client.generate("hi", sampling=SamplingParams(temperature=1.0)).seed != 0
+        assert client.generate("hi", sampling=SamplingParams(temperature=1.0, seed=0)).seed == 0
+    asked = [request.sampling for request in echo.requests[:8]]
+    assert ["seed" in sampling.model_fields_set for sampling in asked[:4]] == [False, True, False, True]
+    assert [sampling.seed for sampling in asked[1::2]] == seeds
+    assert seeds[0] != seeds[1]
+    assert seeds[2:] == [0, 9]
+
+
+def test_ids_are_not_resumed_with_another_seed() -> None:
+    with echo_server() as (address, _), Client(address) as client:
+        with pytest.raises(InvalidField, match=r"^sampling\.seed: is missing"):
+            client.generate("hi", temperature=1.0, resume_ids=[104])
+        assert client.generate("hi", temperature=1.0, seed=3, resume_ids=[104]).text == "i"
+        assert client.generate("hi", resume_ids=[104]).text == "i"
 
 
 def test_another_server_goes_on_where_one_is_lost_full_or_away() -> None:

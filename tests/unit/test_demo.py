@@ -6,7 +6,6 @@ import io
 
 from rich.console import Console
 
-from coppice.bench.questions import spread
 from coppice.client.client import Client
 from coppice.commands.demo import PROMPTS, stream_coloured
 from coppice.prompts.files import FilePrompt, demo_prompts
@@ -31,8 +30,9 @@ def test_accepted_drafts_are_green_and_roots_red() -> None:
 
 def test_without_colour_the_text_stands_alone_and_is_counted() -> None:
     lines = _shown(terminal=False).splitlines()
-    assert lines[1:] == ["code: abcde", "abcde", "2 of 5 tokens drafted, tau 2.00, 4.0 tokens/s"]
+    assert lines[1:] == ["code: abcde", "abcde", "5 tokens, tau 2.00, 4.0 tokens/s, route, 40% drafted"]
 
 
 def test_the_demo_takes_one_prompt_of_each_category() -> None:
-    assert [prompt.category for prompt in spread(demo_prompts())[:PROMPTS]] == ["code", "maths", "story"]
+    taken = [prompt for prompt in demo_prompts() if prompt.question_id in PROMPTS]
+    assert [prompt.category for prompt in taken] == ["code", "maths", "story"]

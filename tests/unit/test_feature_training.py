@@ -16,8 +16,9 @@ from coppice.engine.engine import default_feature_layers
 from coppice.heads.base import DraftJob, with_tree_shape
 from coppice.heads.checkpoints import load_head, read_output, read_target
 from coppice.speculation.sampling import SamplingParams
+from coppice.training.data.answerer import Answer
 from coppice.training.data.corpora import DataError, is_held_out
-from coppice.training.data.target_answers import Answer, AnswerPlan, record_answers
+from coppice.training.data.target_answers import AnswerPlan, record_answers
 from coppice.training.data.teacher import Teacher
 from coppice.training.feature_heads import LOSSES, build_student, draft_vocabulary, head_config
 from coppice.training.losses.acceptance import measure

@@ -24,7 +24,8 @@ from coppice.messages.steps import Advance, OpenDraft
 from coppice.speculation.tree import DraftTree
 from coppice.training import feature_heads
 from coppice.training.cli import app as train
-from coppice.training.data.target_answers import Answer, AnswerPlan, record_answers
+from coppice.training.data.answerer import Answer
+from coppice.training.data.target_answers import AnswerPlan, record_answers
 from coppice.training.run_folder import checkpoints
 from coppice.training.trainer import RunOptions
 from tests.tiny import make_target
@@ -101,7 +102,7 @@ def test_baselines_are_trained_once_each_on_the_same_answers(place: Path, tmp_pa
     assert tuple(lines) == kinds
     for kind in kinds:
         folder = place / f"{kind}-1024"
-        assert f"--heads {kind}={kind}:{folder}" in told.splitlines()
+        assert f"--head {kind}={kind}:{folder}" in told.splitlines()
         assert all(0 <= lines[kind][f"alpha_{place}"] <= 1 for place in range(1, 5))
         assert lines[kind]["loss"] == json.loads((folder / "report.json").read_text())["log"][-1]["held_out"]["words"]
         model = load_head(kind, folder, target).model  # type: ignore[arg-type]
@@ -185,14 +186,14 @@ def test_each_variant_is_compared_with_the_whole_head() -> None:
 
 def test_rank_reports_the_rank_head_and_the_trees(place: Path, tmp_path: Path) -> None:
     folder = head(place, "specblock")
-    flags = ["paper", "rank", "--target", str(place / "target"), "--heads", f"sb=specblock:{folder}", "--n", "2"]
+    flags = ["paper", "rank", "--target", str(place / "target"), "--head", f"sb=specblock:{folder}", "--n", "2"]
     told = CliRunner().invoke(bench, [*flags, "--max-new-tokens", "16", "--json", str(tmp_path / "rank.json")])
     assert told.exit_code == 0, told.output
     figures = json.loads((tmp_path / "rank.json").read_text())["figures"]
     assert sum(line["frequency"] for line in figures["rank_head"]) == pytest.approx(1)
     assert len(figures["trees"]) == 5
     assert all(line["tau"] >= 1 for line in figures["trees"])
-    none = CliRunner().invoke(bench, ["paper", "rank", "--target", str(place / "target"), "--heads", "l=lookup"])
+    none = CliRunner().invoke(bench, ["paper", "rank", "--target", str(place / "target"), "--head", "l=lookup"])
     assert isinstance(none.exception, InvalidField)
 
 

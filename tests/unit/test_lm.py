@@ -23,7 +23,7 @@ from coppice.errors import InvalidField, Overloaded
 from coppice.heads.base import DraftJob, Growth
 from coppice.heads.lm import PREFILL_ROWS, LanguageModelHead
 from coppice.heads.registry import build_head
-from coppice.heads.vocabulary import common_width
+from coppice.heads.vocabulary import common_width, tokenizer_hash
 from coppice.messages.steps import Advance, OpenDraft
 from coppice.speculation.sampling import SamplingParams, noise
 from coppice.speculation.tree import DraftTree, validate
@@ -214,38 +214,6 @@ def test_trees_are_valid_for_every_budget_and_mix_of_sessions(head: LanguageMode
             assert growth.q_rows is None
 
 
-def test_drafting_together_equals_drafting_alone(head: LanguageModelHead) -> None:
-    jobs = []
-    for key, (length, budget, sampling) in enumerate(
-        [(1, 10, GREEDY), (33, 64, SAMPLED), (8, 0, GREEDY), (90, 1, WARM), (21, 31, GREEDY)]
-    ):
-        jobs.append(DraftJob(opened(head, key, some_ids(length, key)), 3 + key, length, budget, sampling))
-    together = drafts(head, jobs)
-    for job, growth in zip(jobs, together, strict=True):
-        assert_same(growth.nodes, draft(head, job))
-    backwards = drafts(head, jobs[::-1])[::-1]
-    for growth, other in zip(together, backwards, strict=True):
-        assert_same(growth.nodes, other.nodes)
-
-
-def test_a_session_that_advanced_equals_a_fresh_one_on_the_same_text(head: LanguageModelHead) -> None:
-    """Steps that were drafted, not drafted, repeated or accepted in any number leave the same state."""
-    rng = random.Random(8)
-    text = some_ids(12)
-    opened(head, 0, text)
-    for step in range(8):
-        root, accepted = rng.randrange(VOCAB), some_ids(rng.randint(0, 4), step)
-        job = DraftJob(0, root, len(text), rng.choice([1, 20, 64]), rng.choice([GREEDY, SAMPLED]))
-        for _ in range(rng.randint(0, 2)):
-            draft(head, job)
-        text += [root, *accepted]
-        head.advance(0, Advance([root, *accepted]))
-        again = DraftJob(0, 7, len(text), 31, SAMPLED)
-        fresh = DraftJob(opened(head, 1, text), 7, len(text), 31, SAMPLED)
-        assert_same(draft(head, again), draft(head, fresh))
-        head.close(1)
-
-
 def test_a_forward_that_failed_spoils_no_later_draft(head: LanguageModelHead, monkeypatch: pytest.MonkeyPatch) -> None:
     text = some_ids(12)
     opened(head, 0, text)
@@ -420,7 +388,12 @@ def test_a_draft_model_of_another_vocabulary_is_refused_before_it_is_loaded(tmp_
     assert [common_width(folder, target) for folder in (same, padded)] == [24, 24]
     with pytest.raises(InvalidField, match=r"tokenizer is not the target's: they differ in token 'a', id 0$"):
         build_head(DrafterSettings(kind="lm", path=str(other), target=str(target)))
+    assert tokenizer_hash(same) == tokenizer_hash(target) != tokenizer_hash(other)
+    (same / "config.json").write_text("{}")
+    with pytest.raises(InvalidField, match=r"drafter.path: .*same cannot be read: ValueError: .*model_type"):
+        build_head(DrafterSettings(kind="lm", path=str(same), target=str(target)))
     (padded / "tokenizer.json").unlink()
+    assert tokenizer_hash(padded) == b""
     with pytest.raises(InvalidField, match="vocab_size is 20, the target's is 24"):
         build_head(DrafterSettings(kind="lm", path=str(padded), target=str(target)))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -13,12 +12,12 @@ from hypothesis import strategies as st
 
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
-from coppice.heads.base import DraftJob, Growth, Head
+from coppice.heads.base import DraftJob, Head
 from coppice.heads.bigram import FOLLOWERS, Bigram, Ranking
 from coppice.heads.lookup import OCCURRENCES, ORDERS, Lookup
 from coppice.heads.ngram import EXP_EULER_GAMMA, draft_scores
 from coppice.heads.registry import build_head
-from coppice.messages.steps import Advance, OpenDraft
+from coppice.messages.steps import OpenDraft
 from coppice.speculation.sampling import SamplingParams, draw, noise
 from coppice.speculation.tree import DraftTree, validate
 from tests.reference import EFFORT
@@ -72,49 +71,6 @@ def test_every_tree_is_valid_and_its_scores_fall_along_each_path(
     edges = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
     assert len(set(edges)) == len(edges)
     assert max(Counter(tree.parents.tolist()).values(), default=0) <= (1 if chain else 4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60 * EFFORT, deadline=None)
-@given(pieces=st.lists(texts, min_size=1, max_size=8), root=st.integers(0, VOCAB - 1), sampled=st.booleans())
-def test_a_session_that_advanced_drafts_like_a_fresh_one_on_the_same_text(
-    kind: str, pieces: list[list[int]], root: int, sampled: bool
-) -> None:
-    head, params = make_head(kind), SAMPLED if sampled else GREEDY
-    open_session(head, 1, pieces[0])
-    for count, piece in enumerate(pieces[1:], start=1):
-        so_far = sum(map(len, pieces[:count]))
-        draft(head, 1, piece[0], so_far, 16, params)  # drafting leaves no trace
-        head.advance(1, Advance(piece))
-    text = [token for piece in pieces for token in piece]
-    open_session(head, 2, text)
-    assert draft(head, 1, root, len(text), 24, params) == draft(head, 2, root, len(text), 24, params)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_session_drafts_from_its_own_text_only(kind: str) -> None:
-    head, alone = make_head(kind), make_head(kind)
-    open_session(head, 1, [7, 8, 9] * 20)
-    open_session(head, 2, [1, 2, 3, 1, 2])
-    open_session(alone, 2, [1, 2, 3, 1, 2])
-    head.advance(1, Advance([3, 9, 3, 9]))
-    tree = draft(head, 2, 3, 5, 32)
-    assert len(tree)
-    assert tree == draft(alone, 2, 3, 5, 32)
-    head.close(1)
-    assert tree == draft(head, 2, 3, 5, 32)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_gives_each_job_the_tree_it_gets_alone(kind: str) -> None:
-    head, rng = make_head(kind), np.random.default_rng(0)
-    histories = [rng.integers(0, VOCAB, 30).tolist() for _ in range(5)]
-    for key, ids in enumerate(histories):
-        open_session(head, key, ids)
-    jobs = [DraftJob(key, 3, 30, 8 + key, SAMPLED) for key in range(5)]
-    together: Iterator[list[Growth]] = head.draft(jobs)
-    trees = {growth.job: growth.nodes for growths in together for growth in growths}
-    assert trees == {key: draft(head, key, 3, 30, 8 + key, SAMPLED) for key in range(5)}
 
 
 @settings(max_examples=100 * EFFORT, deadline=None)
@@ -298,9 +254,3 @@ def test_q_rows_that_cannot_be_made_are_refused_by_name(kind: str, settings: dic
     with pytest.raises(InvalidField, match=r"open\.want_q_rows"):
         open_session(head, 1, [1, 2, 3], want_q_rows=True)
     head.close(1)
-
-
-def test_a_kind_without_a_builder_is_a_clear_error() -> None:
-    settings = DrafterSettings().model_copy(update={"kind": "oracle"})
-    with pytest.raises(InvalidField, match=r"drafter\.kind: no head of kind 'oracle'; there are bigram, lookup"):
-        build_head(settings)

@@ -299,6 +299,14 @@ def test_params_are_values_that_can_be_keys() -> None:
     assert {one: "a"}[same] == "a"
     assert SamplingParams(logit_bias={1: 2.0}) != one
     assert SamplingParams().with_defaults(1.3) == SamplingParams(repetition_penalty=1.3)
+
+
+def test_a_seed_is_drawn_once_unless_one_was_set() -> None:
+    drawn = [SamplingParams(top_k=3).with_seed() for _ in range(9)]
+    assert len({params.seed for params in drawn}) == 9
+    assert all(params.seed < 2**53 and params.top_k == 3 for params in drawn)
+    assert [params.with_seed().seed for params in drawn] == [params.seed for params in drawn]
+    assert SamplingParams(seed=0).with_seed().seed == 0
     assert SamplingParams(repetition_penalty=1).with_defaults(1.3).repetition_penalty == 1
 
 

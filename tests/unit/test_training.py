@@ -217,7 +217,10 @@ def test_a_target_and_its_head_are_trained_and_exported(text: Path, tmp_path: Pa
     head_work, head_out = tmp_path / "lm.work", tmp_path / "lm"
     run_folder.write_run(head_work, "head", lines, {"kind": "lm", "target": out.name, "out": "lm", "tokens": "512"})
     plan = AnswerPlan(tokens=700, length=32, sessions=4, held_out_sessions=2)
-    answers = record_answers(lines, out, head_work / "lessons", plan)
+    done: list[tuple[int, int]] = []
+    answers = record_answers(lines, out, head_work / "lessons", plan, progress=lambda *told: done.append(told))
+    assert done == sorted(set(done))
+    assert done[-1] == (len(answers.ids()) + 4 * 2 * 32, done[0][1])  # held-out shards, one a temperature, too
     answers.describe(head_work / "data")
     assert lm_head.train_lm(answers, out, head_work, schedule(512), shape=HEAD_SHAPE, rates=RATES)
     export.export(head_work, head_out)

@@ -199,21 +199,28 @@ SAMPLES: dict[str, Case] = {
     ),
     "draft opened": (DraftOpened(limits.MAX_VERSION), drafter.draft_response_to_wire, drafter.read_draft_response),
     "head": (
-        HeadDescription("a", "lm", 100, 2**52, (2, 3), 4, 5, 6, bytes(32), (0.5, 0.25)),
+        HeadDescription("a", "lm", 100, 2**52, (2, 3), 4, 5, 6, bytes(32), (0.5, 0.25), bytes(32)),
         drafter.head_to_wire,
         drafter.read_head,
     ),
     "request of ids": (REQUEST, generation.request_to_wire, read_request),
     "request of text": (GenerationRequest(text="hé"), generation.request_to_wire, read_request),
     "request of a chat": (GenerationRequest(chat=CHAT, budget=256), generation.request_to_wire, read_request),
-    "started": (Started(3, "route", ("a", "b"), 31), generation.response_to_wire, generation.read_response),
+    "started": (Started(3, "route", ("a", "b"), 31, 2**64 - 1), generation.response_to_wire, generation.read_response),
     "chunk": (
         Chunk("hé!", (1, 2), (Origin.DRAFT, Origin.ROOT), ("h", "é!"), (-0.5, -2.0)),
         generation.response_to_wire,
         generation.read_response,
     ),
     "chunk with its tree": (
-        Chunk("", (1,), (Origin.ROOT,), ("",), (), StepTree(3, (4, 5), (0, 1), (-0.5, -1.0), (1, 2), ("a", "b"), (1,))),
+        Chunk(
+            "",
+            (1,),
+            (Origin.ROOT,),
+            ("",),
+            (),
+            StepTree(3, (4, 5), (0, 1), (-0.5, -1.0), (1, 2), ("a", "b"), (1,), "r"),
+        ),
         generation.response_to_wire,
         generation.read_response,
     ),
@@ -678,6 +685,13 @@ def test_any_id_will_do_for_a_head_without_a_vocabulary() -> None:
     read = drafter.read_draft_request(message, 0)
     assert isinstance(read, OpenDraft)
     assert read.ids == [2**32 - 1]
+
+
+def test_a_seed_of_0_is_not_an_unset_one() -> None:
+    for sampling, is_set in ((SamplingParams(seed=0), True), (SamplingParams(), False)):
+        message = through_bytes(generation.request_to_wire(GenerationRequest(text="x", sampling=sampling)))
+        assert message.sampling.HasField("seed") == is_set
+        assert ("seed" in read_request(message).sampling.model_fields_set) == is_set
 
 
 def test_an_unset_message_of_sampling_is_greedy() -> None:

@@ -14,7 +14,7 @@ from coppice.heads.block_head import SpecBlockHead
 from coppice.heads.checkpoints import load_head, read_output
 from coppice.heads.feature_head import target_ids
 from coppice.stack.spec import StackSpec
-from coppice.training.data.target_answers import Answer, Answerer, as_positions
+from coppice.training.data.answerer import Answer, Answerer, as_positions
 from coppice.training.data.teacher import Teacher
 from coppice.training.losses.acceptance import Acceptance, measure
 from coppice.training.losses.feature_losses import HeadLoss, Student

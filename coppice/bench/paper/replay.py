@@ -17,7 +17,7 @@ from coppice.heads.feature_head import FeatureHead
 from coppice.messages.steps import Advance, OpenDraft
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree, dedup, extend, prune
-from coppice.training.data.target_answers import Answer
+from coppice.training.data.answerer import Answer
 
 KEY = 0
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 
 from coppice.bench.options import Options
@@ -28,7 +27,7 @@ from coppice.training.data.target_answers import (
     record_answers,
     recorded_lines,
 )
-from coppice.training.dtype import fast_dtype
+from coppice.training.dtype import fast_dtype, usable_device
 from coppice.training.losses.acceptance import Acceptance
 from coppice.training.report import REPORT
 from coppice.training.run_folder import read_run, work_folder, write_run
@@ -77,8 +76,12 @@ class HeadCache:
         folder = options.cache / "lessons"
         lines = options.data or recorded_lines(folder) or ["code=python:stdlib"]
         plan = AnswerPlan(int(options.tokens * ANSWERS_SHARE), seed=0)
-        dtype = str(fast_dtype(torch.device(options.device))).removeprefix("torch.")
-        answers = record_answers(lines, target, folder, plan, device=options.device, dtype=dtype)
+        dtype = str(fast_dtype(usable_device(options.device))).removeprefix("torch.")
+        with Progress("tokens") as progress:
+            progress.say("recording the target's answers")
+            answers = record_answers(
+                lines, target, folder, plan, device=options.device, dtype=dtype, progress=progress.reach
+            )
         return cls(lines, target, options.cache, options.tokens, answers, options.device)
 
     def head(self, name: str, kind: str, flags: Mapping[str, str], **arguments: Any) -> Path:
@@ -168,7 +171,7 @@ def run_baselines(cache: HeadCache, report: Report, kinds: Sequence[str]) -> Non
             trained.append(baseline(kind, cache.head(kind, kind, {})))
             progress.add()
     report.add_figures("baselines", f"heads after {cache.tokens:,} tokens, on held-out text", trained)
-    report.notes += (f"--heads {each['kind']}={each['kind']}:{each['folder']}" for each in trained)
+    report.notes += (f"--head {each['kind']}={each['kind']}:{each['folder']}" for each in trained)
 
 
 def baseline(kind: str, folder: Path) -> dict[str, Any]:

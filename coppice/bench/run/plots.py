@@ -51,7 +51,8 @@ def _panels(
     lines = figure.subplots(len(groups), columns, squeeze=False)
     for (where, rows), line in zip(groups.items(), lines, strict=True):
         draw(line, rows, styles)
-        line[0].set_title(f"{where}\n{line[0].get_title()}".strip(), loc="left", fontsize="medium")
+        above = "\n" if line[0].get_title() else ""
+        line[0].set_title(where + above, loc="left", fontsize="medium")
         for panel in line:
             panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=130)

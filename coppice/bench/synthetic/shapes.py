@@ -74,7 +74,7 @@ def make_weights(
     for kind in kinds:
         if not (folder / kind / "config.json").is_file():
             _save(folder / kind, lambda partial, kind=kind: _make_head(partial, kind, config, target, dtype, seed))
-        heads.append(HeadSpec(kind, kind, folder / kind))  # type: ignore[arg-type]
+        heads.append(HeadSpec(kind, kind, folder / kind))
     return target, tuple(heads)
 
 

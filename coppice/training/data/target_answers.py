@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,10 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from coppice.engine.batch import Piece, pack
-from coppice.engine.engine import Engine
-from coppice.engine.kv_cache import BlockTable
 from coppice.engine.loading import load_engine
+from coppice.training.data.answerer import Answer, Answerer
 from coppice.training.data.corpora import DataError, load_corpus, parse_specs
 from coppice.training.data.packing import Ids, Packed, check_held_out, open_prepared, prepare
 from coppice.training.data.tokenizer import copy_tokenizer, load_tokenizer
@@ -52,24 +48,9 @@ class AnswerPlan:
     held_out_sessions: int = 8
     seed: int = 0
 
-
-@dataclass(frozen=True)
-class Answer:
-    """Texts with the target's features and final hidden states at each token."""
-
-    ids: Tensor  # (..., T)
-    features: Tensor  # (..., T, F)
-    final: Tensor  # (..., T, hidden), what the target's output layer reads
-
-
-def as_positions(texts: Sequence[Answer]) -> tuple[Callable[[Tensor], Answer], list[Tensor]]:
-    """Return a reader of (B, T) positions in (T, ...) texts held in memory, and each text's own (T,) positions."""
-    ids, features, final = (torch.cat([getattr(text, name) for text in texts]) for name in ("ids", "features", "final"))
-
-    def read(positions: Tensor) -> Answer:
-        return Answer(ids[positions], features[positions].float(), final[positions].float())
-
-    return read, list(torch.split(torch.arange(len(ids)), [len(text.ids) for text in texts]))
+    def shard_tokens(self, held_out: bool) -> int:
+        """Return how many tokens a shard has."""
+        return self.length * (self.held_out_sessions if held_out else self.sessions)
 
 
 @dataclass(frozen=True)
@@ -97,8 +78,7 @@ class TargetAnswers:
 
     def __post_init__(self) -> None:
         for shard in self.shards:
-            sessions = self.plan.held_out_sessions if shard.held_out else self.plan.sessions
-            self._starts.append(self._starts[-1] + sessions * self.plan.length)
+            self._starts.append(self._starts[-1] + self.plan.shard_tokens(shard.held_out))
 
     def domains(self) -> list[Packed]:
         """Return each domain's positions, to be drawn as ids are."""
@@ -151,10 +131,18 @@ class TargetAnswers:
 
 
 def record_answers(
-    lines: list[str], target: Path, folder: Path, plan: AnswerPlan, *, device: str = "cpu", dtype: str = "float32"
+    lines: list[str],
+    target: Path,
+    folder: Path,
+    plan: AnswerPlan,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> TargetAnswers:
     """Record a target's answers into `folder`, going on from the shards that it holds.
 
+    progress: called after each forward with the tokens recorded, and with those to record in all.
     Raises DataError for bad `lines`, and for a folder that holds answers of another target, other data, another seed or
     other temperatures.
     """
@@ -164,11 +152,17 @@ def record_answers(
     missing = [shard for shard in shards if not (folder / shard.name).exists()]
     if missing:
         engine = load_engine(target, device=device, dtype=dtype, kv_tokens=plan.sessions * (plan.length + 32))
-        answerer = Answerer(engine)
-        for done, shard in enumerate(missing, len(shards) - len(missing) + 1):
+        done, total = 0, sum(plan.shard_tokens(shard.held_out) for shard in missing)
+
+        def fed(tokens: int) -> None:
+            nonlocal done
+            done += tokens
+            progress(done, total)
+
+        answerer = Answerer(engine, fed)
+        for shard in missing:
             domain = next(d for d in domains if d.name == shard.domain)
             _record(answerer, plan, domain, shard, folder)
-            print(f"{time.strftime('%H:%M:%S')} target answers: {done}/{len(shards)} shards", flush=True)
     return TargetAnswers(folder, plan, weights, shards)
 
 
@@ -216,94 +210,6 @@ def _prepare(lines: list[str], target: Path, folder: Path, plan: AnswerPlan) -> 
     check_held_out(domains, LEAST_HELD_OUT)
     record.write_text(json.dumps(source) + "\n", encoding="utf-8")
     return domains
-
-
-@dataclass
-class _Text:
-    """One text while the target writes it: `waiting` ids are fed before anything is drawn."""
-
-    table: BlockTable
-    waiting: deque[int]
-    length: int
-    ids: list[int] = field(default_factory=list)
-    features: list[Tensor] = field(default_factory=list)
-    final: list[Tensor] = field(default_factory=list)
-
-    def chunk(self) -> list[int]:
-        """Take the ids to feed next."""
-        room = self.length - len(self.ids)
-        return [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
-
-    def answer(self) -> Answer:
-        """Return the whole text, (T, ...) each."""
-        return Answer(torch.tensor(self.ids), torch.cat(self.features), torch.cat(self.final))
-
-
-class Answerer:
-    """Lets a target go on with prompts, many at once, and keeps its hidden states."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._final: list[Tensor] = []
-        output: Any = engine.model.get_output_embeddings()
-        output.register_forward_pre_hook(lambda _, args: self._final.append(args[0][0]))
-
-    def answer(
-        self,
-        prompts: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-        temperature: float = 0.0,
-        seed: int = 0,
-        following: Callable[[], Sequence[int]] | None = None,
-    ) -> list[Answer]:
-        """Write a text of lengths[n] tokens from each prompt n; end-of-text ids are tokens like any other.
-
-        `following` gives the prompt behind an end of text. Raises OutOfBlocks when the pool is too small for all.
-        """
-        noise = torch.Generator(self.engine.model.device).manual_seed(seed)
-        pool, texts = self.engine.pool, list[_Text]()
-        try:
-            for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-                texts.append(_Text(pool.allocate(str(number), length), deque(prompt), length))
-            while live := [text for text in texts if len(text.ids) < text.length]:
-                self._forward(live, temperature, noise, following)
-        finally:
-            for text in texts:
-                pool.free(text.table)
-        return [text.answer() for text in texts]
-
-    @torch.inference_mode()
-    def _forward(
-        self,
-        live: list[_Text],
-        temperature: float,
-        noise: torch.Generator,
-        following: Callable[[], Sequence[int]] | None,
-    ) -> None:
-        """Feed every text its waiting ids, and let the token that the target draws next wait."""
-        chunks = [text.chunk() for text in live]
-        pieces = [
-            Piece.chain(text.table, len(text.ids), chunk, range(len(chunk)))
-            for text, chunk in zip(live, chunks, strict=True)
-        ]
-        self._final.clear()
-        out = self.engine.forward(pack(pieces, self.engine.info.feature_layers))
-        (final,) = self._final
-        features = final[:, :0] if out.features is None else out.features
-        lengths = [len(chunk) for chunk in chunks]
-        logits = out.logits[torch.tensor(lengths).cumsum(0) - 1].float()
-        if temperature:
-            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=noise)[:, 0].tolist()
-        else:
-            drawn = logits.argmax(-1).tolist()
-        parts = zip(torch.split(features, lengths), torch.split(final, lengths), strict=True)
-        for text, chunk, token, (features, final) in zip(live, chunks, drawn, parts, strict=True):
-            text.features.append(features)
-            text.final.append(final)
-            text.ids += chunk
-            text.waiting.append(token)
-            if following is not None and token in self.engine.info.eos_ids:
-                text.waiting += following()
 
 
 def _record(answerer: Answerer, plan: AnswerPlan, domain: Packed, shard: _Shard, folder: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from coppice.training.data.target_answers import Answer
+from coppice.training.data.answerer import Answer
 
 
 class Teacher:

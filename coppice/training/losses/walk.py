@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coppice.heads.models.medusa import MedusaModel
 from coppice.heads.models.parallelspec import ParallelSpecModel
-from coppice.training.data.target_answers import Answer
+from coppice.training.data.answerer import Answer
 from coppice.training.data.teacher import Teacher
 from coppice.training.losses.block_masks import PathAttention, attend_by, groups_visible
 

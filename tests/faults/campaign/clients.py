@@ -9,8 +9,8 @@ import time
 from itertools import cycle, islice
 
 from coppice.bench.report import Check
-from coppice.client.client import build_request
 from coppice.client.completion import StreamEvent
+from coppice.client.request import build_request
 from coppice.errors import CoppiceError, Overloaded
 from coppice.messages.generation import Started
 from coppice.wire.generation import request_to_wire

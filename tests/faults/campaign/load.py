@@ -99,8 +99,8 @@ class HistoryClient(AsyncClient):
         self._into = history
         return self.stream(prompt, **options)
 
-    def _call(self, prompt: Prompt, options: Options) -> tuple[Attempts, Accumulator]:
-        call, answer = super()._call(prompt, options)
+    def _call(self, caller: str, prompt: Prompt, options: Options) -> tuple[Attempts, Accumulator]:
+        call, answer = super()._call(caller, prompt, options)
         self._into.follow(call)
         return call, answer
 

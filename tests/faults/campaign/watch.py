@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coppice.client.client import build_request
+from coppice.client.request import build_request
 from coppice.errors import CoppiceError, Overloaded
 from coppice.stack.process import Ready
 from coppice.wire.generation import request_to_wire

@@ -1,0 +1,137 @@
+"""A request from a prompt and options: what the options mean, and which values the SDK refuses before it calls."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypedDict, TypeVar, Unpack, cast, get_type_hints
+
+from pydantic import ValidationError
+
+from coppice import limits
+from coppice.errors import InvalidField
+from coppice.messages.generation import ChatMessage, GenerationRequest
+from coppice.speculation.sampling import SamplingParams
+
+Prompt = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, str]]
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MAX_UINT32 = 2**32 - 1
+
+
+class Draws(TypedDict, total=False):
+    """The fields of SamplingParams, which says what they mean, as options."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float | None
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: dict[int, float]
+    seed: int | None
+
+
+class Options(Draws, total=False):
+    """How to answer a prompt; whatever is left out is the server's default, greedy decoding and no stop strings."""
+
+    sampling: Annotated[SamplingParams | None, "instead of temperature to seed"]
+    max_new_tokens: Annotated[int, "limit on new tokens, resume_ids included; 0 is the server's"]
+    stop: Annotated[str | Sequence[str], "strings that end the text, excluded from it"]
+    policy: Annotated[str, "plain, single:HEAD, route, merge, auto or another that the server has"]
+    budget: Annotated[int | None, "draft nodes verified a step"]
+    ignore_eos: Annotated[bool, "go on past end-of-text ids"]
+    log_probs: Annotated[bool, "also return the target's raw log-probabilities"]
+    resume_ids: Annotated[Sequence[int], "new tokens held from an earlier stream of this request, to go on behind"]
+    trees: Annotated[bool, "also return the tree that each step verified"]
+    pq: Annotated[bool, "classic p/q rejection of a sampled chain instead of keyed noise"]
+    coupled: Annotated[bool, "let drafters use the keyed noise at temperature > 0 (the default)"]
+    timeout: Annotated[float, "deadline of the whole call, seconds"]
+
+
+def _meanings() -> dict[str, str]:
+    """What each option does, in one line."""
+    hints = get_type_hints(Options, include_extras=True)
+    fields = SamplingParams.model_fields
+    return {name: str(fields[name].description if name in fields else hints[name].__metadata__[0]) for name in hints}
+
+
+MEANINGS = _meanings()
+
+
+def lists_options(function: F) -> F:
+    """Add every option and what it does to a function's docstring."""
+    lines = [f"    {name}: {meaning}" for name, meaning in MEANINGS.items()]
+    function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Options:", *lines])
+    return function
+
+
+def build_request(prompt: Prompt, caller: str = "build_request", /, **options: Unpack[Options]) -> GenerationRequest:
+    """The request of a prompt and Options, of which `timeout` is not a part.
+
+    Raises InvalidField naming what is unusable, TypeError for other options than these in the name of `caller`.
+    """
+    if unknown := sorted(options.keys() - MEANINGS.keys()):
+        near = difflib.get_close_matches(unknown[0], MEANINGS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise TypeError(f"{caller}() got an unexpected keyword argument {unknown[0]!r}{hint}")
+    given: dict[str, Any] = {name: value for name, value in options.items() if name != "timeout"}
+    every = SamplingParams.model_fields
+    draws = {name: value for name in every if (value := given.pop(name, None)) is not None}
+    sampling = given.pop("sampling", None)
+    if sampling is None:
+        try:
+            sampling = SamplingParams(**draws)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise InvalidField(str(first["loc"][0]), first["msg"]) from None
+    elif draws:
+        raise InvalidField("sampling", f"give it or {', '.join(draws)}, not both")
+    limits.check_range("max_new_tokens", given.get("max_new_tokens", 0), 0, _MAX_UINT32)
+    if given.get("budget") is not None:
+        limits.check_range("budget", given["budget"], 0, limits.MAX_TREE_NODES)
+    text, ids, chat = _read_prompt(prompt)
+    stop = given.pop("stop", ())
+    return GenerationRequest(
+        text=text,
+        ids=ids,
+        chat=chat,
+        resume_ids=_read_ids("resume_ids", given.pop("resume_ids", ())),
+        sampling=sampling,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        want_log_probs=given.pop("log_probs", False),
+        want_trees=given.pop("trees", False),
+        **given,
+    )
+
+
+def _read_prompt(prompt: Prompt) -> tuple[str | None, tuple[int, ...] | None, tuple[ChatMessage, ...] | None]:
+    """Text, ids and messages of a prompt; two of them are None."""
+    if len(prompt) == 0:
+        raise InvalidField("prompt", "is empty")
+    if isinstance(prompt, str):
+        return prompt, None, None
+    if not isinstance(prompt[0], ChatMessage | Mapping):
+        return None, _read_ids("prompt", cast(Sequence[int], prompt)), None
+    messages = []
+    for part in cast(Sequence[ChatMessage | Mapping[str, str]], prompt):
+        if isinstance(part, Mapping):
+            if part.keys() != {"role", "content"}:
+                raise InvalidField("prompt", "a message has the keys role and content, no others")
+            part = ChatMessage(part["role"], part["content"])
+        messages.append(part)
+    return None, None, tuple(messages)
+
+
+def _read_ids(field: str, ids: Sequence[int]) -> tuple[int, ...]:
+    """Token ids as plain ints (numpy's are taken too)."""
+    try:
+        read = tuple(operator.index(token) for token in ids)
+    except TypeError:
+        raise InvalidField(field, "is neither text, nor token ids, nor messages") from None
+    for token in read:
+        limits.check_range(field, token, 0, _MAX_UINT32)
+    return read

@@ -1,0 +1,94 @@
+"""`coppice serve ROLE`: one service in this process. A role's options are the sections of settings that it reads."""
+
+from __future__ import annotations
+
+import os
+import sys
+from inspect import Parameter, Signature
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
+
+from coppice.config.settings import Settings
+
+EVERY_ROLE = ("server", "tls", "limits")
+ROLES = {
+    "verifier": ("Serve one target.", ("verifier", "directory", "telemetry")),
+    "drafter": ("Serve one draft head.", ("drafter", "directory", "adaptation", "telemetry")),
+    "orchestrator": (
+        "Serve generation over verifiers and drafters.",
+        ("orchestrator", "directory", "adaptation", "telemetry"),
+    ),
+    "adapter": (
+        "Train draft heads while they serve.",
+        ("adapter", "learner", "bandit", "drift", "adaptation", "directory"),
+    ),
+}
+"""What each role does, and the sections it reads beside those of every role."""
+
+app = typer.Typer(
+    help="Run one service in this process.",
+    no_args_is_help=True,
+    add_completion=False,
+    subcommand_metavar="ROLE [SETTINGS]...",
+)
+
+
+class _Service(TyperCommand):
+    """Its options are for --help and for completion. What is given goes to the service as it is: that also reads
+    variables and YAML, and says what is wrong.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing or "--help" in args:
+            return super().parse_args(ctx, args)
+        ctx.args = args
+        return args
+
+
+def _option(section: str, name: str, field: FieldInfo, panel: str) -> Parameter:
+    """A setting as an option of a command."""
+    kind: Any = field.annotation
+    type_name = str(kind) if get_args(kind) else kind.__name__
+    if get_origin(kind) is Literal:
+        type_name = "|".join(get_args(kind))
+    default = None if field.default_factory or field.default == "" else str(field.default)
+    told = typer.Option(f"--{section}.{name}", metavar=f"<{type_name}>", help=field.description, rich_help_panel=panel)
+    return Parameter(
+        f"{section}_{name}", Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[str | None, told]
+    )
+
+
+def _options(section: str) -> list[Parameter]:
+    """The settings of a section, under its name and the first sentence of its docstring."""
+    model: type[BaseModel] = type(Settings.model_fields[section].default)
+    panel = f"{section}: {(model.__doc__ or '').partition('. ')[0].rstrip('.')}"
+    return [_option(section, name, field, panel) for name, field in model.model_fields.items()]
+
+
+def _add(role: str, doc: str, sections: tuple[str, ...]) -> None:
+    """Make a role a command."""
+
+    def serve(context: typer.Context, **_: Any) -> None:
+        from coppice.stack.child import OPENMP_SPINS
+        from coppice.stack.launch import MODULES
+        from coppice.stack.process import environment
+        from coppice.stack.spec import checkout
+
+        command = [sys.executable, "-m", MODULES[role], *context.args]
+        os.execve(sys.executable, command, {"GOMP_SPINCOUNT": OPENMP_SPINS, **environment(checkout())})  # noqa: S606
+
+    file = typer.Option("--config", metavar="FILE", help="YAML settings; COPPICE_CONFIG names it too.")
+    config = Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, file])
+    parameters = [config, *(option for section in (*sections, *EVERY_ROLE) for option in _options(section))]
+    context = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    serve.__signature__ = Signature([context, *parameters])  # type: ignore[attr-defined]
+    serve.__annotations__ = {each.name: each.annotation for each in (context, *parameters)}
+    app.command(role, cls=_Service, help=f"{doc} A variable COPPICE_SECTION__NAME is a setting too.")(serve)
+
+
+for _role, (_doc, _sections) in ROLES.items():
+    _add(_role, _doc, _sections)

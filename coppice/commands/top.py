@@ -1,0 +1,157 @@
+"""What a running deployment does, from its pages of metrics: the panel of `coppice up` and `coppice top`."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from coppice.errors import Unavailable
+from coppice.telemetry import scrape
+
+LOOK_S, WINDOW_S, ANSWER_S = 1.0, 10.0, 1.0
+"""time between two looks, time that rates are of, and how long a page may take"""
+
+Page = dict[tuple[str, str], float]
+"""the values of one page by metric and head (or pool), each the sum over all other labels"""
+
+ALARMS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("coppice_head_suspect", lambda value: value > 0, "{} drafts far below what it was trained to"),
+    ("coppice_replicas_fit", lambda value: value == 0, "no replica of {} can be used"),
+    ("coppice_adapter_replicas_stale", lambda value: value > 0, "a drafter of {} does not take its new weights"),
+    ("vllm:kv_cache_usage_perc", lambda value: value > 0.9, "KV is nearly full: sessions will wait"),
+)
+"""metric, when its value calls for a line, and the line; docs/operations.md says what to do"""
+
+
+def show(addresses: Sequence[str]) -> None:
+    """Show the panel until Ctrl-C; once where there is no terminal. Raises Unavailable if no page answers at first."""
+    console, monitor = Console(), Monitor(addresses)
+    monitor.look()
+    if len(monitor.silent) == len(addresses):
+        raise Unavailable(f"no metrics at {', '.join(addresses)}")
+    try:
+        if not console.is_terminal:
+            time.sleep(LOOK_S)
+            monitor.look()
+            console.print(monitor.panel())
+            return
+        with Live(monitor.panel(), console=console, auto_refresh=False) as live:
+            while True:
+                time.sleep(LOOK_S)
+                monitor.look()
+                live.update(monitor.panel(), refresh=True)
+    except KeyboardInterrupt:
+        return
+
+
+class Monitor:
+    """The pages of a deployment, now and some seconds ago."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        """`addresses`: HOST:PORT of each page, of orchestrators and adapters."""
+        self._addresses = addresses
+        self._looks: deque[tuple[float, dict[str, Page]]] = deque()
+        self.silent: list[str] = []
+        """addresses that left the latest look unanswered"""
+
+    def look(self) -> None:
+        """Read every page, unless the latest look was a moment ago."""
+        now = time.monotonic()
+        if self._looks and now - self._looks[-1][0] < 0.9 * LOOK_S:
+            return
+        pages, self.silent = {}, []
+        for address in self._addresses:
+            try:
+                pages[address] = read(address)
+            except OSError:
+                self.silent.append(address)
+        self._looks.append((now, pages))
+        while now - self._looks[0][0] > WINDOW_S:
+            self._looks.popleft()
+
+    def panel(self) -> Panel:
+        """The latest figures. Those of steps are of the last seconds, or of all time when there was no step in them."""
+        steps = self._steps("vllm:inter_token_latency_seconds_count")
+        tau = 1 + self._steps("vllm:spec_decode_num_accepted_tokens_total") / steps if steps else 0.0
+        figures = {
+            "tokens/s": f"{self._rate('vllm:generation_tokens_total'):.1f}",
+            "running": f"{sum(self._values('vllm:num_requests_running')):.0f}",
+            "waiting": f"{sum(self._values('vllm:num_requests_waiting')):.0f}",
+            "tau": f"{tau:.2f}" if steps else "-",
+            "KV": f"{max(self._values('vllm:kv_cache_usage_perc'), default=0):.0%}",
+        }
+        line = Text("   ").join(Text.assemble(f"{name} ", (value, "bold")) for name, value in figures.items())
+        alarms = [Text(f"! {alarm}", style="red") for alarm in self._alarms()]
+        title = ", ".join(self._labels("coppice_model_info"))
+        return Panel(Group(line, Text(), self._table(steps), *alarms), title=title or None, expand=False)
+
+    def _table(self, steps: float) -> Table:
+        """What each head does, and how many replicas of each pool can be used."""
+        table = Table("", "share of steps", "tau", "replicas", "version", box=None, pad_edge=False)
+        pools, left = self._labels("coppice_replicas_fit"), steps
+        for pool in pools:
+            routed = self._steps("coppice_routed_total", pool)
+            left -= routed
+            tau = f"{1 + self._steps('coppice_routed_accepted_tokens_total', pool) / routed:.2f}" if routed else "-"
+            fit = max(self._values("coppice_replicas_fit", pool))
+            versions = [f"{version:.0f}" for version in self._values("coppice_adapter_version", pool)]
+            share = f"{routed / steps:.0%}" if routed else "-"
+            table.add_row(pool, share, tau, f"{fit:.0f}", ", ".join(versions) or "-")
+        if steps and left > 0:
+            table.add_row("plain or merged", f"{left / steps:.0%}", "-", "-", "-")
+        return table
+
+    def _alarms(self) -> Iterator[str]:
+        for address in self.silent:
+            yield f"no answer from {address}"
+        for metric, wrong, line in ALARMS:
+            for label in self._labels(metric):
+                if wrong(max(self._values(metric, label))):
+                    yield line.format(label)
+
+    def _labels(self, metric: str) -> list[str]:
+        """The heads (or pools) that a metric has values of now, in the order of the pages."""
+        _, pages = self._looks[-1]
+        return list(dict.fromkeys(label for page in pages.values() for name, label in page if name == metric))
+
+    def _values(self, metric: str, label: str = "") -> list[float]:
+        """What each page says now."""
+        _, pages = self._looks[-1]
+        return [page[metric, label] for page in pages.values() if (metric, label) in page]
+
+    def _grown(self, metric: str, label: str = "") -> float:
+        """By how much a counter grew in the window; one that began anew meanwhile counts from 0."""
+        (_, first), (_, last) = self._looks[0], self._looks[-1]
+        grown = 0.0
+        for address, page in last.items():
+            now, before = page.get((metric, label), 0.0), first.get(address, page).get((metric, label), 0.0)
+            grown += now - before if now >= before else now
+        return grown
+
+    def _rate(self, metric: str) -> float:
+        seconds = self._looks[-1][0] - self._looks[0][0]
+        return self._grown(metric) / seconds if seconds else 0.0
+
+    def _steps(self, metric: str, label: str = "") -> float:
+        """A count of steps, or of what they accepted: in the window, or of all time when it has no steps."""
+        recent = self._grown("vllm:inter_token_latency_seconds_count")
+        return self._grown(metric, label) if recent else sum(self._values(metric, label))
+
+
+def read(address: str) -> Page:
+    """The page at HOST:PORT. Raises OSError."""
+    page: Page = {}
+    for sample in scrape(address, ANSWER_S):
+        labels = sample.labels
+        label = labels.get("head") or labels.get("pool") or ""
+        if sample.name == "coppice_model_info":
+            label = f"{labels['model_name']}, {labels['dtype']}"
+        page[sample.name, label] = page.get((sample.name, label), 0.0) + sample.value
+    return page

@@ -1,0 +1,124 @@
+"""A target that goes on with prompts, and what it wrote: ids, with the hidden states that heads learn from."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coppice.engine.batch import Piece, pack
+from coppice.engine.engine import Engine
+from coppice.engine.kv_cache import BlockTable
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Texts with the target's features and final hidden states at each token."""
+
+    ids: Tensor  # (..., T)
+    features: Tensor  # (..., T, F)
+    final: Tensor  # (..., T, hidden), what the target's output layer reads
+
+
+def as_positions(texts: Sequence[Answer]) -> tuple[Callable[[Tensor], Answer], list[Tensor]]:
+    """Return a reader of (B, T) positions in (T, ...) texts held in memory, and each text's own (T,) positions."""
+    ids, features, final = (torch.cat([getattr(text, name) for text in texts]) for name in ("ids", "features", "final"))
+
+    def read(positions: Tensor) -> Answer:
+        return Answer(ids[positions], features[positions].float(), final[positions].float())
+
+    return read, list(torch.split(torch.arange(len(ids)), [len(text.ids) for text in texts]))
+
+
+@dataclass
+class _Text:
+    """One text while the target writes it: `waiting` ids are fed before anything is drawn."""
+
+    table: BlockTable
+    waiting: deque[int]
+    length: int
+    ids: list[int] = field(default_factory=list)
+    features: list[Tensor] = field(default_factory=list)
+    final: list[Tensor] = field(default_factory=list)
+
+    def chunk(self) -> list[int]:
+        """Take the ids to feed next."""
+        room = self.length - len(self.ids)
+        return [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
+
+    def answer(self) -> Answer:
+        """Return the whole text, (T, ...) each."""
+        return Answer(torch.tensor(self.ids), torch.cat(self.features), torch.cat(self.final))
+
+
+class Answerer:
+    """Lets a target go on with prompts, many at once, and keeps its hidden states."""
+
+    def __init__(self, engine: Engine, fed: Callable[[int], None] = lambda tokens: None) -> None:
+        """fed: called after each forward with the tokens of the texts that were in it."""
+        self.engine, self._fed = engine, fed
+        self._final: list[Tensor] = []
+        output: Any = engine.model.get_output_embeddings()
+        output.register_forward_pre_hook(lambda _, args: self._final.append(args[0][0]))
+
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        temperature: float = 0.0,
+        seed: int = 0,
+        following: Callable[[], Sequence[int]] | None = None,
+    ) -> list[Answer]:
+        """Write a text of lengths[n] tokens from each prompt n; end-of-text ids are tokens like any other.
+
+        `following` gives the prompt behind an end of text. Raises OutOfBlocks when the pool is too small for all.
+        """
+        noise = torch.Generator(self.engine.model.device).manual_seed(seed)
+        pool, texts = self.engine.pool, list[_Text]()
+        try:
+            for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+                texts.append(_Text(pool.allocate(str(number), length), deque(prompt), length))
+            while live := [text for text in texts if len(text.ids) < text.length]:
+                self._forward(live, temperature, noise, following)
+        finally:
+            for text in texts:
+                pool.free(text.table)
+        return [text.answer() for text in texts]
+
+    @torch.inference_mode()
+    def _forward(
+        self,
+        live: list[_Text],
+        temperature: float,
+        noise: torch.Generator,
+        following: Callable[[], Sequence[int]] | None,
+    ) -> None:
+        """Feed every text its waiting ids, and let the token that the target draws next wait."""
+        chunks = [text.chunk() for text in live]
+        pieces = [
+            Piece.chain(text.table, len(text.ids), chunk, range(len(chunk)))
+            for text, chunk in zip(live, chunks, strict=True)
+        ]
+        self._final.clear()
+        out = self.engine.forward(pack(pieces, self.engine.info.feature_layers))
+        (final,) = self._final
+        features = final[:, :0] if out.features is None else out.features
+        lengths = [len(chunk) for chunk in chunks]
+        logits = out.logits[torch.tensor(lengths).cumsum(0) - 1].float()
+        if temperature:
+            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=noise)[:, 0].tolist()
+        else:
+            drawn = logits.argmax(-1).tolist()
+        parts = zip(torch.split(features, lengths), torch.split(final, lengths), strict=True)
+        for text, chunk, token, (features, final) in zip(live, chunks, drawn, parts, strict=True):
+            text.features.append(features)
+            text.final.append(final)
+            text.ids += chunk
+            text.waiting.append(token)
+            if following is not None and token in self.engine.info.eos_ids:
+                text.waiting += following()
+        self._fed(sum(lengths))

@@ -1,0 +1,127 @@
+"""The package of docs/extend.md, installed beside Coppice: its head and its policy serve exact texts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from coppice.bench.reference import Reference
+from coppice.client.client import Client
+from tests.tiny import make_target
+from tests.up import up
+
+ROOT = Path(__file__).parents[2]
+COPPICE = (sys.executable, "-c", "from coppice.cli import main; main()")
+PROMPT = (5, 80, 7, 9) * 6
+NEW = 48
+
+
+def blocks(language: str) -> list[str]:
+    page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
+
+
+def install(folder: Path, name: str, groups: Mapping[str, Mapping[str, str]]) -> None:
+    """Write what pip does of a package's metadata."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    lines = [
+        f"[{group}]\n" + "".join(f"{key} = {value}\n" for key, value in added.items())
+        for group, added in groups.items()
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+
+
+def beside(folder: Path) -> dict[str, str]:
+    """Variables of a process that finds what is installed in a folder."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT)))}
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the page's package is installed, with its tests."""
+    folder = tmp_path_factory.mktemp("packages")
+    code, test = blocks("python")
+    (folder / "coppice_repeat.py").write_text(code)
+    (folder / "test_repeat.py").write_text(test)
+    (project,) = (tomllib.loads(text)["project"] for text in blocks("toml"))
+    install(folder, "coppice_repeat", project["entry-points"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def address(package: Path, target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A stack with the package's head and policy beside a head of ours."""
+    ready = tmp_path_factory.mktemp("up") / "ready.json"
+    told = ("--target", str(target), "--head", "mine=repeat", "--head", "lookup=lookup", "--policy", "deepest")
+    with up([*COPPICE, "up", *told], ready, beside(package)):
+        yield json.loads(ready.read_text())["address"]
+
+
+def test_the_head_keeps_the_contract(package: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_repeat.py"]
+    run = subprocess.run(command, cwd=package, env=beside(package), capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout
+    assert re.search(r"\b8 passed", run.stdout)
+
+
+def test_texts_are_exact_under_both(address: str, target: Path) -> None:
+    with Client(address) as client:
+        model = client.describe()
+        assert model.default_policy == "deepest"
+        assert {"deepest", "single:mine", "auto"} <= set(model.policies)
+        expected = Reference(target, "float32", threads=1).greedy(PROMPT, NEW).ids
+        told = {"max_new_tokens": NEW, "ignore_eos": True}
+        sampled = client.generate(PROMPT, policy="plain", temperature=1.0, seed=3, **told).ids
+        verified = {}
+        for policy in ("", "single:mine", "deepest:mine/lookup", "merge", "auto"):
+            answer = client.generate(PROMPT, policy=policy, **told)
+            assert answer.ids == expected, policy
+            assert client.generate(PROMPT, policy=policy, temperature=1.0, seed=3, **told).ids == sampled, policy
+            verified[answer.policy] = sum(answer.verified_nodes)
+        assert min(verified["deepest"], verified["single:mine"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("option", "listed"),
+    [(("--head", "a=oracle"), "falcon, repeat"), (("--policy", "best"), "auto, deepest, single:HEAD")],
+)
+def test_a_name_that_nobody_adds_is_refused_with_a_list(
+    option: tuple[str, str], listed: str, package: Path, target: Path
+) -> None:
+    command = [*COPPICE, "up", "--target", str(target), *option]
+    run = subprocess.run(command, env=beside(package), capture_output=True, text=True)
+    assert run.returncode == 2
+    assert listed in " ".join(re.sub(r"[│╭╮╰╯─]", " ", run.stderr).split())
+
+
+@pytest.mark.parametrize(
+    ("module", "group", "setting", "value"),
+    [
+        ("services.drafter", "coppice.heads", "drafter.kind", "nowhere:Head"),
+        ("services.drafter", "coppice.heads", "drafter.kind", "json:Head"),
+    ],
+)
+def test_a_package_that_cannot_be_imported_is_named_in_one_line(
+    module: str, group: str, setting: str, value: str, tmp_path: Path
+) -> None:
+    install(tmp_path, "broken", {group: {"broken": value}})
+    command = [sys.executable, "-m", module, f"--{setting}", "broken"]
+    run = subprocess.run(command, env=beside(tmp_path), cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 2
+    assert run.stderr.splitlines()[-1].startswith(f"{setting}: 'broken' is not to be had from {value}: ")
+    assert "Traceback" not in run.stderr

@@ -1,0 +1,171 @@
+"""What keeps a stack whole and what shows how it does, against real services and tiny models."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from coppice.bench.reference import Reference
+from coppice.cli import main
+from coppice.client.client import Client
+from coppice.commands.stack_view import ServiceLines, facts, metrics_pages, services_table
+from coppice.commands.top import Monitor
+from coppice.messages.generation import Chunk
+from coppice.stack.launch import Stack
+from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.stack.supervisor import Supervisor
+from tests.signals import eventually
+
+PROMPT = tuple(range(7, 40))
+NEW = 200
+
+
+@contextmanager
+def supervised(stack: Stack) -> Iterator[list[str]]:
+    """A stack is kept whole while this is open; gives the lines that were said."""
+    lines: list[str] = []
+    supervisor, done = Supervisor(stack, lines.append), threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.05):
+            supervisor.look()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    yield lines
+    done.set()
+    thread.join()
+
+
+def struck(client: Client, pid: int, policy: str) -> tuple[int, ...]:
+    """An answer in whose middle a process is killed."""
+    ids: list[int] = []
+    for event in client.stream(PROMPT, policy=policy, max_new_tokens=NEW, ignore_eos=True):
+        if isinstance(event, Chunk):
+            if len(ids) < 20 <= len(ids) + len(event.ids):
+                os.kill(pid, signal.SIGKILL)
+            ids += event.ids
+    return tuple(ids)
+
+
+@pytest.mark.parametrize("name", ["drafter-lookup", "drafter-self", "verifier"])
+def test_what_is_killed_under_a_request_comes_back_and_the_text_is_plains(
+    stack: Stack, client: Client, reference: Reference, name: str
+) -> None:
+    before = stack.services[name]
+    with supervised(stack) as lines:
+        assert struck(client, before.pid, "route") == reference.greedy(PROMPT, NEW).ids
+        assert eventually(lambda: len(lines) == 2, 60), lines
+    died, back = lines
+    assert died.startswith(f"{name} ended with SIGKILL; it is started again in 0.5 s (log: ")
+    assert back.startswith(f"{name} is back, ")
+    after = stack.services[name]
+    assert (after.address, after.health, after.metrics) == (before.address, before.health, before.metrics)
+    assert after.pid != before.pid
+    stack.check()
+    if name != "verifier":  # it drafts again
+        head = name.removeprefix("drafter-")
+        assert eventually(lambda: drafts(client, head), 20)
+
+
+def drafts(client: Client, head: str) -> bool:
+    """Whether a head's trees are verified."""
+    answer = client.generate(PROMPT, policy=f"single:{head}", max_new_tokens=32, ignore_eos=True)
+    return any(answer.verified_nodes)
+
+
+def shown(monitor: Monitor) -> str:
+    """The panel as text."""
+    console = Console(file=io.StringIO(), width=120)
+    console.print(monitor.panel())
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_panel_shows_what_requests_did(stack: Stack, client: Client) -> None:
+    monitor = Monitor(metrics_pages(stack))
+    monitor.look()
+    answer = client.generate(PROMPT, policy="single:self", max_new_tokens=NEW, ignore_eos=True)
+    assert eventually(lambda: not monitor.look() and "100%" in shown(monitor), 10), shown(monitor)
+    rows = {line.split()[1]: line.split()[2:-1] for line in shown(monitor).splitlines() if len(line.split()) > 5}
+    share, tau, replicas, version = rows["self"]
+    assert (share, replicas, version) == ("100%", "1", "-")
+    assert float(tau) == pytest.approx(answer.tau, abs=0.1)  # the last step may accept more than it may say
+    assert rows["lookup"] == ["-", "-", "1", "-"]
+    assert rows["tokens/s"][0] != "0.0"
+    assert "float32" in shown(monitor)
+    assert "!" not in shown(monitor)
+
+
+def test_the_panel_names_what_does_not_answer_and_what_cannot_be_used(stack: Stack) -> None:
+    drafter = stack.services["drafter-lookup"]
+    monitor = Monitor([*metrics_pages(stack), "127.0.0.1:1"])
+    os.kill(drafter.pid, signal.SIGKILL)
+    try:
+        assert eventually(lambda: not monitor.look() and "! no replica of lookup can be used" in shown(monitor), 20)
+        assert "! no answer from 127.0.0.1:1" in shown(monitor)
+    finally:
+        stack.restart("drafter-lookup")
+
+
+def test_top_shows_a_running_deployment(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["coppice", "top", "--address", stack.orchestrator.metrics])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out = capsys.readouterr().out
+    assert not ended.value.code
+    assert "tokens/s" in out
+    assert "lookup" in out
+
+
+@pytest.mark.parametrize("what", ["orchestrator", "nobody"])
+def test_top_says_where_there_are_no_metrics(
+    stack: Stack, what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = stack.orchestrator.address if what == "orchestrator" else "127.0.0.1:1"
+    monkeypatch.setattr(sys, "argv", ["coppice", "top", "--address", address])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, capsys.readouterr().err) == (3, f"coppice: no metrics at {address}\n")
+
+
+def test_a_person_is_told_what_runs_where_and_how(stack: Stack) -> None:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(services_table(stack))
+    table = console.file.getvalue()  # type: ignore[attr-defined]
+    for name, ready in stack.services.items():
+        (line,) = (line.split() for line in table.splitlines() if line.startswith(f"{name} "))
+        assert [ready.address, ready.health.split(":")[1], ready.metrics.split(":")[1], str(ready.pid)] == line[-4:]
+    assert "drafter-self    lm" in table
+    said = "\n".join(facts(stack, logs_stay=True))
+    for fact in (str(stack.spec.target), "float32 on cpu with 1 thread, ", "KV of 65536 tokens", "self (lm), lookup"):
+        assert fact in said
+    for fact in ("policy   route, budget 31", f"logs     {stack.log_dir}\n", f"--address {stack.address}"):
+        assert fact in said
+    assert f"coppice top --address {stack.orchestrator.metrics}" in said
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_services_say_how_far_they_are_while_they_start(target: Path, terminal: bool) -> None:
+    console = Console(file=io.StringIO(), width=120, force_terminal=terminal)
+    stack = Stack(StackSpec(target=target, heads=(HeadSpec("lookup", "lookup"),), dtype="float32", verifier_threads=1))
+    try:
+        with ServiceLines(console, stack):
+            stack.start()
+    finally:
+        stack.stop()
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    for name in ("verifier", "drafter-lookup", "orchestrator"):
+        assert (name in said and "ready" in said) if terminal else f"{name}: ready, " in said
+    assert terminal or "verifier: loading, " in said
+    assert stack.unclean == []

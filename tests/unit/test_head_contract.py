@@ -1,0 +1,168 @@
+"""The contract of heads: every kind of this package keeps it, and a head that breaks it is found."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from coppice.config.sections import HEAD_KINDS, DrafterSettings
+from coppice.heads.base import DraftJob, Growth, Head
+from coppice.heads.ngram import NgramHead
+from coppice.heads.registry import build_head
+from coppice.messages.steps import Advance, OpenDraft
+from coppice.speculation.tree import TreeError
+from coppice.testing import HeadContract
+from tests.tiny import make_target
+from tests.unit.test_feature_heads import VOCAB, save_random
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target, and heads of random weights by kind."""
+    folder = tmp_path_factory.mktemp("models")
+    make_target(folder / "target", VOCAB, layers=8, tokenizer=False)
+    make_target(folder / "lm", VOCAB, seed=1, tokenizer=False)
+    for kind in HEAD_KINDS[3:]:
+        save_random(folder / kind, kind)
+    return folder
+
+
+class Kept(HeadContract):
+    """The contract, kept by a kind of this package."""
+
+    vocab_size = VOCAB
+    settings: DrafterSettings
+
+    @pytest.fixture(autouse=True)
+    def told(self, models: Path) -> None:
+        kind = type(self).__name__.removeprefix("Test").lower()
+        path = str(models / kind) if (models / kind).exists() else ""
+        given = {"path": path, "target": str(models / "target"), "vocab_size": VOCAB, "threads": 1}
+        self.settings = DrafterSettings.model_validate({"kind": kind, **given})
+
+    def make_head(self) -> Head:
+        return build_head(self.settings)
+
+
+class TestBigram(Kept):
+    pass
+
+
+class TestLookup(Kept):
+    pass
+
+
+class TestLm(Kept):
+    pass
+
+
+class TestEagle3(Kept):
+    pass
+
+
+class TestSpecblock(Kept):
+    pass
+
+
+class TestMedusa(Kept):
+    pass
+
+
+class TestParallelspec(Kept):
+    pass
+
+
+class TestFalcon(Kept):
+    pass
+
+
+def test_every_kind_keeps_the_contract() -> None:
+    assert {kind.__name__.removeprefix("Test").lower() for kind in Kept.__subclasses__()} == set(HEAD_KINDS)
+
+
+# --- heads that break it ---
+
+ticks = itertools.count()
+
+
+class _Deaf(NgramHead):
+    def advance(self, key: int, advance: Advance) -> None:
+        pass
+
+
+class _Clinging(NgramHead):
+    def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
+        if key not in self._models:
+            yield from super().open(key, opening)
+
+    def close(self, key: int) -> None:
+        pass
+
+
+class _OneText(NgramHead):
+    def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
+        yield from super().open(0, opening)
+
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        yield from super().draft([replace(job, key=0) for job in jobs])
+
+
+class _Learning(NgramHead):
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        for part in super().draft(jobs):
+            yield part
+            self._models[jobs[part[0].job].key].extend(part[0].nodes.tokens.tolist())
+
+
+class _Fickle(NgramHead):
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        yield from super().draft([replace(job, budget=next(ticks) % 4) for job in jobs])
+
+
+class _Rising(NgramHead):
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        for (grown,) in super().draft(jobs):
+            yield [replace(grown, nodes=replace(grown.nodes, log_probs=-1 / (1 + grown.nodes.depths()[1:])))]
+
+
+class _Endless(NgramHead):
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        for (grown,) in super().draft(jobs):
+            yield [replace(grown, last=False)]
+
+
+class _Seeded(NgramHead):
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        yield from super().draft([replace(job, root=job.sampling.seed % 6) for job in jobs])
+
+
+class _Warm(NgramHead):
+    def warm_up(self) -> None:
+        self._depth = 1
+
+
+BROKEN = {
+    _Deaf: "a_session_that_advanced_drafts_as_a_fresh_one",
+    _Clinging: "a_closed_session_is_forgotten",
+    _OneText: "sessions_know_nothing_of_each_other",
+    _Learning: "drafting_leaves_no_trace",
+    _Fickle: "drafting_leaves_no_trace",
+    _Rising: "trees_are_valid",
+    _Endless: "trees_are_valid",
+    _Seeded: "greedy_drafts_know_no_seed",
+    _Warm: "drafting_leaves_no_trace",
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_a_head_that_breaks_the_contract_is_found(broken: type[NgramHead]) -> None:
+    class Contract(HeadContract):
+        def make_head(self) -> Head:
+            return broken(DrafterSettings(kind="bigram", vocab_size=self.vocab_size))
+
+    with pytest.raises((AssertionError, TreeError)):
+        getattr(Contract(), f"test_{BROKEN[broken]}")()

@@ -1,0 +1,137 @@
+"""What is found before anything is started: ports, devices, memory, folders and paths."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from coppice.cli import main
+from coppice.errors import InvalidField
+from coppice.stack.preflight import count_kv, count_weights, preflight
+from coppice.stack.spec import HeadSpec, StackSpec
+from tests.tiny import make_target
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("model"), 40, tokenizer=False)
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that somebody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """What `coppice up ARGUMENTS` says when it ends with exit code 2, which is one line."""
+    monkeypatch.setattr(sys, "argv", ["coppice", "up", *map(str, arguments)])
+    monkeypatch.setattr("coppice.stack.process.spawn", None)  # nothing is started
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr()
+    assert (ended.value.code, told.out) == (2, "")
+    return told.err
+
+
+def test_a_port_in_use_is_one_line(
+    target: Path, taken: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(monkeypatch, capsys, target, "--port", taken)
+    assert said == (
+        f"coppice: server.port: 127.0.0.1:{taken} cannot be used (address already in use); "
+        "choose another port, or 0 for a free one\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["server.port", "server.health_port", "server.metrics_port"])
+@pytest.mark.parametrize("role", ["orchestrator", "adapter"])
+def test_every_fixed_port_is_tried(target: Path, taken: int, role: str, name: str) -> None:
+    head = HeadSpec("block", "specblock", target)
+    spec = StackSpec(target=target, heads=(head,), adapt=True, extra={role: {name: taken}})
+    with pytest.raises(InvalidField, match=f"{name}: 127.0.0.1:{taken} cannot be used"):
+        preflight(spec, spec.settings())
+
+
+def test_a_host_of_another_machine_is_named(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COPPICE_SERVER__HOST", "192.0.2.1")
+    spec = StackSpec(target=target, port=50999)
+    with pytest.raises(InvalidField, match=r"192.0.2.1:50999 cannot be used \(cannot assign requested address\)"):
+        preflight(spec, spec.settings())
+
+
+@pytest.mark.parametrize("device", ["tpu9", "cuda:99", "cuda", "xpu"])
+def test_a_device_that_is_not_here_is_one_line(
+    target: Path, device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("CUDA is here")
+    said = refused(monkeypatch, capsys, target, "--port", 0, "--device", device)
+    assert said.startswith(f"coppice: verifier.device: '{device}' is ")
+    assert said.count("\n") == 1
+
+
+def test_a_target_and_kv_that_memory_cannot_hold_are_one_line(
+    target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COPPICE_VERIFIER__KV_TOKENS", str(10**12))
+    said = refused(monkeypatch, capsys, target, "--port", 0)
+    assert "coppice: target: 1 x (0.0 GiB of weights + 238418.6 GiB of KV) are more than the" in said
+    assert said.count("\n") == 1
+
+
+def test_the_need_is_the_models_own(target: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(target)
+    assert count_weights(target) == sum(one.numel() for one in model.parameters())
+    assert count_kv(target) == 2 * 2 * 2 * 8  # keys and values, layers, heads, their size
+
+
+@pytest.mark.parametrize("config", [{}, {"num_attention_heads": 0, "hidden_size": 4}, {"text_config": []}])
+def test_a_shape_in_other_words_needs_nothing_that_is_known(tmp_path: Path, config: dict[str, object]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"nonsense")
+    assert (count_weights(tmp_path), count_kv(tmp_path)) == (0, 0)
+
+
+@pytest.mark.parametrize("config", [None, "", "{", "[]", "{}", '{"model_type": 3}', b"\xff\xfe"])
+@pytest.mark.parametrize("what", ["target", "head"])
+def test_a_folder_without_a_usable_config_is_a_usage_error(
+    what: str,
+    config: str | bytes | None,
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_bytes(config if isinstance(config, bytes) else config.encode())
+    monkeypatch.setenv("COLUMNS", "400")
+    arguments = [tmp_path] if what == "target" else [target, "--head", f"x=lm:{tmp_path}"]
+    said = refused(monkeypatch, capsys, *arguments)
+    assert f"--{what}" in said
+    assert "holds no model" in said
+
+
+@pytest.mark.parametrize(
+    ("option", "path"), [("--ready-file", "missing/ready"), ("--ready-file", "file/ready"), ("--log-dir", "file/logs")]
+)
+def test_a_path_that_cannot_be_written_is_one_line(
+    option: str,
+    path: str,
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "file").touch()
+    said = refused(monkeypatch, capsys, target, "--port", 0, option, tmp_path / path)
+    assert said.count("\n") == 1
+    assert str(tmp_path / path) in said
