@@ -13,6 +13,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from coppice.pictures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from tests.pipeline.test_seeing import APPLICATION, collecting, facts_of
@@ -21,12 +22,12 @@ FILE = Path(__file__).parents[1] / "docs" / "trace.svg"
 HEADS = ("specblock-code", "lookup")
 PROMPT, NEW_TOKENS = "def read_lines(path):\n", 16
 ANSWERS = 6
-COLOURS = {  # Okabe and Ito's: they differ for colour-blind readers, and in grey
-    "application": "#000000",
-    "coppice-orchestrator": "#0072B2",
-    "coppice-verifier": "#E69F00",
-    f"coppice-drafter-{HEADS[0]}": "#009E73",
-    f"coppice-drafter-{HEADS[1]}": "#CC79A7",
+COLOURS = {
+    "application": BLACK,
+    "coppice-orchestrator": BLUE,
+    "coppice-verifier": ORANGE,
+    f"coppice-drafter-{HEADS[0]}": GREEN,
+    f"coppice-drafter-{HEADS[1]}": PURPLE,
 }
 
 

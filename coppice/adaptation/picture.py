@@ -17,8 +17,12 @@ from coppice.pictures.style import FAMILIES, VERMILION
 SMOOTHING = 15
 """Queries of a moving mean"""
 ACTION_COLOURS = {"skip": "0.75", "head": FAMILIES["head"], "full": FAMILIES["full"]}
-CHANGES = {"head": "head-only update", "full": "full update", "revert": "taken back", "rollback": "taken back"}
-CHANGE_COLOURS = {"head": FAMILIES["head"], "full": FAMILIES["full"], "revert": VERMILION, "rollback": VERMILION}
+_CHANGES = {
+    "head": ("head-only update", FAMILIES["head"]),
+    "full": ("full update", FAMILIES["full"]),
+    "revert": ("taken back", VERMILION),
+    "rollback": ("taken back", VERMILION),
+}
 _LATEST = 8
 
 
@@ -54,6 +58,14 @@ def show(status: HeadStatus, console: Console) -> None:
             console.print(table)
 
 
+def change_look(what: str, named: set[str]) -> dict[str, Any]:
+    """The colour of a change of weights, and its name in the legend unless it is among `named`, where it is added."""
+    meaning, colour = _CHANGES.get(what, (what, "0.5"))
+    label = None if meaning in named else meaning
+    named.add(meaning)
+    return {"color": colour, "label": label}
+
+
 def moving_mean(values: Sequence[float], width: int = SMOOTHING) -> list[float]:
     """Return the mean of each value and the `width` - 1 before it."""
     return [statistics.fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
@@ -86,12 +98,9 @@ def _draw(panel: Any, history: Sequence[QueryPoint], changes: Sequence[Change], 
             panel.scatter(*places, s=8, color=colour, label=f"query: {action}")
     queries = [point.query for point in history]
     panel.plot(queries, moving_mean(values), color="black", label=f"mean of {SMOOTHING} queries")
-    first, named = history[0].query if history else 0, set()
+    first, named = history[0].query if history else 0, set[str]()
     for change in changes:
         if change.query >= first:
-            meaning = CHANGES.get(change.what, change.what)
-            look = {"color": CHANGE_COLOURS.get(change.what, "0.5"), "linewidth": 1, "alpha": 0.8}
-            panel.axvline(change.query, **look, label=None if meaning in named else meaning)
-            named.add(meaning)
+            panel.axvline(change.query, linewidth=1, alpha=0.8, **change_look(change.what, named))
     panel.set(ylabel=name.replace("_per_", "/"))
     panel.set_ylim(bottom=0)

@@ -50,13 +50,18 @@ def chance(tree: StepTree, node: int) -> float:
     return math.exp(min(0.0, tree.log_probs[node - 1] - before))
 
 
+def _colour(colours: Sequence[str], forward: int) -> str:
+    """The colour of what a drafter's forward made; forwards count from 1."""
+    return colours[(forward - 1) % len(colours)]
+
+
 def show(tree: StepTree, console: Console) -> None:
     """Print the tree: a colour a forward, accepted nodes bold with a check mark."""
     below, accepted = children(tree), set(tree.accepted)
 
     def add(branch: Tree, node: int) -> None:
         for child in below[node]:
-            colour = TERMINAL_COLOURS[(tree.forwards[child - 1] - 1) % len(TERMINAL_COLOURS)]
+            colour = _colour(TERMINAL_COLOURS, tree.forwards[child - 1])
             taken = child in accepted
             text = Text(label(tree, child), style=f"bold {colour}" if taken else colour)
             add(branch.add(text.append(" ✓" if taken else "")), child)
@@ -66,7 +71,7 @@ def show(tree: StepTree, console: Console) -> None:
     console.print(root)
     key = Text("forward ")
     for forward in sorted(set(tree.forwards)):
-        key.append(f"{forward} ", style=TERMINAL_COLOURS[(forward - 1) % len(TERMINAL_COLOURS)])
+        key.append(f"{forward} ", style=_colour(TERMINAL_COLOURS, forward))
     console.print(key.append(f"· {len(tree.tokens)} nodes, {len(tree.accepted)} accepted ✓"))
 
 
@@ -112,7 +117,7 @@ def save(tree: StepTree, file: Path) -> None:
 
 
 def _draw_node(axes: Any, tree: StepTree, node: int, place: tuple[float, float], taken: bool) -> None:
-    colour = VERMILION if not node else PICTURE_COLOURS[(tree.forwards[node - 1] - 1) % len(PICTURE_COLOURS)]
+    colour = VERMILION if not node else _colour(PICTURE_COLOURS, tree.forwards[node - 1])
     box = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": colour, "linewidth": 2.4 if taken else 1}
     look: dict[str, Any] = {"weight": "bold" if taken else "normal", "fontsize": 8, "ha": "center", "va": "center"}
     # Matplotlib would read a dollar sign as mathematics.
@@ -124,13 +129,11 @@ def _key(tree: StepTree) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    forwards = sorted(set(tree.forwards))
-    colours = [PICTURE_COLOURS[(forward - 1) % len(PICTURE_COLOURS)] for forward in forwards]
     return [
         Patch(facecolor="white", edgecolor=VERMILION, label="root"),
         *[
-            Patch(facecolor="white", edgecolor=colour, label=f"drafted by forward {forward}")
-            for colour, forward in zip(colours, forwards, strict=True)
+            Patch(facecolor="white", edgecolor=_colour(PICTURE_COLOURS, forward), label=f"drafted by forward {forward}")
+            for forward in sorted(set(tree.forwards))
         ],
         Line2D([], [], color=BLACK, linewidth=2.4, label="accepted"),
     ]

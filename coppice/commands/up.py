@@ -4,8 +4,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -64,10 +62,9 @@ def up(
     options = {"policy": policy, "device": device, "dtype": dtype, "port": port, "adapt": adapt}
     replicas = {"verifiers": verifiers, "replicas": drafters, "orchestrators": orchestrators}
     extra = {"adapter": {"server.port": 0 if port == 0 else DEFAULT_ADAPTER_PORT}}
-    with _paths_in_one_line():
-        folder, name = find_model(model, target, revision)
-        spec = stack_spec(folder, head, name=name, **options, **replicas, extra=extra)
-        _run(Stack(spec, log_dir=log_dir), ready_file)
+    folder, name = find_model(model, target, revision)
+    spec = stack_spec(folder, head, name=name, **options, **replicas, extra=extra)
+    _run(Stack(spec, log_dir=log_dir), ready_file)
 
 
 def top(
@@ -154,16 +151,3 @@ def _write(stack: "Stack", ready_file: Path | None) -> None:
 
 def _partial(ready_file: Path) -> Path:
     return Path(f"{ready_file}.partial")
-
-
-@contextmanager
-def _paths_in_one_line() -> Iterator[None]:
-    """An error of a path is an InvalidField that names it."""
-    from coppice.errors import InvalidField
-
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            raise
-        raise InvalidField(str(error.filename), str(error.strerror)) from error

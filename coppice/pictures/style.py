@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -51,13 +52,18 @@ class Look(NamedTuple):
 def looks(names: Iterable[str]) -> dict[str, Look]:
     """Give each method the colour of its family, such as of `specblock` for `specblock-code`.
 
-    The second method of a colour has another line and another marker than the first.
+    Unknown families have colours that no family of these names has. The second method of a colour has another line and
+    another marker than the first.
     """
+    families = {name: re.split("[^a-z0-9]", name, maxsplit=1)[0] for name in names}
+    taken = {FAMILIES[family] for family in families.values() if family in FAMILIES}
+    free = itertools.cycle([colour for colour in UNKNOWN if colour not in taken] or UNKNOWN)
     found: dict[str, Look] = {}
     others: dict[str, str] = {}
-    for name in dict.fromkeys(names):
-        family = re.split("[^a-z0-9]", name, maxsplit=1)[0]
-        colour = FAMILIES.get(family) or others.setdefault(family, UNKNOWN[len(others) % len(UNKNOWN)])
+    for name, family in families.items():
+        if family not in FAMILIES and family not in others:
+            others[family] = next(free)
+        colour = FAMILIES.get(family) or others[family]
         before = sum(look.colour == colour for look in found.values())
         found[name] = Look(colour, LINES[before % len(LINES)], MARKERS[before % len(MARKERS)])
     return found

@@ -72,7 +72,7 @@ def test_every_method_is_timed_and_judged(
     assert rows["route:lookup/self", 0.0, one].row.heads == ("lookup", "self")
     assert ("tokens/s of plain over hf-generate, T=1" in [goal.name for goal in report.goals]) == bool(peers)
     said, total = capsys.readouterr().out, len(methods) * len(sessions) * 2 * (3 + len(warm_up))
-    assert re.search(rf"T=1, budget 6, {one} sessions: \d+ of {total} answers, \d+ s left\n", said)
+    assert re.search(rf"T=1, budget 6, {one} sessions?: \d+ of {total} answers, \d+ s left\n", said)
 
 
 def test_what_was_answered_before_a_failure_is_reported(

@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from coppice.adaptation.bandit import UPDATES
-from coppice.adaptation.picture import CHANGE_COLOURS, CHANGES, SMOOTHING, moving_mean
+from coppice.adaptation.picture import SMOOTHING, change_look, moving_mean
 from coppice.bench.adapt.lanes import NEW_TOKENS, Lane
 from coppice.bench.adapt.shift import STORIES, StreamQuery, mixed, programs, shifted
 from coppice.bench.asking import GREEDY, judged
@@ -228,17 +228,15 @@ def draw(rows: Sequence[AdaptRow], stream: Sequence[StreamQuery], file: Path) ->
 
     figure = Figure(figsize=(11, 6.8), layout="constrained")
     upper, lower, below = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 1.2))
-    styles, named = looks(row.row.method for row in rows), set()
+    styles, named = looks(row.row.method for row in rows), set[str]()
     for line, row in enumerate(rows):
         look = styles[row.row.method]
         style = {"color": look.colour, "linestyle": look.line, "label": row.row.method}
         upper.plot(moving_mean(row.query_tau), **style)
         lower.plot(moving_mean(row.query_tokens_per_s), **style)
         for change in row.changes:
-            meaning = CHANGES.get(change["what"], change["what"])
-            tick = {"color": CHANGE_COLOURS.get(change["what"], "0.5"), "markersize": 12, "markeredgewidth": 2}
-            below.plot(change["query"], line, "|", **tick, label="_" * (meaning in named) + meaning)
-            named.add(meaning)
+            tick = {"markersize": 12, "markeredgewidth": 2, **change_look(change["what"], named)}
+            below.plot(change["query"], line, "|", **tick)
     for at in range(len(stream)):
         if not at or stream[at].part != stream[at - 1].part:
             upper.annotate(
