@@ -36,9 +36,12 @@ class DrafterReplica(Replica):
         self.stub = DrafterServiceStub(self.channel)
         self.watch = AcceptanceWatch(())
         """whether it drafts as it was trained to; of one that nobody measured nothing is expected"""
+        self.weights_version = 0
+        """in use when it was last looked at"""
 
     def told(self, head: HeadDescription) -> None:
         """Take in what is expected of the head. A replica that has older weights than before was started anew."""
+        self.weights_version = head.weights_version
         if head.expected_acceptance != self.watch.expected or head.weights_version < self.watch.version:
             self.watch = AcceptanceWatch(head.expected_acceptance)
 

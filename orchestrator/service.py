@@ -265,19 +265,21 @@ class GenerationServicer:
         self, message: generation_pb2.DescribeModelRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.DescribeModelResponse:
         """What is served and how."""
-        return generation.model_to_wire(
-            ModelDescription(
-                name=self.target.name,
-                vocab_size=self.target.vocab_size,
-                max_len=self.target.max_len,
-                heads=tuple(self.heads),
-                policies=self.policies,
-                default_policy=self.default_policy.name,
-                default_budget=self.settings.orchestrator.budget,
-                has_tokenizer=self.codec is not None,
-                has_chat_template=self.codec is not None and self.codec.has_chat_template,
-                running=self.seats.used,
-                version=coppice.__version__,
-                repetition_penalty=self.target.repetition_penalty,
-            )
+        return generation.model_to_wire(self.describe())
+
+    def describe(self) -> ModelDescription:
+        """What is served and how, now."""
+        return ModelDescription(
+            name=self.target.name,
+            vocab_size=self.target.vocab_size,
+            max_len=self.target.max_len,
+            heads=tuple(self.heads),
+            policies=self.policies,
+            default_policy=self.default_policy.name,
+            default_budget=self.settings.orchestrator.budget,
+            has_tokenizer=self.codec is not None,
+            has_chat_template=self.codec is not None and self.codec.has_chat_template,
+            running=self.seats.used,
+            version=coppice.__version__,
+            repetition_penalty=self.target.repetition_penalty,
         )

@@ -13,7 +13,7 @@ from coppice.messages.generation import Finished, GenerationRequest, StepTree
 from coppice.messages.steps import NextRoot, SessionOpened, VerifyStep
 from coppice.speculation.policy import Policy
 from coppice.speculation.sampling import draw
-from coppice.speculation.tree import forwards_of, made_by, select
+from coppice.speculation.tree import made_by, makers
 
 from .account import Account
 from .drafting import Drafting
@@ -153,18 +153,23 @@ class Decoding:
         return token, 0.0 if row.raw_log_probs is None else float(row.raw_log_probs[at])
 
     def _shown(self, step: Step) -> StepTree:
-        """The verified tree for people to look at."""
-        verified = step.verified
-        tree = select(step.choice.tree, verified)
+        """The chosen tree, and what became of it, for people to look at."""
+        tree, verdict = step.choice.tree, step.judged
+        forwards, owners = makers(tree, [(draft.tree, made_by(draft.tree, draft.deltas)) for draft in step.drafts])
         return StepTree(
             root=step.root,
             tokens=tuple(tree.tokens.tolist()),
             parents=tuple(tree.parents.tolist()),
             log_probs=tuple(tree.log_probs.tolist()),
-            forwards=forwards_of(tree, [(draft.tree, made_by(draft.tree, draft.deltas)) for draft in step.drafts]),
+            forwards=forwards,
             pieces=tuple(self.output.piece(token) for token in tree.tokens.tolist()),
-            accepted=tuple(int(at) + 1 for at in np.searchsorted(verified, step.judged.accepted)),
+            accepted=verdict.accepted,
             root_piece=self.output.piece(step.root),
+            owners=owners,
+            cut=tuple(sorted(set(range(1, len(tree) + 1)).difference(step.verified.tolist()))),
+            routed=step.choice.routed,
+            draft_ns=step.draft_ns,
+            verify_ns=step.transport_ns + verdict.timings.total_ns,
         )
 
     # --- learn ---

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coppice.errors import Unavailable
-from coppice.telemetry import scrape
+from coppice.telemetry import head_of, scrape
 
 LOOK_S, WINDOW_S, ANSWER_S = 1.0, 10.0, 1.0
 """time between two looks, time that rates are of, and how long a page may take"""
@@ -150,7 +150,7 @@ def read(address: str) -> Page:
     page: Page = {}
     for sample in scrape(address, ANSWER_S):
         labels = sample.labels
-        label = labels.get("head") or labels.get("pool") or ""
+        label = head_of(sample)
         if sample.name == "coppice_model_info":
             label = f"{labels['model_name']}, {labels['dtype']}"
         page[sample.name, label] = page.get((sample.name, label), 0.0) + sample.value

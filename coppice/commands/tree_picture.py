@@ -56,14 +56,14 @@ def _colour(colours: Sequence[str], forward: int) -> str:
 
 
 def show(tree: StepTree, console: Console) -> None:
-    """Print the tree: a colour a forward, accepted nodes bold with a check mark."""
-    below, accepted = children(tree), set(tree.accepted)
+    """Print the tree: a colour a forward, accepted nodes bold with a check mark, what the verifier left out struck."""
+    below, accepted, cut = children(tree), set(tree.accepted), set(tree.cut)
 
     def add(branch: Tree, node: int) -> None:
         for child in below[node]:
             colour = _colour(TERMINAL_COLOURS, tree.forwards[child - 1])
             taken = child in accepted
-            text = Text(label(tree, child), style=f"bold {colour}" if taken else colour)
+            text = Text(label(tree, child), style=f"{'bold ' * taken}{'strike ' * (child in cut)}{colour}")
             add(branch.add(text.append(" ✓" if taken else "")), child)
 
     root = Tree(Text(label(tree, 0), style="red"))
@@ -72,7 +72,8 @@ def show(tree: StepTree, console: Console) -> None:
     key = Text("forward ")
     for forward in sorted(set(tree.forwards)):
         key.append(f"{forward} ", style=_colour(TERMINAL_COLOURS, forward))
-    console.print(key.append(f"· {len(tree.tokens)} nodes, {len(tree.accepted)} accepted ✓"))
+    left_out = f", {len(tree.cut)} left out" if tree.cut else ""
+    console.print(key.append(f"· {len(tree.tokens)} nodes, {len(tree.accepted)} accepted ✓{left_out}"))
 
 
 def places(tree: StepTree) -> dict[int, tuple[float, float]]:
@@ -105,6 +106,7 @@ def save(tree: StepTree, file: Path) -> None:
         # An edge goes down beside its parent and then to the right, so that no two cross.
         (left, top), (right, line) = at[parent], at[node]
         look: dict[str, Any] = {"color": BLACK if taken else "#B8B8B8", "linewidth": 2.4 if taken else 0.9}
+        look["linestyle"] = ":" if node in tree.cut else "-"
         axes.plot([left, left + 0.3, right], [top, line, line], zorder=1 + taken, **look)
         shown: dict[str, Any] = {"fontsize": 6, "color": "0.35", "ha": "right", "va": "bottom"}
         axes.text(right - 0.26, line - 0.04, f"{chance(tree, node):.0%}", zorder=4, **shown)

@@ -184,6 +184,12 @@ class OrchestratorSettings(Section):
     http_port: int = Field(
         -1, ge=-1, le=65535, description="port of OpenAI's API over HTTP; 0 takes a free one, -1 serves none"
     )
+    page: Literal["loopback", "always", "never"] = Field(
+        "loopback", description="when the HTTP port serves the page: while server.host is loopback, always, or never"
+    )
+    adapter: str = Field(
+        "", description="HOST:PORT of the adapter whose versions and decisions the page shows; empty: none"
+    )
     tokens: str = Field(
         "", description="file of clients' bearer tokens, NAME SHA256HEX [SESSIONS] a line; empty: anyone may ask"
     )

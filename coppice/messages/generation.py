@@ -68,7 +68,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class StepTree:
-    """The tree a step verified, by node: ids, parents (0: the root), cumulative log-scores, the drafter's forward that
+    """The tree a step chose, by node: ids, parents (0: the root), cumulative log-scores, the drafter's forward that
     made it (from 1) and its text; the numbers of the accepted nodes from the root down; the root's text."""
 
     root: int
@@ -79,6 +79,16 @@ class StepTree:
     pieces: tuple[str, ...]
     accepted: tuple[int, ...]
     root_piece: str = ""
+    owners: tuple[int, ...] = ()
+    """by node, the heads that drafted it: bit h is number h of `Started.heads`"""
+    cut: tuple[int, ...] = ()
+    """numbers of the nodes that the verifier left out"""
+    routed: int = -1
+    """the head whose tree it is; -1: nobody's, -2: a union"""
+    draft_ns: int = 0
+    """of waiting for drafts"""
+    verify_ns: int = 0
+    """from the verifier's question to its answer"""
 
 
 @dataclass(frozen=True, slots=True)

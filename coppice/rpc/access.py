@@ -46,7 +46,11 @@ ACCESS = {
         },
     ),
     "coppice.v1.AdapterService": ServiceAccess(
-        "adapter", dict.fromkeys(("GetStatus", "Pause", "Resume", "Rollback"), frozenset({"operator"}))
+        "adapter",
+        {
+            "GetStatus": frozenset({"operator", "orchestrator"}),
+            **dict.fromkeys(("Pause", "Resume", "Rollback"), frozenset({"operator"})),
+        },
     ),
     "coppice.v1.GenerationService": ServiceAccess("", {"Generate": frozenset(), "DescribeModel": frozenset()}),
 }

@@ -227,10 +227,15 @@ def made_by(tree: DraftTree, deltas: Sequence[int]) -> IntArray:
     return np.repeat(np.arange(1, len(deltas) + 1), deltas)
 
 
-def forwards_of(tree: DraftTree, drafts: Sequence[tuple[DraftTree, IntArray]]) -> tuple[int, ...]:
-    """Which forward of its drafter made each node; `drafts` are the heads' trees and the same of their nodes."""
-    made: dict[tuple[int, ...], int] = {}
-    for drafted, forwards in drafts:
+def makers(tree: DraftTree, drafts: Sequence[tuple[DraftTree, IntArray]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Which forward of its drafter made each node, and which heads drafted it as bits: bit h is head h.
+
+    `drafts` are the heads' trees and `made_by` of their nodes. What several heads drafted has the first one's forward.
+    """
+    made: dict[tuple[int, ...], tuple[int, int]] = {}
+    for head, (drafted, forwards) in enumerate(drafts):
         for path, forward in zip(paths(drafted), forwards.tolist(), strict=True):
-            made.setdefault(path, forward)
-    return tuple(made[path] for path in paths(tree))
+            first, owners = made.get(path, (forward, 0))
+            made[path] = first, owners | 1 << head
+    found = [made[path] for path in paths(tree)]
+    return tuple(forward for forward, _ in found), tuple(owners for _, owners in found)

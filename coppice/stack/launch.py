@@ -116,9 +116,10 @@ class Stack:
                 drafters.append((head, self._launch(name, "drafter", flags)))
         targets = [self._reached(verifier, deadline) for verifier in verifiers]
         heads = [f"{head.name}={self._reached(drafter, deadline)}" for head, drafter in drafters]
-        if spec.adapted:
-            self._launch(ADAPTER, "adapter", self._adapter_flags(heads)).wait_ready(deadline)
         flags = {**self._orchestrator_flags(), "orchestrator.verifiers": targets, "orchestrator.heads": heads}
+        if spec.adapted:
+            adapter = self._launch(ADAPTER, "adapter", self._adapter_flags(heads))
+            flags["orchestrator.adapter"] = self._reached(adapter, deadline)
         first, *others = _names("orchestrator", spec.orchestrators)
         orchestrators = [self._launch(first, "orchestrator", flags)]
         orchestrators += [self._launch(name, "orchestrator", {**flags, **_LOOPBACK}) for name in others]

@@ -70,7 +70,9 @@ _REQUEST = Shape(
     sampling=SAMPLING,
 )
 _STARTED = Shape(Started, generation.Started)
-_STEP_TREE = Shape(StepTree, generation.StepTree, parallel=("tokens", "parents", "log_probs", "forwards", "pieces"))
+_STEP_TREE = Shape(
+    StepTree, generation.StepTree, parallel=("tokens", "parents", "log_probs", "forwards", "pieces", "owners")
+)
 _CHUNK = Shape(
     Chunk,
     generation.Chunk,
@@ -126,6 +128,7 @@ def read_response(message: generation.GenerateResponse) -> Started | Chunk | Fin
     if isinstance(response, Chunk) and response.tree is not None:
         for number, parent in enumerate(response.tree.parents):
             limits.check_range("chunk.tree.parents", parent, 0, number)
-        for node in response.tree.accepted:
-            limits.check_range("chunk.tree.accepted", node, 1, len(response.tree.tokens))
+        for name in ("accepted", "cut"):
+            for node in getattr(response.tree, name):
+                limits.check_range(f"chunk.tree.{name}", node, 1, len(response.tree.tokens))
     return response

@@ -32,7 +32,8 @@ Events = AsyncGenerator[tuple[int, Event], None]
 """of all choices of a request, each with its choice's index"""
 
 _SEED_BITS = 32
-_PING_S = 15
+PING_S = 15
+"""between two signs of life in a stream"""
 _EVENT_BYTES, _TOKEN_BYTES = 256, 32  # of an event that waits to be read, about
 
 
@@ -69,7 +70,7 @@ def make_app(servicer: GenerationServicer) -> FastAPI:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        _check_model(name, target.name)
+        check_model(name, target.name)
         return served
 
     @app.post("/v1/completions")
@@ -82,7 +83,7 @@ def make_app(servicer: GenerationServicer) -> FastAPI:
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
-        _check_model(body.model, target.name)
+        check_model(body.model, target.name)
         if servicer.encoder is None:
             raise InvalidField("prompt", "this target has no tokenizer.json")
         prompt = [message.plain for message in body.messages] if body.messages else body.prompt
@@ -91,7 +92,7 @@ def make_app(servicer: GenerationServicer) -> FastAPI:
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, str]:
-        _check_model(body.model, target.name)
+        check_model(body.model, target.name)
         if servicer.codec is None:
             raise InvalidField("tokens", "this target has no tokenizer.json")
         if body.tokens and max(body.tokens) >= target.vocab_size:
@@ -101,22 +102,23 @@ def make_app(servicer: GenerationServicer) -> FastAPI:
     return app
 
 
-def _check_model(wanted: str, served: str) -> None:
+def check_model(wanted: str, served: str) -> None:
+    """Raise NotFound unless a body names the served model, or none."""
     if wanted and wanted != served:
         raise NotFound(f"the model {wanted!r} does not exist here; {served!r} is served")
 
 
 async def _answer(servicer: GenerationServicer, request: Request, body: CompletionBody | ChatBody) -> Response:
     """Answer all choices of a body, whole or as a stream. An error before the first event is a status."""
-    _check_model(body.model, servicer.target.name)
+    check_model(body.model, servicer.target.name)
     asked = body.requests(secrets.randbits(_SEED_BITS))
     answer = Answer(servicer.target.name, body, [seed for seed, _ in asked], partial(_text_of, servicer.codec))
     events = _events(servicer, [one for _, one in asked])
     if not body.stream:
-        return await _unless_gone(request, _whole(answer, events))
-    first = await _unless_gone(request, anext(events))
+        return await unless_gone(request, _whole(answer, events))
+    first = await unless_gone(request, anext(events))
     parts = _stream(answer, first, events)
-    return EventSourceResponse(parts, sep="\n", ping=_PING_S, send_timeout=servicer.settings.limits.idle_s)
+    return EventSourceResponse(parts, sep="\n", ping=PING_S, send_timeout=servicer.settings.limits.idle_s)
 
 
 async def _whole(answer: Answer, events: Events) -> Response:
@@ -146,7 +148,7 @@ def _text_of(codec: TextCodec | None, token: int) -> str:
     return codec.tokenizer.decode([token], skip_special_tokens=False) if codec else str(token)
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """What comes of some work. It ends when the client leaves."""
 
     async def left() -> None:

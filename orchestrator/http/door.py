@@ -18,13 +18,13 @@ from coppice.rpc.server import most_calls
 from coppice.v1 import generation_pb2
 
 from ..service import GenerationServicer
-from . import errors
+from . import errors, page
 
 log = structlog.get_logger()
 
-OPEN = frozenset({"/health", "/ping", "/ready", "/version"})
-"""Paths that need no token and are answered while the server is full or stops: probes ask them."""
-GENERATES = frozenset({"/v1/completions", "/v1/chat/completions"})
+OPEN = frozenset({"/health", "/ping", "/ready", "/version", *page.FILES})
+"""Paths that need no token and are answered while the server is full or stops: probes and browsers ask them."""
+GENERATES = frozenset({f"{path}{kind}" for path in ("/v1", "/trace") for kind in ("/completions", "/chat/completions")})
 _MOST_PARTS = 4096  # objects and lists of a body: a small one may unpack to many times its size
 _GENERATE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].methods_by_name["Generate"]
 

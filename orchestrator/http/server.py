@@ -15,10 +15,12 @@ from coppice.config.settings import Settings
 from coppice.errors import InvalidField
 from coppice.rpc.access import Access
 from coppice.rpc.certificates import Certificates
+from coppice.rpc.channels import Dialer
 
 from ..service import GenerationServicer
 from .app import make_app
 from .door import Door
+from .page import add_page, is_served
 
 log = structlog.get_logger()
 
@@ -44,7 +46,10 @@ class HttpServer:
         self._certificates = Certificates.read(settings.tls) if settings.tls.on else None
         if self._certificates is not None and not self._certificates.cert:
             raise InvalidField("tls.cert", "is missing: a server shows a certificate")
-        app = Door(make_app(servicer), servicer, access, draining)
+        routes = make_app(servicer)
+        if is_served(settings):
+            add_page(routes, servicer, Dialer(settings.limits, settings.tls))
+        app = Door(routes, servicer, access, draining)
         self._config = uvicorn.Config(
             app,
             host=settings.server.host,

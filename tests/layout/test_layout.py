@@ -200,6 +200,7 @@ BOUNDS = {
         Started.policy Started.heads StepTree.root_piece
         Chunk.text Chunk.ids Chunk.origins Chunk.log_probs Chunk.pieces
         StepTree.tokens StepTree.parents StepTree.log_probs StepTree.forwards StepTree.pieces StepTree.accepted
+        StepTree.owners StepTree.cut
         Finished.accept_lengths Finished.routed Finished.verified_nodes
         GenerateTimings.step_ns GenerateTimings.split_ns
         DescribeModelResponse.name DescribeModelResponse.heads DescribeModelResponse.policies

@@ -51,7 +51,7 @@ MAY_CALL = {
     "Draft": {"orchestrator"},
     "DescribeHead": {"orchestrator", "adapter"},
     "SyncWeights": {"adapter"},
-    "GetStatus": {"operator"},
+    "GetStatus": {"operator", "orchestrator"},
     "Pause": {"operator"},
     "Resume": {"operator"},
     "Rollback": {"operator"},

@@ -13,8 +13,8 @@ from coppice.speculation.tree import (
     TreeError,
     dedup,
     extend,
-    forwards_of,
     made_by,
+    makers,
     paths,
     prune,
     union,
@@ -257,11 +257,12 @@ def test_random_nonsense_is_a_tree_error_or_a_tree() -> None:
     assert reasons >= {"valid", "length-mismatch", "token-range", "parent-order", "log-prob"}
 
 
-def test_a_node_is_known_by_the_forward_that_made_it() -> None:
+def test_a_node_is_known_by_the_forward_and_the_heads_that_made_it() -> None:
     streamed = DraftTree(np.array([5, 6, 7, 8]), np.array([0, 1, 1, 2]), np.zeros(4, np.float32))
     at_once = DraftTree(np.array([5, 9, 4]), np.array([0, 1, 2]), np.zeros(3, np.float32))
     assert paths(streamed) == [(5,), (5, 6), (5, 7), (5, 6, 8)]
     drafts = [(streamed, made_by(streamed, [1, 3])), (at_once, made_by(at_once, [3]))]
-    assert forwards_of(streamed, drafts) == (1, 2, 2, 2)
-    assert forwards_of(at_once, drafts) == (1, 2, 3)
-    assert forwards_of(prune(streamed, 2)[0], drafts) == (1, 2)
+    assert makers(streamed, drafts) == ((1, 2, 2, 2), (0b11, 0b01, 0b01, 0b01))
+    assert makers(at_once, drafts) == ((1, 2, 3), (0b11, 0b10, 0b10))
+    assert makers(prune(streamed, 2)[0], drafts) == ((1, 2), (0b11, 0b01))
+    assert makers(union([streamed, at_once])[0], drafts)[1] == (0b11, 1, 1, 1, 0b11, 2, 2)

@@ -219,7 +219,7 @@ SAMPLES: dict[str, Case] = {
             (Origin.ROOT,),
             ("",),
             (),
-            StepTree(3, (4, 5), (0, 1), (-0.5, -1.0), (1, 2), ("a", "b"), (1,), "r"),
+            StepTree(3, (4, 5), (0, 1), (-0.5, -1.0), (1, 2), ("a", "b"), (1,), "r", (3, 1), (2,), -2, 5, 2**40),
         ),
         generation.response_to_wire,
         generation.read_response,
