@@ -66,11 +66,11 @@ def add_page(app: FastAPI, servicer: GenerationServicer, dialer: Dialer) -> None
 
 
 def _add_file(app: FastAPI, path: str, file: Path) -> None:
+    content = file.read_bytes()
+
     @app.get(path, include_in_schema=False)
     async def _file() -> Response:
         return Response(content, media_type=_TYPES[file.suffix], headers=HEADERS)
-
-    content = file.read_bytes()
 
 
 async def _trace(servicer: GenerationServicer, request: Request, body: CompletionBody | ChatBody) -> Response:

@@ -1,0 +1,110 @@
+"use strict";
+/* Steps through the trees of a trace: while it grows, and afterwards at any speed, both ways. */
+
+const GROW_BELOW = 4; // steps/s: faster than that a tree is drawn at once
+
+class Player {
+  /** text: the answer's TokenText, in which the shown step is marked. */
+  constructor(text) {
+    this.text = text;
+    this.tree = new TreeView($("tree"), $("node"));
+    this.curve = new CurveView($("curve"), (number) => this.go(number));
+    this.controls = Object.fromEntries([...$("controls").querySelectorAll("[name]")].map((one) => [one.name, one]));
+    const { first, back, play, forward, last, at } = this.controls;
+    first.onclick = () => this.go(0);
+    back.onclick = () => this.go(this.at - 1);
+    forward.onclick = () => this.go(this.at + 1);
+    last.onclick = () => this.follow();
+    play.onclick = () => (this.playing ? this.pause() : this.play());
+    at.oninput = () => this.go(Number(at.value) - 1);
+    $("scores").onchange = ({ target }) => {
+      this.tree.scores = target.checked;
+      this.#draw(false);
+    };
+    this.show(new Trace());
+  }
+
+  /** Show another trace, and follow it while it grows. */
+  show(trace) {
+    Object.assign(this, { trace, at: -1, follows: true });
+    this.pause();
+    this.tree.clear();
+    $("route").textContent = "";
+    this.grew();
+  }
+
+  /** Take in that the trace has more steps. */
+  grew() {
+    const { steps } = this.trace;
+    this.controls.at.max = Math.max(1, steps.length);
+    if (this.follows && steps.length) this.at = steps.length - 1;
+    this.#draw(false);
+  }
+
+  /** Show one step, and stay there. */
+  go(number) {
+    this.pause();
+    this.#move(number);
+  }
+
+  /** Show the latest step, and what comes after it. */
+  follow() {
+    this.pause();
+    this.follows = true;
+    this.grew();
+  }
+
+  play() {
+    if (!this.trace.steps.length) return;
+    if (this.at >= this.trace.steps.length - 1) this.#move(0);
+    this.playing = true;
+    this.controls.play.textContent = "Pause";
+    let before = performance.now();
+    const tick = (now) => {
+      if (!this.playing) return;
+      const passed = Math.floor(((now - before) / 1000) * this.speed);
+      if (passed) {
+        before += (passed / this.speed) * 1000;
+        this.#move(this.at + passed);
+        if (this.at === this.trace.steps.length - 1 && this.trace.finished) return this.pause();
+      }
+      requestAnimationFrame(tick);
+    };
+    requestAnimationFrame(tick);
+  }
+
+  pause() {
+    this.playing = false;
+    this.controls.play.textContent = "Play";
+  }
+
+  get speed() {
+    return Number(this.controls.speed.value);
+  }
+
+  #move(number) {
+    const last = this.trace.steps.length - 1;
+    if (last < 0) return;
+    this.follows = false;
+    this.at = Math.max(0, Math.min(last, number));
+    this.#draw(!this.playing || this.speed < GROW_BELOW);
+  }
+
+  #draw(grow) {
+    const { trace, at, controls } = this;
+    const count = trace.steps.length;
+    this.curve.show(trace, at);
+    for (const control of Object.values(controls)) control.disabled = !count && control !== controls.speed;
+    if (at < 0) return;
+    const step = trace.steps[at];
+    controls.at.value = at + 1;
+    controls.at.setAttribute("aria-valuetext", `Step ${at + 1} of ${count}, ${step.taken} tokens`);
+    const { draft_ns: drafting, verify_ns: verifying } = step.tree;
+    const times = `drafting ${(drafting / 1e6).toFixed(1)} ms, verifying ${(verifying / 1e6).toFixed(1)} ms`;
+    const cut = step.tree.cut.length ? `, ${step.tree.cut.length} cut` : "";
+    $("route").textContent =
+      `Step ${at + 1} of ${count}: ${trace.routeOf(step)}, ${step.tree.tokens.length} nodes${cut} · ${times}`;
+    this.tree.show(trace, at, grow);
+    this.text.mark(step);
+  }
+}
