@@ -17,6 +17,7 @@ from coppice.rpc.tokens import Tokens
 from coppice.telemetry import OrchestratorMetrics, SignalMetrics, serve_metrics
 from coppice.v1 import generation_pb2
 
+from .deployment import Deployment
 from .drafters import HeadPool, feature_layers
 from .feedback import Signals
 from .replicas import Pool
@@ -49,11 +50,13 @@ def _fit(pool: Pool[Any]) -> int:
     return sum(replica.fit for replica in pool.replicas)
 
 
-def _http_server(settings: Settings, servicer: GenerationServicer, serving: Serving) -> HttpServer:
+def _http_server(
+    settings: Settings, servicer: GenerationServicer, serving: Serving, deployment: Deployment
+) -> HttpServer:
     """The server of OpenAI's API, whose packages nobody else needs."""
     from .http.server import HttpServer
 
-    return HttpServer(settings, servicer, serving.access, serving.draining)
+    return HttpServer(settings, servicer, serving.access, serving.draining, deployment.look)
 
 
 async def serve(settings: Settings) -> int:
@@ -87,7 +90,8 @@ async def serve(settings: Settings) -> int:
     tokens = Tokens(told.tokens, metrics.client_requests) if told.tokens else None
     serving = Serving(settings.server, settings.limits, "orchestrator", settings.tls, tokens)
     port = serve_metrics(metrics.registry, settings.server.host, settings.server.metrics_port)
-    http = _http_server(settings, servicer, serving) if told.http_port >= 0 else None
+    deployment = Deployment(servicer, dialer)
+    http = _http_server(settings, servicer, serving, deployment) if told.http_port >= 0 else None
     if http is not None:
         serving.others["http"] = await http.start()
     await serving.start(

@@ -37,9 +37,8 @@ class Encoder:
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()  # one prompt after another: they share the services' cores
 
-    async def encode(self, prompt: str | Sequence[ChatMessage] | None) -> list[int]:
+    async def encode(self, prompt: str | Sequence[ChatMessage]) -> list[int]:
         """Ids of a text or of a conversation. Raises InvalidField, before any work when it is hopelessly long."""
-        prompt = () if prompt is None else prompt
         parts = [prompt] if isinstance(prompt, str) else [message.content for message in prompt]
         chars = sum(map(len, parts))
         if chars > self._most_ids * self._codec.longest:

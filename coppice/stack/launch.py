@@ -14,7 +14,7 @@ from coppice.config.sections import FEATURE_KINDS, DrafterSettings, VerifierSett
 from coppice.stack.preflight import preflight
 from coppice.stack.process import ProcessFailed, Ready, ServiceProcess
 from coppice.stack.redis_server import LocalRedis
-from coppice.stack.spec import HeadSpec, StackSpec, as_flags, checkout, module_of
+from coppice.stack.spec import HTTP_PORT, HeadSpec, StackSpec, as_flags, checkout, module_of
 
 MODULES = {
     "verifier": module_of("services.verifier"),
@@ -122,7 +122,8 @@ class Stack:
             flags["orchestrator.adapter"] = self._reached(adapter, deadline)
         first, *others = _names("orchestrator", spec.orchestrators)
         orchestrators = [self._launch(first, "orchestrator", flags)]
-        orchestrators += [self._launch(name, "orchestrator", {**flags, **_LOOPBACK}) for name in others]
+        flags = {**flags, **_LOOPBACK, HTTP_PORT: min(0, flags[HTTP_PORT])}
+        orchestrators += [self._launch(name, "orchestrator", flags) for name in others]
         for orchestrator in orchestrators:
             self._reached(orchestrator, deadline)
 
@@ -206,7 +207,7 @@ class Stack:
         """What `coppice up --ready-file` writes."""
         services = [{"name": name, **asdict(ready)} for name, ready in self.services.items()]
         first = self.orchestrator
-        return {"address": first.address, "metrics": first.metrics, "services": services}
+        return {"address": first.address, "metrics": first.metrics, "http": first.http, "services": services}
 
     def _launch(self, name: str, role: str, flags: Mapping[str, Any]) -> ServiceProcess:
         assert self.log_dir
@@ -257,6 +258,7 @@ class Stack:
         flags = {
             "orchestrator.target": self.spec.target,
             "orchestrator.budget": self.settings.orchestrator.budget,
+            HTTP_PORT: self.settings.orchestrator.http_port,
             "server.port": self.settings.server.port,
         }
         policy = self.settings.orchestrator.policy
@@ -274,5 +276,10 @@ def _names(stem: str, count: int) -> list[str]:
 
 def _ports(ready: Ready) -> dict[str, int]:
     """The ports a process took, as its flags."""
-    addresses = {"port": ready.address, "health_port": ready.health, "metrics_port": ready.metrics}
-    return {f"server.{name}": int(address.rpartition(":")[2]) for name, address in addresses.items() if address}
+    addresses = {
+        "server.port": ready.address,
+        "server.health_port": ready.health,
+        "server.metrics_port": ready.metrics,
+        HTTP_PORT: ready.http,
+    }
+    return {name: int(address.rpartition(":")[2]) for name, address in addresses.items() if address}

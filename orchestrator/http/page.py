@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,21 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from sse_starlette.sse import EventSourceResponse
 
+from coppice.client.completion import StreamEvent
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField
+from coppice.messages.generation import Chunk
 from coppice.rpc.certificates import is_loopback
-from coppice.rpc.channels import Dialer
-from coppice.wire.generation import request_to_wire
 
-from ..service import Event, GenerationServicer
 from . import errors
-from .app import PING_S, check_model, unless_gone
-from .bodies import ChatBody, CompletionBody
-from .deployment import Deployment
+from .answering import Answering, Events, unless_gone
+from .answers import LEAST_LOG_PROB, Json
+from .app import PING_S, check_model
+from .bodies import ChatBody, CompletionBody, naming_fields_of
+from .served import Served
+
+Look = Callable[[], Awaitable[Json]]
+"""What the deployment does; dataclasses in it are written field by field."""
 
 _FOLDER = Path(__file__).parent / "page"
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -46,23 +49,35 @@ def is_served(settings: Settings) -> bool:
     return wanted == "always" or (wanted == "loopback" and is_loopback(settings.server.host))
 
 
-def add_page(app: FastAPI, servicer: GenerationServicer, dialer: Dialer) -> None:
-    """Add the page's routes to the application over a servicer."""
-    deployment = Deployment(servicer, dialer)
+def add_page(app: FastAPI, served: Served, answering: Answering, look: Look) -> None:
+    """Add the page's routes to the application over a service."""
     for path, file in FILES.items():
         _add_file(app, path, file)
 
     @app.post("/trace/completions")
     async def trace_completion(body: CompletionBody, request: Request) -> Response:
-        return await _trace(servicer, request, body)
+        return await traced(body, request)
 
     @app.post("/trace/chat/completions")
     async def trace_chat(body: ChatBody, request: Request) -> Response:
-        return await _trace(servicer, request, body)
+        return await traced(body, request)
+
+    async def traced(body: CompletionBody | ChatBody, request: Request) -> Response:
+        """Stream the events of one answer and the tree of each step, as gRPC's Generate does, each as a JSON value."""
+        check_model(served, body.model)
+        with naming_fields_of(body):
+            asked, *others = body.requests()
+            if others:
+                raise InvalidField("n", "a trace is of one answer to one prompt")
+            asked = replace(asked, want_trees=True, want_log_probs=True, top_log_probs=0, want_prompt_log_probs=False)
+            events = answering.events([asked], request.headers)
+            first = await unless_gone(request, anext(events))
+        parts = _stream(first, events)
+        return EventSourceResponse(parts, sep="\n", ping=PING_S, send_timeout=served.settings.limits.idle_s)
 
     @app.get("/deployment")
-    async def look() -> Response:
-        return Response(_json(await deployment.look()), media_type="application/json")
+    async def deployment() -> Response:
+        return Response(_json(await look()), media_type="application/json")
 
 
 def _add_file(app: FastAPI, path: str, file: Path) -> None:
@@ -73,32 +88,22 @@ def _add_file(app: FastAPI, path: str, file: Path) -> None:
         return Response(content, media_type=_TYPES[file.suffix], headers=HEADERS)
 
 
-async def _trace(servicer: GenerationServicer, request: Request, body: CompletionBody | ChatBody) -> Response:
-    """Stream the events of one answer with the tree of each step, as gRPC's Generate does, each as a JSON value."""
-    check_model(body.model, servicer.target.name)
-    (_, asked), *others = body.requests(secrets.randbits(32))
-    if others:
-        raise InvalidField("n", "a trace is of one answer to one prompt")
-    traced = replace(asked, want_trees=True, want_log_probs=True, top_log_probs=0, want_prompt_log_probs=False)
-    events = servicer.answer(request_to_wire(traced), _event, len)
-    first = await unless_gone(request, anext(events))
-    return EventSourceResponse(
-        _stream(first, events), sep="\n", ping=PING_S, send_timeout=servicer.settings.limits.idle_s
-    )
-
-
-async def _stream(first: str, events: AsyncGenerator[str, None]) -> AsyncIterator[dict[str, str]]:
+async def _stream(first: tuple[int, StreamEvent], events: Events) -> AsyncIterator[dict[str, str]]:
+    """The events as data of server-sent events. An error is the last one."""
     async with contextlib.aclosing(events):
-        yield {"data": first}
         try:
-            async for event in events:
-                yield {"data": event}
+            one: tuple[int, StreamEvent] | None = first
+            while one is not None:
+                yield {"data": _event(one[1])}
+                one = await anext(events, None)
         except Exception as error:
             yield {"data": json.dumps(errors.told(error)[1])}
 
 
-def _event(event: Event) -> str:
+def _event(event: StreamEvent) -> str:
     """An event under the name that it has in GenerateResponse."""
+    if isinstance(event, Chunk):
+        event = replace(event, log_probs=tuple(max(LEAST_LOG_PROB, value) for value in event.log_probs))
     return _json({type(event).__name__.lower(): event})
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's API over HTTP, asked by OpenAI's own client and by plain HTTP, against real services of the demo's target."""
+"""OpenAI's API over HTTP, asked by real clients and by plain HTTP: real services of the demo's target."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
-from coppice.messages.steps import NextRoot, OpenSession, VerifyStep
+from coppice.messages.steps import NextRoot, OpenSession, VerifyStep, VerifyTimings
 from coppice.speculation.penalties import Penalties
 from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.speculation.tree import DraftTree
@@ -122,7 +122,7 @@ def decoded(sampling: SamplingParams, prompt: list[int], held: list[int], length
     table: Any = None
     session = Session(1, opening, table, 0, VOCAB)
     session.commit(text, None)
-    said: NextRoot | None = session.first_root(torch.from_numpy(logits_after(text)))
+    said: NextRoot | None = session.opened(torch.from_numpy(logits_after(text)), None, VerifyTimings()).next
     while said is not None and len(text) < length:
         assert said.row is not None
         root = draw(said.row.ids, said.row.log_probs, sampling.seed, len(text))

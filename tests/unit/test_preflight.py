@@ -33,6 +33,7 @@ def taken() -> Iterator[int]:
 
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """What `coppice up ARGUMENTS` says when it ends with exit code 2, which is one line."""
+    monkeypatch.setattr("coppice.stack.spec.DEFAULT_HTTP_PORT", 0)  # a free one
     monkeypatch.setattr(sys, "argv", ["coppice", "up", *map(str, arguments)])
     monkeypatch.setattr("coppice.stack.process.spawn", None)  # nothing is started
     with pytest.raises(SystemExit) as ended:
@@ -52,7 +53,7 @@ def test_a_port_in_use_is_one_line(
     )
 
 
-@pytest.mark.parametrize("name", ["server.port", "server.health_port", "server.metrics_port"])
+@pytest.mark.parametrize("name", ["server.port", "server.health_port", "server.metrics_port", "orchestrator.http_port"])
 @pytest.mark.parametrize("role", ["orchestrator", "adapter"])
 def test_every_fixed_port_is_tried(target: Path, taken: int, role: str, name: str) -> None:
     head = HeadSpec("block", "specblock", target)

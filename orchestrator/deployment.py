@@ -14,10 +14,10 @@ from coppice.telemetry import head_of
 from coppice.v1.adapter_pb2_grpc import AdapterServiceStub
 from coppice.wire import adapter
 
-from ..drafters import DrafterReplica
-from ..replicas import Replica
-from ..service import GenerationServicer
-from ..verifiers import VerifierReplica
+from .drafters import DrafterReplica
+from .replicas import Replica
+from .service import GenerationServicer
+from .verifiers import VerifierReplica
 
 _ADAPTER_S = 1.0
 _NOT_SHOWN = ("_bucket", "_created")  # of histograms and counters
