@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from coppice.machine import PROMISES
+from coppice.rpc.certificates import is_loopback
 from coppice.speculation.policy import Policy
 from coppice.stack.launch import Stack
 from coppice.stack.spec import DEFAULT_PORT, HeadSpec
@@ -97,7 +98,10 @@ def facts(stack: Stack, logs_stay: bool) -> Iterator[str]:
     if pages := metrics_pages(stack):
         yield f"         coppice top --address {','.join(pages)}"
     if http := stack.orchestrator.http:
-        yield f"OpenAI   {'https' if settings.tls.on else 'http'}://{http}/v1 is the base URL for OpenAI's clients"
+        address = f"{'https' if settings.tls.on else 'http'}://{http}"
+        yield f"OpenAI   {address}/v1 is the base URL for OpenAI's clients"
+        if settings.orchestrator.page != "never" and is_loopback(settings.server.host):
+            yield f"page     {address}/ shows answers, draft trees and this deployment"
 
 
 def metrics_pages(stack: Stack) -> list[str]:

@@ -63,6 +63,7 @@ def test_the_wheel_holds_one_package_without_models(wheel: Path) -> None:
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"coppice", "coppice_serve"}
     assert {"coppice/py.typed", "coppice/prompts/demo.jsonl", "coppice/services/verifier/__main__.py"} <= set(names)
     assert "coppice/v1/coppice.binpb" in names  # the contract for other languages
+    assert {"coppice/orchestrator/http/page/index.html", "coppice/orchestrator/http/page/main.js"} <= set(names)
     assert not [name for name in names if name.endswith((".safetensors", ".pyc", ".yaml"))]
 
 

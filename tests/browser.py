@@ -1,0 +1,51 @@
+"""The page in a real Chromium: what tests and the pictures of docs/ begin with."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from coppice.stack.spec import HeadSpec, StackSpec
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+"""where the system's Chromium is, if there is one"""
+HEADS = ("specblock-code", "lookup")
+
+
+def page_stack(**changes: Any) -> StackSpec:
+    """The demo's target with two heads, and the page at a free port."""
+    heads = tuple(map(HeadSpec.shipped, HEADS))
+    return StackSpec.demo(heads=heads, dtype="float32", http_port=0, **changes)
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A browser without a window."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def visiting(browser: Browser, address: str, **options: Any) -> Iterator[Page]:
+    """A page of its own at an address. Raises AssertionError for errors of the page, and requests to elsewhere."""
+    context = browser.new_context(**{"viewport": {"width": 1440, "height": 1000}, **options})
+    page, wrong = context.new_page(), list[str]()
+    page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("requestfailed", lambda request: wrong.append(f"{request.url}: {request.failure}"))
+    page.on("request", lambda one: None if one.url.startswith((origin_of(address), "blob:")) else wrong.append(one.url))
+    page.goto(address)
+    yield page
+    context.close()
+    assert wrong == []
+
+
+def origin_of(address: str) -> str:
+    """What the addresses of a site begin with; of a file its folder."""
+    return address.rpartition("/")[0]

@@ -1,0 +1,415 @@
+"""The page in a real browser on real services of the demo's target: what it shows is what the stream says."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from coppice.client.client import Client
+from coppice.config.settings import load_settings
+from coppice.pictures.style import looks
+from coppice.stack.launch import Stack
+from orchestrator.http.page import FILES, HEADERS, is_served
+from tests.browser import CHROMIUM, HEADS, chromium, page_stack, visiting
+
+ROOT = Path(__file__).parents[2]
+PROMPT, TOKENS = "def read_lines(path):\n", 48
+MARKUP = "<img src=x onerror=\"document.title='run'\">"
+UPDATES = 60
+FRAME_S = 1 / 20
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium")
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    # The machine that runs tests may be busy: no head is to be benched for that.
+    with Stack(page_stack(extra={"orchestrator": {"orchestrator.draft_deadline_ms": 2000}})) as running:
+        yield running
+
+
+@pytest.fixture
+def page(browser: Browser, stack: Stack) -> Iterator[Page]:
+    with visiting(browser, f"http://{stack.orchestrator.http}/") as visited:
+        expect(visited.locator("#model")).to_contain_text("float32")
+        yield visited
+
+
+@pytest.fixture(scope="module")
+def axe(pytestconfig: pytest.Config) -> str:
+    """The source of axe-core, kept between test runs."""
+    if not shutil.which("npm"):
+        pytest.skip("there is no npm")
+    assert pytestconfig.cache is not None
+    folder = pytestconfig.cache.mkdir("axe-core")
+    source = folder / "node_modules" / "axe-core" / "axe.min.js"
+    if not source.exists():
+        command = ["npm", "install", "--no-audit", "--no-fund", "axe-core@4"]
+        try:
+            subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=90)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+            pytest.skip("axe-core cannot be installed")
+    return source.read_text(encoding="utf-8")
+
+
+def asked(stack: Stack, path: str, body: Any = None) -> tuple[int, Any, bytes]:
+    """Status, headers and body of one call."""
+    connection = HTTPConnection(stack.orchestrator.http, timeout=30)
+    data = None if body is None else json.dumps(body)
+    connection.request("GET" if body is None else "POST", path, data, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    return response.status, response.headers, response.read()
+
+
+def events_of(stream: str) -> list[dict[str, Any]]:
+    """The events of a trace's stream."""
+    return [json.loads(line.removeprefix("data: ")) for line in stream.splitlines() if line.startswith("data: ")]
+
+
+def generate(page: Page, **fields: str) -> list[dict[str, Any]]:
+    """Have the playground generate an answer; the events that its stream held."""
+    form = page.locator("#ask")
+    for name, value in {"prompt": PROMPT, "tokens": str(TOKENS), "temperature": "0", **fields}.items():
+        field = form.locator(f"[name={name}]")
+        if name in ("policy", "kind"):
+            field.select_option(value)
+        else:
+            field.fill(value)
+    with page.expect_response("**/trace/**") as response:
+        form.get_by_role("button", name="Generate").click()
+    events = events_of(response.value.text())
+    page.wait_for_function("shown.finished && text.spans.length === shown.tokens.length")
+    return events
+
+
+def open_trace(page: Page, trace: dict[str, Any]) -> None:
+    content = json.dumps(trace).encode()
+    page.locator("#open").set_input_files({"name": "t.json", "mimeType": "application/json", "buffer": content})
+    page.wait_for_function("shown.finished")
+
+
+def made_trace(texts: list[str], nodes: list[str] | None = None, head: str = "lookup") -> dict[str, Any]:
+    """A trace of one step a token, each with the same tree: a chain of one accepted node, the others below the root."""
+    pieces = nodes or ["a", "b"]
+    tree = {
+        "root": 1,
+        "root_piece": pieces[0],
+        "tokens": list(range(len(pieces))),
+        "parents": [0] * len(pieces),
+        "log_probs": [-1.0 - at for at in range(len(pieces))],
+        "forwards": [1] * len(pieces),
+        "pieces": pieces,
+        "owners": [1] * len(pieces),
+        "accepted": [1],
+        "cut": [len(pieces)],
+        "routed": 0,
+        "draft_ns": 1_000_000,
+        "verify_ns": 2_000_000,
+    }
+    chunks = [
+        {
+            "text": text,
+            "ids": [0, 1],
+            "origins": [2, 1],
+            "pieces": [text, text],
+            "log_probs": [-0.1, -0.2],
+            "tree": tree,
+        }
+        for text in texts
+    ]
+    events = [
+        {"started": {"heads": [head], "policy": "route"}},
+        *({"chunk": chunk} for chunk in chunks),
+        {"finished": {"timings": {"decode_ns": 10**9}, "new_tokens": 2 * len(texts)}},
+    ]
+    return {"format": "coppice-trace-1", "model": "m", "asked": {}, "events": events}
+
+
+def test_the_text_and_every_token_are_those_of_the_stream_and_of_plain_decoding(page: Page, stack: Stack) -> None:
+    chunks = [event["chunk"] for event in generate(page, temperature="0.7", seed="5") if "chunk" in event]
+    with Client(stack.address) as client:
+        plain = client.generate(PROMPT, temperature=0.7, seed=5, max_new_tokens=TOKENS, policy="plain")
+    assert [token for chunk in chunks for token in chunk["ids"]] == list(plain.ids)
+    assert page.locator("#text").evaluate("panel => panel.textContent") == plain.text
+    looks_shown = page.evaluate("text.spans.map(span => span.className.includes('drafted') ? 2 : 1)")
+    assert looks_shown == [origin for chunk in chunks for origin in chunk["origins"]]
+    assert {1, 2} == set(looks_shown)
+    page.locator("#text").focus()
+    page.keyboard.press("Home")
+    expect(page.locator("#token")).to_contain_text("from the target · log-prob")
+    drafted = looks_shown.index(2)
+    for _ in range(drafted):
+        page.keyboard.press("ArrowRight")
+    expect(page.locator("#token")).to_contain_text("drafted by")
+
+
+def test_a_tree_is_drawn_as_the_stream_has_it(page: Page) -> None:
+    events = generate(page, policy="merge-dedup")
+    heads = events[0]["started"]["heads"]
+    trees = [event["chunk"]["tree"] for event in events if "chunk" in event and event["chunk"]["tree"]]
+    number = max(range(len(trees)), key=lambda at: len(trees[at]["accepted"]))
+    page.evaluate(f"player.go({number})")
+    tree, ends = trees[number], number == len(trees) - 1
+    nodes = page.locator("#tree [data-node]").evaluate_all(
+        "nodes => nodes.map(node => [Number(node.dataset.node), node.classList[1]])"
+    )
+    drawn = {node: fate for node, fate in nodes if 0 < node <= len(tree["tokens"])}
+    accepted, cut = set(tree["accepted"]), set(tree["cut"])
+    assert drawn == {
+        node: "accepted" if node in accepted else "cut" if node in cut else "rejected"
+        for node in range(1, len(tree["tokens"]) + 1)
+    }
+    assert len(nodes) == len(drawn) + 2 - ends  # the root, and what the target wanted
+    marks = page.locator("#tree [data-node] text").evaluate_all(
+        "all => all.map(one => one.querySelectorAll('.mark').length)"
+    )
+    assert sum(marks) == sum(owners.bit_count() for owners in tree["owners"])
+    assert max(tree["owners"]) <= 2 ** len(heads) - 1
+    expect(page.locator("#route")).to_contain_text(f"{len(tree['tokens'])} nodes")
+    expect(page.locator("#tree")).to_have_attribute("aria-label", f"{page.evaluate('player.tree.summary')}")
+    page.locator("#tree").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#node")).to_contain_text("accepted")
+    page.locator("#scores").check()
+    expect(page.locator("#tree .score")).to_have_count(len(tree["tokens"]))
+
+
+def test_steps_are_played_both_ways_and_a_saved_trace_opens_again(page: Page, tmp_path: Path) -> None:
+    generate(page)
+    count = page.evaluate("shown.steps.length")
+    title = page.locator("#route")
+    expect(title).to_contain_text(f"Step {count} of {count}")
+    controls = page.locator("#controls")
+    controls.get_by_role("button", name="First step").click()
+    controls.get_by_role("button", name="Step forward").click()
+    expect(title).to_contain_text("Step 2 of")
+    controls.get_by_role("button", name="Step back").click()
+    expect(title).to_contain_text("Step 1 of")
+    controls.get_by_role("slider", name="Step").fill(str(count - 1))
+    expect(title).to_contain_text(f"Step {count - 1} of")
+    controls.get_by_role("button", name="First step").click()
+    controls.get_by_role("combobox").select_option("20")
+    controls.get_by_role("button", name="Play").click()
+    expect(controls.get_by_role("button", name="Pause")).to_be_visible()
+    expect(title).to_contain_text(f"Step {count} of")  # and stops there
+    expect(controls.get_by_role("button", name="Play")).to_be_visible()
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save trace").click()
+    saved.value.save_as(tmp_path / "trace.json")
+    before = page.evaluate("JSON.stringify(shown)")
+    assert json.loads((tmp_path / "trace.json").read_text()) == json.loads(before)
+    page.locator("#open").set_input_files(tmp_path / "trace.json")
+    expect(title).to_contain_text(f"Step 1 of {count}")
+    assert page.evaluate("JSON.stringify(shown)") == before
+
+
+def test_side_by_side_says_that_two_policies_say_the_same(page: Page) -> None:
+    page.get_by_role("link", name="Side by side").click()
+    page.locator("#race [name=tokens]").fill(str(TOKENS))
+    page.locator("#race [name=prompt]").fill(PROMPT)
+    assert page.locator("#race [name=temperature]").input_value() == "1"
+    page.locator(".lane select").nth(1).select_option("route")
+    page.get_by_role("button", name="Compare").click()
+    ids = page.evaluate(
+        "async () => { for (;;) { const [a, b] = lanes.map(({trace}) => trace);"
+        " if (a?.finished && b?.finished) return [a, b].map(({tokens}) => tokens.map(({id}) => id));"
+        " await new Promise((done) => setTimeout(done, 20)); } }"
+    )
+    assert ids[0] == ids[1]
+    count = len(ids[0])
+    expect(page.locator("#verdict")).to_have_text(f"identical: {count} of {count} tokens")
+    for lane in range(2):
+        assert float(page.locator(".lane .meter dd").nth(3 * lane).inner_text()) > 0
+    assert page.evaluate("verdictOn([1, 2, 3], [1, 2, 4])").startswith("different from token 3 on: 2 of 3")
+    assert page.evaluate("verdictOn([1, 2, 3], [1, 2])").startswith("different from token 3 on: 2 of 3")
+
+
+def test_what_looks_like_markup_stays_text(page: Page, browser: Browser) -> None:
+    trace = made_trace([MARKUP, "b"], [MARKUP, MARKUP], head=MARKUP)
+
+    def shown_as_text(visited: Page) -> None:
+        open_trace(visited, trace)
+        expect(visited.locator("#text")).to_contain_text(MARKUP)
+        expect(visited.locator("#legend")).to_contain_text(MARKUP)
+        visited.locator("#tree [data-node='1']").hover()
+        expect(visited.locator("#node")).to_contain_text("<img")
+        assert visited.locator("img[src=x]").count() == 0
+        assert visited.title() == "Coppice"
+
+    shown_as_text(page)
+    with visiting(browser, next(iter(FILES.values())).parent.joinpath("index.html").as_uri()) as alone:
+        expect(alone.locator("#model")).to_contain_text("from a file")
+        shown_as_text(alone)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"format": "other"}, "its format"),
+        ({"events": []}, "does not begin"),
+        ({"events": [{"chunk": {"ids": [1], "origins": [], "pieces": [], "log_probs": []}}]}, "differ in length"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused_in_a_line(page: Page, change: dict[str, Any], says: str) -> None:
+    content = json.dumps(made_trace(["a"]) | change).encode()
+    page.locator("#open").set_input_files({"name": "t.json", "mimeType": "application/json", "buffer": content})
+    expect(page.locator("#ask-error")).to_contain_text("This file is not a trace")
+    expect(page.locator("#ask-error")).to_contain_text(says)
+
+
+def test_ten_thousand_tokens_and_trees_of_128_nodes_keep_up_with_twenty_updates_a_second(page: Page) -> None:
+    trace = made_trace([f" word{at % 97}" if at % 12 else "\n" for at in range(5000)], [f"n{at}" for at in range(128)])
+    open_trace(page, trace)
+    assert page.locator("#text span").count() >= 10_000
+    busy = page.evaluate(
+        """async (updates) => {
+          const chunk = shown.events[1].chunk;
+          player.follow();
+          const times = [];
+          for (let at = 0; at < updates; at += 1) {
+            await new Promise((done) => requestAnimationFrame(done));
+            const began = performance.now();
+            shown.add({ chunk });
+            drawAnswer();
+            // behind the frame in which it is drawn
+            await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+            times.push(performance.now() - began);
+          }
+          return times.sort((a, b) => a - b);
+        }""",
+        UPDATES,
+    )
+    median, worst = busy[UPDATES // 2] / 1e3, busy[-1] / 1e3
+    print(f"an update takes {1e3 * median:.1f} ms, at most {1e3 * worst:.1f} ms, with the wait for its frame")
+    assert page.evaluate("shown.steps.length") == 5000 + UPDATES
+    assert page.locator("#tree [data-node]").count() == 130
+    assert median < FRAME_S
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_serious_stands_in_the_way_of_people_who_cannot_see_well(
+    browser: Browser, stack: Stack, axe: str, scheme: Any
+) -> None:
+    with visiting(browser, f"http://{stack.orchestrator.http}/", color_scheme=scheme) as page:
+        expect(page.locator("#model")).to_contain_text("float32")
+        generate(page, tokens="16")
+        page.evaluate(axe)
+        for view in ("playground", "compare", "deployment"):
+            page.goto(f"http://{stack.orchestrator.http}/#{view}")
+            expect(page.locator(f"#{view}")).to_be_visible()
+            if view == "deployment":
+                expect(page.locator("#heads")).to_contain_text(HEADS[0])
+            found = page.evaluate("axe.run()")["violations"]
+            serious = {
+                (view, one["id"], node["html"][:120], node["failureSummary"][:200])
+                for one in found
+                if one["impact"] in ("serious", "critical")
+                for node in one["nodes"]
+            }
+            assert serious == set()
+
+
+@pytest.mark.parametrize("width", [360, 768, 2560])
+def test_no_width_scrolls_sideways(browser: Browser, stack: Stack, width: int) -> None:
+    size = {"width": width, "height": 900}
+    with visiting(browser, f"http://{stack.orchestrator.http}/", viewport=size) as page:
+        expect(page.locator("#model")).to_contain_text("float32")
+        open_trace(page, made_trace(["word " * 30], [f"node{at}" for at in range(20)]))
+        for view in ("playground", "compare", "deployment"):
+            page.goto(f"http://{stack.orchestrator.http}/#{view}")
+            expect(page.locator(f"#{view}")).to_be_visible()
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_conversation_goes_on(page: Page) -> None:
+    events = generate(page, kind="chat", prompt="Tell me a story.", tokens="12")
+    expect(page.locator("#turns li")).to_have_count(2)
+    said = "".join(event["chunk"]["text"] for event in events if "chunk" in event)
+    assert page.locator("#turns .assistant").evaluate("turn => turn.textContent") == said
+    generate(page, kind="chat", prompt="Go on.", tokens="12")
+    expect(page.locator("#turns li")).to_have_count(4)
+    assert page.evaluate("shown.asked.messages.length") == 3
+
+
+def test_an_error_is_told_in_the_servers_words(browser: Browser, stack: Stack) -> None:
+    status, _, body = asked(stack, "/trace/completions", {"prompt": PROMPT, "n": 2})
+    assert (status, json.loads(body)["error"]["param"]) == (400, "n")
+    _, _, body = asked(stack, "/trace/completions", {"prompt": PROMPT, "budget": 999})
+    page = browser.new_page()  # whose console tells of the refusal
+    page.goto(f"http://{stack.orchestrator.http}/")
+    expect(page.locator("#model")).to_contain_text("float32")
+    form = page.locator("#ask")
+    form.locator("[name=budget]").evaluate("field => { field.max = ''; field.value = '999'; }")
+    form.get_by_role("button", name="Generate").click()
+    expect(page.locator("#ask-error")).to_have_text(json.loads(body)["error"]["message"])
+    expect(form.get_by_role("button", name="Generate")).to_be_enabled()
+    page.close()
+
+
+def test_the_deployment_is_shown_and_a_fault_as_it_happens(page: Page, stack: Stack) -> None:
+    generate(page)
+    page.get_by_role("link", name="Deployment").click()
+    for name in HEADS:
+        expect(page.locator("#heads")).to_contain_text(name)
+    addresses = [ready.address for ready in stack.services.values() if ready.role in ("verifier", "drafter")]
+    for address in addresses:
+        expect(page.locator("#replicas")).to_contain_text(address)
+    expect(page.locator("#replicas .ill")).to_have_count(0)
+    told = json.loads(asked(stack, "/deployment")[2])
+    assert told["adapter"] is None
+    assert told["metrics"]["vllm:generation_tokens_total"][""] > 0
+    assert float(page.locator("#figures dd").nth(1).inner_text()) >= 1  # tau
+    drafter = stack.services[f"drafter-{HEADS[1]}"]
+    os.kill(drafter.pid, signal.SIGSTOP)
+    try:
+        expect(page.locator("#faults")).to_contain_text(f"{drafter.address}: does not answer", timeout=15_000)
+    finally:
+        os.kill(drafter.pid, signal.SIGCONT)
+    expect(page.locator("#faults")).to_contain_text(f"{drafter.address}: ready again", timeout=15_000)
+
+
+def test_every_file_is_served_under_a_strict_policy(stack: Stack) -> None:
+    for path in FILES:
+        status, headers, _ = asked(stack, path)
+        assert status == 200
+        assert {name: headers[name] for name in HEADERS} == HEADERS
+    assert "unsafe" not in HEADERS["Content-Security-Policy"]
+    status, _, body = asked(stack, "/trace/completions", {"prompt": PROMPT, "temperature": 0, "max_tokens": 8})
+    *_, finished = events_of(body.decode())
+    assert (status, finished["finished"]["new_tokens"]) == (200, 8)
+    assert math.isclose(sum(finished["finished"]["accept_lengths"]), 7)
+
+
+@pytest.mark.parametrize(
+    ("flags", "served"),
+    [
+        ([], True),
+        (["--server.host", "0.0.0.0"], False),
+        (["--server.host", "0.0.0.0", "--orchestrator.page", "always"], True),
+        (["--orchestrator.page", "never"], False),
+    ],
+)
+def test_by_default_the_page_is_for_loopback_alone(flags: list[str], served: bool) -> None:
+    assert is_served(load_settings(flags)) is served
+
+
+def test_heads_have_the_colours_of_the_pictures(page: Page) -> None:
+    names = ["specblock-code", "specblock-prose", "mine", "lookup", "my_own", "eagle3-code", "mine-2"]
+    assert page.evaluate("names => coloursOf(names)", names) == [look.colour for look in looks(names).values()]
