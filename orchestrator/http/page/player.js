@@ -36,9 +36,10 @@ class Player {
   /** Take in that the trace has more steps. */
   grew() {
     const { steps } = this.trace;
-    this.controls.at.max = Math.max(1, steps.length);
-    if (this.follows && steps.length) this.at = steps.length - 1;
-    this.#draw(false);
+    const before = this.at;
+    if (this.follows) this.at = steps.length - 1;
+    if (this.at === before) this.#tell();
+    else this.#draw(false);
   }
 
   /** Show one step, and stay there. */
@@ -91,12 +92,21 @@ class Player {
   }
 
   #draw(grow) {
+    this.#tell();
+    if (this.at < 0) return;
+    this.tree.show(this.trace, this.at, grow);
+    this.text.mark(this.trace.steps[this.at]);
+  }
+
+  /** Say which step is shown, and of how many. */
+  #tell() {
     const { trace, at, controls } = this;
     const count = trace.steps.length;
     this.curve.show(trace, at);
     for (const control of Object.values(controls)) control.disabled = !count && control !== controls.speed;
     if (at < 0) return;
     const step = trace.steps[at];
+    controls.at.max = count;
     controls.at.value = at + 1;
     controls.at.setAttribute("aria-valuetext", `Step ${at + 1} of ${count}, ${step.taken} tokens`);
     const { draft_ns: drafting, verify_ns: verifying } = step.tree;
@@ -104,7 +114,5 @@ class Player {
     const cut = step.tree.cut.length ? `, ${step.tree.cut.length} cut` : "";
     $("route").textContent =
       `Step ${at + 1} of ${count}: ${trace.routeOf(step)}, ${step.tree.tokens.length} nodes${cut} · ${times}`;
-    this.tree.show(trace, at, grow);
-    this.text.mark(step);
   }
 }

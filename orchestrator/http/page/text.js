@@ -28,8 +28,8 @@ class TokenText {
   /** Add what the trace has grown by. */
   append() {
     const { panel, trace } = this;
-    const follows = panel.scrollHeight - panel.scrollTop - panel.clientHeight < 40;
     if (this.spans.length === trace.tokens.length) return;
+    const follows = panel.scrollHeight - panel.scrollTop - panel.clientHeight < 40;
     while (this.spans.length < trace.tokens.length) this.#add(trace.tokens[this.spans.length]);
     if (follows) panel.scrollTop = panel.scrollHeight;
   }
