@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
@@ -22,6 +20,7 @@ from coppice.pictures.style import looks
 from coppice.stack.launch import Stack
 from orchestrator.http.page import FILES, HEADERS, is_served
 from tests.browser import CHROMIUM, HEADS, chromium, page_stack, visiting
+from tests.node import node_modules
 
 ROOT = Path(__file__).parents[2]
 PROMPT, TOKENS = "def read_lines(path):\n", 48
@@ -54,19 +53,8 @@ def page(browser: Browser, stack: Stack) -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def axe(pytestconfig: pytest.Config) -> str:
-    """The source of axe-core, kept between test runs."""
-    if not shutil.which("npm"):
-        pytest.skip("there is no npm")
-    assert pytestconfig.cache is not None
-    folder = pytestconfig.cache.mkdir("axe-core")
-    source = folder / "node_modules" / "axe-core" / "axe.min.js"
-    if not source.exists():
-        command = ["npm", "install", "--no-audit", "--no-fund", "axe-core@4"]
-        try:
-            subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=90)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
-            pytest.skip("axe-core cannot be installed")
-    return source.read_text(encoding="utf-8")
+    """The source of axe-core."""
+    return (node_modules(pytestconfig, "axe", "axe-core@4") / "axe-core" / "axe.min.js").read_text(encoding="utf-8")
 
 
 def asked(stack: Stack, path: str, body: Any = None) -> tuple[int, Any, bytes]:
