@@ -143,7 +143,7 @@ class Chunk(_message.Message):
     def __init__(self, text: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[TokenOrigin, str]]] = ..., log_probs: _Optional[_Iterable[float]] = ..., pieces: _Optional[_Iterable[str]] = ..., tree: _Optional[_Union[StepTree, _Mapping]] = ..., top: _Optional[_Iterable[_Union[_common_pb2.TopLogProbs, _Mapping]]] = ...) -> None: ...
 
 class StepTree(_message.Message):
-    __slots__ = ("tokens", "parents", "log_probs", "forwards", "pieces", "accepted", "root", "root_piece")
+    __slots__ = ("tokens", "parents", "log_probs", "forwards", "pieces", "accepted", "root", "root_piece", "owners", "cut", "routed", "draft_ns", "verify_ns")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +152,11 @@ class StepTree(_message.Message):
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     ROOT_FIELD_NUMBER: _ClassVar[int]
     ROOT_PIECE_FIELD_NUMBER: _ClassVar[int]
+    OWNERS_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_NS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_NS_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     parents: _containers.RepeatedScalarFieldContainer[int]
     log_probs: _containers.RepeatedScalarFieldContainer[float]
@@ -160,7 +165,12 @@ class StepTree(_message.Message):
     accepted: _containers.RepeatedScalarFieldContainer[int]
     root: int
     root_piece: str
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., forwards: _Optional[_Iterable[int]] = ..., pieces: _Optional[_Iterable[str]] = ..., accepted: _Optional[_Iterable[int]] = ..., root: _Optional[int] = ..., root_piece: _Optional[str] = ...) -> None: ...
+    owners: _containers.RepeatedScalarFieldContainer[int]
+    cut: _containers.RepeatedScalarFieldContainer[int]
+    routed: int
+    draft_ns: int
+    verify_ns: int
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., forwards: _Optional[_Iterable[int]] = ..., pieces: _Optional[_Iterable[str]] = ..., accepted: _Optional[_Iterable[int]] = ..., root: _Optional[int] = ..., root_piece: _Optional[str] = ..., owners: _Optional[_Iterable[int]] = ..., cut: _Optional[_Iterable[int]] = ..., routed: _Optional[int] = ..., draft_ns: _Optional[int] = ..., verify_ns: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("finish_reason", "prompt_tokens", "new_tokens", "steps", "accept_lengths", "routed", "verified_nodes", "late_drafts", "bad_drafts", "timings")
