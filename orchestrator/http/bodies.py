@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from coppice.client.request import Options, build_request
 from coppice.errors import InvalidField
@@ -40,7 +40,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 """Fields that are not served, and their values that ask for nothing: clients send these."""
 
-List = Annotated[list[T], FailFast()]
+List = Annotated[list[T], Field(fail_fast=True)]
 """A list of which the first bad entry is told: it may have a million."""
 
 
