@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,7 @@ HEADS = ("specblock-code", "lookup")
 def page_stack(**changes: Any) -> StackSpec:
     """The demo's target with two heads, and the page at a free port."""
     heads = tuple(map(HeadSpec.shipped, HEADS))
-    return StackSpec.demo(heads=heads, dtype="float32", http_port=0, **changes)
+    return StackSpec.demo(heads=heads, dtype="float32", http_port=0, verifier_threads=1, drafter_threads=1, **changes)
 
 
 @contextmanager
@@ -43,7 +44,15 @@ def visiting(browser: Browser, address: str, **options: Any) -> Iterator[Page]:
     page.goto(address)
     yield page
     context.close()
-    assert wrong == []
+    assert not wrong, wrong
+
+
+def until(page: Page, expression: str, within_s: float = 60.0) -> None:
+    """Wait until an expression is true on a page. Its policy forbids the polling that playwright brings along."""
+    end = time.monotonic() + within_s
+    while not page.evaluate(expression):
+        assert time.monotonic() < end, expression
+        page.wait_for_timeout(50)
 
 
 def origin_of(address: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from coppice.stack.launch import Stack
-from tests.browser import chromium, page_stack, visiting
+from tests.browser import chromium, page_stack, until, visiting
 
 DOCS = Path(__file__).parents[1] / "docs"
 PROMPT = "def mean(values):\n    "
@@ -29,7 +29,7 @@ def main() -> None:
             page.locator("#ask [name=temperature]").fill("0")
             page.locator("#ask [name=policy]").select_option("merge-dedup")
             page.get_by_role("button", name="Generate").click()
-            page.wait_for_function("shown.finished")
+            until(page, "shown.finished")
             best = "shown.steps.reduce((best, step, at) => (step.taken > shown.steps[best].taken ? at : best), 0)"
             page.evaluate(f"player.go({best})")
             page.wait_for_timeout(1000)  # until the tree has grown
