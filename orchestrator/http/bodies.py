@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from coppice.client.request import Options, build_request
+from coppice.client.request import Options, Prompt, build_request
 from coppice.errors import InvalidField
 from coppice.limits import MAX_BIASES, MAX_TOP_LOG_PROBS
 from coppice.messages.generation import ChatMessage, GenerationRequest
@@ -39,8 +39,20 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 """Fields that are not served, and their values that ask for nothing: clients send these."""
 
-List = Annotated[list[T], FailFast()]
+List = Annotated[list[T], Field(fail_fast=True)]
 """A list of which the first bad entry is told: it may have a million."""
+
+
+def _check_unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_check_unicode)]
+"""A string that can be sent on: JSON can spell others."""
 
 
 class Object(BaseModel):
@@ -67,7 +79,7 @@ class StreamOptions(Object):
 class Body(Object):
     """A request's body."""
 
-    model: Annotated[str, Field(description="the served model's name; empty: whichever is served")] = ""
+    model: Annotated[Text, Field(description="the served model's name; empty: whichever is served")] = ""
 
 
 class Sampled(Body):
@@ -82,14 +94,14 @@ class Sampled(Body):
     presence_penalty: float = 0.0
     logit_bias: Annotated[dict[str, Any], Field(description="numbers by token id")] = {}
     seed: Annotated[int | None, Field(description="of choice 0; choice i has seed + i; none: one is drawn")] = None
-    stop: str | List[str] = []
+    stop: Text | List[Text] = []
     min_tokens: Annotated[int, Field(ge=0, description="new tokens before which nothing ends the text")] = 0
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     stream: bool = False
     stream_options: Annotated[StreamOptions | None, Field(description="only with stream")] = None
     ignore_eos: bool = False
-    user: Annotated[str, Field(description="taken, and used for nothing")] = ""
-    policy: Annotated[str, Field(description="Coppice's: plain, single:HEAD, route, merge, auto, ...")] = ""
+    user: Annotated[Text, Field(description="taken, and used for nothing")] = ""
+    policy: Annotated[Text, Field(description="Coppice's: plain, single:HEAD, route, merge, auto, ...")] = ""
     budget: Annotated[int | None, Field(description="Coppice's: draft nodes verified a step")] = None
     include_metrics: Annotated[bool, Field(description="also answer vLLM's metrics.speculative_decoding")] = False
 
@@ -147,16 +159,18 @@ class Sampled(Body):
         """Whether the answer begins with the prompt."""
         return False
 
-    def seeds(self) -> Iterator[int]:
-        """The seed of each choice; the first one is drawn when the body has none."""
+    def choices(self, prompt: Prompt, options: Options, **told: Any) -> Iterator[GenerationRequest]:
+        """The request of each choice of a prompt; a seed is drawn when the body has none. Raises InvalidField."""
         first = SamplingParams().with_seed().seed if self.seed is None else self.seed
-        return iter(range(first, first + self.n))
+        for seed in range(first, first + self.n):
+            options["seed"] = seed
+            yield replace(build_request(prompt, **options), min_tokens=self.min_tokens, **told)
 
 
 class CompletionBody(Sampled):
     """The body of POST /v1/completions."""
 
-    prompt: Annotated[str | List[str] | List[int] | List[List[int]], Field(description="text or ids, one or several")]
+    prompt: Annotated[Text | List[Text] | List[int] | List[List[int]], Field(description="text or ids, one or several")]
     max_tokens: Annotated[int, Field(ge=0, description="0 only with echo")] = _COMPLETION_TOKENS
     logprobs: Annotated[
         int | None,
@@ -197,15 +211,11 @@ class CompletionBody(Sampled):
     def requests(self) -> list[GenerationRequest]:
         """The request of each choice, prompt by prompt. Raises InvalidField."""
         options: Options = {**self.options("max_tokens", self.max_tokens or 1), "log_probs": self.scored}
-        told: dict[str, Any] = {
-            "top_log_probs": self.logprobs or 0,
-            "want_prompt_log_probs": self.echo and self.scored,
-            "min_tokens": self.min_tokens,
-        }
+        scored = self.echo and self.scored
         return [
-            replace(build_request(prompt, **{**options, "seed": seed}), **told)
+            request
             for prompt in self.prompts()
-            for seed in self.seeds()
+            for request in self.choices(prompt, options, top_log_probs=self.logprobs or 0, want_prompt_log_probs=scored)
         ]
 
 
@@ -213,14 +223,14 @@ class TextPart(Object):
     """A part of a message's content."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(Object):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | List[TextPart]
+    content: Text | List[TextPart]
 
     @property
     def plain(self) -> ChatMessage:
@@ -259,14 +269,13 @@ class ChatBody(Sampled):
         most = self.max_completion_tokens or self.max_tokens or 0
         options: Options = {**self.options(self.name_of("max_new_tokens"), most), "log_probs": self.logprobs}
         messages = [message.plain for message in self.messages]
-        told: dict[str, Any] = {"top_log_probs": self.top_logprobs, "min_tokens": self.min_tokens}
-        return [replace(build_request(messages, **{**options, "seed": seed}), **told) for seed in self.seeds()]
+        return list(self.choices(messages, options, top_log_probs=self.top_logprobs))
 
 
 class TokenizeBody(Body):
     """The body of POST /tokenize: `prompt` or `messages`."""
 
-    prompt: str | None = None
+    prompt: Text | None = None
     messages: Annotated[List[Message] | None, Field(min_length=1)] = None
     add_special_tokens: Literal[True] = True
 
