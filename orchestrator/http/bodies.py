@@ -128,43 +128,45 @@ class Sampled(Body):
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def options(self, limit: str, most: int) -> Options:
-        """The options of choice 0, but for its seed. limit: what the body calls the limit of tokens, `most`."""
-        if self.min_tokens > most > 0:
-            raise InvalidField("min_tokens", f"{self.min_tokens} is more than {limit}, {most}")
-        if len(self.logit_bias) > MAX_BIASES:
-            raise InvalidField("logit_bias", f"has {len(self.logit_bias)} entries, allowed are {MAX_BIASES}")
-        try:
-            bias = {int(token): value for token, value in self.logit_bias.items()}
-        except ValueError:
-            raise InvalidField("logit_bias", "has a key that is no token id") from None
-        return {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": max(0, self.top_k),
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "presence_penalty": self.presence_penalty,
-            "logit_bias": bias,
-            "max_new_tokens": most,
-            "stop": self.stop,
-            "ignore_eos": self.ignore_eos,
-            "policy": self.policy,
-            "budget": self.budget,
-        }
-
     @property
     def echoes(self) -> bool:
         """Whether the answer begins with the prompt."""
         return False
 
-    def choices(self, prompt: Prompt, options: Options, **told: Any) -> Iterator[GenerationRequest]:
-        """The request of each choice of a prompt; a seed is drawn when the body has none. Raises InvalidField."""
-        first = SamplingParams().with_seed().seed if self.seed is None else self.seed
-        for seed in range(first, first + self.n):
-            options["seed"] = seed
-            yield replace(build_request(prompt, **options), min_tokens=self.min_tokens, **told)
+
+def _options(body: Sampled, limit: str, most: int) -> Options:
+    """The options of choice 0, but for its seed. limit: what the body calls the limit of tokens, `most`."""
+    if body.min_tokens > most > 0:
+        raise InvalidField("min_tokens", f"{body.min_tokens} is more than {limit}, {most}")
+    if len(body.logit_bias) > MAX_BIASES:
+        raise InvalidField("logit_bias", f"has {len(body.logit_bias)} entries, allowed are {MAX_BIASES}")
+    try:
+        bias = {int(token): value for token, value in body.logit_bias.items()}
+    except ValueError:
+        raise InvalidField("logit_bias", "has a key that is no token id") from None
+    return {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": max(0, body.top_k),
+        "min_p": body.min_p,
+        "repetition_penalty": body.repetition_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "presence_penalty": body.presence_penalty,
+        "logit_bias": bias,
+        "max_new_tokens": most,
+        "stop": body.stop,
+        "ignore_eos": body.ignore_eos,
+        "policy": body.policy,
+        "budget": body.budget,
+    }
+
+
+def _choices(body: Sampled, prompt: Prompt, options: Options, **told: Any) -> Iterator[GenerationRequest]:
+    """The request of each choice of a prompt; a seed is drawn when the body has none. Raises InvalidField."""
+    first = SamplingParams().with_seed().seed if body.seed is None else body.seed
+    for seed in range(first, first + body.n):
+        options["seed"] = seed
+        yield replace(build_request(prompt, **options), min_tokens=body.min_tokens, **told)
 
 
 class CompletionBody(Sampled):
@@ -210,13 +212,9 @@ class CompletionBody(Sampled):
 
     def requests(self) -> list[GenerationRequest]:
         """The request of each choice, prompt by prompt. Raises InvalidField."""
-        options: Options = {**self.options("max_tokens", self.max_tokens or 1), "log_probs": self.scored}
-        scored = self.echo and self.scored
-        return [
-            request
-            for prompt in self.prompts()
-            for request in self.choices(prompt, options, top_log_probs=self.logprobs or 0, want_prompt_log_probs=scored)
-        ]
+        options: Options = {**_options(self, "max_tokens", self.max_tokens or 1), "log_probs": self.scored}
+        told = {"top_log_probs": self.logprobs or 0, "want_prompt_log_probs": self.echo and self.scored}
+        return [request for prompt in self.prompts() for request in _choices(self, prompt, options, **told)]
 
 
 class TextPart(Object):
@@ -267,9 +265,9 @@ class ChatBody(Sampled):
     def requests(self) -> list[GenerationRequest]:
         """The request of each choice. Raises InvalidField."""
         most = self.max_completion_tokens or self.max_tokens or 0
-        options: Options = {**self.options(self.name_of("max_new_tokens"), most), "log_probs": self.logprobs}
+        options: Options = {**_options(self, self.name_of("max_new_tokens"), most), "log_probs": self.logprobs}
         messages = [message.plain for message in self.messages]
-        return list(self.choices(messages, options, top_log_probs=self.top_logprobs))
+        return list(_choices(self, messages, options, top_log_probs=self.top_logprobs))
 
 
 class TokenizeBody(Body):

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
@@ -569,14 +570,16 @@ def test_lm_eval_itself_is_answered(stack: Stack, url: str, reference: Reference
     assert said["filtered_resps"] == [answer]
 
 
-def test_the_documented_examples_are_answered(stack: Stack, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_documented_examples_are_answered(url: str) -> None:
     page = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(example.replace("http://127.0.0.1:8000/v1", url), {})
-    assert re.search(r" \d+\.\d+\n$", capsys.readouterr().out)
+    command = [sys.executable, "-c", example.replace("http://127.0.0.1:8000/v1", url)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert re.search(r" \d+\.\d+\n$", run.stdout), run.stderr
     (curl,) = re.findall(r"```\n(curl .*?)```", page, re.DOTALL)
-    run = subprocess.run(["sh", "-c", curl.replace("http://127.0.0.1:8000/v1", url)], capture_output=True, timeout=30)
-    assert json.loads(run.stdout)["usage"]["completion_tokens"] == 32
+    curl = curl.replace("http://127.0.0.1:8000/v1", url)
+    answer = subprocess.run(["sh", "-c", curl], capture_output=True, timeout=30)
+    assert json.loads(answer.stdout)["usage"]["completion_tokens"] == 32
 
 
 def test_a_server_that_stops_ends_a_stream_with_an_error(stack: Stack) -> None:
