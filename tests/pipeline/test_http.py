@@ -43,7 +43,12 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     logs = tmp_path_factory.mktemp("logs")
     told = {"limits.sessions": SEATS, "limits.queued": 0, "server.grace_s": 0.5}
     spec = StackSpec.demo(
-        heads=tuple(map(HeadSpec.shipped, HEADS)), dtype="float32", http_port=0, extra={"orchestrator": told}
+        heads=tuple(map(HeadSpec.shipped, HEADS)),
+        dtype="float32",
+        http_port=0,
+        verifier_threads=1,
+        drafter_threads=1,
+        extra={"orchestrator": told},
     )
     with Stack(spec, log_dir=logs) as running:
         yield running
