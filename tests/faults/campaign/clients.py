@@ -142,7 +142,9 @@ async def _overloaded(rig: Rig, row: FaultRow, times: int) -> None:
     row.checks.append(Check.at_least(f"{row.fault}: goodput over the peak", share, GOODPUT_SHARE))
     if min(refusals, len(seen.refused)) < seats:
         row.weak.append(f"{refusals} requests were refused, {len(seen.refused)} of those that were timed")
-    row.checks.append(Check.at_most(f"{row.fault}: rejection p99, s", percentile(seen.refused, 0.99), REJECTED_S[times]))
+    row.checks.append(
+        Check.at_most(f"{row.fault}: rejection p99, s", percentile(seen.refused, 0.99), REJECTED_S[times])
+    )
     row.checks += _healthy(row, seen)
     await rig.settle(row)
 
