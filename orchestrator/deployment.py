@@ -15,7 +15,7 @@ from coppice.v1.adapter_pb2_grpc import AdapterServiceStub
 from coppice.wire import adapter
 
 from .drafters import DrafterReplica
-from .replicas import Replica
+from .replicas import Pool, Replica
 from .service import GenerationServicer
 from .verifiers import VerifierReplica
 
@@ -34,7 +34,7 @@ class Deployment:
     async def look(self) -> dict[str, Any]:
         """What is so now; dataclasses in it are to be written field by field."""
         servicer = self._servicer
-        pools = [servicer.verifiers, *servicer.heads.values()]
+        pools: list[Pool[Any]] = [servicer.verifiers, *servicer.heads.values()]
         return {
             "model": servicer.describe(),
             "dtype": servicer.target.dtype,
