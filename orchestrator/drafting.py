@@ -69,9 +69,15 @@ class Drafting:
                 head.reject(draft, step.start, step.offered, verdict.rejection)
 
     def calibrate(self, step: Step) -> None:
-        """Learn what the heads' confidences are worth, from every node that the text says something about."""
-        for head, draft in zip(self._heads, step.drafts, strict=True):
-            if len(draft.tree):
+        """Learn what the heads' confidences are worth, from every node that the text says something about.
+
+        Those of a prediction are worth what they say, and belong to this request alone.
+        """
+        for at, (head, draft) in enumerate(zip(self._heads, step.drafts, strict=True)):
+            if head.opening.prediction:
+                if step.choice.routed in (at, UNION):
+                    head.prediction.learn(step, draft)
+            elif len(draft.tree):
                 head.pool.calibration.observe(step_log_probs(draft.tree), *outcomes(draft.tree, step.offered))
                 if draft.replica is not None and draft.replica.watch.expected and head.is_measured:
                     head.pool.judge(draft.replica, best_path(draft.tree, step.offered), draft.weights_version)

@@ -21,6 +21,7 @@ from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import generation_pb2
 from coppice.wire import generation
 
+from . import prediction
 from .account import Account
 from .auto.chooser import Chooser
 from .auto.text_estimates import TextEstimates
@@ -132,6 +133,7 @@ class GenerationServicer:
             async with self.seats.admit():
                 account.admitted()
                 ids = await self._prompt_ids(request)
+                request = replace(request, prediction_text=None, prediction_ids=await self._prediction_ids(request))
                 finished = await self._decode(request, ids, self._plan(request, len(ids)), send, account)
             finished.timings.queue_ns = account.queue_ns
             send(finished)
@@ -157,6 +159,9 @@ class GenerationServicer:
         session = account.id
         pools = [self.heads[name] for name in plan.policy.heads]
         layers = await feature_layers(pools if plan.budget else [], "policy")
+        if request.prediction_ids and all(pool.kind and pool.kind not in prediction.KINDS for pool in pools):
+            why = f"no head of policy {plan.policy.name} drafts from one"
+            raise InvalidField("prediction", f"{why}; heads of kind {', '.join(prediction.KINDS)} do")
         heads = [self._head_session(pool, session, request, plan) for pool in pools]
         asks = self.signals is not None and any(head.opening.want_misses for head in heads)
         prompt_tokens = len(ids) - len(request.resume_ids)
@@ -197,6 +202,8 @@ class GenerationServicer:
         load, finished = self.seats.used, False
         try:
             result = await decoding.run(start)
+            result.accepted_prediction_tokens = sum(head.prediction.accepted for head in heads)
+            result.rejected_prediction_tokens = sum(head.prediction.rejected for head in heads)
             finished = True
             return result
         finally:
@@ -211,17 +218,21 @@ class GenerationServicer:
 
     def _policy(self, request: GenerationRequest, plan: Plan, prompt: list[int]) -> StepPolicy:
         """Who decides in the steps of a request. Texts that may ask the same heads learn from each other."""
-        names = plan.policy.heads
+        names, predicted = plan.policy.heads, frozenset[str]()
+        if request.prediction_ids:
+            predicted = frozenset(name for name in names if self.heads[name].kind in prediction.KINDS)
         if plan.policy.name != "auto" or not plan.budget:
-            return FixedPolicy(plan.policy, range(len(names)) if plan.budget else (), plan.whole_tree)
+            whole = plan.whole_tree or bool(predicted)
+            return FixedPolicy(plan.policy, range(len(names)) if plan.budget else (), whole)
         chooser = self._choosers.setdefault(frozenset(names), Chooser())
-        text = TextEstimates(chooser.statistics, names, request.sampling.temperature > 0, prompt)
+        text = TextEstimates(chooser.statistics, names, request.sampling.temperature > 0, prompt, predicted)
         return AutoPolicy(chooser, text, names, self.metrics)
 
     def _head_session(self, pool: HeadPool, session: str, request: GenerationRequest, plan: Plan) -> HeadSession:
         """One head of a request; it says what it misses when someone listens and it is of a kind that can learn."""
         learns = self.signals is not None and bool(pool.feature_layers) and plan.budget > 0
-        opening = OpenDraft(session, [], request.sampling, request.coupled, None, request.pq, learns)
+        predicted = (request.prediction_ids or ()) if pool.kind in prediction.KINDS else ()
+        opening = OpenDraft(session, [], request.sampling, request.coupled, None, request.pq, learns, predicted)
         return HeadSession(pool, opening, self.target.vocab_size)
 
     async def _prompt_ids(self, request: GenerationRequest) -> list[int]:
@@ -237,6 +248,17 @@ class GenerationServicer:
         if request.stop and self.codec is None:
             raise InvalidField("stop", "this target has no tokenizer.json to find strings with")
         return [*ids, *request.resume_ids]
+
+    async def _prediction_ids(self, request: GenerationRequest) -> tuple[int, ...]:
+        """The ids of what the client expects of the answer. Raises InvalidField."""
+        if not request.prediction_text:
+            return request.prediction_ids or ()
+        if self.encoder is None:
+            raise InvalidField("prediction", "this target has no tokenizer.json: send ids")
+        try:
+            return tuple(await self.encoder.encode(request.prediction_text, bare=True))
+        except InvalidField as error:
+            raise InvalidField("prediction", str(error).partition(": ")[2]) from None
 
     def _plan(self, request: GenerationRequest, length: int) -> Plan:
         settings = self.settings.orchestrator

@@ -195,7 +195,12 @@ class Answer:
 def usage(answers: Sequence[Completion]) -> Json:
     """OpenAI's count of tokens: choices of one prompt count it once each, as every one of them prefills it."""
     prompt, new = sum(answer.prompt_tokens for answer in answers), sum(answer.new_tokens for answer in answers)
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    details = {
+        "accepted_prediction_tokens": sum(answer.accepted_prediction_tokens for answer in answers),
+        "rejected_prediction_tokens": sum(answer.rejected_prediction_tokens for answer in answers),
+    }
+    counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    return {**counts, "completion_tokens_details": details}
 
 
 def speculative_decoding(answers: Sequence[Completion]) -> Json:

@@ -63,6 +63,28 @@ class Body(BaseModel):
         }
 
 
+class TextPart(BaseModel):
+    """A part of a message's content or of a prediction."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+def _joined(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class Prediction(BaseModel):
+    """What the answer is expected to be."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+
 class Sampled(Body):
     """What completions and chat completions have in common."""
 
@@ -82,6 +104,7 @@ class Sampled(Body):
     stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
     user: Annotated[str, Field(description="taken, and used for nothing")] = ""
+    prediction: Annotated[Prediction | None, Field(description="what the answer is expected to be")] = None
     policy: Annotated[str, Field(description="Coppice's: plain, single:HEAD, route, merge, auto, ...")] = ""
     budget: Annotated[int | None, Field(description="Coppice's: draft nodes verified a step")] = None
     include_metrics: Annotated[bool, Field(description="also answer vLLM's metrics.speculative_decoding")] = False
@@ -106,6 +129,7 @@ class Sampled(Body):
             "ignore_eos": self.ignore_eos,
             "policy": self.policy,
             "budget": self.budget,
+            "prediction": _joined(self.prediction.content) if self.prediction else "",
         }
         return options
 
@@ -154,15 +178,6 @@ class CompletionBody(Sampled):
         ]
 
 
-class TextPart(BaseModel):
-    """A part of a message's content."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    type: Literal["text"]
-    text: str
-
-
 class Message(BaseModel):
     """One message of a conversation."""
 
@@ -175,8 +190,7 @@ class Message(BaseModel):
     @property
     def plain(self) -> ChatMessage:
         """The message as templates know it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return ChatMessage("system" if self.role == "developer" else self.role, text)
+        return ChatMessage("system" if self.role == "developer" else self.role, _joined(self.content))
 
 
 class ChatBody(Sampled):
