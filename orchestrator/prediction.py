@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+
+from coppice.errors import InvalidField
 
 from .step import Draft, Step
 
-KINDS = frozenset({"lookup"})
+KIND = "lookup"
 """of heads that draft from a prediction"""
+
+
+def check_usable(kinds: Collection[str]) -> None:
+    """Raise InvalidField when no head that is asked drafts from a prediction; "" is the kind of one never reached."""
+    if not {KIND, ""}.intersection(kinds):
+        asked = ", ".join(sorted(kinds)) or "none"
+        raise InvalidField("prediction", f"a {KIND} head drafts from it; heads asked are of kind: {asked}")
 
 
 class PredictionUse:

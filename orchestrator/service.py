@@ -21,7 +21,6 @@ from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import generation_pb2
 from coppice.wire import generation
 
-from . import prediction
 from .account import Account
 from .auto.chooser import Chooser
 from .auto.text_estimates import TextEstimates
@@ -34,6 +33,7 @@ from .feedback import Signals
 from .head_session import HeadSession
 from .output import Output
 from .policies import FixedPolicy, StepPolicy
+from .prediction import KIND, check_usable
 from .step import Committed
 from .step_loop import Decoding, Plan
 from .tokenizer import TextCodec, TextStream, no_room
@@ -159,9 +159,8 @@ class GenerationServicer:
         session = account.id
         pools = [self.heads[name] for name in plan.policy.heads]
         layers = await feature_layers(pools if plan.budget else [], "policy")
-        if request.prediction_ids and all(pool.kind and pool.kind not in prediction.KINDS for pool in pools):
-            why = f"no head of policy {plan.policy.name} drafts from one"
-            raise InvalidField("prediction", f"{why}; heads of kind {', '.join(prediction.KINDS)} do")
+        if request.prediction_ids:
+            check_usable([pool.kind for pool in pools])
         heads = [self._head_session(pool, session, request, plan) for pool in pools]
         asks = self.signals is not None and any(head.opening.want_misses for head in heads)
         prompt_tokens = len(ids) - len(request.resume_ids)
@@ -202,8 +201,6 @@ class GenerationServicer:
         load, finished = self.seats.used, False
         try:
             result = await decoding.run(start)
-            result.accepted_prediction_tokens = sum(head.prediction.accepted for head in heads)
-            result.rejected_prediction_tokens = sum(head.prediction.rejected for head in heads)
             finished = True
             return result
         finally:
@@ -218,9 +215,8 @@ class GenerationServicer:
 
     def _policy(self, request: GenerationRequest, plan: Plan, prompt: list[int]) -> StepPolicy:
         """Who decides in the steps of a request. Texts that may ask the same heads learn from each other."""
-        names, predicted = plan.policy.heads, frozenset[str]()
-        if request.prediction_ids:
-            predicted = frozenset(name for name in names if self.heads[name].kind in prediction.KINDS)
+        names = plan.policy.heads
+        predicted = [name for name in names if request.prediction_ids and self.heads[name].kind == KIND]
         if plan.policy.name != "auto" or not plan.budget:
             whole = plan.whole_tree or bool(predicted)
             return FixedPolicy(plan.policy, range(len(names)) if plan.budget else (), whole)
@@ -231,7 +227,7 @@ class GenerationServicer:
     def _head_session(self, pool: HeadPool, session: str, request: GenerationRequest, plan: Plan) -> HeadSession:
         """One head of a request; it says what it misses when someone listens and it is of a kind that can learn."""
         learns = self.signals is not None and bool(pool.feature_layers) and plan.budget > 0
-        predicted = (request.prediction_ids or ()) if pool.kind in prediction.KINDS else ()
+        predicted = (request.prediction_ids or ()) if pool.kind == KIND else ()
         opening = OpenDraft(session, [], request.sampling, request.coupled, None, request.pq, learns, predicted)
         return HeadSession(pool, opening, self.target.vocab_size)
 
