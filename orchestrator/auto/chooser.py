@@ -139,8 +139,8 @@ class Chooser:
         if name == CASCADE:  # a step that asked its first head alone says what that head takes
             both = len(step.asked) > 1
             text.gained(BOTH, both)
-            name_of_first = SINGLE + text.arms[name].policy.heads[step.asked[0]]
-            arm = known.arms[text.keys[name if both else name_of_first]]
+            alone = SINGLE + text.arms[name].policy.heads[step.asked[0]]
+            arm = known.arms[text.keys[name if both else alone]]
         else:
             arm = known.arms[text.keys[name]]
         arm.rounds[text.sampled] += 1 / max(1, len(self.texts))
