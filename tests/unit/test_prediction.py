@@ -104,8 +104,9 @@ def test_of_equal_matches_the_next_one_is_followed() -> None:
     begin(head, 1, [7, 20, 21, 9, 30, 31, 32, 33, 34, 9, 40, 41, 42, 43])
     head.advance(1, Advance([7, 20, 21, 9, 30, 31, 99]))  # the text has left the prediction behind place 6
     growth = grown(head, 1, 9, len(PROMPT) + 7)
-    assert growth.nodes.tokens[0] == 40  # behind the 9 that comes next, not behind the first one
-    assert growth.predicted[0] == 11
+    places = {place for place, parent in zip(growth.predicted, growth.nodes.parents, strict=True) if parent == 0}
+    assert 11 in places  # behind the 9 that comes next
+    assert 5 not in places  # behind the first one
 
 
 def test_a_useless_prediction_soon_promises_little() -> None:
