@@ -28,7 +28,7 @@ COPY --from=build /venv /venv
 COPY --from=build /app /app
 COPY models/demo models/demo
 USER 10001:10001
-EXPOSE 50051 8081 9090
+EXPOSE 50051 8000 8081 9090
 CMD ["python", "-m", "orchestrator"]
 
 FROM cpu AS cuda

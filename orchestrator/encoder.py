@@ -37,12 +37,11 @@ class Encoder:
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()  # one prompt after another: they share the services' cores
 
-    async def encode(self, prompt: str | Sequence[ChatMessage] | None, bare: bool = False) -> list[int]:
+    async def encode(self, prompt: str | Sequence[ChatMessage], bare: bool = False) -> list[int]:
         """Ids of a text or of a conversation. Raises InvalidField, before any work when it is hopelessly long.
 
         bare: without the special tokens around a prompt.
         """
-        prompt = () if prompt is None else prompt
         parts = [prompt] if isinstance(prompt, str) else [message.content for message in prompt]
         chars = sum(map(len, parts))
         if chars > self._most_ids * self._codec.longest:

@@ -58,7 +58,7 @@ class Output:
         self,
         accepted: Sequence[Scored],
         root: Scored | None,
-        top: list[TopLogProbs],
+        top: tuple[TopLogProbs, ...],
         tree: StepTree | None = None,
     ) -> int:
         """Take the accepted drafts and the next root, up to where the text ends; returns how many were taken.

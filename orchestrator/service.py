@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 import grpc
+from tokenizers import Tokenizer
 
 import coppice
+from coppice.client.completion import StreamEvent
 from coppice.config.settings import Settings
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
-from coppice.messages.generation import Chunk, Finished, GenerationRequest, ModelDescription, Started
+from coppice.messages.generation import ChatMessage, Finished, GenerationRequest, ModelDescription, Started
 from coppice.messages.steps import OpenDraft, OpenSession, SessionOpened, TargetDescription
 from coppice.rpc.admission import Admission
 from coppice.speculation.policy import Policy, policy_names
@@ -39,7 +41,6 @@ from .step_loop import Decoding, Plan
 from .tokenizer import TextCodec, TextStream, no_room
 from .verifiers import TargetPool, TargetSession
 
-Event = Started | Chunk | Finished
 P = TypeVar("P")
 
 _MOST_UNREAD_BYTES = 1 << 20  # of one answer, before it is ended
@@ -81,12 +82,28 @@ class GenerationServicer:
             self.metrics.requests.labels(error.status.name.lower()).inc()
             raise
 
+    @property
+    def ready(self) -> bool:
+        """Whether a verifier can be asked."""
+        return any(replica.fit for replica in self.verifiers.replicas)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The target's; None where it has none and only ids work."""
+        return self.codec.tokenizer if self.codec else None
+
+    async def encode(self, prompt: str | Sequence[ChatMessage], bare: bool = False) -> list[int]:
+        """Ids of a text, without special tokens around it if `bare`, or of a conversation. Raises InvalidField."""
+        if self.encoder is None:
+            raise InvalidField("prompt", "this target has no tokenizer.json: send ids")
+        return await self.encoder.encode(prompt, bare)
+
     async def Generate(
         self, message: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
         """One answer."""
 
-        def pack(event: Event) -> bytes:
+        def pack(event: StreamEvent) -> bytes:
             return generation.response_to_wire(event).SerializeToString()
 
         async with contextlib.aclosing(self.answer(message, pack, len)) as parts:
@@ -94,7 +111,7 @@ class GenerationServicer:
                 yield part
 
     async def answer(
-        self, message: generation_pb2.GenerateRequest, pack: Callable[[Event], P], size: Callable[[P], int]
+        self, message: generation_pb2.GenerateRequest, pack: Callable[[StreamEvent], P], size: Callable[[P], int]
     ) -> AsyncGenerator[P, None]:
         """The events of one answer, each as `pack` makes it of `size` bytes. Raises CoppiceError.
 
@@ -104,13 +121,13 @@ class GenerationServicer:
         events: asyncio.Queue[P | None] = asyncio.Queue()
         unread = 0
 
-        def send(event: Event) -> None:
+        def send(event: StreamEvent) -> None:
             nonlocal unread
+            if unread > _MOST_UNREAD_BYTES:
+                running.cancel()
             part = pack(event)
             unread += size(part)
             events.put_nowait(part)
-            if unread > _MOST_UNREAD_BYTES:
-                running.cancel()
 
         running = asyncio.create_task(self._answer(message, send))
         running.add_done_callback(lambda _: events.put_nowait(None))
@@ -124,7 +141,7 @@ class GenerationServicer:
         finally:
             running.cancel()
 
-    async def _answer(self, message: generation_pb2.GenerateRequest, send: Callable[[Event], None]) -> None:
+    async def _answer(self, message: generation_pb2.GenerateRequest, send: Callable[[StreamEvent], None]) -> None:
         """Admit a request, decode it and count how it ended."""
         account, outcome = Account(self.metrics), "failed"
         try:
@@ -152,7 +169,7 @@ class GenerationServicer:
         request: GenerationRequest,
         ids: list[int],
         plan: Plan,
-        send: Callable[[Event], None],
+        send: Callable[[StreamEvent], None],
         account: Account,
     ) -> Finished:
         """Run the step loop. The client is told that its answer starts when a verifier has admitted it."""
@@ -235,10 +252,8 @@ class GenerationServicer:
         """The prompt's ids and what was resumed. Raises InvalidField."""
         if request.ids is not None:
             ids = list(request.ids)
-        elif self.encoder is None:
-            raise InvalidField("prompt", "this target has no tokenizer.json: send ids")
         else:
-            ids = await self.encoder.encode(request.chat if request.text is None else request.text)
+            ids = await self.encode(request.chat or () if request.text is None else request.text)
         if not ids:
             raise InvalidField("prompt", "holds no tokens")
         if request.stop and self.codec is None:
@@ -249,10 +264,8 @@ class GenerationServicer:
         """The ids of what the client expects of the answer. Raises InvalidField."""
         if not request.prediction_text:
             return request.prediction_ids or ()
-        if self.encoder is None:
-            raise InvalidField("prediction", "this target has no tokenizer.json: send ids")
         try:
-            return tuple(await self.encoder.encode(request.prediction_text, bare=True))
+            return tuple(await self.encode(request.prediction_text, bare=True))
         except InvalidField as error:
             raise InvalidField("prediction", str(error).partition(": ")[2]) from None
 

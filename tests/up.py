@@ -15,7 +15,7 @@ def up(
 ) -> Iterator[subprocess.Popen[str]]:
     """Run a command that ends in `up ...`, on free ports, until the block ends; gives it once `ready` is written."""
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    told = [*command, "--port", "0", "--ready-file", str(ready)]
+    told = [*command, "--port", "0", "--http-port", "0", "--ready-file", str(ready)]
     with subprocess.Popen(told, text=True, env=environment, **output) as process:  # type: ignore[call-overload]
         try:
             deadline = time.monotonic() + 60

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from coppice.bench.asking import GREEDY, Ask, Ids, answers_to, asking, compare, judged
 from coppice.bench.measuring import Bench
@@ -70,7 +71,7 @@ def predicting(client: Client, predictions: Mapping[Ids, Ids], new_tokens: int, 
     """The way that asks with a prediction of each prompt's answer."""
 
     def ask(prompts: Sequence[Ids], sampling: SamplingParams) -> list[Completion]:
-        options = {"sampling": sampling, "max_new_tokens": new_tokens, "policy": policy}
+        options: dict[str, Any] = {"sampling": sampling, "max_new_tokens": new_tokens, "policy": policy}
         return [
             answer for ids in prompts for answer in answers_to(client, [ids], prediction=predictions[ids], **options)
         ]

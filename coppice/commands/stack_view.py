@@ -65,15 +65,15 @@ class ServiceLines:
 
 
 def services_table(stack: Stack) -> Table:
-    """What runs where; ports of health and metrics are at the host of the address."""
+    """What runs where; ports of health, metrics and HTTP are at the host of the address."""
     kinds = {head.name: head.kind for head in stack.spec.heads}
     table = Table(box=None, pad_edge=False)
-    for column in ("service", "kind", "address", "health", "metrics", "pid"):
+    for column in ("service", "kind", "address", "health", "metrics", "http", "pid"):
         table.add_column(column, overflow="fold")
     for name, ready in stack.services.items():
         head = name.removeprefix("drafter-") if ready.role == "drafter" else ""
         kind = kinds.get(head) or kinds.get(head.rpartition("-")[0]) or ""  # a replica's name ends in its number
-        ports = [address.rpartition(":")[2] or "-" for address in (ready.health, ready.metrics)]
+        ports = [address.rpartition(":")[2] or "-" for address in (ready.health, ready.metrics, ready.http)]
         table.add_row(name, kind, ready.address, *ports, str(ready.pid))
     return table
 
@@ -96,6 +96,8 @@ def facts(stack: Stack, logs_stay: bool) -> Iterator[str]:
     yield f'try      coppice generate "Once upon a time"{"" if usual else f" --address {stack.address}"}'
     if pages := metrics_pages(stack):
         yield f"         coppice top --address {','.join(pages)}"
+    if http := stack.orchestrator.http:
+        yield f"OpenAI   {'https' if settings.tls.on else 'http'}://{http}/v1 is the base URL for OpenAI's clients"
 
 
 def metrics_pages(stack: Stack) -> list[str]:

@@ -37,6 +37,12 @@ def up(
         str | None, typer.Option(help="float32 or bfloat16; default: float32 on CPUs, else bfloat16.")
     ] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Default 50051; 0 takes a free one.")] = None,
+    http_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="OpenAI's API; default 8000, or a free one while that is taken; 0 serves none."
+        ),
+    ] = None,
     verifiers: Annotated[int, typer.Option(min=1, max=64, help="Verifiers, each with the target.")] = 1,
     drafters: Annotated[int, typer.Option(min=1, max=64, help="Drafters of each head.")] = 1,
     orchestrators: Annotated[int, typer.Option(min=1, max=64, help="Orchestrators; the first one is at --port.")] = 1,
@@ -60,6 +66,7 @@ def up(
         os.environ["COPPICE_CONFIG"] = str(config)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
     options = {"policy": policy, "device": device, "dtype": dtype, "port": port, "adapt": adapt}
+    options["http_port"] = _http_port(http_port)
     replicas = {"verifiers": verifiers, "replicas": drafters, "orchestrators": orchestrators}
     extra = {"adapter": {"server.port": 0 if port == 0 else DEFAULT_ADAPTER_PORT}}
     folder, name = find_model(model, target, revision)
@@ -76,6 +83,27 @@ def top(
     from coppice.commands.top import show
 
     show(address.split(","))
+
+
+def _http_port(given: int | None) -> int | None:
+    """What a stack is told: the port that was given, else 8000, any free one while that is taken, which is said.
+
+    None leaves it to the settings, which name one.
+    """
+    from coppice.config.settings import load_settings
+    from coppice.stack.preflight import why_no_port
+    from coppice.stack.spec import DEFAULT_HTTP_PORT
+
+    if given is not None:
+        return given or -1
+    settings = load_settings([])
+    if "http_port" in settings.orchestrator.model_fields_set:
+        return None
+    host = settings.server.host
+    if why := why_no_port(host, DEFAULT_HTTP_PORT):
+        print(f"coppice: HTTP takes a free port: {host}:{DEFAULT_HTTP_PORT} cannot be used ({why})", file=sys.stderr)
+        return 0
+    return DEFAULT_HTTP_PORT
 
 
 def _run(stack: "Stack", ready_file: Path | None) -> None:

@@ -66,7 +66,7 @@ class Started:
     prompt_ids: tuple[int, ...] = ()
     """of a request that wants the prompt's log-probabilities, which are those of the ids behind the first one"""
     prompt_log_probs: tuple[float, ...] = ()
-    prompt_top: list[TopLogProbs] = field(default_factory=list)
+    prompt_top: tuple[TopLogProbs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Chunk:
     pieces: tuple[str, ...]
     log_probs: tuple[float, ...] = ()
     tree: StepTree | None = None
-    top: list[TopLogProbs] = field(default_factory=list)
+    top: tuple[TopLogProbs, ...] = ()
 
 
 @dataclass(slots=True)

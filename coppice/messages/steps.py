@@ -139,9 +139,9 @@ class SessionOpened:
     next: NextRoot
     features: Features | None
     timings: VerifyTimings
-    top: list[TopLogProbs] = field(default_factory=list)
+    top: tuple[TopLogProbs, ...] = ()
     prompt_log_probs: tuple[float, ...] = ()
-    prompt_top: list[TopLogProbs] = field(default_factory=list)
+    prompt_top: tuple[TopLogProbs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class Verdict:
     log_probs: tuple[float, ...] = ()
     pruned: bool = False
     budget_hint: int | None = None
-    top: list[TopLogProbs] = field(default_factory=list)
+    top: tuple[TopLogProbs, ...] = ()
     """of the accepted tokens and of the next root"""
 
 

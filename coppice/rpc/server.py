@@ -102,7 +102,7 @@ def _rpc_handler(method: MethodDescriptor, behaviour: Handler, door: Door) -> gr
         async with _guard(context, method.full_name), door.access.admit(method, context):
             if door.full is not None and method.server_streaming:
                 door.full()
-            with tracing.serving(method, context.invocation_metadata()):
+            with tracing.serving(method.full_name, context.invocation_metadata()):
                 try:
                     async with asyncio.timeout(door.limits.call_s) as ended:
                         yield

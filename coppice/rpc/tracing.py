@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from google.protobuf.descriptor import MethodDescriptor
-
 import coppice
 from coppice.config.sections import TelemetrySettings
 from coppice.errors import InvalidField
@@ -23,7 +21,8 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Span
 
-_BEGINS = "coppice.v1.GenerationService.Generate"  # the only call that begins a trace when its caller has none
+GENERATE = "coppice.v1.GenerationService.Generate"
+"""the only call that begins a trace when its caller has none"""
 _EXPORT_S = 2  # longest time to send a batch, at the end of the process too
 Facts = dict[str, str | int | float]
 _step_interval = TelemetrySettings().step_interval
@@ -113,17 +112,17 @@ def calling(name: str) -> Iterator[Sequence[tuple[str, str]] | None]:
 
 
 @contextmanager
-def serving(method: MethodDescriptor, given: Sequence[tuple[str, str | bytes]]) -> Iterator[None]:
-    """A span of a call that is served, below the one that its metadata names."""
+def serving(method: str, given: Sequence[tuple[str, str | bytes]]) -> Iterator[None]:
+    """A span of a call that is served, below the one that its metadata names. method: its full name."""
     api = _api()
     carrier = {key: value for key, value in given or () if key in ("traceparent", "tracestate")} if api else {}
-    if api is None or not (carrier or method.full_name == _BEGINS):
+    if api is None or not (carrier or method == GENERATE):
         yield
         return
     from opentelemetry.context import Context
 
     above = _propagator().extract(carrier, Context())
-    span = _start(f"{method.containing_service.name}/{method.name}", above, kind=api.SpanKind.SERVER)
+    span = _start("/".join(method.split(".")[-2:]), above, kind=api.SpanKind.SERVER)
     with _ended(span), api.use_span(span, record_exception=False, set_status_on_exception=False):
         yield
 

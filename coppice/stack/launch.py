@@ -14,7 +14,7 @@ from coppice.config.sections import FEATURE_KINDS, DrafterSettings, VerifierSett
 from coppice.stack.preflight import preflight
 from coppice.stack.process import ProcessFailed, Ready, ServiceProcess
 from coppice.stack.redis_server import LocalRedis
-from coppice.stack.spec import HeadSpec, StackSpec, as_flags, checkout, module_of
+from coppice.stack.spec import HTTP_PORT, HeadSpec, StackSpec, as_flags, checkout, module_of
 
 MODULES = {
     "verifier": module_of("services.verifier"),
@@ -121,7 +121,8 @@ class Stack:
         flags = {**self._orchestrator_flags(), "orchestrator.verifiers": targets, "orchestrator.heads": heads}
         first, *others = _names("orchestrator", spec.orchestrators)
         orchestrators = [self._launch(first, "orchestrator", flags)]
-        orchestrators += [self._launch(name, "orchestrator", {**flags, **_LOOPBACK}) for name in others]
+        flags = {**flags, **_LOOPBACK, HTTP_PORT: min(0, flags[HTTP_PORT])}
+        orchestrators += [self._launch(name, "orchestrator", flags) for name in others]
         for orchestrator in orchestrators:
             self._reached(orchestrator, deadline)
 
@@ -205,7 +206,7 @@ class Stack:
         """What `coppice up --ready-file` writes."""
         services = [{"name": name, **asdict(ready)} for name, ready in self.services.items()]
         first = self.orchestrator
-        return {"address": first.address, "metrics": first.metrics, "services": services}
+        return {"address": first.address, "metrics": first.metrics, "http": first.http, "services": services}
 
     def _launch(self, name: str, role: str, flags: Mapping[str, Any]) -> ServiceProcess:
         assert self.log_dir
@@ -256,6 +257,7 @@ class Stack:
         flags = {
             "orchestrator.target": self.spec.target,
             "orchestrator.budget": self.settings.orchestrator.budget,
+            HTTP_PORT: self.settings.orchestrator.http_port,
             "server.port": self.settings.server.port,
         }
         policy = self.settings.orchestrator.policy
@@ -273,5 +275,10 @@ def _names(stem: str, count: int) -> list[str]:
 
 def _ports(ready: Ready) -> dict[str, int]:
     """The ports a process took, as its flags."""
-    addresses = {"port": ready.address, "health_port": ready.health, "metrics_port": ready.metrics}
-    return {f"server.{name}": int(address.rpartition(":")[2]) for name, address in addresses.items() if address}
+    addresses = {
+        "server.port": ready.address,
+        "server.health_port": ready.health,
+        "server.metrics_port": ready.metrics,
+        HTTP_PORT: ready.http,
+    }
+    return {name: int(address.rpartition(":")[2]) for name, address in addresses.items() if address}

@@ -12,7 +12,7 @@ from typing import Any
 from coppice.config.sections import VerifierSettings
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField
-from coppice.stack.spec import StackSpec
+from coppice.stack.spec import HTTP_PORT, StackSpec
 
 _GIB = 2**30
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -32,10 +32,11 @@ def preflight(spec: StackSpec, settings: Settings) -> None:
 
 def _ports(spec: StackSpec, settings: Settings) -> Iterator[tuple[str, str, int]]:
     """Setting, host and number of every port that is not just any free one: of the first orchestrator, the adapter."""
-    names = ("server.port", "server.health_port", "server.metrics_port")
-    server = {f"server.{name}": value for name, value in settings.server}
+    names = ("server.port", "server.health_port", "server.metrics_port", HTTP_PORT)
+    first = {f"server.{name}": value for name, value in settings.server}
+    first |= {HTTP_PORT: settings.orchestrator.http_port, **spec.extra.get("orchestrator", {})}
     adapter = spec.extra.get("adapter", {}) if spec.adapted else {}
-    for flags in ({**server, **spec.extra.get("orchestrator", {})}, {"server.host": "127.0.0.1", **adapter}):
+    for flags in (first, {"server.host": "127.0.0.1", **adapter}):
         for name in names:
             if (port := int(flags.get(name, 0))) > 0:
                 yield name, flags["server.host"], port

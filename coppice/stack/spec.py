@@ -18,8 +18,9 @@ from coppice.speculation.policy import Policy
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 CPU_BUDGET, CUDA_BUDGET = 31, 60
-DEFAULT_PORT = 50051
+DEFAULT_PORT, DEFAULT_HTTP_PORT = 50051, 8000
 DEFAULT_ADAPTER_PORT = 50061
+HTTP_PORT = "orchestrator.http_port"
 MAX_REPLICAS = 64
 SHIPPED_HEADS: dict[str, HeadKind] = {
     "specblock-code": "specblock",
@@ -115,6 +116,8 @@ class StackSpec:
     dtype: Dtype | None = None
     port: int | None = 0
     """the first orchestrator's; 0 takes a free one"""
+    http_port: int | None = -1
+    """of OpenAI's API at the first orchestrator; 0 takes a free one, as all others do, -1 serves none"""
     verifier_threads: int | None = None
     drafter_threads: int | None = None
     budget: int | None = None
@@ -170,6 +173,7 @@ class StackSpec:
             "drafter.threads": self.drafter_threads,
             "orchestrator.policy": self.policy,
             "orchestrator.budget": self.budget,
+            HTTP_PORT: self.http_port,
         }
         flags = as_flags({name: value for name, value in values.items() if value is not None})
         device = load_settings(flags).verifier.device

@@ -118,8 +118,8 @@ def read_request(message: generation.GenerateRequest, vocab_size: int, bounds: L
         raise InvalidField("sampling.seed", "is missing: resume_ids go on with the seed that started told")
     limits.check_ids("resume_ids", request.resume_ids, vocab_size)
     limits.check_ids("ids", request.ids or (), vocab_size)
-    limits.check_ids("prediction_ids", request.prediction_ids or (), vocab_size)
-    limits.check_range("prediction_text", len(request.prediction_text or ""), 0, bounds.prompt_chars)
+    limits.check_ids("prediction", request.prediction_ids or (), vocab_size)
+    limits.check_range("prediction", len(request.prediction_text or ""), 0, bounds.prompt_chars)
     if request.text is not None:
         limits.check_range("text", len(request.text), 1, bounds.prompt_chars)
     if request.chat is not None:

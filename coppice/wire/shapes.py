@@ -172,11 +172,11 @@ def _part(hint: Any) -> Part | None:
             return None if optional and not values else array(values, dtype)
 
         return Part(np.ndarray.tolist, read_array)
-    if origin is list and inner[0] in _SHAPES:
+    if origin in (list, tuple) and inner[0] in _SHAPES:
         one = _SHAPES[inner[0]]
         return Part(
             lambda values: [one.fields(value) for value in values],
-            lambda message, name, path: [one.read(each, f"{path}{name}.") for each in getattr(message, name)],
+            lambda message, name, path: origin(one.read(each, f"{path}{name}.") for each in getattr(message, name)),
         )
     if origin in (tuple, list, frozenset):
         write = sorted if origin is frozenset else None

@@ -10,16 +10,27 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from coppice.client.completion import Accumulator, Completion
+from coppice.client.completion import Accumulator, Completion, StreamEvent
 from coppice.messages.generation import Chunk, FinishReason, Started
 from coppice.messages.steps import TopLogProbs
 
-from ..service import Event
 from .bodies import ChatBody, CompletionBody
 
 Json = dict[str, Any]
+TextOf = Callable[[int], str]
+"""The text of an id by itself"""
 
 REASONS: dict[FinishReason, str] = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
+_LEAST_LOG_PROB = -9999.0  # as OpenAI has it: JSON has no infinity
+_BROKEN = "\ufffd"  # stands for bytes that are no character yet
+
+
+class Told(NamedTuple):
+    """A token as clients are told of it: its text, its log-probability (None at the prompt's begin), the best ones."""
+
+    text: str
+    log_prob: float | None
+    top: list[tuple[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,41 +69,33 @@ class Shape:
         return {
             "tokens": [one.text for one in tokens],
             "token_logprobs": [one.log_prob for one in tokens],
-            "top_logprobs": [dict(one.top) if one.top else None for one in tokens],
+            "top_logprobs": [dict(reversed(one.top)) if one.top else None for one in tokens],
             "text_offset": list(offsets) if tokens else [],
         }
 
 
 def _entry(text: str, log_prob: float | None) -> Json:
-    return {"token": text, "logprob": log_prob, "bytes": list(text.encode())}
-
-
-class Told(NamedTuple):
-    """A token as clients are told of it: its text, its log-probability (None at the prompt's begin), the best ones."""
-
-    text: str
-    log_prob: float | None
-    top: list[tuple[str, float]]
+    return {"token": text, "logprob": log_prob, "bytes": None if _BROKEN in text else list(text.encode())}
 
 
 class Choice:
     """One answer as its events come in."""
 
-    def __init__(self, seed: int, text_of: Callable[[int], str]) -> None:
-        """text_of: the text of an id by itself."""
-        self.folded = Accumulator(seed)
-        self._text_of = text_of
+    def __init__(self, echo: str, text_of: TextOf) -> None:
+        """echo: the text of the prompt, if the answer begins with it."""
+        self.folded = Accumulator()
+        self.echo, self._text_of = echo, text_of
         self.prompt: list[Told] = []
         self.tokens: list[Told] = []
         self.chars = 0
         """of the tokens' texts"""
 
-    def add(self, event: Event) -> list[Told]:
+    def add(self, event: StreamEvent) -> list[Told]:
         """Take in an event; returns what its tokens' log-probabilities are, when they are wanted."""
         self.folded.add(event)
         if isinstance(event, Started) and event.prompt_ids:
-            scored = (None, *event.prompt_log_probs)
-            self.prompt = self._told(event.prompt_ids, scored, [None, *event.prompt_top] if event.prompt_top else [])
+            top = (None, *event.prompt_top) if event.prompt_top else ()
+            self.prompt = self._told(event.prompt_ids, (None, *event.prompt_log_probs), top)
         if not isinstance(event, Chunk):
             return []
         new = self._told(event.ids, event.log_probs, event.top) if event.log_probs else []
@@ -103,34 +106,32 @@ class Choice:
     def _told(
         self, ids: Sequence[int], log_probs: Sequence[float | None], top: Sequence[TopLogProbs | None]
     ) -> list[Told]:
-        best = [
-            [
-                (self._text_of(token), value)
-                for token, value in zip(row.ids.tolist(), row.log_probs.tolist(), strict=True)
-            ]
-            if row is not None
-            else []
-            for row in top or [None] * len(ids)
+        return [
+            Told(self._text_of(token), None if value is None else _finite(value), self._best(row))
+            for token, value, row in zip(ids, log_probs, top or itertools.repeat(None, len(ids)), strict=True)
         ]
-        return list(map(Told, map(self._text_of, ids), log_probs, best))
+
+    def _best(self, row: TopLogProbs | None) -> list[tuple[str, float]]:
+        if row is None:
+            return []
+        return list(zip(map(self._text_of, row.ids.tolist()), map(_finite, row.log_probs.tolist()), strict=True))
+
+
+def _finite(log_prob: float) -> float:
+    return max(_LEAST_LOG_PROB, log_prob)
 
 
 class Answer:
     """An HTTP request's answer: its choices in one body, or as parts of a stream."""
 
-    def __init__(
-        self, model: str, body: CompletionBody | ChatBody, seeds: Sequence[int], text_of: Callable[[int], str]
-    ) -> None:
-        """text_of: the text of an id by itself."""
-        self.shape, self._metrics = Shape(isinstance(body, ChatBody)), body.include_metrics
-        self._usage_too = body.stream_options.include_usage
-        self._scored = body.logprobs is not None and body.logprobs is not False
-        self._echo = isinstance(body, CompletionBody) and body.echo
-        self._only_prompt = self._echo and not body.max_tokens
-        self.choices = [Choice(seed, text_of) for seed in seeds]
+    def __init__(self, model: str, body: CompletionBody | ChatBody, echoes: Sequence[str], text_of: TextOf) -> None:
+        """echoes: what each choice's text begins with."""
+        self.shape, self._body = Shape(isinstance(body, ChatBody)), body
+        self._only_prompt = body.echoes and body.max_tokens == 0
+        self.choices = [Choice(echo, text_of) for echo in echoes]
         self._head: Json = {"id": self.shape.prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model}
 
-    def add(self, index: int, event: Event) -> list[Told]:
+    def add(self, index: int, event: StreamEvent) -> list[Told]:
         """Take in an event of a choice."""
         return self.choices[index].add(event)
 
@@ -139,25 +140,25 @@ class Answer:
         answers = [choice.folded.completion() for choice in self.choices]
         choices = []
         for index, (choice, answer) in enumerate(zip(self.choices, answers, strict=True)):
-            text, tokens = ("", []) if self._only_prompt else (answer.text, choice.tokens)
-            if self._echo:
-                text, tokens = "".join(one.text for one in choice.prompt) + text, [*choice.prompt, *tokens]
-            log_probs = self.shape.log_probs(tokens, 0) if self._scored else None
-            choices.append(self.shape.choice(index, text, log_probs, REASONS[answer.finish_reason], part=False))
+            text, tokens, reason = answer.text, choice.tokens, REASONS[answer.finish_reason]
+            if self._only_prompt:
+                text, tokens, reason = "", [], "length"
+            log_probs = self.shape.log_probs([*choice.prompt, *tokens], 0) if self._body.scored else None
+            choices.append(self.shape.choice(index, choice.echo + text, log_probs, reason, part=False))
         head = {"object": self.shape.kind(part=False), **self._head, "choices": choices}
-        return {**head, "usage": usage(answers), **self._ours(answers)}
+        return {**head, "usage": self._usage(answers), **self._ours(answers)}
 
-    def parts(self, index: int, event: Event) -> Iterator[Json]:
+    def parts(self, index: int, event: StreamEvent) -> Iterator[Json]:
         """Take in an event of a choice, and make the parts of the stream that it is."""
         choice, before = self.choices[index], self.choices[index].chars
         new = self.add(index, event)
-        null: Json = {"usage": None} if self._usage_too else {}  # as OpenAI sends it in every part but the last one
+        null: Json = {"usage": None} if self._body.usage_in_stream else {}  # in every part but the last one
         if isinstance(event, Started):
             if self.shape.chat:
                 opened = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
                 yield {**self._part([{**opened, "finish_reason": None}]), **null}
         elif isinstance(event, Chunk):
-            log_probs = self.shape.log_probs(new, before) if self._scored else None
+            log_probs = self.shape.log_probs(new, before) if self._body.scored else None
             if event.text or log_probs:
                 yield {**self._part([self.shape.choice(index, event.text, log_probs, None, part=True)]), **null}
         else:
@@ -168,11 +169,22 @@ class Answer:
 
     def last_parts(self) -> Iterator[Json]:
         """What comes behind all choices: of a stream that was asked for it the usage, with no choice."""
-        if self._usage_too:
-            yield {**self._part([]), "usage": usage([choice.folded.completion() for choice in self.choices])}
+        if self._body.usage_in_stream:
+            yield {**self._part([]), "usage": self._usage([choice.folded.completion() for choice in self.choices])}
 
     def _part(self, choices: Sequence[Json]) -> Json:
         return {"object": self.shape.kind(part=True), **self._head, "choices": list(choices)}
+
+    def _usage(self, answers: Sequence[Completion]) -> Json:
+        """OpenAI's count of tokens, in which a prompt counts once for all of its choices."""
+        prompt = sum(answer.prompt_tokens for answer in answers[:: self._body.n])
+        new = 0 if self._only_prompt else sum(answer.new_tokens for answer in answers)
+        details = {
+            "accepted_prediction_tokens": sum(answer.accepted_prediction_tokens for answer in answers),
+            "rejected_prediction_tokens": sum(answer.rejected_prediction_tokens for answer in answers),
+        }
+        counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        return {**counts, "completion_tokens_details": details}
 
     def _ours(self, answers: Sequence[Completion]) -> Json:
         """What Coppice says of its steps; of several choices a list."""
@@ -187,20 +199,9 @@ class Answer:
             for answer in answers
         ]
         ours: Json = {"coppice": told[0] if len(told) == 1 else told}
-        if self._metrics:
+        if self._body.include_metrics:
             ours["metrics"] = {"speculative_decoding": speculative_decoding(answers)}
         return ours
-
-
-def usage(answers: Sequence[Completion]) -> Json:
-    """OpenAI's count of tokens: choices of one prompt count it once each, as every one of them prefills it."""
-    prompt, new = sum(answer.prompt_tokens for answer in answers), sum(answer.new_tokens for answer in answers)
-    details = {
-        "accepted_prediction_tokens": sum(answer.accepted_prediction_tokens for answer in answers),
-        "rejected_prediction_tokens": sum(answer.rejected_prediction_tokens for answer in answers),
-    }
-    counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-    return {**counts, "completion_tokens_details": details}
 
 
 def speculative_decoding(answers: Sequence[Completion]) -> Json:

@@ -2,48 +2,45 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from functools import lru_cache
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sse_starlette.sse import EventSourceResponse
+from tokenizers import Tokenizer
 
 import coppice
-from coppice.errors import Cancelled, InvalidField, NotFound, Unavailable
+from coppice.client.completion import StreamEvent
+from coppice.errors import InvalidField, NotFound, Unavailable
 from coppice.messages.generation import GenerationRequest
-from coppice.wire.generation import request_to_wire
 
-from ..service import Event, GenerationServicer
-from ..tokenizer import TextCodec
 from . import errors
-from .answers import Answer
+from .answering import Answering, Events, unless_gone
+from .answers import Answer, Json, TextOf
 from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from .served import Served
 
-T = TypeVar("T")
-Events = AsyncGenerator[tuple[int, Event], None]
-"""of all choices of a request, each with its choice's index"""
-
-_SEED_BITS = 32
 _PING_S = 15
-_EVENT_BYTES, _TOKEN_BYTES = 256, 32  # of an event that waits to be read, about
+_KNOWN_TEXTS = 1 << 14  # of ids
 
 
-def make_app(servicer: GenerationServicer) -> FastAPI:
-    """The application over a servicer."""
+def make_app(served: Served, answering: Answering) -> FastAPI:
+    """The application over a service."""
     app = FastAPI(title="Coppice", version=coppice.__version__, redoc_url=None)
     errors.handle(app)
-    target, began = servicer.target, int(time.time())
-    served = {"id": target.name, "object": "model", "created": began, "owned_by": "coppice"}
-    served["max_model_len"] = target.max_len
+    _add_state(app, served)
+    _add_models(app, served)
+    _add_answers(app, served, answering)
+    _add_tokens(app, served)
+    return app
 
+
+def _add_state(app: FastAPI, served: Served) -> None:
     @app.get("/health")
     @app.get("/ping", include_in_schema=False)
     async def health() -> Response:
@@ -51,72 +48,101 @@ def make_app(servicer: GenerationServicer) -> FastAPI:
 
     @app.get("/ready")
     async def ready() -> Response:
-        if not any(replica.fit for replica in servicer.verifiers.replicas):
+        if not served.ready:
             raise Unavailable("no verifier is ready")
         return Response()
 
     @app.get("/version")
-    async def version() -> dict[str, str]:
+    async def version() -> Json:
         return {"version": coppice.__version__}
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return PlainTextResponse(generate_latest(servicer.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return PlainTextResponse(generate_latest(served.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_models(app: FastAPI, served: Served) -> None:
+    target = served.target
+    model = {"id": target.name, "object": "model", "created": int(time.time()), "owned_by": "coppice"}
+    model["max_model_len"] = target.max_len
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [served]}
+    async def models() -> Json:
+        return {"object": "list", "data": [model]}
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        _check_model(name, target.name)
-        return served
+    async def named(name: str) -> Json:
+        _check_model(served, name)
+        return model
+
+
+def _add_answers(app: FastAPI, served: Served, answering: Answering) -> None:
+    text_of = _texts(served.tokenizer)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        return await _answer(servicer, request, body)
+        return await answered(body, request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        return await _answer(servicer, request, body)
+        return await answered(body, request)
 
+    async def answered(body: CompletionBody | ChatBody, request: Request) -> Response:
+        """Answer all choices of a body, whole or as a stream. An error before the first event is a status."""
+        _check_model(served, body.model)
+        try:
+            asked = body.requests()
+            echoes = [_echo(one, served.tokenizer) for one in asked] if body.echoes else [""] * len(asked)
+            answer = Answer(served.target.name, body, echoes, text_of)
+            events = answering.events(asked, request.headers)
+            if not body.stream:
+                return await unless_gone(request, _whole(answer, events))
+            first = await unless_gone(request, anext(events))
+        except InvalidField as error:
+            why = str(error).partition(": ")[2]
+            raise InvalidField(body.name_of(error.field.rpartition(".")[2]), why) from None
+        parts = _stream(answer, first, events)
+        return EventSourceResponse(parts, sep="\n", ping=_PING_S, send_timeout=served.settings.limits.idle_s)
+
+
+def _add_tokens(app: FastAPI, served: Served) -> None:
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
-        _check_model(body.model, target.name)
-        if servicer.encoder is None:
-            raise InvalidField("prompt", "this target has no tokenizer.json")
-        prompt = [message.plain for message in body.messages] if body.messages else body.prompt
-        ids = await servicer.encoder.encode(prompt)
-        return {"tokens": ids, "count": len(ids), "max_model_len": target.max_len}
+    async def tokenize(body: TokenizeBody) -> Json:
+        _check_model(served, body.model)
+        prompt = [message.plain for message in body.messages] if body.messages else body.prompt or ""
+        ids = await served.encode(prompt)
+        return {"tokens": ids, "count": len(ids), "max_model_len": served.target.max_len}
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> dict[str, str]:
-        _check_model(body.model, target.name)
-        if servicer.codec is None:
+    async def detokenize(body: DetokenizeBody) -> Json:
+        _check_model(served, body.model)
+        if served.tokenizer is None:
             raise InvalidField("tokens", "this target has no tokenizer.json")
-        if body.tokens and max(body.tokens) >= target.vocab_size:
-            raise InvalidField("tokens", f"{max(body.tokens)} is not below {target.vocab_size}")
-        return {"prompt": servicer.codec.tokenizer.decode(body.tokens, skip_special_tokens=False)}
-
-    return app
+        if body.tokens and max(body.tokens) >= served.target.vocab_size:
+            raise InvalidField("tokens", f"{max(body.tokens)} is not below {served.target.vocab_size}")
+        return {"prompt": served.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
 
-def _check_model(wanted: str, served: str) -> None:
-    if wanted and wanted != served:
-        raise NotFound(f"the model {wanted!r} does not exist here; {served!r} is served")
+def _check_model(served: Served, name: str) -> None:
+    if name and name != served.target.name:
+        raise NotFound(f"the model {name!r} does not exist here; {served.target.name!r} is served")
 
 
-async def _answer(servicer: GenerationServicer, request: Request, body: CompletionBody | ChatBody) -> Response:
-    """Answer all choices of a body, whole or as a stream. An error before the first event is a status."""
-    _check_model(body.model, servicer.target.name)
-    asked = body.requests(secrets.randbits(_SEED_BITS))
-    answer = Answer(servicer.target.name, body, [seed for seed, _ in asked], partial(_text_of, servicer.codec))
-    events = _events(servicer, [one for _, one in asked])
-    if not body.stream:
-        return await _unless_gone(request, _whole(answer, events))
-    first = await _unless_gone(request, anext(events))
-    parts = _stream(answer, first, events)
-    return EventSourceResponse(parts, sep="\n", ping=_PING_S, send_timeout=servicer.settings.limits.idle_s)
+def _texts(tokenizer: Tokenizer | None) -> TextOf:
+    """The text of each id by itself."""
+
+    @lru_cache(_KNOWN_TEXTS)
+    def text_of(token: int) -> str:
+        return tokenizer.decode([token], skip_special_tokens=False) if tokenizer else ""
+
+    return text_of
+
+
+def _echo(request: GenerationRequest, tokenizer: Tokenizer | None) -> str:
+    """The text of a prompt."""
+    if request.text is not None:
+        return request.text
+    return tokenizer.decode(list(request.ids or ()), skip_special_tokens=False) if tokenizer else ""
 
 
 async def _whole(answer: Answer, events: Events) -> Response:
@@ -126,74 +152,21 @@ async def _whole(answer: Answer, events: Events) -> Response:
     return Response(json.dumps(answer.whole()), media_type="application/json")
 
 
-async def _stream(answer: Answer, first: tuple[int, Event], events: Events) -> AsyncIterator[dict[str, str]]:
+async def _stream(answer: Answer, first: tuple[int, StreamEvent], events: Events) -> AsyncIterator[dict[str, str]]:
     """The parts of a stream, as data of server-sent events. An error is the last part but `[DONE]`."""
     async with contextlib.aclosing(events):
         try:
-            one: tuple[int, Event] | None = first
+            one: tuple[int, StreamEvent] | None = first
             while one is not None:
                 for part in answer.parts(*one):
-                    yield {"data": json.dumps(part)}
+                    yield _data(part)
                 one = await anext(events, None)
             for part in answer.last_parts():
-                yield {"data": json.dumps(part)}
+                yield _data(part)
         except Exception as error:
-            yield {"data": json.dumps(errors.told(error)[1])}
+            yield _data(errors.told(error)[1])
     yield {"data": "[DONE]"}
 
 
-def _text_of(codec: TextCodec | None, token: int) -> str:
-    return codec.tokenizer.decode([token], skip_special_tokens=False) if codec else str(token)
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What comes of some work. It ends when the client leaves."""
-
-    async def left() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.ensure_future(work), asyncio.create_task(left())
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise Cancelled("the client left")
-        return await working
-    finally:
-        leaving.cancel()
-        working.cancel()
-        await asyncio.wait((working, leaving))
-
-
-async def _events(servicer: GenerationServicer, requests: Sequence[GenerationRequest]) -> Events:
-    """The events of several requests as they come; when one fails, all end. Raises CoppiceError."""
-    queue: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue(maxsize=1)
-
-    async def one(index: int, request: GenerationRequest) -> None:
-        answers = servicer.answer(request_to_wire(request), lambda event: event, _size)
-        async with contextlib.aclosing(answers):
-            async for event in answers:
-                await queue.put((index, event))
-
-    async def every() -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index, request in enumerate(requests):
-                    group.create_task(one(index, request))
-        finally:
-            await queue.put(None)
-
-    running = asyncio.create_task(every())
-    try:
-        while (event := await queue.get()) is not None:
-            yield event
-        await running
-    except ExceptionGroup as several:
-        raise several.exceptions[0] from None
-    finally:
-        running.cancel()
-
-
-def _size(event: Event) -> int:
-    """About as many bytes as an event's part of the answer has."""
-    return _EVENT_BYTES + _TOKEN_BYTES * len(getattr(event, "ids", ()))
+def _data(part: Json) -> dict[str, str]:
+    return {"data": json.dumps(part)}

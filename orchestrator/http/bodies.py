@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
-from coppice.client.client import Options, build_request
+from coppice.client.request import Options, build_request
 from coppice.errors import InvalidField
-from coppice.limits import MAX_TOP_LOG_PROBS
+from coppice.limits import MAX_BIASES, MAX_TOP_LOG_PROBS
 from coppice.messages.generation import ChatMessage, GenerationRequest
+from coppice.speculation.sampling import SamplingParams
+
+T = TypeVar("T")
 
 MOST_CHOICES = 16
+_MOST_FIELDS = 64  # of an object: each that is refused is an error to make
 _COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -31,42 +35,43 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
+    "length_penalty": (1,),
 }
 """Fields that are not served, and their values that ask for nothing: clients send these."""
 
+List = Annotated[list[T], FailFast()]
+"""A list of which the first bad entry is told: it may have a million."""
 
-class StreamOptions(BaseModel):
+
+class Object(BaseModel):
+    """A JSON object. A field that is null counts as one that is not there."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_says_nothing(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        if len(fields) > _MOST_FIELDS:
+            raise InvalidField("body", f"an object has {_MOST_FIELDS} fields at most")
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+class StreamOptions(Object):
     """How an answer is streamed."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
 
 
-class Body(BaseModel):
-    """A request's body. A field that is null counts as one that is not there."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
+class Body(Object):
+    """A request's body."""
 
     model: Annotated[str, Field(description="the served model's name; empty: whichever is served")] = ""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_what_says_nothing(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        return {
-            name: value
-            for name, value in body.items()
-            if value is not None and not (name in NEUTRAL and value in NEUTRAL[name] and name not in cls.model_fields)
-        }
 
-
-class TextPart(BaseModel):
+class TextPart(Object):
     """A part of a message's content or of a prediction."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text"]
     text: str
@@ -76,32 +81,30 @@ def _joined(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class Prediction(BaseModel):
+class Prediction(Object):
     """What the answer is expected to be."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: str | List[TextPart]
 
 
 class Sampled(Body):
-    """What completions and chat completions have in common."""
+    """What completions and chat completions have in common; SamplingParams bounds the fields of its names."""
 
-    temperature: Annotated[float, Field(ge=0, le=10, description="0 is greedy")] = 1.0
+    temperature: Annotated[float, Field(description="0 is greedy")] = 1.0
     top_p: float = 1.0
     top_k: Annotated[int, Field(ge=-1, description="-1 and 0 keep all ids")] = 0
     min_p: float = 0.0
     repetition_penalty: float | None = None
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    logit_bias: Annotated[dict[str, float], Field(description="by token id")] = {}
+    logit_bias: Annotated[dict[str, Any], Field(description="numbers by token id")] = {}
     seed: Annotated[int | None, Field(description="of choice 0; choice i has seed + i; none: one is drawn")] = None
-    stop: str | list[str] = []
+    stop: str | List[str] = []
     min_tokens: Annotated[int, Field(ge=0, description="new tokens before which nothing ends the text")] = 0
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: Annotated[StreamOptions | None, Field(description="only with stream")] = None
     ignore_eos: bool = False
     user: Annotated[str, Field(description="taken, and used for nothing")] = ""
     prediction: Annotated[Prediction | None, Field(description="what the answer is expected to be")] = None
@@ -109,14 +112,40 @@ class Sampled(Body):
     budget: Annotated[int | None, Field(description="Coppice's: draft nodes verified a step")] = None
     include_metrics: Annotated[bool, Field(description="also answer vLLM's metrics.speculative_decoding")] = False
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        served = cls.model_fields
+        return {
+            name: value
+            for name, value in fields.items()
+            if name in served or name not in NEUTRAL or value not in NEUTRAL[name]
+        }
+
+    @model_validator(mode="after")
+    def _options_are_of_a_stream(self) -> Sampled:
+        if self.stream_options and not self.stream:
+            raise InvalidField("stream_options", "are for a stream alone")
+        return self
+
     @property
-    def asks(self) -> Options:
-        """The options of choice 0 that all kinds of body have, but for the limit of tokens."""
+    def usage_in_stream(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def options(self, limit: str, most: int) -> Options:
+        """The options of choice 0, but for its seed. limit: what the body calls the limit of tokens, `most`."""
+        if self.min_tokens > most > 0:
+            raise InvalidField("min_tokens", f"{self.min_tokens} is more than {limit}, {most}")
+        if len(self.logit_bias) > MAX_BIASES:
+            raise InvalidField("logit_bias", f"has {len(self.logit_bias)} entries, allowed are {MAX_BIASES}")
         try:
             bias = {int(token): value for token, value in self.logit_bias.items()}
         except ValueError:
             raise InvalidField("logit_bias", "has a key that is no token id") from None
-        options: Options = {
+        return {
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": max(0, self.top_k),
@@ -125,24 +154,29 @@ class Sampled(Body):
             "frequency_penalty": self.frequency_penalty,
             "presence_penalty": self.presence_penalty,
             "logit_bias": bias,
+            "max_new_tokens": most,
             "stop": self.stop,
             "ignore_eos": self.ignore_eos,
             "policy": self.policy,
             "budget": self.budget,
             "prediction": _joined(self.prediction.content) if self.prediction else "",
         }
-        return options
 
-    def seeds(self, drawn: int) -> Iterator[int]:
-        """The seed of each choice; `drawn` is used when the body has none."""
-        first = drawn if self.seed is None else self.seed
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    def seeds(self) -> Iterator[int]:
+        """The seed of each choice; the first one is drawn when the body has none."""
+        first = SamplingParams().with_seed().seed if self.seed is None else self.seed
         return iter(range(first, first + self.n))
 
 
 class CompletionBody(Sampled):
     """The body of POST /v1/completions."""
 
-    prompt: Annotated[str | list[str] | list[int] | list[list[int]], Field(description="text or ids, one or several")]
+    prompt: Annotated[str | List[str] | List[int] | List[List[int]], Field(description="text or ids, one or several")]
     max_tokens: Annotated[int, Field(ge=0, description="0 only with echo")] = _COMPLETION_TOKENS
     logprobs: Annotated[
         int | None,
@@ -153,10 +187,24 @@ class CompletionBody(Sampled):
     @model_validator(mode="after")
     def _echo_fits(self) -> CompletionBody:
         if self.echo and self.stream:
-            raise ValueError("echo is served without stream")
+            raise InvalidField("echo", "is served without stream")
         if not self.max_tokens and not self.echo:
-            raise ValueError("max_tokens is 0 with echo alone")
+            raise InvalidField("max_tokens", "is 0 with echo alone")
         return self
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return self.echo
+
+    @property
+    def scored(self) -> bool:
+        """Whether log-probabilities are wanted."""
+        return self.logprobs is not None
+
+    def name_of(self, field: str) -> str:
+        """What the body calls a field of a request."""
+        return {"text": "prompt", "ids": "prompt", "max_new_tokens": "max_tokens"}.get(field, field)
 
     def prompts(self) -> list[str | list[int]]:
         """Each of the prompts. Raises InvalidField when there is none."""
@@ -166,26 +214,26 @@ class CompletionBody(Sampled):
             raise InvalidField("prompt", f"with n = {self.n} there are 1 to {MOST_CHOICES // self.n} prompts a request")
         return list(prompts)
 
-    def requests(self, drawn: int) -> list[tuple[int, GenerationRequest]]:
-        """The seed and the request of each choice, prompt by prompt. Raises InvalidField."""
-        scored = self.logprobs is not None
-        options: Options = {**self.asks, "max_new_tokens": self.max_tokens or 1, "log_probs": scored}
-        told = {"top_log_probs": self.logprobs or 0, "want_prompt_log_probs": self.echo, "min_tokens": self.min_tokens}
+    def requests(self) -> list[GenerationRequest]:
+        """The request of each choice, prompt by prompt. Raises InvalidField."""
+        options: Options = {**self.options("max_tokens", self.max_tokens or 1), "log_probs": self.scored}
+        told: dict[str, Any] = {
+            "top_log_probs": self.logprobs or 0,
+            "want_prompt_log_probs": self.echo and self.scored,
+            "min_tokens": self.min_tokens,
+        }
         return [
-            (seed, replace(build_request(prompt, **{**options, "seed": seed}), **told))
+            replace(build_request(prompt, **{**options, "seed": seed}), **told)
             for prompt in self.prompts()
-            for seed in self.seeds(drawn)
+            for seed in self.seeds()
         ]
 
 
-class Message(BaseModel):
+class Message(Object):
     """One message of a conversation."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: Annotated[str | None, Field(description="taken, and used for nothing")] = None
+    content: str | List[TextPart]
 
     @property
     def plain(self) -> ChatMessage:
@@ -196,7 +244,7 @@ class Message(BaseModel):
 class ChatBody(Sampled):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[List[Message], Field(min_length=1)]
     max_tokens: Annotated[int | None, Field(ge=1, description="the older name of max_completion_tokens")] = None
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     logprobs: bool = False
@@ -205,35 +253,43 @@ class ChatBody(Sampled):
     @model_validator(mode="after")
     def _top_fits(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs")
+            raise InvalidField("top_logprobs", "needs logprobs")
         return self
 
-    def requests(self, drawn: int) -> list[tuple[int, GenerationRequest]]:
-        """The seed and the request of each choice. Raises InvalidField."""
+    @property
+    def scored(self) -> bool:
+        """Whether log-probabilities are wanted."""
+        return self.logprobs
+
+    def name_of(self, field: str) -> str:
+        """What the body calls a field of a request."""
+        limit = "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
+        return {"chat": "messages", "prompt": "messages", "max_new_tokens": limit}.get(field, field)
+
+    def requests(self) -> list[GenerationRequest]:
+        """The request of each choice. Raises InvalidField."""
         most = self.max_completion_tokens or self.max_tokens or 0
-        options: Options = {**self.asks, "max_new_tokens": most, "log_probs": self.logprobs}
+        options: Options = {**self.options(self.name_of("max_new_tokens"), most), "log_probs": self.logprobs}
         messages = [message.plain for message in self.messages]
-        told = {"top_log_probs": self.top_logprobs, "min_tokens": self.min_tokens}
-        return [
-            (seed, replace(build_request(messages, **{**options, "seed": seed}), **told)) for seed in self.seeds(drawn)
-        ]
+        told: dict[str, Any] = {"top_log_probs": self.top_logprobs, "min_tokens": self.min_tokens}
+        return [replace(build_request(messages, **{**options, "seed": seed}), **told) for seed in self.seeds()]
 
 
 class TokenizeBody(Body):
-    """The body of POST /tokenize."""
+    """The body of POST /tokenize: `prompt` or `messages`."""
 
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[List[Message] | None, Field(min_length=1)] = None
     add_special_tokens: Literal[True] = True
 
     @model_validator(mode="after")
     def _one_of_both(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give prompt or messages")
+            raise InvalidField("prompt", "give it or messages")
         return self
 
 
 class DetokenizeBody(Body):
     """The body of POST /detokenize."""
 
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: List[Annotated[int, Field(ge=0)]]

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Status
+from coppice.rpc.server import MAX_DETAILS
 
 log = structlog.get_logger()
 
@@ -42,16 +43,20 @@ TYPES = {
 
 
 def envelope(code: int, message: str, field: str | None = None) -> dict[str, Any]:
-    """OpenAI's body of an error."""
+    """OpenAI's body of an error. The message may quote what the caller made up."""
     kind = TYPES.get(code, "server_error")
-    return {"error": {"message": message, "type": kind, "param": field, "code": code}}
+    return {"error": {"message": _plain(message), "type": kind, "param": field and _plain(field), "code": code}}
+
+
+def _plain(text: str) -> str:
+    return text[:MAX_DETAILS].encode(errors="replace").decode()
 
 
 def told(error: Exception) -> tuple[int, dict[str, Any]]:
     """The HTTP status of an error and its body. Details of an unexpected one stay in the log under an opaque id."""
     if isinstance(error, CoppiceError):
-        field = error.field.rpartition(".")[2] if isinstance(error, InvalidField) else None
-        return (code := CODES[error.status]), envelope(code, str(error), field)
+        code = CODES[error.status]
+        return code, envelope(code, str(error), error.field if isinstance(error, InvalidField) else None)
     opaque = secrets.token_hex(8)
     log.error("unexpected error", method="HTTP", error_id=opaque, exc_info=error)
     return 500, envelope(500, f"internal error {opaque}")
@@ -79,11 +84,15 @@ def handle(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        path = [str(part) for part in first["loc"] if part != "body"]
-        field = ".".join(path) or None
+        field = _path([str(part) for part in first["loc"][1:]])
         why = "is not served" if first["type"] == "extra_forbidden" else first["msg"]
-        return JSONResponse(envelope(400, f"{field or 'body'}: {why}", field), 400)
+        return JSONResponse(envelope(400, f"{field or 'body'}: {why}", field or None), 400)
 
     @app.exception_handler(HTTPException)
     async def _http(_: Request, error: HTTPException) -> JSONResponse:
         return JSONResponse(envelope(error.status_code, str(error.detail)), error.status_code, error.headers)
+
+
+def _path(parts: list[str]) -> str:
+    """Where in a body an error is, without the names of the types that pydantic tried there."""
+    return ".".join(part for number, part in enumerate(parts) if not (number and (part == "str" or "[" in part)))

@@ -11,19 +11,21 @@ from collections.abc import Iterator
 import structlog
 import uvicorn
 
+from coppice.config.sections import TlsSettings
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField
 from coppice.rpc.access import Access
 from coppice.rpc.certificates import Certificates
 
-from ..service import GenerationServicer
+from .answering import Answering
 from .app import make_app
 from .door import Door
+from .served import Served
 
 log = structlog.get_logger()
 
-_LOOK_S = 5.0  # between two looks at the certificates
 _IDLE_S = 75  # a connection without a request is closed
+_LAST_WORDS_S = 2  # for what is cut to tell its client
 
 
 class _Server(uvicorn.Server):
@@ -36,63 +38,79 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """OpenAI's API on one port."""
 
-    def __init__(
-        self, settings: Settings, servicer: GenerationServicer, access: Access, draining: asyncio.Event
-    ) -> None:
+    def __init__(self, settings: Settings, served: Served, access: Access, draining: asyncio.Event) -> None:
         """Raises InvalidField for bad certificates."""
-        self._tls, self._draining = settings.tls, draining
-        self._certificates = Certificates.read(settings.tls) if settings.tls.on else None
-        if self._certificates is not None and not self._certificates.cert:
-            raise InvalidField("tls.cert", "is missing: a server shows a certificate")
-        app = Door(make_app(servicer), servicer, access, draining)
+        self._grace_s, self._draining = settings.server.grace_s, draining
+        self._answering = Answering(served, access)
         self._config = uvicorn.Config(
-            app,
+            Door(make_app(served, self._answering), served, access, draining),
             host=settings.server.host,
             port=settings.orchestrator.http_port,
-            lifespan="off",
+            http="h11",  # which bounds the bytes of headers
             ws="none",
+            lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=_IDLE_S,
-            timeout_graceful_shutdown=max(1, int(settings.server.grace_s)),
-            ssl_certfile=settings.tls.cert or None,
-            ssl_keyfile=settings.tls.key or None,
-            ssl_ca_certs=settings.tls.ca or None,
-            ssl_cert_reqs=ssl.CERT_REQUIRED if settings.tls.require else ssl.CERT_NONE,
+            timeout_graceful_shutdown=int(self._grace_s) + _LAST_WORDS_S,
         )
-        self._server = _Server(self._config)
+        self._config.load()
+        self._config.ssl = _following(settings.tls) if settings.tls.on else None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> str:
-        """Listen; returns the address. Raises OSError when the port is taken."""
-        host = self._config.host
+        """Listen; returns the address. Raises InvalidField when the port is taken."""
+        host, port = self._config.host, self._config.port
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.create_server((host.strip("[]"), self._config.port), family=family)
+        try:
+            listening = socket.create_server((host.strip("[]"), port), family=family)
+        except OSError as error:
+            raise InvalidField("orchestrator.http_port", f"cannot listen on {host}:{port}") from error
         address = f"{host}:{listening.getsockname()[1]}"
-        self._tasks = [asyncio.create_task(self._server.serve([listening])), asyncio.create_task(self._end_on_drain())]
-        if self._certificates is not None:
-            self._tasks.append(asyncio.create_task(self._renew(self._certificates)))
+        server = _Server(self._config)
+        self._tasks = [asyncio.create_task(work) for work in (server.serve([listening]), self._end_on_drain(server))]
         log.info("serving", role="http", address=address)
         return address
 
     async def stop(self) -> None:
         """Wait until the requests under way have ended, or were cut at the end of the grace."""
-        self._server.should_exit = True
-        await self._tasks[0]
-        for task in self._tasks[1:]:
-            task.cancel()
+        serving, ending = self._tasks
+        await serving
+        ending.cancel()
 
-    async def _end_on_drain(self) -> None:
+    async def _end_on_drain(self, server: uvicorn.Server) -> None:
+        """Take no more connections, and cut what still runs at the end of the grace."""
         await self._draining.wait()
-        self._server.should_exit = True
+        server.should_exit = True
+        await asyncio.sleep(self._grace_s)
+        self._answering.cut()
 
-    async def _renew(self, used: Certificates) -> None:
-        """Show new certificates to new connections."""
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            before, used = used, used.renewed(self._tls)
-            if used is not before and self._config.ssl is not None:
-                self._config.ssl.load_cert_chain(self._tls.cert, self._tls.key)
-                self._config.ssl.load_verify_locations(self._tls.ca)
+
+def _following(tls: TlsSettings) -> ssl.SSLContext:
+    """What a port is opened with: every new connection gets the certificates that the files hold by then.
+
+    Raises InvalidField naming the setting whose file is missing or unusable.
+    """
+    used = Certificates.read(tls)
+    if not used.cert:
+        raise InvalidField("tls.cert", "is missing: a server shows a certificate")
+    current = first = _context(tls)
+
+    def follow(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        nonlocal used, current
+        now = used.renewed(tls)
+        if now is not used:
+            current, used = _context(tls), now
+        connection.context = current
+
+    first.sni_callback = follow
+    return first
+
+
+def _context(tls: TlsSettings) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tls.ca)
+    context.load_cert_chain(tls.cert, tls.key)
+    context.verify_mode = ssl.CERT_REQUIRED if tls.require else ssl.CERT_NONE
+    return context

@@ -35,6 +35,8 @@ from coppice.speculation.tree import DraftTree, TreeError
 
 from .acceptance import RowAt, Walk, path_to, pq_chain, walk
 
+_SCORED_ROWS = 64  # of a prompt that are in float32 at once
+
 
 @dataclass
 class FeatureWindow:
@@ -115,21 +117,24 @@ class Session:
         if self.committed_len >= self.request.max_len:
             raise StaleFence(f"step {fence.step} comes behind the end of the text at {self.request.max_len} tokens")
 
-    def score_prompt(self, first: int, logits: Tensor) -> None:
-        """Note the log-probabilities of the prompt's ids behind position `first`, of whose rows logits (N, V) are."""
-        for at, row in enumerate(logits, first + 1):
-            if at < len(self.request.ids):
-                plain: NDArray[np.float32] = row.float().cpu().numpy()
-                self.prompt_log_probs.append(float(_raw_log_probs(plain, np.array([self.request.ids[at]]))[0]))
-                if count := self.request.top_log_probs:
-                    self.prompt_top.append(TopLogProbs(*_best(plain, count)))
+    def score_prompt(self, logits: Tensor) -> None:
+        """Note the log-probabilities of the ids behind each of the next ids, given their (N, V) logits."""
+        ids = self.request.ids[self.committed_len + 1 :][: len(logits)]
+        for first in range(0, len(ids), _SCORED_ROWS):
+            some = torch.tensor(ids[first : first + _SCORED_ROWS], device=logits.device)
+            log_probs = logits[first : first + len(some)].float().log_softmax(-1)
+            self.prompt_log_probs += log_probs.gather(1, some[:, None])[:, 0].tolist()
+            if count := self.request.top_log_probs:
+                best = log_probs.topk(min(count, log_probs.shape[-1]))
+                self.prompt_top += map(TopLogProbs, best.indices.cpu().numpy(), best.values.cpu().numpy())
 
     def opened(self, logits: Tensor, features: Features | None, timings: VerifyTimings) -> SessionOpened:
         """The answer to the prompt, given the (V,) logits of its last token."""
         plain: NDArray[np.float32] = logits.float().cpu().numpy()
-        top = [TopLogProbs(*_best(plain, count))] if (count := self.request.top_log_probs) else []
-        scored = tuple(self.prompt_log_probs)
-        return SessionOpened(self.fence, self._first_root(plain), features, timings, top, scored, self.prompt_top)
+        top = (TopLogProbs(*_best(plain, count)),) if (count := self.request.top_log_probs) else ()
+        scored, prompt_top = tuple(self.prompt_log_probs), tuple(self.prompt_top)
+        self.prompt_log_probs, self.prompt_top = [], []
+        return SessionOpened(self.fence, self._first_root(plain), features, timings, top, scored, prompt_top)
 
     def _first_root(self, plain: NDArray[np.float32]) -> NextRoot:
         """Where the root behind the prompt comes from."""
@@ -247,9 +252,9 @@ class _Rows:
             float(_raw_log_probs(self[node], np.array([token]))[0]) for node, token in zip(nodes, ids, strict=False)
         )
 
-    def tops(self, nodes: tuple[int, ...], count: int) -> list[TopLogProbs]:
+    def tops(self, nodes: tuple[int, ...], count: int) -> tuple[TopLogProbs, ...]:
         """The `count` most probable ids behind each node; nothing for a count of 0."""
-        return [TopLogProbs(*_best(self[node], count)) for node in nodes] if count else []
+        return tuple([TopLogProbs(*_best(self[node], count)) for node in nodes]) if count else ()
 
 
 def _best(logits: NDArray[np.float32], count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

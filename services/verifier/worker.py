@@ -242,7 +242,7 @@ class Worker(BatchingThread):
         answer: SessionOpened | Verdict
         if job.step is None:
             if session.request.want_prompt_log_probs:
-                session.score_prompt(session.committed_len, logits)
+                session.score_prompt(logits)
             session.commit(list(piece.tokens), None if features is None else features.cpu())
             if job.prefill_left:
                 return

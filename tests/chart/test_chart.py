@@ -30,7 +30,7 @@ OWN = {
     "verifier": {"target", "device"},
     "drafter": {"name", "kind", "path", "target", "verifiers", "device"},
     "directory": {"redis"},
-    "orchestrator": {"target", "verifiers", "heads", "tokens"},
+    "orchestrator": {"target", "verifiers", "heads", "tokens", "http_port"},
     "adaptation": {"redis"},
     "adapter": {"target", "heads", "drafters", "folder"},
     "learner": {"device"},

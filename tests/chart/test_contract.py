@@ -63,6 +63,7 @@ def test_services_are_told_settings_that_they_know(name: str, monkeypatch: pytes
             "grpc": told.server.port,
             "health": told.server.health_port,
             "metrics": told.server.metrics_port,
+            **({"http": told.orchestrator.http_port} if component(pod) == "orchestrator" else {}),
         }, where
         assert (told.server.host, told.server.advertise) == ("0.0.0.0", "10.1.2.3")
         assert told.server.production

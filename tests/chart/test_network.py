@@ -110,7 +110,9 @@ def test_strangers_reach_the_orchestrator_and_prometheus_the_metrics(name: str) 
     found = objects(name)
     into = {call for call in allowed(found, "Ingress") if call[0] not in pods(found)}
     strangers = {call for call in into if "monitoring" not in call[0]}
-    assert {(called, port) for _, called, port in strangers} == {("coppice-orchestrator", 50051)}
+    assert {(called, port) for _, called, port in strangers} == {
+        ("coppice-orchestrator", port) for port in (50051, 8000)
+    }
     assert {(called, port) for caller, called, port in into if "monitoring" in caller} == {
         (each, 9090) for each, pod in pods(found).items() if component(pod) in MODULES
     }

@@ -217,6 +217,9 @@ def generating(random: Random, name: str) -> Talk:
         want_log_probs=random.random() < 0.2,
         coupled=random.random() < 0.8,
         want_trees=random.random() < 0.2,
+        top_log_probs=random.choice((0, 0, 20)),
+        want_prompt_log_probs=random.random() < 0.2,
+        min_tokens=random.choice((0, 0, 3)),
     )
     yield request_to_wire(request), True
 

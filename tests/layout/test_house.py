@@ -22,6 +22,7 @@ ORDER = (
     ("coppice/training/losses",),
     ("coppice/training",),
     ("coppice/adaptation",),
+    ("orchestrator/http",),
     ("orchestrator", "services/verifier", "services/drafter", "services/adapter"),
     ("coppice/bench",),
     ("coppice/bench/paper",),

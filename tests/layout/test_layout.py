@@ -173,11 +173,14 @@ def test_importing_coppice_alone_loads_nothing_else() -> None:
 BOUNDS = {
     "MAX_TREE_NODES": """
         Tree.tokens Tree.parents Tree.log_probs TreeDelta.predicted Verdict.accepted Verdict.verified Verdict.log_probs
+        Verdict.top SessionOpened.top
     """,
     "MAX_ROW_SUPPORT": "Row.ids Row.log_probs Row.raw_log_probs",
     "MAX_TOP_N": "Rejection.top_ids Rejection.top_log_probs",
+    "MAX_TOP_LOG_PROBS": "TopLogProbs.ids TopLogProbs.log_probs",
     "MAX_CONTEXT": """
         OpenDraft.ids OpenDraft.prediction Advance.ids OpenSession.ids TokenIds.ids GenerateRequest.resume_ids
+        SessionOpened.prompt_log_probs SessionOpened.prompt_top
     """,
     "MAX_STOP_IDS": "OpenSession.stop_ids DescribeTargetResponse.eos_ids",
     "MAX_BIASES": "Sampling.logit_bias",
@@ -199,8 +202,8 @@ BOUNDS = {
     "choice": "Features.dtype ChatMessage.role",
     "message_bytes": """
         Features.inline TreeDelta.q_rows VerifyStep.q_rows
-        Started.policy Started.heads StepTree.root_piece
-        Chunk.text Chunk.ids Chunk.origins Chunk.log_probs Chunk.pieces
+        Started.policy Started.heads Started.prompt_ids Started.prompt_log_probs Started.prompt_top StepTree.root_piece
+        Chunk.text Chunk.ids Chunk.origins Chunk.log_probs Chunk.pieces Chunk.top
         StepTree.tokens StepTree.parents StepTree.log_probs StepTree.forwards StepTree.pieces StepTree.accepted
         Finished.accept_lengths Finished.routed Finished.verified_nodes
         GenerateTimings.step_ns GenerateTimings.split_ns
@@ -230,7 +233,7 @@ NUMBERS = {
     "tree": "Tree.tokens Tree.parents Tree.log_probs",
     "unit": "Sampling.top_p Sampling.min_p",
     "choice": "GenerateRequest.accept_rule OpenSession.feature_layers",
-    "MAX_CONTEXT": "OpenSession.max_len OpenSession.prompt_tokens",
+    "MAX_CONTEXT": "OpenSession.max_len OpenSession.prompt_tokens OpenSession.min_len",
     "MAX_TEMPERATURE": "Sampling.temperature",
     "MAX_REPETITION_PENALTY": "Sampling.repetition_penalty",
     "MAX_PENALTY": "Sampling.frequency_penalty Sampling.presence_penalty",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from coppice.client.client import Client
 from coppice.stack.launch import Stack
 from tests.fake_service import echo_server
+from tests.node import node_modules
 
 ROOT = Path(__file__).parents[2]
 GENERATE = "coppice.v1.GenerationService.Generate"
@@ -40,27 +40,11 @@ def test_the_descriptor_set_is_all_that_a_caller_needs(stack: Stack, client: Cli
     assert ids == client.generate(PROMPT, max_new_tokens=16, ignore_eos=True).ids
 
 
-@pytest.fixture(scope="session")
-def node_modules(pytestconfig: pytest.Config) -> Path:
-    """Node's gRPC, kept between test runs."""
-    if not (shutil.which("node") and shutil.which("npm")):
-        pytest.skip("there is no node")
-    assert pytestconfig.cache is not None
-    folder = pytestconfig.cache.mkdir("node-grpc")
-    if not (folder / "complete").exists():
-        command = ["npm", "install", "--no-audit", "--no-fund", "@grpc/grpc-js@1", "@grpc/proto-loader@0.8"]
-        try:
-            subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=90)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
-            pytest.skip("Node's gRPC cannot be installed")
-        (folder / "complete").touch()
-    return folder / "node_modules"
-
-
-def test_the_example_for_node_is_answered(node_modules: Path) -> None:
+def test_the_example_for_node_is_answered(pytestconfig: pytest.Config) -> None:
+    installed = node_modules(pytestconfig, "grpc", "@grpc/grpc-js@1", "@grpc/proto-loader@0.8")
     (example,) = re.findall(r"```js\n(.*?)```", (ROOT / "docs" / "clients.md").read_text(encoding="utf-8"), re.DOTALL)
     with echo_server() as (address, echo):
-        told = {**os.environ, "NODE_PATH": str(node_modules), "COPPICE_ADDRESS": address}
+        told = {**os.environ, "NODE_PATH": str(installed), "COPPICE_ADDRESS": address}
         run = subprocess.run(["node", "-e", example], cwd=ROOT, env=told, capture_output=True, text=True, timeout=30)
     (request,) = echo.requests
     assert run.returncode == 0, run.stderr

@@ -1,36 +1,62 @@
-"""OpenAI's API over HTTP, asked by OpenAI's own client and by plain HTTP, against real services of the demo's target."""
+"""OpenAI's API over HTTP, asked by real clients and by plain HTTP: real services of the demo's target."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
-import time
+import os
+import re
+import signal
+import subprocess
 from collections.abc import Iterator
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from coppice.client.client import Client
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
+from tests.node import node_modules
+from tests.signals import eventually
 
+ROOT = Path(__file__).parents[2]
 PROMPT = "def read_lines(path):\n"
+CHAT: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi."}]}]
 HEADS = ("specblock-code", "lookup")
+SEATS = 16
 
 
 @pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
-    extra = {"orchestrator": {"orchestrator.http_port": 0}}
-    spec = StackSpec.demo(heads=tuple(map(HeadSpec.shipped, HEADS)), dtype="float32", extra=extra)
-    with Stack(spec) as running:
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    logs = tmp_path_factory.mktemp("logs")
+    told = {"limits.sessions": SEATS, "limits.queued": 0, "server.grace_s": 0.5}
+    spec = StackSpec.demo(
+        heads=tuple(map(HeadSpec.shipped, HEADS)), dtype="float32", http_port=0, extra={"orchestrator": told}
+    )
+    with Stack(spec, log_dir=logs) as running:
         yield running
+    assert not running.unclean
+    log = (logs / "orchestrator.log").read_text()
+    assert "Traceback" not in log
+    assert "unexpected error" not in log
 
 
 @pytest.fixture(scope="module")
-def client(stack: Stack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://{stack.orchestrator.http}/v1", api_key="none", max_retries=0) as made:
+def url(stack: Stack) -> str:
+    """What OpenAI's clients are told."""
+    return f"http://{stack.orchestrator.http}/v1"
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as made:
         yield made
 
 
@@ -47,6 +73,14 @@ def asked(stack: Stack, path: str, body: Any = None, method: str = "") -> tuple[
     connection.request(method or ("GET" if body is None else "POST"), path, data, {"Content-Type": "application/json"})
     response = connection.getresponse()
     return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+
+
+def begun(stack: Stack, **fields: Any) -> HTTPConnection:
+    """A completion that is under way and goes on for a while."""
+    connection = HTTPConnection(stack.orchestrator.http, timeout=30)
+    body = {"prompt": PROMPT, "max_tokens": 900, "temperature": 0, "ignore_eos": True, "policy": "plain", **fields}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    return connection
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -66,20 +100,72 @@ def test_a_completion_is_the_text_of_grpc_whole_and_streamed(
     assert len(parts) > 3
 
 
+def test_a_chat_is_the_text_of_grpc_whole_and_streamed(client: openai.OpenAI, grpc_client: Client) -> None:
+    plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}]
+    wanted = grpc_client.generate(plain, temperature=1.0, seed=5, max_new_tokens=24)
+    options: Any = {"model": "target", "messages": CHAT, "seed": 5, "max_completion_tokens": 24}
+    whole = client.chat.completions.create(**options)
+    message = whole.choices[0].message
+    assert (message.role, message.content) == ("assistant", wanted.text)
+    parts = list(client.chat.completions.create(**options, stream=True))
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == wanted.text
+    assert parts[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    again = client.chat.completions.create(
+        model="target", messages=[*CHAT, message, {"role": "user", "content": "And?"}], max_tokens=2
+    )
+    assert again.usage
+    assert again.usage.completion_tokens == 2
+
+
+def test_several_clients_share_an_event_loop(url: str, grpc_client: Client) -> None:
+    async def one(client: openai.AsyncOpenAI, seed: int) -> str:
+        stream = await client.completions.create(
+            model="target", prompt=PROMPT, seed=seed, max_tokens=24, stream=True, temperature=1
+        )
+        return "".join([part.choices[0].text async for part in stream])
+
+    async def four() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:
+            return await asyncio.gather(*[one(client, seed) for seed in range(4)])
+
+    wanted = [grpc_client.generate(PROMPT, temperature=1.0, seed=seed, max_new_tokens=24).text for seed in range(4)]
+    assert asyncio.run(four()) == wanted
+
+
 def test_choices_have_seeds_of_their_own(client: openai.OpenAI, grpc_client: Client) -> None:
     options: Any = {"model": "target", "temperature": 1.0, "max_tokens": 16}
     both = client.completions.create(prompt=[PROMPT, "Once"], n=2, seed=3, **options)
-    texts = [
-        grpc_client.generate(prompt, temperature=1.0, seed=seed, max_new_tokens=16).text
+    answers = [
+        grpc_client.generate(prompt, temperature=1.0, seed=seed, max_new_tokens=16)
         for prompt in (PROMPT, "Once")
         for seed in (3, 4)
     ]
-    assert [choice.text for choice in both.choices] == texts
+    assert [choice.text for choice in both.choices] == [answer.text for answer in answers]
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    assert both.usage
+    assert both.usage.prompt_tokens == answers[0].prompt_tokens + answers[2].prompt_tokens
+    texts = ["", "", "", ""]
+    for part in client.completions.create(prompt=[PROMPT, "Once"], n=2, seed=3, stream=True, **options):
+        texts[part.choices[0].index] += part.choices[0].text
+    assert texts == [answer.text for answer in answers]
     drawn = [client.completions.create(prompt=PROMPT, **options) for _ in range(2)]
     assert drawn[0].choices[0].text != drawn[1].choices[0].text  # each with a seed of its own
-    again = client.completions.create(prompt=PROMPT, seed=drawn[0].model_extra["coppice"]["seed"], **options)  # type: ignore[index]
+    seed = (drawn[0].model_extra or {})["coppice"]["seed"]
+    again = client.completions.create(prompt=PROMPT, seed=seed, **options)
     assert again.choices[0].text == drawn[0].choices[0].text
+
+
+def test_ids_are_prompts_too(client: openai.OpenAI, stack: Stack) -> None:
+    _, _, data = asked(stack, "/tokenize", {"prompt": PROMPT})
+    ids = json.loads(data)["tokens"]
+    options: Any = {"model": "target", "temperature": 0, "max_tokens": 8}
+    texts = [client.completions.create(prompt=prompt, **options).choices[0].text for prompt in (PROMPT, ids, [ids])]
+    assert len(set(texts)) == 1
+    _, _, data = asked(stack, "/detokenize", {"tokens": ids})
+    assert json.loads(data)["prompt"] == PROMPT
+    echoed = client.completions.create(prompt=[ids, ids], echo=True, **options)
+    assert [choice.text for choice in echoed.choices] == [PROMPT + texts[0]] * 2
 
 
 def test_log_probs_are_the_targets_and_echo_scores_the_prompt(client: openai.OpenAI, grpc_client: Client) -> None:
@@ -97,6 +183,7 @@ def test_log_probs_are_the_targets_and_echo_scores_the_prompt(client: openai.Ope
     assert scored
     tokens, values = scored.tokens or [], scored.token_logprobs or []
     assert "".join(tokens) == echoed.text
+    assert scored.text_offset == [len("".join(tokens[:at])) for at in range(len(tokens))]
     assert values[0] is None
     # Each prefix as a prompt says the same of its next token.
     for at in (1, len(values) // 2, len(values) - 2):
@@ -106,19 +193,69 @@ def test_log_probs_are_the_targets_and_echo_scores_the_prompt(client: openai.Ope
         assert best.top_logprobs
         if tokens[at] in best.top_logprobs[0]:
             assert best.top_logprobs[0][tokens[at]] == pytest.approx(values[at], abs=1e-3)
-    only = client.completions.create(prompt=PROMPT, max_tokens=0, echo=True, **options).choices[0]
-    assert only.text == PROMPT
+    only = client.completions.create(prompt=PROMPT, max_tokens=0, echo=True, **options)
+    assert (only.choices[0].text, only.choices[0].finish_reason) == (PROMPT, "length")
+    assert only.usage
+    assert only.usage.completion_tokens == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_tells_log_probs(client: openai.OpenAI, stream: bool) -> None:
+    options: Any = {"model": "target", "messages": CHAT, "temperature": 0, "max_tokens": 6, "logprobs": True}
+    answer = client.chat.completions.create(**options, top_logprobs=2, stream=stream)
+    logs = [part.choices[0].logprobs for part in (answer if stream else [answer])]
+    content = [one for log in logs if log for one in log.content or ()]
+    assert len(content) == 6
+    for one in content:
+        assert bytes(one.bytes or ()) == one.token.encode()
+        assert one.top_logprobs[0].logprob == pytest.approx(one.logprob, abs=1e-5)
+        assert len(one.top_logprobs) == 2
 
 
 def test_least_lengths_hold_off_the_end(client: openai.OpenAI) -> None:
-    ended = client.completions.create(model="target", prompt=PROMPT, temperature=0, max_tokens=4, stop=["\n", " "])
+    options: Any = {"model": "target", "prompt": PROMPT, "temperature": 0, "stop": ["\n", " "]}
+    ended = client.completions.create(max_tokens=8, **options)
     assert ended.usage
-    assert ended.usage.completion_tokens < 4
-    longer = client.completions.create(
-        model="target", prompt=PROMPT, temperature=0, max_tokens=8, stop=["\n", " "], extra_body={"min_tokens": 8}
-    )
+    assert ended.usage.completion_tokens < 8
+    longer = client.completions.create(max_tokens=8, extra_body={"min_tokens": 8}, **options)
     assert longer.usage
     assert longer.usage.completion_tokens == 8
+
+
+def test_bias_and_penalties_are_those_of_grpc(client: openai.OpenAI, grpc_client: Client) -> None:
+    options: Any = {"temperature": 1.0, "seed": 9, "frequency_penalty": 1.5, "presence_penalty": 0.5, "top_p": 0.9}
+    bias = {65: 5.0, 66: -100.0}
+    wanted = grpc_client.generate(PROMPT, max_new_tokens=24, logit_bias=bias, min_p=0.01, top_k=50, **options)
+    biased: Any = {str(token): value for token, value in bias.items()}
+    answer = client.completions.create(
+        model="target",
+        prompt=PROMPT,
+        max_tokens=24,
+        logit_bias=biased,
+        extra_body={"min_p": 0.01, "top_k": 50},
+        **options,
+    )
+    assert answer.choices[0].text == wanted.text
+
+
+def test_text_never_breaks_inside_a_character(client: openai.OpenAI, grpc_client: Client, stack: Stack) -> None:
+    """Only the tokens of two characters of several bytes may be drawn, in whatever order they come."""
+    told = [json.loads(asked(stack, "/tokenize", {"prompt": text})[2]) for text in ("é", "語")]
+    ids = sorted({token for one in told for token in one["tokens"]})
+    bias: Any = dict.fromkeys(ids, 100.0)
+    wanted = grpc_client.generate("é語", temperature=1.0, seed=1, max_new_tokens=64, logit_bias=bias)
+    parts = client.completions.create(
+        model="target",
+        prompt="é語",
+        seed=1,
+        max_tokens=64,
+        logit_bias={str(token): 100 for token in ids},
+        stream=True,
+    )
+    texts = [part.choices[0].text for part in parts]
+    assert "".join(texts) == wanted.text
+    assert {"é", "語"} & set(wanted.text)
+    assert len(texts) < 64  # some tokens are no character
 
 
 @pytest.mark.parametrize(
@@ -126,48 +263,97 @@ def test_least_lengths_hold_off_the_end(client: openai.OpenAI) -> None:
     [
         ({"temperature": -1}, 400, "temperature"),
         ({"temperature": "1"}, 400, "temperature"),
+        ({"temperature": math.nan}, 400, "temperature"),
         ({"tools": [{"type": "function"}]}, 400, "tools"),
         ({"response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"surprise": 1}, 400, "surprise"),
+        ({"\ud800": 1}, 400, "?"),
+        ({f"f{number}": 1 for number in range(100)}, 400, "body"),
         ({"n": 0}, 400, "n"),
+        ({"n": 3, "prompt": [PROMPT] * 6}, 400, "prompt"),
         ({"logprobs": 21}, 400, "logprobs"),
         ({"prompt": []}, 400, "prompt"),
-        ({"prompt": [99_999_999]}, 400, "ids"),
+        ({"prompt": 5}, 400, "prompt"),
+        ({"prompt": ["a", 5]}, 400, "prompt.1"),
+        ({"prompt": "\ud800"}, 400, "prompt"),
+        ({"prompt": [99_999_999]}, 400, "prompt"),
+        ({"prompt": [-1]}, 400, "prompt"),
+        ({"prompt": "a " * 5000}, 400, "prompt"),
         ({"policy": "nonsense"}, 400, "policy"),
-        ({"max_tokens": 10**9}, 400, "max_new_tokens"),
+        ({"budget": 1000}, 400, "budget"),
+        ({"max_tokens": 10**9}, 400, "max_tokens"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"min_tokens": 5}, 400, "min_tokens"),
+        ({"seed": -1}, 400, "seed"),
         ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
+        ({"logit_bias": {"1": "x"}}, 400, "logit_bias"),
+        ({"logit_bias": {"99999999": 1}}, 400, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(map(str, range(2000)), 1)}, 400, "logit_bias"),
+        ({"stop": ["x"] * 17}, 400, "stop"),
+        ({"stream_options": {}}, 400, "stream_options"),
+        ({"stream": True, "echo": True}, 400, "echo"),
+        ({"stream": True, "policy": "nonsense"}, 400, "policy"),
         ({"model": "gpt-4"}, 404, None),
         ({"tools": [], "suffix": None, "best_of": 1}, 200, None),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(stack: Stack, change: dict[str, Any], status: int, field: str) -> None:
+def test_what_is_not_served_is_refused_by_name(
+    stack: Stack, change: dict[str, Any], status: int, field: str | None
+) -> None:
     body = {"model": "target", "prompt": PROMPT, "max_tokens": 2, "temperature": 0} | change
     got, _, data = asked(stack, "/v1/completions", body)
     assert got == status, data
     if status != 200:
         error = json.loads(data)["error"]
         assert error["param"] == field
-        assert error["message"]
+        assert error["message"].startswith(f"{field}: " if field else "the model")
         assert error["type"] in ("invalid_request_error", "not_found_error")
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages.0.name"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
+        ({"messages": [{"role": "user", "content": ""}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x"}] * 300}, "messages"),
+        ({"max_completion_tokens": 10**6}, "max_completion_tokens"),
+        ({"max_tokens": 10**6}, "max_tokens"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"prompt": "x"}, "prompt"),
+    ],
+)
+def test_what_is_wrong_in_a_chat_is_named(stack: Stack, change: dict[str, Any], field: str) -> None:
+    got, _, data = asked(stack, "/v1/chat/completions", {"messages": CHAT, "max_tokens": 2} | change)
+    assert (got, json.loads(data)["error"]["param"]) == (400, field), data
 
 
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
         ("/v1/completions", b"{", 400),
+        ("/v1/completions", b"\xff", 400),
         ("/v1/completions", b"[" * 5000, 400),
+        ("/v1/completions", b"[1]", 400),
         ("/v1/completions", b"x" * (2 << 20), 413),
+        ("/v1/completions", None, 405),
         ("/v1/nothing", None, 404),
         ("/health", None, 200),
+        ("/ping", None, 200),
         ("/ready", None, 200),
         ("/version", None, 200),
         ("/v1/models", None, 200),
         ("/v1/models/target", None, 200),
         ("/v1/models/other", None, 404),
         ("/tokenize", {"prompt": PROMPT}, 200),
+        ("/tokenize", {"messages": CHAT}, 200),
+        ("/tokenize", {}, 400),
         ("/detokenize", {"tokens": [5, 6]}, 200),
         ("/detokenize", {"tokens": [99_999_999]}, 400),
         ("/openapi.json", None, 200),
+        ("/docs", None, 200),
     ],
 )
 def test_every_call_is_answered_in_its_form(stack: Stack, path: str, body: Any, status: int) -> None:
@@ -175,33 +361,136 @@ def test_every_call_is_answered_in_its_form(stack: Stack, path: str, body: Any, 
     assert got == status, data
     if status >= 400:
         assert json.loads(data)["error"]["message"]
-    assert headers.get("server") != "uvicorn"
+    assert "uvicorn" not in headers.get("server", "")
 
 
-def test_a_client_that_leaves_frees_its_seat(stack: Stack, grpc_client: Client) -> None:
-    for stream in (False, True):
-        connection = HTTPConnection(stack.orchestrator.http, timeout=30)
-        body = {"prompt": PROMPT, "max_tokens": 900, "temperature": 0, "stream": stream, "ignore_eos": True}
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        until = time.monotonic() + 10
-        while not grpc_client.describe().running:
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        connection.close()
-        until = time.monotonic() + 5
-        while grpc_client.describe().running:
-            assert time.monotonic() < until, f"stream={stream}"
-            time.sleep(0.05)
+def test_a_body_that_is_not_declared_as_json_is_none(stack: Stack) -> None:
+    connection = HTTPConnection(stack.orchestrator.http, timeout=30)
+    for kind in ({"Content-Type": "text/plain"}, {}):
+        connection.request("POST", "/v1/completions", json.dumps({"prompt": PROMPT, "max_tokens": 1}), kind)
+        response = connection.getresponse()
+        assert (response.status, response.read()[:9]) == (400, b'{"error":')
+
+
+NAMES = (
+    *("prompt", "messages", "tokens", "max_tokens", "min_tokens", "temperature", "n", "stop", "stream", "logprobs"),
+    *("echo", "seed", "logit_bias", "top_k", "policy", "budget", "other"),
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 40) | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    path=st.sampled_from(("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")),
+    body=st.fixed_dictionaries({}, optional=dict.fromkeys(NAMES, VALUES)),
+    valid=st.booleans(),
+)
+def test_no_body_is_an_internal_error(stack: Stack, path: str, body: dict[str, Any], valid: bool) -> None:
+    if valid:  # but for one field or two
+        base = {"messages": CHAT} if "chat" in path else {"tokens": [1]} if path == "/detokenize" else {"prompt": "a"}
+        body = {**base, **({"max_tokens": 2} if path.startswith("/v1") else {}), **dict(list(body.items())[:2])}
+    status, _, data = asked(stack, path, body)
+    assert status in (200, 400, 429), (status, data)
+    if status == 400:
+        assert json.loads(data)["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_seat_and_its_kv(stack: Stack, grpc_client: Client, stream: bool) -> None:
+    page = f"http://{stack.services['verifier'].metrics}/metrics"
+
+    def kv_used() -> float:
+        with urlopen(page, timeout=10) as metrics:
+            (line,) = re.findall(r"^coppice_verifier_kv_tokens_used\S* (\S+)$", metrics.read().decode(), re.MULTILINE)
+        return float(line)
+
+    before = kv_used()
+    connection = begun(stack, stream=stream, n=2)
+    assert eventually(lambda: kv_used() > before and grpc_client.describe().running == 2, 10)
+    connection.close()
+    assert eventually(lambda: kv_used() <= before and not grpc_client.describe().running, 2)
+
+
+def test_a_full_server_says_when_to_come_back(stack: Stack, client: openai.OpenAI, grpc_client: Client) -> None:
+    connection = begun(stack, n=SEATS)
+    assert eventually(lambda: grpc_client.describe().running == SEATS, 10)
+    with pytest.raises(openai.RateLimitError) as refused:
+        client.completions.create(model="target", prompt=PROMPT, max_tokens=1)
+    connection.close()
+    assert int(refused.value.response.headers["retry-after"]) >= 1
+    assert refused.value.type == "rate_limit_error"
+    assert eventually(lambda: not grpc_client.describe().running, 5)
 
 
 def test_metrics_of_speculative_decoding_add_up(client: openai.OpenAI) -> None:
     answer = client.completions.create(
-        model="target", prompt=PROMPT, temperature=0, max_tokens=32, extra_body={"include_metrics": True}
+        model="target",
+        prompt=PROMPT,
+        temperature=0,
+        max_tokens=32,
+        extra_body={"include_metrics": True, "policy": "route", "budget": 8},
     )
     assert answer.model_extra
     told, ours = answer.model_extra["metrics"]["speculative_decoding"], answer.model_extra["coppice"]
     assert told["num_spec_steps"] == sum(told["acceptance_histogram"])
     assert told["num_accepted_draft_tokens"] == sum(at * count for at, count in enumerate(told["acceptance_histogram"]))
     assert told["draft_acceptance_rate"] == told["num_accepted_draft_tokens"] / told["num_draft_tokens"]
-    assert ours["heads"] == list(HEADS)
+    assert (ours["policy"], ours["heads"]) == ("route", list(HEADS))
     assert math.isclose(ours["tau"], sum(ours["accept_lengths"]) / len(ours["accept_lengths"]))
+
+
+NODE = """
+const { OpenAI } = require("openai");
+const client = new OpenAI({ baseURL: process.env.URL, apiKey: "none" });
+(async () => {
+  const told = { model: (await client.models.list()).data[0].id, max_tokens: 16, temperature: 0 };
+  const messages = [{ role: "user", content: "Hi." }];
+  const whole = await client.chat.completions.create({ ...told, messages });
+  let text = "";
+  for await (const part of await client.chat.completions.create({ ...told, messages, stream: true }))
+    text += part.choices[0]?.delta?.content ?? "";
+  let refused = 0;
+  await client.completions.create({ ...told, prompt: "x", tools: [1] }).catch((error) => { refused = error.status; });
+  console.log(JSON.stringify([whole.choices[0].message.content, text, refused]));
+})();
+"""
+
+
+def test_nodes_client_is_answered(url: str, grpc_client: Client, pytestconfig: pytest.Config) -> None:
+    installed = node_modules(pytestconfig, "openai", "openai@6")
+    told = {**os.environ, "NODE_PATH": str(installed), "URL": url}
+    run = subprocess.run(["node", "-e", NODE], env=told, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    wanted = grpc_client.generate([{"role": "user", "content": "Hi."}], max_new_tokens=16).text
+    assert json.loads(run.stdout) == [wanted, wanted, 400]
+
+
+def test_the_documented_examples_are_answered(stack: Stack, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(example.replace("http://127.0.0.1:8000/v1", url), {})
+    assert re.search(r" \d+\.\d+\n$", capsys.readouterr().out)
+    (curl,) = re.findall(r"```\n(curl .*?)```", page, re.DOTALL)
+    run = subprocess.run(["sh", "-c", curl.replace("http://127.0.0.1:8000/v1", url)], capture_output=True, timeout=30)
+    assert json.loads(run.stdout)["usage"]["completion_tokens"] == 32
+
+
+def test_a_server_that_stops_ends_a_stream_with_an_error(stack: Stack) -> None:
+    connection = begun(stack, stream=True)
+    response = connection.getresponse()
+    first = response.readline()
+    os.kill(stack.orchestrator.pid, signal.SIGTERM)
+    rest = response.read().decode()
+    try:
+        assert first.startswith(b"data: {")
+        *_, error, done = [line.removeprefix("data: ") for line in rest.splitlines() if line.startswith("data: ")]
+        assert json.loads(error)["error"]["message"] == "the server is stopping"
+        assert done == "[DONE]"
+    finally:
+        address = stack.orchestrator.http
+        assert stack.restart("orchestrator")
+    assert stack.orchestrator.http == address  # it comes back where it was

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import ssl
 from collections.abc import Iterator
 from hashlib import sha256
+from http.client import HTTPException
 from pathlib import Path
-from urllib.request import urlopen
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 import grpc
 import pytest
@@ -53,6 +58,7 @@ def stack(
         verifier_threads=1,
         drafter_threads=1,
         adapt=True,
+        http_port=0,
         extra=extra,
     )
     with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
@@ -91,6 +97,31 @@ def test_the_adapter_reaches_its_drafters_and_listens_to_operators_alone(stack: 
     for role in ROLES:
         with AdapterClient(address, dialer=authority.dialer(role)) as client, pytest.raises(PermissionDenied):
             client.pause()
+
+
+def completed(stack: Stack, authority: Authority, token: str = TOKEN, n: int = 1) -> tuple[int, Any]:
+    """Status and body of a completion over HTTPS, by who trusts an authority."""
+    body = json.dumps({"prompt": list(PROMPTS[0]), "max_tokens": 4, "n": n, "temperature": 0}).encode()
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    context = ssl.create_default_context(cafile=str(authority.folder / "ca.pem"))
+    asked = Request(f"https://{stack.orchestrator.http}/v1/completions", body, headers)
+    try:
+        with urlopen(asked, timeout=20, context=context) as response:
+            return response.status, json.load(response)
+    except HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_http_is_https_and_asks_for_the_same_tokens(stack: Stack, authority: Authority, tmp_path: Path) -> None:
+    status, told = completed(stack, authority)
+    assert (status, told["usage"]["completion_tokens"]) == (200, 4)
+    assert completed(stack, authority, "another")[0] == 401
+    assert completed(stack, authority, n=2)[0] == 200
+    assert completed(stack, authority, n=3)[0] == 429  # its bearer may have two running
+    with pytest.raises(URLError, match="certificate verify failed"):
+        completed(stack, Authority(tmp_path / "other"))
+    with pytest.raises((OSError, HTTPException)):
+        urlopen(f"http://{stack.orchestrator.http}/health", timeout=10)
 
 
 def test_no_process_talks_to_the_nameless(stack: Stack, authority: Authority) -> None:
@@ -133,5 +164,8 @@ def test_everything_goes_on_with_certificates_of_another_authority(
     old.replace_by(authority)
     authority.replace_by(new)
     answers_are_the_targets(stack, authority.dialer(token=TOKEN), reference)
+    assert completed(stack, authority)[0] == 200
     with Client(stack.address, dialer=old.dialer(token=TOKEN)) as client, pytest.raises(Unavailable):
         client.describe(timeout=2)
+    with pytest.raises(URLError, match="certificate verify failed"):
+        completed(stack, old)

@@ -122,7 +122,7 @@ def test_a_prediction_that_nobody_drafts_from_is_refused(client: Client, policy:
         client.generate(PROMPTS[0], policy=policy, prediction="x", **TOLD)
     assert refused.value.field == "prediction"
     assert client.generate(PROMPTS[0], policy=policy, prediction="", max_new_tokens=1).new_tokens == 1
-    with pytest.raises(InvalidField, match="prediction_ids"):
+    with pytest.raises(InvalidField, match="prediction: "):
         client.generate(PROMPTS[0], policy="route", prediction=[VOCAB], **TOLD)
 
 

@@ -383,6 +383,34 @@ async def test_raw_log_probs_are_the_targets(verifier: Service, model: Any) -> N
         assert verdict.log_probs == pytest.approx(expected, abs=1e-4)
 
 
+async def test_log_probs_of_a_prompt_are_the_targets_over_all_of_its_chunks(verifier: Service, model: Any) -> None:
+    rng = random.Random(1)
+    ids = [rng.randrange(VOCAB) for _ in range(700)]  # more than the rows of one forward
+    with torch.inference_mode():
+        rows = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    async with connected(verifier) as stub:
+        opened = await Client(stub, "scored", ids, top_log_probs=3, want_prompt_log_probs=True).open()
+        plain = await Client(stub, "plain", ids).open()
+    expected = rows[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    assert opened.prompt_log_probs == pytest.approx(expected.numpy(), abs=1e-4)
+    best = rows.topk(3)
+    for told, values, best_ids in zip((*opened.prompt_top, *opened.top), best.values, best.indices, strict=True):
+        assert told.log_probs == pytest.approx(values.numpy(), abs=1e-4)
+        assert set(told.ids) == set(best_ids.tolist())
+    assert (plain.top, plain.prompt_top, plain.prompt_log_probs) == ((), (), ())
+
+
+async def test_the_best_ids_of_a_step_are_the_targets(verifier: Service, model: Any) -> None:
+    good = continuation(model, IDS, 4)
+    async with connected(verifier) as stub:
+        client = Client(stub, "best", want_log_probs=True, top_log_probs=2)
+        await client.open()
+        verdict = await client.verify(tree(good[1:3], [0, 1], [-0.1, -0.2]))
+    assert verdict.accepted == (1, 2)
+    assert [int(one.ids[0]) for one in verdict.top] == good[1:4]
+    assert [float(one.log_probs[0]) for one in verdict.top[:2]] == list(verdict.log_probs)
+
+
 # Fences and the order of messages.
 
 

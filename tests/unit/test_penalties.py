@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
-from coppice.messages.steps import NextRoot, OpenSession, VerifyStep
+from coppice.messages.steps import NextRoot, OpenSession, VerifyStep, VerifyTimings
 from coppice.speculation.penalties import Penalties
 from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.speculation.tree import DraftTree
@@ -115,17 +115,27 @@ def logits_after(text: Sequence[int]) -> NDArray[np.float32]:
     return 3 * rng.standard_normal(VOCAB).astype(np.float32)
 
 
-def decoded(sampling: SamplingParams, prompt: list[int], held: list[int], length: int, rng: Random) -> list[int]:
+def decoded(
+    sampling: SamplingParams,
+    prompt: list[int],
+    held: list[int],
+    length: int,
+    rng: Random,
+    stop_ids: frozenset[int] = frozenset(),
+    min_len: int = 0,
+) -> list[int]:
     """The text of a session opened on prompt and held ids, with a random tree in every step."""
     text = [*prompt, *held]
-    opening = OpenSession("s", list(text), sampling, frozenset(), length, prompt_tokens=len(prompt))
+    opening = OpenSession("s", list(text), sampling, stop_ids, length, prompt_tokens=len(prompt), min_len=min_len)
     table: Any = None
     session = Session(1, opening, table, 0, VOCAB)
     session.commit(text, None)
-    said: NextRoot | None = session.first_root(torch.from_numpy(logits_after(text)))
+    said: NextRoot | None = session.opened(torch.from_numpy(logits_after(text)), None, VerifyTimings()).next
     while said is not None and len(text) < length:
         assert said.row is not None
         root = draw(said.row.ids, said.row.log_probs, sampling.seed, len(text))
+        if root in stop_ids:
+            return [*text, root]
         tree, texts = random_tree([*text, root], rng)
         logits = torch.from_numpy(np.stack([logits_after(one) for one in texts]))
         fence = replace(session.fence, step=session.step + 1)
@@ -175,3 +185,23 @@ def test_a_session_says_the_same_whatever_the_trees_are_and_wherever_it_is_opene
         said = decoded(sampling, prompt, start, length, Random(seed))
         assert said == expected[: len(said)]
         assert len(said) >= length - 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(ids, st.sampled_from([0.0, 0.8]), st.none() | st.floats(0.5, 3), st.integers(1, 24), st.integers(0, 99))
+def test_no_text_ends_before_its_least_length_whatever_the_trees_are(
+    prompt: list[int], temperature: float, repetition: float | None, least: int, seed: int
+) -> None:
+    sampling = SamplingParams(temperature=temperature, repetition_penalty=repetition, seed=seed)
+    ends, length, expected = list(range(VOCAB // 2)), len(prompt) + 24, list(prompt)
+    while len(expected) < length and (len(expected) <= len(prompt) or expected[-1] not in ends):
+        row = adjusted(sampling, prompt, expected[len(prompt) :], logits_after(expected), ())
+        if len(expected) < len(prompt) + least:
+            row[ends] = -np.inf
+        expected.append(draw(*decode_row(row, sampling), seed, len(expected)))
+    assert len(expected) > len(prompt) + least or length == len(prompt) + least
+    for held in (0, min(9, least)):
+        start = expected[len(prompt) : len(prompt) + held]
+        said = decoded(sampling, prompt, start, length, Random(seed), frozenset(ends), len(prompt) + least)
+        assert said == expected[: len(said)]
+        assert len(said) >= length - 1 or said == expected

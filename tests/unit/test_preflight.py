@@ -31,8 +31,11 @@ def taken() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What `coppice up ARGUMENTS` says when it ends with exit code 2, which is one line."""
+def refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object, http_port: int = 0
+) -> str:
+    """What `coppice up ARGUMENTS` says when it ends with exit code 2. http_port: the usual one."""
+    monkeypatch.setattr("coppice.stack.spec.DEFAULT_HTTP_PORT", http_port)
     monkeypatch.setattr(sys, "argv", ["coppice", "up", *map(str, arguments)])
     monkeypatch.setattr("coppice.stack.process.spawn", None)  # nothing is started
     with pytest.raises(SystemExit) as ended:
@@ -52,7 +55,20 @@ def test_a_port_in_use_is_one_line(
     )
 
 
-@pytest.mark.parametrize("name", ["server.port", "server.health_port", "server.metrics_port"])
+def test_http_goes_elsewhere_when_its_usual_port_is_taken_and_nobody_asked_for_it(
+    target: Path, taken: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(monkeypatch, capsys, target, "--port", taken, http_port=taken)
+    here = f"127.0.0.1:{taken} cannot be used (address already in use)"
+    choose = "choose another port, or 0 for a free one\n"
+    assert said == f"coppice: HTTP takes a free port: {here}\ncoppice: server.port: {here}; {choose}"
+    named = f"coppice: orchestrator.http_port: {here}; {choose}"
+    assert refused(monkeypatch, capsys, target, "--port", 0, "--http-port", taken) == named
+    monkeypatch.setenv("COPPICE_ORCHESTRATOR__HTTP_PORT", str(taken))
+    assert refused(monkeypatch, capsys, target, "--port", 0, http_port=taken) == named
+
+
+@pytest.mark.parametrize("name", ["server.port", "server.health_port", "server.metrics_port", "orchestrator.http_port"])
 @pytest.mark.parametrize("role", ["orchestrator", "adapter"])
 def test_every_fixed_port_is_tried(target: Path, taken: int, role: str, name: str) -> None:
     head = HeadSpec("block", "specblock", target)

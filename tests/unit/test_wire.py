@@ -44,6 +44,7 @@ from coppice.messages.steps import (
     Row,
     SessionOpened,
     TargetDescription,
+    TopLogProbs,
     TreeDelta,
     Verdict,
     VerifyStep,
@@ -75,6 +76,7 @@ WEIGHTS = WeightsHeader("code", 2**40, 2**39, bytes(32), b"\1" * 32, b"\2" * 32,
 TREE = DraftTree(np.array([5, 6, 7]), np.array([0, 1, 1]), np.array([-0.5, -1.0, -2.5], np.float32))
 ROW = Row(np.array([3, 9]), np.array([math.log(0.3), math.log(0.7)]), np.array([-2.5, -0.25], np.float32))
 REJECTION = Rejection(14, 2, 9, np.array([9, 4]), np.array([-0.25, -3.0], np.float32), 0.125)
+TOP = TopLogProbs(np.array([9, 4]), np.array([-0.25, -3.0], np.float32))
 REF = FeatureRef("127.0.0.1:50052", "session-1", 3, 9)
 INLINE = Features(10, 2, "bfloat16", inline=bytes(range(24)))
 BY_REF = Features(3, 9, "float32", ref=REF)
@@ -92,6 +94,9 @@ REQUEST = GenerationRequest(
     ignore_eos=True,
     want_log_probs=True,
     want_trees=True,
+    top_log_probs=20,
+    want_prompt_log_probs=True,
+    min_tokens=4,
     pq=True,
     coupled=False,
     prediction_ids=(5, 99),
@@ -134,7 +139,7 @@ Case = tuple[object, Callable[[Any], Message], Read]
 # Samples with every field away from its default; where a field is a choice, one for each.
 SAMPLES: dict[str, Case] = {
     "open session": (
-        OpenSession("s.1", [1, 2, 99], SAMPLING, frozenset({0, 7}), 20, (2, 3), 64, True, 2),
+        OpenSession("s.1", [1, 2, 99], SAMPLING, frozenset({0, 7}), 20, (2, 3), 64, True, 2, 20, True, 9),
         verifier.verify_request_to_wire,
         read_verify,
     ),
@@ -146,7 +151,7 @@ SAMPLES: dict[str, Case] = {
         read_verify,
     ),
     "opened": (
-        SessionOpened(FENCE, NextRoot(ROW), BY_REF, TIMES),
+        SessionOpened(FENCE, NextRoot(ROW), BY_REF, TIMES, (TOP,), (-0.5, -2.0), (TOP, TOP)),
         verifier.verify_response_to_wire,
         verifier.read_verify_response,
     ),
@@ -156,7 +161,10 @@ SAMPLES: dict[str, Case] = {
         verifier.read_verify_response,
     ),
     "verdict": (
-        Verdict(FENCE, (1, 3), NextRoot(None, 17, -0.5), TIMES, (1, 3, 4), INLINE, REJECTION, (-0.5, -1.5), True, 0),
+        Verdict(
+            *(FENCE, (1, 3), NextRoot(None, 17, -0.5), TIMES, (1, 3, 4), INLINE, REJECTION),
+            *((-0.5, -1.5), True, 0, (TOP, TOP, TOP)),
+        ),
         verifier.verify_response_to_wire,
         verifier.read_verify_response,
     ),
@@ -217,9 +225,13 @@ SAMPLES: dict[str, Case] = {
     "request of ids": (REQUEST, generation.request_to_wire, read_request),
     "request of text": (GenerationRequest(text="hé", prediction_text="ja"), generation.request_to_wire, read_request),
     "request of a chat": (GenerationRequest(chat=CHAT, budget=256), generation.request_to_wire, read_request),
-    "started": (Started(3, "route", ("a", "b"), 31, 2**64 - 1), generation.response_to_wire, generation.read_response),
+    "started": (
+        Started(3, "route", ("a", "b"), 31, 2**64 - 1, (5, 6, 7), (-0.5, -1.0), (TOP, TOP)),
+        generation.response_to_wire,
+        generation.read_response,
+    ),
     "chunk": (
-        Chunk("hé!", (1, 2), (Origin.DRAFT, Origin.ROOT), ("h", "é!"), (-0.5, -2.0)),
+        Chunk("hé!", (1, 2), (Origin.DRAFT, Origin.ROOT), ("h", "é!"), (-0.5, -2.0), None, (TOP, TOP)),
         generation.response_to_wire,
         generation.read_response,
     ),
@@ -250,7 +262,7 @@ def plain(value: object) -> object:
         return (str(value.dtype), value.shape, value.tolist())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return (type(value), *(plain(getattr(value, part.name)) for part in dataclasses.fields(value)))
-    return value
+    return tuple(map(plain, value)) if isinstance(value, tuple) else value
 
 
 def through_bytes(message: Message) -> Any:
@@ -617,7 +629,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("request of ids", "ids", None, "prompt"),
     ("request of ids", "resume_ids", [VOCAB], "resume_ids"),
     ("request of ids", "resume_ids", MANY, "resume_ids"),
-    ("request of ids", "prediction_ids.ids", [VOCAB], "prediction_ids"),
+    ("request of ids", "prediction_ids.ids", [VOCAB], "prediction"),
     ("request of ids", "prediction_ids.ids", MANY, "prediction_ids"),
     ("request of ids", "sampling.top_p", 2.0, "sampling.top_p"),
     ("request of ids", "max_new_tokens", 4097, "max_new_tokens"),
@@ -627,7 +639,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("request of ids", "policy", "p" * 81, "policy"),
     ("request of ids", "budget", 257, "budget"),
     ("request of ids", "accept_rule", 7, "accept_rule"),
-    ("request of text", "prediction_text", "x" * ((1 << 20) + 1), "prediction_text"),
+    ("request of text", "prediction_text", "x" * ((1 << 20) + 1), "prediction"),
     ("request of text", "text", "", "text"),
     ("request of text", "text", "x" * ((1 << 20) + 1), "text"),
     ("request of a chat", "chat.messages", [], "chat.messages"),

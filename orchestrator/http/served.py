@@ -1,0 +1,38 @@
+"""What the HTTP server needs of the service behind it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from tokenizers import Tokenizer
+
+from coppice.client.completion import StreamEvent
+from coppice.config.settings import Settings
+from coppice.messages.generation import ChatMessage
+from coppice.messages.steps import TargetDescription
+from coppice.telemetry import OrchestratorMetrics
+
+P = TypeVar("P")
+
+
+class Served(Protocol):
+    """The orchestrator's GenerationServicer, which says what each of these is."""
+
+    settings: Settings
+    target: TargetDescription
+    metrics: OrchestratorMetrics
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    def check_seats(self) -> None: ...
+
+    async def encode(self, prompt: str | Sequence[ChatMessage]) -> list[int]: ...
+
+    def answer(
+        self, message: Any, pack: Callable[[StreamEvent], P], size: Callable[[P], int]
+    ) -> AsyncGenerator[P, None]: ...
