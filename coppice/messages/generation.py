@@ -131,11 +131,11 @@ class Finished:
     late_drafts: int = 0
     bad_drafts: int = 0
     timings: Timings = field(default_factory=Timings)
-    resumed: int = 0
     accepted_prediction_tokens: int = 0
     """tokens of the prediction that were accepted as drafts, each counted once"""
     rejected_prediction_tokens: int = 0
     """those that were verified and never accepted"""
+    resumed: int = 0
 
     @property
     def steps(self) -> int:

@@ -178,7 +178,7 @@ def _events() -> list[Started | Chunk | Finished]:
         Chunk("x", (1,), (root,), ("x",), (-1.0,)),
         Chunk("yz", (2, 3, 4), (draft, draft, root), ("y", "", "z"), (-2.0, -3.0, -4.0)),
         Chunk("!", (5,), (root,), ("!",), (-5.0,)),
-        Finished("eos", 3, 5, [3, 1], [1, -1], [9, 0], 1, 2, Timings(queue_ns=1, decode_ns=2 * 10**9), 0, 6, 7),
+        Finished("eos", 3, 5, [3, 1], [1, -1], [9, 0], 1, 2, Timings(queue_ns=1, decode_ns=2 * 10**9), 6, 7),
     ]
 
 
