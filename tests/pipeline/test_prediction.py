@@ -17,7 +17,7 @@ from coppice.bench.report import Report
 from coppice.client.client import Client
 from coppice.client.completion import Completion
 from coppice.errors import InvalidField
-from coppice.messages.generation import Chunk, StepTree
+from coppice.messages.generation import Chunk, Origin, StepTree
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from tests.pipeline.conftest import VOCAB
@@ -46,7 +46,7 @@ def stack(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
 
 
 def accepted_drafts(answer: Completion) -> int:
-    return sum(answer.accept_lengths) - answer.steps
+    return answer.origins.count(Origin.DRAFT)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
