@@ -195,18 +195,8 @@ class GenerationServicer:
             want_prompt_log_probs=request.want_prompt_log_probs,
             min_len=prompt_tokens + min(request.min_tokens, plan.max_new_tokens) if request.min_tokens else 0,
         )
-        chunks = Chunks(
-            send,
-            0 if request.want_trees else self.settings.orchestrator.chunk_tokens,
-        )
+        chunks = Chunks(send, 0 if request.want_trees else self.settings.orchestrator.chunk_tokens)
         started = Started(prompt_tokens, plan.policy.name, plan.policy.heads, plan.budget, request.sampling.seed)
-
-        def start(opened: SessionOpened | None) -> None:
-            if opened is None or not request.want_prompt_log_probs:
-                send(started)
-                return
-            scored, top = opened.prompt_log_probs[: prompt_tokens - 1], opened.prompt_top[: prompt_tokens - 1]
-            send(replace(started, prompt_ids=tuple(ids[:prompt_tokens]), prompt_log_probs=scored, prompt_top=top))
 
         stream = TextStream(self.codec, ids[:prompt_tokens], request.stop, request.min_tokens)
         output = Output(request, prompt_tokens, stream, plan.stop_ids, plan.max_new_tokens, chunks.add)
@@ -217,7 +207,7 @@ class GenerationServicer:
         account.result, account.policy = output.result, plan.policy.name
         load, finished = self.seats.used, False
         try:
-            result = await decoding.run(start)
+            result = await decoding.run(lambda opened: send(_scored(started, request, ids[:prompt_tokens], opened)))
             finished = True
             return result
         finally:
@@ -312,3 +302,12 @@ class GenerationServicer:
                 repetition_penalty=self.target.repetition_penalty,
             )
         )
+
+
+def _scored(started: Started, request: GenerationRequest, prompt: list[int], opened: SessionOpened | None) -> Started:
+    """An answer's beginning with the log-probabilities of its prompt, if they are wanted."""
+    if opened is None or not request.want_prompt_log_probs:
+        return started
+    behind = slice(len(prompt) - 1)  # of resumed ids nothing is told
+    scored, top = opened.prompt_log_probs[behind], opened.prompt_top[behind]
+    return replace(started, prompt_ids=tuple(prompt), prompt_log_probs=scored, prompt_top=top)

@@ -59,7 +59,7 @@ def demo(
     spec = replace(spec, adapt=adaptable and find_server() is not None)
     prompts = [prompt for prompt in demo_prompts() if prompt.question_id in PROMPTS]
     more = ", Redis, an adapter" if spec.adapt else ""
-    console.print(f"starting a verifier, {len(spec.heads)} drafter pools{more} and an orchestrator ...")
+    Console(stderr=True).print(f"starting a verifier, {len(spec.heads)} drafter pools{more} and an orchestrator ...")
     with Stack(spec) as stack, Client(stack.address) as client:
         for number, prompt in enumerate(prompts):
             stream_coloured(console, client, prompt, trees=number == 0)
@@ -100,7 +100,7 @@ def stream_coloured(console: Console, client: Client, prompt: FilePrompt, trees:
 
 def _compare(console: Console, stack: Stack, client: Client, prompts: Sequence[FilePrompt]) -> Report:
     """Every method on every prompt in alternating order, each answer judged by transformers' own."""
-    console.print("\nloading the target once more, in plain transformers, to compare with ...")
+    Console(stderr=True).print("\nloading the target once more, in plain transformers, to compare with ...")
     reference = reference_of(stack.spec)
     asked = [(reference.text.encode(str(prompt.prompt)), GREEDY) for prompt in prompts]
     methods = ["plain", *(f"single:{head.name}" for head in stack.spec.heads), "route", "merge"]

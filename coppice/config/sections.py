@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from coppice.errors import InvalidField
 from coppice.failpoints import parse as parse_failpoints
 from coppice.limits import MAX_HEAD_NODES, MAX_TREE_NODES
 from coppice.machine import extensions
@@ -46,12 +45,6 @@ def check_pairs(pairs: list[str], form: str) -> list[str]:
         if not name or not value:
             raise ValueError(f"{pair!r} is not {form}")
     return pairs
-
-
-def check_model(setting: str, folder: str) -> None:
-    """Raise InvalidField, which names the setting, unless a folder holds a Hugging Face model."""
-    if not folder or not (Path(folder) / "config.json").is_file():
-        raise InvalidField(setting, f"no Hugging Face model folder: {folder!r}")
 
 
 class ServerSettings(Section):

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from coppice.config.sections import check_model
+from coppice.config.model_folder import check_model
 from coppice.engine.engine import default_feature_layers
 from coppice.errors import InvalidField
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model

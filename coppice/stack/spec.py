@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, get_args
 
+from coppice.config.model_folder import check_model, why_no_model
 from coppice.config.sections import ADAPTED_KINDS, HEAD_KINDS, HeadKind, check_kind
 from coppice.config.settings import Settings, load_settings
 from coppice.errors import CoppiceError, InvalidField, Status
@@ -131,8 +131,7 @@ class StackSpec:
     """more settings by role: {"verifier": {"verifier.kv_tokens": 4096}}"""
 
     def __post_init__(self) -> None:
-        if why := _why_no_model(self.target, typed=True):
-            raise InvalidField("target", why)
+        check_model("target", self.target, typed=True)
         if self.dtype not in (None, *get_args(Dtype)):
             raise InvalidField("dtype", f"{self.dtype!r} is not one of {', '.join(get_args(Dtype))}")
         for name in ("verifiers", "replicas", "orchestrators"):
@@ -141,7 +140,7 @@ class StackSpec:
         for head in self.heads:
             if not _NAME.fullmatch(head.name) or names.count(head.name) > 1:
                 raise InvalidField("head", f"{head.name!r} must be 1 to 64 of [A-Za-z0-9_-] and occur once")
-            if head.kind in WEIGHED_KINDS and (why := _why_no_model(head.path, typed=head.kind == "lm")):
+            if head.kind in WEIGHED_KINDS and (why := why_no_model(head.path, typed=head.kind == "lm")):
                 raise InvalidField("head", f"{head.name}: {why}")
             if head.path and not head.path.exists():
                 raise InvalidField("head", f"{head.name}: {head.path} does not exist")
@@ -191,23 +190,6 @@ class StackSpec:
                 "orchestrator": {"budget": CUDA_BUDGET if device.startswith("cuda") else CPU_BUDGET},
             },
         )
-
-
-def _why_no_model(folder: Path | None, typed: bool) -> str:
-    """Why a folder's config.json is not a model's; empty when it is. `typed`: it must say the model's type."""
-    if folder is None:
-        return "a folder is missing: write NAME=KIND:DIR"
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return f"{folder} holds no model (no config.json)"
-    except OSError as error:
-        return f"{folder} holds no model (config.json: {error.strerror})"
-    except ValueError:
-        return f"{folder} holds no model (config.json is no JSON)"
-    if not isinstance(config, dict) or (typed and not isinstance(config.get("model_type"), str)):
-        return f"{folder} holds no model (config.json has no model_type)"
-    return ""
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:

@@ -74,8 +74,8 @@ def read_verify_request(message: verifier.VerifyRequest, vocab_size: int, max_le
     if len(request.ids) >= max_len:
         raise InvalidField("open.ids", f"{len(request.ids)} ids leave no room in the target's context of {max_len}")
     limits.check_range("open.prompt_tokens", request.prompt_tokens, 0, len(request.ids))
-    limits.check_range("open.min_len", request.min_len, 0, request.max_len)
     limits.check_range("open.max_len", request.max_len, len(request.ids) + 1, max_len)
+    limits.check_range("open.min_len", request.min_len, 0, request.max_len)
     return request
 
 

@@ -46,15 +46,17 @@ class Answering:
         call_s = self._served.settings.limits.call_s
 
         async def one(index: int, request: GenerationRequest) -> None:
-            place = self._access.client(headers.items(), counted=True) if index else contextlib.nullcontext()
             answer = self._served.answer(request_to_wire(request), lambda event: event, _size)
-            async with place, contextlib.aclosing(answer) as events:
+            async with contextlib.aclosing(answer) as events:
                 async for event in events:
                     await send.send((index, event))
 
         async def every() -> None:
             try:
-                async with send, asyncio.timeout(call_s), asyncio.TaskGroup() as group:
+                async with send, asyncio.timeout(call_s), contextlib.AsyncExitStack() as places:
+                    for _ in requests[1:]:
+                        await places.enter_async_context(self._access.client(headers.items(), counted=True))
+                    group = await places.enter_async_context(asyncio.TaskGroup())
                     for index, request in enumerate(requests):
                         group.create_task(one(index, request))
             except TimeoutError:

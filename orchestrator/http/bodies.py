@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from coppice.client.request import Options, build_request
+from coppice.client.request import Options, Prompt, build_request
 from coppice.errors import InvalidField
 from coppice.limits import MAX_BIASES, MAX_TOP_LOG_PROBS
 from coppice.messages.generation import ChatMessage, GenerationRequest
@@ -39,8 +39,20 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 """Fields that are not served, and their values that ask for nothing: clients send these."""
 
-List = Annotated[list[T], FailFast()]
+List = Annotated[list[T], Field(fail_fast=True)]
 """A list of which the first bad entry is told: it may have a million."""
+
+
+def _check_unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_check_unicode)]
+"""A string that can be sent on: JSON can spell others."""
 
 
 class Object(BaseModel):
@@ -67,14 +79,14 @@ class StreamOptions(Object):
 class Body(Object):
     """A request's body."""
 
-    model: Annotated[str, Field(description="the served model's name; empty: whichever is served")] = ""
+    model: Annotated[Text, Field(description="the served model's name; empty: whichever is served")] = ""
 
 
 class TextPart(Object):
     """A part of a message's content or of a prediction."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 def _joined(content: str | list[TextPart]) -> str:
@@ -85,7 +97,7 @@ class Prediction(Object):
     """What the answer is expected to be."""
 
     type: Literal["content"]
-    content: str | List[TextPart]
+    content: Text | List[TextPart]
 
 
 class Sampled(Body):
@@ -100,15 +112,15 @@ class Sampled(Body):
     presence_penalty: float = 0.0
     logit_bias: Annotated[dict[str, Any], Field(description="numbers by token id")] = {}
     seed: Annotated[int | None, Field(description="of choice 0; choice i has seed + i; none: one is drawn")] = None
-    stop: str | List[str] = []
+    stop: Text | List[Text] = []
     min_tokens: Annotated[int, Field(ge=0, description="new tokens before which nothing ends the text")] = 0
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     stream: bool = False
     stream_options: Annotated[StreamOptions | None, Field(description="only with stream")] = None
     ignore_eos: bool = False
-    user: Annotated[str, Field(description="taken, and used for nothing")] = ""
+    user: Annotated[Text, Field(description="taken, and used for nothing")] = ""
     prediction: Annotated[Prediction | None, Field(description="what the answer is expected to be")] = None
-    policy: Annotated[str, Field(description="Coppice's: plain, single:HEAD, route, merge, auto, ...")] = ""
+    policy: Annotated[Text, Field(description="Coppice's: plain, single:HEAD, route, merge, auto, ...")] = ""
     budget: Annotated[int | None, Field(description="Coppice's: draft nodes verified a step")] = None
     include_metrics: Annotated[bool, Field(description="also answer vLLM's metrics.speculative_decoding")] = False
 
@@ -135,48 +147,52 @@ class Sampled(Body):
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def options(self, limit: str, most: int) -> Options:
-        """The options of choice 0, but for its seed. limit: what the body calls the limit of tokens, `most`."""
-        if self.min_tokens > most > 0:
-            raise InvalidField("min_tokens", f"{self.min_tokens} is more than {limit}, {most}")
-        if len(self.logit_bias) > MAX_BIASES:
-            raise InvalidField("logit_bias", f"has {len(self.logit_bias)} entries, allowed are {MAX_BIASES}")
-        try:
-            bias = {int(token): value for token, value in self.logit_bias.items()}
-        except ValueError:
-            raise InvalidField("logit_bias", "has a key that is no token id") from None
-        return {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": max(0, self.top_k),
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "presence_penalty": self.presence_penalty,
-            "logit_bias": bias,
-            "max_new_tokens": most,
-            "stop": self.stop,
-            "ignore_eos": self.ignore_eos,
-            "policy": self.policy,
-            "budget": self.budget,
-            "prediction": _joined(self.prediction.content) if self.prediction else "",
-        }
-
     @property
     def echoes(self) -> bool:
         """Whether the answer begins with the prompt."""
         return False
 
-    def seeds(self) -> Iterator[int]:
-        """The seed of each choice; the first one is drawn when the body has none."""
-        first = SamplingParams().with_seed().seed if self.seed is None else self.seed
-        return iter(range(first, first + self.n))
+
+def _options(body: Sampled, limit: str, most: int) -> Options:
+    """The options of choice 0, but for its seed. limit: what the body calls the limit of tokens, `most`."""
+    if body.min_tokens > most > 0:
+        raise InvalidField("min_tokens", f"{body.min_tokens} is more than {limit}, {most}")
+    if len(body.logit_bias) > MAX_BIASES:
+        raise InvalidField("logit_bias", f"has {len(body.logit_bias)} entries, allowed are {MAX_BIASES}")
+    try:
+        bias = {int(token): value for token, value in body.logit_bias.items()}
+    except ValueError:
+        raise InvalidField("logit_bias", "has a key that is no token id") from None
+    return {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": max(0, body.top_k),
+        "min_p": body.min_p,
+        "repetition_penalty": body.repetition_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "presence_penalty": body.presence_penalty,
+        "logit_bias": bias,
+        "max_new_tokens": most,
+        "stop": body.stop,
+        "ignore_eos": body.ignore_eos,
+        "policy": body.policy,
+        "budget": body.budget,
+        "prediction": _joined(body.prediction.content) if body.prediction else "",
+    }
+
+
+def _choices(body: Sampled, prompt: Prompt, options: Options, **told: Any) -> Iterator[GenerationRequest]:
+    """The request of each choice of a prompt; a seed is drawn when the body has none. Raises InvalidField."""
+    first = SamplingParams().with_seed().seed if body.seed is None else body.seed
+    for seed in range(first, first + body.n):
+        options["seed"] = seed
+        yield replace(build_request(prompt, **options), min_tokens=body.min_tokens, **told)
 
 
 class CompletionBody(Sampled):
     """The body of POST /v1/completions."""
 
-    prompt: Annotated[str | List[str] | List[int] | List[List[int]], Field(description="text or ids, one or several")]
+    prompt: Annotated[Text | List[Text] | List[int] | List[List[int]], Field(description="text or ids, one or several")]
     max_tokens: Annotated[int, Field(ge=0, description="0 only with echo")] = _COMPLETION_TOKENS
     logprobs: Annotated[
         int | None,
@@ -216,24 +232,16 @@ class CompletionBody(Sampled):
 
     def requests(self) -> list[GenerationRequest]:
         """The request of each choice, prompt by prompt. Raises InvalidField."""
-        options: Options = {**self.options("max_tokens", self.max_tokens or 1), "log_probs": self.scored}
-        told: dict[str, Any] = {
-            "top_log_probs": self.logprobs or 0,
-            "want_prompt_log_probs": self.echo and self.scored,
-            "min_tokens": self.min_tokens,
-        }
-        return [
-            replace(build_request(prompt, **{**options, "seed": seed}), **told)
-            for prompt in self.prompts()
-            for seed in self.seeds()
-        ]
+        options: Options = {**_options(self, "max_tokens", self.max_tokens or 1), "log_probs": self.scored}
+        told = {"top_log_probs": self.logprobs or 0, "want_prompt_log_probs": self.echo and self.scored}
+        return [request for prompt in self.prompts() for request in _choices(self, prompt, options, **told)]
 
 
 class Message(Object):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | List[TextPart]
+    content: Text | List[TextPart]
 
     @property
     def plain(self) -> ChatMessage:
@@ -269,16 +277,15 @@ class ChatBody(Sampled):
     def requests(self) -> list[GenerationRequest]:
         """The request of each choice. Raises InvalidField."""
         most = self.max_completion_tokens or self.max_tokens or 0
-        options: Options = {**self.options(self.name_of("max_new_tokens"), most), "log_probs": self.logprobs}
+        options: Options = {**_options(self, self.name_of("max_new_tokens"), most), "log_probs": self.logprobs}
         messages = [message.plain for message in self.messages]
-        told: dict[str, Any] = {"top_log_probs": self.top_logprobs, "min_tokens": self.min_tokens}
-        return [replace(build_request(messages, **{**options, "seed": seed}), **told) for seed in self.seeds()]
+        return list(_choices(self, messages, options, top_log_probs=self.top_logprobs))
 
 
 class TokenizeBody(Body):
     """The body of POST /tokenize: `prompt` or `messages`."""
 
-    prompt: str | None = None
+    prompt: Text | None = None
     messages: Annotated[List[Message] | None, Field(min_length=1)] = None
     add_special_tokens: Literal[True] = True
 

@@ -83,7 +83,7 @@ def handle(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
+        first = max(error.errors(), key=lambda one: len(one["loc"]))  # of what was tried there, what went deepest
         field = _path([str(part) for part in first["loc"][1:]])
         why = "is not served" if first["type"] == "extra_forbidden" else first["msg"]
         return JSONResponse(envelope(400, f"{field or 'body'}: {why}", field or None), 400)

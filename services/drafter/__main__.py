@@ -6,7 +6,8 @@ import asyncio
 import sys
 
 from coppice.adaptation.producer import Producer
-from coppice.config.sections import FEATURE_KINDS, check_model
+from coppice.config.model_folder import check_model
+from coppice.config.sections import FEATURE_KINDS
 from coppice.config.settings import Settings
 from coppice.heads.registry import served_head
 from coppice.rpc import tracing

