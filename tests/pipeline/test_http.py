@@ -540,6 +540,7 @@ test_split: test
 output_type: {kind}
 doc_to_text: "{{{{context}}}}"
 doc_to_target: "{{{{{target}}}}}"
+target_delimiter: ""
 {more}
 metadata: {{version: 1}}
 """

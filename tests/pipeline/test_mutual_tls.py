@@ -101,7 +101,7 @@ def test_the_adapter_reaches_its_drafters_and_listens_to_operators_alone(stack: 
 
 def completed(stack: Stack, authority: Authority, token: str = TOKEN, n: int = 1) -> tuple[int, Any]:
     """Status and body of a completion over HTTPS, by who trusts an authority."""
-    body = json.dumps({"prompt": list(PROMPTS[0]), "max_tokens": 4, "n": n, "temperature": 0}).encode()
+    body = json.dumps({"prompt": list(PROMPTS[0]), "max_tokens": 4, "n": n, "ignore_eos": True}).encode()
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     context = ssl.create_default_context(cafile=str(authority.folder / "ca.pem"))
     asked = Request(f"https://{stack.orchestrator.http}/v1/completions", body, headers)
