@@ -67,7 +67,7 @@ class ServiceLines:
 def services_table(stack: Stack) -> Table:
     """What runs where; ports of health, metrics and HTTP are at the host of the address."""
     kinds = {head.name: head.kind for head in stack.spec.heads}
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # it fits 80 columns
     for column in ("service", "kind", "address", "health", "metrics", "http", "pid"):
         table.add_column(column, overflow="fold")
     for name, ready in stack.services.items():

@@ -30,7 +30,8 @@ class Penalties:
         """The first `prompt_tokens` ids of the text are the prompt, those behind them were generated. None of
         `stop_ids` is among its first `min_len`, prompt included.
         """
-        self._ends, self._min_len, self._length = np.array(sorted(stop_ids), np.int64), min_len, 0
+        ends = [token for token in stop_ids if token < vocab_size]  # others cannot be drawn
+        self._ends, self._min_len, self._length = np.array(ends, np.int64), min_len, 0
         self._repetition = np.float32(params.repetition_penalty or 1)
         self._frequency, self._presence = np.float32(params.frequency_penalty), np.float32(params.presence_penalty)
         self._biased = np.array(list(params.logit_bias), np.int64)

@@ -342,7 +342,7 @@ def test_up_starts_replicas_and_keeps_logs(target: Path) -> None:
     assert process.returncode == 0
     assert {file.stem for file in logs.glob("*.log")} == set(names)
     assert f"logs     {logs}\n" in out
-    assert "drafter-look-1  lookup" in out
+    assert "drafter-look-1 lookup" in out
 
 
 @pytest.mark.parametrize("held_still", [False, True])

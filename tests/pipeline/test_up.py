@@ -147,7 +147,7 @@ def test_a_person_is_told_what_runs_where_and_how(stack: Stack) -> None:
         (line,) = (line.split() for line in table.splitlines() if line.startswith(f"{name} "))
         ports = [ready.health.split(":")[1], ready.metrics.split(":")[1], "-"]
         assert [ready.address, *ports, str(ready.pid)] == line[-5:]
-    assert "drafter-self    lm" in table
+    assert "drafter-self   lm" in table
     said = "\n".join(facts(stack, logs_stay=True))
     for fact in (str(stack.spec.target), "float32 on cpu with 1 thread, ", "KV of 65536 tokens", "self (lm), lookup"):
         assert fact in said

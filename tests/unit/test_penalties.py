@@ -194,6 +194,7 @@ def test_no_text_ends_before_its_least_length_whatever_the_trees_are(
 ) -> None:
     sampling = SamplingParams(temperature=temperature, repetition_penalty=repetition, seed=seed)
     ends, length, expected = list(range(VOCAB // 2)), len(prompt) + 24, list(prompt)
+    stops = frozenset({*ends, 2**32 - 1})
     while len(expected) < length and (len(expected) <= len(prompt) or expected[-1] not in ends):
         row = adjusted(sampling, prompt, expected[len(prompt) :], logits_after(expected), ())
         if len(expected) < len(prompt) + least:
@@ -202,6 +203,6 @@ def test_no_text_ends_before_its_least_length_whatever_the_trees_are(
     assert len(expected) > len(prompt) + least or length == len(prompt) + least
     for held in (0, min(9, least)):
         start = expected[len(prompt) : len(prompt) + held]
-        said = decoded(sampling, prompt, start, length, Random(seed), frozenset(ends), len(prompt) + least)
+        said = decoded(sampling, prompt, start, length, Random(seed), stops, len(prompt) + least)
         assert said == expected[: len(said)]
         assert len(said) >= length - 1 or said == expected
