@@ -38,8 +38,8 @@ class AutoPolicy(StepPolicy):
         return self._chooser.soon(self._text)
 
     def budget(self, most: int, hint: int | None) -> int:
-        """As the verifier hints; the rare tries at a hint of 0 draft as many nodes as ever."""
-        return min(most, hint) if hint else most
+        """As the verifier hints, by all texts; a prediction, and the rare tries at a hint of 0, draft all they may."""
+        return min(most, hint) if hint and not self._text.is_predicted(self._arm) else most
 
     def more(self, step: Step) -> Sequence[int]:
         """The second head of a cascade, where the first one's tree promises too little."""

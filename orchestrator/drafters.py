@@ -64,6 +64,8 @@ class HeadPool(Pool[DrafterReplica]):
         self.calibration = Calibration()
         self.feature_layers: tuple[int, ...] | None = None
         """target layers whose features the head reads; None until a replica has said so"""
+        self.kind = ""
+        """of head; empty until a replica has said so"""
         self.moving: set[object] = set()
         """sessions on their way to a replica that has fewer, until it drafts for them"""
         self._draft_s: deque[float] = deque(maxlen=64)
@@ -86,6 +88,7 @@ class HeadPool(Pool[DrafterReplica]):
             log.warning("a head that cannot be used", pool=self.name, replica=replica.address, why=why)
             self.metrics.unfit.labels(self.name).inc()
         replica.unfit = why
+        self.kind = self.kind or head.kind
         replica.told(head)
 
     def _why_not(self, head: HeadDescription) -> str:

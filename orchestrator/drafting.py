@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from coppice.messages.generation import Finished
 from coppice.messages.steps import Features
 from coppice.speculation.calibration import step_log_probs
 from coppice.speculation.policy import UNION
@@ -69,12 +70,24 @@ class Drafting:
                 head.reject(draft, step.start, step.offered, verdict.rejection)
 
     def calibrate(self, step: Step) -> None:
-        """Learn what the heads' confidences are worth, from every node that the text says something about."""
-        for head, draft in zip(self._heads, step.drafts, strict=True):
-            if len(draft.tree):
+        """Learn what the heads' confidences are worth, from every node that the text says something about.
+
+        Those of a prediction are worth what they say, and belong to this request alone.
+        """
+        for at, (head, draft) in enumerate(zip(self._heads, step.drafts, strict=True)):
+            if head.opening.prediction:
+                if step.choice.routed in (at, UNION):
+                    head.prediction.learn(step, draft)
+            elif len(draft.tree):
                 head.pool.calibration.observe(step_log_probs(draft.tree), *outcomes(draft.tree, step.offered))
                 if draft.replica is not None and draft.replica.watch.expected and head.is_measured:
                     head.pool.judge(draft.replica, best_path(draft.tree, step.offered), draft.weights_version)
+
+    def count(self, result: Finished) -> None:
+        """Add to an answer's summary what came of its prediction."""
+        for head in self._heads:
+            result.accepted_prediction_tokens += head.prediction.accepted
+            result.rejected_prediction_tokens += head.prediction.rejected
 
     def no_drafts(self) -> list[Draft]:
         """The drafts of a step that has asked nobody yet."""

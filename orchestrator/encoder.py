@@ -25,7 +25,7 @@ from .tokenizer import TextCodec, no_room
 SHORT_CHARS = 4096  # a text of this length is encoded in a few milliseconds
 _NICENESS = 5  # running sessions come first
 _LENGTH = struct.Struct("<I")
-_TEXT, _CHAT, _IDS, _TOO_LONG, _INVALID = b"t", b"c", b"i", b"l", b"x"
+_TEXT, _BARE, _CHAT, _IDS, _TOO_LONG, _INVALID = b"t", b"b", b"c", b"i", b"l", b"x"
 
 
 class Encoder:
@@ -37,15 +37,18 @@ class Encoder:
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()  # one prompt after another: they share the services' cores
 
-    async def encode(self, prompt: str | Sequence[ChatMessage]) -> list[int]:
-        """Ids of a text or of a conversation. Raises InvalidField, before any work when it is hopelessly long."""
+    async def encode(self, prompt: str | Sequence[ChatMessage], bare: bool = False) -> list[int]:
+        """Ids of a text or of a conversation. Raises InvalidField, before any work when it is hopelessly long.
+
+        bare: without the special tokens around a prompt.
+        """
         parts = [prompt] if isinstance(prompt, str) else [message.content for message in prompt]
         chars = sum(map(len, parts))
         if chars > self._most_ids * self._codec.longest:
             raise InvalidField("prompt", f"{chars} characters are more than {self._most_ids} tokens hold")
         if chars <= SHORT_CHARS:
-            return self._codec.encode(prompt)
-        answer = asyncio.create_task(self._elsewhere(prompt))
+            return self._codec.encode(prompt, bare)
+        answer = asyncio.create_task(self._elsewhere(_question(prompt, bare)))
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(answer)  # a question that was asked is answered, whoever still waits
 
@@ -55,11 +58,11 @@ class Encoder:
             self._process.kill()
             await self._process.wait()
 
-    async def _elsewhere(self, prompt: str | Sequence[ChatMessage]) -> list[int]:
+    async def _elsewhere(self, question: bytes) -> list[int]:
         async with self._turn:
             for _ in range(2):  # it may have been killed
                 try:
-                    return self._answer(await self._ask(_question(prompt)))
+                    return self._answer(await self._ask(question))
                 except (OSError, asyncio.IncompleteReadError):
                     await self.stop()
                     self._process = None
@@ -91,16 +94,17 @@ class Encoder:
         raise InvalidField(field, why)
 
 
-def _question(prompt: str | Sequence[ChatMessage]) -> bytes:
+def _question(prompt: str | Sequence[ChatMessage], bare: bool) -> bytes:
     if isinstance(prompt, str):
-        return _TEXT + prompt.encode()
+        return (_BARE if bare else _TEXT) + prompt.encode()
     return _CHAT + json.dumps([asdict(message) for message in prompt]).encode()
 
 
 def _answered(codec: TextCodec, question: bytes, most_ids: int) -> bytes:
     kind, rest = question[:1], question[1:].decode()
     try:
-        ids = codec.encode(rest if kind == _TEXT else [ChatMessage(**message) for message in json.loads(rest)])
+        prompt = [ChatMessage(**message) for message in json.loads(rest)] if kind == _CHAT else rest
+        ids = codec.encode(prompt, bare=kind == _BARE)
     except InvalidField as error:
         return _INVALID + str(error).encode()
     if len(ids) >= most_ids:

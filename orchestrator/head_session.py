@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from coppice.limits import MAX_HEAD_NODES, MAX_TREE_NODES
+from coppice.limits import MAX_HEAD_NODES, MAX_TREE_DEPTH, MAX_TREE_NODES
 from coppice.messages.steps import Advance, DraftOpened, DraftStep, Features, Fence, OpenDraft, Rejection, TreeDelta
 from coppice.speculation.routing import first_miss
 from coppice.speculation.tree import DraftTree, TreeError, extend, validate
@@ -20,6 +20,7 @@ from coppice.wire import drafter
 
 from .draft_stream import DraftStream
 from .drafters import HeadPool
+from .prediction import PredictionUse
 from .step import NO_DRAFT, Committed, Draft
 
 _MISSES_TO_COOL_DOWN = 2.0
@@ -71,6 +72,7 @@ class _Question:
         else:
             draft.tree = nodes
         draft.deltas.append(len(nodes))
+        draft.predicted += delta.predicted
         if delta.q_rows is not None:
             draft.q_rows.append(delta.q_rows)
 
@@ -98,6 +100,7 @@ class HeadSession:
     def __init__(self, pool: HeadPool, opening: OpenDraft, vocab_size: int) -> None:
         self.pool, self.opening, self.vocab_size = pool, opening, vocab_size
         self.signal = Signal()
+        self.prediction = PredictionUse()
         # What is expected of a head is measured where the target draws what its rows say, or its noise is known.
         sampling = opening.sampling
         self.is_measured = not sampling.temperature or (sampling.temperature <= 1 and opening.coupled)
@@ -209,12 +212,12 @@ class HeadSession:
         draft.replica = self._stream.replica if self._stream else None
         draft.late = not question.answer.done()
         try:
-            validate(draft.tree, self.vocab_size, MAX_TREE_NODES)
+            validate(draft.tree, self.vocab_size, MAX_TREE_NODES, MAX_TREE_DEPTH)
         except TreeError as error:
             self.pool.metrics.bad_drafts.labels(self.pool.name, error.reason).inc()
-            draft.tree, draft.bad, draft.deltas = DraftTree.empty(), True, []
+            draft.tree, draft.bad, draft.deltas, draft.predicted = DraftTree.empty(), True, [], []
         if len(draft.tree):
-            draft.scored = self.pool.calibration.of(draft.tree)
+            draft.scored = draft.tree if self.opening.prediction else self.pool.calibration.of(draft.tree)
         if draft.late:
             self.pool.metrics.late_drafts.labels(self.pool.name).inc()
         self._judge(missed=draft.bad or (draft.late and self._opened))

@@ -54,7 +54,7 @@ class FixedPolicy(StepPolicy):
     """Asks the same heads in every step."""
 
     def __init__(self, policy: Policy, heads: Sequence[int], whole_tree: bool = False) -> None:
-        """whole_tree: the budget is kept whatever the verifier hints."""
+        """whole_tree: the budget is kept whatever the verifier hints. It hints by all texts; a prediction is of one."""
         self.policy = policy
         self._heads, self._whole_tree = heads, whole_tree
 

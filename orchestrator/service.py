@@ -35,6 +35,7 @@ from .feedback import Signals
 from .head_session import HeadSession
 from .output import Output
 from .policies import FixedPolicy, StepPolicy
+from .prediction import KIND, check_usable
 from .step import Committed
 from .step_loop import Decoding, Plan
 from .tokenizer import TextCodec, TextStream, no_room
@@ -91,11 +92,11 @@ class GenerationServicer:
         """The target's; None where it has none and only ids work."""
         return self.codec.tokenizer if self.codec else None
 
-    async def encode(self, prompt: str | Sequence[ChatMessage]) -> list[int]:
-        """Ids of a text or of a conversation. Raises InvalidField."""
+    async def encode(self, prompt: str | Sequence[ChatMessage], bare: bool = False) -> list[int]:
+        """Ids of a text, without special tokens around it if `bare`, or of a conversation. Raises InvalidField."""
         if self.encoder is None:
             raise InvalidField("prompt", "this target has no tokenizer.json: send ids")
-        return await self.encoder.encode(prompt)
+        return await self.encoder.encode(prompt, bare)
 
     async def Generate(
         self, message: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -149,6 +150,7 @@ class GenerationServicer:
             async with self.seats.admit():
                 account.admitted()
                 ids = await self._prompt_ids(request)
+                request = replace(request, prediction_text=None, prediction_ids=await self._prediction_ids(request))
                 finished = await self._decode(request, ids, self._plan(request, len(ids)), send, account)
             finished.timings.queue_ns = account.queue_ns
             send(finished)
@@ -174,6 +176,8 @@ class GenerationServicer:
         session = account.id
         pools = [self.heads[name] for name in plan.policy.heads]
         layers = await feature_layers(pools if plan.budget else [], "policy")
+        if request.prediction_ids:
+            check_usable([pool.kind for pool in pools])
         heads = [self._head_session(pool, session, request, plan) for pool in pools]
         asks = self.signals is not None and any(head.opening.want_misses for head in heads)
         prompt_tokens = len(ids) - len(request.resume_ids)
@@ -219,16 +223,19 @@ class GenerationServicer:
     def _policy(self, request: GenerationRequest, plan: Plan, prompt: list[int]) -> StepPolicy:
         """Who decides in the steps of a request. Texts that may ask the same heads learn from each other."""
         names = plan.policy.heads
+        predicted = [name for name in names if request.prediction_ids and self.heads[name].kind == KIND]
         if plan.policy.name != "auto" or not plan.budget:
-            return FixedPolicy(plan.policy, range(len(names)) if plan.budget else (), plan.whole_tree)
+            whole = plan.whole_tree or bool(predicted)
+            return FixedPolicy(plan.policy, range(len(names)) if plan.budget else (), whole)
         chooser = self._choosers.setdefault(frozenset(names), Chooser())
-        text = TextEstimates(chooser.statistics, names, request.sampling.temperature > 0, prompt)
+        text = TextEstimates(chooser.statistics, names, request.sampling.temperature > 0, prompt, predicted)
         return AutoPolicy(chooser, text, names, self.metrics)
 
     def _head_session(self, pool: HeadPool, session: str, request: GenerationRequest, plan: Plan) -> HeadSession:
         """One head of a request; it says what it misses when someone listens and it is of a kind that can learn."""
         learns = self.signals is not None and bool(pool.feature_layers) and plan.budget > 0
-        opening = OpenDraft(session, [], request.sampling, request.coupled, None, request.pq, learns)
+        predicted = (request.prediction_ids or ()) if pool.kind == KIND else ()
+        opening = OpenDraft(session, [], request.sampling, request.coupled, None, request.pq, learns, predicted)
         return HeadSession(pool, opening, self.target.vocab_size)
 
     async def _prompt_ids(self, request: GenerationRequest) -> list[int]:
@@ -242,6 +249,15 @@ class GenerationServicer:
         if request.stop and self.codec is None:
             raise InvalidField("stop", "this target has no tokenizer.json to find strings with")
         return [*ids, *request.resume_ids]
+
+    async def _prediction_ids(self, request: GenerationRequest) -> tuple[int, ...]:
+        """The ids of what the client expects of the answer. Raises InvalidField."""
+        if not request.prediction_text:
+            return request.prediction_ids or ()
+        try:
+            return tuple(await self.encode(request.prediction_text, bare=True))
+        except InvalidField as error:
+            raise InvalidField("prediction", str(error).partition(": ")[2]) from None
 
     def _plan(self, request: GenerationRequest, length: int) -> Plan:
         settings = self.settings.orchestrator

@@ -23,6 +23,8 @@ class Draft:
     scored: DraftTree = field(default_factory=DraftTree.empty)
     """the same nodes with calibrated log-probs"""
     q_rows: list[NDArray[np.float32]] = field(default_factory=list)
+    predicted: list[int] = field(default_factory=list)
+    """of each node its place in the request's prediction, from 1, or 0; empty when the head drafts from none"""
     deltas: list[int] = field(default_factory=list)
     """nodes of each delta that arrived"""
     forward_ns: int = 0

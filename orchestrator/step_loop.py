@@ -91,6 +91,7 @@ class Decoding:
                 step = self._begin(step, root)
         finally:
             self._catch_up()
+        self.drafting.count(self.output.result)
         return self.output.end(first - began, last - first)
 
     def _begin(self, before: Step | None = None, root: int = -1) -> Step:

@@ -55,14 +55,14 @@ class TextCodec:
         """Characters of the longest token."""
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
-    def encode(self, prompt: str | Sequence[ChatMessage]) -> list[int]:
+    def encode(self, prompt: str | Sequence[ChatMessage], bare: bool = False) -> list[int]:
         """Ids of a text, with the special tokens the tokenizer puts around a prompt, or of a conversation.
 
-        The interpreter's lock is held all the time. Raises InvalidField.
+        `bare` is a text without them. The interpreter's lock is held all the time. Raises InvalidField.
         """
         if not isinstance(prompt, str):
             return self._encode_chat(prompt)
-        ids: list[int] = self.tokenizer.encode(prompt).ids
+        ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=not bare).ids
         return ids
 
     def _encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:

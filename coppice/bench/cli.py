@@ -86,6 +86,22 @@ def steps(options: Options) -> None:
         run_steps(bench, asked, methods)
 
 
+@command(app, *ASKED, "methods", "goals", n=9, max_new_tokens=128, category=["code"])
+def prediction(options: Options) -> None:
+    """What a prediction of the answer gains where nine tenths of it fit, and costs where it is useless.
+
+    Methods ask a look-up head; by default lookup and auto.
+    """
+    from coppice.bench.prediction import run_prediction
+    from coppice.bench.questions import prompt_ids
+
+    spec = options.spec()
+    methods = read_methods(options.methods or ["lookup", "auto"], spec.heads)[1:]
+    asked = prompt_ids(options, spec)
+    with measuring("bench prediction", spec, options) as bench:
+        run_prediction(bench, asked, methods)
+
+
 @command(app, "target", "prompts", "category", "chat", "skip_long", "dtype", "goals", n=3, max_new_tokens=96)
 def rows(options: Options) -> None:
     """A forward by its rows, and plain decoding over bare forwards and over `generate`."""

@@ -34,6 +34,10 @@ class Ending:
     timings: Timings = field(default_factory=Timings)
     resumed: int = 0
     """times that another server went on with it; what is told by step, and timings, are then of the last one alone"""
+    accepted_prediction_tokens: int = 0
+    """tokens of the prediction that were accepted as drafts, each counted once"""
+    rejected_prediction_tokens: int = 0
+    """those that were verified and never accepted"""
 
     @property
     def steps(self) -> int:
@@ -86,6 +90,8 @@ class Completion(Ending):
             "policy": self.policy,
             "heads": list(self.heads),
             "seed": self.seed,
+            "accepted_prediction_tokens": self.accepted_prediction_tokens,
+            "rejected_prediction_tokens": self.rejected_prediction_tokens,
             "timings_ns": {name: getattr(self.timings, f"{name}_ns") for name in _JSON_TIMINGS},
         }
 
@@ -148,4 +154,6 @@ class Accumulator:
             timings=end.timings,
             trees=tuple(self._trees),
             resumed=end.resumed,
+            accepted_prediction_tokens=end.accepted_prediction_tokens,
+            rejected_prediction_tokens=end.rejected_prediction_tokens,
         )

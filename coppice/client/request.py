@@ -45,6 +45,7 @@ class Options(Draws, total=False):
     budget: Annotated[int | None, "draft nodes verified a step"]
     ignore_eos: Annotated[bool, "go on past end-of-text ids"]
     log_probs: Annotated[bool, "also return the target's raw log-probabilities"]
+    prediction: Annotated[str | Sequence[int], "what the answer is expected to be: a look-up head drafts from it"]
     resume_ids: Annotated[Sequence[int], "new tokens held from an earlier stream of this request, to go on behind"]
     trees: Annotated[bool, "also return the tree that each step verified"]
     pq: Annotated[bool, "classic p/q rejection of a sampled chain instead of keyed noise"]
@@ -94,7 +95,8 @@ def build_request(prompt: Prompt, caller: str = "build_request", /, **options: U
     if given.get("budget") is not None:
         limits.check_range("budget", given["budget"], 0, limits.MAX_TREE_NODES)
     text, ids, chat = _read_prompt(prompt)
-    stop = given.pop("stop", ())
+    stop, prediction = given.pop("stop", ()), given.pop("prediction", ())
+    told = isinstance(prediction, str)
     return GenerationRequest(
         text=text,
         ids=ids,
@@ -104,6 +106,8 @@ def build_request(prompt: Prompt, caller: str = "build_request", /, **options: U
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         want_log_probs=given.pop("log_probs", False),
         want_trees=given.pop("trees", False),
+        prediction_text=prediction if told else None,
+        prediction_ids=None if told or not len(prediction) else _read_ids("prediction", prediction),
         **given,
     )
 

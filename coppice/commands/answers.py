@@ -32,10 +32,15 @@ def prompts_of(prompt: str | None, ids: str | None, file: Path | None) -> list[F
     assert file
     if file.suffix in (".jsonl", ".txt"):
         return read_prompts(file)
+    return [FilePrompt(read_text(file, "--prompt-file"), where=str(file))]
+
+
+def read_text(file: Path, option: str) -> str:
+    """The text of the file that an option names. Raises BadParameter."""
     try:
-        return [FilePrompt(file.read_text(encoding="utf-8"), where=str(file))]
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(str(error), param_hint="--prompt-file") from None
+        raise typer.BadParameter(str(error), param_hint=option) from None
 
 
 def fitting(client: Client, prompts: Iterable[FilePrompt], chat: bool, new_tokens: int, skip: bool) -> list[FilePrompt]:

@@ -28,6 +28,9 @@ def generate(
             help="A file instead: .jsonl and .txt hold a prompt a line, others are one prompt. All turns are asked."
         ),
     ] = None,
+    prediction_file: Annotated[
+        Path | None, typer.Option(help="A file of what the answer is expected to be: a look-up head drafts from it.")
+    ] = None,
     skip_long: Annotated[
         bool, typer.Option("--skip-long", help="Leave out a file's prompts that the server's context has no room for.")
     ] = False,
@@ -54,7 +57,7 @@ def generate(
 ) -> None:
     """Answer a prompt, streaming the text."""
     from coppice.client.client import Client
-    from coppice.commands.answers import answers_of, fitting, prompts_of
+    from coppice.commands.answers import answers_of, fitting, prompts_of, read_text
 
     prompts = prompts_of(prompt, ids, prompt_file)
     options: Options = {
@@ -72,6 +75,7 @@ def generate(
         "max_new_tokens": max_new_tokens,
         "stop": stop or (),
         "trees": show_tree or tree_picture is not None,
+        "prediction": read_text(prediction_file, "--prediction-file") if prediction_file else "",
     }
     with Client(address) as client:
         if prompt_file:

@@ -70,6 +70,8 @@ class Growth:
     """nothing more comes for this job"""
     q_rows: NDArray[np.float32] | None = None
     """(len(nodes), vocab_size) probabilities the nodes were sampled from; only for jobs that want them"""
+    predicted: tuple[int, ...] = ()
+    """of each node its place in the session's prediction, from 1, or 0; empty when there is none"""
 
 
 @dataclass(frozen=True, slots=True)

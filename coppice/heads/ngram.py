@@ -18,6 +18,8 @@ from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
 from coppice.heads.bigram import Bigram
 from coppice.heads.lookup import Lookup
+from coppice.heads.prediction import Predicted
+from coppice.limits import MAX_TREE_DEPTH
 from coppice.messages.steps import Advance, HeadDescription, OpenDraft
 from coppice.speculation.sampling import (
     DRAFT_STREAM,
@@ -35,9 +37,10 @@ CHUNK = 4096  # prompt ids counted before other sessions get their turn
 LEAST_REST = 1e-6  # mass left to tokens that are no candidates: no draft is certain
 LEAST_TEMPERATURE = 1e-3  # below it scores are those of this one, still finite
 EXP_EULER_GAMMA = 1.7810724179901979  # exp of the mean of Gumbel noise
+LEAST_SCORE = math.log(1 / 64)  # of a node under a prediction: chains are long, and a row costs more than less promises
 
 
-TextModel = Bigram | Lookup
+TextModel = Bigram | Lookup | Predicted
 """A model of the next token made of one session's text. Its `followers` are a bounded number of candidates, with
 probabilities that sum to less than 1; a state that it makes is a place behind the root."""
 
@@ -84,8 +87,9 @@ class _Row(NamedTuple):
     best: list[tuple[float, int]]
 
 
-def grow(model: TextModel, job: DraftJob, depth: int, width: int) -> DraftTree:
-    """Grow the `budget` best nodes, at most `depth` deep and `width` wide, best-first on the sum of log-scores.
+def grow(model: TextModel, job: DraftJob, depth: int, width: int, least: float = -math.inf) -> DraftTree:
+    """Grow the `budget` best nodes, at most `depth` deep and `width` wide, best-first on the sum of log-scores, which
+    are `least` or more.
 
     A score is below its parent's, so nodes leave the heap in order of score and parents before children.
     """
@@ -107,6 +111,8 @@ def grow(model: TextModel, job: DraftJob, depth: int, width: int) -> DraftTree:
         open_row(0, 0.0, model.start(job.root), 1)
     while heap and len(tokens) < job.budget:
         negated, _, row, place = heapq.heappop(heap)
+        if -negated < least:
+            break
         token = row.best[place][1]
         tokens.append(token)
         parents.append(row.parent)
@@ -161,6 +167,8 @@ class NgramHead(Head):
         for start in range(0, len(opening.ids), CHUNK):
             model.extend(opening.ids[start : start + CHUNK])
             yield
+        if opening.prediction and isinstance(model, Lookup):
+            self._models[key] = Predicted(model, opening.prediction, opening.ids)
 
     def close(self, key: int) -> None:
         """Forget the session's text."""
@@ -177,5 +185,8 @@ class NgramHead(Head):
             if job.want_q_rows and isinstance(model, Bigram):
                 chain, rows = sample_chain(model, job, self._depth)
                 yield [Growth(index, chain, last=True, q_rows=rows)]
+            elif isinstance(model, Predicted):
+                tree = grow(model, job, MAX_TREE_DEPTH, self._width, LEAST_SCORE)
+                yield [Growth(index, tree, last=True, predicted=model.places(tree, job.root))]
             else:
                 yield [Growth(index, grow(model, job, self._depth, self._width), last=True)]

@@ -46,6 +46,9 @@ class GenerationRequest:
     top_log_probs: int = 0
     want_prompt_log_probs: bool = False
     min_tokens: int = 0
+    prediction_text: str | None = None
+    prediction_ids: tuple[int, ...] | None = None
+    """what the answer is expected to be, as text or as ids; not both"""
     pq: bool = False
     coupled: bool = True
 
@@ -138,6 +141,10 @@ class Finished:
     late_drafts: int = 0
     bad_drafts: int = 0
     timings: Timings = field(default_factory=Timings)
+    accepted_prediction_tokens: int = 0
+    """tokens of the prediction that were accepted as drafts, each counted once"""
+    rejected_prediction_tokens: int = 0
+    """those that were verified and never accepted"""
     resumed: int = 0
 
     @property

@@ -212,6 +212,8 @@ class OpenDraft:
     features: Features | None = None
     want_q_rows: bool = False
     want_misses: bool = False
+    prediction: tuple[int, ...] = ()
+    """what the answer is expected to be"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +253,8 @@ class TreeDelta:
     total_ns: int = 0
     q_rows: NDArray[np.float32] | None = None
     miss: float | None = None
+    predicted: tuple[int, ...] = ()
+    """of each node its place in the prediction, from 1; 0 for none"""
 
 
 @dataclass(frozen=True, slots=True)

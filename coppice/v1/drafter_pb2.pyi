@@ -23,7 +23,7 @@ class DraftResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[DraftOpened, _Mapping]] = ..., delta: _Optional[_Union[TreeDelta, _Mapping]] = ...) -> None: ...
 
 class OpenDraft(_message.Message):
-    __slots__ = ("session", "ids", "sampling", "coupled", "features", "want_q_rows", "want_misses")
+    __slots__ = ("session", "ids", "sampling", "coupled", "features", "want_q_rows", "want_misses", "prediction")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class OpenDraft(_message.Message):
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     WANT_Q_ROWS_FIELD_NUMBER: _ClassVar[int]
     WANT_MISSES_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_FIELD_NUMBER: _ClassVar[int]
     session: str
     ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _common_pb2.Sampling
@@ -38,7 +39,8 @@ class OpenDraft(_message.Message):
     features: _common_pb2.Features
     want_q_rows: bool
     want_misses: bool
-    def __init__(self, session: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., coupled: bool = ..., features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ..., want_q_rows: bool = ..., want_misses: bool = ...) -> None: ...
+    prediction: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., coupled: bool = ..., features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ..., want_q_rows: bool = ..., want_misses: bool = ..., prediction: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DraftOpened(_message.Message):
     __slots__ = ("weights_version",)
@@ -69,7 +71,7 @@ class Advance(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ..., features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ..., rejection: _Optional[_Union[_common_pb2.Rejection, _Mapping]] = ...) -> None: ...
 
 class TreeDelta(_message.Message):
-    __slots__ = ("fence", "nodes", "last", "forward_ns", "total_ns", "q_rows", "miss")
+    __slots__ = ("fence", "nodes", "last", "forward_ns", "total_ns", "q_rows", "miss", "predicted")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +79,7 @@ class TreeDelta(_message.Message):
     TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
     Q_ROWS_FIELD_NUMBER: _ClassVar[int]
     MISS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_FIELD_NUMBER: _ClassVar[int]
     fence: _common_pb2.Fence
     nodes: _common_pb2.Tree
     last: bool
@@ -84,7 +87,8 @@ class TreeDelta(_message.Message):
     total_ns: int
     q_rows: bytes
     miss: float
-    def __init__(self, fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., nodes: _Optional[_Union[_common_pb2.Tree, _Mapping]] = ..., last: bool = ..., forward_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., q_rows: _Optional[bytes] = ..., miss: _Optional[float] = ...) -> None: ...
+    predicted: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., nodes: _Optional[_Union[_common_pb2.Tree, _Mapping]] = ..., last: bool = ..., forward_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., q_rows: _Optional[bytes] = ..., miss: _Optional[float] = ..., predicted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DescribeHeadRequest(_message.Message):
     __slots__ = ()

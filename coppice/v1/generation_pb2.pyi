@@ -37,7 +37,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "ids", "chat", "resume_ids", "sampling", "max_new_tokens", "stop", "policy", "budget", "ignore_eos", "want_log_probs", "accept_rule", "uncoupled", "want_trees", "top_log_probs", "want_prompt_log_probs", "min_tokens")
+    __slots__ = ("text", "ids", "chat", "resume_ids", "sampling", "max_new_tokens", "stop", "policy", "budget", "ignore_eos", "want_log_probs", "accept_rule", "uncoupled", "want_trees", "top_log_probs", "want_prompt_log_probs", "min_tokens", "prediction_text", "prediction_ids")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,8 @@ class GenerateRequest(_message.Message):
     TOP_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     WANT_PROMPT_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_TEXT_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_IDS_FIELD_NUMBER: _ClassVar[int]
     text: str
     ids: TokenIds
     chat: Chat
@@ -72,7 +74,9 @@ class GenerateRequest(_message.Message):
     top_log_probs: int
     want_prompt_log_probs: bool
     min_tokens: int
-    def __init__(self, text: _Optional[str] = ..., ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., resume_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., policy: _Optional[str] = ..., budget: _Optional[int] = ..., ignore_eos: bool = ..., want_log_probs: bool = ..., accept_rule: _Optional[_Union[AcceptRule, str]] = ..., uncoupled: bool = ..., want_trees: bool = ..., top_log_probs: _Optional[int] = ..., want_prompt_log_probs: bool = ..., min_tokens: _Optional[int] = ...) -> None: ...
+    prediction_text: str
+    prediction_ids: TokenIds
+    def __init__(self, text: _Optional[str] = ..., ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., resume_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., policy: _Optional[str] = ..., budget: _Optional[int] = ..., ignore_eos: bool = ..., want_log_probs: bool = ..., accept_rule: _Optional[_Union[AcceptRule, str]] = ..., uncoupled: bool = ..., want_trees: bool = ..., top_log_probs: _Optional[int] = ..., want_prompt_log_probs: bool = ..., min_tokens: _Optional[int] = ..., prediction_text: _Optional[str] = ..., prediction_ids: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -173,7 +177,7 @@ class StepTree(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., forwards: _Optional[_Iterable[int]] = ..., pieces: _Optional[_Iterable[str]] = ..., accepted: _Optional[_Iterable[int]] = ..., root: _Optional[int] = ..., root_piece: _Optional[str] = ..., owners: _Optional[_Iterable[int]] = ..., cut: _Optional[_Iterable[int]] = ..., routed: _Optional[int] = ..., draft_ns: _Optional[int] = ..., verify_ns: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("finish_reason", "prompt_tokens", "new_tokens", "steps", "accept_lengths", "routed", "verified_nodes", "late_drafts", "bad_drafts", "timings")
+    __slots__ = ("finish_reason", "prompt_tokens", "new_tokens", "steps", "accept_lengths", "routed", "verified_nodes", "late_drafts", "bad_drafts", "timings", "accepted_prediction_tokens", "rejected_prediction_tokens")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +188,8 @@ class Finished(_message.Message):
     LATE_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     BAD_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     finish_reason: FinishReason
     prompt_tokens: int
     new_tokens: int
@@ -194,7 +200,9 @@ class Finished(_message.Message):
     late_drafts: int
     bad_drafts: int
     timings: GenerateTimings
-    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., prompt_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., accept_lengths: _Optional[_Iterable[int]] = ..., routed: _Optional[_Iterable[int]] = ..., verified_nodes: _Optional[_Iterable[int]] = ..., late_drafts: _Optional[int] = ..., bad_drafts: _Optional[int] = ..., timings: _Optional[_Union[GenerateTimings, _Mapping]] = ...) -> None: ...
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., prompt_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., accept_lengths: _Optional[_Iterable[int]] = ..., routed: _Optional[_Iterable[int]] = ..., verified_nodes: _Optional[_Iterable[int]] = ..., late_drafts: _Optional[int] = ..., bad_drafts: _Optional[int] = ..., timings: _Optional[_Union[GenerateTimings, _Mapping]] = ..., accepted_prediction_tokens: _Optional[int] = ..., rejected_prediction_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateTimings(_message.Message):
     __slots__ = ("queue_ns", "prefill_ns", "draft_ns", "transport_ns", "verify_ns", "accept_ns", "commit_ns", "target_forward_ns", "head_forward_ns", "decode_ns", "step_ns", "split_ns")

@@ -82,11 +82,11 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "repetition_penalty": (0, limits.MAX_REPETITION_PENALTY),
         **dict.fromkeys(("kv_tokens", "kv_tokens_used", "sessions", "sessions_opened", "sessions_closed"), _COUNT),
     },
-    "OpenDraft": {"session": limits.check_session, "ids": (1, limits.MAX_CONTEXT)},
+    "OpenDraft": {"session": limits.check_session, "ids": (1, limits.MAX_CONTEXT), "prediction": _ANYWHERE},
     "DraftStep": {"budget": (0, limits.MAX_HEAD_NODES)},
     "Advance": {"ids": _ANYWHERE},
     "DraftOpened": {"weights_version": _VERSION},
-    "TreeDelta": {"miss": (0, 1), "forward_ns": _TIME, "total_ns": _TIME},
+    "TreeDelta": {"miss": (0, 1), "forward_ns": _TIME, "total_ns": _TIME, "predicted": _NODES},
     "DescribeHeadResponse": {
         "vocab_size": (0, limits.MAX_TOKEN_ID + 1),
         "weights_version": _VERSION,
@@ -138,5 +138,6 @@ ELEMENTS: dict[str, dict[str, tuple[float, float]]] = {
     "Rejection": {"top_ids": _ID, "top_log_probs": _LOG_PROB},
     "Verdict": {"accepted": _NODES, "verified": _NODES, "log_probs": _LOG_PROB},
     "DescribeTargetResponse": {"eos_ids": _ID},
+    "TreeDelta": {"predicted": _ANYWHERE},
     "DescribeHeadResponse": {"feature_layers": (0, limits.MAX_LAYERS), "expected_acceptance": (0, 1)},
 }

@@ -36,10 +36,18 @@ _WEIGHTS: OneOf[WeightsHeader | WeightsPart, drafter.SyncWeightsRequest] = OneOf
 _SYNCED = Shape(WeightsSynced, drafter.SyncWeightsResponse)
 
 draft_request_to_wire = _REQUEST.to_wire
-draft_response_to_wire, read_draft_response = _RESPONSE.to_wire, _RESPONSE.read
+draft_response_to_wire = _RESPONSE.to_wire
 head_to_wire, read_head = _HEAD.to_wire, _HEAD.read
 weights_to_wire = _WEIGHTS.to_wire
 synced_to_wire, read_synced = _SYNCED.to_wire, _SYNCED.read
+
+
+def read_draft_response(message: drafter.DraftResponse) -> DraftOpened | TreeDelta:
+    """Message to DraftOpened or TreeDelta."""
+    answer = _RESPONSE.read(message)
+    if isinstance(answer, TreeDelta) and answer.predicted:
+        limits.check_count("delta.predicted", len(answer.predicted), len(answer.nodes), len(answer.nodes))
+    return answer
 
 
 def read_draft_request(message: drafter.DraftRequest, vocab_size: int) -> OpenDraft | DraftStep:
@@ -47,6 +55,7 @@ def read_draft_request(message: drafter.DraftRequest, vocab_size: int) -> OpenDr
     request = _REQUEST.read(message)
     if isinstance(request, OpenDraft):
         limits.check_ids("open.ids", request.ids, vocab_size)
+        limits.check_ids("open.prediction", request.prediction, vocab_size)
         check_bias(request.sampling, vocab_size)
     else:
         limits.check_ids("step.root", [request.root], vocab_size)

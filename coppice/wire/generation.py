@@ -44,11 +44,17 @@ def _read_origins(owner: Any, name: str, path: str) -> tuple[Origin, ...]:
     return tuple(map(Origin, getattr(owner, name)))
 
 
-def _read_ids(owner: Any, name: str, path: str) -> tuple[int, ...] | None:
-    if not owner.HasField(name):
-        return None
-    limits.check_count(path + name, len(owner.ids.ids), 1, limits.MAX_CONTEXT)
-    return tuple(owner.ids.ids)
+def _ids(least: int) -> Part:
+    """Ids in a message of their own, at least so many."""
+
+    def read(owner: Any, name: str, path: str) -> tuple[int, ...] | None:
+        if not owner.HasField(name):
+            return None
+        ids = getattr(owner, name).ids
+        limits.check_count(path + name, len(ids), least, limits.MAX_CONTEXT)
+        return tuple(ids)
+
+    return Part(lambda ids: {"ids": ids}, read)
 
 
 def _read_chat(owner: Any, name: str, path: str) -> tuple[ChatMessage, ...] | None:
@@ -65,8 +71,9 @@ def _read_chat(owner: Any, name: str, path: str) -> tuple[ChatMessage, ...] | No
 _REQUEST = Shape(
     GenerationRequest,
     generation.GenerateRequest,
-    ids=Part(lambda ids: {"ids": ids}, _read_ids),
+    ids=_ids(1),
     chat=Part(lambda parts: {"messages": [asdict(part) for part in parts]}, _read_chat),
+    prediction_ids=_ids(0),
     sampling=SAMPLING,
 )
 _STARTED = Shape(Started, generation.Started)
@@ -113,6 +120,8 @@ def read_request(message: generation.GenerateRequest, vocab_size: int, bounds: L
         raise InvalidField("sampling.seed", "is missing: resume_ids go on with the seed that started told")
     limits.check_ids("resume_ids", request.resume_ids, vocab_size)
     limits.check_ids("ids", request.ids or (), vocab_size)
+    limits.check_ids("prediction", request.prediction_ids or (), vocab_size)
+    limits.check_range("prediction", len(request.prediction_text or ""), 0, bounds.prompt_chars)
     if request.text is not None:
         limits.check_range("text", len(request.text), 1, bounds.prompt_chars)
     if request.chat is not None:

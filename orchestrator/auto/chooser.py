@@ -7,12 +7,14 @@ step commits over the seconds that it takes,
 
 where gain is the accepted drafts and extra all that a step of the arm takes beside a plain one: drafting, additional
 rows, and waiting for others that draft too. Gains belong to a text (text_estimates.py). Seconds belong to the machine
-and its load, and all sessions share them (statistics.py). Four rules choose:
+and its load, and all sessions share them (statistics.py). Five rules choose:
 
 1. At a load that is new, a few plain steps come first: all other seconds are measured beside them.
-2. A head that is new, to greedy texts or to sampled ones, is played for a few rounds.
-3. Otherwise the arm with the best rate is played. Plain is one of the arms, so it is the floor.
-4. Another arm is tried for a few rounds when its rate would, with some luck, be above the best arm's with as much luck,
+2. A text that comes with a prediction begins with a head that drafts from it, if it is alone: it fits or it does not,
+   and that shows within a few steps.
+3. A head that is new, to greedy texts or to sampled ones, is played for a few rounds.
+4. Otherwise the arm with the best rate is played. Plain is one of the arms, so it is the floor.
+5. Another arm is tried for a few rounds when its rate would, with some luck, be above the best arm's with as much luck,
    and when an allowance pays for what the tries are expected to lose. The allowance grows by a small share of all time,
    so what exploring costs is bounded whatever the arms are like: arms that lose little are tried often, hopeless ones
    hardly ever.
@@ -37,6 +39,7 @@ from .text_estimates import BOTH, FIRST_STEPS, TEXT_STEPS, TextEstimates, Turn
 
 PLAIN_STEPS = 4  # that come first at every load: of the first three only the fastest counts
 LEARN = 5  # rounds that a new head is played for: the first takes in the text, of the next three the fastest counts
+PREDICTED_TRIES = 3  # steps at the begin of a text that draft from its prediction
 TRIED = 0.015  # share of the time that trying other arms may lose
 FIRST_SAVED_S, MOST_SAVED_S = 0.2, 1.0  # of allowance: by the first greedy and the first sampled text, and ever
 RUN = 4  # rounds an arm is tried in a row: the first one may have to open streams and catch up
@@ -118,7 +121,7 @@ class Chooser:
 
     def soon(self, text: TextEstimates) -> tuple[int, ...]:
         """The heads that a text which begins will ask soon, if they are to take it in."""
-        return text.arms[self._best].heads
+        return text.arms[text.first or self._best].heads
 
     # --- what a step came to ---
 
@@ -136,9 +139,10 @@ class Chooser:
         if name == CASCADE:  # a step that asked its first head alone says what that head takes
             both = len(step.asked) > 1
             text.gained(BOTH, both)
-            arm = known.arms[text.keys[name] if both else SINGLE + text.arms[name].policy.heads[step.asked[0]]]
+            alone = SINGLE + text.arms[name].policy.heads[step.asked[0]]
+            arm = known.arms[text.keys[name if both else alone]]
         else:
-            arm = known.arms[name]
+            arm = known.arms[text.keys[name]]
         arm.rounds[text.sampled] += 1 / max(1, len(self.texts))
         known.plain.bound(known.load, step.seconds - step.rows_s)
         extra_s = max(0.0, step.seconds - (known.plain.at(known.load) or step.seconds))
@@ -158,6 +162,9 @@ class Chooser:
         """Choose the arm of the next round. text: any of those under way."""
         if self.statistics.plain.count(self.statistics.load) < PLAIN_STEPS:
             self._now = PLAIN
+            return
+        if text.first and len(self.texts) == 1 and text.steps < PREDICTED_TRIES:
+            self._now = text.first
             return
         new = [name for name in text.arms if name.startswith(SINGLE) and self._new(name)] if hint != 0 else []
         if new:
@@ -183,7 +190,7 @@ class Chooser:
 
     def _new(self, head: str) -> bool:
         """Whether a head was not played long enough, in greedy or in sampled texts as they are under way."""
-        return any(self.statistics.arms[head].rounds[text.sampled] < LEARN for text in self.texts)
+        return any(self.statistics.arms[text.keys[head]].rounds[text.sampled] < LEARN for text in self.texts)
 
     def _worth(self, text: TextEstimates) -> dict[str, Worth]:
         """What a step of each arm comes to, as far as is known, in a mean text of those under way.

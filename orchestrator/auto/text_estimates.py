@@ -5,21 +5,24 @@ its own steps.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from .arms import CASCADE, PLAIN, SINGLE, arms_of
+from .arms import CASCADE, PLAIN, SINGLE, Arm, arms_of
 from .similarity import sketch
 from .statistics import Gain, Statistics
 
 FIRST_GAIN, FIRST_STEPS = 1.0, 4.0  # what an arm is thought to gain before it was tried, and how many steps that weighs
 JOINT_GAIN = 1.1  # of the best head's gain, before route, merge or a cascade was tried
+PREDICTED_GAIN = 4.0  # what a head with a prediction is thought to gain before one was tried
 FIRST_SHARE = 0.5  # of a cascade's steps that ask both heads, before it was tried
 ALIKE_STEPS = 8.0  # steps in texts like this one that weigh as much as those in all texts
 TEXT_STEPS = 12.0  # steps of a text that weigh as much as what was known before it
+PREDICTED_STEPS = 4.0  # the same of a head with a prediction: other texts' predictions say little of this one
 PAIRED = 4  # steps of a text after which its cascade's heads are picked anew
 TEXT_MEMORY = 24.0  # steps of an arm in a text that count: a text may go from prose to code
+PREDICTED = "predicted "  # an arm that drafts from a prediction is another arm
 BOTH = "both"  # a cascade's steps gain 1 of this where they ask both heads, 0 where they do not
 
 
@@ -35,14 +38,22 @@ class TextEstimates:
     """One session's text: what arms gained in it. It reads and fills the statistics of all texts."""
 
     def __init__(
-        self, statistics: Statistics, heads: Sequence[str], sampled: bool = False, prompt: Sequence[int] = ()
+        self,
+        statistics: Statistics,
+        heads: Sequence[str],
+        sampled: bool = False,
+        prompt: Sequence[int] = (),
+        predicted: Collection[str] = (),
     ) -> None:
-        """prompt: the ids by which it is like other texts, or not."""
-        self.statistics, self.sampled = statistics, sampled
+        """prompt: the ids by which it is like other texts, or not. predicted: the heads that have a prediction."""
+        self.statistics, self.sampled, self._predicted = statistics, sampled, predicted
         self._sketch = sketch(prompt)
         self.arms = {arm.name: arm for arm in arms_of(heads)}
         self.keys = {name: name for name in (*self.arms, BOTH)}
-        """what an arm's gains are kept under: those of a cascade under the pair of its heads"""
+        """what an arm's gains and seconds are kept under: those of a cascade under the pair of its heads"""
+        for name, arm in self.arms.items():
+            if name != CASCADE and self.is_predicted(arm):
+                self.keys[name] = PREDICTED + name
         self.steps = 0
         self.turn = Turn(PLAIN, None, False)
         self.opened: set[int] = set()
@@ -52,6 +63,15 @@ class TextEstimates:
         self._elsewhere: dict[str, float] = {}  # steps before this text
         self._alike: defaultdict[str, Gain] = defaultdict(Gain)
         """what each arm gained in texts like this one"""
+
+    def is_predicted(self, arm: Arm) -> bool:
+        """Whether an arm drafts from a prediction."""
+        return any(arm.policy.heads[at] in self._predicted for at in arm.heads)
+
+    @property
+    def first(self) -> str | None:
+        """The arm of a head that has a prediction: whether it fits is to be known at once."""
+        return next((name for name in self.arms if name.startswith(SINGLE) and self.keys[name] != name), None)
 
     def begin(self) -> None:
         """Take in what the texts that this one is like gained, each as far as it is."""
@@ -78,19 +98,26 @@ class TextEstimates:
     def gains(self) -> dict[str, float]:
         """Accepted drafts a step to be expected of each arm."""
         heads = [name for name in self.arms if name.startswith(SINGLE)]
-        gains = {PLAIN: 0.0} | {name: self._mean(name, FIRST_GAIN) for name in heads}
+        gains = {PLAIN: 0.0} | {name: self._alone(name) for name in heads}
         joint = JOINT_GAIN * max(gains.values())
         return gains | {name: self._mean(name, joint) for name in self.arms if name not in gains}
 
-    def _mean(self, name: str, first: float) -> float:
-        """What an arm gains in this text; `first` before it was tried anywhere."""
+    def _alone(self, name: str) -> float:
+        """What a head gains alone."""
+        if self.keys[name] == name:
+            return self._mean(name, FIRST_GAIN)
+        return self._mean(name, PREDICTED_GAIN, PREDICTED_STEPS)
+
+    def _mean(self, name: str, first: float, before: float = TEXT_STEPS) -> float:
+        """What an arm gains in this text; `first` before it was tried anywhere, which `before` steps of it outweigh."""
         key, usual = self.keys[name], self.usual(name).mean(first, FIRST_STEPS)
-        return self.own[key].mean(self._alike[key].mean(usual, ALIKE_STEPS), TEXT_STEPS)
+        return self.own[key].mean(self._alike[key].mean(usual, ALIKE_STEPS), before)
 
     def step_s(self, name: str) -> float:
         """What a step of an arm takes. How often a cascade asks both heads belongs to the text."""
         if name != CASCADE:
-            return self.statistics.step_s(name)
+            key = self.keys[name]  # with a prediction trees are larger
+            return self.statistics.step_s(key if self.statistics.arms[key].extra.by_load else name)
         quick_s, both_s = self._cascade_s()
         return quick_s + self._mean(BOTH, FIRST_SHARE) * (both_s - quick_s)
 
@@ -100,22 +127,22 @@ class TextEstimates:
             return
         cascade, plain_s = self.arms[CASCADE], self.statistics.step_s(PLAIN)
         names = [SINGLE + head for head in cascade.policy.heads]
-        extras = [self.statistics.step_s(name) - plain_s for name in names]
+        extras = [self.step_s(name) - plain_s for name in names]
         quick = min(range(len(names)), key=extras.__getitem__)
         rates = {
-            at: (1 + self._mean(name, FIRST_GAIN)) / (plain_s + extras[quick] + extras[at])
+            at: (1 + self._alone(name)) / (plain_s + extras[quick] + extras[at])
             for at, name in enumerate(names)
             if at != quick
         }
         second = max(rates, key=rates.__getitem__)
         if cascade.heads != (quick, second):
             self.arms[CASCADE] = replace(cascade, heads=(quick, second))
-        self.keys[CASCADE] = f"{CASCADE}:{names[quick]}/{names[second]}"
+        self.keys[CASCADE] = f"{CASCADE}:{self.keys[names[quick]]}/{self.keys[names[second]]}"
 
     def _cascade_s(self) -> tuple[float, float]:
         """What a step of the cascade takes that asks the first head alone, and one that asks both."""
         cascade, known = self.arms[CASCADE], self.statistics
-        quick_s, second_s = [known.step_s(SINGLE + cascade.policy.heads[at]) for at in cascade.heads]
+        quick_s, second_s = [self.step_s(SINGLE + cascade.policy.heads[at]) for at in cascade.heads]
         plain_s, extra_s = known.step_s(PLAIN), known.arms[self.keys[CASCADE]].extra.at(known.load)
         return quick_s, quick_s + second_s - plain_s if extra_s is None else plain_s + extra_s
 
@@ -127,7 +154,7 @@ class TextEstimates:
         cascade = self.arms[CASCADE]
         second = SINGLE + cascade.policy.heads[cascade.heads[1]]
         quick_s, both_s = self._cascade_s()
-        return (1 + max(promised, self._mean(second, FIRST_GAIN))) / both_s > (1 + promised) / quick_s
+        return (1 + max(promised, self._alone(second))) / both_s > (1 + promised) / quick_s
 
     def gained(self, name: str, accepted: int) -> None:
         """Take in what an arm gained in a step, or would have gained."""
@@ -139,5 +166,5 @@ class TextEstimates:
     def opening_s(self, name: str) -> float:
         """What it takes beside a usual step until the heads of an arm have taken in the text, as far as is known."""
         known, arm = self.statistics, self.arms[name]
-        missing = [known.arms[SINGLE + arm.policy.heads[at]] for at in arm.heads if at not in self.opened]
+        missing = [known.arms[self.keys[SINGLE + arm.policy.heads[at]]] for at in arm.heads if at not in self.opened]
         return max([head.opening.at(known.load) or 0.0 for head in missing], default=0.0)

@@ -180,7 +180,12 @@ class Answer:
         """OpenAI's count of tokens, in which a prompt counts once for all of its choices."""
         prompt = sum(answer.prompt_tokens for answer in answers[:: self._body.n])
         new = 0 if self._only_prompt else sum(answer.new_tokens for answer in answers)
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        details = {
+            "accepted_prediction_tokens": sum(answer.accepted_prediction_tokens for answer in answers),
+            "rejected_prediction_tokens": sum(answer.rejected_prediction_tokens for answer in answers),
+        }
+        counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        return {**counts, "completion_tokens_details": details}
 
     def _ours(self, answers: Sequence[Completion]) -> Json:
         """What Coppice says of its steps; of several choices a list."""

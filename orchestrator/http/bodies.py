@@ -83,6 +83,24 @@ class Body(Object):
     model: Annotated[Text, Field(description="the served model's name; empty: whichever is served")] = ""
 
 
+class TextPart(Object):
+    """A part of a message's content or of a prediction."""
+
+    type: Literal["text"]
+    text: Text
+
+
+def _joined(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class Prediction(Object):
+    """What the answer is expected to be."""
+
+    type: Literal["content"]
+    content: Text | List[TextPart]
+
+
 class Sampled(Body):
     """What completions and chat completions have in common; SamplingParams bounds the fields of its names."""
 
@@ -102,6 +120,7 @@ class Sampled(Body):
     stream_options: Annotated[StreamOptions | None, Field(description="only with stream")] = None
     ignore_eos: bool = False
     user: Annotated[Text, Field(description="taken, and used for nothing")] = ""
+    prediction: Annotated[Prediction | None, Field(description="what the answer is expected to be")] = None
     policy: Annotated[Text, Field(description="Coppice's: plain, single:HEAD, route, merge, auto, ...")] = ""
     budget: Annotated[int | None, Field(description="Coppice's: draft nodes verified a step")] = None
     include_metrics: Annotated[bool, Field(description="also answer vLLM's metrics.speculative_decoding")] = False
@@ -159,6 +178,7 @@ def _options(body: Sampled, limit: str, most: int) -> Options:
         "ignore_eos": body.ignore_eos,
         "policy": body.policy,
         "budget": body.budget,
+        "prediction": _joined(body.prediction.content) if body.prediction else "",
     }
 
 
@@ -218,13 +238,6 @@ class CompletionBody(Sampled):
         return [request for prompt in self.prompts() for request in _choices(self, prompt, options, **told)]
 
 
-class TextPart(Object):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: Text
-
-
 class Message(Object):
     """One message of a conversation."""
 
@@ -234,8 +247,7 @@ class Message(Object):
     @property
     def plain(self) -> ChatMessage:
         """The message as templates know it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return ChatMessage("system" if self.role == "developer" else self.role, text)
+        return ChatMessage("system" if self.role == "developer" else self.role, _joined(self.content))
 
 
 class ChatBody(Sampled):

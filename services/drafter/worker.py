@@ -271,7 +271,7 @@ class Worker(BatchingThread):
         fence = Fence(step, asked.committed_len, asked.committed_hash, version, asked.deadline_ns)
         nodes = garbage(part.nodes) if failpoints.hit("drafter.garbage") else part.nodes
         total_ns = time.perf_counter_ns() - one.arrived_ns
-        return TreeDelta(fence, nodes, part.last, forward_ns, total_ns, part.q_rows, miss)
+        return TreeDelta(fence, nodes, part.last, forward_ns, total_ns, part.q_rows, miss, part.predicted)
 
     def _post(self, answers: list[tuple[Session, Answer]]) -> None:
         """Hand answers to the event loop in one wake-up."""

@@ -124,6 +124,7 @@ def drafting(verifier: str = "", features: bool = False, samples: bool = False) 
             features=rows,
             want_q_rows=samples and random.random() < 0.2,
             want_misses=features and random.random() < 0.5,
+            prediction=tuple(_ids(random)) if random.random() < 0.3 else (),
         )
         yield draft_request_to_wire(opening), True
         ids: list[int] = []
@@ -220,6 +221,7 @@ def generating(random: Random, name: str) -> Talk:
         top_log_probs=random.choice((0, 0, 20)),
         want_prompt_log_probs=random.random() < 0.2,
         min_tokens=random.choice((0, 0, 3)),
+        prediction_ids=tuple(_ids(random)) if random.random() < 0.2 else None,
     )
     yield request_to_wire(request), True
 

@@ -172,14 +172,14 @@ def test_importing_coppice_alone_loads_nothing_else() -> None:
 # is the bound of bytes whose size follows from other fields, and of what a client reads of the server it chose.
 BOUNDS = {
     "MAX_TREE_NODES": """
-        Tree.tokens Tree.parents Tree.log_probs Verdict.accepted Verdict.verified Verdict.log_probs Verdict.top
-        SessionOpened.top
+        Tree.tokens Tree.parents Tree.log_probs TreeDelta.predicted Verdict.accepted Verdict.verified Verdict.log_probs
+        Verdict.top SessionOpened.top
     """,
     "MAX_ROW_SUPPORT": "Row.ids Row.log_probs Row.raw_log_probs",
     "MAX_TOP_N": "Rejection.top_ids Rejection.top_log_probs",
     "MAX_TOP_LOG_PROBS": "TopLogProbs.ids TopLogProbs.log_probs",
     "MAX_CONTEXT": """
-        OpenDraft.ids Advance.ids OpenSession.ids TokenIds.ids GenerateRequest.resume_ids
+        OpenDraft.ids OpenDraft.prediction Advance.ids OpenSession.ids TokenIds.ids GenerateRequest.resume_ids
         SessionOpened.prompt_log_probs SessionOpened.prompt_top
     """,
     "MAX_STOP_IDS": "OpenSession.stop_ids DescribeTargetResponse.eos_ids",
@@ -190,7 +190,7 @@ BOUNDS = {
     "MAX_CHAT_MESSAGES": "Chat.messages",
     "MAX_POLICY_CHARS": "GenerateRequest.policy",
     "MAX_ADDRESS_CHARS": "FeatureRef.verifier",
-    "prompt_chars": "GenerateRequest.text ChatMessage.content",
+    "prompt_chars": "GenerateRequest.text GenerateRequest.prediction_text ChatMessage.content",
     "session": """
         FeatureRef.session OpenDraft.session OpenSession.session WeightsHeader.head
         GetStatusRequest.head PauseRequest.head ResumeRequest.head RollbackRequest.head
@@ -227,8 +227,8 @@ BOUNDS = {
 NUMBERS = {
     "any": "Sampling.seed Sampling.top_k OpenSession.stop_ids RollbackRequest.version",
     "vocabulary": """
-        OpenSession.ids OpenDraft.ids Advance.ids TokenIds.ids GenerateRequest.resume_ids VerifyStep.root DraftStep.root
-        LogitBiasEntry.key
+        OpenSession.ids OpenDraft.ids OpenDraft.prediction Advance.ids TokenIds.ids GenerateRequest.resume_ids
+        VerifyStep.root DraftStep.root LogitBiasEntry.key
     """,
     "fence": "Fence.committed_hash WeightsPart.number",
     "tree": "Tree.tokens Tree.parents Tree.log_probs",

@@ -20,9 +20,14 @@ class Session:
     """A text and the chooser of its process, driven as the policy drives them."""
 
     def __init__(
-        self, chooser: Chooser, heads: Sequence[str], sampled: bool = False, prompt: Sequence[int] = ()
+        self,
+        chooser: Chooser,
+        heads: Sequence[str],
+        sampled: bool = False,
+        prompt: Sequence[int] = (),
+        predicted: Sequence[str] = (),
     ) -> None:
-        self.chooser, self.text = chooser, TextEstimates(chooser.statistics, heads, sampled, prompt)
+        self.chooser, self.text = chooser, TextEstimates(chooser.statistics, heads, sampled, prompt, predicted)
 
     def decide(self, hint: int | None) -> Arm:
         return self.chooser.decide(self.text, hint)

@@ -97,6 +97,7 @@ def test_every_command_is_completed_and_loads_no_framework(line: str, completed:
         (["generate", "hi", "--ids", "1"], "PROMPT"),
         (["generate", "--ids", "1,x"], "--ids"),
         (["generate", "--prompt-file", "/missing"], "--prompt-file"),
+        (["generate", "hi", "--prediction-file", "/missing"], "--prediction-file"),
         (["generate", "hi", "--seed", "x"], "--seed"),
         (["generate", "hi", "--temperature", "-1"], "temperature"),
         (["generate", "hi", "--logit-bias", "5"], "--logit-bias"),

@@ -38,6 +38,8 @@ JSON_KEYS = [
     "policy",
     "heads",
     "seed",
+    "accepted_prediction_tokens",
+    "rejected_prediction_tokens",
     "timings_ns",
 ]
 
@@ -176,7 +178,7 @@ def _events() -> list[Started | Chunk | Finished]:
         Chunk("x", (1,), (root,), ("x",), (-1.0,)),
         Chunk("yz", (2, 3, 4), (draft, draft, root), ("y", "", "z"), (-2.0, -3.0, -4.0)),
         Chunk("!", (5,), (root,), ("!",), (-5.0,)),
-        Finished("eos", 3, 5, [3, 1], [1, -1], [9, 0], 1, 2, Timings(queue_ns=1, decode_ns=2 * 10**9)),
+        Finished("eos", 3, 5, [3, 1], [1, -1], [9, 0], 1, 2, Timings(queue_ns=1, decode_ns=2 * 10**9), 6, 7),
     ]
 
 
@@ -193,6 +195,7 @@ def test_events_fold_into_a_completion() -> None:
     assert (told.routed, told.verified_nodes, told.late_drafts, told.bad_drafts) == ((1, -1), (9, 0), 1, 2)
     assert list(told.to_json()) == JSON_KEYS
     assert told.to_json()["seed"] == 7
+    assert (told.accepted_prediction_tokens, told.rejected_prediction_tokens) == (6, 7)
     assert told.to_json()["timings_ns"] == {
         "queue": 1,
         "prefill": 0,

@@ -99,9 +99,20 @@ REQUEST = GenerationRequest(
     min_tokens=4,
     pq=True,
     coupled=False,
+    prediction_ids=(5, 99),
 )
 FINISHED = Finished(
-    "stop", 3, 4, [1, 2], [-2, 0], [5, 31], 1, 2, Timings(*range(1, 11), step_ns=[10, 11], split_ns=[1, 2])
+    "stop",
+    3,
+    4,
+    [1, 2],
+    [-2, 0],
+    [5, 31],
+    1,
+    2,
+    Timings(*range(1, 11), step_ns=[10, 11], split_ns=[1, 2]),
+    accepted_prediction_tokens=7,
+    rejected_prediction_tokens=8,
 )
 
 Read = Callable[[Any], object]
@@ -181,7 +192,7 @@ SAMPLES: dict[str, Case] = {
         verifier.read_target,
     ),
     "open draft": (
-        OpenDraft("s", [1, 2], SAMPLING, True, BY_REF, True, True),
+        OpenDraft("s", [1, 2], SAMPLING, True, BY_REF, True, True, (7, 99)),
         drafter.draft_request_to_wire,
         read_draft,
     ),
@@ -196,7 +207,7 @@ SAMPLES: dict[str, Case] = {
     "weights part": (WeightsPart(3, b"abc"), drafter.weights_to_wire, read_weights),
     "weights synced": (WeightsSynced(7, bytes(32), 9), drafter.synced_to_wire, drafter.read_synced),
     "delta": (
-        TreeDelta(FENCE, TREE, True, 8, 9, Q_ROWS, 0.5),
+        TreeDelta(FENCE, TREE, True, 8, 9, Q_ROWS, 0.5, (3, 0, limits.MAX_CONTEXT)),
         drafter.draft_response_to_wire,
         drafter.read_draft_response,
     ),
@@ -212,7 +223,7 @@ SAMPLES: dict[str, Case] = {
         drafter.read_head,
     ),
     "request of ids": (REQUEST, generation.request_to_wire, read_request),
-    "request of text": (GenerationRequest(text="hé"), generation.request_to_wire, read_request),
+    "request of text": (GenerationRequest(text="hé", prediction_text="ja"), generation.request_to_wire, read_request),
     "request of a chat": (GenerationRequest(chat=CHAT, budget=256), generation.request_to_wire, read_request),
     "started": (
         Started(3, "route", ("a", "b"), 31, 2**64 - 1, (5, 6, 7), (-0.5, -1.0), (TOP, TOP)),
@@ -580,6 +591,8 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("open draft", "open.ids", [], "open.ids"),
     ("open draft", "open.ids", [VOCAB], "open.ids"),
     ("open draft", "open.ids", MANY, "open.ids"),
+    ("open draft", "open.prediction", [VOCAB], "open.prediction"),
+    ("open draft", "open.prediction", MANY, "open.prediction"),
     ("open draft", "open.features.dtype", "int4", "open.features.dtype"),
     ("open draft", "open.sampling.temperature", NAN, "sampling.temperature"),
     ("draft step", "step.budget", limits.MAX_HEAD_NODES + 1, "step.budget"),
@@ -594,6 +607,9 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("delta", "delta.nodes.parents", [0], "delta.nodes"),
     ("delta", "delta.q_rows", b"123", "delta.q_rows"),
     ("delta", "delta", None, "kind"),
+    ("delta", "delta.predicted", [1], "delta.predicted"),
+    ("delta", "delta.predicted", [1] * 257, "delta.predicted"),
+    ("delta", "delta.predicted", [1, 2, limits.MAX_CONTEXT + 1], "delta.predicted"),
     ("delta", "delta.miss", 1.5, "delta.miss"),
     ("delta", "delta.miss", NAN, "delta.miss"),
     ("head", "feature_layers", [1] * 9, "feature_layers"),
@@ -613,6 +629,8 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("request of ids", "ids", None, "prompt"),
     ("request of ids", "resume_ids", [VOCAB], "resume_ids"),
     ("request of ids", "resume_ids", MANY, "resume_ids"),
+    ("request of ids", "prediction_ids.ids", [VOCAB], "prediction"),
+    ("request of ids", "prediction_ids.ids", MANY, "prediction_ids"),
     ("request of ids", "sampling.top_p", 2.0, "sampling.top_p"),
     ("request of ids", "max_new_tokens", 4097, "max_new_tokens"),
     ("request of ids", "stop", ["x"] * 17, "stop"),
@@ -621,6 +639,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("request of ids", "policy", "p" * 81, "policy"),
     ("request of ids", "budget", 257, "budget"),
     ("request of ids", "accept_rule", 7, "accept_rule"),
+    ("request of text", "prediction_text", "x" * ((1 << 20) + 1), "prediction"),
     ("request of text", "text", "", "text"),
     ("request of text", "text", "x" * ((1 << 20) + 1), "text"),
     ("request of a chat", "chat.messages", [], "chat.messages"),

@@ -1,0 +1,159 @@
+"""Predicted outputs through a pipeline of processes: exact, counted, one session's, and the same over HTTP."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from coppice.bench.measuring import Bench
+from coppice.bench.options import Options
+from coppice.bench.prediction import KINDS, edited, run_prediction
+from coppice.bench.report import Report
+from coppice.client.client import Client
+from coppice.client.completion import Completion
+from coppice.errors import InvalidField
+from coppice.messages.generation import Chunk, Origin, StepTree
+from coppice.stack.launch import Stack
+from coppice.stack.spec import HeadSpec, StackSpec
+from tests.pipeline.conftest import VOCAB
+
+PROMPTS = [tuple(random.Random(n).randrange(1, VOCAB) for _ in range(6 + 9 * n)) for n in range(3)]
+POLICIES = ("single:lookup", "route", "route-sum", "merge", "merge-dedup", "merge-full", "auto")
+NEW = 96
+TOLD: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def stack(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """That of the other modules, with HTTP."""
+    told: dict[str, Any] = {"orchestrator.draft_deadline_ms": 2000, "orchestrator.http_port": 0}
+    spec = StackSpec(
+        target=target,
+        heads=(HeadSpec("self", "lm", target), HeadSpec("lookup", "lookup")),
+        dtype="float32",
+        verifier_threads=1,
+        drafter_threads=1,
+        extra={"orchestrator": told},
+    )
+    with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
+        yield running
+    assert not running.unclean
+
+
+def accepted_drafts(answer: Completion) -> int:
+    return answer.origins.count(Origin.DRAFT)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_text_is_plains_whatever_is_predicted(client: Client, temperature: float) -> None:
+    for number, prompt in enumerate(PROMPTS):
+        plain = client.generate(prompt, policy="plain", temperature=temperature, **TOLD)
+        rng = random.Random(number)
+        predictions = [
+            plain.ids,
+            edited(plain.ids, KINDS[number], rng),
+            tuple(rng.randrange(VOCAB) for _ in range(NEW)),
+            plain.ids[40:],
+            (plain.ids[0],),
+            plain.ids * 20,
+        ]
+        for policy in POLICIES if number == 0 else ("single:lookup", "merge", "auto"):
+            for prediction in predictions:
+                told = {"policy": policy, "temperature": temperature, "prediction": prediction, **TOLD}
+                answer = client.generate(prompt, **told)
+                assert answer.ids == plain.ids, policy
+                counts = (answer.accepted_prediction_tokens, answer.rejected_prediction_tokens)
+                assert min(counts) >= 0
+                assert sum(counts) <= len(prediction)
+                assert counts[0] <= accepted_drafts(answer)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_of_the_prediction_are_counted_and_no_others(client: Client, temperature: float) -> None:
+    options: dict[str, Any] = {"policy": "single:lookup", "temperature": temperature, **TOLD}
+    plain = client.generate(PROMPTS[2], **options)
+    assert (plain.accepted_prediction_tokens, plain.rejected_prediction_tokens) == (0, 0)
+    fits = client.generate(PROMPTS[2], prediction=plain.ids, **options)
+    assert fits.tau > 10
+    assert accepted_drafts(fits) - 2 <= fits.accepted_prediction_tokens <= accepted_drafts(fits)
+    assert fits.rejected_prediction_tokens < 10
+    never = [token for token in range(VOCAB) if token not in {*plain.ids, *PROMPTS[2]}][:30]
+    useless = client.generate(PROMPTS[2], prediction=never, **options)
+    assert useless.ids == plain.ids
+    assert useless.accepted_prediction_tokens == 0
+    assert 0 < useless.rejected_prediction_tokens <= len(never)
+
+
+def test_a_resumed_answer_goes_on_in_its_prediction(client: Client) -> None:
+    whole = client.generate(PROMPTS[1], policy="plain", temperature=1.0, **TOLD).ids
+    told = {"policy": "single:lookup", "temperature": 1.0, "prediction": whole, **TOLD}
+    rest = client.generate(PROMPTS[1], resume_ids=whole[:50], **told)
+    assert rest.ids == whole[50:]
+    assert rest.tau > 5
+
+
+def shape(tree: StepTree) -> tuple[Any, ...]:
+    return tree.root, tree.tokens, tree.parents
+
+
+def test_no_other_session_drafts_from_a_prediction(client: Client) -> None:
+    options: dict[str, Any] = {"policy": "single:lookup", "budget": 31, "trees": True, **TOLD}
+    alone = client.generate(PROMPTS[1], **options)
+    wanted = client.generate(PROMPTS[1], policy="plain", **TOLD).ids
+    beside = client.stream(PROMPTS[1], prediction=wanted, **{**options, "max_new_tokens": 400})
+    for event in beside:
+        if isinstance(event, Chunk):
+            break
+    together = client.generate(PROMPTS[1], **options)
+    list(beside)
+    for answer in (together, client.generate(PROMPTS[1], **options)):
+        assert list(map(shape, answer.trees)) == list(map(shape, alone.trees))
+        assert answer.accepted_prediction_tokens == answer.rejected_prediction_tokens == 0
+
+
+@pytest.mark.parametrize(("policy", "kinds"), [("plain", "none"), ("single:self", "lm")])
+def test_a_prediction_that_nobody_drafts_from_is_refused(client: Client, policy: str, kinds: str) -> None:
+    with pytest.raises(InvalidField, match=f"prediction: .*lookup.*: {kinds}") as refused:
+        client.generate(PROMPTS[0], policy=policy, prediction="x", **TOLD)
+    assert refused.value.field == "prediction"
+    assert client.generate(PROMPTS[0], policy=policy, prediction="", max_new_tokens=1).new_tokens == 1
+    with pytest.raises(InvalidField, match="prediction: "):
+        client.generate(PROMPTS[0], policy="route", prediction=[VOCAB], **TOLD)
+
+
+def test_http_predicts_in_text_and_parts(stack: Stack, client: Client) -> None:
+    told: Any = {"max_tokens": NEW, "temperature": 0, "model": "", "extra_body": {"policy": "single:lookup"}}
+    messages: Any = [{"role": "user", "content": "hello"}]
+    with openai.OpenAI(base_url=f"http://{stack.orchestrator.http}/v1", api_key="none", max_retries=0) as asking:
+        plain = asking.chat.completions.create(messages=messages, **told)
+        text = "".join(map(chr, range(97, 123)))
+        for content in (text, [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}]):
+            prediction: Any = {"type": "content", "content": content}
+            answer = asking.chat.completions.create(messages=messages, prediction=prediction, **told)
+            assert answer.choices[0].message.content == plain.choices[0].message.content
+            assert answer.usage
+            details = answer.usage.completion_tokens_details
+            assert details
+            tried = (details.accepted_prediction_tokens or 0) + (details.rejected_prediction_tokens or 0)
+            assert 0 < tried <= len(text)
+        for wrong in ({"type": "text", "content": "x"}, {"type": "content"}, {"type": "content", "content": [1]}):
+            with pytest.raises(openai.BadRequestError, match="prediction"):
+                asking.chat.completions.create(messages=messages, prediction=wrong, **told)  # type: ignore[arg-type]
+
+
+def test_the_bench_measures_both_predictions(stack: Stack, client: Client) -> None:
+    report = Report("bench prediction", "float32", 1)
+    bench = Bench(stack, client, report, Options(target=Path("tiny"), max_new_tokens=48))
+    run_prediction(bench, PROMPTS, ("single:lookup",))
+    rows = {row["method"]: row for row in report.rows}
+    assert list(rows) == ["plain", "single:lookup", "single:lookup fits", "single:lookup useless"]
+    assert rows["single:lookup fits"]["tau"] > max(2.5, rows["single:lookup"]["tau"])
+    assert all((row["wrong"], row["ties"]) == (0, 0) for row in rows.values())
+    fits, useless = report.figures["predictions"]
+    assert fits["accepted"] > 0.5 * fits["predicted"] > useless["accepted"]
+    assert [goal.bound for goal in report.goals] == [">= 3", ">= 0.97"]
