@@ -92,6 +92,8 @@ class Mutator:
         length = 2**17 + 1 if self.random.random() < 0.01 else self.random.choice(_LENGTHS)
         kept = list(entries)[: self.random.randint(0, len(entries))]
         one = self.made_up(of.message_type, depth) if is_message else self.value(of)
+        if isinstance(one, str | bytes) and len(one) > _HUGE:
+            length = 1  # a thousand of them would be a gigabyte to make
         del entries[:]
         entries.extend((kept + [one] * max(0, length - len(kept)))[:length])
 

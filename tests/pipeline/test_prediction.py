@@ -62,8 +62,8 @@ def test_the_text_is_plains_whatever_is_predicted(client: Client, temperature: f
             (plain.ids[0],),
             plain.ids * 20,
         ]
-        for policy in POLICIES if number == 0 else ("single:lookup", "merge", "auto"):
-            for prediction in predictions:
+        for policy in POLICIES if number == 0 else ("single:lookup", "auto"):
+            for prediction in predictions[: 2 if number == 0 else None]:
                 told = {"policy": policy, "temperature": temperature, "prediction": prediction, **TOLD}
                 answer = client.generate(prompt, **told)
                 assert answer.ids == plain.ids, policy
