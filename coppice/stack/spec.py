@@ -141,7 +141,8 @@ class StackSpec:
             if not _NAME.fullmatch(head.name) or names.count(head.name) > 1:
                 raise InvalidField("head", f"{head.name!r} must be 1 to 64 of [A-Za-z0-9_-] and occur once")
             if head.kind in WEIGHED_KINDS and (why := why_no_model(head.path, typed=head.kind == "lm")):
-                raise InvalidField("head", f"{head.name}: {why}")
+                form = "" if head.path else ": write NAME=KIND:DIR"
+                raise InvalidField("head", f"{head.name}: {why}{form}")
             if head.path and not head.path.exists():
                 raise InvalidField("head", f"{head.name}: {head.path} does not exist")
         if self.adapt and not self.adapted:

@@ -324,8 +324,12 @@ def test_a_role_shows_the_settings_that_it_reads_and_no_others(
 @pytest.mark.parametrize(
     ("module", "flags", "why"),
     [
-        ("services.verifier", ["--verifier.target", "/missing"], "verifier.target: "),
-        ("services.drafter", ["--drafter.kind", "specblock"], "drafter.path: "),
+        (
+            "services.verifier",
+            ["--verifier.target", "/missing"],
+            "verifier.target: /missing holds no model (no config.json)",
+        ),
+        ("services.drafter", ["--drafter.kind", "specblock"], "drafter.path: names no model folder"),
         ("services.adapter", [], "adaptation.redis: the adapter reads from Redis"),
         ("orchestrator", ["--orchestrator.budgets", "3"], "did you mean --orchestrator.budget?"),
     ],
