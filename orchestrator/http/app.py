@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator
 from functools import lru_cache
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from sse_starlette.sse import EventSourceResponse
 from tokenizers import Tokenizer
 
 import coppice
-from coppice.client.completion import StreamEvent
 from coppice.errors import InvalidField, NotFound, Unavailable
 from coppice.messages.generation import GenerationRequest
 
@@ -24,9 +21,8 @@ from .answering import Answering, Events, unless_gone
 from .answers import Answer, Json, TextOf
 from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, naming_fields_of
 from .served import Served
+from .sse import streamed
 
-PING_S = 15
-"""between two signs of life in a stream"""
 _KNOWN_TEXTS = 1 << 14  # of ids
 
 
@@ -98,9 +94,15 @@ def _add_answers(app: FastAPI, served: Served, answering: Answering) -> None:
             events = answering.events(asked, request.headers)
             if not body.stream:
                 return await unless_gone(request, _whole(answer, events))
-            first = await unless_gone(request, anext(events))
-        parts = _stream(answer, first, events)
-        return EventSourceResponse(parts, sep="\n", ping=PING_S, send_timeout=served.settings.limits.idle_s)
+            idle_s = served.settings.limits.idle_s
+            return await streamed(
+                request,
+                events,
+                idle_s,
+                lambda index, event: map(json.dumps, answer.parts(index, event)),
+                lambda: map(json.dumps, answer.last_parts()),
+                ("[DONE]",),
+            )
 
 
 def _add_tokens(app: FastAPI, served: Served) -> None:
@@ -149,23 +151,3 @@ async def _whole(answer: Answer, events: Events) -> Response:
         async for index, event in events:
             answer.add(index, event)
     return Response(json.dumps(answer.whole()), media_type="application/json")
-
-
-async def _stream(answer: Answer, first: tuple[int, StreamEvent], events: Events) -> AsyncIterator[dict[str, str]]:
-    """The parts of a stream, as data of server-sent events. An error is the last part but `[DONE]`."""
-    async with contextlib.aclosing(events):
-        try:
-            one: tuple[int, StreamEvent] | None = first
-            while one is not None:
-                for part in answer.parts(*one):
-                    yield _data(part)
-                one = await anext(events, None)
-            for part in answer.last_parts():
-                yield _data(part)
-        except Exception as error:
-            yield _data(errors.told(error)[1])
-    yield {"data": "[DONE]"}
-
-
-def _data(part: Json) -> dict[str, str]:
-    return {"data": json.dumps(part)}

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from sse_starlette.sse import EventSourceResponse
 
 from coppice.client.completion import StreamEvent
 from coppice.config.settings import Settings
@@ -19,12 +17,12 @@ from coppice.errors import InvalidField
 from coppice.messages.generation import Chunk
 from coppice.rpc.certificates import is_loopback
 
-from . import errors
-from .answering import Answering, Events, unless_gone
+from .answering import Answering
 from .answers import LEAST_LOG_PROB, Json
-from .app import PING_S, check_model
+from .app import check_model
 from .bodies import ChatBody, CompletionBody, naming_fields_of
 from .served import Served
+from .sse import streamed
 
 Look = Callable[[], Awaitable[Json]]
 """What the deployment does; dataclasses in it are written field by field."""
@@ -71,9 +69,8 @@ def add_page(app: FastAPI, served: Served, answering: Answering, look: Look) -> 
                 raise InvalidField("n", "a trace is of one answer to one prompt")
             asked = replace(asked, want_trees=True, want_log_probs=True, top_log_probs=0, want_prompt_log_probs=False)
             events = answering.events([asked], request.headers)
-            first = await unless_gone(request, anext(events))
-        parts = _stream(first, events)
-        return EventSourceResponse(parts, sep="\n", ping=PING_S, send_timeout=served.settings.limits.idle_s)
+            idle_s = served.settings.limits.idle_s
+            return await streamed(request, events, idle_s, lambda _, event: (_event(event),), tuple, ())
 
     @app.get("/deployment")
     async def deployment() -> Response:
@@ -86,18 +83,6 @@ def _add_file(app: FastAPI, path: str, file: Path) -> None:
     @app.get(path, include_in_schema=False)
     async def _file() -> Response:
         return Response(content, media_type=_TYPES[file.suffix], headers=HEADERS)
-
-
-async def _stream(first: tuple[int, StreamEvent], events: Events) -> AsyncIterator[dict[str, str]]:
-    """The events as data of server-sent events. An error is the last one."""
-    async with contextlib.aclosing(events):
-        try:
-            one: tuple[int, StreamEvent] | None = first
-            while one is not None:
-                yield {"data": _event(one[1])}
-                one = await anext(events, None)
-        except Exception as error:
-            yield {"data": json.dumps(errors.told(error)[1])}
 
 
 def _event(event: StreamEvent) -> str:
