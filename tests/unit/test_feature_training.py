@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from coppice.config.sections import FEATURE_KINDS, DrafterSettings
 from coppice.engine.engine import default_feature_layers
+from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, with_tree_shape
 from coppice.heads.checkpoints import load_head, read_output, read_target
 from coppice.speculation.sampling import SamplingParams
