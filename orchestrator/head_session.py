@@ -129,7 +129,7 @@ class HeadSession:
         self._stream.write(drafter.draft_request_to_wire(opening))
 
     def _features_of(self, ids: list[int]) -> Features | None:
-        """Where to fetch the head's features up to the last id; the verifier raises the start to what it still holds."""
+        """Where to fetch its features up to the last id; the verifier raises the start to what it still holds."""
         window = self._window
         if window is None or window.ref is None:
             return None

@@ -29,6 +29,10 @@ Workers = Annotated[
     int | None, typer.Option("--workers", min=1, help="Training threads, one core each; default: all cores of a CPU.")
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0)]
+Layers = Annotated[
+    str,
+    typer.Option("--layers", help="Target layers that the head reads, such as 2,10,17; default: 2, L/2 and L - 3."),
+]
 
 
 def own_folder(out: Path, resume: bool) -> Path:
@@ -82,13 +86,7 @@ def train_head(
             "--lessons", help="Folder of the target's answers, which heads may share; default: OUT.work/lessons."
         ),
     ] = None,
-    layers: Annotated[
-        str,
-        typer.Option(
-            "--layers",
-            help="Heads that read features: the target's layers, such as 2,10,17; default: 2, L/2 and L - 3.",
-        ),
-    ] = "",
+    layers: Layers = "",
     adamw: Annotated[
         bool, typer.Option("--adamw", help="Heads that read features: AdamW for all weights, not Muon for matrices.")
     ] = False,
@@ -109,12 +107,8 @@ def train_head(
     read = _layers(layers, kind)
     work = own_folder(out, resume)
     flags = {"kind": kind, "target": target.name, "out": out.name, "tokens": str(tokens)}
-    write_run(
-        work,
-        "head",
-        data,
-        flags | ({"layers": ",".join(map(str, read))} if read else {}) | ({"adamw": ""} if adamw else {}),
-    )
+    flags |= {"layers": ",".join(map(str, read))} if read else {}
+    write_run(work, "head", data, flags | ({"adamw": ""} if adamw else {}))
     plan = AnswerPlan(int(tokens * ANSWERS_SHARE), seed=seed)
     with Progress("tokens") as progress:
         progress.say("recording the target's answers")

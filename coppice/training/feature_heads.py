@@ -138,7 +138,7 @@ def train_feature_head(
     switches: Mapping[str, bool] = {},
     options: RunOptions = DEFAULTS,
 ) -> bool:
-    """Train into `work` a head that reads the layers of the answers; False when a signal stopped the run before its end.
+    """Train into `work` a head that reads the answers' layers; False when a signal stopped the run before its end.
 
     `learning` changes fields of the kind's loss, `switches` those of a SpecBlock head's configuration (ablations).
     """

@@ -195,7 +195,7 @@ def put(key: str, value: Any) -> Callable[[dict[str, Any], Tensors], None]:
         (
             "speculators",
             put("eagle_aux_hidden_state_layer_ids", [2, 4, 9]),
-            "feature_layers: 9 is not among 0..7 of the target",
+            "feature_layers: 9 is not among 0..7",
         ),
     ],
 )
