@@ -271,10 +271,11 @@ async def test_heads_of_different_layers_draft_for_one_text_and_each_gets_its_ow
             plain = await client.generate(IDS, policy="plain", **sampled)
             assert (await client.generate(IDS, policy="merge", **sampled)).ids == plain.ids
     assert [list(answer.ids) for answer in answers] == [truth[len(IDS) :][:40]] * len(policies)
-    assert [len(head.seen) for head in heads] >= [4, 5, 3]
-    for head in heads:
+    for head, least in zip(heads, (4, 5, 3), strict=True):
+        assert len(head.seen) >= least
         for seen in head.seen:
-            seen.check(model, len(IDS) - WINDOW)
+            assert seen.features[0] is not None
+            seen.check(model, seen.features[0].start)
 
 
 class Watched(Head):
@@ -424,7 +425,7 @@ async def test_a_verifier_that_drafters_cannot_reach_leaves_plain_decoding(
 
 
 async def test_a_plan_asks_for_the_layers_of_all_its_heads_and_too_many_are_refused_where_that_is_known(
-    start_service: StartService, start_verifier: StartService, tmp_path: Path
+    start_service: StartService, tmp_path: Path
 ) -> None:
     heads = Recorder(layers=(1, 2, 5)), Recorder(layers=(3, 2, 1)), Recorder(layers=()), Recorder(layers=MANY)
     async with (
@@ -446,7 +447,8 @@ async def test_a_plan_asks_for_the_layers_of_all_its_heads_and_too_many_are_refu
         with pytest.raises(InvalidField, match=r"policy: .* more than 16 layers: one \(1, 2, 5\), many \(20, 21, "):
             await feature_layers([pools["one"], pools["none"], pools["many"]], "policy")
         deep = make_target(tmp_path / "deep", VOCAB, layers=40, tokenizer=False)
-        verifier = await asyncio.to_thread(start_verifier, "--verifier.target", str(deep))
+        flags = ("--verifier.target", str(deep), "--verifier.threads", "1")
+        verifier = await asyncio.to_thread(start_service, "services.verifier", *flags)
         named = f"one={one.address}", f"many={many.address}"
         with pytest.raises(RuntimeError, match=r"exit code 2\):\n(.|\n)*orchestrator\.heads: heads read features"):
             async with pipeline(start_service, verifier.address, *named):
