@@ -102,6 +102,20 @@ def prediction(options: Options) -> None:
         run_prediction(bench, asked, methods)
 
 
+@command(app, *ASKED, "methods", "goals", n=16, max_new_tokens=64, sessions="1,8")
+def http(options: Options) -> None:
+    """Tokens a second by HTTP beside gRPC, from the same stack in turns; by default of plain and auto."""
+    from coppice.bench.http import run_http
+    from coppice.bench.questions import prompt_ids
+
+    spec = replace(options.spec(), http_port=0)
+    methods = read_methods(options.methods or ["auto"], spec.heads)
+    sessions = numbers("sessions", options.sessions, int, 1, spec.settings().limits.sessions)
+    asked = prompt_ids(options, spec)
+    with measuring("bench http", spec, options) as bench:
+        run_http(bench, asked, methods, sessions)
+
+
 @command(app, "target", "prompts", "category", "chat", "skip_long", "dtype", "goals", n=3, max_new_tokens=96)
 def rows(options: Options) -> None:
     """A forward by its rows, and plain decoding over bare forwards and over `generate`."""
