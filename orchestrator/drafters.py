@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import structlog
 
 from coppice.errors import InvalidField
+from coppice.limits import MAX_FEATURE_LAYERS
 from coppice.messages.steps import HeadDescription
 from coppice.rpc.channels import Dialer
 from coppice.speculation.calibration import Calibration
@@ -154,13 +155,13 @@ class HeadPool(Pool[DrafterReplica]):
 
 
 async def feature_layers(pools: Sequence[HeadPool], field: str) -> tuple[int, ...]:
-    """The layers whose features these heads read, none when no head reads any.
+    """The layers whose features these heads read together, none when no head reads any.
 
-    Raises InvalidField naming `field` when two heads want different ones: a session has features of one kind.
+    Raises InvalidField naming `field` when they are more than a session may ask for.
     """
     await asyncio.gather(*(pool.learn() for pool in pools))
-    wanted = {layers: pool.name for pool in pools if (layers := pool.feature_layers)}
-    if len(wanted) > 1:
-        named = ", ".join(f"{name} {layers}" for layers, name in wanted.items())
-        raise InvalidField(field, f"heads read features of different layers: {named}")
-    return next(iter(wanted), ())
+    layers = tuple(dict.fromkeys(layer for pool in pools for layer in pool.feature_layers or ()))
+    if len(layers) > MAX_FEATURE_LAYERS:
+        named = ", ".join(f"{pool.name} {pool.feature_layers}" for pool in pools if pool.feature_layers)
+        raise InvalidField(field, f"heads read features of more than {MAX_FEATURE_LAYERS} layers: {named}")
+    return layers

@@ -129,11 +129,11 @@ class HeadSession:
         self._stream.write(drafter.draft_request_to_wire(opening))
 
     def _features_of(self, ids: list[int]) -> Features | None:
-        """Where to fetch features up to the last id; the verifier raises the start to what it still holds."""
+        """Where to fetch its features up to the last id; the verifier raises the start to what it still holds."""
         window = self._window
         if window is None or window.ref is None:
             return None
-        ref = replace(window.ref, count=len(ids) - window.ref.start)
+        ref = replace(window.ref, count=len(ids) - window.ref.start, layers=self._layers or ())
         return Features(ref.start, ref.count, window.dtype, None, ref)
 
     def learn(self, features: Features | None) -> None:
@@ -142,8 +142,8 @@ class HeadSession:
             return
         if features.ref is not None:
             self._window = features
-        elif self._stream is not None:
-            self._unsent.features += features.inline or b""
+        elif self._stream is not None and self._window is not None and self._window.ref is not None:
+            self._unsent.features += columns(features, self._window.ref.layers, self._layers)
             if len(self._unsent.features) > _MOST_UNTOLD_BYTES:  # a drafter that takes nothing
                 self._cool_down()
 
@@ -261,6 +261,18 @@ class HeadSession:
             if question.budget:
                 self.pool.drafted(time.perf_counter() - question.asked_at)
             question.answer.set_result(None)
+
+
+def columns(features: Features, layers: tuple[int, ...], wanted: tuple[int, ...]) -> bytes:
+    """The inline rows with the columns of the `wanted` layers alone, in their order, of rows that hold `layers`.
+
+    Rows that cannot be cut are left whole: their drafter refuses them.
+    """
+    rows, parts = features.inline or b"", features.count * len(layers)
+    if wanted == layers or not parts or len(rows) % parts or not set(wanted) <= set(layers):
+        return rows
+    by_layer = np.frombuffer(rows, np.uint8).reshape(features.count, len(layers), -1)
+    return by_layer[:, [layers.index(layer) for layer in wanted]].tobytes()
 
 
 def own_rejection(tree: DraftTree, start: int, offered: Sequence[int], verified: Rejection | None) -> Rejection | None:

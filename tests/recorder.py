@@ -37,6 +37,7 @@ class Seen:
     """What a head was given in one session."""
 
     ids: list[int]
+    layers: tuple[int, ...]
     features: list[Features | None] = field(default_factory=list)
     wants_misses: bool = False
     rejections: list[Rejection] = field(default_factory=list)
@@ -49,7 +50,7 @@ class Seen:
             assert (part.start, part.dtype, part.ref) == (at, "float32", None)
             at += part.count
         assert at == len(self.ids)
-        expected = hidden_states(model, self.ids, LAYERS)[start:]
+        expected = hidden_states(model, self.ids, self.layers)[start:]
         torch.testing.assert_close(values(self.features), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -68,7 +69,9 @@ class Recorder(Head):
         assert self.gate.wait(30)
         if self.breaks_at == 0:
             raise RuntimeError("breaks here")
-        self.open_sessions[key] = Seen(list(opening.ids), [opening.features], opening.want_misses)
+        self.open_sessions[key] = Seen(
+            list(opening.ids), self.description.feature_layers, [opening.features], opening.want_misses
+        )
         self.seen.append(self.open_sessions[key])
         yield
 

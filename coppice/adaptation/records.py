@@ -247,7 +247,7 @@ def _features(fields: Mapping[bytes, bytes], rows: int, dtype: str, wanted: int)
     data = _bytes(fields, "features")
     row_bytes, rest = divmod(len(data), rows)
     width, part = divmod(row_bytes, _ITEM_BYTES[dtype])
-    if rest or part or not 0 < width <= 3 * limits.MAX_HIDDEN:
+    if rest or part or not 0 < width <= limits.MAX_FEATURE_LAYERS * limits.MAX_HIDDEN:
         raise InvalidField("features", f"{len(data)} bytes are not {rows} rows of {dtype}")
     if wanted and width != wanted:
         raise InvalidField("features", f"a row has {width} numbers, this head's have {wanted}")

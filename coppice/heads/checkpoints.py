@@ -222,8 +222,9 @@ def _for_target(folder: Path, model: Any, target: TargetParts) -> Loaded:
         if has != wants:
             raise InvalidField(_PATH, f"{folder / CONFIG}: {name} is {has}, the target's is {wants}")
     layers = config.feature_layers or default_feature_layers(target.layers)
-    if len(layers) != 3 or not all(at < target.layers for at in layers):
-        raise InvalidField(_PATH, f"features of layers {layers} need a deeper target than one of {target.layers}")
+    if max(layers) >= target.layers:
+        why = f"{max(layers)} is not among 0..{target.layers - 1} of the target, whose last hidden state is normed"
+        raise InvalidField(_PATH, f"{folder / CONFIG}: feature_layers: {why}")
     return Loaded(model, config.model_copy(update={"feature_layers": layers}), embedding.float())
 
 

@@ -140,7 +140,7 @@ class FeatureHead(Head):
 
     def blank_features(self, start: int, count: int) -> Features:
         """Return zeros."""
-        size = count * 3 * self.config.target_hidden_size * self.dtype.itemsize
+        size = count * self.config.feature_width * self.dtype.itemsize
         return Features(start, count, self.settings.dtype, bytes(size))
 
     def _read(self, features: Features | None, field: str) -> tuple[int, Tensor]:
@@ -148,7 +148,7 @@ class FeatureHead(Head):
         if features is None or features.inline is None or not features.count:
             raise InvalidField(field, f"a {self.description.kind} head drafts from the target's features")
         dtype = DTYPES[features.dtype or "float32"]
-        if len(features.inline) != features.count * 3 * self.config.target_hidden_size * dtype.itemsize:
+        if len(features.inline) != features.count * self.config.feature_width * dtype.itemsize:
             raise InvalidField(field, f"{len(features.inline)} bytes are not {features.count} rows of {features.dtype}")
         rows = torch.frombuffer(bytearray(features.inline), dtype=dtype).view(features.count, -1)
         return features.start, rows.to(self.device, self.dtype)

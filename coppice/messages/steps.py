@@ -63,12 +63,16 @@ class NextRoot:
 
 @dataclass(frozen=True, slots=True)
 class FeatureRef:
-    """A window of positions whose features a verifier session holds."""
+    """A window of positions whose features a verifier session holds.
+
+    `layers` are those of a row, one behind the other; of a fetch: those wanted, empty for all that the session has.
+    """
 
     verifier: str
     session: str
     start: int
     count: int
+    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from coppice.config.sections import FEATURE_KINDS
+from coppice.limits import MAX_FEATURE_LAYERS
 from coppice.machine import usable_cores
 from coppice.training.run_folder import work_folder, write_run
 
@@ -28,6 +29,10 @@ Workers = Annotated[
     int | None, typer.Option("--workers", min=1, help="Training threads, one core each; default: all cores of a CPU.")
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0)]
+Layers = Annotated[
+    str,
+    typer.Option("--layers", help="Target layers that the head reads, such as 2,10,17; default: 2, L/2 and L - 3."),
+]
 
 
 def own_folder(out: Path, resume: bool) -> Path:
@@ -81,6 +86,7 @@ def train_head(
             "--lessons", help="Folder of the target's answers, which heads may share; default: OUT.work/lessons."
         ),
     ] = None,
+    layers: Layers = "",
     adamw: Annotated[
         bool, typer.Option("--adamw", help="Heads that read features: AdamW for all weights, not Muon for matrices.")
     ] = False,
@@ -98,14 +104,23 @@ def train_head(
     from coppice.training.trainer import RunOptions
 
     dtype = str(fast_dtype(usable_device(device))).removeprefix("torch.")
+    read = _layers(layers, kind)
     work = own_folder(out, resume)
     flags = {"kind": kind, "target": target.name, "out": out.name, "tokens": str(tokens)}
+    flags |= {"layers": ",".join(map(str, read))} if read else {}
     write_run(work, "head", data, flags | ({"adamw": ""} if adamw else {}))
     plan = AnswerPlan(int(tokens * ANSWERS_SHARE), seed=seed)
     with Progress("tokens") as progress:
         progress.say("recording the target's answers")
         recorded = record_answers(
-            data, target, answers or work / "lessons", plan, device=device, dtype=dtype, progress=progress.reach
+            data,
+            target,
+            answers or work / "lessons",
+            plan,
+            device=device,
+            dtype=dtype,
+            layers=read,
+            progress=progress.reach,
         )
     recorded.describe(work / "data")
     options = RunOptions(resume, device, _threads(workers, device), seed)
@@ -137,6 +152,17 @@ def export_run(out: Out) -> None:
     from coppice.training.export import export
 
     export(work_folder(out), out)
+
+
+def _layers(told: str, kind: str) -> tuple[int, ...]:
+    """Read the layers of a head. Raises BadParameter."""
+    if told and kind not in FEATURE_KINDS:
+        raise typer.BadParameter(f"a head of kind {kind} reads no features", param_hint="--layers")
+    parts = [part.strip() for part in told.split(",")] if told else []
+    if not all(part.isdecimal() for part in parts) or len(parts) > MAX_FEATURE_LAYERS:
+        why = f"{told!r} is not 1 to {MAX_FEATURE_LAYERS} numbers with commas between them"
+        raise typer.BadParameter(why, param_hint="--layers")
+    return tuple(map(int, parts))
 
 
 def _threads(workers: int | None, device: str) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from coppice.engine.engine import default_feature_layers
+from coppice.errors import InvalidField
 from coppice.heads.checkpoints import SHAPES, TargetParts, kind_of, read_output, read_target, save_head
 from coppice.heads.models.expectation import expectation
 from coppice.heads.models.layers import HeadConfig
@@ -78,8 +79,13 @@ def head_schedule(tokens: int) -> Schedule:
     )
 
 
-def head_config(kind: str, config: Any, parts: TargetParts, draft_vocab: int, **switches: bool) -> Any:
-    """Return a head's configuration in the shape of the target's layers; `config` is the target's own."""
+def head_config(
+    kind: str, config: Any, parts: TargetParts, draft_vocab: int, layers: tuple[int, ...] = (), **switches: bool
+) -> Any:
+    """Return a head's configuration in the shape of the target's layers; `config` is the target's own.
+
+    layers: those that the head reads; empty: the default ones.
+    """
     shape = {
         "hidden_size": parts.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -91,7 +97,7 @@ def head_config(kind: str, config: Any, parts: TargetParts, draft_vocab: int, **
         "rms_norm_eps": config.rms_norm_eps,
         "max_position_embeddings": config.max_position_embeddings,
         "rope_parameters": config.rope_parameters,
-        "feature_layers": default_feature_layers(parts.layers),
+        "feature_layers": layers or default_feature_layers(parts.layers),
     }
     if kind == "specblock":
         shape |= {"rank_norm_topk": None, "block_rope_advance": True, "prefix_broadcast": True} | switches
@@ -132,15 +138,17 @@ def train_feature_head(
     switches: Mapping[str, bool] = {},
     options: RunOptions = DEFAULTS,
 ) -> bool:
-    """Train into `work`; False when a signal stopped the run before its end.
+    """Train into `work` a head that reads the answers' layers; False when a signal stopped the run before its end.
 
     `learning` changes fields of the kind's loss, `switches` those of a SpecBlock head's configuration (ablations).
     """
     parts, output = read_target(target), read_output(target)
     draft_ids = draft_vocabulary(answers, parts.vocab_size, draft_vocab)
     if options.resume and (work / HEAD).exists():  # more answers may be there now, but the head's vocabulary stays
-        draft_ids = torch.tensor(json.loads((work / HEAD).read_text(encoding="utf-8"))["draft_ids"])
-    config = head_config(kind, AutoConfig.from_pretrained(target), parts, len(draft_ids), **switches)
+        begun = json.loads((work / HEAD).read_text(encoding="utf-8"))
+        _check_layers(begun["config"], answers)
+        draft_ids = torch.tensor(begun["draft_ids"])
+    config = head_config(kind, AutoConfig.from_pretrained(target), parts, len(draft_ids), answers.layers, **switches)
     student = build_student(config, parts.embedding, output, draft_ids, options.seed).to(options.device)
     teacher = Teacher(answers.read, output.to(options.device), draft_ids)
     record = {"kind": kind, "config": config.model_dump(by_alias=True), "draft_ids": draft_ids.tolist()}
@@ -168,6 +176,7 @@ def train_feature_head(
 def export_feature_head(work: Path, out: Path, answers: TargetAnswers, target: Path, device: str = "cpu") -> None:
     """Write the head folder `out` from the best weights in `work`, in its public layout, with card and report."""
     record = json.loads((work / HEAD).read_text(encoding="utf-8"))
+    _check_layers(record["config"], answers)
     kind, draft_ids = record["kind"], torch.tensor(record["draft_ids"])
     config = SHAPES[kind][0].model_validate(record["config"])
     output = read_output(target)
@@ -187,6 +196,15 @@ def export_feature_head(work: Path, out: Path, answers: TargetAnswers, target: P
         save_head(partial, student.model.cpu().bfloat16(), config.model_copy(update={"acceptance": expected}), kind)
         write_report(partial, acceptance, log)
         write_head_card(partial, kind, student.model, acceptance, replace(read_run(work), loss=LOSS_IS[kind]))
+
+
+def _check_layers(config: Mapping[str, Any], answers: TargetAnswers) -> None:
+    """Raise InvalidField unless the answers have the features of the layers that a head in training reads."""
+    reads = tuple(config["feature_layers"])
+    if reads != answers.layers:
+        raise InvalidField(
+            "--lessons", f"{answers.folder} holds features of layers {answers.layers}, the head reads {reads}"
+        )
 
 
 def draft_vocabulary(answers: TargetAnswers, vocab: int, size: int) -> Tensor:

@@ -69,16 +69,18 @@ class Row(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., raw_log_probs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class FeatureRef(_message.Message):
-    __slots__ = ("verifier", "session", "start", "count")
+    __slots__ = ("verifier", "session", "start", "count", "layers")
     VERIFIER_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
     verifier: str
     session: str
     start: int
     count: int
-    def __init__(self, verifier: _Optional[str] = ..., session: _Optional[str] = ..., start: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, verifier: _Optional[str] = ..., session: _Optional[str] = ..., start: _Optional[int] = ..., count: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Features(_message.Message):
     __slots__ = ("inline", "ref", "dtype", "start", "count")

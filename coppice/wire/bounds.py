@@ -49,6 +49,7 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "verifier": (0, limits.MAX_ADDRESS_CHARS),
         "start": _ANYWHERE,
         "count": (1, limits.MAX_CONTEXT),
+        "layers": (0, limits.MAX_FEATURE_LAYERS),
     },
     "Rejection": {
         "position": _ANYWHERE,
@@ -135,6 +136,7 @@ ELEMENTS: dict[str, dict[str, tuple[float, float]]] = {
     "Row": {"ids": _ID, "log_probs": _LOG_PROB, "raw_log_probs": _LOG_PROB},
     "TopLogProbs": {"ids": _ID, "log_probs": _LOG_PROB},
     "SessionOpened": {"prompt_log_probs": _LOG_PROB},
+    "FeatureRef": {"layers": (0, limits.MAX_LAYERS)},
     "Rejection": {"top_ids": _ID, "top_log_probs": _LOG_PROB},
     "Verdict": {"accepted": _NODES, "verified": _NODES, "log_probs": _LOG_PROB},
     "DescribeTargetResponse": {"eos_ids": _ID},

@@ -41,7 +41,7 @@ class TrainingCopy:
         self.live = self.deployed
         """what drafters are to use"""
         config = self._learner.config
-        self.widths = Widths(config.vocab_size, config.hidden_size, 3 * config.target_hidden_size)
+        self.widths = Widths(config.vocab_size, config.hidden_size, config.feature_width)
         self.draft_ids = self._learner.vocabulary.target_ids
         """target ids that the output layer can be taught"""
 

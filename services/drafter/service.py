@@ -89,6 +89,9 @@ class DrafterServicer:
             raise InvalidField("open.features", f"end at position {end} of {len(opening.ids)} committed ids")
         if features.ref is None:
             return opening
+        if features.ref.layers not in ((), head.feature_layers):
+            why = f"are {features.ref.layers}, this head reads those of {head.feature_layers}"
+            raise InvalidField("open.features.ref.layers", why)
         self._fetching += 1
         try:
             return replace(opening, features=await self._source.fetch(features.ref))

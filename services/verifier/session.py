@@ -14,6 +14,7 @@ from coppice.engine.kv_cache import BlockTable
 from coppice.errors import InvalidField, StaleFence
 from coppice.limits import MAX_ROW_SUPPORT
 from coppice.messages.steps import (
+    FeatureRef,
     Features,
     Fence,
     NextRoot,
@@ -66,6 +67,14 @@ class FeatureWindow:
         return torch.cat(self.chunks)[first - self.start : end - self.start]
 
 
+def columns(rows: Tensor, layers: tuple[int, ...], wanted: tuple[int, ...]) -> Tensor:
+    """The columns of the `wanted` layers, in their order, of (n, F) features that hold those of `layers`."""
+    if wanted == layers:
+        return rows
+    by_layer = rows.chunk(len(layers), dim=-1)
+    return torch.cat([by_layer[layers.index(layer)] for layer in wanted], dim=-1)
+
+
 def feature_bytes(rows: Tensor) -> bytes:
     """Row-major little-endian bytes of a CPU tensor (numpy has no bfloat16: its bits travel as int16)."""
     plain = rows.contiguous()
@@ -105,6 +114,14 @@ class Session:
             self.penalties.append(ids)
         if features is not None:
             self.features.append(features)
+
+    def read_features(self, ref: FeatureRef) -> Tensor:
+        """(n, F) rows of a window, see `FeatureWindow.read`, with the columns that it names. Raises InvalidField."""
+        held = self.request.feature_layers
+        for layer in ref.layers:
+            if layer not in held:
+                raise InvalidField("ref.layers", f"{layer} is not one of the session's layers {held}")
+        return columns(self.features.read(ref.start, ref.count), held, ref.layers or held)
 
     def check_fence(self, fence: Fence) -> None:
         """Raise StaleFence unless the step continues exactly what is committed here, and that has room for a root."""

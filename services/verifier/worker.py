@@ -24,7 +24,7 @@ from coppice.telemetry import WARMING_UP, SessionMetrics
 from .generation_config import repetition_penalty
 from .job import Job
 from .pruner import Pruner, measure
-from .session import Session
+from .session import Session, columns
 from .sessions import Sessions
 
 log = structlog.get_logger()
@@ -140,7 +140,7 @@ class Worker(BatchingThread):
         self._note_kv()
 
     def _take_features(self, ref: FeatureRef, job: Job) -> None:
-        self._answer(job, self._sessions.named(ref.session).features.read(ref.start, ref.count))
+        self._answer(job, self._sessions.named(ref.session).read_features(ref))
 
     # --- a forward ---
 
@@ -225,8 +225,9 @@ class Worker(BatchingThread):
             first_row, first_kept = end_row, end_kept
             session = job.opened
             try:
-                wanted = _columns(features, layers, session.request.feature_layers)
-                self._settle(job, piece, logits, wanted, shared, hint)
+                wanted = session.request.feature_layers
+                own = columns(features, layers, wanted) if features is not None and wanted else None
+                self._settle(job, piece, logits, own, shared, hint)
             except Exception as error:
                 self._answer(job, error)
             else:
@@ -265,10 +266,11 @@ class Worker(BatchingThread):
     def _prompt_features(self, session: Session) -> Features | None:
         end = session.features.end
         count = min(end - session.features.start, self.settings.feature_window)  # it holds whole chunks, maybe more
-        if not session.request.feature_layers or not count:
+        layers = session.request.feature_layers
+        if not layers or not count:
             return None
         start = end - count
-        ref = FeatureRef(self.address, session.request.session, start, count)
+        ref = FeatureRef(self.address, session.request.session, start, count, layers)
         return Features(start, count, self.settings.dtype, None, ref)
 
     def _note_kv(self) -> None:
@@ -291,13 +293,3 @@ class Worker(BatchingThread):
 def _settle_futures(answers: list[tuple[asyncio.Future[Any], Any]]) -> None:
     for future, value in answers:
         settle(future, value)
-
-
-def _columns(features: Tensor | None, layers: tuple[int, ...], wanted: tuple[int, ...]) -> Tensor | None:
-    """The columns of the layers one session wants, in its order, of features that hold every session's."""
-    if features is None or not wanted:
-        return None
-    if wanted == layers:
-        return features
-    by_layer = features.chunk(len(layers), dim=-1)
-    return torch.cat([by_layer[layers.index(layer)] for layer in wanted], dim=-1)

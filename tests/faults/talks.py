@@ -97,7 +97,8 @@ def verifying(random: Random, name: str) -> Talk:
 def fetching(random: Random, name: str) -> Talk:
     """A window of the held session."""
     start = random.randrange(len(HELD.ids))
-    yield fetch_to_wire(FeatureRef("", HELD.session, start, random.randint(1, len(HELD.ids) - start))), True
+    layers = random.choice(((), LAYERS, LAYERS[-1:]))
+    yield fetch_to_wire(FeatureRef("", HELD.session, start, random.randint(1, len(HELD.ids) - start), layers)), True
 
 
 def _rows(random: Random, start: int, count: int) -> Features:

@@ -184,7 +184,7 @@ BOUNDS = {
     """,
     "MAX_STOP_IDS": "OpenSession.stop_ids DescribeTargetResponse.eos_ids",
     "MAX_BIASES": "Sampling.logit_bias",
-    "MAX_FEATURE_LAYERS": "OpenSession.feature_layers DescribeHeadResponse.feature_layers",
+    "MAX_FEATURE_LAYERS": "OpenSession.feature_layers DescribeHeadResponse.feature_layers FeatureRef.layers",
     "MAX_TREE_DEPTH": "DescribeHeadResponse.expected_acceptance",
     "MAX_STOP_STRINGS": "GenerateRequest.stop",
     "MAX_CHAT_MESSAGES": "Chat.messages",

@@ -9,7 +9,7 @@ import asyncio
 import socket
 import threading
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +22,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coppice.client.client import AsyncClient
+from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
+from coppice.heads.base import DraftJob, Growth, Head, Miss
+from coppice.heads.registry import build_head
 from coppice.messages.generation import Chunk
-from coppice.messages.steps import FeatureRef, Features, OpenDraft
+from coppice.messages.steps import Advance, FeatureRef, Features, OpenDraft
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
@@ -40,9 +43,10 @@ from tests.services import test_drafter, test_verifier
 from tests.services.test_drafter import status_of
 from tests.services.test_verifier import continuation
 from tests.tiny import make_target
-from tests.unit.test_feature_heads import VOCAB, save_random
+from tests.unit.test_feature_heads import VOCAB, assert_same, paths, save_random
 
 WINDOW = 24
+MANY = tuple(range(20, 36))
 IDS = list(range(7, 47))
 StartService = Callable[..., Service]
 
@@ -177,13 +181,16 @@ async def test_rows_of_other_positions_than_asked_for_are_unavailable(
 
 
 async def test_missing_or_other_positions_features_are_refused_by_field() -> None:
-    rows = Features(0, len(IDS), "float32", b"\0" * 4 * len(IDS))
+    rows, ref = Features(0, len(IDS), "float32", b"\0" * 4 * len(IDS)), fetched("127.0.0.1:1", "s").ref
+    assert ref is not None
+    of_layers = replace(rows, inline=None, ref=replace(ref, layers=(2, 1)))
     openings = [
         (None, "open.features: a recorder head reads"),
         (replace(rows, inline=None), "open.features: a recorder head reads"),
         (replace(rows, start=1), "open.features: end at position 41 of 40"),
         (fetched("127.0.0.1:1", "s", 0, 39), "open.features: end at position 39 of 40"),
         (fetched("127.0.0.1:1", "s"), "open.features.ref.verifier: is not one"),
+        (of_layers, "open.features.ref.layers: are (2, 1), this head reads those of (2, 3, 1)"),
     ]
     step = Features(len(IDS), 2, "float32", b"\0" * 8)
     steps = [None, replace(step, start=39), replace(step, count=1), replace(step, inline=None)]
@@ -250,6 +257,82 @@ async def test_only_heads_that_read_features_get_them_through_the_orchestrator(
     assert {features for seen in other.seen for features in seen.features} == {None}
 
 
+async def test_heads_of_different_layers_draft_for_one_text_and_each_gets_its_own(
+    start_service: StartService, verifier: Service, model: Any, truth: list[int]
+) -> None:
+    heads = Recorder(layers=(4,), truth=truth), Recorder(layers=(5, 0, 3, 1, 2), truth=truth), Recorder(truth=truth)
+    told = {"max_new_tokens": 40, "ignore_eos": True}
+    async with drafter_of(heads[0]) as one, drafter_of(heads[1]) as five, drafter_of(heads[2]) as three:
+        named = f"one={one.address}", f"five={five.address}", f"three={three.address}"
+        async with pipeline(start_service, verifier.address, *named) as client:
+            policies = ("merge", "route", "route:five/one", "auto", "single:five")
+            answers = [await client.generate(IDS, policy=policy, **told) for policy in policies]
+            sampled = {"temperature": 1.0, "seed": 5, **told}
+            plain = await client.generate(IDS, policy="plain", **sampled)
+            assert (await client.generate(IDS, policy="merge", **sampled)).ids == plain.ids
+    assert [list(answer.ids) for answer in answers] == [truth[len(IDS) :][:40]] * len(policies)
+    for head, least in zip(heads, (4, 5, 3), strict=True):
+        assert len(head.seen) >= least
+        for seen in head.seen:
+            assert seen.features[0] is not None
+            seen.check(model, seen.features[0].start)
+
+
+class Watched(Head):
+    """A head whose trees are kept, by the text's length, as {path of tokens: score}."""
+
+    def __init__(self, head: Head) -> None:
+        self.head, self.description = head, head.description
+        self.trees: dict[int, dict[tuple[int, ...], float]] = {}
+
+    def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
+        return self.head.open(key, opening)
+
+    def close(self, key: int) -> None:
+        self.head.close(key)
+
+    def advance(self, key: int, advance: Advance) -> Miss | None:
+        return self.head.advance(key, advance)
+
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        (job,) = jobs
+        nodes: list[tuple[int, int, float]] = []
+        for grown in self.head.draft(jobs):
+            for part in grown:
+                lists = (part.nodes.tokens.tolist(), part.nodes.parents.tolist(), part.nodes.log_probs.tolist())
+                nodes += zip(*lists, strict=True)
+            yield grown
+        self.trees[job.committed_len] = paths(nodes)
+
+
+async def test_real_heads_of_different_layers_draft_together_what_they_draft_alone(
+    start_service: StartService, verifier: Service, target: Path, truth: list[int], tmp_path: Path
+) -> None:
+    layers = {"eagle3": (5,), "specblock": (4, 0, 2, 5, 1)}
+    heads = {}
+    for kind, read in layers.items():
+        folder = save_random(tmp_path / kind, kind, feature_layers=read)
+        heads[kind] = Watched(build_head(DrafterSettings(kind=kind, path=str(folder), target=str(target), threads=1)))
+    told = {"max_new_tokens": 40, "ignore_eos": True, "budget": 12}
+    async with drafter_of(heads["eagle3"]) as one, drafter_of(heads["specblock"]) as two:
+        named = f"eagle3={one.address}", f"specblock={two.address}"
+        async with pipeline(start_service, verifier.address, *named) as client:
+            alone = {}
+            for kind, head in heads.items():
+                answer = await client.generate(IDS, policy=f"single:{kind}", **told)
+                assert list(answer.ids) == truth[len(IDS) :][:40]
+                alone[kind], head.trees = head.trees, {}
+            for policy in ("merge", "route"):
+                answer = await client.generate(IDS, policy=policy, **told)
+                assert list(answer.ids) == truth[len(IDS) :][:40]
+                for kind, head in heads.items():
+                    here, head.trees = head.trees, {}
+                    both = sorted(alone[kind].keys() & here.keys())
+                    assert len(both) > 10
+                    for length in both:
+                        assert_same(here[length], alone[kind][length], 12)
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "specblock"])
 async def test_heads_that_read_features_draft_in_their_own_process(
     start_service: StartService, verifier: Service, target: Path, truth: list[int], tmp_path: Path, kind: str
@@ -270,10 +353,10 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-async def generate(client: AsyncClient, gate: threading.Event) -> list[int]:
+async def generate(client: AsyncClient, gate: threading.Event, policy: str = "single:reader") -> list[int]:
     """300 ids of a text drafted by `reader`; the gate opens when the text has gone on without it for a while."""
     ids: list[int] = []
-    async for event in client.stream(IDS, policy="single:reader", max_new_tokens=300, ignore_eos=True):
+    async for event in client.stream(IDS, policy=policy, max_new_tokens=300, ignore_eos=True):
         if isinstance(event, Chunk):
             ids += event.ids
         if len(ids) >= 30:
@@ -281,18 +364,24 @@ async def generate(client: AsyncClient, gate: threading.Event) -> list[int]:
     return ids
 
 
+@pytest.mark.parametrize("policy", ["single:reader", "merge"])
 @pytest.mark.parametrize("breaks_at", [0, 9], ids=["opening", "drafting"])
 async def test_a_stream_opened_again_in_mid_text_goes_on_with_the_features_there_are(
-    start_service: StartService, verifier: Service, model: Any, truth: list[int], breaks_at: int
+    start_service: StartService, verifier: Service, model: Any, truth: list[int], breaks_at: int, policy: str
 ) -> None:
     breaking, whole = Recorder(truth=truth, breaks_at=breaks_at), Recorder(truth=truth)
+    other = Recorder(layers=(5, 3), truth=truth)
     if breaks_at == 0:
         breaking.gate.clear()
     ports = sorted((free_port(), free_port()), key=str)  # the first session goes to the first address
-    async with drafter_of(breaking, port=ports[0]) as first, drafter_of(whole, port=ports[1]) as second:
-        heads = f"reader={first.address}", f"reader={second.address}"
+    async with (
+        drafter_of(breaking, port=ports[0]) as first,
+        drafter_of(whole, port=ports[1]) as second,
+        drafter_of(other) as third,
+    ):
+        heads = f"reader={first.address}", f"reader={second.address}", f"other={third.address}"
         async with pipeline(start_service, verifier.address, *heads, deadline_ms=200) as client:
-            assert await generate(client, breaking.gate) == truth[len(IDS) :][:300]
+            assert await generate(client, breaking.gate, policy) == truth[len(IDS) :][:300]
     seen = whole.seen[0]
     opened = seen.features[0]
     assert opened is not None
@@ -301,6 +390,9 @@ async def test_a_stream_opened_again_in_mid_text_goes_on_with_the_features_there
     for broken in breaking.seen[:1]:
         broken.check(model, len(IDS) - WINDOW)
     seen.check(model, opened.start)
+    assert len(other.seen) == (policy == "merge")
+    for beside in other.seen:
+        beside.check(model, len(IDS) - WINDOW)
 
 
 async def test_a_head_learned_of_late_that_sat_steps_out_gets_their_features_at_once(
@@ -332,21 +424,32 @@ async def test_a_verifier_that_drafters_cannot_reach_leaves_plain_decoding(
     assert (list(answer.ids), answer.tau, head.seen) == (truth[len(IDS) :][:60], 1.0, [])
 
 
-async def test_heads_of_different_layers_are_refused_where_that_is_known(
-    start_service: StartService, verifier: Service
+async def test_a_plan_asks_for_the_layers_of_all_its_heads_and_too_many_are_refused_where_that_is_known(
+    start_service: StartService, tmp_path: Path
 ) -> None:
-    heads = Recorder(layers=(1, 2, 3)), Recorder(layers=(3, 2, 1)), Recorder(layers=())
-    async with drafter_of(heads[0]) as one, drafter_of(heads[1]) as two, drafter_of(heads[2]) as none:
+    heads = Recorder(layers=(1, 2, 5)), Recorder(layers=(3, 2, 1)), Recorder(layers=()), Recorder(layers=MANY)
+    async with (
+        drafter_of(heads[0]) as one,
+        drafter_of(heads[1]) as two,
+        drafter_of(heads[2]) as none,
+        drafter_of(heads[3]) as many,
+    ):
         metrics = OrchestratorMetrics()
         addresses = {"one": one.address, "two": two.address, "none": none.address, "gone": "127.0.0.1:1"}
-        pools = {name: HeadPool(name, [address], Dialer(), metrics, 6) for name, address in addresses.items()}
+        addresses["many"] = many.address
+        pools = {name: HeadPool(name, [address], Dialer(), metrics, 40) for name, address in addresses.items()}
         assert await feature_layers([], "policy") == ()
         assert await feature_layers([pools["none"], pools["gone"]], "policy") == ()
         assert await feature_layers([pools["none"], pools["two"], pools["gone"]], "policy") == (3, 2, 1)
         assert (pools["gone"].feature_layers, pools["gone"].pick()) == (None, None)
-        with pytest.raises(InvalidField, match=r"policy: .* one \(1, 2, 3\), two \(3, 2, 1\)"):
-            await feature_layers(list(pools.values()), "policy")
-        named = f"one={one.address}", f"two={two.address}"
+        assert await feature_layers([pools["one"], pools["none"], pools["two"]], "policy") == (1, 2, 5, 3)
+        assert await feature_layers([pools["many"]], "policy") == MANY
+        with pytest.raises(InvalidField, match=r"policy: .* more than 16 layers: one \(1, 2, 5\), many \(20, 21, "):
+            await feature_layers([pools["one"], pools["none"], pools["many"]], "policy")
+        deep = make_target(tmp_path / "deep", VOCAB, layers=40, tokenizer=False)
+        flags = ("--verifier.target", str(deep), "--verifier.threads", "1")
+        verifier = await asyncio.to_thread(start_service, "services.verifier", *flags)
+        named = f"one={one.address}", f"many={many.address}"
         with pytest.raises(RuntimeError, match=r"exit code 2\):\n(.|\n)*orchestrator\.heads: heads read features"):
             async with pipeline(start_service, verifier.address, *named):
                 pass

@@ -480,7 +480,7 @@ async def test_features_of_a_prompt_are_fetched_in_chunks_and_are_the_hidden_sta
         client = Client(stub, "long", prompt, feature_layers=COLUMNS)
         opened = await client.open()
         assert opened.features is not None
-        assert opened.features.ref == FeatureRef(verifier.address, "long", 0, 700)
+        assert opened.features.ref == FeatureRef(verifier.address, "long", 0, 700, COLUMNS)
         parts = await fetch(stub, opened.features.ref)
         assert len(parts) == 2
         assert all(0 < len(part.inline or b"") <= CHUNK_BYTES for part in parts)
@@ -510,6 +510,11 @@ async def test_features_of_a_step_ride_inline_and_are_the_hidden_states_of_what_
         assert opened.features.ref is not None
         later = await fetch(stub, replace(opened.features.ref, start=len(IDS) - 1, count=5))
         torch.testing.assert_close(values(later), expected[len(IDS) - 1 :], atol=1e-4, rtol=1e-4)
+        (one,) = await fetch(stub, replace(opened.features.ref, start=len(IDS) - 1, count=5, layers=(3,)))
+        assert len(one.inline or b"") * 3 == sum(len(part.inline or b"") for part in later)
+        torch.testing.assert_close(values([one]), values(later).chunk(3, dim=1)[1])
+        with pytest.raises(InvalidField, match=r"ref\.layers: 4 is not one of the session's layers \(2, 3, 3\)"):
+            await fetch(stub, replace(opened.features.ref, layers=(3, 4)))
 
 
 async def test_a_fetch_begins_at_the_first_position_still_held_and_what_is_gone_or_unknown_is_refused(

@@ -431,6 +431,15 @@ def test_a_half_written_version_is_none(tmp_path: Path) -> None:
     assert not partial.exists()
 
 
+def test_samples_are_as_wide_as_the_layers_that_the_head_reads(
+    heads: dict[str, Path], target: Path, tmp_path: Path
+) -> None:
+    settings = Settings(adapter=AdapterSettings(target=str(target)))
+    five = save_random(tmp_path / "five", "eagle3", feature_layers=(0, 1, 2, 3, 4))
+    for layers, folder in ((3, heads["eagle3"]), (5, five)):
+        assert TrainingCopy(str(folder), settings, tmp_path / "copy").widths.features == layers * HIDDEN
+
+
 def test_a_damaged_version_is_passed_over_for_the_good_one_and_then_for_the_deployed_one(
     heads: dict[str, Path], target: Path, tmp_path: Path
 ) -> None:

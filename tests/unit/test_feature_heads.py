@@ -73,10 +73,10 @@ class Text:
     features: Tensor
 
     @classmethod
-    def random(cls, length: int, seed: int) -> Text:
+    def random(cls, length: int, seed: int, layers: int = 3) -> Text:
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(VOCAB, (length,), generator=generator).tolist()
-        return cls(ids, torch.randn(length, 3 * HIDDEN, generator=generator))
+        return cls(ids, torch.randn(length, layers * HIDDEN, generator=generator))
 
     def inline(self, start: int, end: int) -> Features:
         rows = self.features[start:end]
@@ -411,6 +411,8 @@ VARIANTS = [
     ("parallelspec", {"slots": 8}, {"top_k": 6, "depth": 3}),
     ("falcon", {}, {}),
     ("falcon", {"slots": 3, "lstm_layers": 1, "num_hidden_layers": 2}, {"top_k": 3, "blocks": 3}),
+    *((kind, {"feature_layers": layers}, {}) for kind in FEATURE_KINDS for layers in ((7,), (6, 0, 3, 1, 4))),
+    ("eagle3", {"norm_before_fc": True, "feature_layers": (7,)}, {}),
 ]
 
 
@@ -422,7 +424,7 @@ def test_a_session_of_many_steps_drafts_what_the_slow_reference_drafts(
     if kind == "specblock":
         shape = {("diffspec_draft_token_num" if name == "slots" else name): value for name, value in shape.items()}
     head, slow = build(kind, save_random(tmp_path, kind, **shape), target, **told)
-    texts = [Text.random(40, seed) for seed in range(3)]
+    texts = [Text.random(40, seed, len(head.description.feature_layers)) for seed in range(3)]
     lengths, starts = [5, 9, 1], [0, 3, 0]
     for key, text in enumerate(texts):
         opened(head, key, text, lengths[key], starts[key])
@@ -472,8 +474,8 @@ def test_small_budgets_and_long_texts(kind: str, target: Path, tmp_path: Path) -
 def test_features_that_do_not_fit_are_refused(kind: str, target: Path, tmp_path: Path) -> None:
     head, _ = build(kind, save_random(tmp_path, kind), target)
     text = Text.random(20, 1)
-    short = Features(0, 5, "float32", b"\0" * 12)
-    for features in (None, short, text.inline(0, 4)):
+    short, wide = Features(0, 5, "float32", b"\0" * 12), Text.random(20, 1, layers=5).inline(0, 5)
+    for features in (None, short, wide, text.inline(0, 4)):
         with pytest.raises(InvalidField, match=r"open\.features"):
             list(head.open(1, OpenDraft("s", text.ids[:5], GREEDY, features=features)))
         head.close(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from coppice.config.sections import FEATURE_KINDS, DrafterSettings
 from coppice.engine.engine import default_feature_layers
+from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, with_tree_shape
 from coppice.heads.checkpoints import load_head, read_output, read_target
 from coppice.speculation.sampling import SamplingParams
@@ -254,6 +256,21 @@ def test_answers_are_what_the_target_says_and_sees(tmp_path: Path) -> None:
     assert before.items() < after.items()
     with pytest.raises(DataError, match="holds target answers made from"):
         record_answers(lines, folder, tmp_path / "lessons", replace(plan, seed=1))
+    with pytest.raises(DataError, match=r"holds target answers made from .*'layers': \[2, 4, 5\].*'layers': \[5, 1\]"):
+        record_answers(lines, folder, tmp_path / "lessons", plan, layers=(5, 1))
+    with pytest.raises(InvalidField, match=r"--layers: 8 is not among 0\.\.7"):
+        record_answers(lines, folder, tmp_path / "other", plan, layers=(8,))
+    record = tmp_path / "lessons" / "data" / "lines.json"  # as it was when there was one set of layers
+    earlier = json.loads(record.read_text())
+    record.write_text(json.dumps({name: value for name, value in earlier.items() if name != "layers"}))
+    assert record_answers(lines, folder, tmp_path / "lessons", plan).layers == layers
+    with pytest.raises(DataError, match="holds target answers made from"):
+        record_answers(lines, folder, tmp_path / "lessons", plan, layers=(5, 1))
+    other = record_answers(lines, folder, tmp_path / "other", plan, layers=(5, 1))
+    read = other.read(positions)
+    out = model.model(input_ids=read.ids, output_hidden_states=True)
+    wanted = torch.cat([out.hidden_states[n] for n in (5, 1)], dim=-1)
+    assert torch.allclose(read.features, wanted, rtol=0.02, atol=0.02)
     assert sorted(draft_vocabulary(answers, 300, 5).tolist()) == sorted(
         torch.bincount(answers.ids(), minlength=300).argsort(descending=True, stable=True)[:5].tolist()
     )

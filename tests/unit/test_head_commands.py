@@ -149,6 +149,36 @@ def test_the_draft_vocabulary_stays_when_a_resumed_run_has_more_answers(place: P
     assert vocabularies[0] == vocabularies[1] != fresh
 
 
+def test_a_head_reads_the_layers_that_it_was_trained_on(place: Path) -> None:
+    folder = place / "layers"
+    flags = ("head", "--kind", "eagle3", "--tokens", "512", "--workers", "1", "--out", str(folder))
+    run(train, place, *flags, "--layers", "6, 1,0,3")
+    loaded = load_head("eagle3", folder, place / "target")
+    assert loaded.config.feature_layers == (6, 1, 0, 3)
+    assert loaded.model.fc.in_features == 4 * loaded.config.target_hidden_size
+    assert "--layers 6,1,0,3" in (folder / "README.md").read_text()
+    other = run(train, place, *flags, "--resume", "--layers", "6,1,0,2", ends=(1,))
+    assert other == ""
+    for refused in ("a", "1,,2", "1,-2", ",".join(map(str, range(17)))):
+        told = run(train, place, *flags, "--resume", "--layers", refused, ends=(2,))
+        assert "1 to 16 numbers" in " ".join(told.replace("│", " ").split())
+    run(train, place, *flags[:2], "lm", *flags[3:], "--layers", "1", ends=(2,))
+
+
+def test_answers_of_other_layers_teach_no_head_that_was_begun(place: Path, tmp_path: Path) -> None:
+    target, work, schedule = place / "target", tmp_path / "run", feature_heads.head_schedule(128)
+    schedule = schedule.model_copy(update={"length": 32, "long_length": 32, "small_batch": 64})
+    plan = AnswerPlan(128, length=64, sessions=2, held_out_sessions=1)
+    for layers in ((6,), (5,)):
+        answers = record_answers([f"words={place}/words.txt"], target, tmp_path / str(layers), plan, layers=layers)
+        options = RunOptions(resume=layers == (5,))
+        if options.resume:
+            with pytest.raises(InvalidField, match=r"--lessons: .*layers \(5,\), the head reads \(6,\)"):
+                feature_heads.train_feature_head("eagle3", answers, target, work, schedule, options=options)
+        else:
+            assert feature_heads.train_feature_head("eagle3", answers, target, work, schedule, options=options)
+
+
 def test_ablate_trains_each_variant_once_and_compares_them(place: Path, tmp_path: Path) -> None:
     flags = ("paper", "ablate", "--tokens", "512", "--n", "1", "--cache", str(place))
     chosen = ("--only", "full,no-layer-shift", "--json", str(tmp_path / "out.json"))

@@ -192,7 +192,11 @@ def put(key: str, value: Any) -> Callable[[dict[str, Any], Tensors], None]:
         ("specblock", put("diffspec_draft_token_num", 0), "diffspec_draft_token_num"),
         ("specblock", dropped("shift_proj.0.weight"), "shift_proj.0.weight is missing"),
         ("speculators", dropped("transformer_layer_config"), "no transformer_layer_config"),
-        ("speculators", put("eagle_aux_hidden_state_layer_ids", [2, 4, 9]), "need a deeper target"),
+        (
+            "speculators",
+            put("eagle_aux_hidden_state_layer_ids", [2, 4, 9]),
+            "feature_layers: 9 is not among 0..7",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(

@@ -77,7 +77,7 @@ TREE = DraftTree(np.array([5, 6, 7]), np.array([0, 1, 1]), np.array([-0.5, -1.0,
 ROW = Row(np.array([3, 9]), np.array([math.log(0.3), math.log(0.7)]), np.array([-2.5, -0.25], np.float32))
 REJECTION = Rejection(14, 2, 9, np.array([9, 4]), np.array([-0.25, -3.0], np.float32), 0.125)
 TOP = TopLogProbs(np.array([9, 4]), np.array([-0.25, -3.0], np.float32))
-REF = FeatureRef("127.0.0.1:50052", "session-1", 3, 9)
+REF = FeatureRef("127.0.0.1:50052", "session-1", 3, 9, (4, 2))
 INLINE = Features(10, 2, "bfloat16", inline=bytes(range(24)))
 BY_REF = Features(3, 9, "float32", ref=REF)
 Q_ROWS = np.arange(12, dtype=np.float32).reshape(3, 4) + 1
@@ -367,7 +367,10 @@ sampling = st.builds(
     logit_bias=st.dictionaries(token, st.floats(-100, 100), max_size=5),
     seed=uint64,
 )
-feature_ref = st.builds(FeatureRef, st.text(max_size=256), session_name, position, st.integers(1, limits.MAX_CONTEXT))
+layers = st.lists(st.integers(0, limits.MAX_LAYERS), max_size=limits.MAX_FEATURE_LAYERS).map(tuple)
+feature_ref = st.builds(
+    FeatureRef, st.text(max_size=256), session_name, position, st.integers(1, limits.MAX_CONTEXT), layers
+)
 dtype = st.sampled_from(["float32", "bfloat16"])
 features = st.none() | st.one_of(
     st.builds(Features, position, position, dtype, st.binary(max_size=64)),
@@ -544,7 +547,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("open session", "open.stop_ids", [1] * 65, "open.stop_ids"),
     ("open session", "open.max_len", 3, "open.max_len"),
     ("open session", "open.max_len", MAX_LEN + 1, "open.max_len"),
-    ("open session", "open.feature_layers", [1] * 9, "open.feature_layers"),
+    ("open session", "open.feature_layers", [1] * 17, "open.feature_layers"),
     ("open session", "open.rejection_top_n", 65, "open.rejection_top_n"),
     ("verify step", "step.root", VOCAB, "step.root"),
     ("verify step", "step.tree", tree_of(257), "step.tree.tokens"),
@@ -612,7 +615,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("delta", "delta.predicted", [1, 2, limits.MAX_CONTEXT + 1], "delta.predicted"),
     ("delta", "delta.miss", 1.5, "delta.miss"),
     ("delta", "delta.miss", NAN, "delta.miss"),
-    ("head", "feature_layers", [1] * 9, "feature_layers"),
+    ("head", "feature_layers", [1] * 17, "feature_layers"),
     ("weights header", "header.head", "", "header.head"),
     ("weights header", "header.size", 2**32 + 1, "header.size"),
     ("weights header", "header.parts", 0, "header.parts"),

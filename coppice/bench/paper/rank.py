@@ -33,11 +33,15 @@ TREES: dict[str, tuple[tuple[int, int, int, int], bool]] = {
 def run_rank(spec: StackSpec, report: Report, prompts: Sequence[Sequence[int]], new_tokens: int, budget: int) -> None:
     """Measure the rank head of each SpecBlock head along the target's greedy answers, and its trees."""
     accepted, gains = {}, {}
+    read: dict[tuple[int, ...], list[tuple[Answer, int]]] = {}
     with Progress("heads", len(spec.heads)) as progress:
-        progress.say("the target answers")
-        texts = answers(spec.target, prompts, new_tokens, "float32")
         for head in spec.heads:
             assert head.path is not None
+            layers = load_head("specblock", head.path, spec.target).config.feature_layers
+            if layers not in read:
+                progress.say("the target answers")
+                read[layers] = answers(spec.target, prompts, new_tokens, "float32", layers)
+            texts = read[layers]
             progress.say(f"{head.name} drafts along the answers")
             accepted[head.name] = accepted_along(head.path, spec.target, [text for text, _ in texts])
             gains[head.name] = tree_gains(head.path, spec.target, texts, budget)
@@ -54,11 +58,13 @@ def run_rank(spec: StackSpec, report: Report, prompts: Sequence[Sequence[int]], 
     add_trees(report, f"trees of at most {budget} nodes along the target's greedy answers", gains)
 
 
-def answers(target: Path, prompts: Sequence[Sequence[int]], new_tokens: int, dtype: str) -> list[tuple[Answer, int]]:
-    """The target's greedy answers with its hidden states, and the length of each one's prompt."""
+def answers(
+    target: Path, prompts: Sequence[Sequence[int]], new_tokens: int, dtype: str, layers: tuple[int, ...] = ()
+) -> list[tuple[Answer, int]]:
+    """The target's greedy answers with the features of `layers` (empty: the default ones), and each prompt's length."""
     lengths = [len(prompt) + new_tokens for prompt in prompts]
     engine = load_engine(target, dtype=dtype, kv_tokens=sum(lengths) + 32 * len(lengths))
-    texts = Answerer(engine).answer(prompts, lengths)
+    texts = Answerer(engine, layers=layers).answer(prompts, lengths)
     return list(zip(texts, map(len, prompts), strict=True))
 
 

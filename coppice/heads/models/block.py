@@ -41,7 +41,7 @@ class BlockInput(nn.Module):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.condition_proj = nn.Linear(3 * config.target_hidden_size, hidden, bias=False)
+        self.condition_proj = nn.Linear(config.feature_width, hidden, bias=False)
         self.condition_norm, self.token_norm, self.query_norm = (norm_of(config) for _ in range(3))
         self.position_queries = nn.Embedding(config.slots, hidden)
         self.fuse = nn.Linear(3 * hidden, hidden, bias=False)
@@ -72,7 +72,7 @@ class BlockModel(DraftModel):
     input_layer: BlockInput
 
     def condition(self, features: Tensor) -> Tensor:
-        """Turn (..., 3 * target hidden) features into (..., hidden) conditions of first blocks (equation 1)."""
+        """Turn (..., feature width) features into (..., hidden) conditions of first blocks (equation 1)."""
         out: Tensor = self.input_layer.condition_proj(features)
         return out
 

@@ -50,14 +50,14 @@ class Eagle3Model(DraftModel):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
-        wide = 3 * config.target_hidden_size
+        wide = config.feature_width
         self.fc = nn.Linear(wide, config.hidden_size, bias=False)
         self.input_norm = norm_of(config, wide) if config.norm_before_fc else None
         self.midlayer = _MidLayer(config)
         self.add_output()
 
     def condition(self, features: Tensor) -> Tensor:
-        """Turn (..., 3 * target hidden) features into (..., hidden) fused ones."""
+        """Turn (..., feature width) features into (..., hidden) fused ones."""
         out: Tensor = self.fc(features if self.input_norm is None else self.input_norm(features))
         return out
 

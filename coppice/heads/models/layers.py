@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor, nn
 
+from coppice import limits
 from coppice.heads.models.expectation import Expectation
 from coppice.heads.models.rotary import Rope, RotaryConfig, rotate
 
@@ -21,6 +22,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """query (B, H, T, D), key and value (B, KVH, T, D) of the rows -> (B, T, H, D)"""
 
 _MANY_ROWS, _PART = 16, 64
+_DEFAULT_LAYERS = 3  # as many as `default_feature_layers` names
 
 
 class HeadConfig(RotaryConfig):
@@ -42,7 +44,7 @@ class HeadConfig(RotaryConfig):
     qk_norm: bool = False
     """whether each head's queries and keys are normed before they are turned, as in Qwen3's layers"""
     hidden_act: str = Field("silu", pattern="^silu$")
-    feature_layers: tuple[NonNegativeInt, ...] = ()
+    feature_layers: tuple[NonNegativeInt, ...] = Field((), max_length=limits.MAX_FEATURE_LAYERS)
     """target layers the head reads; empty: `default_feature_layers` of the target's"""
     acceptance: Expectation | None = None
     """how often its drafts are right, at least"""
@@ -68,6 +70,11 @@ class HeadConfig(RotaryConfig):
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError("draft_vocab_size is larger than vocab_size")
         return self
+
+    @property
+    def feature_width(self) -> int:
+        """Values of a row of features: those of each layer that the head reads, one behind the other."""
+        return (len(self.feature_layers) or _DEFAULT_LAYERS) * self.target_hidden_size
 
     @property
     def group(self) -> int:

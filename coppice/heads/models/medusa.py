@@ -1,7 +1,7 @@
 """Medusa's heads as a torch module (SpecBlock, appendix A.4): each predicts one offset, knowing of no other.
 
-Medusa reads the target's last hidden state. A session of ours carries the features of three layers, the same for every
-head that reads any; they are fused first, as EAGLE-3 does it.
+Medusa reads the target's last hidden state. Ours reads the features of the layers that it names; they are fused first,
+as EAGLE-3 does it.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class MedusaModel(nn.Module):
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(3 * config.target_hidden_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(config.feature_width, config.hidden_size, bias=False)
         self.norm = norm_of(config)
         self.heads = nn.ModuleList(_Offset(config) for _ in range(config.slots))
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 
     def forward(self, features: Tensor) -> Tensor:
-        """(..., 3 * target hidden) features -> (..., K, hidden) states, one for each offset."""
+        """(..., feature width) features -> (..., K, hidden) states, one for each offset."""
         fused = self.norm(self.fc(features))
         return torch.stack([head(fused) for head in self.heads], dim=-2)
 

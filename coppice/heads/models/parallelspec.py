@@ -33,7 +33,7 @@ class ParallelSpecModel(DraftModel):
     def __init__(self, config: ParallelSpecConfig) -> None:
         super().__init__(config)
         hidden = config.hidden_size
-        self.condition_proj = nn.Linear(3 * config.target_hidden_size, hidden, bias=False)
+        self.condition_proj = nn.Linear(config.feature_width, hidden, bias=False)
         self.condition_norm, self.token_norm = norm_of(config), norm_of(config)
         self.fuse = nn.Linear(2 * hidden, hidden, bias=False)
         self.mask_tokens = nn.Embedding(config.slots, hidden)
@@ -41,7 +41,7 @@ class ParallelSpecModel(DraftModel):
         self.add_output()
 
     def prefix(self, features: Tensor, token: Tensor) -> Tensor:
-        """(..., 3 * target hidden) features and (..., hidden) token embeddings -> (..., hidden) rows of the prefix."""
+        """(..., feature width) features and (..., hidden) token embeddings -> (..., hidden) rows of the prefix."""
         condition = self.condition_norm(self.condition_proj(features))
         out: Tensor = self.fuse(torch.cat((condition, self.token_norm(token)), dim=-1))
         return out

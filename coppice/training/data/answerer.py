@@ -58,9 +58,14 @@ class _Text:
 class Answerer:
     """Lets a target go on with prompts, many at once, and keeps its hidden states."""
 
-    def __init__(self, engine: Engine, fed: Callable[[int], None] = lambda tokens: None) -> None:
-        """fed: called after each forward with the tokens of the texts that were in it."""
-        self.engine, self._fed = engine, fed
+    def __init__(
+        self, engine: Engine, fed: Callable[[int], None] = lambda tokens: None, layers: tuple[int, ...] = ()
+    ) -> None:
+        """fed: called after each forward with the tokens of the texts that were in it.
+
+        layers: those whose features are kept; empty: the engine's own.
+        """
+        self.engine, self._fed, self._layers = engine, fed, layers or engine.info.feature_layers
         self._final: list[Tensor] = []
         output: Any = engine.model.get_output_embeddings()
         output.register_forward_pre_hook(lambda _, args: self._final.append(args[0][0]))
@@ -104,7 +109,7 @@ class Answerer:
             for text, chunk in zip(live, chunks, strict=True)
         ]
         self._final.clear()
-        out = self.engine.forward(pack(pieces, self.engine.info.feature_layers))
+        out = self.engine.forward(pack(pieces, self._layers))
         (final,) = self._final
         features = final[:, :0] if out.features is None else out.features
         lengths = [len(chunk) for chunk in chunks]

@@ -22,7 +22,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from coppice.engine.engine import default_feature_layers
 from coppice.engine.loading import load_engine
+from coppice.errors import InvalidField
 from coppice.training.data.answerer import Answer, Answerer
 from coppice.training.data.corpora import DataError, load_corpus, parse_specs
 from coppice.training.data.packing import Ids, Packed, check_held_out, open_prepared, prepare
@@ -73,6 +75,8 @@ class TargetAnswers:
     plan: AnswerPlan
     weights: dict[str, float]
     shards: list[_Shard]
+    layers: tuple[int, ...]
+    """those of the features"""
     _files: dict[int, Any] = field(default_factory=dict)
     _starts: list[int] = field(default_factory=lambda: [0])
 
@@ -138,15 +142,21 @@ def record_answers(
     *,
     device: str = "cpu",
     dtype: str = "float32",
+    layers: tuple[int, ...] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> TargetAnswers:
     """Record a target's answers into `folder`, going on from the shards that it holds.
 
+    layers: those whose features are recorded; empty: the three that heads read by default.
     progress: called after each forward with the tokens recorded, and with those to record in all.
-    Raises DataError for bad `lines`, and for a folder that holds answers of another target, other data, another seed or
-    other temperatures.
+    Raises DataError for bad `lines`, for layers that the target does not have, and for a folder that holds answers of
+    another target, other data, another seed, other temperatures or with features of other layers.
     """
-    domains = _prepare(lines, target, folder / "data", plan)
+    depth = AutoConfig.from_pretrained(target, local_files_only=True).get_text_config().num_hidden_layers
+    layers = layers or default_feature_layers(depth)
+    if max(layers) >= depth:
+        raise InvalidField("--layers", f"{max(layers)} is not among 0..{depth - 1} of the target")
+    domains = _prepare(lines, target, folder / "data", plan, layers, default_feature_layers(depth))
     weights = {domain.name: domain.weight for domain in domains}
     shards = _planned(domains, plan)
     missing = [shard for shard in shards if not (folder / shard.name).exists()]
@@ -159,11 +169,11 @@ def record_answers(
             done += tokens
             progress(done, total)
 
-        answerer = Answerer(engine, fed)
+        answerer = Answerer(engine, fed, layers)
         for shard in missing:
             domain = next(d for d in domains if d.name == shard.domain)
             _record(answerer, plan, domain, shard, folder)
-    return TargetAnswers(folder, plan, weights, shards)
+    return TargetAnswers(folder, plan, weights, shards, layers)
 
 
 def _planned(domains: Sequence[Packed], plan: AnswerPlan) -> list[_Shard]:
@@ -190,12 +200,23 @@ def recorded_lines(folder: Path) -> list[str]:
     return lines
 
 
-def _prepare(lines: list[str], target: Path, folder: Path, plan: AnswerPlan) -> list[Packed]:
-    """Return the corpora in the target's tokens, packed into `folder` unless an earlier recording has done so."""
+def _prepare(
+    lines: list[str],
+    target: Path,
+    folder: Path,
+    plan: AnswerPlan,
+    layers: tuple[int, ...],
+    unnamed: tuple[int, ...],
+) -> list[Packed]:
+    """Return the corpora in the target's tokens, packed into `folder` unless an earlier recording has done so.
+
+    unnamed: the layers of a recording that names none.
+    """
     record = folder / LINES
     source = {"lines": lines, "target": str(target.resolve()), "seed": plan.seed, "temperatures": list(TEMPERATURES)}
+    source["layers"] = list(layers)
     if record.exists():
-        held = json.loads(record.read_text(encoding="utf-8"))
+        held = {"layers": list(unnamed)} | json.loads(record.read_text(encoding="utf-8"))
         if held != source:
             raise DataError(f"{folder.parent} holds target answers made from {held}; these would be from {source}")
         return open_prepared(folder)
