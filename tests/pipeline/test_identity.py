@@ -11,7 +11,7 @@ import pytest
 from coppice.bench.identity import MEANWHILE
 from tests.proof import ROOT, TINY
 
-IDS = 1000
+IDS = 480
 
 
 @pytest.mark.timeout(1200)
