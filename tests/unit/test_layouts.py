@@ -194,8 +194,8 @@ def put(key: str, value: Any) -> Callable[[dict[str, Any], Tensors], None]:
         ("speculators", dropped("transformer_layer_config"), "no transformer_layer_config"),
         (
             "speculators",
-            put("eagle_aux_hidden_state_layer_ids", [2, 4, 9]),
-            "feature_layers: 9 is not among 0..7",
+            put("eagle_aux_hidden_state_layer_ids", [2, 4, 8]),
+            "feature_layers: 8 is not among 0..7",
         ),
     ],
 )
