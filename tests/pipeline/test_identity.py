@@ -11,7 +11,7 @@ import pytest
 from coppice.bench.identity import MEANWHILE
 from tests.proof import ROOT, TINY
 
-IDS = 480
+IDS = 1000
 
 
 @pytest.mark.timeout(1200)

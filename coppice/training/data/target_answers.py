@@ -149,8 +149,8 @@ def record_answers(
 
     layers: those whose features are recorded; empty: the three that heads read by default.
     progress: called after each forward with the tokens recorded, and with those to record in all.
-    Raises DataError for bad `lines`, for layers that the target does not have, and for a folder that holds answers of
-    another target, other data, another seed, other temperatures or with features of other layers.
+    Raises DataError for bad `lines` and for a folder that holds answers of another target, other data, another seed,
+    other temperatures or with features of other layers. Raises InvalidField for layers that the target does not have.
     """
     depth = AutoConfig.from_pretrained(target, local_files_only=True).get_text_config().num_hidden_layers
     layers = layers or default_feature_layers(depth)
