@@ -14,7 +14,7 @@ from coppice.machine import extensions
 
 HEADS = "coppice.heads"
 """the entry points under which packages add kinds of heads"""
-HEAD_KINDS = ("bigram", "lookup", "lm", "eagle3", "specblock", "medusa", "parallelspec", "falcon")
+HEAD_KINDS = ("bigram", "lookup", "lm", "eagle3", "specblock", "medusa", "parallelspec", "falcon", "dflash", "jetspec", "dspark")
 """Kinds of heads of this package."""
 
 
@@ -26,9 +26,9 @@ def check_kind(kind: str) -> str:
 
 
 HeadKind = Annotated[str, AfterValidator(check_kind)]
-FEATURE_KINDS: tuple[HeadKind, ...] = ("eagle3", "specblock", "medusa", "parallelspec", "falcon")
+FEATURE_KINDS: tuple[HeadKind, ...] = tuple(kind for kind in HEAD_KINDS if kind not in ("bigram", "lookup", "lm"))
 """Heads that read the target's features."""
-ADAPTED_KINDS: tuple[HeadKind, ...] = ("eagle3", "specblock")
+ADAPTED_KINDS: tuple[HeadKind, ...] = ("eagle3", "specblock", "dspark")
 """Those of them that an adapter can train while they serve."""
 
 
@@ -150,9 +150,18 @@ class DrafterSettings(TorchSettings):
     )
     vocab_size: int = Field(0, ge=0, description="the target's vocabulary width; 0: any id will do, for lm its own")
     kv_tokens: int = Field(65_536, gt=0, description="KV capacity of a head that has any, tokens over all sessions")
-    top_k: int = Field(0, ge=0, le=MAX_HEAD_NODES, description="candidates kept per node of a tree; 0: 8, eagle3 10")
+    top_k: int = Field(
+        0,
+        ge=0,
+        le=MAX_HEAD_NODES,
+        description="candidates kept per node of a tree; 0: 8, eagle3 10, dflash and jetspec as many as the budget",
+    )
     depth: int = Field(0, ge=0, le=32, description="levels of the deepest draft; 0: 6, eagle3 8")
     chain: bool = Field(False, description="draft a single chain instead of a tree")
+    alpha: float = Field(
+        1.0, gt=0, le=10, description="how far the head's logits decide, at T > 0, what the noise lets the target draw"
+    )
+    beta: float = Field(1.0, ge=0, le=10, description="how far the noise itself decides that; 0 draws without it")
     max_context: int = Field(0, ge=0, description="positions a session may hold; 0: the model's own limit")
 
 

@@ -130,8 +130,16 @@ def prepack(model: nn.Module) -> None:
     """
     for layer in model.modules():
         if _packs(layer, nn.Linear, PackedLinear):
-            layer.weight = nn.Parameter(_reordered(layer.weight), requires_grad=False)
+            packed = _reordered(layer.weight)
+            layer.weight = packed if "weight" in layer._buffers else nn.Parameter(packed, requires_grad=False)
             layer.__class__ = PackedLinear
+
+
+def borrow(layer: nn.Linear) -> None:
+    """Make a layer's weight somebody else's: it moves with its model, but is neither trained nor part of its state."""
+    weight = layer.weight.detach()
+    del layer.weight
+    layer.register_buffer("weight", weight, persistent=False)
 
 
 def compile_ahead(model: nn.Module) -> None:
@@ -158,7 +166,7 @@ def _packs(layer: nn.Module | None, *classes: type[nn.Linear]) -> TypeGuard[nn.L
     """Whether it is of these classes, and oneDNN would read its weight in a form that it does not have yet."""
     if layer is None or type(layer) not in classes:
         return False
-    weight: Any = layer._parameters["weight"]
+    weight: Any = layer.weight
     return bool(weight.device.type == "cpu" and not weight.is_mkldnn and pays(weight.dtype))
 
 

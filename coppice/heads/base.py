@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField, Overloaded
+from coppice.limits import MAX_HEAD_NODES
 from coppice.messages.steps import Advance, Features, HeadDescription, OpenDraft, WeightsHeader
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
@@ -25,14 +26,20 @@ if TYPE_CHECKING:
     from coppice.weights.staging import Staging
 
 TOP_K, DEPTH = 8, 6  # of a tree, for heads whose settings leave them open
-EAGLE3_TOP_K, EAGLE3_DEPTH = 10, 8  # as EAGLE-3 was published: its "depth 7" are the levels behind the first
+DEPTH_OF_BLOCK = 32  # as deep as the block says
+_SHAPES = {
+    "eagle3": (10, 8),  # as it was published: its "depth 7" are the levels behind the first
+    "dflash": (MAX_HEAD_NODES, DEPTH_OF_BLOCK),  # a slot's tokens are the same behind every node: the tree may need all
+    "jetspec": (MAX_HEAD_NODES, DEPTH_OF_BLOCK),
+    "dspark": (TOP_K, DEPTH_OF_BLOCK),
+}
 WARM_IDS, WARM_ROWS = 16, 12  # of the text that a head warms up with: its prompt, and what a step adds at most
 WARM_BUDGET = 5  # times the rows: large trees too
 
 
 def with_tree_shape(settings: DrafterSettings) -> DrafterSettings:
     """The settings with the kind's `top_k` and `depth` where they are 0. A chain has one candidate a node."""
-    top_k, depth = (EAGLE3_TOP_K, EAGLE3_DEPTH) if settings.kind == "eagle3" else (TOP_K, DEPTH)
+    top_k, depth = _SHAPES.get(settings.kind, (TOP_K, DEPTH))
     shape = {"top_k": 1 if settings.chain else settings.top_k or top_k, "depth": settings.depth or depth}
     return settings.model_copy(update=shape)
 

@@ -153,13 +153,13 @@ class BlockHead(FeatureHead):
         coupled = self.slots > 1 and any(one.noise is not None for one in active)
         greedy = greedy_ids(scores)[..., None] if coupled else None
         for one, rows in zip(active, slices, strict=True):
-            if one.tree.job.sampling.temperature:
-                scores[rows] /= one.tree.job.sampling.temperature
-            if one.noise is not None:  # of the positions where each slot's token will stand
+            if one.noise is None:
+                self._rank(scores[rows], one.tree.job, None)
+            else:  # of the positions where each slot's token will stand
                 start = rows.start
                 for depth, alike in groupby(one.tree.starts.depths.tolist()):
                     end = start + len(list(alike))
-                    scores[start:end] += one.noise[depth : depth + self.slots]
+                    self._rank(scores[start:end], one.tree.job, one.noise[depth : depth + self.slots])
                     start = end
             one.states = states[rows]
         width = max(1, *self._widths) + coupled  # room for a greedy token that the noise puts behind the others

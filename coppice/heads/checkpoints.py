@@ -1,5 +1,5 @@
-"""Checkpoints of draft heads in the layouts that others publish: SpecBlock's own, EAGLE-3's, and speculators' (vLLM);
-for the kinds that nobody else has in our shape (`OWN`) in one of ours.
+"""Checkpoints of draft heads in the layouts that others publish: SpecBlock's own, EAGLE-3's, speculators' (vLLM) and
+those of blocks of masks; for the kinds that nobody else has in our shape (`OWN`) in one of ours.
 
 A folder holds config.json and model.safetensors. Every key and shape must be the layout's, and no flag may be true that
 is not known here; nothing is unpickled. A head without a token embedding of its own uses the target's.
@@ -24,15 +24,17 @@ from transformers import AutoConfig
 from coppice.config.model_folder import check_model
 from coppice.engine.engine import default_feature_layers
 from coppice.errors import InvalidField
+from coppice.heads import masked_block_layouts as masked_blocks
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
 from coppice.heads.models.falcon import FalconConfig, FalconModel
 from coppice.heads.models.layers import HeadConfig
+from coppice.heads.models.masked_block import DFlashConfig, DSparkConfig, JetSpecConfig, MaskedBlockModel
 from coppice.heads.models.medusa import MedusaConfig, MedusaModel
 from coppice.heads.models.parallelspec import ParallelSpecConfig, ParallelSpecModel
 from coppice.heads.models.specblock import SpecBlockConfig, SpecBlockModel
 from coppice.heads.public_state import fused_tensor, public_state
 
-LAYOUTS = ("specblock", "eagle3", "speculators")
+LAYOUTS = ("specblock", "eagle3", "speculators", *masked_blocks.KINDS)
 """those that others read, too"""
 OWN = ("medusa", "parallelspec", "falcon")
 SHAPES: Mapping[str, tuple[type[HeadConfig], Callable[[Any], nn.Module]]] = MappingProxyType(
@@ -42,6 +44,9 @@ SHAPES: Mapping[str, tuple[type[HeadConfig], Callable[[Any], nn.Module]]] = Mapp
         "medusa": (MedusaConfig, MedusaModel),
         "parallelspec": (ParallelSpecConfig, ParallelSpecModel),
         "falcon": (FalconConfig, FalconModel),
+        "dflash": (DFlashConfig, MaskedBlockModel),
+        "jetspec": (JetSpecConfig, MaskedBlockModel),
+        "dspark": (DSparkConfig, MaskedBlockModel),
     }
 )
 """Configuration and model of each kind of head."""
@@ -50,9 +55,7 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _PATH = "drafter.path"
 _KIND = "coppice_head"  # in config.json of a layout of our own: which one
 _NULLABLE = {"rank_norm_topk"}  # null says something else than nothing
-_OPTIONAL = {"verifier_norm.weight", "t2d"}
-_KINDS = {"speculators": "eagle3"}
-"""what a layout holds that is not called as its kind"""
+_OPTIONAL = {"verifier_norm.weight", "verifier_lm_head.weight", "t2d"}
 _NESTED = {"speculators": "transformer_layer_config", "eagle3": "eagle_config"}
 """what more of a layout's config.json says of the head; the names beside it come first"""
 _FEATURES = "eagle_aux_hidden_state_layer_ids"
@@ -60,12 +63,12 @@ _WANTED = ("is_causal", "use_aux_hidden_state")
 """flags that may not be false"""
 _HARMLESS = {"use_cache", "return_dict", "tie_word_embeddings", "embed_requires_grad", *_WANTED}
 """flags that say nothing of what a head computes; lm_head.weight is in the file also where a target ties it"""
-_TITLES = {"specblock": "SpecBlock", "eagle3": "EAGLE-3"}
+_TITLES = {"specblock": "SpecBlock", "eagle3": "EAGLE-3", "dflash": "DFlash", "jetspec": "JetSpec", "dspark": "DSpark"}
+_MORE_LAYOUTS = {"eagle3": ("speculators",), "dflash": ("dspark", "speculators"), "dspark": ("speculators",)}
 _ARCHITECTURES = {"specblock": "SpecBlock", "eagle3": "LlamaForCausalLMEagle3"}
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
-_OUTPUT = ("lm_head.weight",)
 _OWN_EMBEDDING = {"specblock": "input_layer.embed_tokens.weight"}  # what a layout calls it, if not as below
-_EMBEDDING = "embed_tokens.weight"
+_EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 _MIDLAYER, _SPECULATORS_LAYER = "midlayer.", "layers.0."
 _SPECULATORS = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "norm_output")
 _TO_SAFETENSORS = (
@@ -107,7 +110,7 @@ def read_target(folder: str | Path) -> TargetParts:
 
 def read_output(folder: str | Path) -> Tensor:
     """Read the (V, hidden) weights of a target's output layer, which may be its embedding. Raises InvalidField."""
-    own = _find_tensor(Path(folder), _OUTPUT)
+    own = _find_tensor(Path(folder), (_LM_HEAD,))
     return read_target(folder).embedding if own is None else own
 
 
@@ -131,21 +134,40 @@ def layout_of(folder: str | Path) -> str:
         raise InvalidField(_PATH, f"{folder} holds a {kind!r} head; there are {', '.join(OWN)}")
     if "speculators_model_type" in config or "Eagle3Speculator" in config.get("architectures", ()):
         return "speculators"
+    if blocks := masked_blocks.layout_of(config):
+        return blocks
     return "specblock" if "diffspec_draft_token_num" in config else "eagle3"
+
+
+def kind_in(folder: str | Path) -> str:
+    """Return the kind of head that a folder's config.json announces. Raises InvalidField."""
+    layout, config = layout_of(folder), _read_config(Path(folder))
+    if layout in masked_blocks.KINDS or config.get("speculators_model_type", "eagle3") != "eagle3":
+        return masked_blocks.kind_of(layout, config)
+    return "eagle3" if layout == "speculators" else layout
 
 
 def load_head(kind: str, folder: str | Path, target: str | Path) -> Loaded:
     """Load a head of a kind for its target. Raises InvalidField naming the first thing that does not fit."""
-    path, layout = Path(folder), layout_of(folder)
-    if _KINDS.get(layout, layout) != kind:
-        has, wants = _TITLES.get(layout, layout), _TITLES.get(kind, kind)
-        raise InvalidField(_PATH, f"{folder} is a {has} checkpoint, not one of {wants}")
-    return _for_target(path, read_head(path), read_target(target))
+    path, has = Path(folder), kind_in(folder)
+    if has != kind:
+        raise InvalidField(
+            _PATH, f"{folder} is a {_TITLES.get(has, has)} checkpoint, not one of {_TITLES.get(kind, kind)}"
+        )
+    model = read_head(path)
+    loaded = _for_target(path, model, read_target(target))
+    if not model.own_output:
+        draft_ids = torch.arange(model.config.draft_vocab_size) + model.d2t
+        model.lm_head.weight = read_output(target)[draft_ids].float()
+    return loaded
 
 
 def read_head(folder: Path) -> Any:
     """Read a checkpoint by itself, in whichever layout, in float32. Raises InvalidField."""
-    layout, config = layout_of(folder), _read_config(folder)
+    layout, kind, config = layout_of(folder), kind_in(folder), _read_config(folder)
+    if kind in masked_blocks.KINDS:
+        said = masked_blocks.read(layout, config)
+        return _read(folder, {name: value for name, value in said.items() if value is not None}, layout, kind)
     nested = config.get(_NESTED.get(layout, ""), {} if layout != "speculators" else None)
     if not isinstance(nested, dict):
         raise InvalidField(_PATH, f"config.json has no {_NESTED[layout]}")
@@ -159,7 +181,7 @@ def read_head(folder: Path) -> Any:
         given["num_hidden_layers"] = 1
     if _FEATURES in given:
         given["feature_layers"] = given[_FEATURES]
-    return _read(folder, given, layout)
+    return _read(folder, given, layout, kind)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -172,11 +194,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read(folder: Path, given: dict[str, Any], layout: str) -> Any:
+def _read(folder: Path, given: dict[str, Any], layout: str, kind: str) -> Any:
     """Read a checkpoint of a layout whose config.json says what is `given`."""
-    shape, build = SHAPES[_KINDS.get(layout, layout)]
+    shape, build = SHAPES[kind]
     _check_flags(folder / CONFIG, given, shape)
-    tensors = _public_tensors(folder, layout)
+    tensors = _public_tensors(folder, layout, kind)
     given.setdefault("qk_norm", any(name.endswith(".q_norm.weight") for name in tensors))
     try:
         config = shape.model_validate(given)
@@ -188,9 +210,13 @@ def _read(folder: Path, given: dict[str, Any], layout: str) -> Any:
     except KeyError as error:
         raise InvalidField(_PATH, f"{folder / CONFIG}: {error.args[0]}") from None
     embedding = tensors.pop(_EMBEDDING, None)
+    output = None if model.own_output else tensors.pop(_LM_HEAD, None)
     _add_d2t(tensors, folder, config)
     wanted = public_state(model, config)
     _check(tensors, wanted, folder / WEIGHTS)
+    if output is not None:
+        _check({_LM_HEAD: output}, {_LM_HEAD: model.lm_head.weight}, folder / WEIGHTS)
+        model.lm_head.weight, model.own_output = output.float(), True
     model.load_state_dict({name: fused_tensor(tensors, name) for name in model.state_dict()})
     _check_ids(tensors["d2t"], config, folder / WEIGHTS)
     if embedding is not None:
@@ -228,7 +254,7 @@ def _for_target(folder: Path, model: Any, target: TargetParts) -> Loaded:
     return Loaded(model, config.model_copy(update={"feature_layers": layers}), embedding.float())
 
 
-def _public_tensors(folder: Path, layout: str) -> dict[str, Tensor]:
+def _public_tensors(folder: Path, layout: str, kind: str) -> dict[str, Tensor]:
     """Return the file's tensors by the names of the kind's own layout; a token embedding is `_EMBEDDING` in all."""
     file = folder / WEIGHTS
     if not file.is_file():
@@ -239,7 +265,7 @@ def _public_tensors(folder: Path, layout: str) -> dict[str, Tensor]:
         tensors = load_file(file)
     except SafetensorError as error:
         raise InvalidField(_PATH, f"{file}: {error}") from None
-    layer = _SPECULATORS_LAYER if layout == "speculators" else _MIDLAYER
+    layer = _SPECULATORS_LAYER if (layout, kind) == ("speculators", "eagle3") else _MIDLAYER
     own = {_OWN_EMBEDDING.get(layout, _EMBEDDING): _EMBEDDING}
     return {
         _MIDLAYER + name.removeprefix(layer) if name.startswith(layer) else own.get(name, name): tensor
@@ -284,21 +310,28 @@ def kind_of(config: HeadConfig) -> str:
 
 
 def save_head(folder: Path, model: Any, config: HeadConfig, layout: str) -> None:
-    """Write a head: in the layout of its kind, or speculators' for EAGLE-3, with the token embedding if it has its own.
+    """Write a head: in the layout of its kind or another that holds it, with token embedding and output if it has its
+    own.
 
     Raises InvalidField when the layout cannot hold this kind of head.
     """
     kind = kind_of(config)
-    if layout not in ((kind, "speculators") if kind == "eagle3" else (kind,)):
+    if layout not in (kind, *_MORE_LAYOUTS.get(kind, ())):
         raise InvalidField("layout", f"{layout} does not hold a {_TITLES.get(kind, kind)} head")
+    values = config.model_dump(by_alias=True)
     tensors = public_state(model, config)
     known = torch.zeros(config.vocab_size, dtype=torch.bool)
     known[torch.arange(config.draft_vocab_size) + tensors["d2t"]] = True
     tensors["t2d"] = known
     if model.own_embedding is not None:
         tensors[_OWN_EMBEDDING.get(layout, _EMBEDDING)] = model.own_embedding
-    values = config.model_dump(by_alias=True)
-    if layout == "speculators":
+    if kind in masked_blocks.KINDS:
+        values = masked_blocks.written(layout, kind, values)
+        if model.own_output:
+            tensors[_LM_HEAD] = model.lm_head.weight
+        if config.draft_vocab_size == config.vocab_size:  # as their own files
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+    elif layout == "speculators":
         tensors = {
             _SPECULATORS_LAYER + name.removeprefix(_MIDLAYER) if name.startswith(_MIDLAYER) else name: tensor
             for name, tensor in tensors.items()

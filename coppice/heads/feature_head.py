@@ -50,6 +50,8 @@ class FeatureHead(Head):
     """Sessions, prefill and packed attention of a trained head; a kind adds its model and its tree."""
 
     kind: ClassVar[str]
+    needs_root: ClassVar[bool] = True
+    """whether a position's row reads the token behind it, so that the last one waits for the root"""
     model: Any
 
     def __init__(self, settings: DrafterSettings) -> None:
@@ -112,9 +114,9 @@ class FeatureHead(Head):
         no_noise = 0, 0, features.new_empty(0, len(self._ids), dtype=torch.float32)
         session = FeatureSession(table, ids, start, features, start, start, no_noise, opening.want_misses)
         self._sessions[key] = session
-        chunk = max(1, PREFILL_SLOTS // self.slots)
-        while session.done < len(ids) - 1:  # the last position's row waits for the root
-            self._prefill(session, min(session.done + chunk, len(ids) - 1))
+        chunk, end = max(1, PREFILL_SLOTS // self.slots), len(ids) - self.needs_root
+        while session.done < end:
+            self._prefill(session, min(session.done + chunk, end))
             session.forget()
             yield
 
@@ -183,12 +185,17 @@ class FeatureHead(Head):
         state = draft.state_where_rejected(advance, len(session.ids))
         if state is None:
             return None
-        logits, normed = self.model.read(state[None])
+        logits, normed = self._said(state[None], advance.ids[rejection.position - len(session.ids) - 1])
         places = np.flatnonzero(self._ids == rejection.target_id)
         chance = logits[0].float().softmax(-1)[places[:1].tolist()]
         answer = torch.cat((normed[0].float(), chance)).cpu().numpy()
         value = 1.0 - float(answer[-1]) if len(places) else 1.0
         return Miss(float(np.float32(min(1.0, max(0.0, value)))), answer[: normed.shape[1]].copy())
+
+    def _said(self, state: Tensor, previous: int) -> tuple[Tensor, Tensor]:
+        """Return the (1, draft vocabulary) logits that a (1, hidden) state gave behind a token, and its normed one."""
+        said: tuple[Tensor, Tensor] = self.model.read(state)
+        return said
 
     # --- rows ---
 
@@ -300,6 +307,17 @@ class FeatureHead(Head):
         return self.timed(lambda inputs: self._read_states(self._forward(inputs.features, inputs)), self._inputs(rows))
 
     # --- scores ---
+
+    def _rank(self, logits: Tensor, job: DraftJob, noise: Tensor | None) -> None:
+        """Turn (..., draft vocabulary) float32 logits, in place, into the scores of a job whose noise is as wide.
+
+        Under noise they are alpha * logits / T + beta * noise: how far the head's logits, and how far the noise, decide
+        what the target draws. Both are 1 where the head is as sure as it should be.
+        """
+        if job.sampling.temperature:
+            logits *= (self.settings.alpha if noise is not None else 1.0) / job.sampling.temperature
+        if noise is not None:
+            logits += noise if self.settings.beta == 1.0 else self.settings.beta * noise
 
     def _noise(self, job: DraftJob, depths: int) -> Tensor | None:
         """Return (depths, draft vocabulary) float32 keyed noise of nodes at depth 1.. for a job coupled at T > 0.

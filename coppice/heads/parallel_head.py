@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -25,12 +23,22 @@ from coppice.heads.feature_session import FeatureSession, Inputs, Rows
 class ParallelHead(FeatureHead):
     """The tree is every combination of the slots' `top_k` tokens, pruned to the budget by cumulative probability."""
 
-    scratch: ClassVar[bool] = False
-    """whether a draft writes KV entries behind its rows, one for each slot"""
-
     def __init__(self, settings: DrafterSettings) -> None:
         super().__init__(settings)
         self.deepest = min(self.config.slots, self.settings.depth)
+
+    @property
+    def scratch(self) -> int:
+        """KV entries that a draft writes behind its rows."""
+        return 0
+
+    def most_starts(self, job: DraftJob) -> int:
+        """Return how many nodes of a level have children: all that may be in the tree."""
+        return job.budget
+
+    def width(self, jobs: Sequence[DraftJob]) -> int:
+        """Return how many tokens of a slot are looked at."""
+        return self.settings.top_k
 
     def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
         """All trees, each sent as a whole."""
@@ -38,8 +46,8 @@ class ParallelHead(FeatureHead):
 
     @torch.inference_mode()
     def _drafted(self, jobs: Sequence[DraftJob]) -> list[Growth]:
-        trees = [BlockTree(job, job.budget) for job in jobs]
-        active = [tree for tree in trees if self._room(tree.job, self.deepest if self.scratch else 0)]
+        trees = [BlockTree(job, self.most_starts(job)) for job in jobs]
+        active = [tree for tree in trees if self._room(tree.job, self.scratch)]
         if active:
             self._grow(active)
         return [tree.send(number, last=True) for number, tree in enumerate(trees)]
@@ -49,13 +57,10 @@ class ParallelHead(FeatureHead):
         scores = self._predict(jobs).float()
         self._settle(jobs)
         for row, job in enumerate(jobs):
-            if job.sampling.temperature:
-                scores[row] /= job.sampling.temperature
-            if (noise := self._noise(job, self.deepest)) is not None:
-                scores[row] += noise
-        tokens, values, _ = self._likeliest(scores, self.settings.top_k)
+            self._rank(scores[row], job, self._noise(job, self.deepest))
+        tokens, values, _ = self._likeliest(scores, self.width(jobs))
         for tree, slot_tokens, slot_scores in zip(trees, tokens, values, strict=True):
-            _cross(tree, slot_tokens, slot_scores)
+            cross(tree, slot_tokens, slot_scores)
 
     @abstractmethod
     def _predict(self, jobs: Sequence[DraftJob]) -> Tensor:
@@ -83,7 +88,11 @@ class ParallelSpecHead(ParallelHead):
     """A trained ParallelSpec drafter. A draft's masks lie behind the rows in KV until later rows take their place."""
 
     kind = "parallelspec"
-    scratch = True
+
+    @property
+    def scratch(self) -> int:
+        """One entry for each mask."""
+        return self.deepest
 
     def _committed_rows(self, session: FeatureSession, upto: int, root: int | None) -> Rows:
         """Add a group of masks behind the root; what a mask reads beside its position is of no account."""
@@ -122,7 +131,7 @@ class ParallelSpecHead(ParallelHead):
         return states[0]
 
 
-def _cross(tree: BlockTree, tokens: NDArray[np.int64], scores: NDArray[np.float32]) -> None:
+def cross(tree: BlockTree, tokens: NDArray[np.int64], scores: NDArray[np.float32]) -> None:
     """Add all paths over slots that know nothing of one another: (K, W) tokens, each slot's best first."""
     for depth, (of_slot, values) in enumerate(zip(tokens, scores, strict=True), start=1):
         shape = len(tree.starts), tokens.shape[1]

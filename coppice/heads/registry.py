@@ -26,6 +26,9 @@ _BUILDERS = MappingProxyType(
         "medusa": ("coppice.heads.parallel_head", "MedusaHead"),
         "parallelspec": ("coppice.heads.parallel_head", "ParallelSpecHead"),
         "falcon": ("coppice.heads.block_head", "FalconHead"),
+        "dflash": ("coppice.heads.masked_block_head", "DFlashHead"),
+        "jetspec": ("coppice.heads.masked_block_head", "JetSpecHead"),
+        "dspark": ("coppice.heads.masked_block_head", "DSparkHead"),
     }
 )
 

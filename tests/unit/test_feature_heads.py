@@ -23,6 +23,7 @@ from coppice.heads.base import DraftJob, Growth, with_tree_shape
 from coppice.heads.block_head import BLOCKS, WIDTHS, FalconHead, SpecBlockHead, prior
 from coppice.heads.checkpoints import SHAPES, Loaded, load_head, save_head
 from coppice.heads.feature_head import FeatureHead
+from coppice.heads.masked_block_head import PARENTS
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
 from coppice.heads.models.layers import largest
 from coppice.heads.models.rotary import Rotary
@@ -52,6 +53,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save_random(folder: Path, kind: str, seed: int = 0, **more: object) -> Path:
     """A head of random weights, large enough that slots and nodes differ clearly."""
+    layout = more.pop("layout", kind)
     torch.manual_seed(seed)
     shape, architecture = SHAPES[kind]
     config = shape.model_validate(SIZES | {"feature_layers": (2, 4, 5)} | more)
@@ -61,7 +63,7 @@ def save_random(folder: Path, kind: str, seed: int = 0, **more: object) -> Path:
             torch.nn.init.normal_(parameter, std=2.0 / parameter.shape[1] ** 0.5)
     chosen = torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values
     model.get_buffer("d2t").copy_(chosen - torch.arange(config.draft_vocab_size))
-    save_head(folder, model, config, kind)  # type: ignore[arg-type]
+    save_head(folder, model, config, layout)  # type: ignore[arg-type]
     return folder
 
 
@@ -374,14 +376,99 @@ class SlowParallelSpec(SlowMedusa):
         return list(self.model.read(self.states(text, start, job))[0])
 
 
+class SlowMaskedBlock:
+    """A block of masks by the book: every layer written out over all committed rows, no cache, a path at a time."""
+
+    def __init__(self, folder: Path, target: Path, settings: DrafterSettings) -> None:
+        loaded = load_head(settings.kind, folder, target)
+        self.model, self.config, self.embedding, self.settings = (
+            loaded.model,
+            loaded.config,
+            loaded.embedding,
+            settings,
+        )
+        self.ids = torch.arange(self.config.draft_vocab_size) + loaded.model.d2t
+        self.depth = min(self.config.slots, settings.depth)
+        self.said: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+
+    def heads(self, states: Tensor, weight: Tensor, norm: Any, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """(T, hidden) -> (1, heads, T, D), normed and turned where it is to be."""
+        rows = (states @ weight.T).view(len(states), -1, self.config.head_dim).transpose(0, 1)
+        if norm is not None:
+            rows = norm(rows)
+        if rope is not None:
+            half = self.config.head_dim // 2
+            rows = rows * rope[0] + torch.cat((-rows[..., half:], rows[..., :half]), dim=-1) * rope[1]
+        return rows[None]
+
+    def states(self, text: Text, start: int, job: DraftJob) -> Tensor:
+        """(K, hidden) of the slots that predict, normed."""
+        model, config, length = self.model, self.config, job.committed_len
+        context = model.hidden_norm(text.features[start:length] @ model.fc.weight.T)
+        masks = [config.mask_token_id] * (config.block_size - 1)
+        block = self.embedding[torch.tensor([job.root, *masks])]
+        positions = torch.arange(start, length + config.block_size)
+        cos, sin = (factor[0] for factor in model.rope(positions[None], torch.float32))
+        count, size = length - start, config.block_size
+        mask = torch.cat((torch.ones(size, count), torch.ones(size, size)), dim=1).bool()
+        if config.causal:
+            mask[:, count:] = mask[:, count:].tril()
+        query_size, key_size = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+        for layer in model.layers:
+            attn, normed = layer.self_attn, layer.input_layernorm(block)
+            q, k, v = attn.qkv_proj.weight.split((query_size, key_size, key_size))
+            q_norm, k_norm = (attn.q_norm, attn.k_norm) if config.qk_norm else (None, None)
+            rows = torch.cat((context, normed))
+            out = attention(
+                self.heads(normed, q, q_norm, (cos[count:], sin[count:])),
+                self.heads(rows, k, k_norm, (cos, sin)),
+                self.heads(rows, v, None, None),
+                mask,
+            )
+            block = block + attn.o_proj(out.flatten(2))[0]
+            block = block + layer.mlp(layer.post_attention_layernorm(block))
+        first = 0 if config.sample_from_anchor else 1
+        states: Tensor = model.norm(block)[first:]
+        return states
+
+    def tree(self, text: Text, start: int, job: DraftJob) -> dict[tuple[int, ...], float]:
+        nodes: dict[tuple[int, ...], float] = {}
+        self.said.clear()
+        markov = self.model.markov_head
+        with torch.inference_mode():
+            states = self.states(text, start, job)
+        width = min(self.settings.top_k, job.budget)
+        most = min(job.budget, self.settings.top_k, PARENTS) if markov else job.budget
+        frontier: list[tuple[int, ...]] = [()]
+        for depth in range(1, self.depth + 1):
+            new = []
+            for path in frontier:
+                with torch.inference_mode():
+                    logits = states[depth - 1] @ self.model.lm_head.weight.T
+                    if markov:
+                        before = path[-1] if path else job.root
+                        logits = logits + markov.markov_w2.weight @ markov.markov_w1.weight[before]
+                self.said[path] = states[depth - 1], logits
+                scores = log_scores(logits, job, depth, self.ids)
+                for at in scores.argsort(descending=True)[:width].tolist():
+                    child = (*path, int(self.ids[at]))
+                    nodes[child] = nodes.get(path, 0.0) + float(scores[at])
+                    new.append(child)
+            new.sort(key=lambda one: -nodes[one])
+            edge = sorted(nodes.values(), reverse=True)[job.budget - 1] if len(nodes) >= job.budget else -np.inf
+            frontier = [one for one in new[:most] if nodes[one] > edge]
+        return best(nodes, job.budget)
+
+
 SLOW = {
+    **dict.fromkeys(("dflash", "jetspec", "dspark"), SlowMaskedBlock),
     "specblock": SlowSpecBlock,
     "eagle3": SlowEagle3,
     "medusa": SlowMedusa,
     "parallelspec": SlowParallelSpec,
     "falcon": SlowFalcon,
 }
-Slow = SlowSpecBlock | SlowEagle3 | SlowMedusa
+Slow = SlowSpecBlock | SlowEagle3 | SlowMedusa | SlowMaskedBlock
 
 
 TREE = ("widths", "rank_guided", "blocks")
@@ -409,6 +496,17 @@ VARIANTS = [
     ("medusa", {"slots": 3}, {"top_k": 10}),
     ("parallelspec", {}, {"top_k": 4}),
     ("parallelspec", {"slots": 8}, {"top_k": 6, "depth": 3}),
+    ("dflash", {"block_size": 5}, {}),
+    (
+        "dflash",
+        {"sample_from_anchor": True, "num_hidden_layers": 3, "draft_vocab_size": VOCAB, "layout": "dspark"},
+        {"depth": 3},
+    ),
+    ("jetspec", {"qk_norm": False, "layout": "jetspec"}, {}),
+    ("jetspec", {}, {}),
+    ("dspark", {}, {}),
+    ("dspark", {"markov_rank": 8, "block_size": 4, "causal": True, "confidence": False}, {"top_k": 12}),
+    ("dspark", {"sample_from_anchor": False, "confidence_with_markov": False}, {"top_k": 3, "depth": 4}),
     ("falcon", {}, {}),
     ("falcon", {"slots": 3, "lstm_layers": 1, "num_hidden_layers": 2}, {"top_k": 3, "blocks": 3}),
     *((kind, {"feature_layers": layers}, {}) for kind in FEATURE_KINDS for layers in ((7,), (6, 0, 3, 1, 4))),

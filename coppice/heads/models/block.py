@@ -28,9 +28,9 @@ class Layer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = norm_of(config), norm_of(config)
         self.self_attn, self.mlp = Attention(config), MLP(config)
 
-    def forward(self, states: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        """(B, T, hidden) -> (B, T, hidden)."""
-        states = states + self.self_attn(self.input_layernorm(states), rope, attend)
+    def forward(self, states: Tensor, rope: Rope, attend: Attend, context: Tensor | None = None) -> Tensor:
+        """(B, T, hidden) -> (B, T, hidden). (B, C, hidden) `context` rows before them give keys and values alone."""
+        states = states + self.self_attn(self.input_layernorm(states), rope, attend, context)
         out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return out
 

@@ -87,6 +87,8 @@ class DraftModel(nn.Module):
 
     own_embedding: Tensor | None = None
     """(vocabulary, hidden) of a head that brings a token embedding, on the CPU; None: it reads the target's"""
+    own_output = True
+    """whether the output layer is the head's; False: it is the target's, frozen"""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -131,8 +133,15 @@ class Attention(nn.Module):
         if self.normed:
             self.q_norm, self.k_norm = norm_of(config, self.dim), norm_of(config, self.dim)
 
-    def forward(self, states: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        """(B, T, inputs * hidden) -> (B, T, hidden)."""
+    def forward(self, states: Tensor, rope: Rope, attend: Attend, context: Tensor | None = None) -> Tensor:
+        """(B, T, inputs * hidden) -> (B, T, hidden). `context` rows, as wide, give keys and values alone."""
+        rows = states if context is None else torch.cat((context, states), dim=1)
+        query, key, value = self.project(rows, rope)
+        out: Tensor = self.o_proj(attend(query[:, :, -states.shape[1] :], key, value).flatten(2))
+        return out
+
+    def project(self, states: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, inputs * hidden) -> queries (B, H, T, D), keys and values (B, KVH, T, D), those but values turned."""
         rows, length = states.shape[:2]
         qkv = self.qkv_proj(states).view(rows, length, -1, self.dim).transpose(1, 2)
         value = qkv[:, -self.kv_heads :]
@@ -140,9 +149,7 @@ class Attention(nn.Module):
         if self.normed:
             turned = torch.cat((self.q_norm(turned[:, : self.heads]), self.k_norm(turned[:, self.heads :])), dim=1)
         turned = rotate(turned, rope)
-        query, key = turned[:, : self.heads], turned[:, self.heads :]
-        out: Tensor = self.o_proj(attend(query, key, value).flatten(2))
-        return out
+        return turned[:, : self.heads], turned[:, self.heads :], value
 
 
 class MLP(nn.Module):
