@@ -187,9 +187,7 @@ class MaskedBlockHead(ParallelHead):
                 draft.tokens, draft.parents = tree.tokens, tree.parents
 
     def _said(self, state: Tensor, previous: int) -> tuple[Tensor, Tensor]:
-        logits, normed = self.model.read(state)
-        bias = self.model.bias(self._tensor([previous]))
-        return logits if bias is None else logits + bias, normed
+        return self.model.read_behind(state, self._tensor([previous]))
 
 
 class DFlashHead(MaskedBlockHead):

@@ -39,9 +39,16 @@ from tests.tiny import make_target
 from tests.unit.test_feature_heads import HIDDEN, VOCAB, save_random
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
-KINDS = ("specblock", "eagle3")
+KINDS = ("specblock", "eagle3", "dspark")
 BOTH: tuple[Kind, ...] = ("head", "full")
-HEADS_OWN = {"lm_head.weight", "rank_head.0.weight", "rank_head.2.weight"}
+HEADS_OWN = {
+    "specblock": {"lm_head.weight", "rank_head.0.weight", "rank_head.2.weight"},
+    "eagle3": {"lm_head.weight"},
+    "dspark": {
+        *(f"markov_head.markov_w{number}.weight" for number in (1, 2)),
+        *(f"confidence_head.proj.{name}" for name in ("weight", "bias")),
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +94,11 @@ def head_samples(made: Learner, count: int = 24) -> list[Sample]:
     rng = np.random.default_rng(1)
     known = [token for token in range(VOCAB) if made.vocabulary.number_of(token) >= 0]
     return [
-        head_sample(rng.standard_normal(HIDDEN).astype(np.float32), **missed(rng, int(rng.choice(known))))
+        head_sample(
+            rng.standard_normal(HIDDEN).astype(np.float32),
+            previous_id=int(rng.choice(VOCAB)),
+            **missed(rng, int(rng.choice(known))),
+        )
         for _ in range(count)
     ]
 
@@ -134,15 +145,20 @@ def test_a_head_only_update_raises_missed_tokens_and_changes_nothing_below(
     hidden = torch.stack([torch.from_numpy(one.hidden) for one in samples])
     gold = torch.tensor([made.vocabulary.number_of(one.target_id) for one in samples])
 
+    previous = torch.tensor([one.previous_id for one in samples])
+
     def likely() -> Tensor:
-        logits: Tensor = made.student.model.lm_head(hidden).detach()
+        model = made.student.model
+        logits: Tensor = model.lm_head(hidden).detach()
+        if kind == "dspark":
+            logits = logits + model.bias(previous).detach()
         return logits.log_softmax(-1).gather(-1, gold[:, None])[:, 0]
 
     before = likely()
     update = made.step("head", samples)
     assert likely().mean() > before.mean() + 0.1
     assert update.loss_after < update.loss_before
-    assert differing(made.tensors(), was) == (HEADS_OWN if kind == "specblock" else {"lm_head.weight"})
+    assert differing(made.tensors(), was) == HEADS_OWN[kind]
     assert set(made.changed()) == differing(made.tensors(), was)
     assert all(tensor.dtype == torch.float32 for tensor in made.changed().values())
 

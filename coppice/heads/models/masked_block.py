@@ -133,6 +133,12 @@ class MaskedBlockModel(DraftModel):
         out: Tensor = self.markov_head.markov_w2(self.markov_head.markov_w1(previous))
         return out
 
+    def read_behind(self, states: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        """(..., hidden) states of any slot behind (...) target ids -> logits with the bias, and normed states."""
+        logits, normed = self.read(states)
+        bias = self.bias(previous)
+        return logits if bias is None else logits + bias, normed
+
     def confidence(self, normed: Tensor, previous: Tensor) -> Tensor:
         """Return the (...) logits of being accepted of slots with (..., hidden) normed states behind (...) ids."""
         assert self.confidence_head is not None
