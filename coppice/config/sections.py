@@ -14,7 +14,19 @@ from coppice.machine import extensions
 
 HEADS = "coppice.heads"
 """the entry points under which packages add kinds of heads"""
-HEAD_KINDS = ("bigram", "lookup", "lm", "eagle3", "specblock", "medusa", "parallelspec", "falcon", "dflash", "jetspec", "dspark")
+HEAD_KINDS = (
+    "bigram",
+    "lookup",
+    "lm",
+    "eagle3",
+    "specblock",
+    "medusa",
+    "parallelspec",
+    "falcon",
+    "dflash",
+    "jetspec",
+    "dspark",
+)
 """Kinds of heads of this package."""
 
 

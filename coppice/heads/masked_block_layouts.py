@@ -68,7 +68,9 @@ def _causal(said: Values) -> bool:
     """Return whether the block is causal. Raises InvalidField when two spellings say different things."""
     spelt = {name: bool(said[name]) for name in _CAUSAL if said.get(name) is not None}
     if len(set(spelt.values())) > 1:
-        raise InvalidField(_PATH, f"config.json contradicts itself: {', '.join(f'{k} is {v}' for k, v in spelt.items())}")
+        raise InvalidField(
+            _PATH, f"config.json contradicts itself: {', '.join(f'{k} is {v}' for k, v in spelt.items())}"
+        )
     return any(spelt.values())
 
 
@@ -133,13 +135,17 @@ def written(layout: str, kind: str, values: Values) -> dict[str, Any]:
             raise InvalidField("layout", "speculators holds no causal block")
         nested = {name: value for name, value in said.items() if name not in (*_SIZES, "acceptance")}
         said = {name: said[name] for name in (*_SIZES, "acceptance")}
-        return said | theirs | {
-            "architectures": [{"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}[kind]],
-            "speculators_model_type": kind,
-            "sample_from_anchor": values["sample_from_anchor"],
-            "aux_hidden_state_layer_ids": list(values["feature_layers"]) or None,
-            "transformer_layer_config": {"model_type": "qwen3", **nested},
-        }
+        return (
+            said
+            | theirs
+            | {
+                "architectures": [{"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}[kind]],
+                "speculators_model_type": kind,
+                "sample_from_anchor": values["sample_from_anchor"],
+                "aux_hidden_state_layer_ids": list(values["feature_layers"]) or None,
+                "transformer_layer_config": {"model_type": "qwen3", **nested},
+            }
+        )
     if not values["feature_layers"]:
         raise InvalidField("layout", f"{layout} names the layers that a head reads, and this head names none")
     ids = [layer - 1 for layer in values["feature_layers"]]

@@ -89,7 +89,9 @@ def train_head(
     layers: Layers = "",
     shape: Annotated[
         str,
-        typer.Option("--shape", help="NAME=NUMBER,... of the head's configuration, such as markov_rank=16,block_size=8."),
+        typer.Option(
+            "--shape", help="NAME=NUMBER,... of the head's configuration, such as markov_rank=16,block_size=8."
+        ),
     ] = "",
     loss: Annotated[
         str, typer.Option("--loss", help="soft, l1 or coupled: what slots learn by; default: the kind's own.")

@@ -55,7 +55,7 @@ LOSSES: Mapping[str, dict[str, Any]] = {
     "eagle3": {"blocks": STEPS, "decay": DECAY},
     "medusa": {"decay": DECAY},
     "parallelspec": {"decay": DECAY},
-    **dict.fromkeys(("dflash", "jetspec", "dspark"), {"objective": "l1", "decay": SLOT_DECAY, "every": ANCHOR_ROWS}),
+    **{kind: {"objective": "l1", "decay": SLOT_DECAY, "every": ANCHOR_ROWS} for kind in masked_blocks.KINDS},
 }
 """what a kind of head learns by"""
 MEASURED_ROWS = 12
@@ -124,7 +124,9 @@ def build_student(config: HeadConfig, embedding: Tensor, output: Tensor, draft_i
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight", "residual.weight", "markov_w2.weight", "head.proj.weight")):
+            if name.endswith(
+                ("o_proj.weight", "down_proj.weight", "residual.weight", "markov_w2.weight", "head.proj.weight")
+            ):
                 parameter.zero_()
             elif name.endswith(("position_queries.weight", "mask_tokens.weight")):
                 nn.init.normal_(parameter, std=0.02)

@@ -127,7 +127,7 @@ class MaskedBlockModel(DraftModel):
         return [(key, value) for _, key, value in projected]
 
     def bias(self, previous: Tensor) -> Tensor | None:
-        """Return the (..., draft vocabulary) logits that (...) target ids add to the slot behind them; None: nothing."""
+        """Return the (..., draft vocabulary) logits that (...) target ids add to the slot behind them, if any."""
         if self.markov_head is None:
             return None
         out: Tensor = self.markov_head.markov_w2(self.markov_head.markov_w1(previous))

@@ -126,12 +126,12 @@ class HeadLoss:
         # Drawn from the batch itself, so that a resumed run repeats it.
         drawn = int(answer.ids.sum())
         later = targets.rows[drawn % self.every :: self.every]
+        if isinstance(model, MaskedBlockModel):
+            targets = replace(targets, rows=later)
         cuts = [self.cut or 1 + (drawn + 7919 * block) % model.config.slots for block in range(self.blocks)]
         near: Iterable[Tensor | None] = repeat(None)
         if self.anchor is not None:
             near = torch.no_grad()(walk)(self.anchor.student, answer, targets, later, cuts)
-        if isinstance(model, MaskedBlockModel):
-            targets = replace(targets, rows=later)
         total, offset, weight, weights = answer.features.new_zeros(()), 0, 1.0, 0.0
         distance = objective_of(self.objective)
         sure = getattr(model, "confidence_head", None) is not None and self.rank_on()

@@ -54,9 +54,7 @@ def coupled_loss(logits: Tensor, taught: Tensor) -> Tensor:
     return -agreement(logits, taught).clamp_min(_TINY).log().mean()
 
 
-_DISTANCES: Mapping[Objective, Distance] = MappingProxyType(
-    {"soft": soft_loss, "l1": l1_loss, "coupled": coupled_loss}
-)
+_DISTANCES: Mapping[Objective, Distance] = MappingProxyType({"soft": soft_loss, "l1": l1_loss, "coupled": coupled_loss})
 
 
 def objective_of(name: Objective) -> Distance:

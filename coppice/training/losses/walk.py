@@ -123,6 +123,5 @@ def block_states(student: Any, answer: Answer, targets: Targets) -> Tensor:
     positions = torch.cat((torch.arange(count, device=rows.device), (rows[:, None] + 1 + inside).flatten()))
     seen = anchored_visible(rows, count, config.block_size, config.causal)
     attends = [partial(attend_by, seen)] * config.num_hidden_layers
-    states = model(context, blocks.flatten(1, 2), model.rope(positions[None], context.dtype), attends)
-    states = states.view(*blocks.shape)
-    return states[:, :, config.block_size - config.slots :]
+    states: Tensor = model(context, blocks.flatten(1, 2), model.rope(positions[None], context.dtype), attends)
+    return states.view(*blocks.shape)[:, :, config.block_size - config.slots :]
