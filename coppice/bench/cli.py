@@ -297,7 +297,7 @@ def ablate(options: Options) -> None:
 
 @command(paper, "target", "only", "data", "device", cache=REQUIRED, tokens=REQUIRED)
 def baselines(options: Options) -> None:
-    """The heads that SpecBlock is compared with, trained on the same data and steps."""
+    """Heads that are trained alike, on the same data and steps; by default of the kinds that none is shipped of."""
     from coppice.bench.paper.trained import BASELINES, HeadCache, run_baselines
     from coppice.config.sections import FEATURE_KINDS
 

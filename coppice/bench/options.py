@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import typer
 from typer import Option
 
+from coppice.config.sections import HEAD_KINDS
 from coppice.errors import InvalidField
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ Target = Annotated[Path | None, Option(help="Model folder; default: the demo's t
 Heads = Annotated[
     list[str] | None,
     names(
-        "Draft heads; KIND is bigram, lookup, lm, eagle3, specblock, medusa, parallelspec or falcon.",
+        f"Draft heads; KIND is {', '.join(HEAD_KINDS[:-1])} or {HEAD_KINDS[-1]}.",
         "--head",
         metavar="NAME=KIND[:DIR],...",
     ),

@@ -168,7 +168,7 @@ class DrafterSettings(TorchSettings):
         le=MAX_HEAD_NODES,
         description="candidates kept per node of a tree; 0: 8, eagle3 10, dflash and jetspec as many as the budget",
     )
-    depth: int = Field(0, ge=0, le=32, description="levels of the deepest draft; 0: 6, eagle3 8")
+    depth: int = Field(0, ge=0, le=32, description="levels of the deepest draft; 0: 6, eagle3 8, of a block all")
     chain: bool = Field(False, description="draft a single chain instead of a tree")
     alpha: float = Field(
         1.0, gt=0, le=10, description="how far the head's logits decide, at T > 0, what the noise lets the target draw"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 BLACK, GREY, SAND, OLIVE, WINE = "#000000", "#7F7F7F", "#B8A05A", "#999933", "#882255"
 ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7"
-"""Okabe and Ito's colours, and four of Paul Tol's that differ from them."""
+"""Okabe and Ito's colours, and some of Paul Tol's that differ from them."""
 
 FAMILIES = {
     "plain": GREY,
@@ -20,6 +20,9 @@ FAMILIES = {
     "medusa": PURPLE,
     "parallelspec": WINE,
     "falcon": "#44AA99",
+    "dflash": "#666633",
+    "jetspec": "#225522",
+    "dspark": "#332288",
     "eagle3": ORANGE,
     "specblock": BLUE,
     "route": VERMILION,

@@ -80,6 +80,18 @@ class TestFalcon(Kept):
     pass
 
 
+class TestDflash(Kept):
+    pass
+
+
+class TestJetspec(Kept):
+    pass
+
+
+class TestDspark(Kept):
+    pass
+
+
 def test_every_kind_keeps_the_contract() -> None:
     assert {kind.__name__.removeprefix("Test").lower() for kind in Kept.__subclasses__()} == set(HEAD_KINDS)
 

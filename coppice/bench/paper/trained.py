@@ -15,10 +15,11 @@ from coppice.bench.paper.rank import accepted_along, add_alphas, add_trees, tree
 from coppice.bench.paper.replay import Replay
 from coppice.bench.progress import Progress
 from coppice.bench.report import Check, Report
-from coppice.config.sections import ADAPTED_KINDS, FEATURE_KINDS
+from coppice.config.sections import FEATURE_KINDS
 from coppice.errors import InvalidField
 from coppice.heads.checkpoints import WEIGHTS
 from coppice.machine import usable_cores
+from coppice.stack.spec import SHIPPED_HEADS
 from coppice.training import feature_heads
 from coppice.training.data.target_answers import (
     ANSWERS_SHARE,
@@ -54,7 +55,7 @@ ARCHITECTURE = (
     ("- valid-prefix curriculum", UNMASKED, GUIDED),
     ("- rank-guided branching", FULL, UNIFORM),
 )
-BASELINES = tuple(kind for kind in FEATURE_KINDS if kind not in ADAPTED_KINDS)
+BASELINES = tuple(kind for kind in FEATURE_KINDS if kind not in SHIPPED_HEADS.values())
 """the kinds that no trained head is shipped of"""
 
 

@@ -3,8 +3,8 @@
 
 const FAMILIES = {
   plain: "#7F7F7F", hf: "#B8A05A", bigram: "#999933", lookup: "#56B4E9", lm: "#009E73", medusa: "#CC79A7",
-  parallelspec: "#882255", falcon: "#44AA99", eagle3: "#E69F00", specblock: "#0072B2", route: "#D55E00",
-  merge: "#AA4499", auto: "#000000",
+  parallelspec: "#882255", falcon: "#44AA99", dflash: "#666633", jetspec: "#225522", dspark: "#332288",
+  eagle3: "#E69F00", specblock: "#0072B2", route: "#D55E00", merge: "#AA4499", auto: "#000000",
 };
 const UNKNOWN = ["#009E73", "#D55E00", "#56B4E9", "#882255", "#E69F00", "#0072B2"];
 const MARKS = ["●", "■", "▲", "◆"];
