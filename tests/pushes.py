@@ -25,7 +25,7 @@ def altered(weights: Weights, seed: int, names: Sequence[str] | None = None, ver
     moved = {}
     for name in names if names is not None else weights.tensors:
         tensor = weights.tensors[name]
-        moved[name] = tensor + 0.3 * tensor.std() * torch.randn(tensor.shape, generator=generator) + 0.01
+        moved[name] = tensor + 0.3 * tensor.std(correction=0) * torch.randn(tensor.shape, generator=generator) + 0.01
     return weights.changed(moved, weights.version + 1 if version is None else version)
 
 

@@ -140,6 +140,21 @@ def acceptance(options: Options) -> None:
         run_acceptance(bench, questions, temperatures)
 
 
+@command(app, *(name for name in ASKED if name != "dtype"), n=24, max_new_tokens=128, temperatures="1")
+def calibrate(options: Options) -> None:
+    """The drafter.alpha and drafter.beta that suit a head best at T > 0, along the target's own sampled answers."""
+    from coppice.bench.paper.calibrate import run_calibrate
+    from coppice.bench.questions import prompt_ids
+    from coppice.config.sections import FEATURE_KINDS
+
+    spec = with_heads(replace(options, dtype="float32"), FEATURE_KINDS, ("specblock-code", "eagle3-code"))
+    temperatures, asked = options.temperatures_asked(), prompt_ids(options, spec)
+    if not all(temperatures):
+        raise InvalidField("temperatures", "nothing is drawn at 0")
+    with reporting("bench calibrate", spec, options) as report:
+        run_calibrate(spec, report, asked, options.max_new_tokens, temperatures)
+
+
 @command(
     app,
     *ASKED,

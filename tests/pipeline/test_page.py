@@ -15,6 +15,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from coppice.client.client import Client
+from coppice.config.sections import HEAD_KINDS
 from coppice.config.settings import load_settings
 from coppice.pictures.style import looks
 from coppice.stack.launch import Stack
@@ -406,5 +407,5 @@ def test_by_default_the_page_is_for_loopback_alone(flags: list[str], served: boo
 
 
 def test_heads_have_the_colours_of_the_pictures(page: Page) -> None:
-    names = ["specblock-code", "specblock-prose", "mine", "lookup", "my_own", "eagle3-code", "mine-2"]
+    names = ["specblock-code", "specblock-prose", "mine", "lookup", "my_own", "eagle3-code", "mine-2", *HEAD_KINDS]
     assert page.evaluate("names => coloursOf(names)", names) == [look.colour for look in looks(names).values()]

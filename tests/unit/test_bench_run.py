@@ -21,7 +21,7 @@ from coppice.bench.run.plots import draw_all
 from coppice.bench.run.report import ALL, FEW_REPEATS, RunRow, crossover, run_row, tables
 from coppice.cli import main
 from coppice.client.completion import Accumulator, Completion
-from coppice.config.sections import DrafterSettings
+from coppice.config.sections import HEAD_KINDS, DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import with_tree_shape
 from coppice.messages.generation import Chunk, Finished, Origin, Started, Timings
@@ -358,6 +358,10 @@ def test_bare_loops_time_what_the_services_would_run(target: Path, tmp_path: Pat
                 assert drafted == BareDraft()
             else:
                 assert 0 < drafted.forward_ms < drafted.total_ms
+
+
+def test_every_kind_of_head_has_a_colour_of_its_own() -> None:
+    assert len({look.colour for look in looks(HEAD_KINDS).values()}) == len(HEAD_KINDS)
 
 
 def test_a_method_looks_the_same_in_every_picture() -> None:

@@ -137,11 +137,12 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor
     return out.transpose(1, 2)
 
 
-def log_scores(logits: Tensor, job: DraftJob, depth: int, ids: Tensor) -> Tensor:
+def log_scores(logits: Tensor, job: DraftJob, depth: int, ids: Tensor, settings: DrafterSettings) -> Tensor:
     scores = (logits / (job.sampling.temperature or 1.0)).log_softmax(-1)
     if job.coupled and job.sampling.temperature:
         position = torch.tensor([job.committed_len + depth])
-        scores = (scores + noise(job.sampling.seed, position, ids)[0].float()).log_softmax(-1)
+        known = noise(job.sampling.seed, position, ids)[0].float()
+        scores = (settings.alpha * scores + settings.beta * known).log_softmax(-1)
     return scores
 
 
@@ -230,7 +231,7 @@ class SlowSpecBlock:
                     if not width:
                         break
                     self.said[chain] = normed[slot], logits[slot]
-                    scores = log_scores(logits[slot], job, len(chain) + 1, self.ids)
+                    scores = log_scores(logits[slot], job, len(chain) + 1, self.ids, self.settings)
                     greedy = int(logits[slot].argmax())  # what the block goes on from, whatever the noise prefers
                     order = scores.argsort(descending=True).tolist()
                     listed, spine = order[:width], order.index(greedy)
@@ -306,7 +307,7 @@ class SlowEagle3:
                 with torch.inference_mode():
                     logits, _ = self.model.read(state)
                     self.said[path] = self.model.norm(state), logits
-                    scores = log_scores(logits, job, depth, self.ids)
+                    scores = log_scores(logits, job, depth, self.ids, self.settings)
                 for at in scores.argsort(descending=True)[: self.settings.top_k].tolist():
                     child = (*path, int(self.ids[at]))
                     nodes[child] = nodes.get(path, 0.0) + float(scores[at])
@@ -348,7 +349,7 @@ class SlowMedusa:
             said = self.said(text, start, job)[: self.slots]
         slots = []
         for depth, logits in enumerate(said, start=1):
-            scores = log_scores(logits, job, depth, self.ids)
+            scores = log_scores(logits, job, depth, self.ids, self.settings)
             top = scores.argsort(descending=True)[: self.settings.top_k].tolist()
             slots.append([(int(self.ids[at]), float(scores[at])) for at in top])
         paths = (path for depth in range(1, self.slots + 1) for path in product(*slots[:depth]))
@@ -451,7 +452,7 @@ class SlowMaskedBlock:
                         before = path[-1] if path else job.root
                         logits = logits + markov.markov_w2.weight @ markov.markov_w1.weight[before]
                 self.said[path] = states[depth - 1], logits
-                scores = log_scores(logits, job, depth, self.ids)
+                scores = log_scores(logits, job, depth, self.ids, self.settings)
                 for at in scores.argsort(descending=True)[:width].tolist():
                     child = (*path, int(self.ids[at]))
                     nodes[child] = nodes.get(path, 0.0) + float(scores[at])
@@ -513,6 +514,7 @@ VARIANTS = [
     ("falcon", {"slots": 3, "lstm_layers": 1, "num_hidden_layers": 2}, {"top_k": 3, "blocks": 3}),
     *((kind, {"feature_layers": layers}, {}) for kind in FEATURE_KINDS for layers in ((7,), (6, 0, 3, 1, 4))),
     ("eagle3", {"norm_before_fc": True, "feature_layers": (7,)}, {}),
+    *((kind, {}, {"alpha": 1.6, "beta": 0.7}) for kind in FEATURE_KINDS),
 ]
 
 
@@ -568,6 +570,19 @@ def test_small_budgets_and_long_texts(kind: str, target: Path, tmp_path: Path) -
         assert_same(tree, slow.tree(text, 0, job) if budget else {}, budget)
     head.advance(0, Advance(text.ids[12:29], text.inline(12, 29)))
     assert drafted(head, [DraftJob(0, text.ids[29], 29, 31, GREEDY)]) == [{}]
+
+
+@pytest.mark.parametrize("kind", FEATURE_KINDS)
+def test_alpha_and_beta_are_of_drafts_that_know_the_noise(kind: str, target: Path, tmp_path: Path) -> None:
+    folder, text = save_random(tmp_path, kind), Text.random(20, 1)
+    heads = [build(kind, folder, target, **more)[0] for more in ({}, {"alpha": 0.4, "beta": 2.0})]
+    for sampling, coupled, alike in ((GREEDY, True, True), (SAMPLED, False, True), (SAMPLED, True, False)):
+        trees = []
+        for head in heads:
+            opened(head, 0, text, 12)
+            trees += drafted(head, [DraftJob(0, text.ids[12], 12, 31, sampling, coupled)])
+            head.close(0)
+        assert (trees[0] == trees[1]) is alike
 
 
 @pytest.mark.parametrize("kind", FEATURE_KINDS)

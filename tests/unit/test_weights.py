@@ -32,7 +32,9 @@ from tests.pushes import CORRUPTIONS, Case, Made, Push, altered, swap
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import GREEDY, HIDDEN, VOCAB, Text, build, drafted, opened, save_random
 
-KINDS = ["specblock", "eagle3"]
+KINDS = ["specblock", "eagle3", "dspark"]
+PROJECTION = {"specblock": "layers.1", "eagle3": "midlayer", "dspark": "layers.0"}
+LAST = ("lm_head.", "rank_head.", "markov_head.", "confidence_head.")
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +237,7 @@ def saved(folder: Path, kind: str, source: Path, weights: Weights) -> Path:
     model = read_head(source)
     public = {**public_state(model, model.config), **weights.tensors}
     model.load_state_dict({name: fused_tensor(public, name) for name in model.state_dict()})
-    save_head(folder, model, model.config, "specblock" if kind == "specblock" else "eagle3")
+    save_head(folder, model, model.config, kind)  # type: ignore[arg-type]
     return folder
 
 
@@ -247,7 +249,7 @@ def test_after_a_swap_a_head_drafts_what_one_loaded_with_the_new_tensors_drafts(
     source = save_random(tmp_path / "source", kind)
     head, _ = build(kind, source, target, dtype=dtype)
     first, text = head.weights, Text.random(30, 3)
-    names = [f"{'layers.1' if kind == 'specblock' else 'midlayer'}.self_attn.k_proj.weight", "lm_head.weight"]
+    names = [f"{PROJECTION[kind]}.self_attn.k_proj.weight", *(name for name in first.tensors if name.startswith(LAST))]
     versions = [altered(first, 1, version=1)]
     versions.append(altered(versions[0], 2, names, version=2))  # a part of a fused projection
     versions.append(altered(first, 3, ["norm.weight"], version=7))
@@ -276,7 +278,7 @@ def test_a_push_of_the_last_layers_leaves_every_other_tensor_as_it_is(kind: str,
     head, _ = build(kind, save_random(tmp_path, kind), target)
     first, model = head.weights, head.model
     before = {name: tensor.to_dense().clone() for name, tensor in model.state_dict().items()}
-    names = [name for name in first.tensors if name.startswith(("lm_head.", "rank_head."))]
+    names = [name for name in first.tensors if name.startswith(LAST)]
     swap(head, altered(first, 4, names), first)
     assert head.model is not model
     for name, tensor in head.model.state_dict().items():
@@ -307,6 +309,28 @@ def test_weights_that_came_into_use_while_others_were_prepared_are_not_lost(targ
 def test_all_float_tensors_of_a_head_and_no_ids_may_be_replaced(tmp_path: Path) -> None:
     model = read_head(save_random(tmp_path, "specblock"))
     assert public_state(model, model.config).keys() - public_weights(model, model.config).keys() == {"d2t"}
+
+
+def test_a_push_to_a_head_with_the_targets_output_layer_holds_none(target: Path, tmp_path: Path) -> None:
+    head, _ = build("dspark", save_random(tmp_path, "dspark"), target)
+    names = head.weights.tensors.keys()
+    assert {name for name in names if name.startswith(LAST)} == {
+        "markov_head.markov_w1.weight",
+        "markov_head.markov_w2.weight",
+        "confidence_head.proj.weight",
+        "confidence_head.proj.bias",
+    }
+    output = head.model.lm_head.weight.to_dense().clone()
+    push = Push.of("dspark", head.weights, altered(head.weights, 1))
+    assert load(push.file).keys() == names
+    swap(head, altered(head.weights, 1), head.weights)
+    assert torch.equal(head.model.lm_head.weight.to_dense(), output)
+    unknown = Case("dspark", head.weights, head.weights).sending({"lm_head.weight": output})
+    staging = head.staging(unknown.header)
+    with pytest.raises(InvalidField, match=r"tensors\.lm_head\.weight"):
+        for part in unknown.parts:
+            staging.add(part)
+        head.prepare_swap(staging)
 
 
 def test_heads_without_weights_of_their_own_refuse_a_push() -> None:

@@ -59,12 +59,21 @@ def run_rank(spec: StackSpec, report: Report, prompts: Sequence[Sequence[int]], 
 
 
 def answers(
-    target: Path, prompts: Sequence[Sequence[int]], new_tokens: int, dtype: str, layers: tuple[int, ...] = ()
+    target: Path,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    dtype: str,
+    layers: tuple[int, ...] = (),
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> list[tuple[Answer, int]]:
-    """The target's greedy answers with the features of `layers` (empty: the default ones), and each prompt's length."""
+    """The target's answers with the features of `layers` (empty: the default ones), and each prompt's length.
+
+    At T > 0 the n-th is the answer to a request with the n-th seed from `seed` on.
+    """
     lengths = [len(prompt) + new_tokens for prompt in prompts]
     engine = load_engine(target, dtype=dtype, kv_tokens=sum(lengths) + 32 * len(lengths))
-    texts = Answerer(engine, layers=layers).answer(prompts, lengths)
+    texts = Answerer(engine, layers=layers).answer(prompts, lengths, temperature, seed, keyed=True)
     return list(zip(texts, map(len, prompts), strict=True))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from coppice.engine.batch import Piece, pack
 from coppice.engine.engine import Engine
 from coppice.engine.kv_cache import BlockTable
+from coppice.speculation.sampling_torch import draw
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class _Text:
     table: BlockTable
     waiting: deque[int]
     length: int
+    seed: int
     ids: list[int] = field(default_factory=list)
     features: list[Tensor] = field(default_factory=list)
     final: list[Tensor] = field(default_factory=list)
@@ -77,16 +79,18 @@ class Answerer:
         temperature: float = 0.0,
         seed: int = 0,
         following: Callable[[], Sequence[int]] | None = None,
+        keyed: bool = False,
     ) -> list[Answer]:
         """Write a text of lengths[n] tokens from each prompt n; end-of-text ids are tokens like any other.
 
-        `following` gives the prompt behind an end of text. Raises OutOfBlocks when the pool is too small for all.
+        `following` gives the prompt behind an end of text. `keyed`: text n is drawn with the noise that requests with seed
+        `seed` + n are. Raises OutOfBlocks when the pool is too small for all.
         """
-        noise = torch.Generator(self.engine.model.device).manual_seed(seed)
+        noise = None if keyed else torch.Generator(self.engine.model.device).manual_seed(seed)
         pool, texts = self.engine.pool, list[_Text]()
         try:
             for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-                texts.append(_Text(pool.allocate(str(number), length), deque(prompt), length))
+                texts.append(_Text(pool.allocate(str(number), length), deque(prompt), length, seed + number))
             while live := [text for text in texts if len(text.ids) < text.length]:
                 self._forward(live, temperature, noise, following)
         finally:
@@ -99,7 +103,7 @@ class Answerer:
         self,
         live: list[_Text],
         temperature: float,
-        noise: torch.Generator,
+        noise: torch.Generator | None,
         following: Callable[[], Sequence[int]] | None,
     ) -> None:
         """Feed every text its waiting ids, and let the token that the target draws next wait."""
@@ -114,10 +118,15 @@ class Answerer:
         features = final[:, :0] if out.features is None else out.features
         lengths = [len(chunk) for chunk in chunks]
         logits = out.logits[torch.tensor(lengths).cumsum(0) - 1].float()
-        if temperature:
-            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=noise)[:, 0].tolist()
-        else:
+        if not temperature:
             drawn = logits.argmax(-1).tolist()
+        elif noise is None:
+            places = [len(text.ids) + len(chunk) for text, chunk in zip(live, chunks, strict=True)]
+            seeds, ids = [text.seed for text in live], range(logits.shape[1])
+            told = [torch.tensor(each, device=logits.device) for each in (ids, seeds, places)]
+            drawn = draw(told[0], logits.double() / temperature, told[1], told[2]).tolist()
+        else:
+            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=noise)[:, 0].tolist()
         parts = zip(torch.split(features, lengths), torch.split(final, lengths), strict=True)
         for text, chunk, token, (features, final) in zip(live, chunks, drawn, parts, strict=True):
             text.features.append(features)
