@@ -71,6 +71,8 @@ def test_the_shipped_heads_are_of_the_demos_target(tmp_path: Path) -> None:
         (("exact", "--budgets", "1,x"), "budgets: '1,x' is not a list of numbers"),
         (("run", "--sessions", "1,0"), "sessions: 0 is outside 1.."),
         (("acceptance", "--temperatures", "1.5"), "temperatures: 1.5 is outside 0..1"),
+        (("calibrate", "--temperatures", "0.5,0"), "temperatures: nothing is drawn at 0"),
+        (("calibrate", "--head", "lookup"), "head: none is of kind eagle3"),
         (("adapt", "--methods", "never,bad"), "methods: 'bad'"),
         (("paper", "baselines", "--cache", "x", "--tokens", "9", "--only", "medusa,hydra"), "only: 'hydra'"),
     ],

@@ -228,6 +228,21 @@ def test_rank_reports_the_rank_head_and_the_trees(place: Path, tmp_path: Path) -
     assert isinstance(none.exception, InvalidField)
 
 
+def test_calibrate_fits_every_head_at_every_temperature(place: Path, tmp_path: Path) -> None:
+    heads = [f"{kind}={kind}:{head(place, kind, *flags)}" for kind, *flags in (("specblock",), ("eagle3", "--adamw"))]
+    flags = ["calibrate", "--target", str(place / "target"), "--head", ",".join(heads), "--temperatures", "0.7,1"]
+    more = ["--n", "3", "--max-new-tokens", "32", "--json", str(tmp_path / "fits.json")]
+    told = CliRunner().invoke(bench, [*flags, *more])
+    assert told.exit_code == 0, told.output
+    lines = json.loads((tmp_path / "fits.json").read_text())["figures"]["calibration"]
+    wanted = [(kind, temperature) for kind in ("specblock", "eagle3") for temperature in (0.7, 1.0)]
+    assert [(line["head"], line["temperature"]) for line in lines] == wanted
+    for line in lines:
+        assert line["nats"] <= line["nats_at_one"]
+        assert line["rows"] + line["outside"] >= 3 * 31
+        assert 0 < line["alpha_error"] < 10
+
+
 class Knowing:
     """Drafts the next `right` tokens of a text, and beside each a wrong one."""
 

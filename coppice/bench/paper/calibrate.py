@@ -189,8 +189,8 @@ def fit(rows: Sequence[Rows]) -> Fit:
         else:
             coefficients, now = coefficients + step, tried
             step = now.step()
-    tokens, which = torch.cat([part.tokens for part in rows]).unique(return_inverse=True)
-    of_tokens = torch.zeros(len(tokens), 2, dtype=torch.float64).index_add(0, which, now.gradients)
+    tokens = torch.cat([part.tokens for part in rows])
+    of_tokens = torch.zeros(int(tokens.max()) + 1, 2, dtype=torch.float64).index_add(0, tokens, now.gradients)
     spread = torch.linalg.inv(now.information)
     errors = (spread @ of_tokens.T @ of_tokens @ spread).diagonal().sqrt()
     count_of_rows = len(now.gradients)

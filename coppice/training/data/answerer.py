@@ -83,8 +83,8 @@ class Answerer:
     ) -> list[Answer]:
         """Write a text of lengths[n] tokens from each prompt n; end-of-text ids are tokens like any other.
 
-        `following` gives the prompt behind an end of text. `keyed`: text n is drawn with the noise that requests with seed
-        `seed` + n are. Raises OutOfBlocks when the pool is too small for all.
+        `following` gives the prompt behind an end of text. `keyed`: text n is drawn with the noise of
+        requests whose seed is `seed` + n. Raises OutOfBlocks when the pool is too small for all.
         """
         noise = None if keyed else torch.Generator(self.engine.model.device).manual_seed(seed)
         pool, texts = self.engine.pool, list[_Text]()
@@ -121,10 +121,10 @@ class Answerer:
         if not temperature:
             drawn = logits.argmax(-1).tolist()
         elif noise is None:
-            places = [len(text.ids) + len(chunk) for text, chunk in zip(live, chunks, strict=True)]
-            seeds, ids = [text.seed for text in live], range(logits.shape[1])
-            told = [torch.tensor(each, device=logits.device) for each in (ids, seeds, places)]
-            drawn = draw(told[0], logits.double() / temperature, told[1], told[2]).tolist()
+            places = [(text.seed, len(text.ids) + len(chunk)) for text, chunk in zip(live, chunks, strict=True)]
+            seeds, positions = torch.tensor(places, device=logits.device).unbind(1)
+            ids = torch.arange(logits.shape[1], device=logits.device)
+            drawn = draw(ids, logits.double() / temperature, seeds, positions).tolist()
         else:
             drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=noise)[:, 0].tolist()
         parts = zip(torch.split(features, lengths), torch.split(final, lengths), strict=True)
