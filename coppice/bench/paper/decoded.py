@@ -72,7 +72,7 @@ def decode(
     every = {plain: {"policy": "plain", "budget": 0}, **requests}
     budget = bench.client.describe().default_budget
     rows: dict[tuple[float, Way], Row] = {}
-    with Progress("answers", len(ways) * (1 + len(prompts)) * len(temperatures)) as progress:
+    with Progress("answers", len(every) * (1 + len(prompts)) * len(temperatures)) as progress:
         for temperature in temperatures:
             progress.say(f"T={temperature:g}")
             ways = {
