@@ -14,7 +14,21 @@ from coppice.machine import extensions
 
 HEADS = "coppice.heads"
 """the entry points under which packages add kinds of heads"""
-HEAD_KINDS = ("bigram", "lookup", "lm", "eagle3", "specblock", "medusa", "parallelspec", "falcon", "dflash", "jetspec", "dspark")
+HEAD_LAYOUTS = ("specblock", "eagle3", "speculators", "dflash", "jetspec", "dspark")
+"""layouts of checkpoints that others read, too"""
+HEAD_KINDS = (
+    "bigram",
+    "lookup",
+    "lm",
+    "eagle3",
+    "specblock",
+    "medusa",
+    "parallelspec",
+    "falcon",
+    "dflash",
+    "jetspec",
+    "dspark",
+)
 """Kinds of heads of this package."""
 
 
