@@ -104,6 +104,8 @@ class SampleFacts:
     """the target's mass outside top_ids"""
     dtype: Annotated[str, Field(pattern="^(float32|bfloat16)$")] = "float32"
     """of a full sample's features"""
+    previous_id: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
+    """the token before the one that was missed"""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
@@ -171,6 +173,7 @@ def read_sample(fields: Mapping[bytes, bytes], widths: Widths = Widths()) -> Sam
     vocab_size = widths.vocab
     facts = _read_meta(fields, _SAMPLE)
     limits.check_ids("target_id", [facts.target_id], vocab_size)
+    limits.check_ids("previous_id", [facts.previous_id], vocab_size)
     top_ids = _ids(fields, "top_ids", 0, limits.MAX_TOP_N, vocab_size)
     top_log_probs = _floats(fields, "top_log_probs", len(top_ids), len(top_ids))
     if len(set(top_ids.tolist())) != len(top_ids):

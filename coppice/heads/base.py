@@ -89,6 +89,8 @@ class Miss:
     """1 - r, r the probability at T=1 that the head gave the token; 1 when its vocabulary does not have it"""
     hidden: NDArray[np.float32]
     """(hidden,) normed state that the token was predicted from"""
+    previous: int = 0
+    """the token before it"""
 
 
 class Head(ABC):

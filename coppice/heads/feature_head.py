@@ -185,12 +185,13 @@ class FeatureHead(Head):
         state = draft.state_where_rejected(advance, len(session.ids))
         if state is None:
             return None
-        logits, normed = self._said(state[None], advance.ids[rejection.position - len(session.ids) - 1])
+        previous = advance.ids[rejection.position - len(session.ids) - 1]
+        logits, normed = self._said(state[None], previous)
         places = np.flatnonzero(self._ids == rejection.target_id)
         chance = logits[0].float().softmax(-1)[places[:1].tolist()]
         answer = torch.cat((normed[0].float(), chance)).cpu().numpy()
         value = 1.0 - float(answer[-1]) if len(places) else 1.0
-        return Miss(float(np.float32(min(1.0, max(0.0, value)))), answer[: normed.shape[1]].copy())
+        return Miss(float(np.float32(min(1.0, max(0.0, value)))), answer[: normed.shape[1]].copy(), previous)
 
     def _said(self, state: Tensor, previous: int) -> tuple[Tensor, Tensor]:
         """Return the (1, draft vocabulary) logits that a (1, hidden) state gave behind a token, and its normed one."""

@@ -7,7 +7,7 @@ slots' tokens (DDTree, arXiv 2604.12989). With one, each node's children are sco
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,7 +93,9 @@ class MaskedBlockHead(ParallelHead):
             Tail(session.table, self._entry(session, session.done), self._visible_with(count))
             for session, count in zip(sessions, counts, strict=True)
         ]
-        context = [np.arange(job.committed_len - count, job.committed_len) for job, count in zip(jobs, counts, strict=True)]
+        context = [
+            np.arange(job.committed_len - count, job.committed_len) for job, count in zip(jobs, counts, strict=True)
+        ]
         blocks = [np.arange(job.committed_len, job.committed_len + size) for job in jobs]
         tokens = np.full((len(jobs), size), self._mask)
         tokens[:, 0] = [job.root for job in jobs]
@@ -120,7 +122,10 @@ class MaskedBlockHead(ParallelHead):
         order = [
             index
             for job, count in enumerate(counts)
-            for index in (*range(starts[job], starts[job] + count), *range(before + job * size, before + (job + 1) * size))
+            for index in (
+                *range(starts[job], starts[job] + count),
+                *range(before + job * size, before + (job + 1) * size),
+            )
         ]
         moved = self._tensor(order) if len(tails) > 1 else None
         back = self._tensor(np.argsort(order)[before:]) if len(tails) > 1 else None
@@ -169,7 +174,7 @@ class MaskedBlockHead(ParallelHead):
             if not len(rows):
                 break
             scores = logits[:, depth].index_select(0, self._tensor(rows))
-            scores += self.timed(self.model.bias, self._tensor(np.concatenate(previous))).float()
+            scores += self.timed(self._biased, self._tensor(np.concatenate(previous)))
             slices = row_slices(trees)
             for tree, part, known in zip(trees, slices, noise, strict=True):
                 self._rank(scores[part], tree.job, None if known is None else known[depth])
@@ -186,10 +191,13 @@ class MaskedBlockHead(ParallelHead):
             if draft is not None:
                 draft.tokens, draft.parents = tree.tokens, tree.parents
 
+    def _biased(self, previous: Tensor) -> Tensor:
+        bias = self.model.bias(previous)
+        assert bias is not None
+        return bias.float()
+
     def _said(self, state: Tensor, previous: int) -> tuple[Tensor, Tensor]:
-        logits, normed = self.model.read(state)
-        bias = self.model.bias(self._tensor([previous]))
-        return logits if bias is None else logits + bias, normed
+        return self.model.read_behind(state, self._tensor([previous]))
 
 
 class DFlashHead(MaskedBlockHead):

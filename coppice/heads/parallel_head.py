@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray

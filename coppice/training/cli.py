@@ -87,6 +87,15 @@ def train_head(
         ),
     ] = None,
     layers: Layers = "",
+    shape: Annotated[
+        str,
+        typer.Option(
+            "--shape", help="NAME=NUMBER,... of the head's configuration, such as markov_rank=16,block_size=8."
+        ),
+    ] = "",
+    loss: Annotated[
+        str, typer.Option("--loss", help="soft, l1 or coupled: what slots learn by; default: the kind's own.")
+    ] = "",
     adamw: Annotated[
         bool, typer.Option("--adamw", help="Heads that read features: AdamW for all weights, not Muon for matrices.")
     ] = False,
@@ -104,10 +113,13 @@ def train_head(
     from coppice.training.trainer import RunOptions
 
     dtype = str(fast_dtype(usable_device(device))).removeprefix("torch.")
-    read = _layers(layers, kind)
+    read, fields = _layers(layers, kind), _fields(shape, kind)
+    if loss not in ("", "soft", "l1", "coupled") or (loss and kind not in FEATURE_KINDS):
+        raise typer.BadParameter(f"{loss!r} is not soft, l1 or coupled, or {kind} has none", param_hint="--loss")
     work = own_folder(out, resume)
     flags = {"kind": kind, "target": target.name, "out": out.name, "tokens": str(tokens)}
     flags |= {"layers": ",".join(map(str, read))} if read else {}
+    flags |= {name: value for name, value in (("shape", shape), ("loss", loss)) if value}
     write_run(work, "head", data, flags | ({"adamw": ""} if adamw else {}))
     plan = AnswerPlan(int(tokens * ANSWERS_SHARE), seed=seed)
     with Progress("tokens") as progress:
@@ -135,6 +147,8 @@ def train_head(
         work,
         feature_heads.head_schedule(tokens),
         rates=feature_heads.ADAMW_RATES if adamw else feature_heads.RATES,
+        learning={"objective": loss} if loss else {},
+        shape=fields,
         options=options,
     )
     if done:
@@ -163,6 +177,17 @@ def _layers(told: str, kind: str) -> tuple[int, ...]:
         why = f"{told!r} is not 1 to {MAX_FEATURE_LAYERS} numbers with commas between them"
         raise typer.BadParameter(why, param_hint="--layers")
     return tuple(map(int, parts))
+
+
+def _fields(told: str, kind: str) -> dict[str, int]:
+    """Read fields of a head's configuration. Raises BadParameter."""
+    fields: dict[str, int] = {}
+    for part in filter(None, told.split(",")):
+        name, _, value = part.partition("=")
+        if kind not in FEATURE_KINDS or not name.isidentifier() or not value.isdecimal():
+            raise typer.BadParameter(f"{part!r} is not NAME=NUMBER of a head's configuration", param_hint="--shape")
+        fields[name] = int(value)
+    return fields
 
 
 def _threads(workers: int | None, device: str) -> int:

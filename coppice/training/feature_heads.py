@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
@@ -15,6 +16,7 @@ from transformers import AutoConfig
 
 from coppice.engine.engine import default_feature_layers
 from coppice.errors import InvalidField
+from coppice.heads import masked_block_layouts as masked_blocks
 from coppice.heads.checkpoints import SHAPES, TargetParts, kind_of, read_output, read_target, save_head
 from coppice.heads.models.expectation import expectation
 from coppice.heads.models.layers import HeadConfig
@@ -43,12 +45,17 @@ STEPS = 7
 """of drafting that an EAGLE-3 head learns"""
 LATER_ROWS = 3
 """later blocks learn from one row in so many"""
+SLOT_DECAY = math.exp(-1 / 4)
+"""weight of a slot of a block of masks over the one before (DSpark, arXiv 2607.05147, section 5)"""
+ANCHOR_ROWS = 4
+"""blocks of masks learn from one row in so many"""
 LOSSES: Mapping[str, dict[str, Any]] = {
     "specblock": {"blocks": 3, "valid_prefix": True, "every": LATER_ROWS},
     "falcon": {"blocks": 2, "every": LATER_ROWS},
     "eagle3": {"blocks": STEPS, "decay": DECAY},
     "medusa": {"decay": DECAY},
     "parallelspec": {"decay": DECAY},
+    **{kind: {"objective": "l1", "decay": SLOT_DECAY, "every": ANCHOR_ROWS} for kind in masked_blocks.KINDS},
 }
 """what a kind of head learns by"""
 MEASURED_ROWS = 12
@@ -58,6 +65,9 @@ LOSS_IS = {
     "eagle3": "nats a token, mean of seven steps",
     "medusa": "nats a token, mean of all slots, each weighing 0.8 of the one before",
     "parallelspec": "nats a token, mean of all slots, each weighing 0.8 of the one before",
+    **dict.fromkeys(
+        ("dflash", "jetspec", "dspark"), "mean of all slots, each weighing 0.78 of the one before, 0.1 CE + 0.9 L1"
+    ),
 }
 LENGTH = "accepted length"
 """the figure that the best weights have the highest of"""
@@ -80,11 +90,11 @@ def head_schedule(tokens: int) -> Schedule:
 
 
 def head_config(
-    kind: str, config: Any, parts: TargetParts, draft_vocab: int, layers: tuple[int, ...] = (), **switches: bool
+    kind: str, config: Any, parts: TargetParts, draft_vocab: int, layers: tuple[int, ...] = (), **more: Any
 ) -> Any:
     """Return a head's configuration in the shape of the target's layers; `config` is the target's own.
 
-    layers: those that the head reads; empty: the default ones.
+    layers: those that the head reads; empty: the default ones. `more` are fields of the kind's own.
     """
     shape = {
         "hidden_size": parts.hidden_size,
@@ -101,8 +111,8 @@ def head_config(
         "num_target_layers": parts.layers,
     }
     if kind == "specblock":
-        shape |= {"rank_norm_topk": None, "block_rope_advance": True, "prefix_broadcast": True} | switches
-    return SHAPES[kind][0].model_validate(shape)
+        shape |= {"rank_norm_topk": None, "block_rope_advance": True, "prefix_broadcast": True}
+    return SHAPES[kind][0].model_validate(shape | more)
 
 
 def build_student(config: HeadConfig, embedding: Tensor, output: Tensor, draft_ids: Tensor, seed: int) -> Student:
@@ -115,7 +125,9 @@ def build_student(config: HeadConfig, embedding: Tensor, output: Tensor, draft_i
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight", "residual.weight")):
+            if name.endswith(
+                ("o_proj.weight", "down_proj.weight", "residual.weight", "markov_w2.weight", "head.proj.weight")
+            ):
                 parameter.zero_()
             elif name.endswith(("position_queries.weight", "mask_tokens.weight")):
                 nn.init.normal_(parameter, std=0.02)
@@ -123,6 +135,8 @@ def build_student(config: HeadConfig, embedding: Tensor, output: Tensor, draft_i
                 parameter.copy_(torch.eye(config.hidden_size, 2 * config.hidden_size))
             elif name.endswith("lm_head.weight"):
                 parameter.copy_(output[draft_ids])
+    if not model.own_output:
+        model.lm_head.weight = output[draft_ids].float()
     return Student(model, embedding.float())
 
 
@@ -136,12 +150,12 @@ def train_feature_head(
     rates: Rates = RATES,
     draft_vocab: int = DRAFT_VOCAB,
     learning: Mapping[str, Any] = {},
-    switches: Mapping[str, bool] = {},
+    shape: Mapping[str, Any] = {},
     options: RunOptions = DEFAULTS,
 ) -> bool:
     """Train into `work` a head that reads the answers' layers; False when a signal stopped the run before its end.
 
-    `learning` changes fields of the kind's loss, `switches` those of a SpecBlock head's configuration (ablations).
+    `learning` changes fields of the kind's loss, `shape` those of its configuration.
     """
     parts, output = read_target(target), read_output(target)
     draft_ids = draft_vocabulary(answers, parts.vocab_size, draft_vocab)
@@ -149,7 +163,10 @@ def train_feature_head(
         begun = json.loads((work / HEAD).read_text(encoding="utf-8"))
         _check_layers(begun["config"], answers)
         draft_ids = torch.tensor(begun["draft_ids"])
-    config = head_config(kind, AutoConfig.from_pretrained(target), parts, len(draft_ids), answers.layers, **switches)
+    more = dict(shape)
+    if kind in masked_blocks.KINDS:  # the row of the embedding that the text needs least
+        more = {"mask_token_id": int(torch.bincount(answers.ids(), minlength=parts.vocab_size).argmin())} | more
+    config = head_config(kind, AutoConfig.from_pretrained(target), parts, len(draft_ids), answers.layers, **more)
     student = build_student(config, parts.embedding, output, draft_ids, options.seed).to(options.device)
     teacher = Teacher(answers.read, output.to(options.device), draft_ids)
     record = {"kind": kind, "config": config.model_dump(by_alias=True), "draft_ids": draft_ids.tolist()}

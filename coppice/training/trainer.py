@@ -18,8 +18,8 @@ from coppice.training.run_folder import checkpoints
 from coppice.training.schedule import Schedule
 from coppice.training.workers import LossFunction, Workers
 
-OUTSIDE = re.compile(r"embed|lm_head|position_queries|mask_tokens|rank_head")
-"""matrices that read or write tokens, slots or buckets"""
+OUTSIDE = re.compile(r"embed|lm_head|position_queries|mask_tokens|rank_head|markov|confidence")
+"""matrices that read or write tokens, slots, buckets or chances"""
 MUON_STEPS = 4
 """Newton-Schulz iterations; a fifth made no run better"""
 

@@ -23,19 +23,13 @@ from coppice.adaptation.records import Kind, Sample
 from coppice.config.adaptation import LearnerSettings
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import InvalidField
-from coppice.heads.checkpoints import OWN, layout_of, load_head
+from coppice.heads.checkpoints import kind_in, load_head
 from coppice.heads.feature_head import target_ids
 from coppice.heads.public_state import public_weights
 from coppice.training.checkpoint import load_optimisers, optimiser_tensors
-from coppice.training.losses.feature_losses import (
-    DECAY,
-    Anchor,
-    HeadLoss,
-    Student,
-    bucket_of,
-    divergence,
-    soft_loss,
-)
+from coppice.training.feature_heads import LOSSES
+from coppice.training.losses.feature_losses import DECAY, Anchor, HeadLoss, Student, bucket_of, divergence
+from coppice.training.losses.objectives import overlap, soft_loss
 from coppice.weights.versions import weights_hash
 
 from .atomic import BadFile, read_safetensors, replace_safetensors
@@ -43,6 +37,7 @@ from .windows import DraftVocabulary, Windows
 
 BETAS = (0.9, 0.95)
 KINDS: tuple[Kind, ...] = ("head", "full")
+_JUDGES = ("rank_head", "confidence_head")
 _JUDGED = 16  # windows, the latest ones, that weights are compared on
 
 
@@ -95,11 +90,11 @@ class Learner:
     ) -> None:
         """Load the head of `folder` for the target of another folder. Raises InvalidField."""
         self.settings, self.recipe = settings or LearnerSettings(), recipe
-        layout = layout_of(folder)
-        if layout in OWN:
-            kinds = " and ".join(ADAPTED_KINDS)
-            raise InvalidField("adapter.heads", f"{folder} is a {layout} head; {kinds} heads are adapted, no others")
-        loaded = load_head("specblock" if layout == "specblock" else "eagle3", folder, target)
+        self.kind = kind_in(folder)
+        if self.kind not in ADAPTED_KINDS:
+            kinds = ", ".join(ADAPTED_KINDS)
+            raise InvalidField("adapter.heads", f"{folder} is a {self.kind} head; adapted are {kinds}, no others")
+        loaded = load_head(self.kind, folder, target)
         self.config = loaded.config
         embedding = loaded.embedding.to(self.settings.device)
         self.student = Student(loaded.model.to(self.settings.device), embedding)
@@ -144,7 +139,8 @@ class Learner:
         model: Any = self.student.model
         if kind == "full":
             return [model]
-        return [model.lm_head, *([model.rank_head] if hasattr(model, "rank_head") else [])]
+        named = ("lm_head",) if model.own_output else ("markov_head",)
+        return [part for name in (*named, *_JUDGES) if (part := getattr(model, name, None)) is not None]
 
     def _optimiser(self, kind: Kind) -> torch.optim.AdamW:
         rate = self.settings.head_rate if kind == "head" else self.settings.full_rate
@@ -177,21 +173,29 @@ class Learner:
         return Update(len(samples), before, after, time.perf_counter() - began)
 
     def _learn_head(self, samples: Sequence[Sample], penalty: float) -> tuple[float, float]:
-        """Teach the output layer the target's distributions, then the rank head, whose buckets have moved."""
+        """Teach the output layer or the Markov table the target's distributions, then the rank head or the confidence
+        head: what they judge has moved.
+        """
         model: Any = self.student.model
+        before_it = torch.tensor([one.previous_id for one in samples], device=self.settings.device)
         hidden = torch.from_numpy(np.stack([one.hidden for one in samples])).to(self.settings.device).float()
         taught = torch.stack([self.vocabulary.log_probs(one) for one in samples])
         gold = torch.tensor([self.vocabulary.number_of(one.target_id) for one in samples], device=hidden.device)
         with torch.no_grad():
             deployed: Any = self.frozen.model
-            near = deployed.lm_head(hidden)
-            before = soft_loss(model.lm_head(hidden), taught).item()
+            near = _logits(deployed, hidden, before_it)
+            before = soft_loss(_logits(model, hidden, before_it), taught).item()
         batches = list(self._batches("head", len(samples)))
         for rows in batches:
-            logits = model.lm_head(hidden[rows])
+            logits = _logits(model, hidden[rows], before_it[rows])
             self._descend("head", soft_loss(logits, taught[rows]) + penalty * divergence(logits, near[rows]))
         with torch.no_grad():
-            logits = model.lm_head(hidden)
+            logits = _logits(model, hidden, before_it)
+        if getattr(model, "confidence_head", None) is not None:
+            chances = overlap(logits, taught)
+            for rows in batches:
+                said = model.confidence(hidden[rows], before_it[rows])
+                self._descend("head", F.binary_cross_entropy_with_logits(said, chances[rows]))
         if hasattr(model, "rank_head"):
             buckets = bucket_of(logits, gold)
             for rows in batches:
@@ -218,6 +222,8 @@ class Learner:
     def _loss(self, windows: Windows) -> HeadLoss:
         if self.config.slots == 1:
             return HeadLoss(windows, blocks=self.recipe.steps, decay=DECAY)
+        if self.kind == "dspark":
+            return HeadLoss(windows, **LOSSES[self.kind] | {"every": self.recipe.every})
         return HeadLoss(windows, blocks=self.recipe.blocks, every=self.recipe.every)
 
     @torch.no_grad()
@@ -280,6 +286,12 @@ class Learner:
             own = {name.removeprefix(begin): one for name, one in tensors.items() if name.startswith(begin)}
             load_optimisers([optimiser], parameters, own)
         self.updates = updates
+
+
+def _logits(model: Any, hidden: Tensor, previous: Tensor) -> Tensor:
+    """Return the (n, D) logits that (n, hidden) normed states give behind (n,) tokens."""
+    logits: Tensor = model.lm_head(hidden)
+    return logits if model.own_output else logits + model.bias(previous)
 
 
 def _differing(was: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -81,5 +81,6 @@ class Samples:
                 tokens=np.array(tokens, np.int64),
                 features=features,
                 dtype=window.dtype,
+                previous_id=miss.previous,
             ),
         )

@@ -39,9 +39,16 @@ from tests.tiny import make_target
 from tests.unit.test_feature_heads import HIDDEN, VOCAB, save_random
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
-KINDS = ("specblock", "eagle3")
+KINDS = ("specblock", "eagle3", "dspark")
 BOTH: tuple[Kind, ...] = ("head", "full")
-HEADS_OWN = {"lm_head.weight", "rank_head.0.weight", "rank_head.2.weight"}
+HEADS_OWN = {
+    "specblock": {"lm_head.weight", "rank_head.0.weight", "rank_head.2.weight"},
+    "eagle3": {"lm_head.weight"},
+    "dspark": {
+        *(f"markov_head.markov_w{number}.weight" for number in (1, 2)),
+        *(f"confidence_head.proj.{name}" for name in ("weight", "bias")),
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +94,11 @@ def head_samples(made: Learner, count: int = 24) -> list[Sample]:
     rng = np.random.default_rng(1)
     known = [token for token in range(VOCAB) if made.vocabulary.number_of(token) >= 0]
     return [
-        head_sample(rng.standard_normal(HIDDEN).astype(np.float32), **missed(rng, int(rng.choice(known))))
+        head_sample(
+            rng.standard_normal(HIDDEN).astype(np.float32),
+            previous_id=int(rng.choice(VOCAB)),
+            **missed(rng, int(rng.choice(known))),
+        )
         for _ in range(count)
     ]
 
@@ -108,6 +119,15 @@ def full_samples(made: Learner, count: int = 6) -> list[Sample]:
 
 def samples_for(made: Learner, learns: Kind) -> list[Sample]:
     return head_samples(made) if learns == "head" else full_samples(made)
+
+
+def said(model: Any, samples: list[Sample]) -> Tensor:
+    """(n, draft vocabulary) logits behind the samples' normed states and the tokens before."""
+    logits: Tensor = model.lm_head(torch.stack([torch.from_numpy(one.hidden) for one in samples]))
+    if model.own_output:
+        return logits
+    table = model.markov_head
+    return logits + table.markov_w1.weight[[one.previous_id for one in samples]] @ table.markov_w2.weight.T
 
 
 def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -131,18 +151,17 @@ def test_a_head_only_update_raises_missed_tokens_and_changes_nothing_below(
 ) -> None:
     made = learner(heads, kind, target)
     samples, was = head_samples(made), copies(made.tensors())
-    hidden = torch.stack([torch.from_numpy(one.hidden) for one in samples])
     gold = torch.tensor([made.vocabulary.number_of(one.target_id) for one in samples])
 
     def likely() -> Tensor:
-        logits: Tensor = made.student.model.lm_head(hidden).detach()
+        logits = said(made.student.model, samples).detach()
         return logits.log_softmax(-1).gather(-1, gold[:, None])[:, 0]
 
     before = likely()
     update = made.step("head", samples)
     assert likely().mean() > before.mean() + 0.1
     assert update.loss_after < update.loss_before
-    assert differing(made.tensors(), was) == (HEADS_OWN if kind == "specblock" else {"lm_head.weight"})
+    assert differing(made.tensors(), was) == HEADS_OWN[kind]
     assert set(made.changed()) == differing(made.tensors(), was)
     assert all(tensor.dtype == torch.float32 for tensor in made.changed().values())
 
@@ -167,7 +186,7 @@ def test_a_full_update_lowers_the_loss_on_its_windows(kind: str, heads: dict[str
     updates = [made.step("full", full_samples(made)) for _ in range(4)]
     assert updates[-1].loss_after < updates[0].loss_before - 0.3
     assert all(update.loss_after < update.loss_before for update in updates)
-    assert set(made.changed()) >= set(made.tensors()) - HEADS_OWN
+    assert set(made.changed()) >= set(made.tensors()) - HEADS_OWN[kind]
     assert torch.equal(made.student.embedding, embedding)
     assert torch.equal(made.student.model.d2t, d2t)
     assert same(made.deployed(), learner(heads, kind, target).tensors())
@@ -184,9 +203,8 @@ def test_the_penalty_keeps_a_head_near_the_deployed_one(
         for _ in range(4):
             made.step(learns, samples, anchored=anchored)
         if learns == "head":
-            hidden = torch.stack([torch.from_numpy(one.hidden) for one in samples])
             with torch.no_grad():
-                return divergence(made.student.model.lm_head(hidden), made.frozen.model.lm_head(hidden)).item()
+                return divergence(*(said(each.model, samples) for each in (made.student, made.frozen))).item()
         windows = Windows(samples, made.vocabulary)
         loss = made._loss(windows)
         with torch.no_grad():

@@ -413,7 +413,9 @@ class SlowMaskedBlock:
         mask = torch.cat((torch.ones(size, count), torch.ones(size, size)), dim=1).bool()
         if config.causal:
             mask[:, count:] = mask[:, count:].tril()
-        query_size, key_size = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+        query_size, key_size = (
+            heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)
+        )
         for layer in model.layers:
             attn, normed = layer.self_attn, layer.input_layernorm(block)
             q, k, v = attn.qkv_proj.weight.split((query_size, key_size, key_size))

@@ -26,9 +26,19 @@ from coppice.training.feature_heads import LOSSES, build_student, draft_vocabula
 from coppice.training.losses.acceptance import measure
 from coppice.training.losses.block_masks import groups_visible, visible
 from coppice.training.losses.feature_losses import HeadLoss, SlotOutput, Student, bucket_of
-from coppice.training.losses.walk import Targets, slot_states
+from coppice.training.losses.objectives import agreement, coupled_loss, l1_loss, overlap, soft_loss
+from coppice.training.losses.walk import Targets, block_states, slot_states
 from tests.tiny import make_target
-from tests.unit.test_feature_heads import HIDDEN, SLOW, VOCAB, SlowEagle3, SlowMedusa, Text, save_random
+from tests.unit.test_feature_heads import (
+    HIDDEN,
+    SLOW,
+    VOCAB,
+    SlowEagle3,
+    SlowMaskedBlock,
+    SlowMedusa,
+    Text,
+    save_random,
+)
 
 WHOLE = LOSSES["specblock"] | {"every": 1}
 """with later blocks behind every row"""
@@ -118,6 +128,11 @@ def test_training_computes_the_states_that_serving_does(kind: str, target: Path,
     text = Text(ids[0].tolist(), read.features[0])
     for row in (0, 3, 6):
         job = DraftJob(0, text.ids[row + 1], row + 1, 8, SamplingParams())
+        if isinstance(slow, SlowMaskedBlock):
+            targets = replace(Targets.of(read, teacher), rows=torch.tensor([0, 3, 6]))
+            blocks = block_states(student, read, targets)[0, targets.rows.tolist().index(row)]
+            assert torch.allclose(slow.model.norm(blocks), slow.states(text, 0, job), atol=1e-4)
+            continue
         if isinstance(slow, SlowMedusa):
             at_once = slot_states(student, read, Targets.of(read, teacher))[0, row]
             logits = torch.stack([slow.model.read(state, slot)[0] for slot, state in enumerate(at_once)])
@@ -136,7 +151,7 @@ def test_training_computes_the_states_that_serving_does(kind: str, target: Path,
         assert torch.allclose(of_training[-1][0, row], served, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "parallelspec", "falcon"])
+@pytest.mark.parametrize("kind", ["medusa", "parallelspec", "falcon", "dflash", "jetspec", "dspark"])
 def test_a_head_learns_a_text_that_repeats(kind: str, target: Path) -> None:
     """Of texts that go round in a circle of 16 tokens, whose features say which one each is."""
     parts, output = read_target(target), read_output(target)
@@ -162,6 +177,35 @@ def test_a_head_learns_a_text_that_repeats(kind: str, target: Path) -> None:
     assert losses[-1] < 0.5 * losses[0]
     trained = measure(student, loss, list(texts)).length
     assert untrained < 2 < 4 < trained
+
+
+def test_the_chance_of_agreement_is_what_shared_noise_comes_to() -> None:
+    """Of Gumbel noise drawn 200,000 times; between (1 - TV) / (1 + TV) and 1 - TV, and 1 of equal distributions."""
+    draws = torch.Generator().manual_seed(0)
+    target = torch.randn(4, 30, generator=draws)
+    logits = target + torch.tensor([[0.0], [0.5], [1.0], [2.0]]) * torch.randn(4, 30, generator=draws)
+    taught = target.log_softmax(-1)
+    noise = -(-torch.rand(200_000, 1, 30, generator=draws).log()).log()
+    met = ((taught + noise).argmax(-1) == (logits + noise).argmax(-1)).float().mean(0)
+    chance, same = agreement(logits, taught), overlap(logits, taught)
+    assert torch.allclose(chance, met, atol=5e-3)
+    assert bool((chance <= same + 1e-5).all())
+    assert bool((chance >= same / (2 - same) - 1e-5).all())
+    assert torch.allclose(chance[0], torch.ones(()), atol=1e-4)
+
+
+@pytest.mark.parametrize("distance", [soft_loss, l1_loss, coupled_loss])
+def test_every_distance_falls_to_its_least_at_the_targets_distribution(distance: Any) -> None:
+    draws = torch.Generator().manual_seed(1)
+    taught = (2 * torch.randn(3, 20, generator=draws)).log_softmax(-1)
+    logits = torch.zeros(3, 20, requires_grad=True)
+    optimiser = torch.optim.Adam([logits], lr=0.05)
+    for _ in range(400):
+        optimiser.zero_grad()
+        distance(logits, taught).backward()
+        optimiser.step()
+    assert bool((overlap(logits.detach(), taught) > 0.97).all())
+    assert distance(logits[:0], taught[:0]).item() == 0
 
 
 def test_targets_are_the_tokens_behind(target: Path, tmp_path: Path) -> None:

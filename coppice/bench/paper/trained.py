@@ -37,12 +37,12 @@ FULL, NO_SHIFT = "full", "no-layer-shift"
 UNMASKED, UNMASKED_NO_SHIFT = "no-valid-prefix", "no-valid-prefix-no-layer-shift"
 VARIANTS: dict[str, dict[str, Any]] = {
     FULL: {},
-    NO_SHIFT: {"switches": {"layer_shift": False}},
-    "no-prefix-broadcast": {"switches": {"prefix_broadcast": False}},
+    NO_SHIFT: {"shape": {"layer_shift": False}},
+    "no-prefix-broadcast": {"shape": {"prefix_broadcast": False}},
     UNMASKED: {"learning": {"valid_prefix": False}},
-    UNMASKED_NO_SHIFT: {"learning": {"valid_prefix": False}, "switches": {"layer_shift": False}},
+    UNMASKED_NO_SHIFT: {"learning": {"valid_prefix": False}, "shape": {"layer_shift": False}},
     "no-cross-block": {"learning": {"blocks": 1}},
-    "no-rope-advance": {"switches": {"block_rope_advance": False}},
+    "no-rope-advance": {"shape": {"block_rope_advance": False}},
 }
 """The arguments of train_feature_head for a head that lacks a part."""
 GUIDED, UNIFORM = "rank-guided 2,4,6,4 (released)", "uniform 4"

@@ -129,11 +129,17 @@ class MaskedBlockModel(DraftModel):
         return [(key, value) for _, key, value in projected]
 
     def bias(self, previous: Tensor) -> Tensor | None:
-        """Return the (..., draft vocabulary) logits that (...) target ids add to the slot behind them; None: nothing."""
+        """Return the (..., draft vocabulary) logits that (...) target ids add to the slot behind them, if any."""
         if self.markov_head is None:
             return None
         out: Tensor = self.markov_head.markov_w2(self.markov_head.markov_w1(previous))
         return out
+
+    def read_behind(self, states: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        """(..., hidden) states of any slot behind (...) target ids -> logits with the bias, and normed states."""
+        logits, normed = self.read(states)
+        bias = self.bias(previous)
+        return logits if bias is None else logits + bias, normed
 
     def confidence(self, normed: Tensor, previous: Tensor) -> Tensor:
         """Return the (...) logits of being accepted of slots with (..., hidden) normed states behind (...) ids."""

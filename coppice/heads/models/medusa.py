@@ -42,6 +42,7 @@ class MedusaModel(nn.Module):
     """The features fused, and K heads on them. Head k predicts the token k + 2 places behind the features' own."""
 
     own_embedding: Tensor | None = None  # it reads no tokens
+    own_output = True  # each head has one
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()

@@ -50,6 +50,20 @@ def groups_visible(rows: int, slots: int) -> Tensor:
     return torch.cat((causal, torch.cat((own.new_zeros(rows, rows * slots), own))), dim=1)
 
 
+def anchored_visible(rows: Tensor, count: int, size: int, causal: bool) -> Tensor:
+    """Return (n * size, count + n * size) bool: what the blocks of masks behind (n,) of `count` rows see.
+
+    They see the committed rows up to their own and their own block, or up to themselves in it, never another one
+    (DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147, section 5).
+    """
+    row = rows.repeat_interleave(size)
+    own = row[:, None] == row
+    if causal:
+        slot = torch.arange(size, device=rows.device).repeat(len(rows))
+        own &= slot[:, None] >= slot
+    return torch.cat((row[:, None] >= torch.arange(count, device=rows.device), own), dim=1)
+
+
 def attend_by(mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Return the attention of (B, H, T, D) queries under a (T, L) bool mask as (B, T, H, D)."""
     grouped = query.shape[1] != key.shape[1]

@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coppice.heads.models.masked_block import MaskedBlockModel
 from coppice.training.data.teacher import Teacher
+from coppice.training.losses.objectives import Objective, objective_of, overlap
 from coppice.training.losses.walk import Targets, walk
 
 RANK_BOUNDS = (1, 4, 10)
@@ -57,10 +59,10 @@ class Anchor:
     student: Any
     weight: float
 
-    def pull(self, logits: Tensor, states: Tensor) -> Tensor:
-        """Return the nats to add for the student's (n, D) logits and the copy's (n, hidden) states."""
+    def pull(self, logits: Tensor, states: Tensor, previous: Tensor, slot: int) -> Tensor:
+        """Return the nats to add for the student's (n, D) logits and the copy's (n, hidden) states of a slot."""
         with torch.no_grad():
-            anchored, _ = self.student.model.read(states)
+            anchored, _ = read_slot(self.student.model, states, previous, slot)
         return self.weight * divergence(logits, anchored)
 
 
@@ -71,11 +73,11 @@ def right_rows(admitted: Tensor, logits: Tensor, gold: Tensor) -> Tensor:
     return right
 
 
-def soft_loss(logits: Tensor, taught: Tensor) -> Tensor:
-    """Return the mean cross-entropy in nats of (n, D) logits to (n, D) log-probabilities (SpecBlock, equation 6)."""
-    if not len(logits):
-        return logits.sum()
-    return -(taught.exp() * logits.float().log_softmax(-1)).sum(-1).mean()
+def read_slot(model: Any, states: Tensor, previous: Tensor, slot: int) -> tuple[Tensor, Tensor]:
+    """Return the (n, D) logits and (n, hidden) normed states of a slot's (n, hidden) states behind (n,) target ids."""
+    said: tuple[Tensor, Tensor]
+    said = model.read_behind(states, previous) if isinstance(model, MaskedBlockModel) else model.read(states, slot)
+    return said
 
 
 def bucket_of(logits: Tensor, gold: Tensor) -> Tensor:
@@ -93,6 +95,8 @@ class HeadLoss:
     """
 
     teacher: Teacher
+    objective: Objective = "soft"
+    """how far a slot's logits are from what the target finds likely"""
     blocks: int = 1
     decay: float | None = None
     """weight of a slot over the one before, and the loss is their mean; None: their sum"""
@@ -101,11 +105,11 @@ class HeadLoss:
     mask_on: Callable[[], bool] = lambda: True
     """whether the valid-prefix mask holds yet"""
     rank_on: Callable[[], bool] = lambda: True
-    """whether the rank head, if there is one, learns yet"""
+    """whether the rank head or the confidence head, if there is one, learns yet"""
     cut: int = 0
     """every block's cut; 0 draws one for each batch and block"""
     every: int = 1
-    """later blocks start from every so many rows: block 1 is what most steps need"""
+    """later blocks, and blocks of masks, start from every so many rows: block 1 is what most steps need"""
     restart: bool = True
     """whether a block's mask forgets that the block before went wrong"""
     observe: Callable[[SlotOutput], None] | None = None
@@ -122,11 +126,15 @@ class HeadLoss:
         # Drawn from the batch itself, so that a resumed run repeats it.
         drawn = int(answer.ids.sum())
         later = targets.rows[drawn % self.every :: self.every]
+        if isinstance(model, MaskedBlockModel):
+            targets = replace(targets, rows=later)
         cuts = [self.cut or 1 + (drawn + 7919 * block) % model.config.slots for block in range(self.blocks)]
         near: Iterable[Tensor | None] = repeat(None)
         if self.anchor is not None:
             near = torch.no_grad()(walk)(self.anchor.student, answer, targets, later, cuts)
         total, offset, weight, weights = answer.features.new_zeros(()), 0, 1.0, 0.0
+        distance = objective_of(self.objective)
+        sure = getattr(model, "confidence_head", None) is not None and self.rank_on()
         ranked = hasattr(model, "rank_head") and self.rank_on()
         valid = torch.ones_like(inputs[:, : len(targets.rows)], dtype=torch.bool)
         walked = zip(walk(student, answer, targets, later, cuts), near, strict=False)
@@ -135,10 +143,16 @@ class HeadLoss:
             for slot in range(states.shape[2]):
                 # Only rows that the mask admits are read: the others' logits would be thrown away.
                 admitted, gold = targets.admit(right, offset + slot)
-                logits, normed = model.read(states[:, :, slot][admitted], slot)
-                losses = [soft_loss(logits, targets.taught(admitted, offset + slot))]
+                previous = targets.token(offset + slot)[admitted]
+                logits, normed = read_slot(model, states[:, :, slot][admitted], previous, slot)
+                taught = targets.taught(admitted, offset + slot)
+                losses = [distance(logits, taught)]
                 if self.anchor is not None and anchored is not None:
-                    losses.append(self.anchor.pull(logits, anchored[:, :, slot][admitted]))
+                    losses.append(self.anchor.pull(logits, anchored[:, :, slot][admitted], previous, slot))
+                if sure and len(gold):
+                    chance = overlap(logits.detach(), taught)
+                    said = model.confidence(normed.detach(), previous).float()
+                    losses.append(F.binary_cross_entropy_with_logits(said, chance))
                 ranks = model.rank(normed, logits) if ranked and len(gold) else None
                 if ranks is not None:
                     losses.append(F.cross_entropy(ranks.float(), bucket_of(logits.detach(), gold)))
@@ -152,6 +166,6 @@ class HeadLoss:
                     right = right_rows(admitted, logits, gold)
             total, offset = total + of_block, offset + cuts[block]
             valid = valid if self.restart else right
-            if block == 0:
+            if block == 0 and len(targets.rows) > len(later):
                 valid, targets = valid[:, later], replace(targets, rows=later)
         return total if self.decay is None else total / weights

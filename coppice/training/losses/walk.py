@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coppice.heads.models.masked_block import MaskedBlockModel
 from coppice.heads.models.medusa import MedusaModel
 from coppice.heads.models.parallelspec import ParallelSpecModel
 from coppice.training.data.answerer import Answer
 from coppice.training.data.teacher import Teacher
-from coppice.training.losses.block_masks import PathAttention, attend_by, groups_visible
+from coppice.training.losses.block_masks import PathAttention, anchored_visible, attend_by, groups_visible
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,9 @@ def walk(student: Any, answer: Answer, targets: Targets, later: Tensor, cuts: Se
     Heads that draft at once have the first alone.
     """
     model, rows = student.model, len(targets.rows)
+    if isinstance(model, MaskedBlockModel):
+        yield block_states(student, answer, targets)
+        return
     if isinstance(model, MedusaModel | ParallelSpecModel):
         yield slot_states(student, answer, targets)
         return
@@ -106,3 +110,18 @@ def slot_states(student: Any, answer: Answer, targets: Targets) -> Tensor:
     rope = model.rope(positions[None], prefix.dtype)
     states = model(torch.cat((prefix, masks), dim=1), rope, [attend] * model.config.num_hidden_layers)
     return states[:, count:].view(texts, count, slots, hidden)
+
+
+def block_states(student: Any, answer: Answer, targets: Targets) -> Tensor:
+    """Return the (B, n, K, hidden) states of the blocks of masks behind the answers' (n,) rows, all in one forward."""
+    model: MaskedBlockModel = student.model
+    config, rows, count = model.config, targets.rows, answer.ids.shape[1] - 1
+    context = model.condition(answer.features[:, :count])
+    blocks = student.embedding[config.mask_token_id].repeat(len(context), len(rows), config.block_size, 1)
+    blocks[:, :, 0] = student.embedding[targets.token(0)]
+    inside = torch.arange(config.block_size, device=rows.device)
+    positions = torch.cat((torch.arange(count, device=rows.device), (rows[:, None] + 1 + inside).flatten()))
+    seen = anchored_visible(rows, count, config.block_size, config.causal)
+    attends = [partial(attend_by, seen)] * config.num_hidden_layers
+    states: Tensor = model(context, blocks.flatten(1, 2), model.rope(positions[None], context.dtype), attends)
+    return states.view(*blocks.shape)[:, :, config.block_size - config.slots :]
