@@ -369,7 +369,7 @@ def _proposal(algorithm: str, tokens: int) -> dict[str, Any]:
             "algorithm": algorithm,
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1}],
             "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": "", "architectures": []},
+            "verifier": {"name_or_path": None, "architectures": []},
         },
     }
 
