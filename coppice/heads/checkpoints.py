@@ -25,6 +25,7 @@ from coppice.config.model_folder import check_model
 from coppice.engine.engine import default_feature_layers
 from coppice.errors import InvalidField
 from coppice.heads import masked_block_layouts as masked_blocks
+from coppice.heads import speculators
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
 from coppice.heads.models.falcon import FalconConfig, FalconModel
 from coppice.heads.models.layers import HeadConfig
@@ -68,7 +69,6 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 _OWN_EMBEDDING = {"specblock": "input_layer.embed_tokens.weight"}  # what a layout calls it, if not as below
 _EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 _MIDLAYER, _SPECULATORS_LAYER = "midlayer.", "layers.0."
-_SPECULATORS = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "norm_output")
 _TO_SAFETENSORS = (
     "convert it where you trust it: python -c \"import torch, safetensors.torch as s; s.save_file(torch.load('{0}', "
     "weights_only=True), '{1}')\""
@@ -149,12 +149,8 @@ def _announced(folder: Path) -> tuple[str, str, dict[str, Any]]:
     nested = config.get(_NESTED.get(layout, ""), {} if layout != "speculators" else None)
     if not isinstance(nested, dict):
         raise InvalidField(_PATH, f"config.json has no {_NESTED[layout]}")
-    given = {
-        name: value
-        for part in (nested, config)
-        for name, value in part.items()
-        if value is not None or name in _NULLABLE
-    }
+    said = (*nested.items(), *config.items())
+    given = {name: value for name, value in said if value is not None or name in _NULLABLE}
     if layout == "speculators":
         given["num_hidden_layers"] = 1
     if _FEATURES in given:
@@ -334,44 +330,17 @@ def save_head(folder: Path, model: Any, config: HeadConfig, layout: str) -> None
             tensors[_LM_HEAD] = model.lm_head.weight
         if config.draft_vocab_size == config.vocab_size:  # as their own files
             tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
-        if layout == "speculators":
-            values |= _proposal(values["speculators_model_type"], config.slots)
     elif layout == "speculators":
         tensors = {
             _SPECULATORS_LAYER + name.removeprefix(_MIDLAYER) if name.startswith(_MIDLAYER) else name: tensor
             for name, tensor in tensors.items()
         }
-        values = _speculators_config(values)
+        values = speculators.eagle3_config(values)
     else:
         values |= {"architectures": [_ARCHITECTURES[kind]]} if kind in _ARCHITECTURES else {_KIND: kind}
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
     (folder / CONFIG).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-
-
-def _speculators_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    own = {name: values[name] for name in _SPECULATORS} | _proposal("eagle3", 5)
-    return own | {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "eagle_aux_hidden_state_layer_ids": values["feature_layers"] or None,
-        "transformer_layer_config": {
-            name: value for name, value in values.items() if name not in (*own, "feature_layers")
-        },
-    }
-
-
-def _proposal(algorithm: str, tokens: int) -> dict[str, Any]:
-    """Return what speculators' config.json says of drafting so many tokens for a target that it does not name."""
-    return {
-        "speculators_version": "0.2.0",
-        "speculators_config": {
-            "algorithm": algorithm,
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1}],
-            "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": None, "architectures": []},
-        },
-    }
 
 
 def convert(source: Path, out: Path, layout: str) -> None:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from coppice.errors import InvalidField
+from coppice.heads.speculators import proposal
 
 KINDS = ("dflash", "jetspec", "dspark")
 _PATH = "drafter.path"
@@ -29,9 +30,9 @@ _SERVED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "final_logit_softcapping": (),
     }
 )
-"""the only values of what a config.json need not name"""
+"""the values that are served of fields that most files leave out"""
 _FIELDS = ("feature_layers", "causal", "sample_from_anchor", "markov_rank", *_CONFIDENCE.values())
-"""what no layout says under our name in the place of the sizes"""
+"""what is not a size"""
 _BESIDE = ("draft_vocab_size", "target_hidden_size", "acceptance")
 """sizes that speculators keeps beside transformer_layer_config"""
 _ANCHORS = 512  # of a sequence in training, which DeepSpec's loader wants to know
@@ -54,7 +55,7 @@ def read(layout: str, config: Values) -> dict[str, Any]:
     """Return the fields of a head's configuration, and whatever else is said. Raises InvalidField."""
     said = _flat(config)
     if layout == "speculators":
-        nested, kind = said.get("transformer_layer_config"), said["speculators_model_type"]
+        nested, kind = said.get("transformer_layer_config"), said.get("speculators_model_type")
         if kind not in ("dflash", "dspark"):
             raise InvalidField(_PATH, f"speculators_model_type is {kind!r}; there are eagle3, dflash and dspark")
         if not isinstance(nested, Mapping):
@@ -137,8 +138,8 @@ def written(layout: str, values: Values) -> dict[str, Any]:
     if layout == "speculators":
         said |= more | {name: sizes.pop(name) for name in _BESIDE}
         return said | {
+            **proposal("dspark" if dspark else "dflash", values["block_size"] - (not anchored)),
             "architectures": ["DSparkSpeculator" if dspark else "DFlashSpeculator"],
-            "speculators_model_type": "dspark" if dspark else "dflash",
             "aux_hidden_state_layer_ids": list(layers),
             "transformer_layer_config": sizes,
         }
