@@ -284,7 +284,11 @@ SLIDING = ["sliding_attention"] * (DEPTH - 1) + ["full_attention"]
         ("DeepSpec", put("lm_head.weight", torch.full((VOCAB, H), torch.nan)), "lm_head.weight is not finite"),
         ("z-lab", dropped("hidden_norm.weight"), "hidden_norm.weight is missing"),
         ("z-lab", dropped("layers.1.self_attn.q_norm.weight"), "layers.1.self_attn.q_norm.weight is missing"),
-        ("z-lab", lambda c, t: [t.pop(key) for key in list(t) if "_norm" in key], "is missing"),
+        (
+            "z-lab",
+            lambda c, t: [t.pop(key) for key in list(t) if "attn.q_n" in key or "attn.k_n" in key],
+            "norm.weight is missing",
+        ),
         ("z-lab", put("fc.weight", torch.ones(H, 3 * H)), r"fc.weight has shape \[32, 96\], expected \[32, 128\]"),
         ("z-lab", said(target_layer_ids=[-1, 2, 4, LAYERS - 1]), "feature_layers: 8 is not among 0..7"),
         ("z-lab", said(target_layer_ids=[-2, 2, 4, 5]), "feature_layers"),
@@ -330,6 +334,28 @@ def test_each_spelling_of_causality_is_read(told: dict[str, bool], causal: bool,
     assert load_head(kind_in(folder), folder, target).config.causal == causal
     with pytest.raises(InvalidField, match="checkpoint, not one of"):
         load_head("dflash" if causal else "jetspec", folder, target)
+
+
+@pytest.mark.parametrize(
+    ("made", "predicts"),
+    [
+        (zlab(), False),
+        (zlab(projector_type="dflash", markov_rank=0), False),
+        (zlab(projector_type="dspark"), True),
+        (zlab(markov_rank=RANK), True),
+        (deepspec(markov_rank=0), True),
+        (speculators("dspark", sample_from_anchor=None), True),
+        (speculators("dspark", sample_from_anchor=False), False),
+        (speculators(sample_from_anchor=None), False),
+        (speculators(sample_from_anchor=True), True),
+    ],
+)
+def test_the_root_predicts_where_the_authors_root_does(made: Made, predicts: bool, tmp_path: Path) -> None:
+    config, tensors = made
+    ranks = config.get("markov_rank") or config.get("dflash_config", {}).get("markov_rank")
+    tensors |= {name: tensor for name, tensor in tables().items() if ranks and name.startswith("markov")}
+    read = read_head(written(tmp_path, (config | {"enable_confidence_head": False}, tensors))).config
+    assert (read.sample_from_anchor, read.slots) == (predicts, BLOCK - (not predicts))
 
 
 @pytest.mark.parametrize(
