@@ -28,6 +28,8 @@ class MaskedBlockConfig(HeadConfig):
     qk_norm: bool = True
     block_size: int = Field(8, ge=2, le=MAX_TREE_DEPTH)
     """rows of a block, the root's included"""
+    num_target_layers: NonNegativeInt = 0
+    """layers of the target, which the public loaders want to know; 0: not said"""
     mask_token_id: NonNegativeInt = 0
     """the row of the target's token embedding that stands for a token to be predicted"""
     causal: bool = False
