@@ -14,9 +14,8 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from torch import Tensor, nn
 
-from coppice.engine.linear import borrow
 from coppice.heads.models.block import Layer
-from coppice.heads.models.layers import Attend, DraftModel, HeadConfig, norm_of
+from coppice.heads.models.layers import Attend, DraftModel, HeadConfig, borrow, norm_of
 from coppice.heads.models.rotary import Rope
 from coppice.limits import MAX_TREE_DEPTH
 
