@@ -251,17 +251,19 @@ def with_heads(options: Options, kinds: Sequence[str], default: Sequence[str] = 
     return replace(spec, heads=chosen)
 
 
-@command(paper, *ASKED, "goals", n=16, max_new_tokens=128, temperatures="0.5,0.7,1")
+@command(paper, *ASKED, "goals", "plots", n=16, max_new_tokens=128, temperatures="0.5,0.7,1", budgets="31")
 def coupling(options: Options) -> None:
-    """tau with coupled drafting and without, for the heads that can use the target's noise."""
-    from coppice.bench.paper.decoded import COUPLED_KINDS, coupled, coupling_goals, decode
+    """tau with coupled drafting and without, by budget, for the heads that can use the target's noise."""
+    from coppice.bench.paper.decoded import COUPLED_KINDS, coupled, coupling_goals, decode, draw_coupling
     from coppice.bench.questions import prompt_ids
 
     spec = with_heads(options, COUPLED_KINDS, ("specblock-code", "eagle3-code", "lm"))
     temperatures, asked = options.temperatures_asked(), prompt_ids(options, spec)
     with measuring("bench paper coupling", spec, options) as bench:
-        measured = decode(bench, coupled(spec.heads), asked, temperatures)
+        measured = decode(bench, coupled(spec.heads, options.budgets_asked()), asked, temperatures)
         bench.report.goals += coupling_goals(measured, {head.name: head.kind for head in spec.heads})
+        if options.plots:
+            draw_coupling(measured, options.plots / "coupling.png")
 
 
 @command(paper, *ASKED, n=8, max_new_tokens=128, temperatures="0,1")

@@ -5,9 +5,11 @@ from typing import Annotated
 
 import typer
 
+from coppice.config.sections import HEAD_LAYOUTS
+
 app = typer.Typer(help="Convert checkpoints between layouts.", no_args_is_help=True, add_completion=False)
 
-LAYOUTS = "specblock, eagle3 or speculators"
+LAYOUTS = f"{', '.join(HEAD_LAYOUTS[:-1])} or {HEAD_LAYOUTS[-1]}"
 
 
 @app.callback()
@@ -24,13 +26,13 @@ def convert_head(
 ) -> None:
     """Rewrite a draft head in another public layout; every key and shape is checked."""
     from coppice.errors import InvalidField
-    from coppice.heads import checkpoints as layouts
+    from coppice.heads import checkpoints
 
     for option, layout in (("--from", from_layout), ("--to", to_layout)):
-        if layout not in layouts.LAYOUTS:
+        if layout not in HEAD_LAYOUTS:
             raise typer.BadParameter(f"{layout!r} is not {LAYOUTS}", param_hint=option)
-    layout = layouts.layout_of(source)
+    layout = checkpoints.layout_of(source)
     if layout != from_layout:
         raise InvalidField("from", f"{source} is in the layout {layout}")
-    layouts.convert(source, out, next(layout for layout in layouts.LAYOUTS if layout == to_layout))
+    checkpoints.convert(source, out, to_layout)
     print(f"wrote {out} ({to_layout})")

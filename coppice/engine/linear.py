@@ -135,13 +135,6 @@ def prepack(model: nn.Module) -> None:
             layer.__class__ = PackedLinear
 
 
-def borrow(layer: nn.Linear) -> None:
-    """Make a layer's weight somebody else's: it moves with its model, but is neither trained nor part of its state."""
-    weight = layer.weight.detach()
-    del layer.weight
-    layer.register_buffer("weight", weight, persistent=False)
-
-
 def compile_ahead(model: nn.Module) -> None:
     """Have oneDNN compile for a packed model's layers, for small numbers of rows first, while little time has passed.
 

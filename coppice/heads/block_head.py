@@ -154,16 +154,16 @@ class BlockHead(FeatureHead):
         greedy = greedy_ids(scores)[..., None] if coupled else None
         for one, rows in zip(active, slices, strict=True):
             if one.noise is None:
-                self._rank(scores[rows], one.tree.job, None)
+                self.ranking.score(scores[rows], one.tree.job, None)
             else:  # of the positions where each slot's token will stand
                 start = rows.start
                 for depth, alike in groupby(one.tree.starts.depths.tolist()):
                     end = start + len(list(alike))
-                    self._rank(scores[start:end], one.tree.job, one.noise[depth : depth + self.slots])
+                    self.ranking.score(scores[start:end], one.tree.job, one.noise[depth : depth + self.slots])
                     start = end
             one.states = states[rows]
         width = max(1, *self._widths) + coupled  # room for a greedy token that the noise puts behind the others
-        tokens, values, more = self._likeliest(scores, width, branching[..., None], wanted=greedy)
+        tokens, values, more = self.ranking.likeliest(scores, width, branching[..., None], wanted=greedy)
         buckets, spine = more[..., 0], more[..., 1] if coupled else np.zeros_like(more[..., 0])
         worth = None if self.worth is None else np.broadcast_to(self.worth[:width], values.shape)
         for one, rows in zip(active, slices, strict=True):

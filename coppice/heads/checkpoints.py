@@ -25,6 +25,7 @@ from coppice.config.model_folder import check_model
 from coppice.engine.engine import default_feature_layers
 from coppice.errors import InvalidField
 from coppice.heads import masked_block_layouts as masked_blocks
+from coppice.heads import speculators
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
 from coppice.heads.models.falcon import FalconConfig, FalconModel
 from coppice.heads.models.layers import HeadConfig
@@ -34,8 +35,6 @@ from coppice.heads.models.parallelspec import ParallelSpecConfig, ParallelSpecMo
 from coppice.heads.models.specblock import SpecBlockConfig, SpecBlockModel
 from coppice.heads.public_state import fused_tensor, public_state
 
-LAYOUTS = ("specblock", "eagle3", "speculators", *masked_blocks.KINDS)
-"""those that others read, too"""
 OWN = ("medusa", "parallelspec", "falcon")
 SHAPES: Mapping[str, tuple[type[HeadConfig], Callable[[Any], nn.Module]]] = MappingProxyType(
     {
@@ -55,7 +54,7 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _PATH = "drafter.path"
 _KIND = "coppice_head"  # in config.json of a layout of our own: which one
 _NULLABLE = {"rank_norm_topk"}  # null says something else than nothing
-_OPTIONAL = {"verifier_norm.weight", "verifier_lm_head.weight", "t2d"}
+_OPTIONAL = {"verifier_norm.weight", "verifier_lm_head.weight"}
 _NESTED = {"speculators": "transformer_layer_config", "eagle3": "eagle_config"}
 """what more of a layout's config.json says of the head; the names beside it come first"""
 _FEATURES = "eagle_aux_hidden_state_layer_ids"
@@ -64,13 +63,12 @@ _WANTED = ("is_causal", "use_aux_hidden_state")
 _HARMLESS = {"use_cache", "return_dict", "tie_word_embeddings", "embed_requires_grad", *_WANTED}
 """flags that say nothing of what a head computes; lm_head.weight is in the file also where a target ties it"""
 _TITLES = {"specblock": "SpecBlock", "eagle3": "EAGLE-3", "dflash": "DFlash", "jetspec": "JetSpec", "dspark": "DSpark"}
-_MORE_LAYOUTS = {"eagle3": ("speculators",), "dflash": ("dspark", "speculators"), "dspark": ("speculators",)}
+_MORE_LAYOUTS = {"eagle3": ("speculators",)} | dict.fromkeys(masked_blocks.KINDS, (*masked_blocks.KINDS, "speculators"))
 _ARCHITECTURES = {"specblock": "SpecBlock", "eagle3": "LlamaForCausalLMEagle3"}
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 _OWN_EMBEDDING = {"specblock": "input_layer.embed_tokens.weight"}  # what a layout calls it, if not as below
 _EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 _MIDLAYER, _SPECULATORS_LAYER = "midlayer.", "layers.0."
-_SPECULATORS = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "norm_output")
 _TO_SAFETENSORS = (
     "convert it where you trust it: python -c \"import torch, safetensors.torch as s; s.save_file(torch.load('{0}', "
     "weights_only=True), '{1}')\""
@@ -95,6 +93,8 @@ class TargetParts:
     vocab_size: int
     layers: int
     embedding: Tensor
+    scales: bool
+    """whether the first layer reads a multiple of the embedding"""
 
 
 def read_target(folder: str | Path) -> TargetParts:
@@ -105,7 +105,8 @@ def read_target(folder: str | Path) -> TargetParts:
     embedding = _find_tensor(path, _EMBEDDINGS)
     if embedding is None:
         raise InvalidField("drafter.target", f"{folder} holds no token embedding in safetensors")
-    return TargetParts(config.hidden_size, len(embedding), config.num_hidden_layers, embedding)
+    scales = "gemma" in config.model_type or getattr(config, "embedding_multiplier", 1) != 1
+    return TargetParts(config.hidden_size, len(embedding), config.num_hidden_layers, embedding, scales)
 
 
 def read_output(folder: str | Path) -> Tensor:
@@ -139,12 +140,27 @@ def layout_of(folder: str | Path) -> str:
     return "specblock" if "diffspec_draft_token_num" in config else "eagle3"
 
 
+def _announced(folder: Path) -> tuple[str, str, dict[str, Any]]:
+    """Return the layout and the kind of head that a folder's config.json announces, and what it says of the head."""
+    layout, config = layout_of(folder), _read_config(folder)
+    if layout in masked_blocks.KINDS or config.get("speculators_model_type", "eagle3") != "eagle3":
+        given = masked_blocks.read(layout, config)
+        return layout, masked_blocks.kind_of(given), given
+    nested = config.get(_NESTED.get(layout, ""), {} if layout != "speculators" else None)
+    if not isinstance(nested, dict):
+        raise InvalidField(_PATH, f"config.json has no {_NESTED[layout]}")
+    said = (*nested.items(), *config.items())
+    given = {name: value for name, value in said if value is not None or name in _NULLABLE}
+    if layout == "speculators":
+        given["num_hidden_layers"] = 1
+    if _FEATURES in given:
+        given["feature_layers"] = given[_FEATURES]
+    return layout, "eagle3" if layout == "speculators" else layout, given
+
+
 def kind_in(folder: str | Path) -> str:
     """Return the kind of head that a folder's config.json announces. Raises InvalidField."""
-    layout, config = layout_of(folder), _read_config(Path(folder))
-    if layout in masked_blocks.KINDS or config.get("speculators_model_type", "eagle3") != "eagle3":
-        return masked_blocks.kind_of(layout, config)
-    return "eagle3" if layout == "speculators" else layout
+    return _announced(Path(folder))[1]
 
 
 def load_head(kind: str, folder: str | Path, target: str | Path) -> Loaded:
@@ -154,8 +170,10 @@ def load_head(kind: str, folder: str | Path, target: str | Path) -> Loaded:
         raise InvalidField(
             _PATH, f"{folder} is a {_TITLES.get(has, has)} checkpoint, not one of {_TITLES.get(kind, kind)}"
         )
-    model = read_head(path)
-    loaded = _for_target(path, model, read_target(target))
+    model, parts = read_head(path), read_target(target)
+    loaded = _for_target(path, model, parts)
+    if parts.scales and kind in masked_blocks.KINDS and model.own_embedding is None:  # their loaders call its module
+        raise InvalidField("drafter.target", f"{target} scales its token embedding, and the head has none of its own")
     if not model.own_output:
         draft_ids = torch.arange(model.config.draft_vocab_size) + model.d2t
         model.lm_head.weight = read_output(target)[draft_ids].float()
@@ -164,38 +182,7 @@ def load_head(kind: str, folder: str | Path, target: str | Path) -> Loaded:
 
 def read_head(folder: Path) -> Any:
     """Read a checkpoint by itself, in whichever layout, in float32. Raises InvalidField."""
-    layout, kind, config = layout_of(folder), kind_in(folder), _read_config(folder)
-    if kind in masked_blocks.KINDS:
-        said = masked_blocks.read(layout, config)
-        return _read(folder, {name: value for name, value in said.items() if value is not None}, layout, kind)
-    nested = config.get(_NESTED.get(layout, ""), {} if layout != "speculators" else None)
-    if not isinstance(nested, dict):
-        raise InvalidField(_PATH, f"config.json has no {_NESTED[layout]}")
-    given = {
-        name: value
-        for part in (nested, config)
-        for name, value in part.items()
-        if value is not None or name in _NULLABLE
-    }
-    if layout == "speculators":
-        given["num_hidden_layers"] = 1
-    if _FEATURES in given:
-        given["feature_layers"] = given[_FEATURES]
-    return _read(folder, given, layout, kind)
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidField(_PATH, f"{folder / CONFIG}: {error}") from None
-    if not isinstance(config, dict):
-        raise InvalidField(_PATH, f"{folder / CONFIG} is no JSON object")
-    return config
-
-
-def _read(folder: Path, given: dict[str, Any], layout: str, kind: str) -> Any:
-    """Read a checkpoint of a layout whose config.json says what is `given`."""
+    layout, kind, given = _announced(folder)
     shape, build = SHAPES[kind]
     _check_flags(folder / CONFIG, given, shape)
     tensors = _public_tensors(folder, layout, kind)
@@ -209,7 +196,7 @@ def _read(folder: Path, given: dict[str, Any], layout: str, kind: str) -> Any:
         raise InvalidField(_PATH, f"{folder / CONFIG}: {where}: {first['msg']}") from None
     except KeyError as error:
         raise InvalidField(_PATH, f"{folder / CONFIG}: {error.args[0]}") from None
-    embedding = tensors.pop(_EMBEDDING, None)
+    embedding, known = tensors.pop(_EMBEDDING, None), tensors.pop("t2d", None)
     output = None if model.own_output else tensors.pop(_LM_HEAD, None)
     _add_d2t(tensors, folder, config)
     wanted = public_state(model, config)
@@ -218,12 +205,22 @@ def _read(folder: Path, given: dict[str, Any], layout: str, kind: str) -> Any:
         _check({_LM_HEAD: output}, {_LM_HEAD: model.lm_head.weight}, folder / WEIGHTS)
         model.lm_head.weight, model.own_output = output.float(), True
     model.load_state_dict({name: fused_tensor(tensors, name) for name in model.state_dict()})
-    _check_ids(tensors["d2t"], config, folder / WEIGHTS)
+    _check_ids(tensors["d2t"], known, config, folder / WEIGHTS)
     if embedding is not None:
         like = torch.empty(config.vocab_size, config.hidden_size, device="meta")
         _check({_EMBEDDING: embedding}, {_EMBEDDING: like}, folder / WEIGHTS)
         model.own_embedding = embedding.float()
     return model.float()
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidField(_PATH, f"{folder / CONFIG}: {error}") from None
+    if not isinstance(config, dict):
+        raise InvalidField(_PATH, f"{folder / CONFIG} is no JSON object")
+    return config
 
 
 def _check_flags(file: Path, given: Mapping[str, Any], shape: type[HeadConfig]) -> None:
@@ -298,10 +295,12 @@ def _check(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], file: Path
             raise InvalidField(_PATH, f"{file}: {name} is not finite")
 
 
-def _check_ids(d2t: Tensor, config: HeadConfig, file: Path) -> None:
+def _check_ids(d2t: Tensor, t2d: Tensor | None, config: HeadConfig, file: Path) -> None:
     ids = torch.arange(config.draft_vocab_size) + d2t
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(set(ids.tolist())) != len(ids):
         raise InvalidField(_PATH, f"{file}: d2t does not name {config.draft_vocab_size} ids of {config.vocab_size}")
+    if t2d is not None and not torch.equal(t2d.nonzero().flatten(), ids.sort().values):
+        raise InvalidField(_PATH, f"{file}: the offsets d2t do not name the ids that t2d does")
 
 
 def kind_of(config: HeadConfig) -> str:
@@ -326,7 +325,7 @@ def save_head(folder: Path, model: Any, config: HeadConfig, layout: str) -> None
     if model.own_embedding is not None:
         tensors[_OWN_EMBEDDING.get(layout, _EMBEDDING)] = model.own_embedding
     if kind in masked_blocks.KINDS:
-        values = masked_blocks.written(layout, kind, values)
+        values = masked_blocks.written(layout, values)
         if model.own_output:
             tensors[_LM_HEAD] = model.lm_head.weight
         if config.draft_vocab_size == config.vocab_size:  # as their own files
@@ -336,32 +335,12 @@ def save_head(folder: Path, model: Any, config: HeadConfig, layout: str) -> None
             _SPECULATORS_LAYER + name.removeprefix(_MIDLAYER) if name.startswith(_MIDLAYER) else name: tensor
             for name, tensor in tensors.items()
         }
-        values = _speculators_config(values)
+        values = speculators.eagle3_config(values)
     else:
         values |= {"architectures": [_ARCHITECTURES[kind]]} if kind in _ARCHITECTURES else {_KIND: kind}
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
     (folder / CONFIG).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-
-
-def _speculators_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    own = {name: values[name] for name in _SPECULATORS}
-    proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1}
-    return own | {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.2.0",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "proposal_methods": [proposal],
-            "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": "", "architectures": []},
-        },
-        "eagle_aux_hidden_state_layer_ids": values["feature_layers"] or None,
-        "transformer_layer_config": {
-            name: value for name, value in values.items() if name not in (*own, "feature_layers")
-        },
-    }
 
 
 def convert(source: Path, out: Path, layout: str) -> None:

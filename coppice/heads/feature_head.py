@@ -31,11 +31,11 @@ from coppice.heads.base import DraftJob, Head, Miss, with_tree_shape
 from coppice.heads.checkpoints import load_head
 from coppice.heads.feature_session import FeatureSession, Inputs, Rows, join
 from coppice.heads.last_draft import LastDraft
-from coppice.heads.models.layers import Attend, HeadConfig, largest
+from coppice.heads.models.layers import Attend
 from coppice.heads.public_state import public_weights
+from coppice.heads.ranking import Ranking, target_ids
 from coppice.heads.weight_swap import WeightSwap
 from coppice.messages.steps import Advance, Features, HeadDescription, OpenDraft, WeightsHeader
-from coppice.speculation.sampling_torch import noise
 from coppice.weights.staging import Staging
 from coppice.weights.versions import Weights
 
@@ -70,8 +70,7 @@ class FeatureHead(Head):
         self.embedding = loaded.embedding.to(device, self.dtype)
         prepack(self.model)
         compile_ahead(self.model)
-        ids = target_ids(self.model, config)
-        self.target_ids, self._ids = ids.to(self.device), ids.numpy()
+        self.ranking = Ranking(target_ids(self.model, config).to(self.device), settings.alpha, settings.beta)
         self.pool = KVPool(
             layers=[KVShape(config.num_key_value_heads, config.head_dim, config.head_dim)] * config.num_hidden_layers,
             tokens=settings.kv_tokens * self.slots,
@@ -111,7 +110,7 @@ class FeatureHead(Head):
             table = self.pool.allocate(str(key), len(features) * self.slots)
         except OutOfBlocks as error:
             raise Overloaded(str(error)) from None
-        no_noise = 0, 0, features.new_empty(0, len(self._ids), dtype=torch.float32)
+        no_noise = self.ranking.no_noise()
         session = FeatureSession(table, ids, start, features, start, start, no_noise, opening.want_misses)
         self._sessions[key] = session
         chunk, end = max(1, PREFILL_SLOTS // self.slots), len(ids) - self.needs_root
@@ -155,6 +154,10 @@ class FeatureHead(Head):
         rows = torch.frombuffer(bytearray(features.inline), dtype=dtype).view(features.count, -1)
         return features.start, rows.to(self.device, self.dtype)
 
+    def _noise(self, job: DraftJob, depths: int) -> Tensor | None:
+        """Return (depths, draft vocabulary) float32 keyed noise of nodes at depth 1.. for a job coupled at T > 0."""
+        return self.ranking.noise(self._sessions[job.key], job, depths) if job.noisy else None
+
     # --- weights ---
 
     def staging(self, header: WeightsHeader) -> Staging:
@@ -187,7 +190,7 @@ class FeatureHead(Head):
             return None
         previous = advance.ids[rejection.position - len(session.ids) - 1]
         logits, normed = self._said(state[None], previous)
-        places = np.flatnonzero(self._ids == rejection.target_id)
+        places = np.flatnonzero(self.ranking.ids == rejection.target_id)
         chance = logits[0].float().softmax(-1)[places[:1].tolist()]
         answer = torch.cat((normed[0].float(), chance)).cpu().numpy()
         value = 1.0 - float(answer[-1]) if len(places) else 1.0
@@ -306,57 +309,3 @@ class FeatureHead(Head):
     def _from_states(self, rows: Rows) -> Output:
         """Run rows of the head's own states, and read them."""
         return self.timed(lambda inputs: self._read_states(self._forward(inputs.features, inputs)), self._inputs(rows))
-
-    # --- scores ---
-
-    def _rank(self, logits: Tensor, job: DraftJob, noise: Tensor | None) -> None:
-        """Turn (..., draft vocabulary) float32 logits, in place, into the scores of a job whose noise is as wide.
-
-        Under noise they are alpha * logits / T + beta * noise: how far the head's logits, and how far the noise, decide
-        what the target draws. Both are 1 where the head is as sure as it should be.
-        """
-        if job.sampling.temperature:
-            logits *= (self.settings.alpha if noise is not None else 1.0) / job.sampling.temperature
-        if noise is not None:
-            logits += noise if self.settings.beta == 1.0 else self.settings.beta * noise
-
-    def _noise(self, job: DraftJob, depths: int) -> Tensor | None:
-        """Return (depths, draft vocabulary) float32 keyed noise of nodes at depth 1.. for a job coupled at T > 0.
-
-        Most positions of a draft were drafted at before: their noise is kept between steps.
-        """
-        if not job.noisy:
-            return None
-        session, seed, first = self._sessions[job.key], job.sampling.seed, job.committed_len + 1
-        of_seed, start, known = session.noise
-        known = known[first - start :] if of_seed == seed and start <= first else known[:0]
-        if len(known) < depths:
-            positions = torch.arange(first + len(known), first + depths, device=self.device)
-            known = torch.cat((known, noise(seed, positions, self.target_ids).float()))
-        session.noise = seed, first, known
-        return known[:depths]
-
-    def _likeliest(
-        self, scores: Tensor, width: int, *more: Tensor, wanted: Tensor | None = None
-    ) -> tuple[Any, Any, Any]:
-        """Return (..., width) target ids and log-scores of the best of (..., V) scores, and (..., M) int64 more.
-
-        The best come first. `wanted` are (..., 1) draft ids that are the last ones where they are not among the best.
-        All are numpy arrays, int64, float32 and int64, after one transfer from the device.
-        """
-        scores = scores.log_softmax(-1)
-        values, indices = largest(scores, width)
-        if wanted is not None:
-            absent = (indices != wanted).all(-1, keepdim=True)
-            indices[..., -1:] = torch.where(absent, wanted, indices[..., -1:])
-            values[..., -1:] = torch.where(absent, scores.gather(-1, wanted), values[..., -1:])
-            more = (*more, (indices == wanted).int().argmax(-1, keepdim=True))
-        parts = (indices.int(), values.view(torch.int32), *(part.int() for part in more))
-        best = torch.cat(parts, dim=-1).cpu().numpy()
-        return self._ids[best[..., :width]], best[..., width : 2 * width].view(np.float32), best[..., 2 * width :]
-
-
-def target_ids(model: Any, config: HeadConfig) -> Tensor:
-    """Return the (draft vocabulary,) int64 target id of each draft id; d2t holds offsets, as public checkpoints do."""
-    ids: Tensor = torch.arange(config.draft_vocab_size) + model.d2t.cpu()
-    return ids

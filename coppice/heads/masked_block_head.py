@@ -64,7 +64,7 @@ class MaskedBlockHead(ParallelHead):
 
     def width(self, jobs: Sequence[DraftJob]) -> int:
         """Return how many tokens of a slot are looked at: no more than a tree has nodes."""
-        return min(super().width(jobs), max(job.budget for job in jobs), len(self._ids))
+        return min(super().width(jobs), max(job.budget for job in jobs), len(self.ranking.ids))
 
     # --- rows ---
 
@@ -177,8 +177,8 @@ class MaskedBlockHead(ParallelHead):
             scores += self.timed(self._biased, self._tensor(np.concatenate(previous)))
             slices = row_slices(trees)
             for tree, part, known in zip(trees, slices, noise, strict=True):
-                self._rank(scores[part], tree.job, None if known is None else known[depth])
-            tokens, values, _ = self._likeliest(scores, wide)
+                self.ranking.score(scores[part], tree.job, None if known is None else known[depth])
+            tokens, values, _ = self.ranking.likeliest(scores, wide)
             for number, (tree, part) in enumerate(zip(trees, slices, strict=True)):
                 if not len(tree.starts):
                     continue

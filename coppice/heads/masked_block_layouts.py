@@ -7,161 +7,146 @@ layers are counted, whether the block is causal, and whether the root's own row 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from coppice.errors import InvalidField
+from coppice.heads.speculators import proposal
 
 KINDS = ("dflash", "jetspec", "dspark")
 _PATH = "drafter.path"
 _CAUSAL = ("is_causal", "causal", "causal_head")
 """the spellings of one flag: of vLLM and of z-lab, and JetSpec's"""
-_DEEPSPEC = MappingProxyType(
+_CONFIDENCE = MappingProxyType(
     {"enable_confidence_head": "confidence", "confidence_head_with_markov": "confidence_with_markov"}
 )
-_SIZES = ("draft_vocab_size", "target_hidden_size")
+_SERVED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "markov_head_type": ("vanilla",),
+        "projector_type": ("dflash", "dspark"),
+        "input_embedding_scale": (1,),
+        "output_multiplier": (1,),
+        "final_logit_softcapping": (),
+    }
+)
+"""the values that are served of fields that most files leave out"""
+_FIELDS = ("feature_layers", "causal", "sample_from_anchor", "markov_rank", *_CONFIDENCE.values())
+"""what is not a size"""
+_BESIDE = ("draft_vocab_size", "target_hidden_size", "acceptance")
+"""sizes that speculators keeps beside transformer_layer_config"""
 _ANCHORS = 512  # of a sequence in training, which DeepSpec's loader wants to know
 
 Values = Mapping[str, Any]
 
 
 def layout_of(config: Values) -> str:
-    """Return which of the layouts a config.json is of; empty: of none."""
-    if "dflash_config" in config:
-        return "jetspec" if _causal(_zlab(config)) else "dflash"
-    return "dspark" if "markov_rank" in config and "target_layer_ids" in config else ""
+    """Return which layout but speculators' a config.json is of; empty: none of them. Raises InvalidField.
 
-
-def kind_of(layout: str, config: Values) -> str:
-    """Return the kind of head in a config.json of a layout. Raises InvalidField."""
-    if layout == "speculators":
-        kind = config.get("speculators_model_type")
-        if kind not in ("dflash", "dspark"):
-            raise InvalidField(_PATH, f"speculators_model_type is {kind!r}; there are eagle3, dflash and dspark")
-        return str(kind)
-    if layout == "dspark":
-        return "dspark" if config["markov_rank"] else "dflash"
-    return layout
+    SpecForge puts a DSpark head's fields into z-lab's dflash_config. They mean there what they mean to DeepSpec.
+    """
+    said, zlab = _flat(config), "dflash_config" in config
+    if said.get("markov_rank") or said.get("projector_type") == "dspark" or ("markov_rank" in said and not zlab):
+        return "dspark"
+    return ("jetspec" if _causal(said) else "dflash") if zlab else ""
 
 
 def read(layout: str, config: Values) -> dict[str, Any]:
     """Return the fields of a head's configuration, and whatever else is said. Raises InvalidField."""
-    said = _READERS[layout](config)
-    said["causal"] = _causal(said)
-    for name in _CAUSAL:
-        if name != "causal":
-            said.pop(name, None)
-    for theirs, ours in _DEEPSPEC.items():
-        if theirs in said:
-            said[ours] = said.pop(theirs)
-    if said.get("mask_token_id") is None:
-        raise InvalidField(_PATH, "config.json: mask_token_id is missing")
-    if any(kind != "full_attention" for kind in said.get("layer_types") or ()):
-        raise InvalidField(_PATH, f"config.json: layer_types: {said['layer_types']}: only full_attention is served")
-    if said.get("markov_rank") and said.get("markov_head_type", "vanilla") != "vanilla":
-        raise InvalidField(_PATH, f"config.json: markov_head_type {said['markov_head_type']!r}: only vanilla is served")
+    said = _flat(config)
+    if layout == "speculators":
+        nested, kind = said.get("transformer_layer_config"), said.get("speculators_model_type")
+        if kind not in ("dflash", "dspark"):
+            raise InvalidField(_PATH, f"speculators_model_type is {kind!r}; there are eagle3, dflash and dspark")
+        if not isinstance(nested, Mapping):
+            raise InvalidField(_PATH, "config.json has no transformer_layer_config")
+        said = {"sample_from_anchor": kind == "dspark"} | _given(nested) | said
+    for name in ("mask_token_id", "block_size"):
+        if name not in said:
+            raise InvalidField(_PATH, f"config.json: {name} is missing")
+    for name, served in _SERVED.items():
+        if name in said and said[name] not in served:
+            raise InvalidField(_PATH, f"config.json: {name} {said[name]!r} is not served")
+    if any(kind != "full_attention" for kind in said.get("layer_types", ())):
+        raise InvalidField(_PATH, f"config.json: layer_types {said['layer_types']}: only full_attention is served")
+    fields = {"feature_layers": _feature_layers(layout, said), "causal": _causal(said)}
+    fields |= {ours: said.pop(theirs) for theirs, ours in _CONFIDENCE.items() if theirs in said}
+    said = {name: value for name, value in said.items() if name not in _CAUSAL}
+    return {"qk_norm": True, "sample_from_anchor": layout == "dspark"} | said | fields
+
+
+def kind_of(said: Values) -> str:
+    """Return the kind of head whose fields `read` returned."""
+    return "dspark" if said.get("markov_rank") else "jetspec" if said["causal"] else "dflash"
+
+
+def _given(config: Values) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def _flat(config: Values) -> dict[str, Any]:
+    """Return what is given, in dflash_config or beside it. Raises InvalidField when both say different things."""
+    inner = config.get("dflash_config") or {}
+    if not isinstance(inner, Mapping):
+        raise InvalidField(_PATH, "config.json: dflash_config is no JSON object")
+    said = _given(config)
+    for name, value in _given(inner).items():
+        if said.setdefault(name, value) != value:
+            raise InvalidField(_PATH, f"config.json contradicts itself: {name} is {said[name]} and {value}")
     return said
 
 
 def _causal(said: Values) -> bool:
     """Return whether the block is causal. Raises InvalidField when two spellings say different things."""
-    spelt = {name: bool(said[name]) for name in _CAUSAL if said.get(name) is not None}
+    spelt = {name: bool(said[name]) for name in _CAUSAL if name in said}
     if len(set(spelt.values())) > 1:
-        raise InvalidField(
-            _PATH, f"config.json contradicts itself: {', '.join(f'{k} is {v}' for k, v in spelt.items())}"
-        )
+        both = ", ".join(f"{name} is {value}" for name, value in spelt.items())
+        raise InvalidField(_PATH, f"config.json contradicts itself: {both}")
     return any(spelt.values())
 
 
-def _zlab(config: Values) -> dict[str, Any]:
-    inner = config["dflash_config"]
-    if not isinstance(inner, Mapping):
-        raise InvalidField(_PATH, "config.json: dflash_config is no JSON object")
-    said = {**inner, **config}
-    del said["dflash_config"]
-    return said
+def _feature_layers(layout: str, said: Values) -> list[int]:
+    """Return the hidden states that a head reads: all but speculators count layers where we count what lies before."""
+    shift = layout != "speculators"
+    ids = said.get("target_layer_ids" if shift else "aux_hidden_state_layer_ids")
+    layers, count = said.get("num_target_layers"), said.get("num_hidden_layers")
+    if shift and ids is None and isinstance(layers, int) and isinstance(count, int):  # as their loaders do
+        ids = [layers // 2] if count == 1 else [round(1 + one * (layers - 4) / (count - 1)) for one in range(count)]
+    if not ids or not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
+        raise InvalidField(_PATH, "config.json does not name the layers that the head reads")
+    return [one + shift for one in ids]
 
 
-def _from_zlab(config: Values) -> dict[str, Any]:
-    said = _zlab(config)
-    return said | {"feature_layers": _layers(said), "sample_from_anchor": False}
-
-
-def _from_deepspec(config: Values) -> dict[str, Any]:
-    return {"sample_from_anchor": True, **config, "feature_layers": _layers(config)}
-
-
-def _from_speculators(config: Values) -> dict[str, Any]:
-    nested = config.get("transformer_layer_config")
-    if not isinstance(nested, Mapping):
-        raise InvalidField(_PATH, "config.json has no transformer_layer_config")
-    dspark = config["speculators_model_type"] == "dspark"
-    defaults = {"markov_rank": 256, "enable_confidence_head": True} if dspark else {}
-    said = {**defaults, "sample_from_anchor": dspark, **nested, **config}
-    return said | {"feature_layers": config.get("aux_hidden_state_layer_ids") or ()}
-
-
-_READERS: Mapping[str, Callable[[Values], dict[str, Any]]] = MappingProxyType(
-    {"dflash": _from_zlab, "jetspec": _from_zlab, "dspark": _from_deepspec, "speculators": _from_speculators}
-)
-
-
-def _layers(said: Values) -> list[int]:
-    """Return the hidden states that target_layer_ids name, which count layers where we count what lies before them."""
-    ids = said.get("target_layer_ids")
-    if ids is None:
-        ids = _default_ids(said.get("num_target_layers"), said.get("num_hidden_layers"))
-    return [int(one) + 1 for one in ids]
-
-
-def _default_ids(layers: Any, count: Any) -> list[int]:
-    """Return the ids of a config.json that names none, as z-lab's and JetSpec's loaders do."""
-    if not isinstance(layers, int) or not isinstance(count, int):
-        raise InvalidField(_PATH, "config.json has neither target_layer_ids nor num_target_layers to make them of")
-    if count == 1:
-        return [layers // 2]
-    return [round(1 + one * (layers - 4) / (count - 1)) for one in range(count)]
-
-
-def written(layout: str, kind: str, values: Values) -> dict[str, Any]:
-    """Return the config.json in a layout of a head with the fields `values`. Raises InvalidField."""
-    own = ("block_size", "mask_token_id", "causal", "sample_from_anchor", "markov_rank", *_DEEPSPEC.values())
-    said = {name: value for name, value in values.items() if name not in (*own, "feature_layers")}
-    theirs = {name: values[name] for name in ("block_size", "mask_token_id", "markov_rank")}
-    theirs |= {name: values[field] for name, field in _DEEPSPEC.items()} | {"markov_head_type": "vanilla"}
+def written(layout: str, values: Values) -> dict[str, Any]:
+    """Return the config.json in a layout of a head with the fields `values`. Raises InvalidField when it holds none."""
+    causal, anchored, layers = values["causal"], values["sample_from_anchor"], values["feature_layers"]
+    zlab, dspark = layout in ("dflash", "jetspec"), bool(values["markov_rank"] or values["confidence"])
+    for lacking, what in (
+        (not layers, "head that names no layers"),
+        (causal and layout in ("dflash", "speculators"), "causal block"),
+        (not causal and layout == "jetspec", "block whose rows all see one another"),
+        (zlab and (anchored or dspark), "block whose root predicts, no Markov table and no confidence"),
+        (layout == "dspark" and not anchored and not values["markov_rank"], "plain block whose root does not predict"),
+    ):
+        if lacking:
+            raise InvalidField("layout", f"{layout} holds no {what}")
+    said = {"block_size": values["block_size"], "mask_token_id": values["mask_token_id"]}
+    sizes = {"model_type": "qwen3"} | {name: value for name, value in values.items() if name not in (*said, *_FIELDS)}
+    sizes["num_target_layers"] = sizes["num_target_layers"] or max(layers) + 1
+    more = {name: values[name] for name in ("sample_from_anchor", "markov_rank")} | {"markov_head_type": "vanilla"}
+    more |= {theirs: values[ours] for theirs, ours in _CONFIDENCE.items()}
     if layout == "speculators":
-        if values["causal"]:
-            raise InvalidField("layout", "speculators holds no causal block")
-        nested = {name: value for name, value in said.items() if name not in (*_SIZES, "acceptance")}
-        said = {name: said[name] for name in (*_SIZES, "acceptance")}
-        return (
-            said
-            | theirs
-            | {
-                "architectures": [{"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}[kind]],
-                "speculators_model_type": kind,
-                "sample_from_anchor": values["sample_from_anchor"],
-                "aux_hidden_state_layer_ids": list(values["feature_layers"]) or None,
-                "transformer_layer_config": {"model_type": "qwen3", **nested},
-            }
-        )
-    if not values["feature_layers"]:
-        raise InvalidField("layout", f"{layout} names the layers that a head reads, and this head names none")
-    ids = [layer - 1 for layer in values["feature_layers"]]
+        said |= more | {name: sizes.pop(name) for name in _BESIDE}
+        return said | {
+            **proposal("dspark" if dspark else "dflash", values["block_size"] - (not anchored)),
+            "architectures": ["DSparkSpeculator" if dspark else "DFlashSpeculator"],
+            "aux_hidden_state_layer_ids": list(layers),
+            "transformer_layer_config": sizes,
+        }
+    said["target_layer_ids"] = [layer - 1 for layer in layers]
     if layout == "dspark":
-        odd = {} if values["sample_from_anchor"] else {"sample_from_anchor": False}
-        odd |= {"is_causal": True} if values["causal"] else {}
-        more = odd | {"architectures": ["Qwen3DSparkModel"], "target_layer_ids": ids, "num_anchors": _ANCHORS}
-        return {"model_type": "qwen3", **said, **theirs, **more}
-    if values["sample_from_anchor"] or values["markov_rank"] or values["confidence"]:
-        raise InvalidField("layout", f"{layout} holds no block whose root predicts, no Markov table and no confidence")
-    causal = {"causal": True, "causal_head": True} if values["causal"] else {"causal": False}
-    inner = {"mask_token_id": values["mask_token_id"], "target_layer_ids": ids, **causal}
-    return {
-        "model_type": "qwen3",
-        "architectures": ["DFlashDraftModel"],
-        **said,
-        "block_size": values["block_size"],
-        "dflash_config": inner,
-    }
+        own = {"architectures": ["Qwen3DSparkModel"], "is_causal": causal, "num_anchors": _ANCHORS}
+        return sizes | said | more | own
+    inner = said | {"causal": causal, "causal_head": causal}
+    own = {"architectures": ["DFlashDraftModel"], "block_size": values["block_size"], "dflash_config": inner}
+    return sizes | own

@@ -58,8 +58,8 @@ class ParallelHead(FeatureHead):
         scores = self._predict(jobs).float()
         self._settle(jobs)
         for row, job in enumerate(jobs):
-            self._rank(scores[row], job, self._noise(job, self.deepest))
-        tokens, values, _ = self._likeliest(scores, self.width(jobs))
+            self.ranking.score(scores[row], job, self._noise(job, self.deepest))
+        tokens, values, _ = self.ranking.likeliest(scores, self.width(jobs))
         for tree, slot_tokens, slot_scores in zip(trees, tokens, values, strict=True):
             cross(tree, slot_tokens, slot_scores)
 

@@ -108,6 +108,7 @@ def head_config(
         "max_position_embeddings": config.max_position_embeddings,
         "rope_parameters": config.rope_parameters,
         "feature_layers": layers or default_feature_layers(parts.layers),
+        "num_target_layers": parts.layers,
     }
     if kind == "specblock":
         shape |= {"rank_norm_topk": None, "block_rope_advance": True, "prefix_broadcast": True}

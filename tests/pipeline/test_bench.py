@@ -12,7 +12,7 @@ import pytest
 from coppice.bench import progress
 from coppice.bench.measuring import Bench
 from coppice.bench.options import Options
-from coppice.bench.paper.decoded import chained, coupled, coupling_goals, decode, with_chains
+from coppice.bench.paper.decoded import chained, coupled, coupling_goals, decode, draw_coupling, with_chains
 from coppice.bench.questions import Question, read_questions
 from coppice.bench.reference import Reference
 from coppice.bench.report import Report
@@ -143,20 +143,24 @@ def test_questions_to_warm_up_with_are_the_next_ones(reference: Reference, tmp_p
         read(3)
 
 
-WAYS = ("coupled", "uncoupled")
+WAYS = ("coupled B=7", "uncoupled B=7")
 
 
-def test_coupling_changes_drafts_and_no_text(stack: Stack, client: Client) -> None:
+def test_coupling_changes_drafts_and_no_text(stack: Stack, client: Client, tmp_path: Path) -> None:
     report = Report("bench paper coupling", "float32", 1)
     bench = Bench(stack, client, report, Options(max_new_tokens=24))
-    rows = decode(bench, coupled(stack.spec.heads[:1]), PROMPTS[:2], (0.7, 1.0))
+    rows = decode(bench, coupled(stack.spec.heads[:1], (7,)), PROMPTS[:2], (0.0, 1.0))
     # The target itself drafts: with the same noise it is always right.
-    assert rows[1.0, ("self", "coupled")].tau > 2 * rows[1.0, ("self", "uncoupled")].tau
-    assert [(row.verdicts.identical, row.verdicts.wrong) for row in rows.values()] == [(2, 0)] * 4
+    assert rows[1.0, ("self", WAYS[0])].tau > 2 * rows[1.0, ("self", WAYS[1])].tau
+    assert [(row.budget, row.verdicts.identical, row.verdicts.wrong) for row in rows.values()] == [
+        (budget, 2, 0) for budget in (0, 7, 0, 7, 7)
+    ]
     (check,) = coupling_goals(rows, {"self": "lm"})
-    assert (check.name, check.ok) == ("tau of self coupled over uncoupled, T=1", True)
-    assert [(row["temperature"], row["way"]) for row in report.rows] == [(t, way) for t in (0.7, 1.0) for way in WAYS]
+    assert (check.name, check.ok) == ("tau of self coupled B=7 over uncoupled, T=1", True)
+    assert [(row["temperature"], row["way"]) for row in report.rows] == [(0.0, WAYS[0]), (1.0, WAYS[0]), (1.0, WAYS[1])]
     assert report.ok
+    draw_coupling(rows, tmp_path / "plots" / "coupling.png")
+    assert (tmp_path / "plots" / "coupling.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_chains_are_drafted_beside_trees_and_sampled_ones_are_judged_by_their_law(

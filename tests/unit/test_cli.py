@@ -62,7 +62,8 @@ def test_help_imports_nothing_heavy(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["bench", "run"], ["bench", "paper", "rank"], ["train", "head"], ["adapter", "status"], ["convert"]]
+    "words",
+    [["bench", "run"], ["bench", "paper", "rank"], ["train", "head"], ["adapter", "status"], ["convert", "head"]],
 )
 def test_help_of_every_group_needs_no_framework(words: list[str]) -> None:
     out, loaded = loads([*words, "--help"], LIGHT)

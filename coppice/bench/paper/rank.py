@@ -12,7 +12,7 @@ from coppice.config.sections import DrafterSettings
 from coppice.engine.loading import load_engine
 from coppice.heads.block_head import SpecBlockHead
 from coppice.heads.checkpoints import load_head, read_output
-from coppice.heads.feature_head import target_ids
+from coppice.heads.ranking import target_ids
 from coppice.stack.spec import StackSpec
 from coppice.training.data.answerer import Answer, Answerer, as_positions
 from coppice.training.data.teacher import Teacher

@@ -116,6 +116,13 @@ class DraftModel(nn.Module):
         return logits, normed
 
 
+def borrow(layer: nn.Linear) -> None:
+    """Make a layer's weight somebody else's: it moves with its model, but is neither trained nor part of its state."""
+    weight = layer.weight.detach()
+    del layer.weight
+    layer.register_buffer("weight", weight, persistent=False)
+
+
 class Attention(nn.Module):
     """Grouped-query attention whose inputs are `inputs` times as wide as its output."""
 

@@ -14,9 +14,8 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from torch import Tensor, nn
 
-from coppice.engine.linear import borrow
 from coppice.heads.models.block import Layer
-from coppice.heads.models.layers import Attend, DraftModel, HeadConfig, norm_of
+from coppice.heads.models.layers import Attend, DraftModel, HeadConfig, borrow, norm_of
 from coppice.heads.models.rotary import Rope
 from coppice.limits import MAX_TREE_DEPTH
 
@@ -28,6 +27,8 @@ class MaskedBlockConfig(HeadConfig):
     qk_norm: bool = True
     block_size: int = Field(8, ge=2, le=MAX_TREE_DEPTH)
     """rows of a block, the root's included"""
+    num_target_layers: NonNegativeInt = 0
+    """layers of the target, which the public loaders want to know; 0: not said"""
     mask_token_id: NonNegativeInt = 0
     """the row of the target's token embedding that stands for a token to be predicted"""
     causal: bool = False

@@ -1,0 +1,76 @@
+"""How a head that reads features turns its logits into the scores of candidates, beside the target's own noise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coppice.heads.base import DraftJob
+from coppice.heads.feature_session import FeatureSession
+from coppice.heads.models.layers import HeadConfig, largest
+from coppice.speculation.sampling_torch import noise
+
+
+class Ranking:
+    """The target ids of a draft vocabulary, and how far its logits and the noise decide what the target draws."""
+
+    def __init__(self, target_ids: Tensor, alpha: float, beta: float) -> None:
+        """`target_ids` are the (draft vocabulary,) ids, on the device that drafts.
+
+        Under noise scores are alpha * logits / T + beta * noise. Both are 1 where a head is as sure as it should be.
+        """
+        self.ids, self._target_ids = target_ids.cpu().numpy(), target_ids
+        self._alpha, self._beta = alpha, beta
+
+    def no_noise(self) -> tuple[int, int, Tensor]:
+        """Return the noise that a session begins with."""
+        return 0, 0, torch.empty(0, len(self.ids), device=self._target_ids.device)
+
+    def noise(self, session: FeatureSession, job: DraftJob, depths: int) -> Tensor:
+        """Return (depths, draft vocabulary) float32 keyed noise of nodes at depth 1.. .
+
+        Most positions of a draft were drafted at before: their noise is kept between steps.
+        """
+        seed, first = job.sampling.seed, job.committed_len + 1
+        of_seed, start, known = session.noise
+        known = known[first - start :] if of_seed == seed and start <= first else known[:0]
+        if len(known) < depths:
+            positions = torch.arange(first + len(known), first + depths, device=known.device)
+            known = torch.cat((known, noise(seed, positions, self._target_ids).float()))
+        session.noise = seed, first, known
+        return known[:depths]
+
+    def score(self, logits: Tensor, job: DraftJob, noise: Tensor | None) -> None:
+        """Turn (..., draft vocabulary) float32 logits, in place, into the scores of a job whose noise is as wide."""
+        if job.sampling.temperature:
+            logits *= (1.0 if noise is None else self._alpha) / job.sampling.temperature
+        if noise is not None:
+            logits += noise if self._beta == 1.0 else self._beta * noise
+
+    def likeliest(
+        self, scores: Tensor, width: int, *more: Tensor, wanted: Tensor | None = None
+    ) -> tuple[Any, Any, Any]:
+        """Return (..., width) target ids and log-scores of the best of (..., V) scores, and (..., M) int64 more.
+
+        The best come first. `wanted` are (..., 1) draft ids that are the last ones where they are not among the best.
+        All are numpy arrays, int64, float32 and int64, after one transfer from the device.
+        """
+        scores = scores.log_softmax(-1)
+        values, indices = largest(scores, width)
+        if wanted is not None:
+            absent = (indices != wanted).all(-1, keepdim=True)
+            indices[..., -1:] = torch.where(absent, wanted, indices[..., -1:])
+            values[..., -1:] = torch.where(absent, scores.gather(-1, wanted), values[..., -1:])
+            more = (*more, (indices == wanted).int().argmax(-1, keepdim=True))
+        parts = (indices.int(), values.view(torch.int32), *(part.int() for part in more))
+        best = torch.cat(parts, dim=-1).cpu().numpy()
+        return self.ids[best[..., :width]], best[..., width : 2 * width].view(np.float32), best[..., 2 * width :]
+
+
+def target_ids(model: Any, config: HeadConfig) -> Tensor:
+    """Return the (draft vocabulary,) int64 target id of each draft id; d2t holds offsets, as public checkpoints do."""
+    ids: Tensor = torch.arange(config.draft_vocab_size) + model.d2t.cpu()
+    return ids
