@@ -18,7 +18,7 @@ from coppice.bench.reference import Reference
 from coppice.config.sections import FEATURE_KINDS
 from coppice.heads.base import DraftJob
 from coppice.heads.checkpoints import load_head, read_output
-from coppice.heads.feature_head import target_ids
+from coppice.heads.ranking import target_ids
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.sampling_torch import noise
 from coppice.training.data.answerer import Answer, as_positions

@@ -20,7 +20,7 @@ from coppice.bench.paper.rank import answers
 from coppice.bench.progress import Progress
 from coppice.bench.report import Report
 from coppice.heads.checkpoints import load_head, read_output
-from coppice.heads.feature_head import target_ids
+from coppice.heads.ranking import target_ids
 from coppice.speculation.sampling_torch import noise
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.training.data.answerer import Answer, as_positions
