@@ -112,14 +112,17 @@ class BlockTree:
         else:
             self.starts = _starts(0)
 
-    def grow_level(self, tokens: Ints, scores: NDArray[np.floating], deeper: bool) -> None:
-        """Add (S, W) children of the starts, each one's best first, and choose the next starts if it goes deeper."""
+    def grow_level(self, tokens: Ints, scores: NDArray[np.floating], deeper: bool, child: float = 0.0) -> None:
+        """Add (S, W) children of the starts, each one's best first, and choose the next starts if it goes deeper.
+
+        A node is no start where a child of log-score `child` would not be among the `budget` best.
+        """
         summed = (np.append(self.scores, 0.0)[self.starts.nodes - 1, None] + scores)[:, None]
         self.block = self.starts.nodes[:, None], np.ones((len(tokens), 1), np.bool_)
         numbers = np.arange(summed.size)
         nodes = numbers + (len(self.tokens) + 1)
         self._add(tokens.ravel(), self.starts.nodes.repeat(tokens.shape[1]), summed.ravel())
-        self.starts = self._next_starts(numbers, summed, nodes) if deeper else _starts(0)
+        self.starts = self._next_starts(numbers, summed, nodes, child) if deeper else _starts(0)
 
     def _add(self, tokens: Ints, parents: Ints, scores: Floats, worth: Floats | None = None) -> None:
         """Append candidates. They are chosen by their scores unless there is another `worth`."""
@@ -128,11 +131,11 @@ class BlockTree:
         self.scores = np.concatenate((self.scores, scores))
         self.worth = self.scores if worth is None else np.concatenate((self.worth, worth))
 
-    def _next_starts(self, places: Ints, worth: Floats, nodes: Ints) -> Starts:
+    def _next_starts(self, places: Ints, worth: Floats, nodes: Ints, child: float = 0.0) -> Starts:
         """Choose the best of the places among (S, K, W) tokens that may begin a block; `nodes` numbers the tokens."""
         candidates = worth.ravel()[places]
         order = (-candidates).argsort(kind="stable")[: self.most_starts]  # stable: the same tree on every machine
-        places = places[order[candidates[order] > self._edge()]]
+        places = places[order[candidates[order] + child > self._edge()]]
         slots_of = worth.shape[1]
         rows, slots, _ = np.unravel_index(places, worth.shape)
         own = np.zeros((len(rows), len(worth), slots_of), np.bool_)

@@ -25,8 +25,10 @@ from coppice.heads.models.layers import Attend
 from coppice.heads.models.masked_block import MaskedBlockModel
 from coppice.heads.parallel_head import ParallelHead
 
-PARENTS = 8
-"""nodes of a level, the likeliest ones, whose children a Markov table scores"""
+PARENTS = 4
+"""nodes of a level, the likeliest ones, whose children a Markov table scores (PCTree's k: more gain nothing)"""
+BEST_CHILD = -0.7
+"""log-score of a child that a node is expanded for: it would have to be in the tree. A level costs as much for one."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ class MaskedBlockHead(ParallelHead):
                 draft, nodes = drafts[number], tree.starts.nodes
                 if draft is not None:
                     draft.predictions.append((nodes, states[number, depth].expand(len(nodes), -1)))
-                tree.grow_level(tokens[part], values[part], depth + 1 < self.deepest)
+                tree.grow_level(tokens[part], values[part], depth + 1 < self.deepest, BEST_CHILD)
                 previous[number] = tree.tokens[tree.starts.nodes - 1]
         for draft, tree in zip(drafts, trees, strict=True):
             if draft is not None:

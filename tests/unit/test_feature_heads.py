@@ -23,7 +23,7 @@ from coppice.heads.base import DraftJob, Growth, with_tree_shape
 from coppice.heads.block_head import BLOCKS, WIDTHS, FalconHead, SpecBlockHead, prior
 from coppice.heads.checkpoints import SHAPES, Loaded, load_head, save_head
 from coppice.heads.feature_head import FeatureHead
-from coppice.heads.masked_block_head import PARENTS
+from coppice.heads.masked_block_head import BEST_CHILD, PARENTS
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
 from coppice.heads.models.layers import largest
 from coppice.heads.models.rotary import Rotary
@@ -459,7 +459,8 @@ class SlowMaskedBlock:
                     new.append(child)
             new.sort(key=lambda one: -nodes[one])
             edge = sorted(nodes.values(), reverse=True)[job.budget - 1] if len(nodes) >= job.budget else -np.inf
-            frontier = [one for one in new[:most] if nodes[one] > edge]
+            child = BEST_CHILD if markov else 0.0
+            frontier = [one for one in new[:most] if nodes[one] + child > edge]
         return best(nodes, job.budget)
 
 

@@ -153,8 +153,10 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(states).view(rows, length, -1, self.dim).transpose(1, 2)
         value = qkv[:, -self.kv_heads :]
         turned = qkv[:, : -self.kv_heads]
-        if self.normed:
-            turned = torch.cat((self.q_norm(turned[:, : self.heads]), self.k_norm(turned[:, self.heads :])), dim=1)
+        if self.normed:  # as one: a norm costs as much for both
+            weights = self.q_norm.weight.expand(self.heads, -1), self.k_norm.weight.expand(self.kv_heads, -1)
+            normed = F.rms_norm(turned, (self.dim,), None, self.q_norm.eps)
+            turned = normed * torch.cat(weights)[:, None].to(turned.dtype)
         turned = rotate(turned, rope)
         return turned[:, : self.heads], turned[:, self.heads :], value
 
