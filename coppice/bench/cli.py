@@ -147,7 +147,9 @@ def calibrate(options: Options) -> None:
     from coppice.bench.questions import prompt_ids
     from coppice.config.sections import FEATURE_KINDS
 
-    spec = with_heads(replace(options, dtype="float32"), FEATURE_KINDS, ("specblock-code", "eagle3-code"))
+    spec = with_heads(
+        replace(options, dtype="float32"), FEATURE_KINDS, ("dspark-code", "specblock-code", "eagle3-code")
+    )
     temperatures, asked = options.temperatures_asked(), prompt_ids(options, spec)
     if not all(temperatures):
         raise InvalidField("temperatures", "nothing is drawn at 0")
@@ -257,7 +259,7 @@ def coupling(options: Options) -> None:
     from coppice.bench.paper.decoded import COUPLED_KINDS, coupled, coupling_goals, decode, draw_coupling
     from coppice.bench.questions import prompt_ids
 
-    spec = with_heads(options, COUPLED_KINDS, ("specblock-code", "eagle3-code", "lm"))
+    spec = with_heads(options, COUPLED_KINDS, ("dspark-code", "specblock-code", "eagle3-code", "lm"))
     temperatures, asked = options.temperatures_asked(), prompt_ids(options, spec)
     with measuring("bench paper coupling", spec, options) as bench:
         measured = decode(bench, coupled(spec.heads, options.budgets_asked()), asked, temperatures)
@@ -284,7 +286,9 @@ def drafting(options: Options) -> None:
     from coppice.bench.paper.drafting import run_drafting
     from coppice.config.sections import FEATURE_KINDS
 
-    spec = replace(with_heads(options, FEATURE_KINDS, ("specblock-code", "eagle3-code")), drafter_threads=1)
+    spec = replace(
+        with_heads(options, FEATURE_KINDS, ("dspark-code", "specblock-code", "eagle3-code")), drafter_threads=1
+    )
     budgets, temperatures = options.budgets_asked(), options.temperatures_asked()
     with reporting("bench paper drafting", spec, options) as report:
         run_drafting(spec, report, options.n, budgets, temperatures)

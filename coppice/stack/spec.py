@@ -23,13 +23,14 @@ DEFAULT_ADAPTER_PORT = 50061
 HTTP_PORT = "orchestrator.http_port"
 MAX_REPLICAS = 64
 SHIPPED_HEADS: dict[str, HeadKind] = {
+    "dspark-code": "dspark",
+    "dspark-prose": "dspark",
     "specblock-code": "specblock",
-    "specblock-prose": "specblock",
     "eagle3-code": "eagle3",
     "lm": "lm",
     "lookup": "lookup",
 }
-DEMO_HEADS = ("specblock-code", "specblock-prose", "lookup")
+DEMO_HEADS = ("dspark-code", "dspark-prose", "lookup")
 
 
 class NoModels(CoppiceError):

@@ -11,8 +11,10 @@ from types import FrameType
 
 import torch
 
+from coppice.engine.linear import pays
 from coppice.training.checkpoint import Named, load_checkpoint, save_checkpoint, save_weights
 from coppice.training.data.packing import Packed, Reader, check_held_out, held_out_batches
+from coppice.training.muon import Muon
 from coppice.training.progress import Progress
 from coppice.training.run_folder import checkpoints
 from coppice.training.schedule import Schedule
@@ -79,7 +81,10 @@ def make_optimisers(model: torch.nn.Module, rates: Rates) -> list[torch.optim.Op
     adamw = torch.optim.AdamW(others, lr=rates.adam, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     if not matrices:
         return [adamw]
-    muon = torch.optim.Muon(matrices, lr=rates.muon, weight_decay=rates.weight_decay, ns_steps=MUON_STEPS)
+    slow = matrices[0].device.type == "cpu" and not pays(torch.bfloat16)
+    muon = (Muon if slow else torch.optim.Muon)(
+        matrices, lr=rates.muon, weight_decay=rates.weight_decay, ns_steps=MUON_STEPS
+    )
     return [muon, adamw]
 
 

@@ -407,5 +407,5 @@ def test_by_default_the_page_is_for_loopback_alone(flags: list[str], served: boo
 
 
 def test_heads_have_the_colours_of_the_pictures(page: Page) -> None:
-    names = ["specblock-code", "specblock-prose", "mine", "lookup", "my_own", "eagle3-code", "mine-2", *HEAD_KINDS]
+    names = ["specblock-code", "specblock-2", "mine", "lookup", "my_own", "eagle3-code", "mine-2", *HEAD_KINDS]
     assert page.evaluate("names => coloursOf(names)", names) == [look.colour for look in looks(names).values()]

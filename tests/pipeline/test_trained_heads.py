@@ -1,4 +1,4 @@
-"""The shipped SpecBlock and EAGLE-3 heads in real processes: the target's own text, whatever is drafted or lost."""
+"""The shipped DSpark, SpecBlock and EAGLE-3 heads in real processes: the target's own text, whatever is drafted or lost."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 
-NAMES = ("specblock-code", "eagle3-code")
-POLICIES = ("single:specblock-code", "single:eagle3-code", "route", "merge", "merge-full")
+NAMES = ("dspark-code", "specblock-code", "eagle3-code")
+POLICIES = ("single:dspark-code", "single:specblock-code", "single:eagle3-code", "route", "merge", "merge-full")
 PROMPTS = [prompt.prompt for prompt in demo_prompts() if prompt.category in ("code", "maths")][::13]
 NEW = 24
 
 
 def started(deadline_ms: float, window: int = 4096) -> Stack:
-    """The demo's target with both heads; `window`: positions whose features the verifier keeps."""
+    """The demo's target with its trained heads; `window`: positions whose features the verifier keeps."""
     extra = {
         "orchestrator": {"orchestrator.draft_deadline_ms": deadline_ms, "orchestrator.budget": 8},
         "verifier": {"verifier.feature_window": window},
@@ -67,7 +67,7 @@ def test_sampled_text_is_plains_and_coupling_guesses_it(stack: Stack) -> None:
             for policy in ("merge", "route"):
                 assert client.generate(PROMPTS[0], policy=policy, **told).ids == plain.ids
             for coupled in (True, False):
-                answer = client.generate(PROMPTS[0], policy="single:specblock-code", coupled=coupled, **told)
+                answer = client.generate(PROMPTS[0], policy="single:dspark-code", coupled=coupled, **told)
                 assert answer.ids == plain.ids
                 gained[coupled] += answer.tau
     assert gained[True] > gained[False]
@@ -89,7 +89,7 @@ def test_a_lost_drafter_changes_nothing_and_one_that_comes_back_drafts_again(num
     sampling = SamplingParams(temperature=1.0, seed=11)
     told = {"max_new_tokens": 64, "ignore_eos": True, "sampling": sampling}
     with started(deadline_ms=0, window=16) as running, Client(running.address) as client:
-        pid = running.services["drafter-specblock-code"].pid
+        pid = running.services["drafter-dspark-code"].pid
         plain = client.generate(PROMPTS[0], policy="plain", **told)
         ids: list[int] = []
         for event in client.stream(PROMPTS[0], policy="route", **told):
@@ -102,7 +102,7 @@ def test_a_lost_drafter_changes_nothing_and_one_that_comes_back_drafts_again(num
         assert tuple(ids) == plain.ids
         if number == signal.SIGSTOP:
             taus = [
-                client.generate(PROMPTS[0], policy="single:specblock-code", max_new_tokens=64, ignore_eos=True).tau
+                client.generate(PROMPTS[0], policy="single:dspark-code", max_new_tokens=64, ignore_eos=True).tau
                 for _ in range(4)  # the head may still be benched at first
             ]
             assert max(taus) > 1.3

@@ -366,8 +366,8 @@ def test_every_kind_of_head_has_a_colour_of_its_own() -> None:
 
 def test_a_method_looks_the_same_in_every_picture() -> None:
     few = looks(["plain", "specblock-code"])
-    many = looks(["lookup", "specblock-prose", "specblock-code", "lm, p/q", "mine"])
+    many = looks(["lookup", "specblock-2", "specblock-code", "lm, p/q", "mine"])
     assert few["specblock-code"].colour == many["specblock-code"].colour == looks(["specblock"])["specblock"].colour
-    assert many["specblock-code"].drawn != many["specblock-prose"].drawn
+    assert many["specblock-code"].drawn != many["specblock-2"].drawn
     assert many["lm, p/q"].colour == looks(["lm"])["lm"].colour
     assert many["mine"].colour not in {many[name].colour for name in ("lookup", "specblock-code", "lm, p/q")}

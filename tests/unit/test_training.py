@@ -22,6 +22,7 @@ from coppice.training.data.corpora import is_held_out, load_corpus, parse_spec, 
 from coppice.training.data.packing import MAX_EPOCHS, Packed, Reader
 from coppice.training.data.target_answers import AnswerPlan, record_answers
 from coppice.training.losses.chunked import next_token_loss, soft_target_loss
+from coppice.training.muon import Muon
 from coppice.training.schedule import Schedule
 from coppice.training.trainer import Rates, RunOptions
 
@@ -147,6 +148,22 @@ def test_a_resumed_run_ends_with_the_very_weights_of_an_uninterrupted_one(text: 
     whole, parts = last_weights(tmp_path / "whole"), last_weights(tmp_path / "parts")
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+@pytest.mark.parametrize("shape", [(24, 8), (8, 24)])
+def test_muon_in_float32_goes_where_torchs_goes(shape: tuple[int, int]) -> None:
+    """But for bfloat16's rounding, which torch iterates in."""
+    draws = torch.Generator().manual_seed(0)
+    begin = torch.randn(shape, generator=draws)
+    weights = [torch.nn.Parameter(begin.clone()) for _ in range(2)]
+    optimisers = [made([weight], lr=0.1) for made, weight in zip((Muon, torch.optim.Muon), weights, strict=True)]
+    for _ in range(5):
+        gradient = torch.randn(shape, generator=draws)
+        for optimiser, weight in zip(optimisers, weights, strict=True):
+            weight.grad = gradient.clone()
+            optimiser.step()
+    ours, theirs = (weight.detach() - begin for weight in weights)
+    assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
 
 def test_momentum_that_an_earlier_checkpoint_calls_otherwise_is_restored() -> None:
