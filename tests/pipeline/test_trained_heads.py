@@ -1,4 +1,4 @@
-"""The shipped DSpark, SpecBlock and EAGLE-3 heads in real processes: the target's own text, whatever is drafted or lost."""
+"""The shipped trained heads in real processes: the target's own text, whatever is drafted or lost."""
 
 from __future__ import annotations
 

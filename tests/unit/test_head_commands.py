@@ -96,7 +96,7 @@ def test_an_eagle3_head_is_trained_and_written(place: Path) -> None:
 
 def test_baselines_are_trained_once_each_on_the_same_answers(place: Path, tmp_path: Path) -> None:
     target, file = place / "target", tmp_path / "out.json"
-    kinds = ("medusa", "parallelspec", "falcon", "dflash", "jetspec", "dspark")
+    kinds = ("medusa", "parallelspec", "falcon", "dflash", "jetspec")
     flags = ("paper", "baselines", "--cache", str(place), "--tokens", "1024")
     told = run(bench, place, *flags, "--json", str(file))
     lines = {line["kind"]: line for line in json.loads(file.read_text())["figures"]["baselines"]}
