@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import typer
 from typer import Option
 
-from coppice.config.sections import HEAD_KINDS
 from coppice.errors import InvalidField
 
 if TYPE_CHECKING:
@@ -80,7 +79,8 @@ Target = Annotated[Path | None, Option(help="Model folder; default: the demo's t
 Heads = Annotated[
     list[str] | None,
     names(
-        f"Draft heads; KIND is {', '.join(HEAD_KINDS[:-1])} or {HEAD_KINDS[-1]}.",
+        "Draft heads; KIND is bigram, lookup, lm, eagle3, specblock, medusa, parallelspec, falcon, dflash, jetspec or "
+        "dspark.",
         "--head",
         metavar="NAME=KIND[:DIR],...",
     ),

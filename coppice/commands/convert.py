@@ -5,10 +5,9 @@ from typing import Annotated
 
 import typer
 
-from coppice.config.sections import HEAD_LAYOUTS
-
 app = typer.Typer(help="Convert checkpoints between layouts.", no_args_is_help=True, add_completion=False)
 
+HEAD_LAYOUTS = ("specblock", "eagle3", "speculators", "dflash", "jetspec", "dspark")
 LAYOUTS = f"{', '.join(HEAD_LAYOUTS[:-1])} or {HEAD_LAYOUTS[-1]}"
 
 

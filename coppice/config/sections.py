@@ -14,8 +14,6 @@ from coppice.machine import extensions
 
 HEADS = "coppice.heads"
 """the entry points under which packages add kinds of heads"""
-HEAD_LAYOUTS = ("specblock", "eagle3", "speculators", "dflash", "jetspec", "dspark")
-"""layouts of checkpoints that others read, too"""
 HEAD_KINDS = (
     "bigram",
     "lookup",

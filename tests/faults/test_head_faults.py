@@ -182,6 +182,7 @@ def of_eagle_1(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 def as_ids(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     tensors["d2t"] = torch.arange(WORDS) + tensors["d2t"]
+    del tensors["t2d"]  # by which the loader would see it
 
 
 def misread(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:

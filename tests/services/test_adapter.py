@@ -92,7 +92,7 @@ class Bench:
     def __init__(self, start: StartService, target: Path, head: Path, redis: LocalRedis, folder: Path) -> None:
         self._start, self._target, self._head, self._folder = start, target, head, folder
         self.redis = redis
-        self.draft_ids: list[int] = build("specblock", head, target)[0].target_ids.tolist()
+        self.draft_ids: list[int] = build("specblock", head, target)[0].ranking.ids.tolist()
         self.drafters: list[Service] = []
         self.addresses: list[str] = []
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from coppice.bench.paper.replay import replay_all
-from coppice.config.sections import DrafterSettings
-from coppice.engine.engine import Engine
 from coppice.engine.loading import load_engine
-from coppice.heads.feature_head import FeatureHead
-from coppice.heads.registry import build_head
-from coppice.training.data.answerer import Answer, Answerer
+from coppice.heads.checkpoints import load_head, read_output
+from coppice.heads.ranking import target_ids
+from coppice.training.data.answerer import Answer, Answerer, as_positions
+from coppice.training.data.teacher import Teacher
 from coppice.training.data.tokenizer import load_tokenizer
+from coppice.training.losses.acceptance import measure
+from coppice.training.losses.feature_losses import HeadLoss, Student
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 PROMPTS = (
@@ -28,30 +28,33 @@ PROMPTS = (
     "import os\nimport sys\n\n\ndef main(argv):\n",
     "    def test_empty(self):\n        self.assertEqual(",
 )
-LENGTH, BUDGET, TEMPERATURE, SEED = 128, 12, 0.7, 3  # greedy answers of a small target loop, and any head follows
+LENGTH, TEMPERATURE, SEED = 128, 0.7, 3  # greedy answers of a small target loop, and any head follows
+
+
+LAYERS = (2, 3, 10, 11, 17, 18)
+"""those of the shipped head, and the ones behind them"""
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
-    return load_engine(DEMO / "target", dtype="float32", kv_tokens=2048)
-
-
-def texts(engine: Engine, layers: tuple[int, ...]) -> list[tuple[Answer, int]]:
-    """The target's answers with the features of these layers, and how many tokens of each are its prompt."""
+def answers() -> list[Answer]:
+    """The target's answers with the features of LAYERS."""
+    engine = load_engine(DEMO / "target", dtype="float32", kv_tokens=2048)
     prompts = [load_tokenizer(DEMO / "target").encode(prompt).ids for prompt in PROMPTS]
-    answers = Answerer(engine, layers=layers).answer(prompts, [LENGTH] * len(prompts), TEMPERATURE, SEED)
-    return [(answer, len(prompt)) for answer, prompt in zip(answers, prompts, strict=True)]
+    return Answerer(engine, layers=LAYERS).answer(prompts, [LENGTH] * len(prompts), TEMPERATURE, SEED)
 
 
-def tau(engine: Engine, folder: Path, *, blank: bool = False) -> float:
-    """Tokens a step that the head of a folder would commit along the answers; `blank`: it is given zeros."""
-    settings = {"kind": "dspark", "path": str(folder), "target": str(DEMO / "target"), "kv_tokens": 1024, "threads": 1}
-    head = build_head(DrafterSettings.model_validate(settings))
-    assert isinstance(head, FeatureHead)
-    asked = texts(engine, head.description.feature_layers)
-    if blank:
-        asked = [(Answer(text.ids, torch.zeros_like(text.features), text.final), length) for text, length in asked]
-    return replay_all(head, asked, BUDGET).tau
+def length(answers: list[Answer], folder: Path, *, blank: bool = False) -> float:
+    """Tokens a step of greedy chains behind every token of the answers; `blank`: the head is given zeros."""
+    loaded = load_head("dspark", folder, DEMO / "target")
+    places = [LAYERS.index(layer) for layer in loaded.config.feature_layers]
+    wide = loaded.config.hidden_size
+    seen = [
+        replace(one, features=one.features.view(LENGTH, -1, wide)[:, places].flatten(1) * (not blank))
+        for one in answers
+    ]
+    read, positions = as_positions(seen)
+    teacher = Teacher(read, read_output(DEMO / "target"), target_ids(loaded.model, loaded.config))
+    return measure(Student(loaded.model, loaded.embedding), HeadLoss(teacher), positions).length
 
 
 def told(folder: Path, changes: Mapping[str, Any]) -> Path:
@@ -63,26 +66,26 @@ def told(folder: Path, changes: Mapping[str, Any]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def honest(engine: Engine) -> float:
-    return tau(engine, DEMO / "dspark-code")
+def honest(answers: list[Answer]) -> float:
+    return length(answers, DEMO / "dspark-code")
 
 
 @pytest.mark.parametrize(
     ("changes", "share"),
     [
-        ({"target_layer_ids": [2, 10, 17]}, 1.0),  # one further each: few tokens are lost, as others found too
-        ({"target_layer_ids": [9, 1, 16]}, 1.0),
-        ({"is_causal": True}, 1.0),
+        ({"target_layer_ids": [2, 10, 17]}, 0.995),  # one further each: few tokens are lost, as others found too
+        ({"target_layer_ids": [9, 1, 16]}, 0.995),
+        ({"is_causal": True}, 0.995),
         ({"sample_from_anchor": False}, 0.93),
         ({"mask_token_id": 11}, 0.96),
     ],
     ids=str,
 )
 def test_a_head_of_which_something_wrong_is_said_drafts_worse(
-    changes: Mapping[str, Any], share: float, engine: Engine, honest: float, tmp_path: Path
+    changes: Mapping[str, Any], share: float, answers: list[Answer], honest: float, tmp_path: Path
 ) -> None:
-    assert tau(engine, told(tmp_path / "head", changes)) < share * honest
+    assert length(answers, told(tmp_path / "head", changes)) < share * honest
 
 
-def test_a_head_without_the_targets_features_drafts_worse(engine: Engine, honest: float) -> None:
-    assert tau(engine, DEMO / "dspark-code", blank=True) < 0.7 * honest
+def test_a_head_without_the_targets_features_drafts_worse(answers: list[Answer], honest: float) -> None:
+    assert length(answers, DEMO / "dspark-code", blank=True) < 0.7 * honest

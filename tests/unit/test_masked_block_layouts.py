@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from coppice.commands.convert import app
-from coppice.config.sections import HEAD_LAYOUTS
+from coppice.commands.convert import HEAD_LAYOUTS, app
 from coppice.errors import InvalidField
 from coppice.heads.checkpoints import OWN, SHAPES, convert, kind_in, layout_of, load_head, read_head
 from coppice.heads.public_state import public_state
