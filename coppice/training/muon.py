@@ -17,7 +17,7 @@ class Muon(torch.optim.Muon):
     """The same updates, but for the rounding; its state is torch's."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Change all weights that have a gradient."""
         for group in self.param_groups:
             rate, momentum = group["lr"], group["momentum"]
