@@ -30,6 +30,7 @@ paper = typer.Typer(help="One of the papers' tables, measured on these models.",
 app.add_typer(paper, name="paper")
 
 CELLS = ("temperatures", "budgets", "sessions")
+TRAINED = ("dspark-code", "specblock-code", "eagle3-code")
 ASKED = ("target", "heads", "prompts", "category", "chat", "skip_long", "dtype")
 
 
@@ -147,9 +148,7 @@ def calibrate(options: Options) -> None:
     from coppice.bench.questions import prompt_ids
     from coppice.config.sections import FEATURE_KINDS
 
-    spec = with_heads(
-        replace(options, dtype="float32"), FEATURE_KINDS, ("dspark-code", "specblock-code", "eagle3-code")
-    )
+    spec = with_heads(replace(options, dtype="float32"), FEATURE_KINDS, TRAINED)
     temperatures, asked = options.temperatures_asked(), prompt_ids(options, spec)
     if not all(temperatures):
         raise InvalidField("temperatures", "nothing is drawn at 0")
@@ -259,7 +258,7 @@ def coupling(options: Options) -> None:
     from coppice.bench.paper.decoded import COUPLED_KINDS, coupled, coupling_goals, decode, draw_coupling
     from coppice.bench.questions import prompt_ids
 
-    spec = with_heads(options, COUPLED_KINDS, ("dspark-code", "specblock-code", "eagle3-code", "lm"))
+    spec = with_heads(options, COUPLED_KINDS, (*TRAINED, "lm"))
     temperatures, asked = options.temperatures_asked(), prompt_ids(options, spec)
     with measuring("bench paper coupling", spec, options) as bench:
         measured = decode(bench, coupled(spec.heads, options.budgets_asked()), asked, temperatures)
@@ -286,9 +285,7 @@ def drafting(options: Options) -> None:
     from coppice.bench.paper.drafting import run_drafting
     from coppice.config.sections import FEATURE_KINDS
 
-    spec = replace(
-        with_heads(options, FEATURE_KINDS, ("dspark-code", "specblock-code", "eagle3-code")), drafter_threads=1
-    )
+    spec = replace(with_heads(options, FEATURE_KINDS, TRAINED), drafter_threads=1)
     budgets, temperatures = options.budgets_asked(), options.temperatures_asked()
     with reporting("bench paper drafting", spec, options) as report:
         run_drafting(spec, report, options.n, budgets, temperatures)

@@ -65,9 +65,7 @@ LOSS_IS = {
     "eagle3": "nats a token, mean of seven steps",
     "medusa": "nats a token, mean of all slots, each weighing 0.8 of the one before",
     "parallelspec": "nats a token, mean of all slots, each weighing 0.8 of the one before",
-    **dict.fromkeys(
-        ("dflash", "jetspec", "dspark"), "mean of all slots, each weighing 0.78 of the one before, 0.1 CE + 0.9 L1"
-    ),
+    **dict.fromkeys(masked_blocks.KINDS, "mean of all slots, each weighing 0.78 of the one before, 0.1 CE + 0.9 L1"),
 }
 LENGTH = "accepted length"
 """the figure that the best weights have the highest of"""

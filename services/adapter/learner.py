@@ -139,8 +139,8 @@ class Learner:
         model: Any = self.student.model
         if kind == "full":
             return [model]
-        named = ("lm_head",) if model.own_output else ("markov_head",)
-        return [part for name in (*named, *_JUDGES) if (part := getattr(model, name, None)) is not None]
+        taught = "lm_head" if getattr(model, "markov_head", None) is None else "markov_head"
+        return [part for name in (taught, *_JUDGES) if (part := getattr(model, name, None)) is not None]
 
     def _optimiser(self, kind: Kind) -> torch.optim.AdamW:
         rate = self.settings.head_rate if kind == "head" else self.settings.full_rate
@@ -291,7 +291,7 @@ class Learner:
 def _logits(model: Any, hidden: Tensor, previous: Tensor) -> Tensor:
     """Return the (n, D) logits that (n, hidden) normed states give behind (n,) tokens."""
     logits: Tensor = model.lm_head(hidden)
-    return logits if model.own_output else logits + model.bias(previous)
+    return logits if getattr(model, "markov_head", None) is None else logits + model.bias(previous)
 
 
 def _differing(was: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from coppice.config.adaptation import AdapterSettings, LearnerSettings
 from coppice.config.sections import DrafterSettings
 from coppice.config.settings import Settings
 from coppice.heads.block_head import SpecBlockHead
-from coppice.heads.checkpoints import read_output
+from coppice.heads.checkpoints import load_head, read_output, save_head
 from coppice.prompts.files import demo_prompts
 from coppice.training.data.answerer import Answer
 from coppice.training.data.tokenizer import load_tokenizer
@@ -164,6 +164,18 @@ def test_a_head_only_update_raises_missed_tokens_and_changes_nothing_below(
     assert differing(made.tensors(), was) == HEADS_OWN[kind]
     assert set(made.changed()) == differing(made.tensors(), was)
     assert all(tensor.dtype == torch.float32 for tensor in made.changed().values())
+
+
+def test_a_head_that_brings_its_output_layer_is_taught_by_its_markov_table(
+    heads: dict[str, Path], target: Path, tmp_path: Path
+) -> None:
+    loaded = load_head("dspark", heads["dspark"], target)
+    loaded.model.own_output = True  # as DeepSpec's files have it
+    save_head(tmp_path / "own", loaded.model, loaded.config, "dspark")
+    made = learner({"dspark": tmp_path / "own"}, "dspark", target)
+    was, update = copies(made.tensors()), made.step("head", head_samples(made))
+    assert update.loss_after < update.loss_before
+    assert differing(made.tensors(), was) == HEADS_OWN["dspark"]
 
 
 def test_the_rank_head_learns_the_buckets_of_the_new_output_layer(heads: dict[str, Path], target: Path) -> None:
