@@ -37,6 +37,7 @@ from coppice.telemetry import configure_logging
 log = structlog.get_logger()
 
 _SHORT_CALLS = 64
+_LAST_WORDS_S = 0.05  # for what a caller says beyond its answer
 MAX_DETAILS = 600  # characters of a status' details: a header holds 8 KiB, a character takes up to 12 bytes of it
 
 Handler = Callable[[Any, grpc.aio.ServicerContext], Any]
@@ -59,6 +60,22 @@ async def _only(requests: AsyncIterator[Any], within_s: float) -> Any:
     if request is None:
         raise InvalidField("request", "the call ended without a message")
     return request
+
+
+@contextlib.asynccontextmanager
+async def _read_out(requests: AsyncIterator[Any]) -> AsyncIterator[None]:
+    """Before a call ends, read what its caller has said beyond that.
+
+    gRPC keeps a stream that ended with messages unread, and a connection has only so many streams. Callers that have
+    closed their side, as good ones have, are not waited for.
+    """
+    try:
+        yield
+    finally:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                async for _ in requests:
+                    pass
 
 
 @contextlib.asynccontextmanager
@@ -98,8 +115,8 @@ def _rpc_handler(method: MethodDescriptor, behaviour: Handler, door: Door) -> gr
     idle_s = door.limits.idle_s
 
     @contextlib.asynccontextmanager
-    async def admitted(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-        async with _guard(context, method.full_name), door.access.admit(method, context):
+    async def admitted(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+        async with _guard(context, method.full_name), _read_out(requests), door.access.admit(method, context):
             if door.full is not None and method.server_streaming:
                 door.full()
             with tracing.serving(method.full_name, context.invocation_metadata()):
@@ -116,11 +133,11 @@ def _rpc_handler(method: MethodDescriptor, behaviour: Handler, door: Door) -> gr
         return behaviour(checked if method.client_streaming else await _only(checked, idle_s), context)
 
     async def unary(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
-        async with admitted(context):
+        async with admitted(requests, context):
             return await (await called(requests, context))
 
     async def stream(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
-        async with admitted(context), contextlib.aclosing(await called(requests, context)) as responses:
+        async with admitted(requests, context), contextlib.aclosing(await called(requests, context)) as responses:
             async for response in responses:
                 await _sent(context, response, idle_s)
 

@@ -72,9 +72,10 @@ class DrafterServicer:
             if session.end is not None:
                 raise session.end
         finally:
+            self._worker.close(session)
             if reader is not None:
                 reader.cancel()
-            self._worker.close(session)
+                await asyncio.wait([reader])  # whoever reads what is left finds the stream free
 
     async def _with_features(self, opening: OpenDraft) -> OpenDraft:
         """The opening with the features inline, if the head reads any. Raises InvalidField, Unavailable."""

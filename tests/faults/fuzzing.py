@@ -263,6 +263,8 @@ async def _say_all(call: Any, outcome: Outcome, random: Random, talk: Talk) -> N
                 outcome.sent.append(each)
                 await _timed(outcome, call.write(each))
             answer = None
+            if answered and not outcome.method.client_streaming and random.random() < 0.9:
+                await _timed(outcome, call.done_writing())  # as clients do; for the others a server waits a little
             if answered and sending and not unawaited:
                 read = await _timed(outcome, call.read())
                 if read is grpc.aio.EOF:

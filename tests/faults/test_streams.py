@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -23,6 +25,7 @@ from coppice.v1 import drafter_pb2
 from coppice.wire.drafter import draft_request_to_wire
 from tests.faults.test_fuzz import State, described, eventually
 from tests.processes import Service
+from tests.tiny import make_target
 
 SERVICE = "/coppice.v1.DrafterService"
 IDLE_S = 0.5
@@ -116,6 +119,30 @@ async def test_thousands_of_streams_that_are_cancelled_leave_nothing(lookup: Rea
     await storm(STREAMS)
     after = State.of(lookup)
     assert after.has_not_grown(before, 8 << 20), (before, after)
+
+
+async def test_what_callers_say_beyond_the_answer_keeps_no_stream(
+    start_service: Callable[..., Service], tmp_path: Path
+) -> None:
+    """gRPC keeps a stream that ended with messages unread, and a connection has only so many."""
+    few = ("--limits.sessions", "1", "--limits.queued", "1", "--verifier.threads", "1")
+    verifier = start_service("services.verifier", "--verifier.target", str(make_target(tmp_path / "target", 300)), *few)
+    method = "/coppice.v1.VerifierService/DescribeTarget"
+    async with Dialer().open(verifier.address) as channel:
+
+        async def talk() -> None:
+            for _ in range(STREAMS):
+                call = channel.stream_stream(method)()  # a deadline would end it at the server, too
+                with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+                    async with asyncio.timeout(5):
+                        for _ in range(3):
+                            await call.write(b"x" * 16)
+                call.cancel()
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(8):
+                group.create_task(talk())
+        assert await channel.unary_unary(method)(b"", timeout=5)
 
 
 class Careless:
