@@ -64,10 +64,10 @@ async def _only(requests: AsyncIterator[Any], within_s: float) -> Any:
 
 @contextlib.asynccontextmanager
 async def _read_out(requests: AsyncIterator[Any]) -> AsyncIterator[None]:
-    """Before a call ends, read what its caller has said beyond that.
+    """Read what the caller still says when the answer is known, and only then let the call end.
 
-    gRPC keeps a stream that ended with messages unread, and a connection has only so many streams. Callers that have
-    closed their side, as good ones have, are not waited for.
+    gRPC keeps a stream that ended with messages unread, and a connection has only so many streams. A caller that has
+    closed its side is not waited for.
     """
     try:
         yield

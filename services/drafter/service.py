@@ -75,7 +75,7 @@ class DrafterServicer:
             self._worker.close(session)
             if reader is not None:
                 reader.cancel()
-                await asyncio.wait([reader])  # whoever reads what is left finds the stream free
+                await asyncio.wait([reader])  # one at a time may read a stream, and what is left is read next
 
     async def _with_features(self, opening: OpenDraft) -> OpenDraft:
         """The opening with the features inline, if the head reads any. Raises InvalidField, Unavailable."""

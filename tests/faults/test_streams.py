@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +132,7 @@ async def test_what_callers_say_beyond_the_answer_keeps_no_stream(
         async def talk() -> None:
             for _ in range(STREAMS):
                 call = channel.stream_stream(method)()  # a deadline would end it at the server, too
-                with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+                with suppress(grpc.RpcError, asyncio.InvalidStateError):
                     async with asyncio.timeout(5):
                         for _ in range(3):
                             await call.write(b"x" * 16)

@@ -274,29 +274,33 @@ def test_ten_thousand_tokens_and_trees_of_128_nodes_keep_up_with_twenty_updates_
     trace = made_trace([f" word{at % 97}" if at % 12 else "\n" for at in range(5000)], [f"n{at}" for at in range(128)])
     open_trace(page, trace)
     assert page.locator("#text span").count() >= 10_000
-    busy = page.evaluate(
+    profiler = page.context.new_cdp_session(page)
+    profiler.send("Performance.enable", {"timeDomain": "threadTicks"})  # of the page's thread, whatever runs beside it
+
+    def busy_s() -> float:
+        metrics = profiler.send("Performance.getMetrics")["metrics"]
+        return next(one["value"] for one in metrics if one["name"] == "TaskDuration")
+
+    began = busy_s()
+    page.evaluate(
         """async (updates) => {
           const chunk = shown.events[1].chunk;
           player.follow();
-          const times = [];
           for (let at = 0; at < updates; at += 1) {
             await new Promise((done) => requestAnimationFrame(done));
-            const began = performance.now();
             shown.add({ chunk });
             drawAnswer();
             // behind the frame in which it is drawn
             await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
-            times.push(performance.now() - began);
           }
-          return times.sort((a, b) => a - b);
         }""",
         UPDATES,
     )
-    median, worst = busy[UPDATES // 2] / 1e3, busy[-1] / 1e3
-    print(f"an update takes {1e3 * median:.1f} ms, at most {1e3 * worst:.1f} ms, with the wait for its frame")
+    update_s = (busy_s() - began) / UPDATES
+    print(f"an update takes {1e3 * update_s:.1f} ms of the page's thread")
     assert page.evaluate("shown.steps.length") == 5000 + UPDATES
     assert page.locator("#tree [data-node]").count() == 130
-    assert median < FRAME_S
+    assert update_s < FRAME_S
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -407,5 +411,5 @@ def test_by_default_the_page_is_for_loopback_alone(flags: list[str], served: boo
 
 
 def test_heads_have_the_colours_of_the_pictures(page: Page) -> None:
-    names = ["specblock-code", "specblock-2", "mine", "lookup", "my_own", "eagle3-code", "mine-2", *HEAD_KINDS]
+    names = ["specblock-code", "specblock-2", "mine", "my_own", "eagle3-code", "mine-2", *HEAD_KINDS]
     assert page.evaluate("names => coloursOf(names)", names) == [look.colour for look in looks(names).values()]
