@@ -28,7 +28,13 @@ _KNOWN_TEXTS = 1 << 14  # of ids
 
 def make_app(served: Served, answering: Answering) -> FastAPI:
     """The application over a service."""
-    app = FastAPI(title="Coppice", version=coppice.__version__, redoc_url=None)
+    app = FastAPI(
+        title="Coppice",
+        version=coppice.__version__,
+        docs_url=None,  # FastAPI's own loads scripts from elsewhere; docs.py has ours
+        redoc_url=None,
+        responses={"4XX": {"description": "what is wrong, in OpenAI's body of an error"}},
+    )
     errors.handle(app)
     _add_state(app, served)
     _add_models(app, served)
@@ -41,20 +47,24 @@ def _add_state(app: FastAPI, served: Served) -> None:
     @app.get("/health")
     @app.get("/ping", include_in_schema=False)
     async def health() -> Response:
+        """Answer while the process lives."""
         return Response()
 
     @app.get("/ready")
     async def ready() -> Response:
+        """Answer while requests are taken and a verifier can be asked; otherwise the status is 503."""
         if not served.ready:
             raise Unavailable("no verifier is ready")
         return Response()
 
     @app.get("/version")
     async def version() -> Json:
+        """Tell Coppice's version."""
         return {"version": coppice.__version__}
 
     @app.get("/metrics")
     async def metrics() -> Response:
+        """Answer what the metrics port answers."""
         return PlainTextResponse(generate_latest(served.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -65,10 +75,12 @@ def _add_models(app: FastAPI, served: Served) -> None:
 
     @app.get("/v1/models")
     async def models() -> Json:
+        """List the served model."""
         return {"object": "list", "data": [model]}
 
     @app.get("/v1/models/{name:path}")
     async def named(name: str) -> Json:
+        """Describe the served model; max_model_len is its context."""
         check_model(served, name)
         return model
 
@@ -78,10 +90,12 @@ def _add_answers(app: FastAPI, served: Served, answering: Answering) -> None:
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
+        """Complete a prompt, whole or as server-sent events."""
         return await answered(body, request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
+        """Answer a conversation, whole or as server-sent events."""
         return await answered(body, request)
 
     async def answered(body: CompletionBody | ChatBody, request: Request) -> Response:
@@ -108,6 +122,7 @@ def _add_answers(app: FastAPI, served: Served, answering: Answering) -> None:
 def _add_tokens(app: FastAPI, served: Served) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> Json:
+        """Tell the tokens of a prompt or of messages, and their count."""
         check_model(served, body.model)
         prompt = [message.plain for message in body.messages] if body.messages else body.prompt or ""
         ids = await served.encode(prompt)
@@ -115,6 +130,7 @@ def _add_tokens(app: FastAPI, served: Served) -> None:
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> Json:
+        """Tell the prompt that tokens are."""
         check_model(served, body.model)
         if served.tokenizer is None:
             raise InvalidField("tokens", "this target has no tokenizer.json")

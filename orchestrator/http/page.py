@@ -50,14 +50,16 @@ def is_served(settings: Settings) -> bool:
 def add_page(app: FastAPI, served: Served, answering: Answering, look: Look) -> None:
     """Add the page's routes to the application over a service."""
     for path, file in FILES.items():
-        _add_file(app, path, file)
+        add_file(app, path, file)
 
     @app.post("/trace/completions")
     async def trace_completion(body: CompletionBody, request: Request) -> Response:
+        """Stream the events of one completion with the tree of each step."""
         return await traced(body, request)
 
     @app.post("/trace/chat/completions")
     async def trace_chat(body: ChatBody, request: Request) -> Response:
+        """Stream the events of one answer in a conversation with the tree of each step."""
         return await traced(body, request)
 
     async def traced(body: CompletionBody | ChatBody, request: Request) -> Response:
@@ -74,10 +76,12 @@ def add_page(app: FastAPI, served: Served, answering: Answering, look: Look) -> 
 
     @app.get("/deployment")
     async def deployment() -> Response:
+        """Tell what the deployment view shows."""
         return Response(_json(await look()), media_type="application/json")
 
 
-def _add_file(app: FastAPI, path: str, file: Path) -> None:
+def add_file(app: FastAPI, path: str, file: Path) -> None:
+    """Serve one file of the page."""
     content = file.read_bytes()
 
     @app.get(path, include_in_schema=False)

@@ -19,6 +19,7 @@ from coppice.rpc.certificates import Certificates
 
 from .answering import Answering
 from .app import make_app
+from .docs import add_docs
 from .door import Door
 from .page import Look, add_page, is_served
 from .served import Served
@@ -44,6 +45,7 @@ class HttpServer:
         self._grace_s, self._draining = settings.server.grace_s, draining
         self._answering = Answering(served, access)
         app = make_app(served, self._answering)
+        add_docs(app)
         if is_served(settings):
             add_page(app, served, self._answering, look)
         self._config = uvicorn.Config(

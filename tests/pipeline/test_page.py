@@ -397,6 +397,16 @@ def test_every_file_is_served_under_a_strict_policy(stack: Stack) -> None:
     assert math.isclose(sum(finished["finished"]["accept_lengths"]), 7)
 
 
+def test_docs_ask_nobody_else(browser: Browser, stack: Stack) -> None:
+    size = {"width": 360, "height": 900}
+    with visiting(browser, f"http://{stack.orchestrator.http}/docs", viewport=size) as page:
+        expect(page.get_by_role("cell", name="POST /v1/chat/completions", exact=True)).to_be_visible()
+        page.get_by_role("link", name="ChatBody").first.click()
+        expect(page.get_by_role("heading", name="ChatBody")).to_be_in_viewport()
+        assert page.evaluate("document.styleSheets[0].cssRules.length") > 100
+        assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+
+
 @pytest.mark.parametrize(
     ("flags", "served"),
     [
