@@ -58,7 +58,12 @@ containers:
       periodSeconds: 5
       failureThreshold: {{ max 1 (div $values.startupSeconds 5) }}
     readinessProbe: # false while it drains
+      {{- $open := eq (get .variables "COPPICE_TLS__REQUIRE" | default "false" | lower) "false" }}
+      {{- if and $open (hasKey .variables "COPPICE_ORCHESTRATOR__HTTP_PORT") }}
+      httpGet: {path: /ready, port: http, scheme: {{ $root.Values.tls.enabled | ternary "HTTPS" "HTTP" }}} # also while no verifier can be asked
+      {{- else }}
       grpc: {port: 8081, service: {{ .role.service }}}
+      {{- end }}
       periodSeconds: 5
       timeoutSeconds: 2
     livenessProbe:

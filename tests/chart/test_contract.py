@@ -77,10 +77,24 @@ def test_probes_ask_what_the_services_answer(name: str) -> None:
         (health,) = [each["containerPort"] for each in container["ports"] if each["name"] == "health"]
         ready = {"port": health, "service": SERVICES[component(pod)]}
         assert container["startupProbe"]["grpc"] == ready
-        assert container["readinessProbe"]["grpc"] == ready
+        if component(pod) == "orchestrator":
+            scheme = "HTTPS" if environment(container).get("COPPICE_TLS__CERT") else "HTTP"
+            assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http", "scheme": scheme}
+        else:
+            assert container["readinessProbe"]["grpc"] == ready
         assert container["livenessProbe"]["grpc"] == {"port": health}, "the empty name: it lives, ready or not"
         patience = container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"]
         assert patience >= (120 if name == "cpu" else 900)
+
+
+@pytest.mark.parametrize("require", [True, False, "True", "false"])
+@pytest.mark.parametrize("for_all", [True, False])
+def test_where_clients_need_certificates_readiness_is_asked_in_plaintext(require: object, for_all: bool) -> None:
+    settings = {"settings": {"tls": {"require": require}}}
+    values = {"tls": {"enabled": True}, **(settings if for_all else {"orchestrator": settings})}
+    pod = of_kind(objects_in(manifests(values)), "Deployment")["coppice-orchestrator"]["spec"]["template"]
+    probe = pod["spec"]["containers"][0]["readinessProbe"]
+    assert ("grpc" in probe, "httpGet" in probe) == ((False, True) if require in (False, "false") else (True, False))
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import grpc
 import pytest
@@ -128,7 +129,12 @@ def test_helm_test_passes(address: str, variables: dict[str, dict[str, str]], re
 def test_the_probes_find_every_process(running: dict[str, Service], addresses: dict[str, str]) -> None:
     for name in running:
         (container,) = pods(objects("one-gpu"))[name]["spec"]["containers"]
+        ports = {each["name"]: each["containerPort"] for each in container["ports"]}
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            if http := container[probe].get("httpGet"):
+                url = f"{http['scheme'].lower()}://{addresses[name]}:{ports[http['port']]}{http['path']}"
+                assert urlopen(url, timeout=10).status == 200
+                continue
             asked = container[probe]["grpc"]
             request = health_pb2.HealthCheckRequest(service=asked.get("service", ""))
             with grpc.insecure_channel(f"{addresses[name]}:{asked['port']}") as channel:

@@ -122,6 +122,10 @@ def test_http_is_https_and_asks_for_the_same_tokens(stack: Stack, authority: Aut
         completed(stack, Authority(tmp_path / "other"))
     with pytest.raises((OSError, HTTPException)):
         urlopen(f"http://{stack.orchestrator.http}/health", timeout=10)
+    probing = ssl.create_default_context()  # as Kubernetes probes: it has no certificate and checks none
+    probing.check_hostname, probing.verify_mode = False, ssl.CERT_NONE
+    with urlopen(f"https://{stack.orchestrator.http}/ready", timeout=10, context=probing) as response:
+        assert response.status == 200
 
 
 def test_no_process_talks_to_the_nameless(stack: Stack, authority: Authority) -> None:
