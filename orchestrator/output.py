@@ -59,11 +59,11 @@ class Output:
         accepted: Sequence[Scored],
         root: Scored | None,
         top: tuple[TopLogProbs, ...],
-        tree: StepTree | None = None,
+        trees: Sequence[StepTree] = (),
     ) -> int:
         """Take the accepted drafts and the next root, up to where the text ends; returns how many were taken.
 
-        top: the best ids in the place of each, or nothing.
+        top: the best ids in the place of each, or nothing. trees: that of the step, and those that were not chosen.
         """
         new = [(*token, Origin.DRAFT) for token in accepted]
         if root is not None:
@@ -82,8 +82,9 @@ class Output:
             origins=tuple([origin for _, _, origin in taken]),
             pieces=tuple(pieces),
             log_probs=tuple([log_prob for _, log_prob, _ in taken]) if self._request.want_log_probs else (),
-            tree=tree,
+            tree=trees[0] if trees else None,
             top=top[: len(taken)],
+            others=tuple(trees[1:]),
         )
         self.result.new_tokens += len(taken)
         return len(taken)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,8 +12,9 @@ from coppice.errors import CoppiceError, InternalError
 from coppice.messages.generation import Finished, GenerationRequest, StepTree
 from coppice.messages.steps import NextRoot, SessionOpened, VerifyStep
 from coppice.speculation.policy import Policy
+from coppice.speculation.routing import outcomes
 from coppice.speculation.sampling import draw
-from coppice.speculation.tree import made_by, makers
+from coppice.speculation.tree import DraftTree, made_by, makers
 
 from .account import Account
 from .drafting import Drafting
@@ -139,7 +140,7 @@ class Decoding:
         step.offered = tuple(accepted) if root is None else (*accepted, root[0])
         self.drafting.settle(step)
         log_probs = verdict.log_probs or (0.0,) * len(accepted)
-        shown = self._shown(step) if self.request.want_trees else None
+        shown = self._shown(step) if self.request.want_trees else ()
         taken = self.output.commit(list(zip(accepted, log_probs, strict=True)), root, verdict.top, shown)
         self.output.result.accept_lengths.append(taken)
         return -1 if root is None else root[0]
@@ -153,9 +154,24 @@ class Decoding:
         at = int(np.searchsorted(row.ids, token))
         return token, 0.0 if row.raw_log_probs is None else float(row.raw_log_probs[at])
 
-    def _shown(self, step: Step) -> StepTree:
-        """The chosen tree, and what became of it, for people to look at."""
-        tree, verdict = step.choice.tree, step.judged
+    def _shown(self, step: Step) -> list[StepTree]:
+        """The chosen tree, and what became of it, for people to look at; then those that lost the routing to it."""
+        tree, verdict, routed = step.choice.tree, step.judged, step.choice.routed
+        chosen = replace(
+            self._tree(step, tree, routed, verdict.accepted),
+            cut=tuple(sorted(set(range(1, len(tree) + 1)).difference(step.verified.tolist()))),
+            draft_ns=step.draft_ns,
+            verify_ns=step.transport_ns + verdict.timings.total_ns,
+        )
+        shown = [chosen]
+        for at, draft in enumerate(step.drafts):
+            if len(draft.scored) and 0 <= routed != at:
+                right = np.flatnonzero(outcomes(draft.scored, step.offered)[1]) + 1
+                shown.append(self._tree(step, draft.scored, at, right.tolist()))
+        return shown
+
+    def _tree(self, step: Step, tree: DraftTree, routed: int, accepted: Sequence[int]) -> StepTree:
+        """One tree of a step for people to look at."""
         forwards, owners = makers(tree, [(draft.tree, made_by(draft.tree, draft.deltas)) for draft in step.drafts])
         return StepTree(
             root=step.root,
@@ -164,13 +180,10 @@ class Decoding:
             log_probs=tuple(tree.log_probs.tolist()),
             forwards=forwards,
             pieces=tuple(self.output.piece(token) for token in tree.tokens.tolist()),
-            accepted=verdict.accepted,
+            accepted=tuple(accepted),
             root_piece=self.output.piece(step.root),
             owners=owners,
-            cut=tuple(sorted(set(range(1, len(tree) + 1)).difference(step.verified.tolist()))),
-            routed=step.choice.routed,
-            draft_ns=step.draft_ns,
-            verify_ns=step.transport_ns + verdict.timings.total_ns,
+            routed=routed,
         )
 
     # --- learn ---

@@ -105,6 +105,8 @@ class Chunk:
     log_probs: tuple[float, ...] = ()
     tree: StepTree | None = None
     top: tuple[TopLogProbs, ...] = ()
+    others: tuple[StepTree, ...] = ()
+    """of the heads that lost the routing; accepted are the nodes that the target said too"""
 
 
 @dataclass(slots=True)

@@ -129,7 +129,7 @@ class Started(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., policy: _Optional[str] = ..., heads: _Optional[_Iterable[str]] = ..., budget: _Optional[int] = ..., seed: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., prompt_log_probs: _Optional[_Iterable[float]] = ..., prompt_top: _Optional[_Iterable[_Union[_common_pb2.TopLogProbs, _Mapping]]] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("text", "ids", "origins", "log_probs", "pieces", "tree", "top")
+    __slots__ = ("text", "ids", "origins", "log_probs", "pieces", "tree", "top", "others")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     ORIGINS_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +137,7 @@ class Chunk(_message.Message):
     PIECES_FIELD_NUMBER: _ClassVar[int]
     TREE_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
     text: str
     ids: _containers.RepeatedScalarFieldContainer[int]
     origins: _containers.RepeatedScalarFieldContainer[TokenOrigin]
@@ -144,7 +145,8 @@ class Chunk(_message.Message):
     pieces: _containers.RepeatedScalarFieldContainer[str]
     tree: StepTree
     top: _containers.RepeatedCompositeFieldContainer[_common_pb2.TopLogProbs]
-    def __init__(self, text: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[TokenOrigin, str]]] = ..., log_probs: _Optional[_Iterable[float]] = ..., pieces: _Optional[_Iterable[str]] = ..., tree: _Optional[_Union[StepTree, _Mapping]] = ..., top: _Optional[_Iterable[_Union[_common_pb2.TopLogProbs, _Mapping]]] = ...) -> None: ...
+    others: _containers.RepeatedCompositeFieldContainer[StepTree]
+    def __init__(self, text: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[TokenOrigin, str]]] = ..., log_probs: _Optional[_Iterable[float]] = ..., pieces: _Optional[_Iterable[str]] = ..., tree: _Optional[_Union[StepTree, _Mapping]] = ..., top: _Optional[_Iterable[_Union[_common_pb2.TopLogProbs, _Mapping]]] = ..., others: _Optional[_Iterable[_Union[StepTree, _Mapping]]] = ...) -> None: ...
 
 class StepTree(_message.Message):
     __slots__ = ("tokens", "parents", "log_probs", "forwards", "pieces", "accepted", "root", "root_piece", "owners", "cut", "routed", "draft_ns", "verify_ns")

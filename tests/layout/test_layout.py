@@ -204,6 +204,7 @@ BOUNDS = {
         Features.inline TreeDelta.q_rows VerifyStep.q_rows
         Started.policy Started.heads Started.prompt_ids Started.prompt_log_probs Started.prompt_top StepTree.root_piece
         Chunk.text Chunk.ids Chunk.origins Chunk.log_probs Chunk.pieces Chunk.top
+        Chunk.others
         StepTree.tokens StepTree.parents StepTree.log_probs StepTree.forwards StepTree.pieces StepTree.accepted
         StepTree.owners StepTree.cut
         Finished.accept_lengths Finished.routed Finished.verified_nodes

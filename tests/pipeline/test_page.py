@@ -190,6 +190,33 @@ def test_a_tree_is_drawn_as_the_stream_has_it(page: Page) -> None:
     expect(page.locator("#tree .score")).to_have_count(len(tree["tokens"]))
 
 
+def test_what_lost_the_routing_is_drawn_on_demand(page: Page) -> None:
+    events = generate(page, policy="route")
+    heads = events[0]["started"]["heads"]
+    chunks = [event["chunk"] for event in events if "chunk" in event and event["chunk"]["tree"]]
+    for chunk in chunks:
+        for other in chunk["others"]:
+            assert {chunk["tree"]["routed"], other["routed"]} == {0, 1}
+            right = [other["tokens"][node - 1] for node in other["accepted"]]
+            assert right == chunk["ids"][: len(right)]
+            assert [owners >> other["routed"] & 1 for owners in other["owners"]] == [1] * len(other["tokens"])
+    number = max(range(len(chunks)), key=lambda at: sum(len(other["accepted"]) for other in chunks[at]["others"]))
+    (other,) = chunks[number]["others"]
+    page.evaluate(f"player.go({number})")
+    page.locator("#scores").check()
+    page.locator("#whose").select_option(heads[other["routed"]])
+    expect(page.locator("#route")).to_contain_text("which was not verified")
+    expect(page.locator("#tree .score")).to_have_count(len(other["tokens"]))
+    right = page.locator("#tree .node.accepted").evaluate_all("all => all.map(one => Number(one.dataset.node))")
+    assert sorted(right) == other["accepted"] != []
+    page.locator("#tree [data-node='1']").hover()
+    expect(page.locator("#node")).to_contain_text(heads[other["routed"]])
+    page.locator("#whose").select_option("what was verified")
+    expect(page.locator("#tree .score")).to_have_count(len(chunks[number]["tree"]["tokens"]))
+    generate(page, policy="merge-dedup")
+    expect(page.locator("#whose")).to_be_hidden()
+
+
 def test_steps_are_played_both_ways_and_a_saved_trace_opens_again(page: Page, tmp_path: Path) -> None:
     generate(page)
     count = page.evaluate("shown.steps.length")

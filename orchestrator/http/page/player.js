@@ -21,6 +21,8 @@ class Player {
       this.tree.scores = target.checked;
       this.#draw(false);
     };
+    this.whose = $("whose");
+    this.whose.onchange = () => this.#draw(false);
     this.show(new Trace());
   }
 
@@ -29,6 +31,7 @@ class Player {
     Object.assign(this, { trace, at: -1, follows: true });
     this.pause();
     this.tree.clear();
+    this.whose.replaceChildren();
     $("route").textContent = "";
     this.grew();
   }
@@ -94,25 +97,31 @@ class Player {
   #draw(grow) {
     this.#tell();
     if (this.at < 0) return;
-    this.tree.show(this.trace, this.at, grow);
+    this.tree.show(this.trace, this.at, grow, this.whose.value);
     this.text.mark(this.trace.steps[this.at]);
   }
 
   /** Say which step is shown, and of how many. */
   #tell() {
-    const { trace, at, controls } = this;
+    const { trace, at, controls, whose } = this;
     const count = trace.steps.length;
     this.curve.show(trace, at);
     for (const control of Object.values(controls)) control.disabled = !count && control !== controls.speed;
     if (at < 0) return;
+    if (!whose.length) {
+      const heads = trace.heads.map((name) => make("option", {}, name));
+      whose.append(make("option", { value: "" }, "what was verified"), ...heads);
+    }
+    whose.parentElement.hidden = !trace.lost;
     const step = trace.steps[at];
+    const shown = trace.treeOf(at, whose.value);
     controls.at.max = count;
     controls.at.value = at + 1;
     controls.at.setAttribute("aria-valuetext", `Step ${at + 1} of ${count}, ${step.taken} tokens`);
     const { draft_ns: drafting, verify_ns: verifying } = step.tree;
     const times = `drafting ${(drafting / 1e6).toFixed(1)} ms, verifying ${(verifying / 1e6).toFixed(1)} ms`;
-    const cut = step.tree.cut.length ? `, ${step.tree.cut.length} cut` : "";
+    const cut = shown.cut.length ? `, ${shown.cut.length} cut` : "";
     $("route").textContent =
-      `Step ${at + 1} of ${count}: ${trace.routeOf(step)}, ${step.tree.tokens.length} nodes${cut} · ${times}`;
+      `Step ${at + 1} of ${count}: ${trace.routeOf(step, shown)}, ${shown.tokens.length} nodes${cut} · ${times}`;
   }
 }

@@ -9,6 +9,7 @@ class Trace {
   constructor(asked = {}, model = "") {
     Object.assign(this, { asked, model, events: [], heads: [], tokens: [], steps: [], started: null, finished: null });
     this.taken = 0; // tokens of all steps
+    this.lost = false; // whether a head's tree has lost the routing to another one
   }
 
   /** Take in the next event. */
@@ -24,12 +25,13 @@ class Trace {
     }
   }
 
-  #commit({ ids, origins, pieces, log_probs: logProbs, tree }) {
+  #commit({ ids, origins, pieces, log_probs: logProbs, tree, others = [] }) {
     const last = ids.length - 1;
     const wanted = last >= 0 && origins[last] !== DRAFT ? { id: ids[last], text: pieces[last] } : null;
     if (tree) {
-      this.steps.push({ tree, wanted, first: this.tokens.length, taken: ids.length });
+      this.steps.push({ tree, others, wanted, first: this.tokens.length, taken: ids.length });
       this.taken += ids.length;
+      this.lost ||= others.length > 0;
     }
     ids.forEach((id, at) => {
       const drafted = origins[at] === DRAFT;
@@ -46,28 +48,38 @@ class Trace {
     return numbers.map((at) => this.heads[at]);
   }
 
-  /** Whose tree a step verified. */
-  routeOf({ tree }) {
+  /** What a head drafted in a step that verified another one's tree; otherwise the tree that was verified. */
+  treeOf(at, head) {
+    const { tree, others } = this.steps[at];
+    return others.find(({ routed }) => this.heads[routed] === head) ?? tree;
+  }
+
+  /** Whose tree a step verified, or whose the shown one is. */
+  routeOf({ tree }, shown = tree) {
+    if (shown !== tree) return `the tree of ${this.heads[shown.routed]}, which was not verified`;
     if (tree.routed >= 0) return `the tree of ${this.heads[tree.routed]}`;
     return tree.routed === UNION ? `the union of the trees of ${this.heads.join(" and ")}` : "no draft";
   }
 
-  /** What the target said where a step's accepted path ends; null when the text ended inside of it. */
-  wantedOf(at) {
-    const { wanted } = this.steps[at];
+  /** What the target said where the path through a step's tree ends; null when nobody asked it for more. */
+  wantedOf(at, shown) {
+    const { tree, wanted } = this.steps[at];
+    const node = tree.accepted[shown.accepted.length];
+    if (node) return { id: tree.tokens[node - 1], text: tree.pieces[node - 1] };
+    if (shown.accepted.length > tree.accepted.length) return null;
     return wanted && { id: wanted.id, text: this.steps[at + 1]?.tree.root_piece || wanted.text };
   }
 
   /** What became of a node: its fate in a word, and for people. */
-  fateOf(at, node) {
-    const { tree } = this.steps[at];
-    if (tree.accepted.includes(node)) return ["accepted", "accepted"];
+  fateOf(at, node, tree) {
+    const verified = tree === this.steps[at].tree;
+    if (tree.accepted.includes(node)) return ["accepted", verified ? "accepted" : "right: the target said it too"];
     if (tree.cut.includes(node)) return ["cut", "left out by the verifier"];
     const depth = tree.accepted.indexOf(tree.parents[node - 1]);
     if (depth < 0 && tree.parents[node - 1]) return ["rejected", "never reached: the path left the tree before it"];
     const taken = tree.accepted[depth + 1];
-    const wanted = taken ? { id: tree.tokens[taken - 1], text: tree.pieces[taken - 1] } : this.wantedOf(at);
-    return ["rejected", wanted ? `rejected: the target wanted ${labelOf(wanted)}` : "rejected: the text had ended"];
+    const wanted = taken ? { id: tree.tokens[taken - 1], text: tree.pieces[taken - 1] } : this.wantedOf(at, tree);
+    return ["rejected", wanted ? `rejected: the target wanted ${labelOf(wanted)}` : "never reached: the step ended before it"];
   }
 
   /** Mean tokens of a step. */
@@ -99,10 +111,13 @@ class Trace {
 }
 
 /** Throw an Error unless the lists of a chunk belong together. */
-function checkChunk({ ids, origins, pieces, log_probs: logProbs, tree }) {
+function checkChunk({ ids, origins, pieces, log_probs: logProbs, tree, others = [] }) {
   const fit = (lists, count) => lists.every((list) => Array.isArray(list) && list.length === count);
   if (!fit([origins, pieces, logProbs], ids.length)) throw new Error("a chunk's lists differ in length");
-  if (!tree) return;
+  for (const one of tree ? [tree, ...others] : []) checkTree(one, fit);
+}
+
+function checkTree(tree, fit) {
   const count = tree.tokens.length;
   if (!fit([tree.parents, tree.log_probs, tree.forwards, tree.pieces, tree.owners], count)) {
     throw new Error("a tree's lists differ in length");

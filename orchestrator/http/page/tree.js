@@ -46,11 +46,12 @@ class TreeView {
     this.nodes = new Map();
   }
 
-  /** Draw the tree of step `number` (from 0) of a trace. grow: let nodes appear in the order in which they were made. */
-  show(trace, number, grow) {
-    Object.assign(this, { trace, number, at: 0 });
-    const { tree } = trace.steps[number];
-    const wanted = trace.wantedOf(number);
+  /** Draw the tree of step `number` (from 0) of a trace. grow: let nodes appear in the order in which they were made.
+   * head: whose tree is drawn when it lost the routing. */
+  show(trace, number, grow, head = "") {
+    const tree = trace.treeOf(number, head);
+    Object.assign(this, { trace, number, tree, at: 0 });
+    const wanted = trace.wantedOf(number, tree);
     const { places, lines } = arrange(tree, wanted);
     this.places = places;
     const shown = [...places].map(([node, place]) => this.#look(tree, wanted, node, place));
@@ -68,13 +69,14 @@ class TreeView {
 
   /** The step in one sentence. */
   get summary() {
-    const { tree } = this.trace.steps[this.number];
+    const { tree } = this;
     const path = tree.accepted.map((node) => labelOf({ id: tree.tokens[node - 1], text: tree.pieces[node - 1] }));
-    const wanted = this.trace.wantedOf(this.number);
+    const wanted = this.trace.wantedOf(this.number, tree);
     const cut = tree.cut.length ? `, ${tree.cut.length} left out by the verifier` : "";
+    const step = this.trace.steps[this.number];
     return (
-      `Step ${this.number + 1}: ${this.trace.routeOf(this.trace.steps[this.number])}, ` +
-      `${tree.tokens.length} nodes${cut}, ${path.length} accepted${path.length ? `: ${path.join(" ")}` : ""}` +
+      `Step ${this.number + 1}: ${this.trace.routeOf(step, tree)}, ` +
+      `${tree.tokens.length} nodes${cut}, ${path.length} ${tree === step.tree ? "accepted" : "right"}${path.length ? `: ${path.join(" ")}` : ""}` +
       `${wanted ? `; then the target said ${labelOf(wanted)}` : ""}.`
     );
   }
@@ -88,7 +90,7 @@ class TreeView {
     }
     const text = shorten(labelOf({ id: tree.tokens[node - 1], text: tree.pieces[node - 1] }));
     const owners = this.trace.ownersOf(tree, node);
-    const [fate] = this.trace.fateOf(this.number, node);
+    const [fate] = this.trace.fateOf(this.number, node, tree);
     const width = widthOf(text) + 20 + owners.length * 11;
     return { node, depth, line, parent, text, owners, fate, width, made: tree.forwards[node - 1], chance: chanceOf(tree, node) };
   }
@@ -122,19 +124,19 @@ class TreeView {
   }
 
   #describe(node) {
-    const { tree } = this.trace.steps[this.number];
+    const { tree } = this;
     this.nodes.get(this.at)?.classList.remove("at");
     this.nodes.get(node)?.classList.add("at");
     this.at = node;
     if (!node) {
       this.detail.textContent = `${labelOf({ id: tree.root, text: tree.root_piece })} · the root: the target's own token`;
     } else if (node > tree.tokens.length) {
-      this.detail.textContent = `${labelOf(this.trace.wantedOf(this.number))} · what the target said behind the path`;
+      this.detail.textContent = `${labelOf(this.trace.wantedOf(this.number, tree))} · what the target said behind the path`;
     } else {
       const told = { id: tree.tokens[node - 1], text: tree.pieces[node - 1] };
       const chance = `${(chanceOf(tree, node) * 100).toFixed(1)}% behind its parent, log-score ${tree.log_probs[node - 1].toFixed(2)}`;
       const owners = this.trace.ownersOf(tree, node).join(", ");
-      const [, fate] = this.trace.fateOf(this.number, node);
+      const [, fate] = this.trace.fateOf(this.number, node, tree);
       this.detail.textContent =
         `${labelOf(told)} · id ${told.id} · ${owners}, forward ${tree.forwards[node - 1]} · ${chance} · ${fate}`;
     }
