@@ -365,6 +365,14 @@ def test_no_width_scrolls_sideways(browser: Browser, stack: Stack, width: int) -
             assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+def test_an_address_that_names_a_view_opens_it_at_its_top(browser: Browser, stack: Stack) -> None:
+    size = {"width": 1280, "height": 500}
+    with visiting(browser, f"http://{stack.orchestrator.http}/#compare", viewport=size) as page:
+        expect(page.locator("#model")).to_contain_text("float32")
+        assert page.evaluate("document.documentElement.scrollHeight") > size["height"]
+        assert page.evaluate("scrollY") == 0
+
+
 def test_a_conversation_goes_on(page: Page) -> None:
     events = generate(page, kind="chat", prompt="Tell me a story.", tokens="12")
     expect(page.locator("#turns li")).to_have_count(2)
