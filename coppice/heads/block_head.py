@@ -165,7 +165,7 @@ class BlockHead(FeatureHead):
         width = max(1, *self._widths) + coupled  # room for a greedy token that the noise puts behind the others
         tokens, values, more = self.ranking.likeliest(scores, width, branching[..., None], wanted=greedy)
         buckets, spine = more[..., 0], more[..., 1] if coupled else np.zeros_like(more[..., 0])
-        worth = None if self.worth is None else np.broadcast_to(self.worth[:width], values.shape)
+        worth = None if self.worth is None else np.broadcast_to(self.worth[: values.shape[-1]], values.shape)
         for one, rows in zip(active, slices, strict=True):
             parts = tokens[rows], values[rows], spine[rows], buckets[rows], None if worth is None else worth[rows]
             self._add(one.tree, Blocks(*parts), deeper)

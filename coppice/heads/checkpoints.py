@@ -187,13 +187,9 @@ def read_head(folder: Path) -> Any:
     _check_flags(folder / CONFIG, given, shape)
     tensors = _public_tensors(folder, layout, kind)
     given.setdefault("qk_norm", any(name.endswith(".q_norm.weight") for name in tensors))
+    config = validated(shape, given, _PATH, f"{folder / CONFIG}: ")
     try:
-        config = shape.model_validate(given)
         model: Any = build(config)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "sizes"
-        raise InvalidField(_PATH, f"{folder / CONFIG}: {where}: {first['msg']}") from None
     except KeyError as error:
         raise InvalidField(_PATH, f"{folder / CONFIG}: {error.args[0]}") from None
     embedding, known = tensors.pop(_EMBEDDING, None), tensors.pop("t2d", None)
@@ -211,6 +207,16 @@ def read_head(folder: Path) -> Any:
         _check({_EMBEDDING: embedding}, {_EMBEDDING: like}, folder / WEIGHTS)
         model.own_embedding = embedding.float()
     return model.float()
+
+
+def validated(shape: type[HeadConfig], values: Mapping[str, Any], field: str, place: str = "") -> HeadConfig:
+    """Return the configuration with these values. Raises InvalidField about `field` that says which value is wrong."""
+    try:
+        return shape.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "sizes"
+        raise InvalidField(field, f"{place}{where}: {first['msg']}") from None
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

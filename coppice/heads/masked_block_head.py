@@ -66,7 +66,7 @@ class MaskedBlockHead(ParallelHead):
 
     def width(self, jobs: Sequence[DraftJob]) -> int:
         """Return how many tokens of a slot are looked at: no more than a tree has nodes."""
-        return min(super().width(jobs), max(job.budget for job in jobs), len(self.ranking.ids))
+        return min(super().width(jobs), max(job.budget for job in jobs))
 
     # --- rows ---
 

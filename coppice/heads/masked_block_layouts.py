@@ -118,18 +118,24 @@ def _feature_layers(layout: str, said: Values) -> list[int]:
 
 
 def written(layout: str, values: Values) -> dict[str, Any]:
-    """Return the config.json in a layout of a head with the fields `values`. Raises InvalidField when it holds none."""
+    """Return the config.json in a layout of a head with the fields `values`.
+
+    Raises InvalidField, naming a field, when the layout holds no such head.
+    """
     causal, anchored, layers = values["causal"], values["sample_from_anchor"], values["feature_layers"]
     zlab, dspark = layout in ("dflash", "jetspec"), bool(values["markov_rank"] or values["confidence"])
-    for lacking, what in (
-        (not layers, "head that names no layers"),
-        (causal and layout in ("dflash", "speculators"), "causal block"),
-        (not causal and layout == "jetspec", "block whose rows all see one another"),
-        (zlab and (anchored or dspark), "block whose root predicts, no Markov table and no confidence"),
-        (layout == "dspark" and not anchored and not values["markov_rank"], "plain block whose root does not predict"),
+    plain = layout == "dspark" and not anchored and not values["markov_rank"]
+    for name, lacking, what in (
+        ("feature_layers", not layers, "head that names no layers"),
+        ("causal", causal and layout in ("dflash", "speculators"), "causal block"),
+        ("causal", not causal and layout == "jetspec", "block whose rows all see one another"),
+        ("sample_from_anchor", zlab and anchored, "block whose root predicts"),
+        ("markov_rank", zlab and values["markov_rank"], "Markov table"),
+        ("confidence", zlab and values["confidence"], "confidence head"),
+        ("sample_from_anchor", plain, "plain block whose root does not predict"),
     ):
         if lacking:
-            raise InvalidField("layout", f"{layout} holds no {what}")
+            raise InvalidField(name, f"{layout} holds no {what}")
     said = {"block_size": values["block_size"], "mask_token_id": values["mask_token_id"]}
     sizes = {"model_type": "qwen3"} | {name: value for name, value in values.items() if name not in (*said, *_FIELDS)}
     sizes["num_target_layers"] = sizes["num_target_layers"] or max(layers) + 1

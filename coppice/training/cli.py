@@ -116,6 +116,8 @@ def train_head(
     read, fields = _layers(layers, kind), _fields(shape, kind)
     if loss not in ("", "soft", "l1", "coupled") or (loss and kind not in FEATURE_KINDS):
         raise typer.BadParameter(f"{loss!r} is not soft, l1 or coupled, or {kind} has none", param_hint="--loss")
+    if kind in FEATURE_KINDS:
+        feature_heads.check_shape(kind, target, read, fields)
     work = own_folder(out, resume)
     flags = {"kind": kind, "target": target.name, "out": out.name, "tokens": str(tokens)}
     flags |= {"layers": ",".join(map(str, read))} if read else {}

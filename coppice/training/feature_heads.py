@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from coppice.engine.engine import default_feature_layers
 from coppice.errors import InvalidField
 from coppice.heads import masked_block_layouts as masked_blocks
-from coppice.heads.checkpoints import SHAPES, TargetParts, kind_of, read_output, read_target, save_head
+from coppice.heads.checkpoints import SHAPES, TargetParts, kind_of, read_output, read_target, save_head, validated
 from coppice.heads.models.expectation import expectation
 from coppice.heads.models.layers import HeadConfig
 from coppice.training.card import write_head_card
@@ -92,25 +92,52 @@ def head_config(
 ) -> Any:
     """Return a head's configuration in the shape of the target's layers; `config` is the target's own.
 
-    layers: those that the head reads; empty: the default ones. `more` are fields of the kind's own.
+    layers: those that the head reads; empty: the default ones. `more` are fields of the kind's own. Raises InvalidField
+    for one that there is not, and for a head that the layout of its kind cannot hold.
     """
-    shape = {
+    of_target = {
         "hidden_size": parts.hidden_size,
+        "target_hidden_size": parts.hidden_size,
+        "vocab_size": parts.vocab_size,
+        "draft_vocab_size": min(draft_vocab, parts.vocab_size),
+        "feature_layers": layers or default_feature_layers(parts.layers),
+        "num_target_layers": parts.layers,
+    }
+    shape = {
         "intermediate_size": config.intermediate_size,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": getattr(config, "head_dim", None) or parts.hidden_size // config.num_attention_heads,
-        "vocab_size": parts.vocab_size,
-        "draft_vocab_size": min(draft_vocab, parts.vocab_size),
         "rms_norm_eps": config.rms_norm_eps,
         "max_position_embeddings": config.max_position_embeddings,
         "rope_parameters": config.rope_parameters,
-        "feature_layers": layers or default_feature_layers(parts.layers),
-        "num_target_layers": parts.layers,
     }
     if kind == "specblock":
         shape |= {"rank_norm_topk": None, "block_rope_advance": True, "prefix_broadcast": True}
-    return SHAPES[kind][0].model_validate(shape | more)
+    fields = SHAPES[kind][0]
+    own = {field.alias or name for name, field in fields.model_fields.items()} - of_target.keys()
+    for name in more.keys() - own:
+        raise InvalidField("--shape", f"{name} is no field of a {kind} head that training can choose")
+    made = validated(fields, shape | of_target | more, "--shape")
+    if kind in masked_blocks.KINDS:
+        _check_layout(kind, made)
+    return made
+
+
+def _check_layout(kind: str, config: HeadConfig) -> None:
+    """Raise InvalidField unless a head that fills a block of masks would be written, and read again as its kind."""
+    values = config.model_dump()
+    try:
+        masked_blocks.written(kind, values)
+    except InvalidField as error:
+        raise InvalidField("--shape", str(error)) from None
+    if (read := masked_blocks.kind_of(values)) != kind:  # a dspark head without its table
+        raise InvalidField("--shape", f"markov_rank: a {kind} head that has 0 would be read as a {read} head")
+
+
+def check_shape(kind: str, target: Path, layers: tuple[int, ...], shape: Mapping[str, Any]) -> None:
+    """Raise InvalidField unless a head of this shape, that reads these layers, can be made for the target."""
+    head_config(kind, AutoConfig.from_pretrained(target), read_target(target), DRAFT_VOCAB, layers, **shape)
 
 
 def build_student(config: HeadConfig, embedding: Tensor, output: Tensor, draft_ids: Tensor, seed: int) -> Student:

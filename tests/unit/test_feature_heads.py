@@ -574,6 +574,17 @@ def test_small_budgets_and_long_texts(kind: str, target: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", FEATURE_KINDS)
+def test_a_top_k_above_the_draft_vocabulary_is_all_of_it(kind: str, target: Path, tmp_path: Path) -> None:
+    head, slow = build(kind, save_random(tmp_path, kind), target, top_k=DRAFT_VOCAB + 2, depth=2)
+    text = Text.random(20, 1)
+    opened(head, 0, text, 12)
+    for sampling in (GREEDY, SAMPLED):
+        job = DraftJob(0, text.ids[12], 12, 60, sampling)
+        (tree,) = drafted(head, [job])
+        assert_same(tree, slow.tree(text, 0, job), 60)
+
+
+@pytest.mark.parametrize("kind", FEATURE_KINDS)
 def test_alpha_and_beta_are_of_drafts_that_know_the_noise(kind: str, target: Path, tmp_path: Path) -> None:
     folder, text = save_random(tmp_path, kind), Text.random(20, 1)
     heads = [build(kind, folder, target, **more)[0] for more in ({}, {"alpha": 0.4, "beta": 2.0})]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from coppice.bench.cli import app as bench
@@ -19,7 +20,7 @@ from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth
 from coppice.heads.block_head import Eagle3Head, SpecBlockHead
-from coppice.heads.checkpoints import load_head
+from coppice.heads.checkpoints import load_head, read_target, save_head
 from coppice.messages.steps import Advance, OpenDraft
 from coppice.speculation.tree import DraftTree
 from coppice.training import feature_heads
@@ -164,6 +165,40 @@ def test_a_head_reads_the_layers_that_it_was_trained_on(place: Path) -> None:
         told = run(train, place, *flags, "--resume", "--layers", refused, ends=(2,))
         assert "1 to 16 numbers" in " ".join(told.replace("│", " ").split())
     run(train, place, *flags[:2], "lm", *flags[3:], "--layers", "1", ends=(2,))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "why"),
+    [
+        ("dflash", "causal=1", "causal: dflash holds no causal block"),
+        ("dflash", "sample_from_anchor=1", "sample_from_anchor: dflash holds no block whose root predicts"),
+        ("dflash", "block_size=4,markov_rank=8", "markov_rank: dflash holds no Markov table"),
+        ("jetspec", "causal=0", "causal: jetspec holds no block whose rows all see one another"),
+        ("jetspec", "confidence=1,confidence_with_markov=0", "confidence: jetspec holds no confidence head"),
+        ("dspark", "markov_rank=0,confidence=0", "markov_rank: a dspark head that has 0 would be read as a dflash head"),
+        ("dspark", "block_size=1", "block_size: Input should be greater than or equal to 2"),
+        ("dspark", "markov=8", "markov is no field of a dspark head that training can choose"),
+        ("dspark", "draft_vocab_size=8", "draft_vocab_size is no field of a dspark head that training can choose"),
+    ],
+)
+def test_a_shape_that_no_file_could_hold_is_refused_before_anything_is_recorded(
+    kind: str, shape: str, why: str, place: Path, tmp_path: Path
+) -> None:
+    flags = ["head", "--kind", kind, "--shape", shape, "--target", str(place / "target"), "--tokens", "1024"]
+    told = CliRunner().invoke(train, [*flags, "--data", f"words={place}/words.txt", "--out", str(tmp_path / "head")])
+    assert isinstance(told.exception, InvalidField)
+    assert str(told.exception) == f"--shape: {why}"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_shape_that_may_be_trained_is_read_as_it_was_written(place: Path, tmp_path: Path) -> None:
+    shape = {"sample_from_anchor": 0, "causal": 1, "markov_rank": 8, "confidence_with_markov": 0, "block_size": 4}
+    target, parts = AutoConfig.from_pretrained(place / "target"), read_target(place / "target")
+    config = feature_heads.head_config("dspark", target, parts, 300, **shape)
+    student = feature_heads.build_student(config, parts.embedding, parts.embedding, torch.arange(300), 0)
+    save_head(tmp_path, student.model, config, "dspark")  # type: ignore[arg-type]
+    assert load_head("dspark", tmp_path, place / "target").config == config
+    assert {name: getattr(config, name) for name in shape} == shape
 
 
 def test_answers_of_other_layers_teach_no_head_that_was_begun(place: Path, tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def test_conversion_there_and_back_loses_nothing(name: str, to: str, target: Pat
         ("z-lab", "eagle3", "eagle3 does not hold a DFlash head"),
         ("JetSpec", "dflash", "dflash holds no causal block"),
         ("JetSpec", "speculators", "speculators holds no causal block"),
-        ("DeepSpec", "dflash", "dflash holds no block whose root predicts, no Markov table"),
+        ("DeepSpec", "dflash", "sample_from_anchor: dflash holds no block whose root predicts"),
         ("DeepSpec's DFlash", "dflash", "dflash holds no block whose root predicts"),
     ],
 )
