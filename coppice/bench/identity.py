@@ -45,7 +45,8 @@ SAMPLINGS = (
 )
 BUDGETS, SESSIONS = (8, 60), (8, 1)
 _KILLED = ("drafter", "verifier", "orchestrator")
-_KILL_EVERY_S, _LEAST_HAPPENED, _HAPPENS_S = 3.0, len(_KILLED), 600.0
+KILL_EVERY_S = 3.0
+_LEAST_HAPPENED, _HAPPENS_S = len(_KILLED), 600.0
 
 Ids = tuple[int, ...]
 Question = tuple[Ids, SamplingParams]
@@ -181,7 +182,7 @@ async def _kill(stack: Stack, done: asyncio.Event, killed: list[str]) -> None:
     by_role = [[name for name, one in stack.services.items() if one.role == role] for role in _KILLED]
     for turn in itertools.count():
         for names in filter(None, by_role):
-            await asyncio.sleep(_KILL_EVERY_S)
+            await asyncio.sleep(KILL_EVERY_S)
             if done.is_set():
                 return
             name = names[turn % len(names)]

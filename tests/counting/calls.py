@@ -1,4 +1,4 @@
-"""Counts calls of the project's own functions a step: `python -m tests.counting.calls [--list | --json] [POLICY ...]`.
+"""Counts calls of the project's own functions a step: `python -m tests.counting.calls [--list] [POLICY ...]`.
 
 A function counts when it is called at least 0.8 times a step, so that what happens once a request is left out.
 """
@@ -6,19 +6,20 @@ A function counts when it is called at least 0.8 times a step, so that what happ
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from coppice.client import Client
+from coppice.stack import process
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
+from tests import fork_server
 
 PROMPT = "def read_lines(path):\n"
 HEADS = ("specblock-code", "lookup")
@@ -42,14 +43,16 @@ class Calls:
 @contextmanager
 def _counted(folder: Path) -> Iterator[None]:
     """Services that start meanwhile count their calls."""
-    before = dict(os.environ)
-    path = [str(Path(__file__).parent), *filter(None, [before.get("PYTHONPATH")])]
-    os.environ |= {"COUNT_CALLS": str(folder), "PYTHONPATH": os.pathsep.join(path)}
+
+    def spawn(module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> fork_server.Child:
+        counting = {**environment, "COUNT_CALLS": str(folder)}
+        return fork_server.spawn("tests.counting.counted", [module, *arguments], log, counting)
+
+    before, process.spawn = process.spawn, spawn  # type: ignore[assignment]
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ |= before
+        process.spawn = before
 
 
 def _read(folder: Path, pid: int) -> Counter[str]:
@@ -92,20 +95,10 @@ def count(policies: Sequence[str], heads: Sequence[str] = HEADS) -> dict[str, Ca
 
 
 def main() -> None:
-    """Print what each process calls a step; with --list each function, with --json the totals as an object."""
+    """Print what each process calls a step; with --list each function."""
     listed = "--list" in sys.argv
-    policies = [argument for argument in sys.argv[1:] if not argument.startswith("--")] or [
-        f"single:{HEADS[0]}",
-        "auto",
-    ]
-    found = count(policies)
-    if "--json" in sys.argv:
-        print(
-            json.dumps(
-                {policy: {name: calls.total(name) for name in calls.by_process} for policy, calls in found.items()}
-            )
-        )
-        return
+    policies = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
+    found = count(policies or [f"single:{HEADS[0]}", "auto"])
     for policy, calls in found.items():
         print(policy, calls.steps, "steps:", ", ".join(f"{name} {calls.total(name):.0f}" for name in calls.by_process))
         for process, counted in calls.by_process.items() if listed else ():

@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,11 +37,11 @@ PUSHES = 5000 if os.environ.get("COPPICE_PROOF") else 200
 
 
 @pytest.fixture(scope="module")
-def spec(target: Path, heads: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> StackSpec:
+def stack(target: Path, heads: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     signals = {**QUICK["drafter"], "adaptation.timeout_s": 0.5}
     deadline = {"orchestrator.draft_deadline_ms": 20_000}
     folder = tmp_path_factory.mktemp("adapter")
-    return StackSpec(
+    spec = StackSpec(
         target=target,
         heads=tuple(HeadSpec(name, kind, heads[name]) for name, kind in KINDS.items()),
         dtype="float32",
@@ -55,10 +54,6 @@ def spec(target: Path, heads: dict[str, Path], tmp_path_factory: pytest.TempPath
             "drafter": signals,
         },
     )
-
-
-@pytest.fixture(scope="module")
-def stack(spec: StackSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
         yield running
 
@@ -157,11 +152,11 @@ def test_texts_are_plains_beside_pushes(
 
 
 def test_texts_are_plains_without_redis_and_without_the_adapter(
-    spec: StackSpec, plain: dict[tuple[int, int], tuple[int, ...]], tmp_path: Path
+    stack: Stack, plain: dict[tuple[int, int], tuple[int, ...]]
 ) -> None:
-    extra = {**spec.extra, "adapter": {**spec.extra["adapter"], "adapter.folder": tmp_path / "state"}}
+    """The last test of this stack: both are killed."""
     plain = dict(list(plain.items())[: len(SAMPLINGS)])  # each way of drawing once
-    with Stack(replace(spec, extra=extra), log_dir=tmp_path / "logs") as stack, Client(stack.address) as client:
+    with Client(stack.address) as client:
         answers_are_plains(client, plain, "merge")
         assert stack.redis
         assert stack.redis.pid
@@ -173,5 +168,5 @@ def test_texts_are_plains_without_redis_and_without_the_adapter(
             os.kill(pid, signal.SIGKILL)
             answers_are_plains(client, plain, "merge")
             stack.check()  # neither is missed
-        with pytest.raises(ProcessFailed):
-            stack.processes["adapter"].check()
+    with pytest.raises(ProcessFailed):
+        stack.processes["adapter"].check()

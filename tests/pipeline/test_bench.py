@@ -26,6 +26,7 @@ from coppice.prompts.files import FilePrompt
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 
+NEW = 12
 PROMPTS = [tuple(range(30, 50)) * 2, tuple(range(100, 130)), (5, 6, 7, 8)]
 QUESTIONS = tuple(Question(ids, "abb"[at]) for at, ids in enumerate(PROMPTS))
 
@@ -42,7 +43,7 @@ def test_every_method_is_timed_and_judged(
     peers = PEERS if sessions == (1,) else ()
     methods = methods_of(["self", "lookup", "route", "merge", "route:lookup/self", *peers], stack.spec.heads, sessions)
     warm_up = () if peers else (Question((7, 8, 9), "a"),)
-    plan = RunPlan(methods, (6,), (0.0, 1.0), sessions, 24, QUESTIONS, warm_up)
+    plan = RunPlan(methods, (6,), (0.0, 1.0), sessions, NEW, QUESTIONS, warm_up)
     report = Report("bench run", "float32", 1)
     measured = run_methods(Bench(stack, client, report, Options()), plan, False)
     rows = {(row.row.method, row.cell.temperature, row.cell.sessions): row for row in measured}
@@ -51,7 +52,7 @@ def test_every_method_is_timed_and_judged(
     for (method, temperature, count), measured_row in rows.items():
         row, every = measured_row.row, measured_row.figures[ALL]
         answers = 3 if count != 2 else 3 + 1  # the last group is filled up
-        assert (row.prompts, row.tokens, every.answers) == (answers, 24 * answers, answers)
+        assert (row.prompts, row.tokens, every.answers) == (answers, NEW * answers, answers)
         assert sum(measured_row.figures[name].answers for name in "ab") == answers
         assert (row.verdicts.wrong, row.verdicts.ties) == (0, 0)
         assert every.over_plain is not None

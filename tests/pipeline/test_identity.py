@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from coppice.bench import identity
+from coppice.bench.cli import app as bench
 from coppice.bench.identity import MEANWHILE
-from tests.proof import ROOT, TINY
+from tests.tiny_stack import ONE_THREAD_EACH, tiny_stack
 
-IDS = 1000
+IDS = 500
 
 
 @pytest.mark.timeout(1200)
-def test_every_way_to_decode_has_one_hash(tmp_path: Path) -> None:
+def test_every_way_to_decode_has_one_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head alone, beside kills, beside weight syncs of an adapter, and beside both."""
-    told = ["--ids", str(IDS), "--max-new-tokens", "96", "--methods", "block"]
+    target, heads = tiny_stack(tmp_path)
+    for name, value in ONE_THREAD_EACH.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(identity, "KILL_EVERY_S", 1.0)
     file = tmp_path / "identity.json"
-    command = [*TINY, "bench", "identity", *told, "--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    stack = ["--target", str(target), *(part for head in heads for part in ("--head", head))]
+    told = ["--ids", str(IDS), "--max-new-tokens", "96", "--methods", "block", "--json", str(file)]
+    done = CliRunner().invoke(bench, ["identity", *stack, *told])
+    assert done.exit_code == 0, (done.output, done.exception)
     rows = json.loads(file.read_text())["rows"]
     assert len({row["sha256"] for row in rows}) == 1
     assert len({row["ids"] for row in rows}) == 1
@@ -29,4 +35,4 @@ def test_every_way_to_decode_has_one_hash(tmp_path: Path) -> None:
     beside = {row["way"]: row["happened"] for row in rows if row["way"].endswith(MEANWHILE)}
     assert len(beside) == 3
     assert min(beside.values()) >= 3
-    assert done.stdout.count(rows[0]["sha256"]) == len(rows)
+    assert done.output.count(rows[0]["sha256"]) == len(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -27,7 +28,8 @@ from tests.pipeline.conftest import VOCAB
 from tests.tiny import make_target
 
 PROMPTS = [tuple(random.Random(n).randrange(VOCAB) for _ in range(4 + 13 * n)) for n in range(3)]
-NEW = 48
+NEW = 32
+BUDGETS = (0, 1, 8, 31, 60)
 POLICIES = ("plain", "single:self", "single:lookup", "route", "route-sum", "merge", "merge-dedup", "merge-full", "auto")
 BIAS = {token: (token % 7) - 3.0 for token in range(0, VOCAB, 3)}
 ALL = SamplingParams(
@@ -44,14 +46,23 @@ UNSET = {"repetition_penalty": None, "frequency_penalty": 0.0, "presence_penalty
 TOLD: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
 
 
+@pytest.fixture(scope="module")
+def penalised_texts(reference: Reference) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """What `generate` says to each prompt with a repetition penalty, which is not what it says without."""
+    penalty = SamplingParams(repetition_penalty=1.3)
+    texts = {prompt: reference.generate(prompt, NEW, penalty).ids for prompt in PROMPTS}
+    for prompt, ids in texts.items():
+        assert ids != reference.greedy(prompt, NEW).ids
+    return texts
+
+
 @pytest.mark.parametrize("policy", POLICIES)
-def test_greedy_text_with_a_repetition_penalty_is_generates(client: Client, reference: Reference, policy: str) -> None:
-    for number, prompt in enumerate(PROMPTS):
-        expected = reference.generate(prompt, NEW, SamplingParams(repetition_penalty=1.3)).ids
-        for budget in (0, 1, 8, 31, 60) if number == 0 else (31,):
-            answer = client.generate(prompt, policy=policy, budget=budget, repetition_penalty=1.3, **TOLD)
-            assert answer.ids == expected, (policy, budget)
-        assert expected != reference.greedy(prompt, NEW).ids
+def test_greedy_text_with_a_repetition_penalty_is_generates(
+    client: Client, penalised_texts: dict[tuple[int, ...], tuple[int, ...]], policy: str
+) -> None:
+    for prompt, budget in zip(itertools.cycle(PROMPTS), BUDGETS, strict=False):
+        answer = client.generate(prompt, policy=policy, budget=budget, repetition_penalty=1.3, **TOLD)
+        assert answer.ids == penalised_texts[prompt], budget
 
 
 def test_greedy_text_with_a_bias_is_generates(client: Client, reference: Reference) -> None:
@@ -71,9 +82,15 @@ def test_text_with_everything_set_is_plains_under_every_policy(client: Client, s
             budget = (None, 60)[number % 2]
             answer = client.generate(prompt, policy=policy, budget=budget, **told)
             assert answer.ids == plain.ids, (policy, budget)
-        for field, unset in UNSET.items():  # each of them matters
-            without = sampling.model_copy(update={field: unset})
-            assert client.generate(prompt, policy="plain", **told | {"sampling": without}).ids != plain.ids, field
+
+
+@pytest.mark.parametrize("sampling", [ALL, COUNTED], ids=["sampled", "greedy"])
+def test_each_of_them_matters(client: Client, sampling: SamplingParams) -> None:
+    told = {"policy": "plain", **TOLD}
+    text = client.generate(PROMPTS[0], sampling=sampling, **told).ids
+    for field, unset in UNSET.items():
+        without = sampling.model_copy(update={field: unset})
+        assert client.generate(PROMPTS[0], sampling=without, **told).ids != text, field
 
 
 def test_plain_text_with_everything_set_is_the_references(client: Client, reference: Reference) -> None:

@@ -1,11 +1,12 @@
-"""Counts every call of the project's own functions in this process, if COUNT_CALLS names a folder.
+"""Runs a module that counts every call of the project's own functions: MODULE ARGUMENTS...
 
-Python imports this module at start where its folder is in PYTHONPATH. The counts go to FOLDER/PID.json whenever a file
-FOLDER/PID.ask appears, which is then removed.
+The counts go to FOLDER/PID.json, where COUNT_CALLS names the folder, whenever a file FOLDER/PID.ask appears, which is
+then removed. What was imported before is not slowed by being counted.
 """
 
 import json
 import os
+import runpy
 import sys
 import threading
 import time
@@ -48,5 +49,7 @@ def _count(folder: Path) -> None:
     sys.setprofile(profile)
 
 
-if "COUNT_CALLS" in os.environ:
+if __name__ == "__main__":
     _count(Path(os.environ["COUNT_CALLS"]))
+    module, sys.argv = sys.argv[1], sys.argv[1:]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
