@@ -101,9 +101,9 @@ def main() -> None:
     found = count(policies or [f"single:{HEADS[0]}", "auto"])
     for policy, calls in found.items():
         print(policy, calls.steps, "steps:", ", ".join(f"{name} {calls.total(name):.0f}" for name in calls.by_process))
-        for process, counted in calls.by_process.items() if listed else ():
+        for role, counted in calls.by_process.items() if listed else ():
             for name, a_step in sorted(counted.items(), key=lambda one: -one[1]):
-                print(f"  {process} {a_step:7.1f} {name}")
+                print(f"  {role} {a_step:7.1f} {name}")
 
 
 if __name__ == "__main__":
