@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from coppice.heads import masked_block_layouts as masked_blocks
 from coppice.heads import speculators
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
 from coppice.heads.models.falcon import FalconConfig, FalconModel
-from coppice.heads.models.layers import HeadConfig
+from coppice.heads.models.layers import HeadConfig, validated
 from coppice.heads.models.masked_block import DFlashConfig, DSparkConfig, JetSpecConfig, MaskedBlockModel
 from coppice.heads.models.medusa import MedusaConfig, MedusaModel
 from coppice.heads.models.parallelspec import ParallelSpecConfig, ParallelSpecModel
@@ -207,16 +206,6 @@ def read_head(folder: Path) -> Any:
         _check({_EMBEDDING: embedding}, {_EMBEDDING: like}, folder / WEIGHTS)
         model.own_embedding = embedding.float()
     return model.float()
-
-
-def validated(shape: type[HeadConfig], values: Mapping[str, Any], field: str, place: str = "") -> HeadConfig:
-    """Return the configuration with these values. Raises InvalidField about `field` that says which value is wrong."""
-    try:
-        return shape.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "sizes"
-        raise InvalidField(field, f"{place}{where}: {first['msg']}") from None
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

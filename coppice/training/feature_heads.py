@@ -17,9 +17,9 @@ from transformers import AutoConfig
 from coppice.engine.engine import default_feature_layers
 from coppice.errors import InvalidField
 from coppice.heads import masked_block_layouts as masked_blocks
-from coppice.heads.checkpoints import SHAPES, TargetParts, kind_of, read_output, read_target, save_head, validated
+from coppice.heads.checkpoints import SHAPES, TargetParts, kind_of, read_output, read_target, save_head
 from coppice.heads.models.expectation import expectation
-from coppice.heads.models.layers import HeadConfig
+from coppice.heads.models.layers import HeadConfig, validated
 from coppice.training.card import write_head_card
 from coppice.training.checkpoint import load_weights
 from coppice.training.data.packing import held_out_batches

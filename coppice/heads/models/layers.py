@@ -6,15 +6,16 @@ public layouts keep them apart (coppice/heads/public_state.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 from torch import Tensor, nn
 
 from coppice import limits
+from coppice.errors import InvalidField
 from coppice.heads.models.expectation import Expectation
 from coppice.heads.models.rotary import Rope, RotaryConfig, rotate
 
@@ -80,6 +81,16 @@ class HeadConfig(RotaryConfig):
     def group(self) -> int:
         """Query heads for each key head."""
         return self.num_attention_heads // self.num_key_value_heads
+
+
+def validated(shape: type[HeadConfig], values: Mapping[str, Any], field: str, place: str = "") -> HeadConfig:
+    """Return the configuration with these values. Raises InvalidField about `field` that says which value is wrong."""
+    try:
+        return shape.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "sizes"
+        raise InvalidField(field, f"{place}{where}: {first['msg']}") from None
 
 
 class DraftModel(nn.Module):
