@@ -10,8 +10,8 @@ from tests.browser import chromium, until, visiting
 
 DOCS = Path(__file__).parents[1] / "docs"
 STORY = "One day, a curious fox met a turtle who was carrying a heavy bag."
-CODE = 'class Stack:\n    """A last in, first out collection."""\n'
-SAMPLED = {"temperature": "0.7", "seed": "7"}
+CODE = 'def read_lines(path):\n    """Return the lines of a text file as a list."""\n'
+SAMPLED = {"temperature": "0.7", "seed": "3"}
 """greedy answers of so small a target soon repeat themselves"""
 
 
