@@ -16,7 +16,13 @@ from coppice.messages.steps import WeightsHeader, WeightsPart
 from coppice.weights.versions import Weights, pack_update
 
 PART = 4096  # bytes; a tiny head's file in several parts
-MATRIX = "lm_head.weight"
+MATRICES = ("lm_head.weight", "markov_head.markov_w2.weight")
+"""a head's last matrix: a dspark head's output layer is the target's and never replaced"""
+
+
+def matrix_of(weights: Weights) -> str:
+    """The name of the head's last matrix."""
+    return next(name for name in MATRICES if name in weights.tensors)
 
 
 def altered(weights: Weights, seed: int, names: Sequence[str] | None = None, version: int | None = None) -> Weights:
@@ -85,11 +91,20 @@ class Case:
         told = self.live.changed({name: tensor.float() for name, tensor in sent.items()}, 0)
         return push.announcing(weights_hash=told.hash)
 
+    @property
+    def matrix(self) -> Tensor:
+        """The head's last matrix as the good push has it."""
+        return self.new.tensors[matrix_of(self.live)]
+
+    def with_matrix(self, tensor: Tensor | None) -> Push:
+        """The good push with another last matrix, None: without."""
+        return self.sending({matrix_of(self.live): tensor})
+
     def spoiled(self, value: float) -> Push:
         """The good push with one number replaced."""
-        tensor = self.new.tensors[MATRIX].clone()
+        tensor = self.matrix.clone()
         tensor[3, 5] = value
-        return self.sending({MATRIX: tensor})
+        return self.with_matrix(tensor)
 
     def flipped(self) -> bytes:
         """The file with its last number's lowest bit flipped."""
@@ -166,22 +181,22 @@ CORRUPTIONS: dict[str, tuple[Made, type[CoppiceError], str]] = {
         r"tensors\.d2t: is no tensor of this head that may be replaced",
     ),
     "missing key": (
-        lambda case: case.sending({MATRIX: None}).announcing(weights_hash=case.new.hash),
+        lambda case: case.with_matrix(None).announcing(weights_hash=case.new.hash),
         INVALID,
         r"header\.weights_hash: .* some are missing",
     ),
     "wrong shape": (
-        lambda case: case.sending({MATRIX: case.new.tensors[MATRIX].T.contiguous()}),
+        lambda case: case.with_matrix(case.matrix.T.contiguous()),
         INVALID,
-        r"tensors\.lm_head\.weight: has shape \[32, 48\], expected \[48, 32\]",
+        r"tensors\.[\w.]+weight: has shape \[(\d+), 48\], expected \[48, \1\]",
     ),
     "wrong dtype": (
-        lambda case: case.sending({MATRIX: case.new.tensors[MATRIX].bfloat16()}),
+        lambda case: case.with_matrix(case.matrix.bfloat16()),
         INVALID,
-        r"tensors\.lm_head\.weight: is of dtype BF16, expected F32",
+        r"tensors\.[\w.]+weight: is of dtype BF16, expected F32",
     ),
-    "NaN": (lambda case: case.spoiled(float("nan")), INVALID, r"tensors\.lm_head\.weight: is not finite"),
-    "Inf": (lambda case: case.spoiled(float("-inf")), INVALID, r"tensors\.lm_head\.weight: is not finite"),
+    "NaN": (lambda case: case.spoiled(float("nan")), INVALID, r"tensors\.[\w.]+weight: is not finite"),
+    "Inf": (lambda case: case.spoiled(float("-inf")), INVALID, r"tensors\.[\w.]+weight: is not finite"),
     "old version": (
         lambda case: case.good.announcing(version=case.live.version - 1),
         STALE,

@@ -27,7 +27,7 @@ from coppice.heads import masked_block_layouts as masked_blocks
 from coppice.heads import speculators
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
 from coppice.heads.models.falcon import FalconConfig, FalconModel
-from coppice.heads.models.layers import HeadConfig, validated
+from coppice.heads.models.layers import HeadConfig
 from coppice.heads.models.masked_block import DFlashConfig, DSparkConfig, JetSpecConfig, MaskedBlockModel
 from coppice.heads.models.medusa import MedusaConfig, MedusaModel
 from coppice.heads.models.parallelspec import ParallelSpecConfig, ParallelSpecModel
@@ -164,12 +164,13 @@ def kind_in(folder: str | Path) -> str:
 
 def load_head(kind: str, folder: str | Path, target: str | Path) -> Loaded:
     """Load a head of a kind for its target. Raises InvalidField naming the first thing that does not fit."""
-    path, has = Path(folder), kind_in(folder)
-    if has != kind:
+    path = Path(folder)
+    model = read_head(path)
+    if (has := kind_of(model.config)) != kind:
         raise InvalidField(
             _PATH, f"{folder} is a {_TITLES.get(has, has)} checkpoint, not one of {_TITLES.get(kind, kind)}"
         )
-    model, parts = read_head(path), read_target(target)
+    parts = read_target(target)
     loaded = _for_target(path, model, parts)
     if parts.scales and kind in masked_blocks.KINDS and model.own_embedding is None:  # their loaders call its module
         raise InvalidField("drafter.target", f"{target} scales its token embedding, and the head has none of its own")
@@ -186,7 +187,7 @@ def read_head(folder: Path) -> Any:
     _check_flags(folder / CONFIG, given, shape)
     tensors = _public_tensors(folder, layout, kind)
     given.setdefault("qk_norm", any(name.endswith(".q_norm.weight") for name in tensors))
-    config = validated(shape, given, _PATH, f"{folder / CONFIG}: ")
+    config = shape.checked(given, _PATH, f"{folder / CONFIG}: ")
     try:
         model: Any = build(config)
     except KeyError as error:

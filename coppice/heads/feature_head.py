@@ -189,17 +189,12 @@ class FeatureHead(Head):
         if state is None:
             return None
         previous = advance.ids[rejection.position - len(session.ids) - 1]
-        logits, normed = self._said(state[None], previous)
+        logits, normed = self.model.read_behind(state[None], self._tensor([previous]))
         places = np.flatnonzero(self.ranking.ids == rejection.target_id)
         chance = logits[0].float().softmax(-1)[places[:1].tolist()]
         answer = torch.cat((normed[0].float(), chance)).cpu().numpy()
         value = 1.0 - float(answer[-1]) if len(places) else 1.0
         return Miss(float(np.float32(min(1.0, max(0.0, value)))), answer[: normed.shape[1]].copy(), previous)
-
-    def _said(self, state: Tensor, previous: int) -> tuple[Tensor, Tensor]:
-        """Return the (1, draft vocabulary) logits that a (1, hidden) state gave behind a token, and its normed one."""
-        said: tuple[Tensor, Tensor] = self.model.read(state)
-        return said
 
     # --- rows ---
 

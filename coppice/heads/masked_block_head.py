@@ -198,9 +198,6 @@ class MaskedBlockHead(ParallelHead):
         assert bias is not None
         return bias.float()
 
-    def _said(self, state: Tensor, previous: int) -> tuple[Tensor, Tensor]:
-        return self.model.read_behind(state, self._tensor([previous]))
-
 
 class DFlashHead(MaskedBlockHead):
     """A trained DFlash drafter: the rows of its block see one another."""

@@ -55,8 +55,8 @@ class Ranking:
     ) -> tuple[Any, Any, Any]:
         """Return (..., width) target ids and log-scores of the best of (..., V) scores, and (..., M) int64 more.
 
-        The best come first; a width above V is V. `wanted` are (..., 1) draft ids that are the last ones where they are
-        not among the best. All are numpy arrays, int64, float32 and int64, after one transfer from the device.
+        The best come first; a width above V is V. `wanted` are (..., 1) draft ids that are the last ones where they
+        are not among the best. All are numpy arrays, int64, float32 and int64, after one transfer from the device.
         """
         width = min(width, scores.shape[-1])
         scores = scores.log_softmax(-1)

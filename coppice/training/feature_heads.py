@@ -19,7 +19,7 @@ from coppice.errors import InvalidField
 from coppice.heads import masked_block_layouts as masked_blocks
 from coppice.heads.checkpoints import SHAPES, TargetParts, kind_of, read_output, read_target, save_head
 from coppice.heads.models.expectation import expectation
-from coppice.heads.models.layers import HeadConfig, validated
+from coppice.heads.models.layers import HeadConfig
 from coppice.training.card import write_head_card
 from coppice.training.checkpoint import load_weights
 from coppice.training.data.packing import held_out_batches
@@ -116,9 +116,9 @@ def head_config(
         shape |= {"rank_norm_topk": None, "block_rope_advance": True, "prefix_broadcast": True}
     fields = SHAPES[kind][0]
     own = {field.alias or name for name, field in fields.model_fields.items()} - of_target.keys()
-    for name in more.keys() - own:
+    for name in sorted(more.keys() - own):
         raise InvalidField("--shape", f"{name} is no field of a {kind} head that training can choose")
-    made = validated(fields, shape | of_target | more, "--shape")
+    made = fields.checked(shape | of_target | more, "--shape")
     if kind in masked_blocks.KINDS:
         _check_layout(kind, made)
     return made
@@ -132,7 +132,7 @@ def _check_layout(kind: str, config: HeadConfig) -> None:
     except InvalidField as error:
         raise InvalidField("--shape", str(error)) from None
     if (read := masked_blocks.kind_of(values)) != kind:  # a dspark head without its table
-        raise InvalidField("--shape", f"markov_rank: a {kind} head that has 0 would be read as a {read} head")
+        raise InvalidField("--shape", f"markov_rank: a {kind} head with 0 would be read as {read}")
 
 
 def check_shape(kind: str, target: Path, layers: tuple[int, ...], shape: Mapping[str, Any]) -> None:

@@ -76,28 +76,36 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_random(tmp_path_factory.mktemp("head"), "specblock")
+def kind(request: pytest.FixtureRequest) -> str:
+    """The kind of head that learns."""
+    return getattr(request, "param", "specblock")
 
 
 @pytest.fixture(scope="module")
-def first(head: Path, target: Path) -> Weights:
+def head(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random(tmp_path_factory.mktemp("head"), kind)
+
+
+@pytest.fixture(scope="module")
+def first(kind: str, head: Path, target: Path) -> Weights:
     """The checkpoint, as this process reads it."""
-    return build("specblock", head, target)[0].weights
+    return build(kind, head, target)[0].weights
 
 
 class Bench:
     """Drafters, an adapter, and a hand that writes records into Redis."""
 
-    def __init__(self, start: StartService, target: Path, head: Path, redis: LocalRedis, folder: Path) -> None:
-        self._start, self._target, self._head, self._folder = start, target, head, folder
+    def __init__(
+        self, start: StartService, target: Path, kind: str, head: Path, redis: LocalRedis, folder: Path
+    ) -> None:
+        self._start, self._target, self._kind, self._head, self._folder = start, target, kind, head, folder
         self.redis = redis
-        self.draft_ids: list[int] = build("specblock", head, target)[0].ranking.ids.tolist()
+        self.draft_ids: list[int] = build(kind, head, target)[0].ranking.ids.tolist()
         self.drafters: list[Service] = []
         self.addresses: list[str] = []
 
     def drafter(self, port: int = 0, *more: str) -> Service:
-        flags = ["--drafter.kind", "specblock", "--drafter.name", HEAD, "--drafter.path", str(self._head)]
+        flags = ["--drafter.kind", self._kind, "--drafter.name", HEAD, "--drafter.path", str(self._head)]
         flags += ["--drafter.target", str(self._target), "--drafter.threads", "1", "--server.port", str(port)]
         made = self._start("services.drafter", *flags, *more)
         self.drafters.append(made)
@@ -179,8 +187,10 @@ class Bench:
 
 
 @pytest.fixture
-def bench(start_service: StartService, target: Path, head: Path, redis: LocalRedis, tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(start_service, target, head, redis, tmp_path / "state")
+def bench(
+    start_service: StartService, target: Path, kind: str, head: Path, redis: LocalRedis, tmp_path: Path
+) -> Iterator[Bench]:
+    made = Bench(start_service, target, kind, head, redis, tmp_path / "state")
     yield made
     for drafter in made.drafters:
         drafter.stop()
@@ -280,6 +290,7 @@ def test_a_restart_goes_on_where_it_ended_and_damaged_files_do_not_stop_it(bench
     bench.until(adapter, lambda now: now.version > known, lambda _: bench.query(version=known, kind="full"))
 
 
+@pytest.mark.parametrize("kind", ["specblock", "dspark"], indirect=True)
 def test_a_canary_is_refused_or_promoted_by_its_tau(bench: Bench, first: Weights) -> None:
     bench.drafter()
     bench.drafter()

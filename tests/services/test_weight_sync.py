@@ -25,13 +25,12 @@ from coppice.weights.versions import Weights
 from coppice.wire.drafter import draft_request_to_wire, weights_to_wire
 from services.adapter.push import DrafterLink
 from tests.processes import Service
-from tests.pushes import CORRUPTIONS, Case, Made, Push, altered
+from tests.pushes import CORRUPTIONS, Case, Made, Push, altered, matrix_of
 from tests.services import test_drafter
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import GREEDY, HIDDEN, VOCAB, Text, build, drafted, opened, paths, save_random
-from tests.unit.test_weights import saved
+from tests.unit.test_weights import KINDS, LAST, saved
 
-KINDS = ["specblock", "eagle3"]
 METHOD = "/coppice.v1.DrafterService/SyncWeights"
 StartService = Callable[..., Service]
 
@@ -175,7 +174,7 @@ async def test_after_a_push_drafts_are_those_of_a_head_loaded_with_the_new_tenso
     setup: Setup, first: Weights, tmp_path: Path
 ) -> None:
     text = Text.random(60, 3)
-    head_only = [name for name in first.tensors if name.startswith(("lm_head.", "rank_head."))]
+    head_only = [name for name in first.tensors if name.startswith(LAST)]
     one = altered(first, 1, version=1)
     two = altered(one, 2, head_only, version=4)
     early = await asyncio.to_thread(setup.start)
@@ -258,7 +257,7 @@ async def test_hundreds_of_pushes_while_sessions_draft_lose_no_step(setup: Setup
         pauses, live = [], first
         async with DrafterLink(drafter.address, Dialer()) as replica:
             for number in range(pushes):
-                names = None if number % 3 == 0 else ["lm_head.weight"]
+                names = None if number % 3 == 0 else [matrix_of(first)]
                 new = altered(live, number, names) if number % 4 else altered(first, number, names, live.version + 1)
                 push = Push.of(setup.kind, live if number % 2 else first, new)
                 synced = await replica.push(push.header, push.parts)

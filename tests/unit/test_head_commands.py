@@ -185,11 +185,7 @@ def test_a_head_reads_the_layers_that_it_was_trained_on(place: Path, tmp_path: P
         ("dflash", "block_size=4,markov_rank=8", "markov_rank: dflash holds no Markov table"),
         ("jetspec", "causal=0", "causal: jetspec holds no block whose rows all see one another"),
         ("jetspec", "confidence=1,confidence_with_markov=0", "confidence: jetspec holds no confidence head"),
-        (
-            "dspark",
-            "markov_rank=0,confidence=0",
-            "markov_rank: a dspark head that has 0 would be read as a dflash head",
-        ),
+        ("dspark", "markov_rank=0,confidence=0", "markov_rank: a dspark head with 0 would be read as dflash"),
         ("dspark", "block_size=1", "block_size: Input should be greater than or equal to 2"),
         ("dspark", "markov=8", "markov is no field of a dspark head that training can choose"),
         ("dspark", "draft_vocab_size=8", "draft_vocab_size is no field of a dspark head that training can choose"),

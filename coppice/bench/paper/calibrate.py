@@ -25,7 +25,7 @@ from coppice.speculation.sampling_torch import noise
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.training.data.answerer import Answer, as_positions
 from coppice.training.data.teacher import Teacher
-from coppice.training.losses.feature_losses import Student, read_slot, right_rows
+from coppice.training.losses.feature_losses import Student, right_rows
 from coppice.training.losses.walk import Targets, walk
 
 SEED = 1
@@ -137,7 +137,7 @@ def rows_along(
         admitted, gold = targets.admit(alive, depth)
         if not len(gold):
             break
-        logits, _ = read_slot(student.model, states[admitted], targets.token(depth)[admitted], depth % slots)
+        logits, _ = student.model.read_behind(states[admitted], targets.token(depth)[admitted], depth % slots)
         places = admitted[0].nonzero()[:, 0] + depth + 2
         told = noise(seed, places, teacher.draft_ids).float()
         rows.append(Rows(logits.float() / temperature, told, gold, text[places]))

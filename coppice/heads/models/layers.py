@@ -7,7 +7,7 @@ public layouts keep them apart (coppice/heads/public_state.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +50,16 @@ class HeadConfig(RotaryConfig):
     acceptance: Expectation | None = None
     """how often its drafts are right, at least"""
 
+    @classmethod
+    def checked(cls, values: Mapping[str, Any], field: str, place: str = "") -> Self:
+        """Return the configuration with these values. Raises InvalidField about `field` that names the wrong one."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "sizes"
+            raise InvalidField(field, f"{place}{where}: {first['msg']}") from None
+
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, data: Any) -> Any:
@@ -81,16 +91,6 @@ class HeadConfig(RotaryConfig):
     def group(self) -> int:
         """Query heads for each key head."""
         return self.num_attention_heads // self.num_key_value_heads
-
-
-def validated(shape: type[HeadConfig], values: Mapping[str, Any], field: str, place: str = "") -> HeadConfig:
-    """Return the configuration with these values. Raises InvalidField about `field` that says which value is wrong."""
-    try:
-        return shape.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "sizes"
-        raise InvalidField(field, f"{place}{where}: {first['msg']}") from None
 
 
 class DraftModel(nn.Module):
@@ -125,6 +125,10 @@ class DraftModel(nn.Module):
         normed = self.norm(states)
         logits: Tensor = self.lm_head(normed)
         return logits, normed
+
+    def read_behind(self, states: Tensor, previous: Tensor, slot: int = 0) -> tuple[Tensor, Tensor]:
+        """Read (..., hidden) states of a slot behind (...) target ids, which only a Markov table asks for."""
+        return self.read(states, slot)
 
 
 def borrow(layer: nn.Linear) -> None:

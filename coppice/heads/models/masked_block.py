@@ -134,7 +134,7 @@ class MaskedBlockModel(DraftModel):
         out: Tensor = self.markov_head.markov_w2(self.markov_head.markov_w1(previous))
         return out
 
-    def read_behind(self, states: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+    def read_behind(self, states: Tensor, previous: Tensor, slot: int = 0) -> tuple[Tensor, Tensor]:
         """(..., hidden) states of any slot behind (...) target ids -> logits with the bias, and normed states."""
         logits, normed = self.read(states)
         bias = self.bias(previous)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
-from coppice.heads.models.layers import HeadConfig, norm_of
+from coppice.heads.models.layers import DraftModel, HeadConfig, norm_of
 
 
 class MedusaConfig(HeadConfig):
@@ -38,15 +38,13 @@ class _Offset(nn.Module):
         return fused + F.silu(self.residual(fused))
 
 
-class MedusaModel(nn.Module):
+class MedusaModel(DraftModel):
     """The features fused, and K heads on them. Head k predicts the token k + 2 places behind the features' own."""
 
-    own_embedding: Tensor | None = None  # it reads no tokens
-    own_output = True  # each head has one
+    config: MedusaConfig
 
     def __init__(self, config: MedusaConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.fc = nn.Linear(config.feature_width, config.hidden_size, bias=False)
         self.norm = norm_of(config)
         self.heads = nn.ModuleList(_Offset(config) for _ in range(config.slots))
@@ -57,7 +55,7 @@ class MedusaModel(nn.Module):
         fused = self.norm(self.fc(features))
         return torch.stack([head(fused) for head in self.heads], dim=-2)
 
-    def read(self, states: Tensor, slot: int) -> tuple[Tensor, Tensor]:
+    def read(self, states: Tensor, slot: int = 0) -> tuple[Tensor, Tensor]:
         """(..., hidden) states of one offset -> (..., draft vocabulary) logits, and the states."""
         offset: Any = self.heads[slot]
         return offset.lm_head(states), states

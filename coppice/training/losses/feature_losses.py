@@ -62,7 +62,7 @@ class Anchor:
     def pull(self, logits: Tensor, states: Tensor, previous: Tensor, slot: int) -> Tensor:
         """Return the nats to add for the student's (n, D) logits and the copy's (n, hidden) states of a slot."""
         with torch.no_grad():
-            anchored, _ = read_slot(self.student.model, states, previous, slot)
+            anchored, _ = self.student.model.read_behind(states, previous, slot)
         return self.weight * divergence(logits, anchored)
 
 
@@ -71,13 +71,6 @@ def right_rows(admitted: Tensor, logits: Tensor, gold: Tensor) -> Tensor:
     right = admitted.clone()
     right[admitted] = logits.detach().argmax(-1) == gold
     return right
-
-
-def read_slot(model: Any, states: Tensor, previous: Tensor, slot: int) -> tuple[Tensor, Tensor]:
-    """Return the (n, D) logits and (n, hidden) normed states of a slot's (n, hidden) states behind (n,) target ids."""
-    said: tuple[Tensor, Tensor]
-    said = model.read_behind(states, previous) if isinstance(model, MaskedBlockModel) else model.read(states, slot)
-    return said
 
 
 def bucket_of(logits: Tensor, gold: Tensor) -> Tensor:
@@ -144,7 +137,7 @@ class HeadLoss:
                 # Only rows that the mask admits are read: the others' logits would be thrown away.
                 admitted, gold = targets.admit(right, offset + slot)
                 previous = targets.token(offset + slot)[admitted]
-                logits, normed = read_slot(model, states[:, :, slot][admitted], previous, slot)
+                logits, normed = model.read_behind(states[:, :, slot][admitted], previous, slot)
                 taught = targets.taught(admitted, offset + slot)
                 losses = [distance(logits, taught)]
                 if self.anchor is not None and anchored is not None:
