@@ -9,16 +9,15 @@ from typing import Any
 from fastapi import FastAPI, Response
 from jinja2 import Environment
 
-from .page import FILES, HEADERS, add_file
+from .page import HEADERS
 
 _TEMPLATE = Path(__file__).with_name("docs.html").read_text(encoding="utf-8")
-_LOADED = ("/page.css", "/icon.svg")
+LOADED = ("/page.css", "/icon.svg")
+"""The files of orchestrator.page that it loads"""
 
 
 def add_docs(app: FastAPI) -> None:
-    """Add the page to an application, and the files that it loads where the page of orchestrator.page is not served."""
-    for path in _LOADED:
-        add_file(app, path, FILES[path])
+    """Add the page to an application, which must serve LOADED, too."""
     environment = Environment(autoescape=True)
     environment.filters["type_of"] = _type_of
     template = environment.from_string(_TEMPLATE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,7 @@ def is_served(settings: Settings) -> bool:
 
 
 def add_page(app: FastAPI, served: Served, answering: Answering, look: Look) -> None:
-    """Add the page's routes to the application over a service."""
-    for path, file in FILES.items():
-        add_file(app, path, file)
+    """Add what the page asks of a service to the application."""
 
     @app.post("/trace/completions")
     async def trace_completion(body: CompletionBody, request: Request) -> Response:
@@ -80,8 +78,13 @@ def add_page(app: FastAPI, served: Served, answering: Answering, look: Look) -> 
         return Response(_json(await look()), media_type="application/json")
 
 
-def add_file(app: FastAPI, path: str, file: Path) -> None:
-    """Serve one file of the page."""
+def add_files(app: FastAPI, paths: Iterable[str]) -> None:
+    """Add those of the page's FILES at these paths to the application."""
+    for path in paths:
+        _add_file(app, path, FILES[path])
+
+
+def _add_file(app: FastAPI, path: str, file: Path) -> None:
     content = file.read_bytes()
 
     @app.get(path, include_in_schema=False)

@@ -19,9 +19,9 @@ from coppice.rpc.certificates import Certificates
 
 from .answering import Answering
 from .app import make_app
-from .docs import add_docs
+from .docs import LOADED, add_docs
 from .door import Door
-from .page import Look, add_page, is_served
+from .page import FILES, Look, add_files, add_page, is_served
 from .served import Served
 
 log = structlog.get_logger()
@@ -46,6 +46,7 @@ class HttpServer:
         self._answering = Answering(served, access)
         app = make_app(served, self._answering)
         add_docs(app)
+        add_files(app, FILES if is_served(settings) else LOADED)
         if is_served(settings):
             add_page(app, served, self._answering, look)
         self._config = uvicorn.Config(
