@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,7 @@ from coppice.weights.versions import Weights, pack_update
 PART = 4096  # bytes; a tiny head's file in several parts
 MATRICES = ("lm_head.weight", "markov_head.markov_w2.weight")
 """a head's last matrix: a dspark head's output layer is the target's and never replaced"""
+_FIELD = rf"tensors\.(?:{'|'.join(map(re.escape, MATRICES))})"
 
 
 def matrix_of(weights: Weights) -> str:
@@ -188,15 +190,15 @@ CORRUPTIONS: dict[str, tuple[Made, type[CoppiceError], str]] = {
     "wrong shape": (
         lambda case: case.with_matrix(case.matrix.T.contiguous()),
         INVALID,
-        r"tensors\.[\w.]+weight: has shape \[(\d+), 48\], expected \[48, \1\]",
+        rf"{_FIELD}: has shape \[(\d+), 48\], expected \[48, \1\]",
     ),
     "wrong dtype": (
         lambda case: case.with_matrix(case.matrix.bfloat16()),
         INVALID,
-        r"tensors\.[\w.]+weight: is of dtype BF16, expected F32",
+        rf"{_FIELD}: is of dtype BF16, expected F32",
     ),
-    "NaN": (lambda case: case.spoiled(float("nan")), INVALID, r"tensors\.[\w.]+weight: is not finite"),
-    "Inf": (lambda case: case.spoiled(float("-inf")), INVALID, r"tensors\.[\w.]+weight: is not finite"),
+    "NaN": (lambda case: case.spoiled(float("nan")), INVALID, rf"{_FIELD}: is not finite"),
+    "Inf": (lambda case: case.spoiled(float("-inf")), INVALID, rf"{_FIELD}: is not finite"),
     "old version": (
         lambda case: case.good.announcing(version=case.live.version - 1),
         STALE,
