@@ -223,8 +223,7 @@ class Learner:
         if self.config.slots == 1:
             return HeadLoss(windows, blocks=self.recipe.steps, decay=DECAY)
         if self.kind == "dspark":  # of a text's own tokens cross-entropy teaches several times as much as L1
-            of_misses = {"every": self.recipe.every, "objective": "soft"}
-            return HeadLoss(windows, **LOSSES[self.kind] | of_misses)
+            return HeadLoss(windows, **LOSSES[self.kind] | {"every": self.recipe.every, "objective": "soft"})
         return HeadLoss(windows, blocks=self.recipe.blocks, every=self.recipe.every)
 
     @torch.no_grad()
