@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from coppice.client.completion import Accumulator, Completion, StreamEvent
-from coppice.messages.generation import Chunk, FinishReason, Started
+from coppice.messages.generation import Chunk, Finished, FinishReason, Started
 from coppice.messages.steps import TopLogProbs
 
 from .bodies import ChatBody, CompletionBody
@@ -89,18 +89,19 @@ class Choice:
         self.prompt: list[Told] = []
         self.tokens: list[Told] = []
         self.chars = 0
-        """of the tokens' texts"""
+        """of the texts of all tokens whose log-probabilities were told, the prompt's too"""
 
     def add(self, event: StreamEvent) -> list[Told]:
         """Take in an event; returns what its tokens' log-probabilities are, when they are wanted."""
         self.folded.add(event)
         if isinstance(event, Started) and event.prompt_ids:
             top = (None, *event.prompt_top) if event.prompt_top else ()
-            self.prompt = self._told(event.prompt_ids, (None, *event.prompt_log_probs), top)
-        if not isinstance(event, Chunk):
+            new = self.prompt = self._told(event.prompt_ids, (None, *event.prompt_log_probs), top)
+        elif isinstance(event, Chunk) and event.log_probs:
+            new = self._told(event.ids, event.log_probs, event.top)
+            self.tokens += new
+        else:
             return []
-        new = self._told(event.ids, event.log_probs, event.top) if event.log_probs else []
-        self.tokens += new
         self.chars += sum(len(one.text) for one in new)
         return new
 
@@ -154,19 +155,20 @@ class Answer:
         choice, before = self.choices[index], self.choices[index].chars
         new = self.add(index, event)
         null: Json = {"usage": None} if self._body.usage_in_stream else {}  # in every part but the last one
-        if isinstance(event, Started):
-            if self.shape.chat:
-                opened = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
-                yield {**self._part([{**opened, "finish_reason": None}]), **null}
-        elif isinstance(event, Chunk):
-            log_probs = self.shape.log_probs(new, before) if self._body.scored else None
-            if event.text or log_probs:
-                yield {**self._part([self.shape.choice(index, event.text, log_probs, None, part=True)]), **null}
-        else:
-            ended = self.shape.choice(index, "", None, REASONS[event.finish_reason], part=True)
+        if isinstance(event, Started) and self.shape.chat:
+            opened = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
+            yield {**self._part([{**opened, "finish_reason": None}]), **null}
+        elif isinstance(event, Finished):
+            reason = "length" if self._only_prompt else REASONS[event.finish_reason]
+            ended = self.shape.choice(index, "", None, reason, part=True)
             if self.shape.chat:
                 ended["delta"] = {}
             yield {**self._part([ended]), **self._ours([choice.folded.completion()]), **null}
+        elif isinstance(event, Started) or not self._only_prompt:
+            text = choice.echo if isinstance(event, Started) else event.text
+            log_probs = self.shape.log_probs(new, before) if self._body.scored else None
+            if text or new:
+                yield {**self._part([self.shape.choice(index, text, log_probs, None, part=True)]), **null}
 
     def last_parts(self) -> Iterator[Json]:
         """What comes behind all choices: of a stream that was asked for it the usage, with no choice."""

@@ -199,12 +199,10 @@ class CompletionBody(Sampled):
         int | None,
         Field(ge=0, le=MAX_TOP_LOG_PROBS, description="log-probabilities of the tokens, and of so many best"),
     ] = None
-    echo: Annotated[bool, Field(description="begin with the prompt; not in a stream")] = False
+    echo: Annotated[bool, Field(description="begin with the prompt")] = False
 
     @model_validator(mode="after")
     def _echo_fits(self) -> CompletionBody:
-        if self.echo and self.stream:
-            raise InvalidField("echo", "is served without stream")
         if not self.max_tokens and not self.echo:
             raise InvalidField("max_tokens", "is 0 with echo alone")
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from jinja2 import Environment
 from .page import HEADERS
 
 _TEMPLATE = Path(__file__).with_name("docs.html").read_text(encoding="utf-8")
+PATHS = ("/docs", "/openapi.json")
+"""The page and the description that it is made of: they hold nothing of a deployment"""
 LOADED = ("/page.css", "/icon.svg")
 """The files of orchestrator.page that it loads"""
 
@@ -22,9 +25,13 @@ def add_docs(app: FastAPI) -> None:
     environment.filters["type_of"] = _type_of
     template = environment.from_string(_TEMPLATE)
 
+    @cache  # strangers may ask for it
+    def page() -> str:
+        return template.render(app.openapi())
+
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
-        return Response(template.render(app.openapi()), media_type="text/html", headers=HEADERS)
+        return Response(page(), media_type="text/html", headers=HEADERS)
 
 
 def _type_of(schema: dict[str, Any]) -> str:

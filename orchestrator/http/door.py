@@ -16,12 +16,13 @@ from coppice.rpc.access import Access
 from coppice.rpc.server import most_calls
 
 from . import errors
+from .docs import PATHS
 from .page import FILES
 from .served import Served
 
 LIVES = frozenset({"/health", "/ping", "/version"})
 """Paths that need no token and are answered while the server is full or stops: probes ask them."""
-OPEN = LIVES | {"/ready", *FILES}
+OPEN = LIVES | {"/ready", *PATHS, *FILES}
 """Paths that need no token"""
 GENERATES = frozenset({f"{path}{kind}" for path in ("/v1", "/trace") for kind in ("/completions", "/chat/completions")})
 

@@ -214,6 +214,31 @@ def test_log_probs_are_the_targets_and_echo_scores_the_prompt(client: openai.Ope
     assert only.usage.completion_tokens == 0
 
 
+@pytest.mark.parametrize("most", [0, 8])
+def test_a_stream_with_echo_begins_with_the_prompt(client: openai.OpenAI, most: int) -> None:
+    options: Any = {"model": "target", "prompt": [PROMPT, "Once"], "temperature": 0, "max_tokens": most, "echo": True}
+    for scored in ({}, {"logprobs": 3}):
+        whole = client.completions.create(**options, **scored)
+        stream = client.completions.create(**options, **scored, stream=True, stream_options={"include_usage": True})
+        *parts, last = list(stream)
+        assert last.usage == whole.usage
+        for wanted in whole.choices:
+            choices = [part.choices[0] for part in parts if part.choices[0].index == wanted.index]
+            assert choices[0].text == options["prompt"][wanted.index]
+            assert "".join(one.text for one in choices) == wanted.text
+            assert [one.finish_reason for one in choices] == [None] * (len(choices) - 1) + [wanted.finish_reason]
+            told = [one.logprobs for one in choices if one.logprobs]
+            assert bool(told) == bool(wanted.logprobs)
+            if wanted.logprobs:
+                assert sum((one.tokens or [] for one in told), []) == wanted.logprobs.tokens
+                assert sum((one.text_offset or [] for one in told), []) == wanted.logprobs.text_offset
+                values = sum((one.token_logprobs or [] for one in told), [])
+                assert values == pytest.approx(wanted.logprobs.token_logprobs, abs=1e-5)
+                assert [best and list(best) for one in told for best in one.top_logprobs or ()] == [
+                    best and list(best) for best in wanted.logprobs.top_logprobs or ()
+                ]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_chat_tells_log_probs(client: openai.OpenAI, stream: bool) -> None:
     options: Any = {"model": "target", "messages": CHAT, "temperature": 0, "max_tokens": 6, "logprobs": True}
@@ -307,7 +332,6 @@ def test_text_never_breaks_inside_a_character(client: openai.OpenAI, grpc_client
         ({"logit_bias": dict.fromkeys(map(str, range(2000)), 1)}, 400, "logit_bias"),
         ({"stop": ["x"] * 17}, 400, "stop"),
         ({"stream_options": {}}, 400, "stream_options"),
-        ({"stream": True, "echo": True}, 400, "echo"),
         ({"stream": True, "policy": "nonsense"}, 400, "policy"),
         ({"model": "gpt-4"}, 404, None),
         ({"tools": [], "suffix": None, "best_of": 1}, 200, None),

@@ -128,6 +128,16 @@ def test_http_is_https_and_asks_for_the_same_tokens(stack: Stack, authority: Aut
         assert response.status == 200
 
 
+def test_docs_and_their_description_need_no_token_and_metrics_do(stack: Stack, authority: Authority) -> None:
+    context = ssl.create_default_context(cafile=str(authority.folder / "ca.pem"))
+    for path in ("docs", "openapi.json"):
+        with urlopen(f"https://{stack.orchestrator.http}/{path}", timeout=10, context=context) as response:
+            assert b"ChatBody" in response.read()
+    for path in ("metrics", "v1/models", "deployment", "docs/", "docs/x"):
+        with pytest.raises(HTTPError, match="401"):
+            urlopen(f"https://{stack.orchestrator.http}/{path}", timeout=10, context=context)
+
+
 def test_no_process_talks_to_the_nameless(stack: Stack, authority: Authority) -> None:
     for ready in stack.services.values():
         for dialer in (Dialer(), *([authority.dialer()] if ready.role != "orchestrator" else [])):
