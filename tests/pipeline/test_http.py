@@ -227,16 +227,15 @@ def test_a_stream_with_echo_begins_with_the_prompt(client: openai.OpenAI, most: 
             assert choices[0].text == options["prompt"][wanted.index]
             assert "".join(one.text for one in choices) == wanted.text
             assert [one.finish_reason for one in choices] == [None] * (len(choices) - 1) + [wanted.finish_reason]
-            told = [one.logprobs for one in choices if one.logprobs]
-            assert bool(told) == bool(wanted.logprobs)
-            if wanted.logprobs:
-                assert sum((one.tokens or [] for one in told), []) == wanted.logprobs.tokens
-                assert sum((one.text_offset or [] for one in told), []) == wanted.logprobs.text_offset
-                values = sum((one.token_logprobs or [] for one in told), [])
-                assert values == pytest.approx(wanted.logprobs.token_logprobs, abs=1e-5)
-                assert [best and list(best) for one in told for best in one.top_logprobs or ()] == [
-                    best and list(best) for best in wanted.logprobs.top_logprobs or ()
-                ]
+            if not wanted.logprobs:
+                assert {one.logprobs for one in choices} == {None}
+                continue
+            told = [one.logprobs.model_dump() for one in choices if one.logprobs]
+            joined = {name: [value for one in told for value in one[name]] for name in told[0]}
+            assert joined["tokens"] == wanted.logprobs.tokens
+            assert joined["text_offset"] == wanted.logprobs.text_offset
+            assert joined["token_logprobs"] == pytest.approx(wanted.logprobs.token_logprobs, abs=1e-5)
+            assert [len(best or ()) for best in joined["top_logprobs"]] == [0] + [3] * (len(joined["tokens"]) - 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])

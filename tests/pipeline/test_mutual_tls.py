@@ -14,6 +14,7 @@ from urllib.request import Request, urlopen
 
 import grpc
 import pytest
+from playwright.sync_api import expect
 
 from coppice.adaptation.client import AdapterClient
 from coppice.bench.reference import Reference
@@ -27,6 +28,7 @@ from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.weights.versions import Weights
 from coppice.wire.drafter import weights_to_wire
 from services.adapter.push import DrafterLink
+from tests.browser import CHROMIUM, chromium
 from tests.certificates import Authority
 from tests.pipeline.test_feature_heads import PROMPTS, heads, target
 from tests.pushes import Push, altered
@@ -133,9 +135,33 @@ def test_docs_and_their_description_need_no_token_and_metrics_do(stack: Stack, a
     for path in ("docs", "openapi.json"):
         with urlopen(f"https://{stack.orchestrator.http}/{path}", timeout=10, context=context) as response:
             assert b"ChatBody" in response.read()
-    for path in ("metrics", "v1/models", "deployment", "docs/", "docs/x"):
+    for path in ("metrics", "docs/x"):
         with pytest.raises(HTTPError, match="401"):
             urlopen(f"https://{stack.orchestrator.http}/{path}", timeout=10, context=context)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+def test_the_page_asks_for_a_token_wherever_it_is_opened(stack: Stack) -> None:
+    with chromium() as browser, browser.new_context(ignore_https_errors=True) as context:  # it knows no authority
+        page = context.new_page()  # whose console tells of refusals
+        page.goto(f"https://{stack.orchestrator.http}/#compare")
+        field, refused = page.get_by_label("This server asks for an access token"), page.locator("#served-error")
+        expect(field).to_be_visible()
+        expect(refused).to_have_text("a valid bearer token is needed")
+        refused.evaluate("line => line.textContent = 'another'")
+        field.fill("another")
+        page.get_by_role("button", name="Use it").click()
+        expect(refused).to_have_text("a valid bearer token is needed")
+        expect(refused).to_be_visible()
+        field.fill(TOKEN)
+        field.press("Enter")
+        expect(page.locator("#model")).to_contain_text("float32")
+        expect(field).to_be_hidden()
+        expect(refused).to_be_empty()
+        page.get_by_role("link", name="Deployment").click()
+        expect(page.locator("#heads")).to_contain_text("block")
+        page.reload()
+        expect(field).to_be_visible()  # a token is kept by nobody
 
 
 def test_no_process_talks_to_the_nameless(stack: Stack, authority: Authority) -> None:

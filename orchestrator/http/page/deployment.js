@@ -112,7 +112,8 @@ class DeploymentView {
       one.head, one.paused ? `${one.doing}, paused` : one.doing, String(one.version), String(one.queries), String(one.reverts),
     ]);
     fill($("adapter"), ["Head", "Doing", "Version", "Queries", "Reverts"], rows);
-    const changes = heads.flatMap(({ head, changes: all }) => all.map((change) => ({ head, ...change })));
+    // the latest first, which stays so among those after one query
+    const changes = heads.flatMap(({ head, changes: all }) => all.map((change) => ({ head, ...change }))).reverse();
     changes.sort((a, b) => b.query - a.query);
     const lines = changes.slice(0, 12).map(({ head, query, what, version, why }) =>
       make("li", {}, `${head}: ${what}, version ${version}, after query ${query}${why ? ` (${why})` : ""}`),

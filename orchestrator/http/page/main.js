@@ -175,11 +175,11 @@ async function learnModel() {
 }
 
 async function begin() {
+  for (const error of document.querySelectorAll(".error")) error.textContent = "";
   try {
     await learnModel();
-    $("ask-error").textContent = "";
   } catch (failure) {
-    $("ask-error").textContent = failure.message;
+    $("served-error").textContent = failure.message;
   }
 }
 
