@@ -54,6 +54,7 @@ class Signals:
 def _record(session: str, decoding: Decoding, head: HeadSession, load: float) -> QueryRecord:
     result, signal = decoding.output.result, head.signal
     timings, steps = result.timings, result.steps
+    kind, variant = next(iter(signal.choices), (0, 0))
     return QueryRecord(
         session=session,
         s=signal.s,
@@ -67,4 +68,7 @@ def _record(session: str, decoding: Decoding, head: HeadSession, load: float) ->
         versions=(signal.first_version, signal.last_version),
         load=load,
         policy=decoding.plan.policy.name,
+        kind=kind,
+        variant=variant,
+        sketch=signal.sketch if len(signal.choices) == 1 else (),
     )

@@ -36,6 +36,9 @@ class Signal:
     rejections: int = 0
     first_version: int = 0
     last_version: int = 0
+    choices: set[tuple[int, int]] = field(default_factory=set)
+    """kind of text and variant of the weights; several after a move to another drafter"""
+    sketch: tuple[float, ...] = ()
     seen: bool = False
     owed: int = 0
     """misses that the drafter may still say"""
@@ -46,6 +49,12 @@ class Signal:
             self.owed -= 1
             self.s += miss
             self.rejections += 1
+
+    def opened(self, answer: DraftOpened) -> None:
+        """Note what will draft, and what the drafter takes the prompt for."""
+        self.choices.add((answer.kind, answer.variant))
+        self.sketch = answer.sketch
+        self.drafted_by(answer.weights_version)
 
     def drafted_by(self, version: int) -> None:
         """Note the weights that drafted, or will."""
@@ -247,7 +256,7 @@ class HeadSession:
         """Take in a part of a tree, or the version of the weights of a session that is open now."""
         if isinstance(answer, DraftOpened):
             self._opened = True
-            self.signal.drafted_by(answer.weights_version)
+            self.signal.opened(answer)
             return
         if answer.miss is not None:
             self.signal.missed(answer.miss)

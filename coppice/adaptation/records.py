@@ -84,6 +84,12 @@ class QueryRecord:
     load: _Amount
     """requests running, mean of its start and its end"""
     policy: Annotated[str, Field(max_length=limits.MAX_POLICY_CHARS)]
+    kind: Annotated[int, Field(ge=0, le=limits.MAX_KINDS)] = 0
+    """of text that the drafter took the prompt for"""
+    variant: Annotated[int, Field(ge=0, le=limits.MAX_VARIANTS)] = 0
+    """of the weights, which drafted all of it"""
+    sketch: tuple[Annotated[float, Field(ge=-1.001, le=1.001)], ...] = ()
+    """what the prompt is like (coppice/weights/variants.py); empty: not known, or several variants drafted"""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)

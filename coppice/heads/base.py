@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField, Overloaded
 from coppice.limits import MAX_HEAD_NODES
-from coppice.messages.steps import Advance, Features, HeadDescription, OpenDraft, WeightsHeader
+from coppice.messages.steps import Advance, DraftOpened, Features, HeadDescription, OpenDraft, WeightsHeader
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 
@@ -111,6 +111,10 @@ class Head(ABC):
         `key` must be new. Between two items the drafter serves other sessions, but nothing of this one before the
         iterator is exhausted. Raises InvalidField for what this head cannot do (`want_q_rows` without a vocabulary).
         """
+
+    def opened(self, key: int) -> DraftOpened:
+        """Return the answer to an opening that is exhausted."""
+        return DraftOpened(self.description.weights_version)
 
     @abstractmethod
     def close(self, key: int) -> None:

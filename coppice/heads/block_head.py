@@ -91,7 +91,7 @@ class BlockHead(FeatureHead):
         """Return how many nodes the blocks of one forward start from at most."""
         return min(MAX_STARTS, max(1, job.budget // (BUDGET_OF_A_NOISY_START if job.noisy else BUDGET_OF_A_START)))
 
-    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+    def _draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
         """Grow all trees block by block."""
         blocks = self._num_blocks
         fit = [self._room(job, (blocks - 1) * self.most_starts(job) * self.slots) for job in jobs]

@@ -5,12 +5,17 @@ KV, the last row's token is the root, and every row is kept. Positions before th
 
 New weights take over between two drafts. Rows that the old ones made stay in KV: a session that was open drafts from a
 mixture until it ends. That costs accepted tokens at worst, and to make all rows again would hold up every session.
+
+A session drafts with the variant of the weights that its prompt was found to be for; sessions with different ones take
+turns in a draft.
 """
 
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, ClassVar, TypeVar
 
@@ -27,7 +32,7 @@ from coppice.engine.engine import DTYPES
 from coppice.engine.kv_cache import KVPool, KVShape, OutOfBlocks
 from coppice.engine.linear import compile_ahead, prepack
 from coppice.errors import InvalidField, Overloaded
-from coppice.heads.base import DraftJob, Head, Miss, with_tree_shape
+from coppice.heads.base import DraftJob, Growth, Head, Miss, with_tree_shape
 from coppice.heads.checkpoints import load_head
 from coppice.heads.feature_session import FeatureSession, Inputs, Rows, join
 from coppice.heads.last_draft import LastDraft
@@ -35,8 +40,9 @@ from coppice.heads.models.layers import Attend
 from coppice.heads.public_state import public_weights
 from coppice.heads.ranking import Ranking, target_ids
 from coppice.heads.weight_swap import WeightSwap
-from coppice.messages.steps import Advance, Features, HeadDescription, OpenDraft, WeightsHeader
+from coppice.messages.steps import Advance, DraftOpened, Features, HeadDescription, OpenDraft, WeightsHeader
 from coppice.weights.staging import Staging
+from coppice.weights.variants import Routes, sketch_of
 from coppice.weights.versions import Weights
 
 PREFILL_SLOTS = 1024  # KV entries made in one prefill forward
@@ -70,6 +76,9 @@ class FeatureHead(Head):
         self.embedding = loaded.embedding.to(device, self.dtype)
         prepack(self.model)
         compile_ahead(self.model)
+        self.models: dict[int, Any] = {0: self.model}
+        """by variant; `model` is the one at work"""
+        self.routes = Routes()
         self.ranking = Ranking(target_ids(self.model, config).to(self.device), settings.alpha, settings.beta)
         self.pool = KVPool(
             layers=[KVShape(config.num_key_value_heads, config.head_dim, config.head_dim)] * config.num_hidden_layers,
@@ -112,12 +121,40 @@ class FeatureHead(Head):
             raise Overloaded(str(error)) from None
         no_noise = self.ranking.no_noise()
         session = FeatureSession(table, ids, start, features, start, start, no_noise, opening.want_misses)
+        if opening.want_misses or self.routes.routes:
+            session.sketch = sketch_of(features)
+            session.choice = self.routes.choose(session.sketch, opening.session)
         self._sessions[key] = session
         chunk, end = max(1, PREFILL_SLOTS // self.slots), len(ids) - self.needs_root
         while session.done < end:
+            self._use(session)
             self._prefill(session, min(session.done + chunk, end))
             session.forget()
             yield
+
+    def opened(self, key: int) -> DraftOpened:
+        """Say which variant drafts, and what the prompt is like."""
+        session = self._sessions[key]
+        sketch = tuple(session.sketch.tolist()) if session.wants_misses else ()
+        return DraftOpened(self.description.weights_version, session.choice.variant, session.choice.kind, sketch)
+
+    def _use(self, session: FeatureSession) -> None:
+        """Let the model of the session's variant be the one at work."""
+        self.model = self.models.get(session.choice.variant, self.models[0])
+
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        """Draft with one variant after the other."""
+        groups: dict[int, list[int]] = {}
+        for number, job in enumerate(jobs):
+            groups.setdefault(self._sessions[job.key].choice.variant, []).append(number)
+        for numbers in groups.values():
+            self._use(self._sessions[jobs[numbers[0]].key])
+            for grown in self._draft([jobs[number] for number in numbers]):
+                yield [replace(part, job=numbers[part.job]) for part in grown]
+
+    @abstractmethod
+    def _draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        """Draft as `draft` does for jobs of one variant, whose model is at work."""
 
     def close(self, key: int) -> None:
         """Free the session's KV."""
@@ -189,6 +226,7 @@ class FeatureHead(Head):
         if state is None:
             return None
         previous = advance.ids[rejection.position - len(session.ids) - 1]
+        self._use(session)
         logits, normed = self.model.read_behind(state[None], self._tensor([previous]))
         places = np.flatnonzero(self.ranking.ids == rejection.target_id)
         chance = logits[0].float().softmax(-1)[places[:1].tolist()]

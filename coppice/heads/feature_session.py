@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from coppice.engine.batch import Tail
 from coppice.engine.kv_cache import BlockTable
 from coppice.heads.last_draft import LastDraft
 from coppice.heads.models.layers import Attend
+from coppice.weights.variants import Choice
 
 
 @dataclass
@@ -28,6 +29,8 @@ class FeatureSession:
     done: int  # rows of the positions before it are in KV
     noise: tuple[int, int, Tensor]  # seed, first position and (P, draft vocabulary) of drafts to come
     wants_misses: bool = False
+    sketch: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    choice: Choice = field(default_factory=Choice)
     last_draft: LastDraft | None = None  # only for a session that wants misses, until ids are committed
 
     def take(self, upto: int) -> Tensor:

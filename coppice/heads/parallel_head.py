@@ -41,7 +41,7 @@ class ParallelHead(FeatureHead):
         """Return how many tokens of a slot are looked at."""
         return self.settings.top_k
 
-    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+    def _draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
         """All trees, each sent as a whole."""
         yield self._drafted(jobs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,31 +15,51 @@ from coppice.engine.linear import prepack
 from coppice.errors import StaleFence
 from coppice.heads.public_state import fused_tensor, public_names
 from coppice.weights.staging import Staging
+from coppice.weights.variants import Routes, in_deployed, numbers_in, variant_name
 
 if TYPE_CHECKING:
     from coppice.heads.feature_head import FeatureHead
 
 
 class WeightSwap:
-    """A model with new weights beside the one that drafts, ready: the next draft reads them once `swap` was called."""
+    """Models with new weights beside those that draft, ready: the next draft reads them once `swap` was called."""
 
     def __init__(self, head: FeatureHead, staging: Staging) -> None:
-        """Make the head's model with a push's tensors, in its dtype and on its device; it shares all others.
+        """Make the models of a push's tensors, in the head's dtype and on its device; they share all others.
 
-        Raises what `Staging.finish` raises.
+        Raises what `Staging.finish` and `Routes.of` raise.
         """
         self._head, self._weights, self._replaces = head, staging.finish(), staging.live
+        self._routes = Routes.of(self._weights.tensors)
         changed = set(self._weights.differing(self._replaces))
-        state: dict[str, Tensor] = head.model.state_dict()
+        deployed = self._model(head.models[0], 0, changed) if self._changes(0, changed) else head.models[0]
+        self._models = {0: deployed}
+        for number in numbers_in(self._weights.tensors):
+            kept = head.models.get(number) if deployed is head.models[0] else None
+            if kept is None or self._changes(number, changed):
+                own = {name for name in self._weights.tensors if name.startswith(variant_name(number, ""))}
+                kept = self._model(deployed, number, own)
+            self._models[number] = kept
+
+    def _changes(self, number: int, changed: AbstractSet[str]) -> bool:
+        """Whether any of the names is of a variant."""
+        return any(name.startswith(variant_name(number, "")) if number else in_deployed(name) for name in changed)
+
+    def _model(self, model: Any, number: int, names: AbstractSet[str]) -> nn.Module:
+        """Copy a model with a variant's values of those of its tensors that are among the names."""
+        head, state = self._head, dict(model.state_dict())
         on_cuda = head.device.type == "cuda"
         stream: Any = torch.cuda.Stream(head.device) if on_cuda else None  # type: ignore[no-untyped-call]
+        given = self._weights.tensors
+        own = {name: variant_name(number, name) for name in given if in_deployed(name)}
+        tensors = {name: given.get(one, given[name]) for name, one in own.items()}
         with torch.cuda.stream(stream):  # its own: drafts do not wait for the copies
             for name in state:
-                if not changed.isdisjoint(public_names(name)):
-                    state[name] = fused_tensor(self._weights.tensors, name).to(head.device, head.dtype)
+                if any(own.get(public) in names for public in public_names(name)):
+                    state[name] = fused_tensor(tensors, name).to(head.device, head.dtype)
         if on_cuda:
             stream.synchronize()
-        self._model = with_tensors(head.model, state)
+        return with_tensors(model, state)
 
     def swap(self) -> None:
         """Exchange the models. Call it on the head's thread between drafts.
@@ -51,13 +72,14 @@ class WeightSwap:
                 f"version {weights.version} was made to replace version {self._replaces.version}; version "
                 f"{head.weights.version} with hash {head.weights.hash.hex()} came into use meanwhile"
             )
-        head.model, self._model = self._model, head.model
+        head.models, self._models = self._models, head.models
+        head.model, head.routes = head.models[0], self._routes
         head.weights = self._replaces = weights
         head.description = replace(head.description, weights_version=weights.version, weights_hash=weights.hash)
 
     def release(self) -> None:
-        """Free the old model. It takes a while: call it on another thread than the head's."""
-        del self._model
+        """Free the old models. It takes a while: call it on another thread than the head's."""
+        del self._models
 
 
 def with_tensors(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:

@@ -225,6 +225,12 @@ class DraftOpened:
     """The head holds the prompt."""
 
     weights_version: int
+    variant: int = 0
+    """of the weights, which drafts"""
+    kind: int = 0
+    """of text that the prompt was taken for; 0: none that is known"""
+    sketch: tuple[float, ...] = ()
+    """what the prompt is like, in a session that wants misses"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,10 +43,16 @@ class OpenDraft(_message.Message):
     def __init__(self, session: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., coupled: bool = ..., features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ..., want_q_rows: bool = ..., want_misses: bool = ..., prediction: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DraftOpened(_message.Message):
-    __slots__ = ("weights_version",)
+    __slots__ = ("weights_version", "variant", "kind", "sketch")
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    VARIANT_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SKETCH_FIELD_NUMBER: _ClassVar[int]
     weights_version: int
-    def __init__(self, weights_version: _Optional[int] = ...) -> None: ...
+    variant: int
+    kind: int
+    sketch: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, weights_version: _Optional[int] = ..., variant: _Optional[int] = ..., kind: _Optional[int] = ..., sketch: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class DraftStep(_message.Message):
     __slots__ = ("fence", "root", "budget", "advance")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.errors import InvalidField, StaleFence
-from coppice.limits import MAX_VERSION_STEP
+from coppice.limits import MAX_KINDS, MAX_VARIANTS, MAX_VERSION_STEP, SKETCH
 from coppice.messages.steps import WeightsHeader, WeightsPart
+from coppice.weights.variants import shape_of
 from coppice.weights.versions import Weights
 
 MAX_FILE_HEADER = 1 << 20  # the JSON object at the file's beginning
@@ -53,7 +55,8 @@ class Staging:
         if header.version > live.version + MAX_VERSION_STEP:
             why = f"{header.version} is more than {MAX_VERSION_STEP} above version {live.version}, which is in use"
             raise InvalidField("header.version", why)
-        most = 8 + MAX_FILE_HEADER + 4 * sum(tensor.numel() for tensor in live.tensors.values())
+        numbers = (1 + MAX_VARIANTS) * sum(tensor.numel() for tensor in first.tensors.values()) + MAX_KINDS * 2 * SKETCH
+        most = 8 + MAX_FILE_HEADER + 4 * numbers
         if header.size > most:
             raise InvalidField("header.size", f"{header.size} bytes are more than this head's weights take: {most}")
         parents = {weights.version: weights for weights in (first, live)}
@@ -106,7 +109,7 @@ class Staging:
 
 
 def read_file(file: bytearray, parent: Weights) -> dict[str, Tensor]:
-    """Copy the tensors out of a safetensors file: any of the parent's, in float32, in its shapes, finite.
+    """Copy the tensors out of a safetensors file: the parent's, or variants of them, in float32, in its shapes, finite.
 
     Raises InvalidField: `file` where it is no safetensors file, else `tensors.NAME`.
     """
@@ -115,19 +118,20 @@ def read_file(file: bytearray, parent: Weights) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, dtype, shape, (begin, end) in sorted(entries, key=lambda entry: entry[3]):
         field = f"tensors.{name[:_NAME_CHARS]}"
-        if name not in parent.tensors:
+        wanted = shape_of(name, parent.tensors)
+        if wanted is None:
             raise InvalidField(field, "is no tensor of this head that may be replaced")
         if dtype != "F32":
             raise InvalidField(field, f"is of dtype {dtype[:_NAME_CHARS]}, expected F32")
-        wanted = parent.tensors[name]
-        if shape != list(wanted.shape):
-            raise InvalidField(field, f"has shape {str(shape)[:_NAME_CHARS]}, expected {list(wanted.shape)}")
-        if (start + begin, end - begin) != (at, 4 * wanted.numel()) or at + 4 * wanted.numel() > len(file):
+        if shape != list(wanted):
+            raise InvalidField(field, f"has shape {str(shape)[:_NAME_CHARS]}, expected {list(wanted)}")
+        count = math.prod(wanted)
+        if (start + begin, end - begin) != (at, 4 * count) or at + 4 * count > len(file):
             raise InvalidField(field, "its bytes are not where its shape and the tensors before it put them")
-        values = np.frombuffer(file, "<f4", wanted.numel(), at)
+        values = np.frombuffer(file, "<f4", count, at)
         at += values.nbytes
         _check_finite(field, values)
-        tensors[name] = torch.empty(wanted.shape)
+        tensors[name] = torch.empty(wanted)
         np.copyto(tensors[name].numpy().reshape(-1), values)
     if at != len(file):
         raise InvalidField("file", f"{len(file) - at} bytes belong to no tensor")

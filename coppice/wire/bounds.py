@@ -86,7 +86,12 @@ BOUNDS: dict[str, dict[str, Bound]] = {
     "OpenDraft": {"session": limits.check_session, "ids": (1, limits.MAX_CONTEXT), "prediction": _ANYWHERE},
     "DraftStep": {"budget": (0, limits.MAX_HEAD_NODES)},
     "Advance": {"ids": _ANYWHERE},
-    "DraftOpened": {"weights_version": _VERSION},
+    "DraftOpened": {
+        "weights_version": _VERSION,
+        "variant": (0, limits.MAX_VARIANTS),
+        "kind": (0, limits.MAX_KINDS),
+        "sketch": (0, limits.SKETCH),
+    },
     "TreeDelta": {"miss": (0, 1), "forward_ns": _TIME, "total_ns": _TIME, "predicted": _NODES},
     "DescribeHeadResponse": {
         "vocab_size": (0, limits.MAX_TOKEN_ID + 1),
@@ -140,6 +145,7 @@ ELEMENTS: dict[str, dict[str, tuple[float, float]]] = {
     "Rejection": {"top_ids": _ID, "top_log_probs": _LOG_PROB},
     "Verdict": {"accepted": _NODES, "verified": _NODES, "log_probs": _LOG_PROB},
     "DescribeTargetResponse": {"eos_ids": _ID},
+    "DraftOpened": {"sketch": (-1.001, 1.001)},
     "TreeDelta": {"predicted": _ANYWHERE},
     "DescribeHeadResponse": {"feature_layers": (0, limits.MAX_LAYERS), "expected_acceptance": (0, 1)},
 }

@@ -16,7 +16,6 @@ from coppice.engine.batching import BatchingThread, settle
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth, Head
 from coppice.messages.steps import (
-    DraftOpened,
     DraftStep,
     Fence,
     HeadDescription,
@@ -147,7 +146,7 @@ class Worker(BatchingThread):
         try:
             next(opening)
         except StopIteration:
-            self._post([(session, DraftOpened(self._head.description.weights_version))])
+            self._post([(session, self._head.opened(session.key))])
         except Exception as error:
             self._fail(session, error)
         else:

@@ -1,0 +1,143 @@
+"""Variants: other weights of a head for other kinds of text, beside the deployed ones.
+
+They are part of the head's weights. `variants.2.NAME` is variant 2's value of the tensor NAME; of every tensor that is
+not named so it has variant 0's, the deployed one. `routes` says which texts a variant drafts for. So one version, one
+hash, one push, one canary and one rollback hold for all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coppice.errors import InvalidField
+from coppice.limits import MAX_KINDS, MAX_VARIANTS, SKETCH
+from coppice.speculation.sampling import uniform
+
+ROUTES = "routes"
+"""The tensor's name: a row a kind of text, which is numbered from 1"""
+_ROUTES_SHAPE = (MAX_KINDS, SKETCH + 3)  # squared radius (0: no such kind), variant, share, centroid
+_PREFIX = "variants."
+_ROWS = 32  # of a prompt, its last ones, that its sketch is made of
+_BUCKET_STREAM, _SIGN_STREAM = 0, 1
+
+Vector = NDArray[np.float32]
+
+
+def variant_name(variant: int, name: str) -> str:
+    """Return the name of a variant's value of a tensor."""
+    return f"{_PREFIX}{variant}.{name}" if variant else name
+
+
+def in_deployed(name: str) -> bool:
+    """Whether a name is that of a tensor of the head itself, which the deployed weights have."""
+    return name != ROUTES and not name.startswith(_PREFIX)
+
+
+def numbers_in(tensors: Mapping[str, Tensor]) -> list[int]:
+    """List the variants, from 1, that have a tensor of their own."""
+    own = {name.split(".")[1] for name in tensors if name.startswith(_PREFIX)}
+    return [number for number in range(1, MAX_VARIANTS + 1) if str(number) in own]
+
+
+def shape_of(name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...] | None:
+    """Return the shape that a tensor of this name must have beside a head's own; None: there can be no such tensor."""
+    if name == ROUTES:
+        return _ROUTES_SHAPE
+    if name.startswith(_PREFIX):
+        number, _, name = name.removeprefix(_PREFIX).partition(".")
+        if number not in map(str, range(1, MAX_VARIANTS + 1)) or name.startswith(_PREFIX) or name == ROUTES:
+            return None
+    return tuple(tensors[name].shape) if name in tensors else None
+
+
+@cache
+def _hashing(width: int) -> tuple[NDArray[np.int64], Vector]:
+    """Return the bucket and the sign of each of `width` numbers."""
+    buckets = [int(SKETCH * uniform(0, at, _BUCKET_STREAM)) for at in range(width)]
+    signs = [1.0 if uniform(0, at, _SIGN_STREAM) < 0.5 else -1.0 for at in range(width)]
+    return np.array(buckets, np.int64), np.array(signs, np.float32)
+
+
+def sketch_of(rows: Tensor) -> Vector:
+    """Return (SKETCH,) numbers of length 1 that say what a prompt with these (n, F) features is like.
+
+    The mean of the last rows, its F numbers added up in SKETCH buckets under random signs (count sketch), which keeps
+    distances nearly.
+    """
+    mean = rows[-_ROWS:].float().mean(0).cpu().numpy()
+    buckets, signs = _hashing(len(mean))
+    sketch = np.bincount(buckets, signs * mean, SKETCH)
+    length = float(np.linalg.norm(sketch))
+    return (sketch / length if length > 0 else sketch).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The variant for a kind of text: those whose sketches are near its centroid."""
+
+    centroid: Sequence[float]
+    """(SKETCH,)"""
+    radius: float
+    """largest squared distance"""
+    variant: int = 0
+    share: float = 0.0
+    """of these texts that it drafts for; the deployed weights draft for the others"""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What drafts for a text."""
+
+    kind: int = 0
+    """the kind of text that it was taken for; 0: none"""
+    variant: int = 0
+
+
+class Routes:
+    """Which variant drafts for which texts. Kind n is route n - 1; None: there is no such kind."""
+
+    def __init__(self, routes: Sequence[Route | None] = ()) -> None:
+        self.routes = list(routes)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Routes:
+        """Read the routes among a head's tensors. Raises InvalidField."""
+        if ROUTES not in tensors:
+            return cls()
+        there, routes = {0, *numbers_in(tensors)}, list[Route | None]()
+        for radius, variant, share, *centroid in tensors[ROUTES].tolist():
+            if radius < 0 or variant not in there or not 0 <= share <= 1:
+                why = f"has a radius of {radius:g}, variant {variant:g} or a share of {share:g}"
+                raise InvalidField(f"tensors.{ROUTES}", why)
+            routes.append(Route(tuple(centroid), radius, int(variant), share) if radius else None)
+        return cls(routes)
+
+    def tensor(self) -> Tensor:
+        """Return the tensor that `of` reads."""
+        tensor = torch.zeros(_ROUTES_SHAPE)
+        for row, route in zip(tensor, self.routes, strict=False):
+            if route is not None:
+                row.copy_(torch.tensor([route.radius, route.variant, route.share, *route.centroid]))
+        return tensor
+
+    def choose(self, sketch: Vector, session: str) -> Choice:
+        """Choose for a text. Chance decides by the session's name, so that a session that moves keeps its variant."""
+        nearest, least = 0, np.inf
+        for kind, route in enumerate(self.routes, 1):
+            if route is not None:
+                distance = float(np.square(np.asarray(route.centroid, np.float32) - sketch).sum())
+                if distance <= route.radius and distance < least:
+                    nearest, least = kind, distance
+        route = self.routes[nearest - 1] if nearest else None
+        if route is None:
+            return Choice()
+        chance = int.from_bytes(hashlib.sha256(session.encode()).digest()[:8]) / 2**64
+        return Choice(nearest, route.variant if chance < route.share else 0)
