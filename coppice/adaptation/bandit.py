@@ -26,9 +26,9 @@ class Action(StrEnum):
     FULL = "full"
 
 
-# What a policy may update; of equal predictions the first is taken, the cheaper one.
+# What a policy may overwrite; of equal predictions the first is taken, the cheaper one.
 UPDATES: dict[PolicyName, tuple[Action, ...]] = {
-    "bandit": (Action.HEAD, Action.FULL),
+    "paper": (Action.HEAD, Action.FULL),
     "always": (Action.FULL,),
     "full-only": (Action.FULL,),
     "head-only": (Action.HEAD,),

@@ -1,9 +1,9 @@
 """Kinds of text: what traffic there is, what is to be learnt of each kind, and whether its variant pays.
 
 Pure and deterministic, with JSON state, as `coppice.adaptation.bandit`. A kind is a centre in the space of sketches
-(coppice/weights/variants.py): texts whose sketches are near it. Each kind may have one variant of the head. While
-nobody knows whether it pays it drafts for YOUNG_SHARE of the kind's texts, and the deployed weights draft for the
-others; both are measured in the same minutes.
+(coppice/weights/variants.py): texts whose sketches are near it. Each kind may have a variant of the head. A new one is
+young: it drafts for YOUNG_SHARE of the kind's texts, and what drafted before drafts for the others. Both are measured in
+the same minutes. A variant that is surely better drafts for PROVEN_SHARE, and the deployed weights for the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from coppice.adaptation.records import QueryRecord
 from coppice.limits import MAX_KINDS, MAX_VARIANTS
 from coppice.weights.variants import Route, Routes
 
-YOUNG_SHARE = 0.25
+YOUNG_SHARE = 0.5
+"""of a kind's texts that a new variant drafts for: a comparison of equal sides ends soonest"""
 PROVEN_SHARE = 15 / 16
 """of a variant that pays: the rest goes on being measured against it"""
 APART = 2.25
@@ -31,7 +32,10 @@ _LATEST = 64  # measurements kept of either side
 _LEAST = 5  # of either side before anything is decided
 _LIMIT = 40  # queries with a variant after which its mean decides
 _CERTAINTY = 1.5  # standard errors
-_PRIOR_GAIN = 0.25  # share of a kind's misses that a first update is expected to save
+_PRIOR_GAIN = 0.25  # tokens a step that a first update is expected to gain
+_FIRST_TEXTS = 24  # of a kind before its first update
+_MOST_NEW = 128  # texts of a kind at most from one update to the next
+_PRIOR_DRAG = 0.1  # share of its speed that serving is expected to lose while an update trains
 HORIZON = 1000
 """queries to come that are expected at most: as many as there were of the kind"""
 
@@ -39,7 +43,7 @@ Verdict = Literal["undecided", "pays", "loses"]
 
 
 class Gain(BaseModel):
-    """What a variant gains over the deployed weights on the same kind of text in the same minutes."""
+    """What a variant gains over what drafts for the rest of its kind of text, in the same minutes."""
 
     share: float = 0.0
     """of tau"""
@@ -47,8 +51,8 @@ class Gain(BaseModel):
     """standard error"""
     variant: int = 0
     """queries that it drafted"""
-    deployed: int = 0
-    """queries that the deployed weights drafted"""
+    others: int = 0
+    """queries that it was compared with"""
 
 
 class KindState(BaseModel):
@@ -65,17 +69,26 @@ class KindState(BaseModel):
     tau: float = 1.0
     """mean accepted length with the deployed weights"""
     variant: int = 0
+    """what drafts for `share` of the texts; 0: the deployed weights"""
     share: float = 0.0
+    other: int = 0
+    """what drafts for the others"""
     since: int = 0
     """version of the weights that the measurements below begin with"""
     with_variant: list[float] = []
-    with_deployed: list[float] = []
+    with_other: list[float] = []
+    learnt: int = 0
+    """queries before the last update"""
     updates: int = 0
-    """in a row that were put to use"""
     failures: int = 0
     """in a row that were no better"""
     expected_gain: float | None = None
     """of the next update, share of tau; None: nothing is known of it"""
+
+    @property
+    def young(self) -> bool:
+        """Whether its variant has to be measured yet."""
+        return 0 < self.share < PROVEN_SHARE
 
 
 class KindsState(BaseModel):
@@ -83,6 +96,10 @@ class KindsState(BaseModel):
 
     kinds: list[KindState | None] = []
     queries: int = 0
+    step_s: float = 0.0
+    """mean time of a step while nothing is trained"""
+    drag: float = _PRIOR_DRAG
+    """share by which steps were longer while something was"""
 
 
 class Kinds:
@@ -102,10 +119,14 @@ class Kinds:
         """List the kinds that there are."""
         return [number for number, kind in enumerate(self.state.kinds, 1) if kind is not None]
 
-    def take(self, record: QueryRecord) -> int:
-        """Measure a query, and return the kind of its text; 0: its sketch is not known."""
+    def take(self, record: QueryRecord, beside: bool) -> int:
+        """Measure a query, and return the kind of its text; 0: its sketch is not known.
+
+        beside: whether something was trained meanwhile.
+        """
         state = self.state
         state.queries += 1
+        self._time(record.step_ns / 1e9, beside)
         self._compare(record)
         if not record.sketch:
             return 0
@@ -125,6 +146,14 @@ class Kinds:
             kind.tau += max(weight, 1 / _LATEST) * (record.tau - kind.tau) if kind.tau > 1 else record.tau - kind.tau
         kind.last = state.queries
         return number
+
+    def _time(self, step_s: float, beside: bool) -> None:
+        """Learn from the time of a query's steps what training costs those beside it."""
+        state = self.state
+        if not beside:
+            state.step_s += (step_s - state.step_s) / min(state.queries, _LATEST)
+        elif state.step_s:
+            state.drag += (max(0.0, 1 - state.step_s / max(step_s, 1e-9)) - state.drag) / 16
 
     def _nearest(self, sketch: NDArray[np.float64]) -> int:
         """Return the kind of a sketch, 0: it is near none."""
@@ -151,9 +180,9 @@ class Kinds:
         if not record.kind or record.kind not in self.numbers():
             return
         kind, (first, last) = self[record.kind], record.versions
-        if not kind.variant or first != last or first < kind.since or record.variant not in (0, kind.variant):
+        if not kind.share or first != last or first < kind.since or record.variant not in (kind.variant, kind.other):
             return
-        side = kind.with_variant if record.variant else kind.with_deployed
+        side = kind.with_variant if record.variant == kind.variant else kind.with_other
         side.append(record.tau)
         del side[:-_LATEST]
 
@@ -162,44 +191,69 @@ class Kinds:
     def gain(self, number: int) -> Gain:
         """Return what the kind's variant gains, as far as that is measured."""
         kind = self[number]
-        new, old = kind.with_variant, kind.with_deployed
+        new, old = kind.with_variant, kind.with_other
         if min(len(new), len(old)) < 2:
-            return Gain(variant=len(new), deployed=len(old))
+            return Gain(variant=len(new), others=len(old))
         mean = statistics.fmean(old)
         error = math.hypot(statistics.stdev(new) / math.sqrt(len(new)), statistics.stdev(old) / math.sqrt(len(old)))
         share = statistics.fmean(new) / mean - 1
-        return Gain(share=share, error=error / mean, variant=len(new), deployed=len(old))
+        return Gain(share=share, error=error / mean, variant=len(new), others=len(old))
 
     def verdict(self, number: int) -> Verdict:
-        """Judge a kind's variant. Until its gain is surely above or below nothing it is young."""
+        """Judge a kind's variant. Until its gain is surely above or below nothing nothing is known of it."""
         gain = self.gain(number)
-        if min(gain.variant, gain.deployed) < _LEAST:
+        if min(gain.variant, gain.others) < _LEAST:
             return "undecided"
         if abs(gain.share) <= _CERTAINTY * gain.error and gain.variant < _LIMIT:
             return "undecided"
         return "pays" if gain.share > 0 else "loses"
 
-    def settle(self, number: int) -> bool:
-        """Give a kind's variant the share that its verdict asks for; returns whether that is another one.
+    def settle(self, number: int, version: int) -> Verdict:
+        """Act on the verdict on a kind's variant; returns it if drafters are to be told, else "undecided".
 
-        One that loses drafts no more, and the next update needs more samples.
+        One that pays drafts for nearly all texts; in the place of one that loses drafts what it was compared with.
+        `version` is in use: measurements that begin anew are of later ones.
         """
         kind, verdict = self[number], self.verdict(number)
-        share = {"undecided": kind.share, "pays": PROVEN_SHARE, "loses": 0.0}[verdict]
-        if not kind.variant or share == kind.share:
-            return False
-        kind.share = share
-        if not share:
-            kind.variant, kind.with_variant, kind.with_deployed = 0, [], []
-            kind.failures, kind.updates = kind.failures + 1, 0
-        return True
+        if verdict == "pays" and kind.young:
+            kind.failures = 0
+            self._let(number, kind.variant, 0, PROVEN_SHARE, version + 1 if kind.other else kind.since)
+            return verdict
+        if verdict == "loses" and kind.share:
+            kind.failures += 1
+            self._let(number, kind.other, 0, PROVEN_SHARE if kind.other else 0.0, version + 1)
+            return verdict
+        return "undecided"
 
-    def pays(self, number: int, cost_s: float) -> bool:
-        """Whether an update that takes so many seconds from serving would be repaid by the queries to come."""
+    def _let(self, number: int, variant: int, other: int, share: float, since: int) -> None:
+        """Let a variant draft for a share of a kind, and the other one for the rest; `since`: see KindState."""
+        kind = self[number]
+        kind.variant, kind.other, kind.share = variant, other, share
+        if since != kind.since:
+            kind.since, kind.with_variant, kind.with_other = since, [], []
+
+    def due(self, number: int, update_s: float) -> bool:
+        """Whether an update of a kind's variant is due: there is enough to learn from, and it would pay.
+
+        update_s: seconds that it takes.
+        """
+        kind = self[number]
+        if kind.young or kind.queries - kind.learnt < min(_MOST_NEW, max(_FIRST_TEXTS, kind.learnt)):
+            return False
+        return self.saves(number) > self.costs(number, update_s)
+
+    def costs(self, number: int, update_s: float) -> float:
+        """Return the seconds of serving that an update of so many seconds would cost; each failure doubles them."""
+        return update_s * self.state.drag * 2.0 ** min(self[number].failures, 16)
+
+    def saves(self, number: int) -> float:
+        """Return the seconds of serving that the next update is expected to save in the queries to come.
+
+        As many are expected as there were: traffic that has lasted will last as long again.
+        """
         kind = self[number]
         gain = kind.expected_gain if kind.expected_gain is not None else _PRIOR_GAIN / max(1.0, kind.tau)
-        saved = min(kind.queries, HORIZON) * kind.query_s * gain / (1 + gain)
-        return saved > cost_s * 2**kind.failures
+        return min(kind.queries, HORIZON) * kind.query_s * gain / (1 + gain)
 
     def trained(self, number: int, gain: float, least: float) -> bool:
         """Note what an update would gain on texts that it did not learn from; returns whether to put it to use.
@@ -207,40 +261,46 @@ class Kinds:
         The next one is expected to gain half of it.
         """
         kind = self[number]
-        kind.expected_gain = max(0.0, gain) / 2
+        kind.learnt, kind.expected_gain = kind.queries, max(0.0, gain) / 2
         if gain < least:
             kind.failures += 1
             return False
-        kind.failures = 0
         return True
 
-    def deploy(self, number: int, version: int) -> None:
-        """Note that an update of the kind's variant is in use as `version`: it is measured anew.
-
-        A variant that paid keeps its share.
-        """
+    def deploy(self, number: int, variant: int, version: int) -> None:
+        """Note that a new variant for a kind comes into use as `version`: it is young."""
         kind = self[number]
-        kind.variant = kind.variant or self.free_variant(number)
-        kind.share = max(kind.share, YOUNG_SHARE)
-        kind.since, kind.with_variant, kind.with_deployed = version, [], []
         kind.updates += 1
+        self._let(number, variant, kind.variant, YOUNG_SHARE, version)
 
     def free_variant(self, number: int) -> int:
-        """Return the variant for a kind: its own, one that no kind has, or the one of the kind that needs it least."""
-        if self[number].variant:
-            return self[number].variant
-        taken = {self[other].variant: other for other in self.numbers() if self[other].variant}
-        for variant in range(1, self._most_variants + 1):
-            if variant not in taken:
-                return variant
-        variant, other = min(taken.items(), key=lambda item: self[item[1]].last)
-        self[other].variant, self[other].share = 0, 0.0
+        """Return a variant for a kind's next update: one that no kind has, or the one of the kind that was not met for
+        longest, which loses it. 0: there is none."""
+        taken: dict[int, int] = {}
+        for kind in self.numbers():
+            taken |= {variant: kind for variant in (self[kind].variant, self[kind].other) if variant}
+        free = [variant for variant in range(1, self._most_variants + 1) if variant not in taken]
+        if free:
+            return free[0]
+        others = [kind for kind in taken.values() if kind != number]
+        if not others:
+            return 0
+        least = min(others, key=lambda kind: self[kind].last)
+        variant = self[least].variant or self[least].other
+        self._let(least, 0, 0, 0.0, self[least].since)
         return variant
+
+    def follow(self, routes: Routes, version: int) -> None:
+        """Take up what earlier weights, which are in use again as `version`, know of the kinds."""
+        for number in self.numbers():
+            route = routes.routes[number - 1] if number <= len(routes.routes) else None
+            kept = (route.variant, route.other, route.share) if route else (0, 0, 0.0)
+            self._let(number, *kept, version)
 
     def routes(self) -> Routes:
         """Return what drafters choose by."""
         places: list[Route | None] = [
-            kind and Route(tuple(kind.centre), APART * kind.spread, kind.variant, kind.share)
+            Route(tuple(kind.centre), APART * kind.spread, kind.variant, kind.share, kind.other) if kind else None
             for kind in self.state.kinds
         ]
         return Routes(places)

@@ -11,13 +11,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from coppice.messages.adapter import STANDING_BY, Change, HeadStatus, QueryPoint
-from coppice.pictures.style import FAMILIES, VERMILION
+from coppice.messages.adapter import STANDING_BY, Change, HeadStatus, KindStatus, QueryPoint
+from coppice.pictures.style import FAMILIES, GREEN, VERMILION
 
 SMOOTHING = 15
 """Queries of a moving mean"""
-ACTION_COLOURS = {"skip": "0.75", "head": FAMILIES["head"], "full": FAMILIES["full"]}
+ACTION_COLOURS = {"skip": "0.75", "learn": "0.75", "head": FAMILIES["head"], "full": FAMILIES["full"]}
 _CHANGES = {
+    "variant": ("new variant", FAMILIES["full"]),
+    "pays": ("variant pays", GREEN),
+    "loses": ("taken back", VERMILION),
     "head": ("head-only update", FAMILIES["head"]),
     "full": ("full update", FAMILIES["full"]),
     "revert": ("taken back", VERMILION),
@@ -42,6 +45,12 @@ def show(status: HeadStatus, console: Console) -> None:
     for one in status.actions:
         value = "not measured" if one.value is None else f"{one.value:+.3f} ± {one.error:.3f}"
         actions.add_row(one.action, value, str(one.updates), f"{one.samples} of {one.capacity}")
+    kinds = Table("kind", "queries", "tau", "drafted by", "gain", "texts", "next update", box=box.SIMPLE_HEAD)
+    for kind in status.kinds:
+        gain = f"{kind.gain:+.1%} ± {kind.error:.1%} of {kind.measured}" if kind.measured else ""
+        kinds.add_row(
+            str(kind.kind), str(kind.queries), f"{kind.tau:.2f}", _drafted_by(kind), gain, str(kind.texts), _next(kind)
+        )
     replicas = Table("replica", "version", "weights", box=box.SIMPLE_HEAD)
     for replica in status.replicas:
         weights = "as wanted" if replica.current else "others" if replica.reachable else "does not answer"
@@ -53,9 +62,20 @@ def show(status: HeadStatus, console: Console) -> None:
     for change in status.changes[-_LATEST:]:
         times = (f"{change.train_s:.1f}", f"{change.sync_s:.2f}")
         changes.add_row(str(change.query), change.what, str(change.version), *times, change.why)
-    for table in (actions, replicas, versions, changes):
+    for table in (actions, kinds, replicas, versions, changes):
         if table.row_count:
             console.print(table)
+
+
+def _drafted_by(kind: KindStatus) -> str:
+    names = [f"variant {number}" if number else "deployed" for number in (kind.variant, kind.other)]
+    return f"{names[0]} {kind.share:.0%}, {names[1]}" if kind.share else names[1]
+
+
+def _next(kind: KindStatus) -> str:
+    """Say whether another update would pay."""
+    pays = "would pay" if kind.saves_s > kind.costs_s else "would not pay"
+    return f"{pays}: saves {kind.saves_s:.1f} s, costs {kind.costs_s:.1f} s"
 
 
 def change_look(what: str, named: set[str]) -> dict[str, Any]:

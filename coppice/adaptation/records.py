@@ -17,7 +17,8 @@ from coppice import limits
 from coppice.errors import InvalidField
 
 Kind = Literal["head", "full"]
-Demand = Literal["", "head", "full"]
+Demand = Literal["", "head", "full", "text"]
+"""which samples are wanted: of misses, or `text`: windows of what was committed, each position once"""
 Fields = dict[bytes, bytes]
 """One stream entry"""
 
@@ -51,13 +52,14 @@ def samples_key(prefix: str, head: str) -> str:
 
 
 def demand_key(prefix: str, head: str) -> str:
-    """The key that says which samples are wanted of a head's pool: `head`, `full`, or it is absent."""
+    """The key that says which samples are wanted of a head's pool: a Demand, absent for none."""
     return f"{prefix}:{head}:demand"
 
 
 def read_demand(value: bytes | str | None) -> Demand:
     """Read the demand key's value; anything unknown wants nothing."""
-    return "full" if value == b"full" else "head" if value == b"head" else ""
+    demands: dict[bytes | str | None, Demand] = {b"head": "head", b"full": "full", b"text": "text"}
+    return demands.get(value, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +118,17 @@ class SampleFacts:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
 class Sample(SampleFacts):
-    """What there is to learn from one miss. `full` ones hold the text before it as the head reads it."""
+    """What there is to learn from one miss. `full` ones hold the text before it as the head reads it.
+
+    A full sample that is of a text and not of a miss has neither a hidden state nor top ids.
+    """
 
     top_ids: NDArray[np.int64]
     """(n,) the target's likeliest ids at T=1; none where the miss is not where its walk ended"""
     top_log_probs: NDArray[np.float32]
     """(n,) their raw log-probabilities"""
     hidden: NDArray[np.float32]
-    """(H,) what the head's last norm gave, the input of its lm_head"""
+    """(H,) what the head's last norm gave, the input of its lm_head; of a text: none"""
     tokens: NDArray[np.int64]
     """full: (W + 1,) ids of the positions before the missed one, and the missed one; head: none"""
     features: bytes = b""
@@ -186,7 +191,8 @@ def read_sample(fields: Mapping[bytes, bytes], widths: Widths = Widths()) -> Sam
         raise InvalidField("top_ids", "has an id twice")
     if (top_log_probs > limits.LOG_PROB_TOLERANCE).any():
         raise InvalidField("top_log_probs", "has a value above 0")
-    hidden = _floats(fields, "hidden", widths.hidden or 1, widths.hidden or limits.MAX_HIDDEN)
+    of_text = facts.kind == "full" and not fields.get(b"hidden", b"?")
+    hidden = _floats(fields, "hidden", 0 if of_text else widths.hidden or 1, widths.hidden or limits.MAX_HIDDEN)
     tokens, features = np.empty(0, np.int64), b""
     if facts.kind == "full":
         tokens = _ids(fields, "tokens", 3, limits.MAX_WINDOW + 1, vocab_size)

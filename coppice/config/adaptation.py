@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator
 
 from coppice.config.sections import RedisSettings, Section, check_pairs
-from coppice.limits import MAX_WINDOW
+from coppice.limits import MAX_VARIANTS, MAX_WINDOW
 from coppice.speculation.sampling import MASK_64
 
 
@@ -32,6 +32,12 @@ class AdapterSettings(Section):
     folder: str = Field("", description="folder for versions and state; empty: a temporary one, forgotten at the end")
     versions_kept: int = Field(8, ge=2, description="weight versions kept on disk for each head")
     canary: bool = Field(True, description="whether new weights go to one replica first, where there are several")
+    variants: int = Field(
+        4, ge=1, le=MAX_VARIANTS, description="variants of a head beside the deployed one, under policy bandit"
+    )
+    cpu_share: float = Field(
+        0.5, gt=0, le=1, description="largest share of the time that an update of policy bandit computes"
+    )
     head_samples: int = Field(256, gt=0, description="samples of a head-only update")
     full_samples: int = Field(32, gt=0, description="samples of a full update")
     threads: int = Field(1, ge=1, le=1024, description="torch threads of training")
@@ -51,7 +57,7 @@ class LearnerSettings(Section):
     device: str = Field("cpu", description="torch device, such as cpu or cuda:1")
 
 
-PolicyName = Literal["bandit", "always", "full-only", "head-only", "never"]
+PolicyName = Literal["bandit", "paper", "always", "full-only", "head-only", "never"]
 
 
 Chance = Annotated[float, Field(ge=0, le=1)]
@@ -64,7 +70,8 @@ class BanditSettings(Section):
 
     policy: PolicyName = Field(
         "bandit",
-        description="bandit; full-only and head-only are bandits of one action; always: online speculative decoding",
+        description="bandit: variants for kinds of text; paper: SpecBlock's, which overwrites the head; full-only and "
+        "head-only are paper's with one action; always: online speculative decoding",
     )
     seed: int = Field(0, ge=0, le=MASK_64, description="seed of its chances")
     warmup_queries: NonNegativeInt = Field(

@@ -23,6 +23,34 @@ class ActionStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class KindStatus:
+    """One kind of text, and the variant of the head that is for it."""
+
+    kind: int
+    queries: int
+    tau: float
+    """mean with the deployed weights"""
+    variant: int
+    """drafts for `share` of the texts; 0: the deployed weights"""
+    other: int
+    """drafts for the others"""
+    share: float
+    gain: float
+    """share of tau that `variant` gains over `other`"""
+    error: float
+    """its standard error"""
+    measured: int
+    """queries that `variant` drafted for since it was compared with `other`"""
+    texts: int
+    """to learn from"""
+    updates: int
+    saves_s: float
+    """seconds of serving that the next update is expected to save"""
+    costs_s: float
+    """seconds of serving that it would cost"""
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaStatus:
     """One drafter."""
 
@@ -64,7 +92,7 @@ class Change:
     query: int
     """the one it came after"""
     what: str
-    """head, full, promoted, refused, revert or rollback"""
+    """head, full, variant, pays, loses, refused, revert or rollback"""
     version: int
     """the one it made"""
     train_s: float = 0.0
@@ -91,6 +119,7 @@ class HeadStatus:
     actions: list[ActionStatus] = field(default_factory=list)
     replicas: list[ReplicaStatus] = field(default_factory=list)
     versions: list[VersionStatus] = field(default_factory=list)
+    kinds: list[KindStatus] = field(default_factory=list)
     history: list[QueryPoint] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
 

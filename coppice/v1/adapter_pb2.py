@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63oppice/v1/adapter.proto\x12\ncoppice.v1\"1\n\x10GetStatusRequest\x12\x0c\n\x04head\x18\x01 \x01(\t\x12\x0f\n\x07history\x18\x02 \x01(\r\":\n\x11GetStatusResponse\x12%\n\x05heads\x18\x01 \x03(\x0b\x32\x16.coppice.v1.HeadStatus\"\x8b\x03\n\nHeadStatus\x12\x0c\n\x04head\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x0e\n\x06paused\x18\x03 \x01(\x08\x12\r\n\x05\x64oing\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\x04\x12\x14\n\x0cweights_hash\x18\x06 \x01(\x0c\x12\x14\n\x0cgood_version\x18\x07 \x01(\x04\x12\x0f\n\x07queries\x18\x08 \x01(\x04\x12\x0e\n\x06\x65vents\x18\t \x01(\x04\x12\x0f\n\x07reverts\x18\n \x01(\x04\x12)\n\x07\x61\x63tions\x18\x0b \x03(\x0b\x32\x18.coppice.v1.ActionStatus\x12+\n\x08replicas\x18\x0c \x03(\x0b\x32\x19.coppice.v1.ReplicaStatus\x12+\n\x08versions\x18\r \x03(\x0b\x32\x19.coppice.v1.VersionStatus\x12\'\n\x07history\x18\x0e \x03(\x0b\x32\x16.coppice.v1.QueryPoint\x12#\n\x07\x63hanges\x18\x0f \x03(\x0b\x32\x12.coppice.v1.Change\"\x7f\n\x0c\x41\x63tionStatus\x12\x0e\n\x06\x61\x63tion\x18\x01 \x01(\t\x12\x12\n\x05value\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05\x65rror\x18\x03 \x01(\x01\x12\x0f\n\x07updates\x18\x04 \x01(\x04\x12\x0f\n\x07samples\x18\x05 \x01(\r\x12\x10\n\x08\x63\x61pacity\x18\x06 \x01(\rB\x08\n\x06_value\"U\n\rReplicaStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\treachable\x18\x02 \x01(\x08\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0f\n\x07\x63urrent\x18\x04 \x01(\x08\">\n\rVersionStatus\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0f\n\x07queries\x18\x02 \x01(\x04\x12\x0b\n\x03tau\x18\x03 \x01(\x01\"{\n\nQueryPoint\x12\r\n\x05query\x18\x01 \x01(\x04\x12\x0b\n\x03tau\x18\x02 \x01(\x01\x12\x14\n\x0ctokens_per_s\x18\x03 \x01(\x01\x12\t\n\x01s\x18\x04 \x01(\x01\x12\x14\n\x07version\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06\x61\x63tion\x18\x06 \x01(\tB\n\n\x08_version\"d\n\x06\x43hange\x12\r\n\x05query\x18\x01 \x01(\x04\x12\x0c\n\x04what\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0f\n\x07train_s\x18\x04 \x01(\x01\x12\x0e\n\x06sync_s\x18\x05 \x01(\x01\x12\x0b\n\x03why\x18\x06 \x01(\t\"\x1c\n\x0cPauseRequest\x12\x0c\n\x04head\x18\x01 \x01(\t\"\x0f\n\rPauseResponse\"\x1d\n\rResumeRequest\x12\x0c\n\x04head\x18\x01 \x01(\t\"\x10\n\x0eResumeResponse\"A\n\x0fRollbackRequest\x12\x0c\n\x04head\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\n\n\x08_version\"#\n\x10RollbackResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x32\xa0\x02\n\x0e\x41\x64\x61pterService\x12H\n\tGetStatus\x12\x1c.coppice.v1.GetStatusRequest\x1a\x1d.coppice.v1.GetStatusResponse\x12<\n\x05Pause\x12\x18.coppice.v1.PauseRequest\x1a\x19.coppice.v1.PauseResponse\x12?\n\x06Resume\x12\x19.coppice.v1.ResumeRequest\x1a\x1a.coppice.v1.ResumeResponse\x12\x45\n\x08Rollback\x12\x1b.coppice.v1.RollbackRequest\x1a\x1c.coppice.v1.RollbackResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63oppice/v1/adapter.proto\x12\ncoppice.v1\"1\n\x10GetStatusRequest\x12\x0c\n\x04head\x18\x01 \x01(\t\x12\x0f\n\x07history\x18\x02 \x01(\r\":\n\x11GetStatusResponse\x12%\n\x05heads\x18\x01 \x03(\x0b\x32\x16.coppice.v1.HeadStatus\"\xb2\x03\n\nHeadStatus\x12\x0c\n\x04head\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x0e\n\x06paused\x18\x03 \x01(\x08\x12\r\n\x05\x64oing\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\x04\x12\x14\n\x0cweights_hash\x18\x06 \x01(\x0c\x12\x14\n\x0cgood_version\x18\x07 \x01(\x04\x12\x0f\n\x07queries\x18\x08 \x01(\x04\x12\x0e\n\x06\x65vents\x18\t \x01(\x04\x12\x0f\n\x07reverts\x18\n \x01(\x04\x12)\n\x07\x61\x63tions\x18\x0b \x03(\x0b\x32\x18.coppice.v1.ActionStatus\x12+\n\x08replicas\x18\x0c \x03(\x0b\x32\x19.coppice.v1.ReplicaStatus\x12+\n\x08versions\x18\r \x03(\x0b\x32\x19.coppice.v1.VersionStatus\x12\'\n\x07history\x18\x0e \x03(\x0b\x32\x16.coppice.v1.QueryPoint\x12#\n\x07\x63hanges\x18\x0f \x03(\x0b\x32\x12.coppice.v1.Change\x12%\n\x05kinds\x18\x10 \x03(\x0b\x32\x16.coppice.v1.KindStatus\"\xd8\x01\n\nKindStatus\x12\x0c\n\x04kind\x18\x01 \x01(\r\x12\x0f\n\x07queries\x18\x02 \x01(\x04\x12\x0b\n\x03tau\x18\x03 \x01(\x01\x12\x0f\n\x07variant\x18\x04 \x01(\r\x12\r\n\x05other\x18\x05 \x01(\r\x12\r\n\x05share\x18\x06 \x01(\x01\x12\x0c\n\x04gain\x18\x07 \x01(\x01\x12\r\n\x05\x65rror\x18\x08 \x01(\x01\x12\x10\n\x08measured\x18\t \x01(\x04\x12\r\n\x05texts\x18\n \x01(\r\x12\x0f\n\x07updates\x18\x0b \x01(\x04\x12\x0f\n\x07saves_s\x18\x0c \x01(\x01\x12\x0f\n\x07\x63osts_s\x18\r \x01(\x01\"\x7f\n\x0c\x41\x63tionStatus\x12\x0e\n\x06\x61\x63tion\x18\x01 \x01(\t\x12\x12\n\x05value\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05\x65rror\x18\x03 \x01(\x01\x12\x0f\n\x07updates\x18\x04 \x01(\x04\x12\x0f\n\x07samples\x18\x05 \x01(\r\x12\x10\n\x08\x63\x61pacity\x18\x06 \x01(\rB\x08\n\x06_value\"U\n\rReplicaStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\treachable\x18\x02 \x01(\x08\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0f\n\x07\x63urrent\x18\x04 \x01(\x08\">\n\rVersionStatus\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0f\n\x07queries\x18\x02 \x01(\x04\x12\x0b\n\x03tau\x18\x03 \x01(\x01\"{\n\nQueryPoint\x12\r\n\x05query\x18\x01 \x01(\x04\x12\x0b\n\x03tau\x18\x02 \x01(\x01\x12\x14\n\x0ctokens_per_s\x18\x03 \x01(\x01\x12\t\n\x01s\x18\x04 \x01(\x01\x12\x14\n\x07version\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06\x61\x63tion\x18\x06 \x01(\tB\n\n\x08_version\"d\n\x06\x43hange\x12\r\n\x05query\x18\x01 \x01(\x04\x12\x0c\n\x04what\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0f\n\x07train_s\x18\x04 \x01(\x01\x12\x0e\n\x06sync_s\x18\x05 \x01(\x01\x12\x0b\n\x03why\x18\x06 \x01(\t\"\x1c\n\x0cPauseRequest\x12\x0c\n\x04head\x18\x01 \x01(\t\"\x0f\n\rPauseResponse\"\x1d\n\rResumeRequest\x12\x0c\n\x04head\x18\x01 \x01(\t\"\x10\n\x0eResumeResponse\"A\n\x0fRollbackRequest\x12\x0c\n\x04head\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\n\n\x08_version\"#\n\x10RollbackResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x32\xa0\x02\n\x0e\x41\x64\x61pterService\x12H\n\tGetStatus\x12\x1c.coppice.v1.GetStatusRequest\x1a\x1d.coppice.v1.GetStatusResponse\x12<\n\x05Pause\x12\x18.coppice.v1.PauseRequest\x1a\x19.coppice.v1.PauseResponse\x12?\n\x06Resume\x12\x19.coppice.v1.ResumeRequest\x1a\x1a.coppice.v1.ResumeResponse\x12\x45\n\x08Rollback\x12\x1b.coppice.v1.RollbackRequest\x1a\x1c.coppice.v1.RollbackResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -26,29 +26,31 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_GETSTATUSRESPONSE']._serialized_start=91
   _globals['_GETSTATUSRESPONSE']._serialized_end=149
   _globals['_HEADSTATUS']._serialized_start=152
-  _globals['_HEADSTATUS']._serialized_end=547
-  _globals['_ACTIONSTATUS']._serialized_start=549
-  _globals['_ACTIONSTATUS']._serialized_end=676
-  _globals['_REPLICASTATUS']._serialized_start=678
-  _globals['_REPLICASTATUS']._serialized_end=763
-  _globals['_VERSIONSTATUS']._serialized_start=765
-  _globals['_VERSIONSTATUS']._serialized_end=827
-  _globals['_QUERYPOINT']._serialized_start=829
-  _globals['_QUERYPOINT']._serialized_end=952
-  _globals['_CHANGE']._serialized_start=954
-  _globals['_CHANGE']._serialized_end=1054
-  _globals['_PAUSEREQUEST']._serialized_start=1056
-  _globals['_PAUSEREQUEST']._serialized_end=1084
-  _globals['_PAUSERESPONSE']._serialized_start=1086
-  _globals['_PAUSERESPONSE']._serialized_end=1101
-  _globals['_RESUMEREQUEST']._serialized_start=1103
-  _globals['_RESUMEREQUEST']._serialized_end=1132
-  _globals['_RESUMERESPONSE']._serialized_start=1134
-  _globals['_RESUMERESPONSE']._serialized_end=1150
-  _globals['_ROLLBACKREQUEST']._serialized_start=1152
-  _globals['_ROLLBACKREQUEST']._serialized_end=1217
-  _globals['_ROLLBACKRESPONSE']._serialized_start=1219
-  _globals['_ROLLBACKRESPONSE']._serialized_end=1254
-  _globals['_ADAPTERSERVICE']._serialized_start=1257
-  _globals['_ADAPTERSERVICE']._serialized_end=1545
+  _globals['_HEADSTATUS']._serialized_end=586
+  _globals['_KINDSTATUS']._serialized_start=589
+  _globals['_KINDSTATUS']._serialized_end=805
+  _globals['_ACTIONSTATUS']._serialized_start=807
+  _globals['_ACTIONSTATUS']._serialized_end=934
+  _globals['_REPLICASTATUS']._serialized_start=936
+  _globals['_REPLICASTATUS']._serialized_end=1021
+  _globals['_VERSIONSTATUS']._serialized_start=1023
+  _globals['_VERSIONSTATUS']._serialized_end=1085
+  _globals['_QUERYPOINT']._serialized_start=1087
+  _globals['_QUERYPOINT']._serialized_end=1210
+  _globals['_CHANGE']._serialized_start=1212
+  _globals['_CHANGE']._serialized_end=1312
+  _globals['_PAUSEREQUEST']._serialized_start=1314
+  _globals['_PAUSEREQUEST']._serialized_end=1342
+  _globals['_PAUSERESPONSE']._serialized_start=1344
+  _globals['_PAUSERESPONSE']._serialized_end=1359
+  _globals['_RESUMEREQUEST']._serialized_start=1361
+  _globals['_RESUMEREQUEST']._serialized_end=1390
+  _globals['_RESUMERESPONSE']._serialized_start=1392
+  _globals['_RESUMERESPONSE']._serialized_end=1408
+  _globals['_ROLLBACKREQUEST']._serialized_start=1410
+  _globals['_ROLLBACKREQUEST']._serialized_end=1475
+  _globals['_ROLLBACKRESPONSE']._serialized_start=1477
+  _globals['_ROLLBACKRESPONSE']._serialized_end=1512
+  _globals['_ADAPTERSERVICE']._serialized_start=1515
+  _globals['_ADAPTERSERVICE']._serialized_end=1803
 # @@protoc_insertion_point(module_scope)

@@ -20,7 +20,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, heads: _Optional[_Iterable[_Union[HeadStatus, _Mapping]]] = ...) -> None: ...
 
 class HeadStatus(_message.Message):
-    __slots__ = ("head", "policy", "paused", "doing", "version", "weights_hash", "good_version", "queries", "events", "reverts", "actions", "replicas", "versions", "history", "changes")
+    __slots__ = ("head", "policy", "paused", "doing", "version", "weights_hash", "good_version", "queries", "events", "reverts", "actions", "replicas", "versions", "history", "changes", "kinds")
     HEAD_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class HeadStatus(_message.Message):
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
+    KINDS_FIELD_NUMBER: _ClassVar[int]
     head: str
     policy: str
     paused: bool
@@ -51,7 +52,38 @@ class HeadStatus(_message.Message):
     versions: _containers.RepeatedCompositeFieldContainer[VersionStatus]
     history: _containers.RepeatedCompositeFieldContainer[QueryPoint]
     changes: _containers.RepeatedCompositeFieldContainer[Change]
-    def __init__(self, head: _Optional[str] = ..., policy: _Optional[str] = ..., paused: bool = ..., doing: _Optional[str] = ..., version: _Optional[int] = ..., weights_hash: _Optional[bytes] = ..., good_version: _Optional[int] = ..., queries: _Optional[int] = ..., events: _Optional[int] = ..., reverts: _Optional[int] = ..., actions: _Optional[_Iterable[_Union[ActionStatus, _Mapping]]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., history: _Optional[_Iterable[_Union[QueryPoint, _Mapping]]] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ...) -> None: ...
+    kinds: _containers.RepeatedCompositeFieldContainer[KindStatus]
+    def __init__(self, head: _Optional[str] = ..., policy: _Optional[str] = ..., paused: bool = ..., doing: _Optional[str] = ..., version: _Optional[int] = ..., weights_hash: _Optional[bytes] = ..., good_version: _Optional[int] = ..., queries: _Optional[int] = ..., events: _Optional[int] = ..., reverts: _Optional[int] = ..., actions: _Optional[_Iterable[_Union[ActionStatus, _Mapping]]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., history: _Optional[_Iterable[_Union[QueryPoint, _Mapping]]] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., kinds: _Optional[_Iterable[_Union[KindStatus, _Mapping]]] = ...) -> None: ...
+
+class KindStatus(_message.Message):
+    __slots__ = ("kind", "queries", "tau", "variant", "other", "share", "gain", "error", "measured", "texts", "updates", "saves_s", "costs_s")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    QUERIES_FIELD_NUMBER: _ClassVar[int]
+    TAU_FIELD_NUMBER: _ClassVar[int]
+    VARIANT_FIELD_NUMBER: _ClassVar[int]
+    OTHER_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    GAIN_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    SAVES_S_FIELD_NUMBER: _ClassVar[int]
+    COSTS_S_FIELD_NUMBER: _ClassVar[int]
+    kind: int
+    queries: int
+    tau: float
+    variant: int
+    other: int
+    share: float
+    gain: float
+    error: float
+    measured: int
+    texts: int
+    updates: int
+    saves_s: float
+    costs_s: float
+    def __init__(self, kind: _Optional[int] = ..., queries: _Optional[int] = ..., tau: _Optional[float] = ..., variant: _Optional[int] = ..., other: _Optional[int] = ..., share: _Optional[float] = ..., gain: _Optional[float] = ..., error: _Optional[float] = ..., measured: _Optional[int] = ..., texts: _Optional[int] = ..., updates: _Optional[int] = ..., saves_s: _Optional[float] = ..., costs_s: _Optional[float] = ...) -> None: ...
 
 class ActionStatus(_message.Message):
     __slots__ = ("action", "value", "error", "updates", "samples", "capacity")

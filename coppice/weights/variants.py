@@ -23,7 +23,7 @@ from coppice.speculation.sampling import uniform
 
 ROUTES = "routes"
 """The tensor's name: a row a kind of text, which is numbered from 1"""
-_ROUTES_SHAPE = (MAX_KINDS, SKETCH + 3)  # squared radius (0: no such kind), variant, share, centroid
+_ROUTES_SHAPE = (MAX_KINDS, SKETCH + 4)  # squared radius (0: no such kind), variant, share, other variant, centroid
 _PREFIX = "variants."
 _ROWS = 32  # of a prompt, its last ones, that its sketch is made of
 _BUCKET_STREAM, _SIGN_STREAM = 0, 1
@@ -89,7 +89,9 @@ class Route:
     """largest squared distance"""
     variant: int = 0
     share: float = 0.0
-    """of these texts that it drafts for; the deployed weights draft for the others"""
+    """of these texts that it drafts for"""
+    other: int = 0
+    """the variant for the others"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +115,11 @@ class Routes:
         if ROUTES not in tensors:
             return cls()
         there, routes = {0, *numbers_in(tensors)}, list[Route | None]()
-        for radius, variant, share, *centroid in tensors[ROUTES].tolist():
-            if radius < 0 or variant not in there or not 0 <= share <= 1:
-                why = f"has a radius of {radius:g}, variant {variant:g} or a share of {share:g}"
+        for radius, variant, share, other, *centroid in tensors[ROUTES].tolist():
+            if radius < 0 or not {variant, other} <= there or not 0 <= share <= 1:
+                why = f"has a radius of {radius:g}, variants {variant:g} and {other:g} or a share of {share:g}"
                 raise InvalidField(f"tensors.{ROUTES}", why)
-            routes.append(Route(tuple(centroid), radius, int(variant), share) if radius else None)
+            routes.append(Route(tuple(centroid), radius, int(variant), share, int(other)) if radius else None)
         return cls(routes)
 
     def tensor(self) -> Tensor:
@@ -125,7 +127,7 @@ class Routes:
         tensor = torch.zeros(_ROUTES_SHAPE)
         for row, route in zip(tensor, self.routes, strict=False):
             if route is not None:
-                row.copy_(torch.tensor([route.radius, route.variant, route.share, *route.centroid]))
+                row.copy_(torch.tensor([route.radius, route.variant, route.share, route.other, *route.centroid]))
         return tensor
 
     def choose(self, sketch: Vector, session: str) -> Choice:
@@ -140,4 +142,4 @@ class Routes:
         if route is None:
             return Choice()
         chance = int.from_bytes(hashlib.sha256(session.encode()).digest()[:8]) / 2**64
-        return Choice(nearest, route.variant if chance < route.share else 0)
+        return Choice(nearest, route.variant if chance < route.share else route.other)

@@ -6,12 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from coppice import limits
-from coppice.messages.adapter import ActionStatus, Change, HeadStatus, QueryPoint, ReplicaStatus, VersionStatus
+from coppice.messages.adapter import (
+    ActionStatus,
+    Change,
+    HeadStatus,
+    KindStatus,
+    QueryPoint,
+    ReplicaStatus,
+    VersionStatus,
+)
 from coppice.v1 import adapter_pb2 as adapter
 from coppice.wire.shapes import Shape
 
 for _value, _message in (
     (ActionStatus, adapter.ActionStatus),
+    (KindStatus, adapter.KindStatus),
     (ReplicaStatus, adapter.ReplicaStatus),
     (VersionStatus, adapter.VersionStatus),
     (QueryPoint, adapter.QueryPoint),

@@ -116,6 +116,12 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         **dict.fromkeys(("value", "error"), _FINITE),
         **dict.fromkeys(("updates", "samples", "capacity"), _COUNT),
     },
+    "KindStatus": {
+        "kind": (0, limits.MAX_KINDS),
+        **dict.fromkeys(("variant", "other"), (0, limits.MAX_VARIANTS)),
+        **dict.fromkeys(("queries", "measured", "texts", "updates"), _COUNT),
+        **dict.fromkeys(("tau", "share", "gain", "error", "saves_s", "costs_s"), _FINITE),
+    },
     "ReplicaStatus": {"version": _VERSION},
     "VersionStatus": {"version": _VERSION, "queries": _COUNT, "tau": _FINITE},
     "QueryPoint": {

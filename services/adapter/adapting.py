@@ -111,12 +111,9 @@ class _Adapter:
         return replicas, loop
 
 
-NICE = 19  # how far training yields to others on the machine's cores: as far as it can
-
-
 def _yielding(settings: AdapterSettings) -> None:
     """Make the calling thread, and those that torch starts from it, give way to everything else on the machine."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+    os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
     torch.set_num_threads(settings.threads)
 
 

@@ -11,21 +11,18 @@ from pathlib import Path
 
 import structlog
 
-from coppice.adaptation.bandit import Action, Bandit, Query
 from coppice.adaptation.record_queue import Stream
-from coppice.adaptation.records import Demand, Kind, QueryRecord, Sample
+from coppice.adaptation.records import Demand, QueryRecord, Sample
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField, StaleFence
-from coppice.messages.adapter import STANDING_BY, ActionStatus, HeadStatus, VersionStatus
+from coppice.messages.adapter import STANDING_BY, HeadStatus, VersionStatus
 from coppice.telemetry import AdapterMetrics
 
 from .atomic import BadFile
-from .buffers import Buffers
-from .canary import Canary
-from .drift import Drift
+from .branching import Branching
+from .overwriting import Overwriting
 from .replicas import Replicas
 from .rollout import OnThread, Rollout
-from .sorting import KINDS, Sorting
 from .state import State
 from .training_copy import TrainingCopy
 
@@ -35,7 +32,7 @@ _SAVE_S = 5.0
 
 
 class HeadLoop:
-    """Adapts one head. `take_query` and `take_sample` decide; `run` trains and pushes, one thing at a time."""
+    """Adapts one head. Its policy decides; `run` trains and pushes, one thing at a time."""
 
     def __init__(
         self,
@@ -50,18 +47,19 @@ class HeadLoop:
     ) -> None:
         """Go on from what `folder` remembers of an earlier run. Nothing begins or is saved while not `active`."""
         self.name, self.widths, self.active = name, training.widths, active
-        self.demand: Demand = ""
-        """which samples are wanted now"""
         self._settings, self._metrics = settings, metrics
-        self._state = state = State.load(folder)
-        self._bandit, self._drift = Bandit(settings.bandit, state.bandit), Drift(settings.drift, state.drift)
-        capacities: dict[Kind, int] = {"head": settings.adapter.head_samples, "full": settings.adapter.full_samples}
-        self._sorting = Sorting(Buffers(capacities, self._drop), training.draft_ids, self._drop)
-        learners = self._bandit, self._drift, self._sorting.buffers
-        self._rollout = Rollout(name, training, replicas, settings, state, learners, on_thread, metrics)
+        self._state = State.load(folder)
+        self._rollout = Rollout(name, training, replicas, self._state, on_thread, metrics)
+        policy = Branching if settings.bandit.policy == "bandit" else Overwriting
+        self._policy = self._rollout.watcher = policy(self._rollout, settings, self._plan, self._drop)
         self._work: deque[Callable[[], Awaitable[None]]] = deque()
         self._wake = asyncio.Event()
         self._saved_at = 0.0
+
+    @property
+    def demand(self) -> Demand:
+        """Which samples are wanted now."""
+        return self._policy.demand
 
     @property
     def positions(self) -> dict[Stream, str]:
@@ -71,7 +69,7 @@ class HeadLoop:
     async def start(self) -> None:
         """Take up the weights that were live, and give them to every replica that answers."""
         await self._rollout.start()
-        self._want_samples(None)
+        self._policy.want_samples()
 
     async def run(self) -> None:
         """Train, push and look after replicas for ever."""
@@ -131,71 +129,21 @@ class HeadLoop:
 
     def take_sample(self, sample: Sample) -> None:
         """Keep a sample until its query's end says what it is for."""
-        self._sorting.take(sample)
+        self._policy.take_sample(sample)
 
     def take_query(self, record: QueryRecord) -> None:
-        """Decide what a query's samples are for, measure it, and look for drift (algorithm 1, lines 2 to 24)."""
+        """Measure a query, and let the policy decide what it is for."""
         version = self._state.lived_on(record.versions)
-        query = Query(s=record.s, tokens_per_s=record.tokens_per_s, version=version, load=max(record.load, 1e-3))
-        action = Action.SKIP if self._state.paused else self._bandit.decide(query)
-        if not self._state.paused:
-            self._metrics.actions.labels(self.name, action.value).inc()
         self._metrics.signal.labels(self.name).observe(record.s)
-        self._observe(record, version, action)
-        self._sorting.claim(record.session, action)
-        if self._rollout.canary is not None:
-            self._judge(self._rollout.canary, record, version)
-        else:
-            self._watch_drift(record, version)
-        if action is not Action.SKIP:
-            self._train_if_due(action, query)
-        self._want_samples(query)
-
-    def _observe(self, record: QueryRecord, version: int | None, action: Action) -> None:
-        """Note a query; the metric shows the tau of as many versions as are remembered."""
+        busy = bool(self._work) or self._rollout.doing not in ("idle", "canary")
+        action = self._policy.take_query(record, version, busy)
         before = set(self._state.taus)
-        self._state.observe(record, version, action.value)
+        self._state.observe(record, version, action)
         if version in self._state.taus:
             self._metrics.tau.labels(self.name, str(version)).set(self._state.taus[version][1])
         for forgotten in before - self._state.taus.keys():
             with contextlib.suppress(KeyError):  # not shown since the restart
                 self._metrics.tau.remove(self.name, str(forgotten))
-
-    def _judge(self, canary: Canary, record: QueryRecord, version: int | None) -> None:
-        canary.observe(record, version, self._state.live)
-        verdict = canary.verdict(self._settings.drift, self._bandit.patience)
-        if verdict != "undecided" and not self._work:
-            self._plan(lambda: self._rollout.settle(canary, verdict == "promote"))
-
-    def _watch_drift(self, record: QueryRecord, version: int | None) -> None:
-        """Go back when tau has fallen (lines 22 to 24); a window without an alarm makes its version the good one."""
-        alarm, state = self._drift.observe(record.tau, version), self._drift.state
-        if alarm is not None:
-            log.warning("accepted length has fallen", head=self.name, why=alarm.reason, good=alarm.good_version)
-            self._plan(lambda: self._rollout.revert(alarm.good_version, alarm.reason))
-        elif not state.taus and state.windows:
-            good = state.windows[-1].version
-            if good is not None and good != self._state.good:
-                self._rollout.mark_good(good)
-
-    def _train_if_due(self, action: Action, query: Query) -> None:
-        """Begin an update (lines 12 to 16): one at a time, and none while a canary is out."""
-        rollout, kind = self._rollout, KINDS[action]
-        if rollout.doing != "idle" or self._work or rollout.canary is not None:
-            return
-        trigger = self._bandit.due(
-            action, query, self._sorting.buffers.size(kind), self._sorting.buffers.capacities[kind]
-        )
-        if trigger is not None:
-            samples = self._sorting.buffers.take(kind)
-            self._plan(lambda: rollout.update(trigger, kind, samples))
-
-    def _want_samples(self, query: Query | None) -> None:
-        """Ask for the samples that the next query would be used for, were it like the last one."""
-        expected = Action.SKIP if self._state.paused else self._bandit.expected(query)
-        self.demand = "" if expected is Action.SKIP else KINDS[expected]
-        for kind in self._sorting.buffers.capacities:
-            self._metrics.waiting.labels(self.name, kind).set(self._sorting.buffers.size(kind))
 
     # --- operators ---
 
@@ -203,7 +151,7 @@ class HeadLoop:
         """Stop or go on training; what is under way is finished."""
         self._state.paused = paused
         self._metrics.paused.labels(self.name).set(paused)
-        self._want_samples(None)
+        self._policy.want_samples()
         self._save()
 
     async def rollback(self, version: int | None) -> int:
@@ -229,14 +177,7 @@ class HeadLoop:
 
     def status(self, history: int) -> HeadStatus:
         """Report what the loop does and knows, with that many of the latest queries."""
-        state, bandit, rollout = self._state, self._bandit.state, self._rollout
-        actions = []
-        for kind, capacity in self._sorting.buffers.capacities.items():
-            action = Action(kind)
-            known = bandit.values.get(action)
-            value, error = (known.value, known.error) if known else (None, 0.0)
-            waiting = self._sorting.buffers.size(kind)
-            actions.append(ActionStatus(kind, value, error, bandit.updates.get(action, 0), waiting, capacity))
+        state, rollout, policy = self._state, self._rollout, self._policy
         return HeadStatus(
             head=self.name,
             policy=self._settings.bandit.policy,
@@ -246,9 +187,10 @@ class HeadLoop:
             weights_hash=rollout.training.live.hash,
             good_version=state.good,
             queries=state.queries,
-            events=bandit.events,
+            events=policy.events,
             reverts=state.reverts,
-            actions=actions,
+            actions=policy.actions(),
+            kinds=policy.kinds(),
             replicas=rollout.replicas.status(),
             versions=[VersionStatus(number, *tau) for number, tau in state.taus.items()],
             history=state.history[-history:] if history else [],

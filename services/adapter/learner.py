@@ -74,7 +74,7 @@ class Recipe:
     """blocks that a SpecBlock head learns from each row"""
     steps: int = 7
     """steps that an EAGLE-3 head learns from each row"""
-    every: int = 3
+    every: int = 4
     """later blocks start from every so many rows"""
 
 
@@ -118,7 +118,7 @@ class Learner:
 
     def changed(self) -> dict[str, Tensor]:
         """Return copies, on the CPU, of all tensors that differ from version 0."""
-        return _differing(self.deployed(), self.tensors())
+        return differing(self.deployed(), self.tensors())
 
     @torch.no_grad()
     def revert(self, tensors: Mapping[str, Tensor] | None = None) -> None:
@@ -209,7 +209,7 @@ class Learner:
         since: traffic that comes back finds them as they were.
         """
         windows = Windows(samples, self.vocabulary)
-        positions, loss = windows.positions, self._loss(windows)
+        positions, loss = windows.positions, self.loss_on(windows)
         judged = positions[-_JUDGED:]
         before = self._judged(self.student, loss, judged)
         if penalty and self.changed() and self._judged(self.frozen, loss, judged) < before:
@@ -219,7 +219,7 @@ class Learner:
             self._descend("full", anchored(self.student, positions[rows], positions[rows]))
         return before, self._judged(self.student, loss, judged)
 
-    def _loss(self, windows: Windows) -> HeadLoss:
+    def loss_on(self, windows: Windows) -> HeadLoss:
         if self.config.slots == 1:
             return HeadLoss(windows, blocks=self.recipe.steps, decay=DECAY)
         if self.kind == "dspark":  # of a text's own tokens cross-entropy teaches several times as much as L1
@@ -294,7 +294,7 @@ def _logits(model: Any, hidden: Tensor, previous: Tensor) -> Tensor:
     return logits if getattr(model, "markov_head", None) is None else logits + model.bias(previous)
 
 
-def _differing(was: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def differing(was: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies, on the CPU, of the tensors that are not bit for bit what they were."""
     return {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)

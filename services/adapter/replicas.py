@@ -203,6 +203,8 @@ class Replicas:
             return
         known = self._known.get(used.weights_hash)
         parent = known if known is not None and known.version == used.weights_version else self._checkpoint
+        if not parent.tensors.keys() <= wanted.tensors.keys():  # an update takes no tensors away
+            parent = self._checkpoint
         header, parts = await asyncio.to_thread(pack_update, self._head, parent, wanted)
         if not self._may_push():
             return

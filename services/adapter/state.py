@@ -10,6 +10,7 @@ import structlog
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 
 from coppice.adaptation.bandit import BanditState
+from coppice.adaptation.kinds import KindsState
 from coppice.adaptation.record_queue import Stream
 from coppice.adaptation.records import QueryRecord
 from coppice.limits import MAX_HISTORY
@@ -31,6 +32,7 @@ class State(BaseModel):
 
     bandit: BanditState = BanditState()
     drift: DriftState = DriftState()
+    kinds: KindsState = KindsState()
     positions: dict[Stream, Annotated[str, Field(pattern=r"^\d+-\d+$")]] = {}
     """the id of the last entry that was read of each stream"""
     paused: bool = False
@@ -86,12 +88,6 @@ class State(BaseModel):
         live = self.hashes.get(self.live)
         seen = {self.live if self.hashes.get(version) == live else version for version in versions}
         return seen.pop() if len(seen) == 1 and seen <= self.hashes.keys() else None
-
-    def went_back(self, version: int) -> None:
-        """Forget what was measured: a restart found other weights than it left."""
-        self.live = self.good = version
-        self.bandit = BanditState(queries=self.bandit.queries, version=version)
-        self.drift = DriftState()
 
     def observe(self, record: QueryRecord, version: int | None, action: str) -> None:
         """Add a query to the history, and its tau to the mean of its version."""

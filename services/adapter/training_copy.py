@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 import structlog
 
 from coppice.adaptation.records import Widths
+from coppice.weights.variants import in_deployed, variant_name
 from coppice.weights.versions import Weights
 
 from .atomic import BadFile
+from .fitting import Fit, fit
 from .learner import Learner, Update
 from .versions import Versions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -74,6 +76,32 @@ class TrainingCopy:
             self._save(weights)
         return update, weights
 
+    def learn(
+        self, variant: int, begin: int, texts: Sequence[Sample], held_out: Sequence[Sample], rest: Callable[[], None]
+    ) -> tuple[Fit, dict[str, Tensor]]:
+        """Learn `variant` from texts, beginning with the live values of variant `begin`; nobody uses it yet.
+
+        Also returns all tensors that the variant is made of. Raises FloatingPointError, Interrupted.
+        """
+        live = self.live.tensors
+        names = [name for name in live if in_deployed(name)]
+        result = fit(
+            self._learner,
+            {name: live.get(variant_name(begin, name), live[name]) for name in names},
+            texts,
+            held_out,
+            rest,
+        )
+        stale = {name: live[name] for name in names if variant_name(variant, name) in live}
+        tensors = stale | result.tensors
+        return result, {variant_name(variant, name): tensor for name, tensor in tensors.items()}
+
+    def add(self, tensors: Mapping[str, Tensor], number: int) -> Weights:
+        """Write the live weights with some tensors added or replaced to disk as version `number`."""
+        weights = self.live.changed(tensors, number)
+        self.versions.save(weights)
+        return weights
+
     def restore(self, back_to: int | None, number: int) -> Weights:
         """Give an earlier version's values, None: the live ones, the new `number`; training goes on from them.
 
@@ -96,7 +124,7 @@ class TrainingCopy:
         self._learner.stopped.set()
 
     def _changed(self, weights: Weights) -> dict[str, Tensor]:
-        return {name: weights.tensors[name] for name in weights.differing(self.deployed)}
+        return {name: weights.tensors[name] for name in weights.differing(self.deployed) if in_deployed(name)}
 
     def _save(self, weights: Weights) -> None:
         self.versions.save(weights)

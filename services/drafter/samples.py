@@ -1,4 +1,4 @@
-"""Training samples for the adapter: what the head missed, and on demand the text before it as the head reads it."""
+"""Training samples for the adapter: what the head missed, on demand with the text before it, or whole texts alone."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from coppice.adaptation.records import Sample
 from coppice.heads.base import Miss
 from coppice.messages.steps import Features, Rejection
 
+_LEAST_TEXT = 16  # committed positions of a text's end that are worth a sample
+
 
 class Window:
     """A session's latest committed positions: ids and feature rows, as they came; `most` of them and an advance."""
 
     def __init__(self, most: int) -> None:
         self.most, self.end, self.dtype = most, 0, "float32"
-        self.sampled = 0  # the last full sample's position, before the first one the prompt's end
+        self.sampled = 0  # the end of the last full sample, before the first one the prompt's end
         self._ids: deque[int] = deque()
         self._rows: deque[bytes] = deque()
 
@@ -54,10 +56,36 @@ class Samples:
         """For a session that begins."""
         return Window(self._most)
 
+    def offer_text(self, session: str, window: Window, version: int, *, ended: bool) -> None:
+        """Queue the window as a text if texts are wanted and it is full of what was not sampled yet, or has ended."""
+        new = window.end - window.sampled
+        if self._producer.demand != "text" or new < (min(self._most, _LEAST_TEXT) if ended else self._most):
+            return
+        ids, features = window.upto(window.end)
+        window.sampled = window.end
+        self._producer.sample(
+            self._head,
+            Sample(
+                kind="full",
+                version=version,
+                session=session,
+                position=window.end - 1,
+                target_id=ids[-1],
+                miss=0.0,
+                tail=0.0,
+                top_ids=np.empty(0, np.int64),
+                top_log_probs=np.empty(0, np.float32),
+                hidden=np.empty(0, np.float32),
+                tokens=np.array(ids, np.int64),
+                features=features[: len(features) // len(ids) * (len(ids) - 1)],
+                dtype=window.dtype,
+            ),
+        )
+
     def offer(self, session: str, window: Window, version: int, rejection: Rejection, miss: Miss) -> None:
         """Queue a sample of the miss if any is wanted, the advance that told of it being in the window."""
         kind = self._producer.demand
-        if not kind:
+        if kind not in ("head", "full"):
             return
         ids, features = window.upto(rejection.position) if kind == "full" else ([], b"")
         if kind == "full":

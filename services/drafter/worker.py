@@ -175,6 +175,7 @@ class Worker(BatchingThread):
         miss = self._head.advance(session.key, advance)
         if advance.ids and text.window is not None and advance.features is not None:
             text.window.append(advance.ids, advance.features)
+            self._offer_text(text)
         if miss is None or advance.rejection is None:
             return None
         return Missed(miss, advance.rejection, self._head.description.weights_version)
@@ -184,6 +185,9 @@ class Worker(BatchingThread):
             raise InvalidField(field, f"make {length} positions, this drafter holds {self._max_context}")
 
     def _take_close(self, session: Session) -> None:
+        text = self._texts.get(session)
+        if text is not None:
+            self._offer_text(text, ended=True)
         self._forget(session)
         try:
             self._head.close(session.key)
@@ -261,6 +265,11 @@ class Worker(BatchingThread):
         text = self._texts.get(one.session)
         if missed and self._samples and text and text.window:
             self._samples.offer(text.name, text.window, missed.version, missed.rejection, missed.miss)
+
+    def _offer_text(self, text: Text, ended: bool = False) -> None:
+        """Make a sample of what was committed, if there is enough of it."""
+        if self._samples and text.window:
+            self._samples.offer_text(text.name, text.window, self._head.description.weights_version, ended=ended)
 
     def _delta(self, one: Waiting, part: Growth, forward_ns: int) -> TreeDelta:
         miss = one.missed.miss.value if one.missed and not one.sent and not one.held else None
