@@ -2,7 +2,7 @@
 
 Pure and deterministic, with JSON state, as `coppice.adaptation.bandit`. A kind is a centre in the space of sketches
 (coppice/weights/variants.py): texts whose sketches are near it. Each kind may have a variant of the head. A new one is
-young: it drafts for YOUNG_SHARE of the kind's texts, and what drafted before drafts for the others. Both are measured in
+young: it drafts for YOUNG_SHARE of the texts, and what drafted before drafts for the others. Both are measured in
 the same minutes. A variant that is surely better drafts for PROVEN_SHARE, and the deployed weights for the rest.
 """
 

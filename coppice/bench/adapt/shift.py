@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from itertools import product
 
 STORIES = "stories"
+AGAIN = "code again"
+TURN = 40
+"""queries before a stream that turns goes on with another kind of text"""
 WHO = (
     "a little dog named Rex", "a small girl named Lily", "an old man called Mr. Green", "a happy frog",
     "a tiny bird named Kiki", "two brothers, Tim and Joe", "a brave knight", "a shy cat", "a boy named Oscar",
@@ -30,6 +33,14 @@ SIGNATURES = (
     'class {3}{4}:\n    """{2} {1}."""\n\n    def __init__(self, {1}):\n',
     'import os\nimport sys\n\n\ndef {0}_all_{1}(path, {1}):\n    """{2} all {1} of a file."""\n',
 )
+
+SUMS = (
+    "Question: {0} has {1} {2} and buys {3} more. Then {0} gives away {4}. How many {2} does {0} have now?\nAnswer:",
+    "Question: A box holds {1} {2}. {0} has {3} such boxes and loses {4} {2}. How many {2} are left?\nAnswer:",
+    "Question: {0} sells {1} {2} on Monday and {3} on Tuesday, each for {4} dollars. What does {0} earn?\nAnswer:",
+)
+PEOPLE = ("Anna", "Ben", "Carla", "David", "Emma", "Frank", "Grace", "Henry", "Irene", "Jack", "Karen", "Leo")
+GOODS = ("apples", "books", "coins", "eggs", "flowers", "marbles", "pencils", "stamps", "tickets", "cards")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +66,32 @@ def programs(seed: int = 0) -> list[str]:
     return _shuffled(made, seed)
 
 
+def sums(seed: int = 0) -> list[str]:
+    """Word problems, all different, in an order that the seed gives."""
+    numbers = random.Random(seed)  # noqa: S311
+    made = [
+        text.format(person, numbers.randint(6, 40), goods, numbers.randint(2, 9), numbers.randint(2, 6))
+        for person, goods, text in product(PEOPLE, GOODS, SUMS)
+    ]
+    return _shuffled(made, seed)
+
+
+def turning(count: int, seed: int = 0) -> list[StreamQuery]:
+    """Code, stories and maths in turn, TURN queries of each before the next; what comes again has other prompts."""
+    sources = {"code": programs(seed), STORIES: stories(seed), "maths": sums(seed)}
+    names, stream = list(sources), list[StreamQuery]()
+    for at in range(0, count, TURN):
+        turn, which = divmod(at // TURN, len(names))
+        prompts = sources[names[which]][turn * TURN : (turn + 1) * TURN]
+        stream += [StreamQuery(names[which], prompt) for prompt in prompts]
+    return stream[:count]
+
+
 def shifted(count: int, seed: int = 0) -> list[StreamQuery]:
     """Four fifths stories, which a head of code does not know, then code again."""
     first = 4 * count // 5
     told = [StreamQuery(STORIES, prompt) for prompt in stories(seed)[:first]]
-    return told + [StreamQuery("code again", prompt) for prompt in programs(seed)[: count - first]]
+    return told + [StreamQuery(AGAIN, prompt) for prompt in programs(seed)[: count - first]]
 
 
 def mixed(count: int, passes: int, seed: int = 0) -> list[StreamQuery]:
