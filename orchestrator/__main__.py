@@ -81,7 +81,7 @@ async def serve(settings: Settings) -> int:
     for task in following:
         task.add_done_callback(lambda done: None if done.cancelled() else failed.set())
     await feature_layers(list(heads.values()), "orchestrator.heads")
-    producer = Producer(settings.adaptation, SignalMetrics(metrics.registry))
+    producer = Producer(settings.adaptation, SignalMetrics(metrics.registry), list(heads))
     signals = Signals(producer) if settings.adaptation.redis else None
     if signals is not None:
         producer.start()

@@ -27,6 +27,10 @@ class Signals:
         self._producer = producer
         self._tasks: set[asyncio.Task[None]] = set()
 
+    def of_misses(self, head: str) -> bool:
+        """Whether an adapter learns from what a head misses, and not from texts alone."""
+        return self._producer.demand_for(head) != "text"
+
     def ended(self, session: str, decoding: Decoding, heads: Sequence[HeadSession], load: float) -> None:
         """Fetch the heads' last misses, close the heads and queue their records, all in the background."""
         task = asyncio.create_task(self._finish(session, decoding, heads, load))
@@ -47,7 +51,7 @@ class Signals:
             for head in heads:
                 head.close()
         for head in heads:
-            if head.opening.want_misses:
+            if head.learns:
                 self._producer.query(head.pool.name, _record(session, decoding, head, load))
 
 

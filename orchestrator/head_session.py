@@ -106,8 +106,9 @@ class HeadSession:
     that has just come.
     """
 
-    def __init__(self, pool: HeadPool, opening: OpenDraft, vocab_size: int) -> None:
-        self.pool, self.opening, self.vocab_size = pool, opening, vocab_size
+    def __init__(self, pool: HeadPool, opening: OpenDraft, vocab_size: int, learns: bool) -> None:
+        """`learns`: whether an adapter hears of the request."""
+        self.pool, self.opening, self.vocab_size, self.learns = pool, opening, vocab_size, learns
         self.signal = Signal()
         self.prediction = PredictionUse()
         # What is expected of a head is measured where the target draws what its rows say, or its noise is known.

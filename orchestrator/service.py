@@ -179,7 +179,7 @@ class GenerationServicer:
         if request.prediction_ids:
             check_usable([pool.kind for pool in pools])
         heads = [self._head_session(pool, session, request, plan) for pool in pools]
-        asks = self.signals is not None and any(head.opening.want_misses for head in heads)
+        misses = any(head.opening.want_misses for head in heads)
         prompt_tokens = len(ids) - len(request.resume_ids)
         opening = OpenSession(
             session=session,
@@ -188,7 +188,7 @@ class GenerationServicer:
             stop_ids=plan.stop_ids,
             max_len=prompt_tokens + plan.max_new_tokens,
             feature_layers=layers,
-            rejection_top_n=self.signals.top_n if self.signals and asks else 0,
+            rejection_top_n=self.signals.top_n if self.signals and misses else 0,
             want_log_probs=request.want_log_probs,
             prompt_tokens=prompt_tokens,
             top_log_probs=request.top_log_probs,
@@ -214,7 +214,7 @@ class GenerationServicer:
             chunks.flush()
             verifier.close()
             policy.close()
-            if self.signals is not None and asks and finished:
+            if self.signals is not None and finished and any(head.learns for head in heads):
                 self.signals.ended(session, decoding, heads, (load + self.seats.used) / 2)
             else:
                 for head in heads:
@@ -232,11 +232,12 @@ class GenerationServicer:
         return AutoPolicy(chooser, text, names, self.metrics)
 
     def _head_session(self, pool: HeadPool, session: str, request: GenerationRequest, plan: Plan) -> HeadSession:
-        """One head of a request; it says what it misses when someone listens and it is of a kind that can learn."""
+        """One head of a request; it says what it misses when someone learns from that and it is of a kind that can."""
         learns = self.signals is not None and bool(pool.feature_layers) and plan.budget > 0
         predicted = (request.prediction_ids or ()) if pool.kind == KIND else ()
-        opening = OpenDraft(session, [], request.sampling, request.coupled, None, request.pq, learns, predicted)
-        return HeadSession(pool, opening, self.target.vocab_size)
+        misses = self.signals is not None and learns and self.signals.of_misses(pool.name)
+        opening = OpenDraft(session, [], request.sampling, request.coupled, None, request.pq, misses, predicted)
+        return HeadSession(pool, opening, self.target.vocab_size, learns)
 
     async def _prompt_ids(self, request: GenerationRequest) -> list[int]:
         """The prompt's ids and what was resumed. Raises InvalidField."""

@@ -52,13 +52,12 @@ class Producer:
         self,
         settings: AdaptationSettings,
         metrics: SignalMetrics,
-        demand_of: str = "",
+        heads: Sequence[str],
         bounds: Bounds = BOUNDS,
     ) -> None:
-        """`demand_of` is the head whose demand for samples is followed, none when empty."""
-        self.demand: Demand = ""
-        """which samples are wanted; nothing while Redis does not answer"""
-        self._settings, self._metrics, self._demand_of, self._bounds = settings, metrics, demand_of, bounds
+        """`heads`: those whose demand for samples is followed."""
+        self._demands: dict[str, Demand] = {}
+        self._settings, self._metrics, self._heads, self._bounds = settings, metrics, heads, bounds
         self._name = secrets.token_hex(8).encode()
         self._accepted = Counter[str]()  # entries that Redis took, by key
         self._queue = RecordQueue(bounds)
@@ -81,6 +80,10 @@ class Producer:
         while batch := self._queue.take():
             self._drop(batch, "stopped")
         await self._connection.close()
+
+    def demand_for(self, head: str) -> Demand:
+        """Return which samples of a head are wanted; none while Redis does not answer."""
+        return self._demands.get(head, "")
 
     def query(self, head: str, record: QueryRecord) -> None:
         """Queue a query's record."""
@@ -116,13 +119,13 @@ class Producer:
                 backoff.succeed()
                 pause_s = _PERIOD_S
             except Unavailable as error:
-                if self.demand or backoff.fresh:
+                if any(self._demands.values()) or backoff.fresh:
                     log.warning("redis does not take signals", why=str(error))
-                self.demand, self._polled_at = "", -math.inf
+                self._demands, self._polled_at = {}, -math.inf
                 pause_s = backoff.fail()
             except Exception:
                 log.exception("signals not sent")
-                self.demand, pause_s = "", _LONGEST_BACKOFF_S
+                self._demands, pause_s = {}, _LONGEST_BACKOFF_S
             if last:
                 return
             with contextlib.suppress(TimeoutError):
@@ -135,8 +138,9 @@ class Producer:
         if now - self._polled_at < _POLL_S:
             return
         async with self._connection.exchange(self._settings.timeout_s) as client:
-            if self._demand_of:
-                self.demand = read_demand(await client.get(demand_key(self._settings.prefix, self._demand_of)))
+            if self._heads:
+                keys = [demand_key(self._settings.prefix, head) for head in self._heads]
+                self._demands = dict(zip(self._heads, map(read_demand, await client.mget(keys)), strict=True))
             else:
                 await client.ping()
         self._polled_at = now

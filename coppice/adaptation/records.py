@@ -191,7 +191,7 @@ def read_sample(fields: Mapping[bytes, bytes], widths: Widths = Widths()) -> Sam
         raise InvalidField("top_ids", "has an id twice")
     if (top_log_probs > limits.LOG_PROB_TOLERANCE).any():
         raise InvalidField("top_log_probs", "has a value above 0")
-    of_text = facts.kind == "full" and not fields.get(b"hidden", b"?")
+    of_text = facts.kind == "full" and not (len(top_ids) or fields.get(b"hidden", b"?"))
     hidden = _floats(fields, "hidden", 0 if of_text else widths.hidden or 1, widths.hidden or limits.MAX_HIDDEN)
     tokens, features = np.empty(0, np.int64), b""
     if facts.kind == "full":

@@ -121,9 +121,8 @@ class FeatureHead(Head):
             raise Overloaded(str(error)) from None
         no_noise = self.ranking.no_noise()
         session = FeatureSession(table, ids, start, features, start, start, no_noise, opening.want_misses)
-        if opening.want_misses or self.routes.routes:
-            session.sketch = sketch_of(features)
-            session.choice = self.routes.choose(session.sketch, opening.session)
+        session.sketch = sketch_of(features)
+        session.choice = self.routes.choose(session.sketch, opening.session)
         self._sessions[key] = session
         chunk, end = max(1, PREFILL_SLOTS // self.slots), len(ids) - self.needs_root
         while session.done < end:
@@ -135,8 +134,8 @@ class FeatureHead(Head):
     def opened(self, key: int) -> DraftOpened:
         """Say which variant drafts, and what the prompt is like."""
         session = self._sessions[key]
-        sketch = tuple(session.sketch.tolist()) if session.wants_misses else ()
-        return DraftOpened(self.description.weights_version, session.choice.variant, session.choice.kind, sketch)
+        choice, sketch = session.choice, tuple(session.sketch.tolist())
+        return DraftOpened(self.description.weights_version, choice.variant, choice.kind, sketch)
 
     def _use(self, session: FeatureSession) -> None:
         """Let the model of the session's variant be the one at work."""

@@ -230,7 +230,7 @@ class DraftOpened:
     kind: int = 0
     """of text that the prompt was taken for; 0: none that is known"""
     sketch: tuple[float, ...] = ()
-    """what the prompt is like, in a session that wants misses"""
+    """what the prompt is like, to a head that reads features"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ COUNTED_HEADS = (HeadSpec("bigram", "bigram"), HeadSpec("lookup", "lookup"))
 class StackSpec:
     """Verifiers, drafter pools and orchestrators on loopback ports. None leaves a value to the settings, and where
     those are silent to the machine: float32 on CPUs and bfloat16 on CUDA, the verifier on all cores, a drafter on half
-    of them. Beside an adapter the verifier has one core fewer: a forward waits for its last thread, training for none.
+    of them. An adapter trains when no core has anything else to do.
     """
 
     target: Path
@@ -186,7 +186,7 @@ class StackSpec:
                 "verifier": {
                     "name": self.name,
                     "dtype": default_dtype(device),
-                    "threads": max(1, cores - bool(self.adapted)),
+                    "threads": cores,
                 },
                 "drafter": {"device": device, "dtype": default_dtype(device), "threads": max(1, cores // 2)},
                 "orchestrator": {"budget": CUDA_BUDGET if device.startswith("cuda") else CPU_BUDGET},

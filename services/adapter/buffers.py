@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
+from coppice.adaptation.bandit import Action
 from coppice.adaptation.records import Kind, Sample
 
+KINDS: dict[Action, Kind] = {Action.HEAD: "head", Action.FULL: "full"}
 Drop = Callable[[int, str], None]
 """Counts samples that teach nothing, and why"""
 
@@ -18,12 +20,28 @@ class Buffers:
     changed. A full sample holds the target's features, which no update changes.
     """
 
-    def __init__(self, capacities: Mapping[Kind, int], drop: Drop) -> None:
-        """`capacities` are the samples that an update of each kind learns from, positive."""
+    def __init__(self, capacities: Mapping[Kind, int], draft_ids: Collection[int], drop: Drop) -> None:
+        """`capacities` are the samples that an update of each kind learns from, positive.
+
+        draft_ids: target ids that the output layer can be taught.
+        """
         self.capacities = capacities
-        self._drop = drop
+        self._draft_ids, self._drop = draft_ids, drop
         self._held: dict[Kind, deque[Sample]] = {kind: deque() for kind in capacities}
         self._oldest_version = 0  # head samples of earlier versions are stale
+
+    def keep(self, action: Action, sample: Sample) -> None:
+        """Keep a sample for what its query was decided to be for (algorithm 1, line 10), if it is fit for that."""
+        if action is Action.SKIP:
+            self._drop(1, "skipped")
+        elif action is Action.FULL and sample.kind == "full":
+            self.add(sample)
+        elif action is Action.FULL or not len(sample.hidden):
+            self._drop(1, "unfit")
+        elif sample.target_id not in self._draft_ids:
+            self._drop(1, "outside")
+        else:
+            self.add(sample.as_head())
 
     def add(self, sample: Sample) -> None:
         """Keep a sample unless it is stale."""

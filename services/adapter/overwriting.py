@@ -15,7 +15,7 @@ from coppice.messages.adapter import ActionStatus, KindStatus
 from coppice.weights.versions import Weights
 
 from .atomic import BadFile
-from .buffers import Buffers, Drop
+from .buffers import KINDS, Buffers, Drop
 from .canary import Canary
 from .drift import Drift
 from .learner import Interrupted
@@ -24,7 +24,6 @@ from .sorting import Sorting
 
 log = structlog.get_logger()
 
-KINDS: dict[Action, Kind] = {Action.HEAD: "head", Action.FULL: "full"}
 Plan = Callable[[Callable[[], Awaitable[None]]], None]
 """Queues a piece of work; one is done at a time"""
 
@@ -37,30 +36,15 @@ class Overwriting:
 
     def __init__(self, rollout: Rollout, settings: Settings, plan: Plan, drop: Drop) -> None:
         state = rollout.state
-        self._rollout, self._settings, self._plan, self._drop = rollout, settings, plan, drop
+        self._rollout, self._settings, self._plan = rollout, settings, plan
         self._bandit, self._drift = Bandit(settings.bandit, state.bandit), Drift(settings.drift, state.drift)
         capacities: dict[Kind, int] = {"head": settings.adapter.head_samples, "full": settings.adapter.full_samples}
-        self.buffers = Buffers(capacities, drop)
-        self._sorting: Sorting[Action] = Sorting(self._keep, drop)
+        self.buffers = Buffers(capacities, rollout.training.draft_ids, drop)
+        self._sorting: Sorting[Action] = Sorting(self.buffers.keep, drop)
 
     def take_sample(self, sample: Sample) -> None:
         """Keep a sample until its query's end says what it is for."""
         self._sorting.take(sample)
-
-    def _keep(self, action: Action, sample: Sample) -> None:
-        """Keep a sample for what its query was decided to be for (algorithm 1, line 10)."""
-        if action is Action.SKIP:
-            self._drop(1, "skipped")
-        elif action is Action.HEAD and not len(sample.hidden):
-            self._drop(1, "unfit")
-        elif action is Action.HEAD and sample.target_id not in self._rollout.training.draft_ids:
-            self._drop(1, "outside")
-        elif action is Action.HEAD:
-            self.buffers.add(sample.as_head())
-        elif sample.kind == "full":
-            self.buffers.add(sample)
-        else:
-            self._drop(1, "unfit")
 
     def take_query(self, record: QueryRecord, version: int | None, busy: bool) -> str:
         """Decide what a query's samples are for, measure it, and look for drift (lines 2 to 24).

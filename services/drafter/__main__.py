@@ -39,7 +39,7 @@ async def serve(settings: Settings) -> int:
     registration = Registration.of(settings, "drafter", name)
     serving = Serving(settings.server, settings.limits, "drafter", settings.tls, registration=registration)
     source = FeatureSource(Dialer(settings.limits, settings.tls), _verifiers(settings))
-    producer = Producer(settings.adaptation, SignalMetrics(metrics.registry), name)
+    producer = Producer(settings.adaptation, SignalMetrics(metrics.registry), [name])
     told = settings.adaptation
     samples = Samples(producer, name, told.window, told.stride) if told.redis else None
     worker = Worker(lambda: served_head(settings.drafter), metrics, settings.drafter.max_context, samples)

@@ -52,6 +52,11 @@ class Samples:
         """`window`: positions of a full sample; `stride`: those between two of one session, for they overlap."""
         self._producer, self._head, self._most, self._stride = producer, head, window, stride
 
+    @property
+    def of_texts(self) -> bool:
+        """Whether texts are wanted, and nothing of misses."""
+        return self._producer.demand_for(self._head) == "text"
+
     def window(self) -> Window:
         """For a session that begins."""
         return Window(self._most)
@@ -59,7 +64,7 @@ class Samples:
     def offer_text(self, session: str, window: Window, version: int, *, ended: bool) -> None:
         """Queue the window as a text if texts are wanted and it is full of what was not sampled yet, or has ended."""
         new = window.end - window.sampled
-        if self._producer.demand != "text" or new < (min(self._most, _LEAST_TEXT) if ended else self._most):
+        if not self.of_texts or new < (min(self._most, _LEAST_TEXT) if ended else self._most):
             return
         ids, features = window.upto(window.end)
         window.sampled = window.end
@@ -84,7 +89,7 @@ class Samples:
 
     def offer(self, session: str, window: Window, version: int, rejection: Rejection, miss: Miss) -> None:
         """Queue a sample of the miss if any is wanted, the advance that told of it being in the window."""
-        kind = self._producer.demand
+        kind = self._producer.demand_for(self._head)
         if kind not in ("head", "full"):
             return
         ids, features = window.upto(rejection.position) if kind == "full" else ([], b"")

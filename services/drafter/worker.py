@@ -124,8 +124,8 @@ class Worker(BatchingThread):
             self._open_some()
 
     def _take_open(self, session: Session, opening: OpenDraft) -> None:
-        learns = self._samples is not None and opening.want_misses and opening.features is not None
-        window = self._samples.window() if self._samples and learns else None
+        wanted = self._samples is not None and (opening.want_misses or self._samples.of_texts)
+        window = self._samples.window() if self._samples and wanted and opening.features is not None else None
         self._texts[session] = Text(opening.sampling, opening.coupled, opening.want_q_rows, opening.session, window)
         self._openings.append((session, self._opening(session, opening)))
 

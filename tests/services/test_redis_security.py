@@ -106,7 +106,7 @@ def told(running: TlsRedis, user: str, **more: Any) -> AdaptationSettings:
 
 async def test_records_pass_with_the_documented_rights_alone(redis: TlsRedis) -> None:
     registry, head = CollectorRegistry(), Head()
-    producer = Producer(told(redis, "coppice-sender"), SignalMetrics(registry), "a")
+    producer = Producer(told(redis, "coppice-sender"), SignalMetrics(registry), ["a"])
     inbox = Inbox(told(redis, "coppice-adapter"), [head], AdapterMetrics())
     await inbox.begin()
     reading = asyncio.create_task(inbox.run())
@@ -114,10 +114,10 @@ async def test_records_pass_with_the_documented_rights_alone(redis: TlsRedis) ->
     for _ in range(3):
         producer.query("a", RECORD)
     async with asyncio.timeout(10):
-        while len(head.taken) < 3 or producer.demand != "full":  # noqa: ASYNC110
+        while len(head.taken) < 3 or producer.demand_for("a") != "full":  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         head.demand = ""
-        while producer.demand:  # noqa: ASYNC110
+        while producer.demand_for("a"):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     reading.cancel()
     await producer.stop()
@@ -155,7 +155,7 @@ async def test_what_redis_or_we_refuse_costs_records_and_nothing_else(redis: Tls
         "host": {"redis": redis.url("coppice-sender", host="localhost")},  # its certificate says 127.0.0.1
     }
     registry = CollectorRegistry()
-    producer = Producer(told(redis, "coppice-sender", **changes[spoiled]), SignalMetrics(registry), "a")
+    producer = Producer(told(redis, "coppice-sender", **changes[spoiled]), SignalMetrics(registry), ["a"])
     producer.start()
     producer.query("a", RECORD)
     await asyncio.sleep(0.3)

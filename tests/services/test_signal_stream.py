@@ -43,7 +43,7 @@ class Line:
     def __init__(self, url: str, bounds: Bounds = BOUNDS, **more: Any) -> None:
         self.registry = CollectorRegistry()
         settings = AdaptationSettings(redis=url, **({"timeout_s": 0.3} | more))
-        self.producer = Producer(settings, SignalMetrics(self.registry), "a", bounds)
+        self.producer = Producer(settings, SignalMetrics(self.registry), ["a"], bounds)
 
     @property
     def counts(self) -> Counts:
@@ -197,10 +197,10 @@ async def test_the_demand_is_followed_and_ends_with_redis(redis: LocalRedis) -> 
     client = client_of(redis)
 
     async def until(wanted: str) -> None:
-        assert await asyncio.to_thread(eventually, lambda: line.producer.demand == wanted)
+        assert await asyncio.to_thread(eventually, lambda: line.producer.demand_for("a") == wanted)
 
     async with line_to(redis.url) as line:
-        assert line.producer.demand == ""
+        assert line.producer.demand_for("a") == ""
         client.set(demand_key("coppice", "b"), "full")
         client.set(demand_key("coppice", "a"), "head", px=1500)
         await until("head")

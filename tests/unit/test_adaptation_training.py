@@ -218,7 +218,7 @@ def test_the_penalty_keeps_a_head_near_the_deployed_one(
             with torch.no_grad():
                 return divergence(*(said(each.model, samples) for each in (made.student, made.frozen))).item()
         windows = Windows(samples, made.vocabulary)
-        loss = made._loss(windows)
+        loss = made.loss_on(windows)
         with torch.no_grad():
             plain, pulled = (
                 each(made.student, windows.positions, windows.positions).item()
@@ -235,7 +235,7 @@ def test_an_anchor_that_says_the_same_adds_nothing(heads: dict[str, Path], targe
     for kind in KINDS:
         made = learner(heads, kind, target)
         windows = Windows(full_samples(made), made.vocabulary)
-        loss = made._loss(windows)
+        loss = made.loss_on(windows)
         plain = loss(made.student, windows.positions, windows.positions)
         pulled = replace(loss, anchor=Anchor(made.frozen, 5.0))(made.student, windows.positions, windows.positions)
         assert pulled.item() == pytest.approx(plain.item(), rel=1e-5)
@@ -321,7 +321,7 @@ def test_without_top_ids_the_missed_token_is_certain(heads: dict[str, Path], tar
 
 def test_a_buffer_never_holds_more_than_its_capacity(heads: dict[str, Path], target: Path) -> None:
     samples, dropped = head_samples(learner(heads, "specblock", target), 6), Counter[str]()
-    buffers = Buffers({"head": 4}, lambda count, why: dropped.update({why: count}))
+    buffers = Buffers({"head": 4}, (), lambda count, why: dropped.update({why: count}))
     for sample in samples:
         buffers.add(sample)
     assert dropped == {"overflow": 2}
@@ -331,7 +331,7 @@ def test_a_buffer_never_holds_more_than_its_capacity(heads: dict[str, Path], tar
 
 def test_stale_head_samples_are_dropped_and_counted_and_full_ones_stay(heads: dict[str, Path], target: Path) -> None:
     made, dropped = learner(heads, "specblock", target), Counter[str]()
-    buffers = Buffers({"head": 8, "full": 8}, lambda count, why: dropped.update({why: count}))
+    buffers = Buffers({"head": 8, "full": 8}, (), lambda count, why: dropped.update({why: count}))
     for version, head, full in zip(range(4), head_samples(made), full_samples(made), strict=False):
         buffers.add(replace(head, version=version))
         buffers.add(replace(full, version=version))

@@ -48,7 +48,7 @@ from tests.unit.test_records import sample
 RECORD = QueryRecord("s", 1.0, 2, 3.0, 4, 5, 6.0, 7, 8, (9, 9), 1.0, "route")
 STATUS = HeadStatus(
     head="a",
-    policy="bandit",
+    policy="paper",
     paused=True,
     doing="idle",
     version=3,
@@ -141,7 +141,7 @@ def test_numbers_of_the_same_weights_are_one_version(tmp_path: Path) -> None:
 
 
 def test_expected_says_what_decide_will_and_changes_nothing() -> None:
-    bandit = Bandit(BanditSettings(warmup_queries=3, exploration=0.2))
+    bandit = Bandit(BanditSettings(policy="paper", warmup_queries=3, exploration=0.2))
     bandit.epsilon = (1.0, 1.0)
     for number in range(200):
         query = Query(s=6.0 + number % 5, tokens_per_s=50.0, version=0)
@@ -155,7 +155,7 @@ def test_expected_says_what_decide_will_and_changes_nothing() -> None:
 
 
 def test_a_refused_event_counts_and_is_measured_side_by_side() -> None:
-    bandit = Bandit(BanditSettings(alpha=0.5), BanditState(queries=30))
+    bandit = Bandit(BanditSettings(policy="paper", alpha=0.5), BanditState(queries=30))
     bandit.refused(Trigger(action=Action.FULL, s=10.0, query=30), [50.0, 52.0], [41.0, 41.0])
     assert bandit.state.values[Action.FULL].value == pytest.approx(-1.0)
     assert (bandit.state.events, bandit.state.blocked, bandit.state.updates) == (1, 2, {Action.FULL: 1})
@@ -167,19 +167,19 @@ def test_a_refused_event_counts_and_is_measured_side_by_side() -> None:
 # --- samples until their query ends ---
 
 
-def sorting_into(head: int, full: int) -> tuple[Sorting, Counter[str]]:
+def sorting_into(head: int, full: int) -> tuple[Sorting[Action], Buffers, Counter[str]]:
     """Sorting into buffers of these sizes, where 9 is a draft id, and what was dropped by reason."""
     dropped = Counter[str]()
 
     def drop(count: int, why: str) -> None:
         dropped[why] += count
 
-    return Sorting(Buffers({"head": head, "full": full}, drop), {9}, drop), dropped
+    buffers = Buffers({"head": head, "full": full}, {9}, drop)
+    return Sorting(buffers.keep, drop), buffers, dropped
 
 
 def test_samples_go_to_the_buffer_that_their_query_chose_or_are_counted() -> None:
-    sorting, dropped = sorting_into(10, 2)
-    buffers = sorting.buffers
+    sorting, buffers, dropped = sorting_into(10, 2)
 
     def missed(session: str, kind: Kind, token: int = 9) -> Sample:
         made = sample(kind, session=session)
@@ -204,7 +204,7 @@ def test_samples_go_to_the_buffer_that_their_query_chose_or_are_counted() -> Non
 
 
 def test_samples_of_queries_that_never_end_are_bounded() -> None:
-    sorting, dropped = sorting_into(1, 1)
+    sorting, _, dropped = sorting_into(1, 1)
     for number in range(SESSIONS + 7):
         sorting.take(sample("head", session=f"s{number}"))
     assert dropped["unclaimed"] == 7
@@ -266,7 +266,11 @@ def row(method: str, tau: float, tokens_per_s: float, updates: list[int]) -> Ada
 
 @pytest.mark.parametrize(
     ("gain", "speed", "wanted"),
-    [(0.6, 40.0, [True, True]), (0.4, 40.0, [False, True]), (0.6, 30.0, [True, False])],
+    [
+        (0.6, 40.0, [True, True, True, True]),
+        (0.4, 40.0, [False, True, True, True]),
+        (0.6, 30.0, [True, False, True, False]),
+    ],
 )
 def test_the_bandit_is_judged(gain: float, speed: float, wanted: list[bool]) -> None:
     rows = [row("never", 1.8, 35.0, []), row("always", 2.3, 36.0, [8, 16]), row("bandit", 1.8 + gain, speed, [10])]

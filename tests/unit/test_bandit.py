@@ -38,7 +38,7 @@ def make(
     **changed: object,
 ) -> Bandit:
     """A bandit by the paper's bare rule, without chance and with short intervals, unless told otherwise."""
-    bare = {"warmup_queries": 2, "exploration": 0, "certainty": 0, "interval": 3}
+    bare = {"policy": "paper", "warmup_queries": 2, "exploration": 0, "certainty": 0, "interval": 3}
     chosen = BanditSettings.model_validate(bare | changed)
     bandit = Bandit(chosen, state)
     bandit.epsilon, bandit.blocked_queries = epsilon, blocked_queries
@@ -72,7 +72,7 @@ def value(bandit: Bandit, action: Action) -> float:
 
 
 def test_the_defaults_are_the_papers() -> None:
-    default = BanditSettings()
+    default = BanditSettings(policy="paper")
     assert (default.warmup_queries, default.cold_events, BLOCKED_QUERIES) == (10, 8, 2)
     assert (EPSILON, default.alpha) == ((0.30, 0.10), 0.10)
     assert (LEAST_SIGNAL, ALWAYS_QUERIES) == (5, 8)
@@ -356,7 +356,7 @@ def test_a_revert_resets_the_values_which_are_then_measured_again() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "actions"),
-    [("bandit", {HEAD, FULL}), ("head-only", {HEAD}), ("full-only", {FULL}), ("never", {SKIP}), ("always", {FULL})],
+    [("paper", {HEAD, FULL}), ("head-only", {HEAD}), ("full-only", {FULL}), ("never", {SKIP}), ("always", {FULL})],
 )
 def test_a_policy_has_its_own_actions(policy: PolicyName, actions: set[Action]) -> None:
     bandit = warm(1, 1, policy=policy, epsilon=(1, 1), exploration=1)
@@ -442,7 +442,10 @@ def simulate(seed: int, gain: dict[Action, float], s: float = 20.0, **changed: o
     A stream of 400 queries at 100 tokens/s with 15% noise. An update is live two queries after its trigger and adds
     `gain`.
     """
-    rng, bandit = random.Random(seed), Bandit(BanditSettings.model_validate({"seed": seed} | changed))
+    rng, bandit = (
+        random.Random(seed),
+        Bandit(BanditSettings.model_validate({"policy": "paper", "seed": seed} | changed)),
+    )
     queries = 400
     rate, buffers, updates, began = 100.0, {HEAD: 0, FULL: 0}, list[Action](), queries
     waiting: Trigger | None = None
