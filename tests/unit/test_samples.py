@@ -73,3 +73,28 @@ def test_head_samples_are_small_and_of_every_miss() -> None:
     assert [sample.position for sample in found] == [11, 12, 13]
     assert all(not len(sample.tokens) and not sample.features for sample in found)
     assert [sample.as_head() == sample or sample.as_head().kind for sample in offered("full", [14])] == ["head"]
+
+
+def test_texts_hold_every_position_once_and_nothing_of_misses() -> None:
+    taken: Any = Taken("text")
+    samples = Samples(taken, "a", 20, 4)
+    text = samples.window()
+    text.append(list(range(PROMPT)), features(0, PROMPT))
+    for position in range(PROMPT, 57):
+        rejection = Rejection(position, 0, position, np.array([position]), np.array([-0.5], np.float32), 0.2)
+        samples.offer("s", text, 1, rejection, Miss(0.75, np.ones(4, np.float32)))
+        text.append([position], features(position, 1))
+        samples.offer_text("s", text, 1, ended=False)
+    samples.offer_text("s", text, 1, ended=True)
+    assert [sample.tokens.tolist() for sample in taken.samples] == [
+        list(range(10, 30)),
+        list(range(30, 50)),
+    ]  # the rest is too short to be worth a sample
+    for sample in taken.samples:
+        assert sample.feature_rows()[:, 0].tolist() == sample.tokens[:-1].tolist()
+        assert (len(sample.hidden), len(sample.top_ids), sample.miss) == (0, 0, 0.0)
+    short = samples.window()
+    short.append(list(range(PROMPT)), features(0, PROMPT))
+    short.append(list(range(PROMPT, 28)), features(PROMPT, 18))
+    samples.offer_text("t", short, 1, ended=True)
+    assert taken.samples[-1].tokens.tolist() == list(range(8, 28))
