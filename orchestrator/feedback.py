@@ -51,7 +51,7 @@ class Signals:
             for head in heads:
                 head.close()
         for head in heads:
-            if head.learns:
+            if head.signal.learns:
                 self._producer.query(head.pool.name, _record(session, decoding, head, load))
 
 

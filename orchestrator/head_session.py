@@ -32,6 +32,8 @@ _MOST_UNTOLD_BYTES = 16 << 20
 class Signal:
     """What a head said of its misses in one request, and the versions of its weights that were seen."""
 
+    learns: bool
+    """whether an adapter is told"""
     s: float = 0.0
     rejections: int = 0
     first_version: int = 0
@@ -108,8 +110,8 @@ class HeadSession:
 
     def __init__(self, pool: HeadPool, opening: OpenDraft, vocab_size: int, learns: bool) -> None:
         """`learns`: whether an adapter hears of the request."""
-        self.pool, self.opening, self.vocab_size, self.learns = pool, opening, vocab_size, learns
-        self.signal = Signal()
+        self.pool, self.opening, self.vocab_size = pool, opening, vocab_size
+        self.signal = Signal(learns)
         self.prediction = PredictionUse()
         # What is expected of a head is measured where the target draws what its rows say, or its noise is known.
         sampling = opening.sampling

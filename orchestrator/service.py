@@ -214,7 +214,7 @@ class GenerationServicer:
             chunks.flush()
             verifier.close()
             policy.close()
-            if self.signals is not None and finished and any(head.learns for head in heads):
+            if self.signals is not None and finished and any(head.signal.learns for head in heads):
                 self.signals.ended(session, decoding, heads, (load + self.seats.used) / 2)
             else:
                 for head in heads:

@@ -39,6 +39,7 @@ from coppice.heads.last_draft import LastDraft
 from coppice.heads.models.layers import Attend
 from coppice.heads.public_state import public_weights
 from coppice.heads.ranking import Ranking, target_ids
+from coppice.heads.variant_models import VariantModels
 from coppice.heads.weight_swap import WeightSwap
 from coppice.messages.steps import Advance, DraftOpened, Features, HeadDescription, OpenDraft, WeightsHeader
 from coppice.weights.staging import Staging
@@ -58,7 +59,6 @@ class FeatureHead(Head):
     kind: ClassVar[str]
     needs_root: ClassVar[bool] = True
     """whether a position's row reads the token behind it, so that the last one waits for the root"""
-    model: Any
 
     def __init__(self, settings: DrafterSettings) -> None:
         """Load `settings.path` for the target of `settings.target`, on the thread that will use it.
@@ -72,14 +72,12 @@ class FeatureHead(Head):
         self.settings = with_tree_shape(settings)
         device, self.dtype = torch.device(settings.device), DTYPES[settings.dtype]
         self.weights = self._checkpoint = Weights.of(public_weights(loaded.model, config))
-        self.model = loaded.model.to(device, self.dtype).requires_grad_(False).train(False)
+        model = loaded.model.to(device, self.dtype).requires_grad_(False).train(False)
         self.embedding = loaded.embedding.to(device, self.dtype)
-        prepack(self.model)
-        compile_ahead(self.model)
-        self.models: dict[int, Any] = {0: self.model}
-        """by variant; `model` is the one at work"""
-        self.routes = Routes()
-        self.ranking = Ranking(target_ids(self.model, config).to(self.device), settings.alpha, settings.beta)
+        prepack(model)
+        compile_ahead(model)
+        self.variants = VariantModels({0: model}, Routes())
+        self.ranking = Ranking(target_ids(model, config).to(self.device), settings.alpha, settings.beta)
         self.pool = KVPool(
             layers=[KVShape(config.num_key_value_heads, config.head_dim, config.head_dim)] * config.num_hidden_layers,
             tokens=settings.kv_tokens * self.slots,
@@ -122,7 +120,7 @@ class FeatureHead(Head):
         no_noise = self.ranking.no_noise()
         session = FeatureSession(table, ids, start, features, start, start, no_noise, opening.want_misses)
         session.sketch = sketch_of(features)
-        session.choice = self.routes.choose(session.sketch, opening.session)
+        session.choice = self.variants.routes.choose(session.sketch, opening.session)
         self._sessions[key] = session
         chunk, end = max(1, PREFILL_SLOTS // self.slots), len(ids) - self.needs_root
         while session.done < end:
@@ -137,9 +135,14 @@ class FeatureHead(Head):
         choice, sketch = session.choice, tuple(session.sketch.tolist())
         return DraftOpened(self.description.weights_version, choice.variant, choice.kind, sketch)
 
+    @property
+    def model(self) -> Any:
+        """The model that drafts now."""
+        return self.variants.model
+
     def _use(self, session: FeatureSession) -> None:
-        """Let the model of the session's variant be the one at work."""
-        self.model = self.models.get(session.choice.variant, self.models[0])
+        """Let the model of the session's variant draft."""
+        self.variants.at_work = session.choice.variant
 
     def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
         """Draft with one variant after the other."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from coppice.engine.linear import prepack
 from coppice.errors import StaleFence
 from coppice.heads.public_state import fused_tensor, public_names
+from coppice.heads.variant_models import VariantModels
 from coppice.weights.staging import Staging
 from coppice.weights.variants import Routes, in_deployed, numbers_in, variant_name
 
@@ -30,16 +31,17 @@ class WeightSwap:
         Raises what `Staging.finish` and `Routes.of` raise.
         """
         self._head, self._weights, self._replaces = head, staging.finish(), staging.live
-        self._routes = Routes.of(self._weights.tensors)
+        routes, used = Routes.of(self._weights.tensors), head.variants.models
         changed = set(self._weights.differing(self._replaces))
-        deployed = self._model(head.models[0], 0, changed) if self._changes(0, changed) else head.models[0]
-        self._models = {0: deployed}
+        deployed = self._model(used[0], 0, changed) if self._changes(0, changed) else used[0]
+        models = {0: deployed}
         for number in numbers_in(self._weights.tensors):
-            kept = head.models.get(number) if deployed is head.models[0] else None
+            kept = used.get(number) if deployed is used[0] else None
             if kept is None or self._changes(number, changed):
                 own = {name for name in self._weights.tensors if name.startswith(variant_name(number, ""))}
                 kept = self._model(deployed, number, own)
-            self._models[number] = kept
+            models[number] = kept
+        self._variants = VariantModels(models, routes)
 
     def _changes(self, number: int, changed: AbstractSet[str]) -> bool:
         """Whether any of the names is of a variant."""
@@ -72,14 +74,13 @@ class WeightSwap:
                 f"version {weights.version} was made to replace version {self._replaces.version}; version "
                 f"{head.weights.version} with hash {head.weights.hash.hex()} came into use meanwhile"
             )
-        head.models, self._models = self._models, head.models
-        head.model, head.routes = head.models[0], self._routes
+        head.variants, self._variants = self._variants, head.variants
         head.weights = self._replaces = weights
         head.description = replace(head.description, weights_version=weights.version, weights_hash=weights.hash)
 
     def release(self) -> None:
         """Free the old models. It takes a while: call it on another thread than the head's."""
-        del self._models
+        del self._variants
 
 
 def with_tensors(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:

@@ -13,7 +13,6 @@ from functools import partial
 import structlog
 
 from coppice import failpoints
-from coppice.adaptation.kinds import Kinds
 from coppice.adaptation.records import Demand, QueryRecord, Sample
 from coppice.config.settings import Settings
 from coppice.messages.adapter import ActionStatus, KindStatus
@@ -21,7 +20,9 @@ from coppice.weights.variants import ROUTES, Routes
 from coppice.weights.versions import Weights
 
 from .buffers import Drop
-from .fitting import CpuShare, passes_over
+from .cpu_share import CpuShare
+from .fitting import passes_over
+from .kinds import Kinds
 from .learner import Interrupted
 from .rollout import Rollout
 from .sorting import Sorting

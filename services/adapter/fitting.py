@@ -40,19 +40,6 @@ class Fit:
     """all that differ from the deployed weights"""
 
 
-class CpuShare:
-    """Sleeps often enough that a thread computes for no more than a share of the time."""
-
-    def __init__(self, share: float) -> None:
-        self._share = share
-        self._began, self._computed = time.monotonic(), time.thread_time()
-
-    def rest(self) -> None:
-        """Sleep until the share is kept."""
-        computed, passed = time.thread_time() - self._computed, time.monotonic() - self._began
-        time.sleep(max(0.0, computed / self._share - passed))
-
-
 def passes_over(texts: int) -> int:
     """Return how often to read so many texts."""
     return max(1, min(PASSES, TEXTS // max(1, texts)))

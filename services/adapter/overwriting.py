@@ -35,7 +35,7 @@ class Overwriting:
     """which samples are wanted now"""
 
     def __init__(self, rollout: Rollout, settings: Settings, plan: Plan, drop: Drop) -> None:
-        state = rollout.state
+        state = rollout.state.overwriting
         self._rollout, self._settings, self._plan = rollout, settings, plan
         self._bandit, self._drift = Bandit(settings.bandit, state.bandit), Drift(settings.drift, state.drift)
         capacities: dict[Kind, int] = {"head": settings.adapter.head_samples, "full": settings.adapter.full_samples}

@@ -10,7 +10,6 @@ import structlog
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 
 from coppice.adaptation.bandit import BanditState
-from coppice.adaptation.kinds import KindsState
 from coppice.adaptation.record_queue import Stream
 from coppice.adaptation.records import QueryRecord
 from coppice.limits import MAX_HISTORY
@@ -19,6 +18,7 @@ from coppice.weights.versions import Weights
 
 from .atomic import replace_file
 from .drift import DriftState
+from .kind_state import KindsState
 
 log = structlog.get_logger()
 
@@ -27,11 +27,17 @@ _CHANGES = 200
 _VERSIONS = 16  # whose hashes and accepted lengths are remembered
 
 
-class State(BaseModel):
-    """Everything that outlives the process. What records changed and how far they were read is saved together."""
+class OverwritingState(BaseModel):
+    """What is known of updates that overwrite the head."""
 
     bandit: BanditState = BanditState()
     drift: DriftState = DriftState()
+
+
+class State(BaseModel):
+    """Everything that outlives the process. What records changed and how far they were read is saved together."""
+
+    overwriting: OverwritingState = OverwritingState()
     kinds: KindsState = KindsState()
     positions: dict[Stream, Annotated[str, Field(pattern=r"^\d+-\d+$")]] = {}
     """the id of the last entry that was read of each stream"""

@@ -186,6 +186,7 @@ BOUNDS = {
     "MAX_BIASES": "Sampling.logit_bias",
     "MAX_FEATURE_LAYERS": "OpenSession.feature_layers DescribeHeadResponse.feature_layers FeatureRef.layers",
     "MAX_TREE_DEPTH": "DescribeHeadResponse.expected_acceptance",
+    "SKETCH": "DraftOpened.sketch",
     "MAX_STOP_STRINGS": "GenerateRequest.stop",
     "MAX_CHAT_MESSAGES": "Chat.messages",
     "MAX_POLICY_CHARS": "GenerateRequest.policy",
@@ -215,7 +216,8 @@ BOUNDS = {
         DescribeHeadResponse.tokenizer_hash
         DescribeTargetResponse.name DescribeTargetResponse.dtype DescribeTargetResponse.weights_hash
         GetStatusResponse.heads HeadStatus.head HeadStatus.policy HeadStatus.doing HeadStatus.weights_hash
-        HeadStatus.actions HeadStatus.replicas HeadStatus.versions HeadStatus.history HeadStatus.changes
+        HeadStatus.actions HeadStatus.kinds HeadStatus.replicas HeadStatus.versions HeadStatus.history
+        HeadStatus.changes
         ActionStatus.action ReplicaStatus.address QueryPoint.action Change.what Change.why
     """,
 }

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from coppice.adaptation.client import AdapterClient
-from coppice.adaptation.kinds import PROVEN_SHARE, YOUNG_SHARE
 from coppice.adaptation.records import (
     QueryRecord,
     Sample,
@@ -22,6 +21,8 @@ from coppice.adaptation.records import (
 from coppice.limits import SKETCH
 from coppice.messages.adapter import HeadStatus, KindStatus
 from coppice.weights.versions import Weights
+from services.adapter.kind_state import PROVEN_SHARE
+from services.adapter.kinds import YOUNG_SHARE
 from tests.processes import Service
 from tests.services.test_adapter import HEAD, Bench, bench, first, head, kind, target
 from tests.services.test_signal_stream import redis

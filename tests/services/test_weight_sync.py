@@ -18,7 +18,7 @@ import pytest
 from coppice.errors import CoppiceError, InvalidField, Overloaded, StaleFence
 from coppice.heads.base import DraftJob
 from coppice.heads.feature_head import FeatureHead
-from coppice.messages.steps import DraftOpened, TreeDelta, WeightsPart
+from coppice.messages.steps import TreeDelta, WeightsPart
 from coppice.rpc.channels import Dialer
 from coppice.v1 import drafter_pb2_grpc
 from coppice.weights.versions import Weights
@@ -117,7 +117,7 @@ async def first_tree(drafter: Service, text: Text, version: int) -> dict[tuple[i
     """What a new session drafts."""
     async with test_drafter.connected(drafter) as stub:
         client = await Client(stub, text, 12).open()
-        assert client.opened == DraftOpened(version)
+        assert client.opened.weights_version == version
         delta = await client.next(0)
         assert delta.fence.weights_version == version
         client.call.cancel()

@@ -99,7 +99,7 @@ def test_the_state_outlives_the_process_and_a_damaged_file_is_none(tmp_path: Pat
     state = State.load(tmp_path)
     state.paused, state.live = True, state.next_number()
     state.know(weights(1.0, 1))
-    state.bandit.queries = 7
+    state.overwriting.bandit.queries = 7
     state.change(STATUS.changes[0])
     state.positions["queries"] = "17-2"
     state.observe(RECORD, 1, "full")
@@ -107,7 +107,7 @@ def test_the_state_outlives_the_process_and_a_damaged_file_is_none(tmp_path: Pat
     state.save()
     again = State.load(tmp_path)
     assert again.model_dump() == state.model_dump()
-    assert (again.queries, again.taus, again.newest, again.bandit.queries) == (2, {1: (1, 3.0)}, 1, 7)
+    assert (again.queries, again.taus, again.newest, again.overwriting.bandit.queries) == (2, {1: (1, 3.0)}, 1, 7)
     assert [point.version for point in again.history] == [1, None]
     for damaged in ('{"live": "many"}', '{"positions": {"queries": "$"}}', "{"):
         (tmp_path / FILE).write_text(damaged)

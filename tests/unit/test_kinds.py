@@ -7,10 +7,11 @@ import random
 import numpy as np
 import pytest
 
-from coppice.adaptation.kinds import PROVEN_SHARE, YOUNG_SHARE, Kinds, KindsState
 from coppice.adaptation.records import QueryRecord
 from coppice.limits import MAX_KINDS, SKETCH
 from coppice.weights.variants import Routes
+from services.adapter.kind_state import PROVEN_SHARE, KindsState
+from services.adapter.kinds import YOUNG_SHARE, Kinds
 
 UPDATE_S = 3.0
 

@@ -216,7 +216,11 @@ SAMPLES: dict[str, Case] = {
         drafter.draft_response_to_wire,
         drafter.read_draft_response,
     ),
-    "draft opened": (DraftOpened(limits.MAX_VERSION), drafter.draft_response_to_wire, drafter.read_draft_response),
+    "draft opened": (
+        DraftOpened(limits.MAX_VERSION, 4, 8, (0.5, -1.0)),
+        drafter.draft_response_to_wire,
+        drafter.read_draft_response,
+    ),
     "head": (
         HeadDescription("a", "lm", 100, 2**52, (2, 3), 4, 5, 6, bytes(32), (0.5, 0.25), bytes(32)),
         drafter.head_to_wire,

@@ -14,19 +14,17 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel
 
 from coppice.adaptation.records import QueryRecord
 from coppice.limits import MAX_KINDS, MAX_VARIANTS
 from coppice.weights.variants import Route, Routes
 
+from .kind_state import PROVEN_SHARE, Gain, KindsState, KindState
+
 YOUNG_SHARE = 0.5
 """of a kind's texts that a new variant drafts for: a comparison of equal sides ends soonest"""
-PROVEN_SHARE = 15 / 16
-"""of a variant that pays: the rest goes on being measured against it"""
 APART = 2.25
 """ratio to a kind's mean squared distance from its centre beyond which a text is of another kind"""
-_FIRST_SPREAD = 0.16  # mean squared distance assumed of a kind of few texts
 _PRIOR = 8  # texts that the assumption weighs as many as
 _LATEST = 64  # measurements kept of either side
 _LEAST = 5  # of either side before anything is decided
@@ -35,71 +33,10 @@ _CERTAINTY = 1.5  # standard errors
 _PRIOR_GAIN = 0.25  # tokens a step that a first update is expected to gain
 _FIRST_TEXTS = 24  # of a kind before its first update
 _MOST_NEW = 128  # texts of a kind at most from one update to the next
-_PRIOR_DRAG = 0.1  # share of its speed that serving is expected to lose while an update trains
 HORIZON = 1000
 """queries to come that are expected at most: as many as there were of the kind"""
 
 Verdict = Literal["undecided", "pays", "loses"]
-
-
-class Gain(BaseModel):
-    """What a variant gains over what drafts for the rest of its kind of text, in the same minutes."""
-
-    share: float = 0.0
-    """of tau"""
-    error: float = 0.0
-    """standard error"""
-    variant: int = 0
-    """queries that it drafted"""
-    others: int = 0
-    """queries that it was compared with"""
-
-
-class KindState(BaseModel):
-    """All that is known of a kind."""
-
-    centre: list[float]
-    spread: float = _FIRST_SPREAD
-    """mean squared distance from the centre"""
-    queries: int = 0
-    last: int = 0
-    """number of the latest query"""
-    query_s: float = 0.0
-    """mean seconds of a query"""
-    tau: float = 1.0
-    """mean accepted length with the deployed weights"""
-    variant: int = 0
-    """what drafts for `share` of the texts; 0: the deployed weights"""
-    share: float = 0.0
-    other: int = 0
-    """what drafts for the others"""
-    since: int = 0
-    """version of the weights that the measurements below begin with"""
-    with_variant: list[float] = []
-    with_other: list[float] = []
-    learnt: int = 0
-    """queries before the last update"""
-    updates: int = 0
-    failures: int = 0
-    """in a row that were no better"""
-    expected_gain: float | None = None
-    """of the next update, share of tau; None: nothing is known of it"""
-
-    @property
-    def young(self) -> bool:
-        """Whether its variant has to be measured yet."""
-        return 0 < self.share < PROVEN_SHARE
-
-
-class KindsState(BaseModel):
-    """All kinds, by place; None: a place that no kind has."""
-
-    kinds: list[KindState | None] = []
-    queries: int = 0
-    step_s: float = 0.0
-    """mean time of a step while nothing is trained"""
-    drag: float = _PRIOR_DRAG
-    """share by which steps were longer while something was"""
 
 
 class Kinds:
@@ -112,7 +49,8 @@ class Kinds:
     def __getitem__(self, number: int) -> KindState:
         """Return kind `number`, from 1."""
         kind = self.state.kinds[number - 1]
-        assert kind is not None
+        if kind is None:
+            raise KeyError(number)
         return kind
 
     def numbers(self) -> list[int]:
