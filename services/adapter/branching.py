@@ -13,6 +13,8 @@ from functools import partial
 import structlog
 
 from coppice import failpoints
+from coppice.adaptation.fitting import passes_over
+from coppice.adaptation.learner import Interrupted
 from coppice.adaptation.records import Demand, QueryRecord, Sample
 from coppice.config.settings import Settings
 from coppice.messages.adapter import ActionStatus, KindStatus
@@ -21,9 +23,7 @@ from coppice.weights.versions import Weights
 
 from .buffers import Drop
 from .cpu_share import CpuShare
-from .fitting import passes_over
 from .kinds import Kinds
-from .learner import Interrupted
 from .rollout import Rollout
 from .sorting import Sorting
 

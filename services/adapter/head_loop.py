@@ -11,6 +11,7 @@ from pathlib import Path
 
 import structlog
 
+from coppice.adaptation.atomic import BadFile
 from coppice.adaptation.record_queue import Stream
 from coppice.adaptation.records import Demand, QueryRecord, Sample
 from coppice.config.settings import Settings
@@ -18,7 +19,6 @@ from coppice.errors import InvalidField, StaleFence
 from coppice.messages.adapter import STANDING_BY, HeadStatus, VersionStatus
 from coppice.telemetry import AdapterMetrics
 
-from .atomic import BadFile
 from .branching import Branching
 from .overwriting import Overwriting
 from .replicas import Replicas

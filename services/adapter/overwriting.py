@@ -8,17 +8,17 @@ from functools import partial
 import structlog
 
 from coppice import failpoints
+from coppice.adaptation.atomic import BadFile
 from coppice.adaptation.bandit import Action, Bandit, Query, Trigger
+from coppice.adaptation.learner import Interrupted
 from coppice.adaptation.records import Demand, Kind, QueryRecord, Sample
 from coppice.config.settings import Settings
 from coppice.messages.adapter import ActionStatus, KindStatus
 from coppice.weights.versions import Weights
 
-from .atomic import BadFile
 from .buffers import KINDS, Buffers, Drop
 from .canary import Canary
 from .drift import Drift
-from .learner import Interrupted
 from .rollout import Rollout
 from .sorting import Sorting
 

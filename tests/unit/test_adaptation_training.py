@@ -14,7 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from coppice.adaptation.atomic import BadFile
+from coppice.adaptation.learner import Learner, Recipe
 from coppice.adaptation.records import Kind, Sample
+from coppice.adaptation.windows import Windows
 from coppice.bench.paper.rank import answers
 from coppice.bench.paper.replay import replay_all
 from coppice.config.adaptation import AdapterSettings, LearnerSettings
@@ -28,12 +31,9 @@ from coppice.training.data.tokenizer import load_tokenizer
 from coppice.training.losses.feature_losses import Anchor, divergence
 from coppice.training.losses.walk import Targets
 from coppice.weights.versions import Weights
-from services.adapter.atomic import BadFile
 from services.adapter.buffers import Buffers
-from services.adapter.learner import Learner, Recipe
 from services.adapter.training_copy import TrainingCopy
 from services.adapter.versions import Versions
-from services.adapter.windows import Windows
 from tests.pushes import swap
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import HIDDEN, VOCAB, save_random

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from coppice.adaptation.learner import BETAS, Interrupted, Learner, differing
 from coppice.adaptation.records import Sample
+from coppice.adaptation.windows import Windows
 from coppice.training.losses.acceptance import Acceptance, measure
-
-from .learner import BETAS, Interrupted, Learner, differing
-from .windows import Windows
 
 RATE = 2e-3
 BATCH = 4

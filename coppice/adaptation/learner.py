@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coppice.adaptation.atomic import BadFile, read_safetensors, replace_safetensors
 from coppice.adaptation.records import Kind, Sample
+from coppice.adaptation.windows import DraftVocabulary, Windows
 from coppice.config.adaptation import LearnerSettings
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import InvalidField
@@ -31,9 +33,6 @@ from coppice.training.feature_heads import LOSSES
 from coppice.training.losses.feature_losses import DECAY, Anchor, HeadLoss, Student, bucket_of, divergence
 from coppice.training.losses.objectives import overlap, soft_loss
 from coppice.weights.versions import weights_hash
-
-from .atomic import BadFile, read_safetensors, replace_safetensors
-from .windows import DraftVocabulary, Windows
 
 BETAS = (0.9, 0.95)
 KINDS: tuple[Kind, ...] = ("head", "full")
