@@ -245,3 +245,6 @@ class SessionMetrics:
         self.kv_tokens = Gauge(
             f"{role}_kv_tokens_used", "KV in use, tokens", registry=self.registry, namespace="coppice"
         )
+        self.remembered = Gauge(
+            f"{role}_memory_tokens", "tokens of ended sessions' texts", registry=self.registry, namespace="coppice"
+        )

@@ -9,7 +9,7 @@ from coppice.errors import InvalidField
 from .step import Draft, Step
 
 KIND = "lookup"
-"""of heads that draft from a prediction"""
+"""of heads that draft from a prediction, and from a client's earlier texts"""
 
 
 def check_usable(kinds: Collection[str]) -> None:

@@ -17,6 +17,7 @@ from coppice.config.settings import Settings
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
 from coppice.messages.generation import ChatMessage, Finished, GenerationRequest, ModelDescription, Started
 from coppice.messages.steps import OpenDraft, OpenSession, SessionOpened, TargetDescription
+from coppice.rpc.access import client_salt
 from coppice.rpc.admission import Admission
 from coppice.speculation.policy import Policy, policy_names
 from coppice.telemetry import OrchestratorMetrics
@@ -236,7 +237,8 @@ class GenerationServicer:
         learns = self.signals is not None and bool(pool.feature_layers) and plan.budget > 0
         predicted = (request.prediction_ids or ()) if pool.kind == KIND else ()
         misses = self.signals is not None and learns and self.signals.of_misses(pool.name)
-        opening = OpenDraft(session, [], request.sampling, request.coupled, None, request.pq, misses, predicted)
+        salt = client_salt() if pool.kind == KIND else ""
+        opening = OpenDraft(session, [], request.sampling, request.coupled, None, request.pq, misses, predicted, salt)
         return HeadSession(pool, opening, self.target.vocab_size, learns)
 
     async def _prompt_ids(self, request: GenerationRequest) -> list[int]:

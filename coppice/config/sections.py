@@ -175,6 +175,12 @@ class DrafterSettings(TorchSettings):
     )
     beta: float = Field(1.0, ge=0, le=10, description="how far the noise itself decides that; 0 draws without it")
     max_context: int = Field(0, ge=0, description="positions a session may hold; 0: the model's own limit")
+    memory_tokens: int = Field(
+        0,
+        ge=0,
+        le=1_000_000,
+        description="tokens of ended requests that a lookup head remembers for later ones of the same client; 0: none",
+    )
 
 
 class OrchestratorSettings(Section):

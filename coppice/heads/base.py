@@ -103,6 +103,8 @@ class Head(ABC):
 
     description: HeadDescription
     forward_ns: int = 0
+    remembered: int = 0
+    """tokens of ended sessions' texts that it holds"""
 
     @abstractmethod
     def open(self, key: int, opening: OpenDraft) -> Iterator[None]:

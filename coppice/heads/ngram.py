@@ -1,4 +1,6 @@
-"""The heads without weights: a tree grown best first from what a session's own text says of the next token."""
+"""The heads without weights: a tree grown best first from what a session's own text says of the next token, and with a
+memory what its client's earlier texts say.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
 from coppice.heads.bigram import Bigram
 from coppice.heads.lookup import Lookup
+from coppice.heads.memory import CHUNK, Memories, Memory
 from coppice.heads.prediction import Predicted
 from coppice.limits import MAX_TREE_DEPTH
 from coppice.messages.steps import Advance, HeadDescription, OpenDraft
@@ -33,11 +36,10 @@ from coppice.speculation.sampling import (
 )
 from coppice.speculation.tree import DraftTree
 
-CHUNK = 4096  # prompt ids counted before other sessions get their turn
 LEAST_REST = 1e-6  # mass left to tokens that are no candidates: no draft is certain
 LEAST_TEMPERATURE = 1e-3  # below it scores are those of this one, still finite
 EXP_EULER_GAMMA = 1.7810724179901979  # exp of the mean of Gumbel noise
-LEAST_SCORE = math.log(1 / 64)  # of a node under a prediction: chains are long, and a row costs more than less promises
+LEAST_SCORE = math.log(1 / 64)  # of a node where chains are long: a row costs more than a lower one promises
 
 
 TextModel = Bigram | Lookup | Predicted
@@ -143,7 +145,7 @@ def sample_chain(model: Bigram, job: DraftJob, depth: int) -> tuple[DraftTree, N
 
 
 class NgramHead(Head):
-    """Sessions that draft from their own text; they share nothing but an immutable base model."""
+    """Sessions that draft from their own text. Those of one salt share a memory, if there is any, and nothing else."""
 
     def __init__(self, settings: DrafterSettings) -> None:
         """Draft as `settings.kind` says, lookup or bigram. Raise InvalidField for a path: there are no weights."""
@@ -153,11 +155,17 @@ class NgramHead(Head):
         settings = with_tree_shape(settings)
         self._depth, self._width = settings.depth, settings.top_k
         self._models: dict[int, TextModel] = {}
+        self._memories = Memories(settings.memory_tokens)
+        self._memory: dict[int, Memory] = {}
 
     def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
-        """Count the prompt, a chunk at a time."""
+        """Count the prompt, a chunk at a time, and first what its salt's sessions said since the last opening."""
         head = self.description
-        model: TextModel = Bigram(head.vocab_size) if head.kind == "bigram" else Lookup()
+        memory = self._memories.of(opening.salt)
+        if memory is not None:
+            self._memory[key] = memory
+            yield from memory.count()
+        model: TextModel = Bigram(head.vocab_size) if head.kind == "bigram" else Lookup(memory)
         if opening.want_q_rows:
             if not isinstance(model, Bigram):
                 raise InvalidField("open.want_q_rows", f"a {self.description.kind} head does not sample")
@@ -171,8 +179,11 @@ class NgramHead(Head):
             self._models[key] = Predicted(model, opening.prediction, opening.ids)
 
     def close(self, key: int) -> None:
-        """Forget the session's text."""
-        self._models.pop(key, None)
+        """Forget the session's text, or leave it to the memory of its salt."""
+        model, memory = self._models.pop(key, None), self._memory.pop(key, None)
+        if memory is not None and isinstance(model, Lookup | Predicted):
+            memory.add(model.ids)
+            self.remembered = self._memories.tokens
 
     def advance(self, key: int, advance: Advance) -> None:
         """Count the committed ids."""
@@ -188,5 +199,7 @@ class NgramHead(Head):
             elif isinstance(model, Predicted):
                 tree = grow(model, job, MAX_TREE_DEPTH, self._width, LEAST_SCORE)
                 yield [Growth(index, tree, last=True, predicted=model.places(tree, job.root))]
+            elif isinstance(model, Lookup) and model.others:
+                yield [Growth(index, grow(model, job, MAX_TREE_DEPTH, self._width, LEAST_SCORE), last=True)]
             else:
                 yield [Growth(index, grow(model, job, self._depth, self._width), last=True)]

@@ -51,7 +51,7 @@ class Track(NamedTuple):
 
 
 State = tuple[list[Guess], list[Occurrence]]
-"""what may come next behind a path, best first, and where the path's end stands in the text itself"""
+"""what may come next behind a path, best first, and where the path's end stands in the text itself and in others"""
 
 
 class Predicted:
@@ -64,6 +64,11 @@ class Predicted:
         self._rates, self._seen = list(FIRST_RATES), [0] * len(FIRST_RATES)
         self._track = Track(tuple(ids[-ORDERS[-1] :]))
         self._guesses = self._guess(self._track)
+
+    @property
+    def ids(self) -> list[int]:
+        """Those of the text."""
+        return self._text.ids
 
     def extend(self, ids: Sequence[int]) -> None:
         """Append the text's next ids, and learn from them what guesses are worth."""
@@ -82,7 +87,7 @@ class Predicted:
         return self._guess(self._step(self._track, self._guesses, root)), self._text.start(root)
 
     def follow(self, state: State, token: int) -> State:
-        """Return what goes on as predicted, and the occurrences in the text that `token` continues."""
+        """Return what goes on as predicted, and the occurrences in texts that `token` continues."""
         guesses, occurrences = state
         return self._follow(guesses, token), self._text.follow(occurrences, token)
 

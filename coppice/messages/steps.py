@@ -218,6 +218,8 @@ class OpenDraft:
     want_misses: bool = False
     prediction: tuple[int, ...] = ()
     """what the answer is expected to be"""
+    salt: str = ""
+    """whose session it is: look-up with a memory drafts from ended sessions of the same; empty: from none"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,9 +72,10 @@ class Tokens:
         self._running: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def admit(self, metadata: Iterable[tuple[str, str | bytes]], counted: bool) -> Iterator[None]:
+    def admit(self, metadata: Iterable[tuple[str, str | bytes]], counted: bool) -> Iterator[str]:
         """Let a call in for the length of the block; `counted` ones count towards the limit of their name.
 
+        Gives that name.
         Raises Unauthenticated, the same for every wrong token and for none, and Overloaded beyond the limit.
         """
         self._reread()
@@ -88,7 +89,7 @@ class Tokens:
         self._requests.labels(entry.name, "admitted").inc()
         self._running[entry.name] += counted
         try:
-            yield
+            yield entry.name
         finally:
             self._running[entry.name] -= counted
 

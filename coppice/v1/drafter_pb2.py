@@ -15,7 +15,7 @@ _sym_db = _symbol_database.Default()
 from coppice.v1 import common_pb2 as coppice_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63oppice/v1/drafter.proto\x12\ncoppice.v1\x1a\x17\x63oppice/v1/common.proto\"d\n\x0c\x44raftRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.coppice.v1.OpenDraftH\x00\x12%\n\x04step\x18\x02 \x01(\x0b\x32\x15.coppice.v1.DraftStepH\x00\x42\x06\n\x04kind\"j\n\rDraftResponse\x12)\n\x06opened\x18\x01 \x01(\x0b\x32\x17.coppice.v1.DraftOpenedH\x00\x12&\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x15.coppice.v1.TreeDeltaH\x00\x42\x06\n\x04kind\"\xc8\x01\n\tOpenDraft\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.coppice.v1.Sampling\x12\x0f\n\x07\x63oupled\x18\x04 \x01(\x08\x12&\n\x08\x66\x65\x61tures\x18\x05 \x01(\x0b\x32\x14.coppice.v1.Features\x12\x13\n\x0bwant_q_rows\x18\x06 \x01(\x08\x12\x13\n\x0bwant_misses\x18\x07 \x01(\x08\x12\x12\n\nprediction\x18\x08 \x03(\r\"U\n\x0b\x44raftOpened\x12\x17\n\x0fweights_version\x18\x01 \x01(\x04\x12\x0f\n\x07variant\x18\x02 \x01(\r\x12\x0c\n\x04kind\x18\x03 \x01(\r\x12\x0e\n\x06sketch\x18\x04 \x03(\x02\"q\n\tDraftStep\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.coppice.v1.Fence\x12\x0c\n\x04root\x18\x02 \x01(\r\x12\x0e\n\x06\x62udget\x18\x03 \x01(\r\x12$\n\x07\x61\x64vance\x18\x04 \x01(\x0b\x32\x13.coppice.v1.Advance\"h\n\x07\x41\x64vance\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12&\n\x08\x66\x65\x61tures\x18\x02 \x01(\x0b\x32\x14.coppice.v1.Features\x12(\n\trejection\x18\x03 \x01(\x0b\x32\x15.coppice.v1.Rejection\"\xd1\x01\n\tTreeDelta\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.coppice.v1.Fence\x12\x1f\n\x05nodes\x18\x02 \x01(\x0b\x32\x10.coppice.v1.Tree\x12\x0c\n\x04last\x18\x03 \x01(\x08\x12\x12\n\nforward_ns\x18\x04 \x01(\x03\x12\x10\n\x08total_ns\x18\x05 \x01(\x03\x12\x13\n\x06q_rows\x18\x06 \x01(\x0cH\x00\x88\x01\x01\x12\x11\n\x04miss\x18\x07 \x01(\x02H\x01\x88\x01\x01\x12\x11\n\tpredicted\x18\x08 \x03(\rB\t\n\x07_q_rowsB\x07\n\x05_miss\"\x15\n\x13\x44\x65scribeHeadRequest\"\x86\x02\n\x14\x44\x65scribeHeadResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x17\n\x0fweights_version\x18\x04 \x01(\x04\x12\x16\n\x0e\x66\x65\x61ture_layers\x18\x05 \x03(\r\x12\x10\n\x08sessions\x18\x06 \x01(\r\x12\x17\n\x0fsessions_opened\x18\x07 \x01(\x04\x12\x17\n\x0fsessions_closed\x18\x08 \x01(\x04\x12\x14\n\x0cweights_hash\x18\t \x01(\x0c\x12\x1b\n\x13\x65xpected_acceptance\x18\n \x03(\x02\x12\x16\n\x0etokenizer_hash\x18\x0b \x01(\x0c\"r\n\x12SyncWeightsRequest\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.coppice.v1.WeightsHeaderH\x00\x12\'\n\x04part\x18\x02 \x01(\x0b\x32\x17.coppice.v1.WeightsPartH\x00\x42\x06\n\x04kind\"\x96\x01\n\rWeightsHeader\x12\x0c\n\x04head\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06parent\x18\x03 \x01(\x04\x12\x13\n\x0bparent_hash\x18\x04 \x01(\x0c\x12\x14\n\x0cweights_hash\x18\x05 \x01(\x0c\x12\x0e\n\x06sha256\x18\x06 \x01(\x0c\x12\x0c\n\x04size\x18\x07 \x01(\x04\x12\r\n\x05parts\x18\x08 \x01(\r\"+\n\x0bWeightsPart\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"M\n\x13SyncWeightsResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x14\n\x0cweights_hash\x18\x02 \x01(\x0c\x12\x0f\n\x07swap_ns\x18\x03 \x01(\x03\x32\xf7\x01\n\x0e\x44rafterService\x12@\n\x05\x44raft\x12\x18.coppice.v1.DraftRequest\x1a\x19.coppice.v1.DraftResponse(\x01\x30\x01\x12Q\n\x0c\x44\x65scribeHead\x12\x1f.coppice.v1.DescribeHeadRequest\x1a .coppice.v1.DescribeHeadResponse\x12P\n\x0bSyncWeights\x12\x1e.coppice.v1.SyncWeightsRequest\x1a\x1f.coppice.v1.SyncWeightsResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63oppice/v1/drafter.proto\x12\ncoppice.v1\x1a\x17\x63oppice/v1/common.proto\"d\n\x0c\x44raftRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.coppice.v1.OpenDraftH\x00\x12%\n\x04step\x18\x02 \x01(\x0b\x32\x15.coppice.v1.DraftStepH\x00\x42\x06\n\x04kind\"j\n\rDraftResponse\x12)\n\x06opened\x18\x01 \x01(\x0b\x32\x17.coppice.v1.DraftOpenedH\x00\x12&\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x15.coppice.v1.TreeDeltaH\x00\x42\x06\n\x04kind\"\xd6\x01\n\tOpenDraft\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.coppice.v1.Sampling\x12\x0f\n\x07\x63oupled\x18\x04 \x01(\x08\x12&\n\x08\x66\x65\x61tures\x18\x05 \x01(\x0b\x32\x14.coppice.v1.Features\x12\x13\n\x0bwant_q_rows\x18\x06 \x01(\x08\x12\x13\n\x0bwant_misses\x18\x07 \x01(\x08\x12\x12\n\nprediction\x18\x08 \x03(\r\x12\x0c\n\x04salt\x18\t \x01(\t\"U\n\x0b\x44raftOpened\x12\x17\n\x0fweights_version\x18\x01 \x01(\x04\x12\x0f\n\x07variant\x18\x02 \x01(\r\x12\x0c\n\x04kind\x18\x03 \x01(\r\x12\x0e\n\x06sketch\x18\x04 \x03(\x02\"q\n\tDraftStep\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.coppice.v1.Fence\x12\x0c\n\x04root\x18\x02 \x01(\r\x12\x0e\n\x06\x62udget\x18\x03 \x01(\r\x12$\n\x07\x61\x64vance\x18\x04 \x01(\x0b\x32\x13.coppice.v1.Advance\"h\n\x07\x41\x64vance\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12&\n\x08\x66\x65\x61tures\x18\x02 \x01(\x0b\x32\x14.coppice.v1.Features\x12(\n\trejection\x18\x03 \x01(\x0b\x32\x15.coppice.v1.Rejection\"\xd1\x01\n\tTreeDelta\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.coppice.v1.Fence\x12\x1f\n\x05nodes\x18\x02 \x01(\x0b\x32\x10.coppice.v1.Tree\x12\x0c\n\x04last\x18\x03 \x01(\x08\x12\x12\n\nforward_ns\x18\x04 \x01(\x03\x12\x10\n\x08total_ns\x18\x05 \x01(\x03\x12\x13\n\x06q_rows\x18\x06 \x01(\x0cH\x00\x88\x01\x01\x12\x11\n\x04miss\x18\x07 \x01(\x02H\x01\x88\x01\x01\x12\x11\n\tpredicted\x18\x08 \x03(\rB\t\n\x07_q_rowsB\x07\n\x05_miss\"\x15\n\x13\x44\x65scribeHeadRequest\"\x86\x02\n\x14\x44\x65scribeHeadResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x17\n\x0fweights_version\x18\x04 \x01(\x04\x12\x16\n\x0e\x66\x65\x61ture_layers\x18\x05 \x03(\r\x12\x10\n\x08sessions\x18\x06 \x01(\r\x12\x17\n\x0fsessions_opened\x18\x07 \x01(\x04\x12\x17\n\x0fsessions_closed\x18\x08 \x01(\x04\x12\x14\n\x0cweights_hash\x18\t \x01(\x0c\x12\x1b\n\x13\x65xpected_acceptance\x18\n \x03(\x02\x12\x16\n\x0etokenizer_hash\x18\x0b \x01(\x0c\"r\n\x12SyncWeightsRequest\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.coppice.v1.WeightsHeaderH\x00\x12\'\n\x04part\x18\x02 \x01(\x0b\x32\x17.coppice.v1.WeightsPartH\x00\x42\x06\n\x04kind\"\x96\x01\n\rWeightsHeader\x12\x0c\n\x04head\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06parent\x18\x03 \x01(\x04\x12\x13\n\x0bparent_hash\x18\x04 \x01(\x0c\x12\x14\n\x0cweights_hash\x18\x05 \x01(\x0c\x12\x0e\n\x06sha256\x18\x06 \x01(\x0c\x12\x0c\n\x04size\x18\x07 \x01(\x04\x12\r\n\x05parts\x18\x08 \x01(\r\"+\n\x0bWeightsPart\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"M\n\x13SyncWeightsResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x14\n\x0cweights_hash\x18\x02 \x01(\x0c\x12\x0f\n\x07swap_ns\x18\x03 \x01(\x03\x32\xf7\x01\n\x0e\x44rafterService\x12@\n\x05\x44raft\x12\x18.coppice.v1.DraftRequest\x1a\x19.coppice.v1.DraftResponse(\x01\x30\x01\x12Q\n\x0c\x44\x65scribeHead\x12\x1f.coppice.v1.DescribeHeadRequest\x1a .coppice.v1.DescribeHeadResponse\x12P\n\x0bSyncWeights\x12\x1e.coppice.v1.SyncWeightsRequest\x1a\x1f.coppice.v1.SyncWeightsResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -27,27 +27,27 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_DRAFTRESPONSE']._serialized_start=167
   _globals['_DRAFTRESPONSE']._serialized_end=273
   _globals['_OPENDRAFT']._serialized_start=276
-  _globals['_OPENDRAFT']._serialized_end=476
-  _globals['_DRAFTOPENED']._serialized_start=478
-  _globals['_DRAFTOPENED']._serialized_end=563
-  _globals['_DRAFTSTEP']._serialized_start=565
-  _globals['_DRAFTSTEP']._serialized_end=678
-  _globals['_ADVANCE']._serialized_start=680
-  _globals['_ADVANCE']._serialized_end=784
-  _globals['_TREEDELTA']._serialized_start=787
-  _globals['_TREEDELTA']._serialized_end=996
-  _globals['_DESCRIBEHEADREQUEST']._serialized_start=998
-  _globals['_DESCRIBEHEADREQUEST']._serialized_end=1019
-  _globals['_DESCRIBEHEADRESPONSE']._serialized_start=1022
-  _globals['_DESCRIBEHEADRESPONSE']._serialized_end=1284
-  _globals['_SYNCWEIGHTSREQUEST']._serialized_start=1286
-  _globals['_SYNCWEIGHTSREQUEST']._serialized_end=1400
-  _globals['_WEIGHTSHEADER']._serialized_start=1403
-  _globals['_WEIGHTSHEADER']._serialized_end=1553
-  _globals['_WEIGHTSPART']._serialized_start=1555
-  _globals['_WEIGHTSPART']._serialized_end=1598
-  _globals['_SYNCWEIGHTSRESPONSE']._serialized_start=1600
-  _globals['_SYNCWEIGHTSRESPONSE']._serialized_end=1677
-  _globals['_DRAFTERSERVICE']._serialized_start=1680
-  _globals['_DRAFTERSERVICE']._serialized_end=1927
+  _globals['_OPENDRAFT']._serialized_end=490
+  _globals['_DRAFTOPENED']._serialized_start=492
+  _globals['_DRAFTOPENED']._serialized_end=577
+  _globals['_DRAFTSTEP']._serialized_start=579
+  _globals['_DRAFTSTEP']._serialized_end=692
+  _globals['_ADVANCE']._serialized_start=694
+  _globals['_ADVANCE']._serialized_end=798
+  _globals['_TREEDELTA']._serialized_start=801
+  _globals['_TREEDELTA']._serialized_end=1010
+  _globals['_DESCRIBEHEADREQUEST']._serialized_start=1012
+  _globals['_DESCRIBEHEADREQUEST']._serialized_end=1033
+  _globals['_DESCRIBEHEADRESPONSE']._serialized_start=1036
+  _globals['_DESCRIBEHEADRESPONSE']._serialized_end=1298
+  _globals['_SYNCWEIGHTSREQUEST']._serialized_start=1300
+  _globals['_SYNCWEIGHTSREQUEST']._serialized_end=1414
+  _globals['_WEIGHTSHEADER']._serialized_start=1417
+  _globals['_WEIGHTSHEADER']._serialized_end=1567
+  _globals['_WEIGHTSPART']._serialized_start=1569
+  _globals['_WEIGHTSPART']._serialized_end=1612
+  _globals['_SYNCWEIGHTSRESPONSE']._serialized_start=1614
+  _globals['_SYNCWEIGHTSRESPONSE']._serialized_end=1691
+  _globals['_DRAFTERSERVICE']._serialized_start=1694
+  _globals['_DRAFTERSERVICE']._serialized_end=1941
 # @@protoc_insertion_point(module_scope)

@@ -23,7 +23,7 @@ class DraftResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[DraftOpened, _Mapping]] = ..., delta: _Optional[_Union[TreeDelta, _Mapping]] = ...) -> None: ...
 
 class OpenDraft(_message.Message):
-    __slots__ = ("session", "ids", "sampling", "coupled", "features", "want_q_rows", "want_misses", "prediction")
+    __slots__ = ("session", "ids", "sampling", "coupled", "features", "want_q_rows", "want_misses", "prediction", "salt")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class OpenDraft(_message.Message):
     WANT_Q_ROWS_FIELD_NUMBER: _ClassVar[int]
     WANT_MISSES_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
     session: str
     ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _common_pb2.Sampling
@@ -40,7 +41,8 @@ class OpenDraft(_message.Message):
     want_q_rows: bool
     want_misses: bool
     prediction: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., coupled: bool = ..., features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ..., want_q_rows: bool = ..., want_misses: bool = ..., prediction: _Optional[_Iterable[int]] = ...) -> None: ...
+    salt: str
+    def __init__(self, session: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., coupled: bool = ..., features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ..., want_q_rows: bool = ..., want_misses: bool = ..., prediction: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ...) -> None: ...
 
 class DraftOpened(_message.Message):
     __slots__ = ("weights_version", "variant", "kind", "sketch")

@@ -83,7 +83,12 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "repetition_penalty": (0, limits.MAX_REPETITION_PENALTY),
         **dict.fromkeys(("kv_tokens", "kv_tokens_used", "sessions", "sessions_opened", "sessions_closed"), _COUNT),
     },
-    "OpenDraft": {"session": limits.check_session, "ids": (1, limits.MAX_CONTEXT), "prediction": _ANYWHERE},
+    "OpenDraft": {
+        "session": limits.check_session,
+        "ids": (1, limits.MAX_CONTEXT),
+        "prediction": _ANYWHERE,
+        "salt": (0, limits.MAX_SALT_CHARS),
+    },
     "DraftStep": {"budget": (0, limits.MAX_HEAD_NODES)},
     "Advance": {"ids": _ANYWHERE},
     "DraftOpened": {

@@ -195,6 +195,7 @@ class Worker(BatchingThread):
             log.exception("closing failed", session=session.key)
         self._closed += 1
         self._metrics.closed.inc()
+        self._metrics.remembered.set(self._head.remembered)
 
     def _take_swap(self, swap: WeightSwap, swapped: asyncio.Future[int]) -> None:
         began = time.perf_counter_ns()
