@@ -11,54 +11,39 @@ P_below of the next shorter order, 0 below the shortest. This is Witten-Bell int
 with one more escape. A single occurrence of 1, 2, 4, 8 tokens then gives 0.33, 0.56, 0.70, 0.80; in stories, sums and
 Python code the same token followed in about 0.3, 0.5, 0.7, 0.85 of the cases, where Witten-Bell says 0.50 to 0.94.
 
-Texts of the salt's ended sessions (coppice/heads/memory.py) vote with the session's own, as if they stood before it.
+Earlier texts (coppice/heads/memory.py) vote with the session's own, as if they stood before it.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Collection, Iterator, Sequence
 
-ORDERS = (1, 2, 4, 8)  # match lengths that count as further evidence
-INDEXED = (4, 2, 1)  # n-grams that are looked up; longer matches are found by comparing backwards
-OCCURRENCES = 16  # looked at in a draft, the longest and most recent; as many again in other texts
+ORDERS = (1, 2, 4, 8, 16, 32)  # match lengths that count as further evidence
+INDEXED = (8, 3, 1)  # n-grams that are looked up; longer matches are found by comparing backwards
+OCCURRENCES = 16  # looked at in a draft, the longest and most recent
 TEXT_END = -1  # stands behind each of several texts that are looked up together; no token
 
 Occurrence = tuple[list[int], int, int]
 """Where a path's end stands: the ids of a text, the position of its last token, and how many tokens match there."""
 
 
-class Others(Protocol):
-    """Texts that a session may draft from beside its own."""
-
-    tokens: int
-    """in all of them"""
-
-    def find(self, suffix: list[int]) -> list[Occurrence]:
-        """Find where `suffix` stands in them, longest matches first, then most recent."""
-
-
 class Lookup:
     """The text of one session and where its n-grams stand."""
 
-    def __init__(self, others: Others | None = None) -> None:
+    def __init__(self, earlier: Collection[Lookup] = ()) -> None:
+        """`earlier`: other texts to look up in, the latest first. There may be more of them later, or less."""
         self.ids: list[int] = []
-        self._others = others
+        self.earlier = earlier
         # By order: the latest position of each n-gram, by hash (a collision falls out when the tokens are compared),
         # and from each position the one before it with the same n-gram, -1 for none.
         self._latest: dict[int, dict[int, int]] = {order: {} for order in INDEXED}
-        self._earlier = {order: array("i") for order in INDEXED}
-
-    @property
-    def others(self) -> int:
-        """Tokens that it may draft from beside its own."""
-        return self._others.tokens if self._others else 0
+        self._before = {order: array("i") for order in INDEXED}
 
     @property
     def uncounted(self) -> int:
         """How many of its last ids are not found yet."""
-        return len(self.ids) - len(self._earlier[INDEXED[0]])
+        return len(self.ids) - len(self._before[INDEXED[0]])
 
     def extend(self, ids: Sequence[int]) -> None:
         """Append the text's next ids; costs the same for each, however long the text is."""
@@ -71,27 +56,33 @@ class Lookup:
         for end in range(start + 1, min(start + most, len(self.ids)) + 1):
             for order, latest in self._latest.items():
                 gram = hash(tuple(self.ids[max(0, end - order) : end]))
-                self._earlier[order].append(latest.get(gram, -1))
+                self._before[order].append(latest.get(gram, -1))
                 latest[gram] = end - 1
 
     def start(self, root: int) -> list[Occurrence]:
-        """Find where the text's end, `root` included, stands in the text: longest suffixes first, then most recent."""
+        """Find where the text's end, `root` included, stands in the texts: longest suffixes first, then most recent."""
         suffix = [*self.ids[1 - ORDERS[-1] :], root]
-        found = self.find(suffix)
-        return found + self._others.find(suffix) if self._others else found
-
-    def find(self, suffix: list[int]) -> list[Occurrence]:
-        """Find where `suffix` stands in this text, longest matches first, then most recent."""
-        lengths: dict[int, int] = {}
+        texts = [self, *self.earlier]
+        found: dict[tuple[int, int], Occurrence] = {}
         for order in INDEXED:
-            position = self._latest[order].get(hash(tuple(suffix[-order:])), -1)
-            while position >= 0 and len(lengths) < OCCURRENCES:
-                if position not in lengths and (length := self._match(position, suffix)) >= order:
-                    lengths[position] = length
-                position = self._earlier[order][position]
-        return [(self.ids, position, length) for position, length in lengths.items()]
+            gram = hash(tuple(suffix[-order:]))
+            for number, text in enumerate(texts):
+                for position in text.positions(order, gram):
+                    if len(found) == OCCURRENCES:
+                        return list(found.values())
+                    place = number, position
+                    if place not in found and (length := text.match(position, suffix)) >= order:
+                        found[place] = text.ids, position, length
+        return list(found.values())
 
-    def _match(self, position: int, suffix: list[int]) -> int:
+    def positions(self, order: int, gram: int) -> Iterator[int]:
+        """Where n-grams with a hash end, the latest first."""
+        position = self._latest[order].get(gram, -1)
+        while position >= 0:
+            yield position
+            position = self._before[order][position]
+
+    def match(self, position: int, suffix: list[int]) -> int:
         """Count the tokens before and at `position` that equal the end of `suffix`."""
         length = 0
         while length < min(len(suffix), position + 1) and self.ids[position - length] == suffix[-1 - length]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 
-from coppice.heads.lookup import OCCURRENCES, TEXT_END, Lookup, Occurrence
+from coppice.heads.lookup import TEXT_END, Lookup
 
 SALTS = 64  # remembered at once
 BLOCKS = 8  # parts that a full memory consists of, about: it forgets one at a time
@@ -18,7 +18,8 @@ class Memory:
     def __init__(self, most: int) -> None:
         """`most`: tokens that are remembered."""
         self._most = most
-        self._blocks: deque[Lookup] = deque()
+        self.blocks: deque[Lookup] = deque()
+        """the latest first"""
         self.tokens = 0
 
     def add(self, ids: list[int]) -> None:
@@ -27,24 +28,19 @@ class Memory:
         It is found once `count` has taken it in.
         """
         text = [*ids[-self._most + 1 :], TEXT_END]
-        if not self._blocks or len(self._blocks[-1].ids) + len(text) > self._most // BLOCKS:
-            self._blocks.append(Lookup())
-        self._blocks[-1].ids += text
+        if not self.blocks or len(self.blocks[0].ids) + len(text) > self._most // BLOCKS:
+            self.blocks.appendleft(Lookup())
+        self.blocks[0].ids += text
         self.tokens += len(text)
         while self.tokens > self._most:
-            self.tokens -= len(self._blocks.popleft().ids)
+            self.tokens -= len(self.blocks.pop().ids)
 
     def count(self) -> Iterator[None]:
         """Take in what was added, a chunk for each item: texts may be long, and other sessions wait."""
-        for block in list(self._blocks):
+        for block in list(self.blocks):
             while block.uncounted:
                 block.count(CHUNK)
                 yield
-
-    def find(self, suffix: list[int]) -> list[Occurrence]:
-        """Find where `suffix` stands in the texts, longest matches first, then most recent."""
-        found = [occurrence for block in reversed(self._blocks) for occurrence in block.find(suffix)]
-        return sorted(found, key=lambda occurrence: -occurrence[2])[:OCCURRENCES]
 
 
 class Memories:

@@ -165,7 +165,7 @@ class NgramHead(Head):
         if memory is not None:
             self._memory[key] = memory
             yield from memory.count()
-        model: TextModel = Bigram(head.vocab_size) if head.kind == "bigram" else Lookup(memory)
+        model: TextModel = Bigram(head.vocab_size) if head.kind == "bigram" else Lookup(memory.blocks if memory else ())
         if opening.want_q_rows:
             if not isinstance(model, Bigram):
                 raise InvalidField("open.want_q_rows", f"a {self.description.kind} head does not sample")
@@ -199,7 +199,7 @@ class NgramHead(Head):
             elif isinstance(model, Predicted):
                 tree = grow(model, job, MAX_TREE_DEPTH, self._width, LEAST_SCORE)
                 yield [Growth(index, tree, last=True, predicted=model.places(tree, job.root))]
-            elif isinstance(model, Lookup) and model.others:
+            elif isinstance(model, Lookup) and model.earlier:
                 yield [Growth(index, grow(model, job, MAX_TREE_DEPTH, self._width, LEAST_SCORE), last=True)]
             else:
                 yield [Growth(index, grow(model, job, self._depth, self._width), last=True)]

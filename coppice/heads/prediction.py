@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from coppice.heads.lookup import ORDERS, Lookup, Occurrence
+from coppice.heads.lookup import Lookup, Occurrence
 from coppice.speculation.tree import DraftTree
 
+ORDERS = (1, 2, 4, 8)  # lengths of matches that are told apart
 INSERTED, REPLACED, MATCHED, FOLLOWED = 0, 1, 2, 2 + len(ORDERS)
 """Kinds of guesses. The last two are as many kinds as there are ORDERS of matches: of the text's end, wherever, and of
 tokens that went as predicted."""

@@ -126,6 +126,7 @@ def drafting(verifier: str = "", features: bool = False, samples: bool = False) 
             want_q_rows=samples and random.random() < 0.2,
             want_misses=features and random.random() < 0.5,
             prediction=tuple(_ids(random)) if random.random() < 0.3 else (),
+            salt=random.choice(("", "a", "b")),
         )
         yield draft_request_to_wire(opening), True
         ids: list[int] = []

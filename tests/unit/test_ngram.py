@@ -14,7 +14,7 @@ from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Head
 from coppice.heads.bigram import FOLLOWERS, Bigram, Ranking
-from coppice.heads.lookup import OCCURRENCES, ORDERS, Lookup
+from coppice.heads.lookup import INDEXED, OCCURRENCES, ORDERS, Lookup
 from coppice.heads.ngram import EXP_EULER_GAMMA, draft_scores
 from coppice.heads.registry import build_head
 from coppice.messages.steps import OpenDraft
@@ -126,7 +126,7 @@ def test_a_path_is_refused_by_name(kind: str) -> None:
 
 
 def suffix_matches(text: list[int]) -> dict[int, int]:
-    """Every earlier place where the text's last token stands: how many tokens match there, at most 8."""
+    """Every earlier place where the text's last token stands: how many tokens match, at most the last of ORDERS."""
     found = {}
     for at in range(len(text) - 1):
         length = 0
@@ -137,7 +137,7 @@ def suffix_matches(text: list[int]) -> dict[int, int]:
     return found
 
 
-def blended(votes: list[tuple[int, int]], token: int, order: int = 3) -> float:
+def blended(votes: list[tuple[int, int]], token: int, order: int = len(ORDERS) - 1) -> float:
     """The formula of coppice/heads/lookup.py, from the longest of ORDERS down."""
     if order < 0:
         return 0.0
@@ -154,20 +154,20 @@ def blended(votes: list[tuple[int, int]], token: int, order: int = 3) -> float:
 def test_lookup_finds_the_longest_and_latest_matches(ids: list[int], root: int) -> None:
     model = Lookup()
     model.extend(ids)
-    found, expected = dict(model.start(root)), suffix_matches([*ids, root])
+    found, expected = {at: length for _, at, length in model.start(root)}, suffix_matches([*ids, root])
     assert found.items() <= expected.items()
     assert len(found) == min(len(expected), OCCURRENCES)
-    for least in (4, 2, 1):  # of each indexed order the latest were taken before any shorter match
+    for least in INDEXED:  # of each indexed order the latest were taken before any shorter match
         reach = [at for at, length in expected.items() if length >= least]
         kept = [at for at in reach if at in found]
         assert len(kept) == min(len(reach), OCCURRENCES)
     state = model.start(root)
     while followers := model.followers(state):  # along the most likely path
-        votes = [(length, ids[at + 1]) for at, length in state if at + 1 < len(ids)]
+        votes = [(length, ids[at + 1]) for _, at, length in state if at + 1 < len(ids)]
         assert followers == pytest.approx({token: blended(votes, token) for _, token in votes})
         assert sum(followers.values()) < 1
         best = max(followers, key=lambda token: followers[token])
-        onward = [(place + 1, length + 1) for place, length in state if ids[place + 1 : place + 2] == [best]]
+        onward = [(ids, at + 1, length + 1) for _, at, length in state if ids[at + 1 : at + 2] == [best]]
         state = model.follow(state, best)
         assert state == onward
 

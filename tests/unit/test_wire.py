@@ -192,7 +192,7 @@ SAMPLES: dict[str, Case] = {
         verifier.read_target,
     ),
     "open draft": (
-        OpenDraft("s", [1, 2], SAMPLING, True, BY_REF, True, True, (7, 99)),
+        OpenDraft("s", [1, 2], SAMPLING, True, BY_REF, True, True, (7, 99), "0" * 64),
         drafter.draft_request_to_wire,
         read_draft,
     ),
@@ -602,6 +602,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("open draft", "open.ids", MANY, "open.ids"),
     ("open draft", "open.prediction", [VOCAB], "open.prediction"),
     ("open draft", "open.prediction", MANY, "open.prediction"),
+    ("open draft", "open.salt", "s" * 65, "open.salt"),
     ("open draft", "open.features.dtype", "int4", "open.features.dtype"),
     ("open draft", "open.sampling.temperature", NAN, "sampling.temperature"),
     ("draft step", "step.budget", limits.MAX_HEAD_NODES + 1, "step.budget"),
