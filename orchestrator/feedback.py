@@ -28,8 +28,8 @@ class Signals:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def of_misses(self, head: str) -> bool:
-        """Whether an adapter learns from what a head misses, and not from texts alone."""
-        return self._producer.demand_for(head) != "text"
+        """Whether an adapter wants to know what a head misses."""
+        return self._producer.demand_for(head) in ("misses", "head", "full")
 
     def ended(self, session: str, decoding: Decoding, heads: Sequence[HeadSession], load: float) -> None:
         """Fetch the heads' last misses, close the heads and queue their records, all in the background."""

@@ -82,7 +82,7 @@ class Producer:
         await self._connection.close()
 
     def demand_for(self, head: str) -> Demand:
-        """Return which samples of a head are wanted; none while Redis does not answer."""
+        """Return what is wanted of a head; nothing while Redis does not answer."""
         return self._demands.get(head, "")
 
     def query(self, head: str, record: QueryRecord) -> None:
@@ -139,8 +139,10 @@ class Producer:
             return
         async with self._connection.exchange(self._settings.timeout_s) as client:
             if self._heads:
-                keys = [demand_key(self._settings.prefix, head) for head in self._heads]
-                self._demands = dict(zip(self._heads, map(read_demand, await client.mget(keys)), strict=True))
+                pipe = client.pipeline(transaction=False)
+                for head in self._heads:
+                    pipe.get(demand_key(self._settings.prefix, head))
+                self._demands = dict(zip(self._heads, map(read_demand, await pipe.execute()), strict=True))
             else:
                 await client.ping()
         self._polled_at = now

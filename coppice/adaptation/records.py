@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,9 @@ from coppice import limits
 from coppice.errors import InvalidField
 
 Kind = Literal["head", "full"]
-Demand = Literal["", "head", "full", "text"]
-"""which samples are wanted: of misses, or `text`: windows of what was committed, each position once"""
+Demand = Literal["", "misses", "head", "full", "text"]
+"""what is wanted: nothing; how far drafts missed, without samples of it or with some; or `text`: windows of what was
+committed, each position once"""
 Fields = dict[bytes, bytes]
 """One stream entry"""
 
@@ -52,13 +53,13 @@ def samples_key(prefix: str, head: str) -> str:
 
 
 def demand_key(prefix: str, head: str) -> str:
-    """The key that says which samples are wanted of a head's pool: a Demand, absent for none."""
+    """The key that says what is wanted of a head's pool: a Demand, absent for nothing."""
     return f"{prefix}:{head}:demand"
 
 
 def read_demand(value: bytes | str | None) -> Demand:
     """Read the demand key's value; anything unknown wants nothing."""
-    demands: dict[bytes | str | None, Demand] = {b"head": "head", b"full": "full", b"text": "text"}
+    demands: dict[bytes | str | None, Demand] = {name.encode(): name for name in get_args(Demand)}
     return demands.get(value, "")
 
 

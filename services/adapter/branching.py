@@ -41,7 +41,7 @@ class Branching:
     """Learns variants of one head."""
 
     demand: Demand = ""
-    """which samples are wanted now"""
+    """what is wanted now"""
 
     def __init__(
         self, rollout: Rollout, settings: Settings, plan: Callable[[Callable[[], Awaitable[None]]], None], drop: Drop

@@ -58,7 +58,7 @@ class HeadLoop:
 
     @property
     def demand(self) -> Demand:
-        """Which samples are wanted now."""
+        """What is wanted of drafters now."""
         return self._policy.demand
 
     @property

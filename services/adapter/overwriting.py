@@ -31,8 +31,8 @@ Plan = Callable[[Callable[[], Awaitable[None]]], None]
 class Overwriting:
     """Decides for every query what its samples are for, and trains and measures updates of the live weights."""
 
-    demand: Demand = ""
-    """which samples are wanted now"""
+    demand: Demand = "misses"
+    """what is wanted now"""
 
     def __init__(self, rollout: Rollout, settings: Settings, plan: Plan, drop: Drop) -> None:
         state = rollout.state.overwriting
@@ -98,7 +98,7 @@ class Overwriting:
         """Ask for the samples that the next query would be used for, were it like this one."""
         rollout = self._rollout
         expected = Action.SKIP if rollout.state.paused else self._bandit.expected(query)
-        self.demand = "" if expected is Action.SKIP else KINDS[expected]
+        self.demand = "misses" if expected is Action.SKIP else KINDS[expected]
         for kind in self.buffers.capacities:
             rollout.metrics.waiting.labels(rollout.name, kind).set(self.buffers.size(kind))
 

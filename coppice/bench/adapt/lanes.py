@@ -28,7 +28,7 @@ from coppice.stack.spec import StackSpec
 NEW_TOKENS = 48  # of each answer
 TURN = 10  # queries that a lane serves before the next one
 WARM_PROMPT, WARM_TOKENS = "Once", 16
-WAKE_S = 0.3  # from SIGCONT to the first query: timers that ran out fire now
+WAKE_S = 1.5  # from SIGCONT to the first query: timers fire, and the adapter's demand, which has run out, is told again
 
 
 class Lane:
@@ -60,7 +60,7 @@ class Lane:
         self.send(signal.SIGCONT)
         try:
             if self._adapter is not None:
-                time.sleep(2 * WAKE_S)
+                time.sleep(WAKE_S)
                 self.status = self._adapter.status(history=MAX_HISTORY)[0]
         finally:
             self._exit.close()
