@@ -1,4 +1,4 @@
-"""Learning a variant of a head from whole texts, one text at a time, so that it can give way to what serves beside it.
+"""Learning a variant of a head from whole texts, in short steps, so that it can give way to what serves beside it.
 
 Every token of a text teaches once a pass, by its cross-entropy: what the target said is certain.
 """
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from coppice.adaptation.learner import BETAS, Interrupted, Learner, differing
 from coppice.adaptation.records import Sample
 from coppice.adaptation.windows import Windows
+from coppice.machine import this_machine
 from coppice.training.losses.acceptance import Acceptance, measure
 
 RATE = 2e-3
@@ -25,6 +26,7 @@ TEXTS = 192
 """texts to read in all, as often as it takes"""
 PASSES = 4
 """times at most that a text is read"""
+_BFLOAT16 = {"avx512_bf16", "amx_bf16"}  # of a processor that multiplies in bfloat16
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def fit(
 ) -> Fit:
     """Learn from texts, beginning with the deployed weights and the tensors of `begin` in the place of their own.
 
-    `rest` is called after every text. Raises FloatingPointError when a weight is not finite, and Interrupted once the
+    `rest` is called after every step. Raises FloatingPointError when a weight is not finite, and Interrupted once the
     learner was stopped.
     """
     began = time.perf_counter()
@@ -61,21 +63,19 @@ def fit(
     model: Any = learner.student.model
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimiser = torch.optim.AdamW(weights, lr=RATE, betas=BETAS, weight_decay=0.0)
-    order, read = torch.Generator().manual_seed(len(texts)), 0
+    order, fast = torch.Generator().manual_seed(len(texts)), not _BFLOAT16.isdisjoint(this_machine().features)
     before = _length(learner, held_out, rest)
     for _ in range(passes_over(len(texts))):
-        for number in torch.randperm(len(texts), generator=order).tolist():
+        for numbers in torch.split(torch.randperm(len(texts), generator=order), BATCH):
             if learner.stopped.is_set():
                 raise Interrupted("an update was given up")
-            windows = Windows([texts[number]], learner.vocabulary)
-            loss = learner.loss_on(windows)
-            nats = loss(learner.student, windows.positions, windows.positions) / BATCH
-            nats.backward()  # type: ignore[no-untyped-call]
-            read += 1
-            if read % BATCH == 0:
-                nn.utils.clip_grad_norm_(weights, learner.recipe.clip, foreach=True)
-                optimiser.step()
-                optimiser.zero_grad(set_to_none=True)
+            windows = Windows([texts[number] for number in numbers], learner.vocabulary)
+            with torch.autocast("cpu", torch.bfloat16, enabled=fast):
+                loss = learner.loss_on(windows)(learner.student, windows.positions, windows.positions)
+            loss.backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(weights, learner.recipe.clip, foreach=True)
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
             rest()
     learner.student.zero_grad(set_to_none=True)
     tensors = differing(learner.deployed(), learner.tensors())

@@ -45,7 +45,7 @@ def show(status: HeadStatus, console: Console) -> None:
     for one in status.actions:
         value = "not measured" if one.value is None else f"{one.value:+.3f} ± {one.error:.3f}"
         actions.add_row(one.action, value, str(one.updates), f"{one.samples} of {one.capacity}")
-    kinds = Table("kind", "queries", "tau", "drafted by", "gain", "texts", "next update", box=box.SIMPLE_HEAD)
+    kinds = Table("kind", "queries", "tau", "drafted by", "gain", "texts", "another update", box=box.SIMPLE_HEAD)
     for kind in status.kinds:
         gain = f"{kind.gain:+.1%} ± {kind.error:.1%} of {kind.measured}" if kind.measured else ""
         kinds.add_row(
@@ -73,9 +73,8 @@ def _drafted_by(kind: KindStatus) -> str:
 
 
 def _next(kind: KindStatus) -> str:
-    """Say whether another update would pay."""
-    pays = "would pay" if kind.saves_s > kind.costs_s else "would not pay"
-    return f"{pays}: saves {kind.saves_s:.1f} s, costs {kind.costs_s:.1f} s"
+    """Say what another update would save and cost, in seconds of serving."""
+    return f"saves {kind.saves_s:.1f} s, costs {kind.costs_s:.1f} s"
 
 
 def change_look(what: str, named: set[str]) -> dict[str, Any]:

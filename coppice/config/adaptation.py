@@ -36,7 +36,7 @@ class AdapterSettings(Section):
         4, ge=1, le=MAX_VARIANTS, description="variants of a head beside the deployed one, under policy bandit"
     )
     cpu_share: float = Field(
-        0.5, gt=0, le=1, description="largest share of the time that an update of policy bandit computes"
+        0.25, gt=0, le=1, description="largest share of the time that an update of policy bandit computes"
     )
     head_samples: int = Field(256, gt=0, description="samples of a head-only update")
     full_samples: int = Field(32, gt=0, description="samples of a full update")

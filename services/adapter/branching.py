@@ -32,9 +32,9 @@ log = structlog.get_logger()
 LEAST_GAIN = 0.03
 """share by which an update must lengthen drafts on held-out texts to be put to use"""
 _KEPT = 128  # texts of a kind to learn from, the latest ones
-_HELD_OUT = 12  # of a kind, the latest ones
+_HELD_OUT = 8  # of a kind, the latest ones
 _HELD_OUT_EVERY = 6  # each such text of a kind is held out
-_FIRST_TEXT_S = 0.3  # seconds assumed of reading a text once, before any was read
+_FIRST_TEXT_S = 0.1  # seconds assumed of reading a text once, before any was read
 
 
 class Branching:
@@ -116,9 +116,8 @@ class Branching:
             return
         rollout.doing = "training"
         try:
-            fit, tensors = await rollout.on_thread(
-                rollout.training.learn, variant, begin, texts, held_out, CpuShare(self._share).rest
-            )
+            pace = await rollout.on_thread(CpuShare, self._share)
+            fit, tensors = await rollout.on_thread(rollout.training.learn, variant, begin, texts, held_out, pace.rest)
         except Interrupted:
             raise
         except Exception as error:
@@ -127,8 +126,8 @@ class Branching:
             rollout.failed("not finite" if isinstance(error, FloatingPointError) else "error", str(error)[:200])
             return
         failpoints.hit("adapter.step")
-        self._text_s = fit.seconds / (fit.texts * passes_over(fit.texts))
-        rollout.metrics.train_seconds.labels(rollout.name, "variant").observe(fit.seconds)
+        self._text_s = pace.seconds / (fit.texts * passes_over(fit.texts))
+        rollout.metrics.train_seconds.labels(rollout.name, "variant").observe(pace.seconds)
         gain, why = fit.after / fit.before - 1, f"drafts of {fit.before:.2f} to {fit.after:.2f}, {fit.texts} texts"
         if not kinds.trained(number, gain, LEAST_GAIN):
             rollout.failed("no better", f"kind {number}, {why}")
@@ -138,7 +137,7 @@ class Branching:
         await rollout.add(
             tensors | {ROUTES: kinds.routes().tensor()},
             "variant",
-            fit.seconds,
+            pace.seconds,
             f"variant {variant} of kind {number}: {why}",
         )
 

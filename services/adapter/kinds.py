@@ -32,6 +32,7 @@ _LIMIT = 40  # queries with a variant after which its mean decides
 _CERTAINTY = 1.5  # standard errors
 _PRIOR_GAIN = 0.25  # tokens a step that a first update is expected to gain
 _FIRST_TEXTS = 24  # of a kind before its first update
+_MARGIN = 2.0  # an update is to save so many times what it costs: neither is known well
 _MOST_NEW = 128  # texts of a kind at most from one update to the next
 HORIZON = 1000
 """queries to come that are expected at most: as many as there were of the kind"""
@@ -178,7 +179,7 @@ class Kinds:
         kind = self[number]
         if kind.young or kind.queries - kind.learnt < min(_MOST_NEW, max(_FIRST_TEXTS, kind.learnt)):
             return False
-        return self.saves(number) > self.costs(number, update_s)
+        return self.saves(number) > _MARGIN * self.costs(number, update_s)
 
     def costs(self, number: int, update_s: float) -> float:
         """Return the seconds of serving that an update of so many seconds would cost; each failure doubles them."""

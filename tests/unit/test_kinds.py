@@ -13,7 +13,7 @@ from coppice.weights.variants import Routes
 from services.adapter.kind_state import PROVEN_SHARE, KindsState
 from services.adapter.kinds import YOUNG_SHARE, Kinds
 
-UPDATE_S = 3.0
+UPDATE_S = 2.0
 
 
 def sketches(count: int, spread: float, seed: int) -> list[tuple[float, ...]]:
