@@ -34,7 +34,7 @@ LEAST_GAIN = 0.03
 _KEPT = 128  # texts of a kind to learn from, the latest ones
 _HELD_OUT = 8  # of a kind, the latest ones
 _HELD_OUT_EVERY = 6  # each such text of a kind is held out
-_FIRST_TEXT_S = 0.1  # seconds assumed of reading a text once, before any was read
+_FIRST_TEXT_S = 0.15  # seconds assumed of reading a text once, before any was read
 
 
 class Branching:
