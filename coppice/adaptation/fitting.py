@@ -52,6 +52,9 @@ def fit(
     texts: Sequence[Sample],
     held_out: Sequence[Sample],
     rest: Callable[[], None],
+    *,
+    rate: float = RATE,
+    batch: int = BATCH,
 ) -> Fit:
     """Learn from texts, beginning with the deployed weights and the tensors of `begin` in the place of their own.
 
@@ -62,11 +65,11 @@ def fit(
     learner.revert(begin)
     model: Any = learner.student.model
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    optimiser = torch.optim.AdamW(weights, lr=RATE, betas=BETAS, weight_decay=0.0)
+    optimiser = torch.optim.AdamW(weights, lr=rate, betas=BETAS, weight_decay=0.0)
     order, fast = torch.Generator().manual_seed(len(texts)), not _BFLOAT16.isdisjoint(this_machine().features)
     before = _length(learner, held_out, rest)
     for _ in range(passes_over(len(texts))):
-        for numbers in torch.split(torch.randperm(len(texts), generator=order), BATCH):
+        for numbers in torch.split(torch.randperm(len(texts), generator=order), batch):
             if learner.stopped.is_set():
                 raise Interrupted("an update was given up")
             windows = Windows([texts[number] for number in numbers], learner.vocabulary)

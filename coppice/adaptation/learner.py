@@ -133,7 +133,7 @@ class Learner:
             own[name].copy_(given.get(name, was))
         self._optimisers = {kind: self._optimiser(kind) for kind in KINDS}
 
-    def _parts(self, kind: Kind) -> list[nn.Module]:
+    def parts(self, kind: Kind) -> list[nn.Module]:
         """Return the modules that an update of a kind may change."""
         model: Any = self.student.model
         if kind == "full":
@@ -143,7 +143,7 @@ class Learner:
 
     def _optimiser(self, kind: Kind) -> torch.optim.AdamW:
         rate = self.settings.head_rate if kind == "head" else self.settings.full_rate
-        weights = [weight for part in self._parts(kind) for weight in part.parameters()]
+        weights = [weight for part in self.parts(kind) for weight in part.parameters()]
         return torch.optim.AdamW(weights, lr=rate, betas=BETAS, weight_decay=0.0)
 
     # --- updates ---

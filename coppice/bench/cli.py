@@ -217,6 +217,25 @@ def adapt(options: Options) -> None:
             draw(measured, stream, options.plot)
 
 
+@command(app, "target", "head", "methods", "plot", n=120)
+def learn(options: Options) -> None:
+    """Ways to train a head on texts that are new to it: what raises tau most for a second of one core.
+
+    Methods are recipes: head-misses and full-misses (the actions of policy paper), full-texts (policy bandit),
+    full-mixed, full-large-steps, head-texts and low-rank; by default all.
+    """
+    from coppice.bench.adapt.learn import check_texts, draw, recipes_of, run_learn
+    from coppice.config.sections import ADAPTED_KINDS
+
+    spec = with_heads(replace(options, heads=[options.head], dtype="float32"), ADAPTED_KINDS)
+    recipes = recipes_of(options.methods)
+    check_texts(options.n)
+    with reporting("bench learn", replace(spec, verifier_threads=1), options) as report:
+        lines = run_learn(spec, report, recipes, options.n)
+        if options.plot:
+            draw(lines, options.plot)
+
+
 @command(app, "shape", "kinds", "profile", "sessions", "pipeline", "device", "dtype", "cache", budget=60)
 def synthetic(options: Options) -> None:
     """Size a deployment without trained weights: times on random ones, gains from a profile of acceptance."""

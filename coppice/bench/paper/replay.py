@@ -10,25 +10,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from coppice.bench.bare import wire_features
-from coppice.heads.base import DraftJob
+from coppice.heads.base import DraftJob, Miss
 from coppice.heads.feature_head import FeatureHead
-from coppice.messages.steps import Advance, OpenDraft
+from coppice.messages.steps import Advance, OpenDraft, Rejection
+from coppice.speculation.routing import first_miss
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree, dedup, extend, prune
 from coppice.training.data.answerer import Answer
 
 KEY = 0
+TOP_N = 32
+"""likeliest ids that the target tells of a miss, as the orchestrator asks for"""
+
+Missed = tuple[Rejection, Miss]
 
 
 @dataclass(frozen=True)
 class Replay:
-    """Steps, tokens they committed, nodes they would have verified."""
+    """Steps, tokens they committed, nodes they would have verified, and what was missed if that is wanted."""
 
     steps: int = 0
     tokens: int = 0
     nodes: int = 0
+    misses: tuple[Missed, ...] = ()
 
     @property
     def tau(self) -> float:
@@ -36,7 +43,9 @@ class Replay:
         return self.tokens / max(1, self.steps)
 
     def __add__(self, other: Replay) -> Replay:
-        return Replay(self.steps + other.steps, self.tokens + other.tokens, self.nodes + other.nodes)
+        return Replay(
+            self.steps + other.steps, self.tokens + other.tokens, self.nodes + other.nodes, self.misses + other.misses
+        )
 
 
 def replay_all(head: FeatureHead, texts: Sequence[tuple[Answer, int]], budget: int) -> Replay:
@@ -44,15 +53,19 @@ def replay_all(head: FeatureHead, texts: Sequence[tuple[Answer, int]], budget: i
     return sum((replay(head, text, prompt, budget) for text, prompt in texts), Replay())
 
 
-def replay(head: FeatureHead, text: Answer, prompt: int, budget: int) -> Replay:
-    """Draft with at most `budget` nodes a step along a (T,) text whose first `prompt` tokens are given."""
+def replay(head: FeatureHead, text: Answer, prompt: int, budget: int, output: Tensor | None = None) -> Replay:
+    """Draft with at most `budget` nodes a step along a (T,) text whose first `prompt` tokens are given.
+
+    With the (V, hidden) weights of the target's output layer also note what the head missed.
+    """
     ids: list[int] = text.ids.tolist()
     features = text.features.float()
     steps = tokens = nodes = 0
+    misses = list[Missed]()
+    read = wire_features(features, 0, prompt)
+    opening = OpenDraft("", ids[:prompt], SamplingParams(), features=read, want_misses=output is not None)
     try:
-        for _ in head.open(
-            KEY, OpenDraft("", ids[:prompt], SamplingParams(), features=wire_features(features, 0, prompt))
-        ):
+        for _ in head.open(KEY, opening):
             pass
         known = prompt
         while known + 1 < len(ids):
@@ -60,11 +73,27 @@ def replay(head: FeatureHead, text: Answer, prompt: int, budget: int) -> Replay:
             accepted = _followed(tree, ids[known + 1 :])
             end = min(known + 1 + accepted, len(ids) - 1)  # the next root
             steps, tokens, nodes = steps + 1, tokens + end - known, nodes + len(tree)
-            head.advance(KEY, Advance(ids[known:end], wire_features(features, known, end)))
+            rejection = None if output is None else _rejected(tree, text, known + 1, end, output)
+            miss = head.advance(KEY, Advance(ids[known:end], wire_features(features, known, end), rejection))
+            if rejection is not None and miss is not None:
+                misses.append((rejection, miss))
             known = end
     finally:
         head.close(KEY)
-    return Replay(steps, tokens, nodes)
+    return Replay(steps, tokens, nodes, tuple(misses))
+
+
+def _rejected(tree: DraftTree, text: Answer, start: int, end: int, output: Tensor) -> Rejection | None:
+    """What the target said where the tree left the tokens start..end of a text; None when it held all of them."""
+    missed = first_miss(tree, text.ids[start : end + 1].tolist())
+    if missed is None:
+        return None
+    depth, node = missed
+    position = start + depth
+    logits = text.final[position - 1].float() @ output.T
+    log_probs, top = logits.log_softmax(-1).topk(min(TOP_N, len(output)))
+    tail = max(0.0, 1.0 - float(log_probs.exp().sum()))
+    return Rejection(position, node, int(text.ids[position]), top.numpy(), log_probs.numpy(), tail)
 
 
 def _drafted(head: FeatureHead, job: DraftJob, budget: int) -> DraftTree:
