@@ -74,6 +74,9 @@ def test_the_shipped_heads_are_of_the_demos_target(tmp_path: Path) -> None:
         (("calibrate", "--temperatures", "0.5,0"), "temperatures: nothing is drawn at 0"),
         (("calibrate", "--head", "lookup"), "head: none is of kind eagle3"),
         (("adapt", "--methods", "never,bad"), "methods: 'bad'"),
+        (("learn", "--methods", "low-rank,bad"), "methods: 'bad'"),
+        (("learn", "--n", "999"), "n: 999 is outside 1.."),
+        (("learn", "--head", "lookup"), "head: none is of kind"),
         (("paper", "baselines", "--cache", "x", "--tokens", "9", "--only", "medusa,hydra"), "only: 'hydra'"),
     ],
 )
