@@ -12,18 +12,9 @@ from typer.testing import CliRunner
 
 from coppice.adaptation.records import Kind, Sample
 from coppice.bench.adapt import learn
-from coppice.bench.adapt.recipes import (
-    MISS_WINDOW,
-    RANK,
-    RECIPES,
-    STRIDE,
-    WINDOW,
-    Recipe,
-    Recorded,
-    miss_samples,
-    text_sample,
-    train,
-)
+from coppice.bench.adapt.low_rank import RANK
+from coppice.bench.adapt.recipes import RECIPES, Recipe, train
+from coppice.bench.adapt.recorded import MISS_WINDOW, STRIDE, WINDOW, Recorded, miss_samples, text_sample
 from coppice.bench.bare import wire_features
 from coppice.bench.cli import app
 from coppice.bench.paper.replay import Missed

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from coppice.bench.adapt.adapt import BUDGET
 from coppice.bench.adapt.lanes import NEW_TOKENS
-from coppice.bench.adapt.recipes import RECIPES, Recipe, Recorded, train
+from coppice.bench.adapt.recipes import RECIPES, Recipe, train
+from coppice.bench.adapt.recorded import Recorded
 from coppice.bench.adapt.shift import programs, stories
 from coppice.bench.paper.rank import answers
 from coppice.bench.paper.replay import replay
