@@ -204,7 +204,7 @@ def run(options: Options) -> None:
 def adapt(options: Options) -> None:
     """What adaptation gains and costs on a stream that changes, every policy on the same stream in the same minutes.
 
-    Methods are policies of adaptation on the shifted stream: never, always, full-only, head-only and bandit.
+    Methods are policies of adaptation: never, paper, always, full-only, head-only and bandit.
     """
     from coppice.bench.adapt.adapt import draw, lanes_of, report_lanes
     from coppice.bench.adapt.lanes import run_lanes

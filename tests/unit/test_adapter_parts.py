@@ -24,16 +24,25 @@ from coppice.bench.adapt.adapt import (
     judged_lanes,
     shift_goals,
     spec_for,
+    turn_goals,
 )
 from coppice.bench.adapt.lanes import Lane
-from coppice.bench.adapt.shift import mixed, programs, shifted, stories
+from coppice.bench.adapt.shift import TURN, mixed, programs, shifted, stories, turning
 from coppice.bench.reference import Reference
 from coppice.bench.report import Row, Verdicts
 from coppice.client.completion import Accumulator, Completion
 from coppice.config.adaptation import BanditSettings
 from coppice.errors import InvalidField
 from coppice.limits import MAX_HISTORY
-from coppice.messages.adapter import ActionStatus, Change, HeadStatus, QueryPoint, ReplicaStatus, VersionStatus
+from coppice.messages.adapter import (
+    ActionStatus,
+    Change,
+    HeadStatus,
+    KindStatus,
+    QueryPoint,
+    ReplicaStatus,
+    VersionStatus,
+)
 from coppice.messages.generation import Chunk, Finished, Origin, Started, Timings
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.v1 import adapter_pb2
@@ -59,6 +68,7 @@ STATUS = HeadStatus(
     reverts=1,
     actions=[ActionStatus("head", None, 0.0, 0, 1, 2), ActionStatus("full", 0.0, 0.5, 2, 1, 2)],
     replicas=[ReplicaStatus("x:1", True, 3, True), ReplicaStatus("x:2", False, 0, False)],
+    kinds=[KindStatus(1, 40, 1.8, 2, 0, 0.5, 0.25, 0.125, 9, 33, 1, 2.5, 1.5)],
     versions=[VersionStatus(0, 3, 1.5), VersionStatus(3, 2, 2.5)],
     history=[QueryPoint(1, 2.0, 30.0, 4.0, None, "skip"), QueryPoint(2, 2.5, 35.0, 4.0, 0, "full")],
     changes=[Change(2, "full", 3, 1.5, 0.25, "loss 2 to 1")],
@@ -222,7 +232,7 @@ def test_a_status_is_shown_and_drawn(tmp_path: Path) -> None:
     console = Console(record=True, width=120)
     picture.show(STATUS, console)
     text = console.export_text()
-    for word in ("paused", "not measured", "+0.000 ± 0.500", "as wanted", "does not answer", "loss 2 to 1", "2.50"):
+    for word in ("paused", "not measured", "+0.000 ± 0.500", "as wanted", "does not answer", "loss 2 to 1", "2.50", "+25.0% ± 12.5%"):
         assert word in text
     picture.draw([STATUS, STATUS], tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 10_000
@@ -276,6 +286,26 @@ def test_the_bandit_is_judged(gain: float, speed: float, wanted: list[bool]) -> 
     rows = [row("never", 1.8, 35.0, []), row("always", 2.3, 36.0, [8, 16]), row("bandit", 1.8 + gain, speed, [10])]
     assert [goal.ok for goal in shift_goals(rows)] == wanted
     assert shift_goals(rows[:2]) == []
+
+
+def test_a_stream_that_turns_comes_back_to_every_kind_with_other_prompts() -> None:
+    stream = turning(7 * TURN + 5)
+    assert [stream[at].part for at in range(0, len(stream), TURN)] == [
+        *("code", "stories", "maths") * 2,
+        *("code", "stories"),
+    ]
+    assert len({query.prompt for query in stream}) == len(stream) == 7 * TURN + 5
+
+
+@pytest.mark.parametrize(("kept", "wanted"), [(1.0, [True, True]), (0.9, [True, False])])
+def test_what_was_learnt_of_a_kind_is_to_be_there_when_it_comes_back(kept: float, wanted: list[bool]) -> None:
+    stream = turning(4 * TURN)
+    taus = [3.0] * TURN + [2.2] * TURN + [3.0] * TURN + [3.0 * kept] * (TURN // 2) + [3.0] * (TURN // 2)
+    never = replace(row("never", 1.8, 35.0, []), query_tau=[3.0] * TURN + [2.0] * TURN + [3.0] * 2 * TURN)
+    bandit = row("bandit", 2.0, 40.0, [])
+    bandit = replace(bandit, row=replace(bandit.row, speedup=40 / 35), query_tau=taus)
+    assert [goal.ok for goal in turn_goals([never, bandit], stream)] == wanted
+    assert turn_goals([never], stream) == []
 
 
 def answer(ids: tuple[int, ...]) -> Completion:
