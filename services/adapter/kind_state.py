@@ -7,7 +7,7 @@ from pydantic import BaseModel
 PROVEN_SHARE = 15 / 16
 """of a kind's texts for a variant that pays: the rest goes on being measured against it"""
 _FIRST_SPREAD = 0.16  # mean squared distance assumed of a kind of few texts
-_PRIOR_DRAG = 0.08  # share of its speed that serving is expected to lose while an update trains
+_PRIOR_DRAG = 0.15  # share of its speed that serving is expected to lose while an update trains
 
 
 class Gain(BaseModel):

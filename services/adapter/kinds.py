@@ -65,7 +65,8 @@ class Kinds:
         """
         state = self.state
         state.queries += 1
-        self._time(record.step_ns / 1e9, beside)
+        if record.steps and record.tokens_per_s:
+            self._time(record.new_tokens / record.tokens_per_s / record.steps, beside)
         self._compare(record)
         if not record.sketch:
             return 0
@@ -87,7 +88,7 @@ class Kinds:
         return number
 
     def _time(self, step_s: float, beside: bool) -> None:
-        """Learn from the time of a query's steps what training costs those beside it."""
+        """Learn from the mean time of a query's steps what training costs those beside it."""
         state = self.state
         if not beside:
             state.step_s += (step_s - state.step_s) / min(state.queries, _LATEST)
