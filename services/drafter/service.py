@@ -39,6 +39,7 @@ class DrafterServicer:
         self._sync = WeightSync(worker, limits, waits)
         self._keys = itertools.count()
         self._fetching = 0
+        self._readers: set[asyncio.Task[None]] = set()
 
     async def Draft(self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         """One session: `open`, then steps. A newer step supersedes an older one that is not drafted yet."""
@@ -53,7 +54,6 @@ class DrafterServicer:
         trace, began = tracing.current(), time.perf_counter_ns()
         opening = await self._with_features(opening)
         session = Session(next(self._keys))
-        reader: asyncio.Task[None] | None = None
         self._worker.open(session, opening)
         try:
             while not session.finished:
@@ -64,7 +64,10 @@ class DrafterServicer:
                     _add(trace, answer, began)
                 if isinstance(answer, DraftOpened):
                     # Steps are read only now: until then they wait in the transport, which bounds them.
+                    # The reader is not cancelled: its last read ends with the call, as the server's own does.
                     reader = asyncio.create_task(self._read_steps(requests, session))
+                    self._readers.add(reader)
+                    reader.add_done_callback(self._readers.discard)
                 elif answer is not None and answer.last and answer.fence.step == session.newest:
                     session.newest = None
                 if answer is not None:
@@ -73,9 +76,6 @@ class DrafterServicer:
                 raise session.end
         finally:
             self._worker.close(session)
-            if reader is not None:
-                reader.cancel()
-                await asyncio.wait([reader])  # one at a time may read a stream, and what is left is read next
 
     async def _with_features(self, opening: OpenDraft) -> OpenDraft:
         """The opening with the features inline, if the head reads any. Raises InvalidField, Unavailable."""

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
+from coppice.config.sections import DrafterSettings
 from coppice.errors import CALL_ENDED, InvalidField, Unavailable, from_rpc_error
+from coppice.heads.registry import served_head
 from coppice.limits import Limits
 from coppice.messages.steps import Advance, DraftStep, Fence, OpenDraft, committed_hash
 from coppice.rpc.channels import Dialer
 from coppice.rpc.server import MAX_DETAILS, Door, add_service, server_options
+from coppice.rpc.sessions import StreamWaits
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.process import Ready
+from coppice.telemetry import SessionMetrics
 from coppice.v1 import drafter_pb2
 from coppice.wire.drafter import draft_request_to_wire
+from services.drafter.features import FeatureSource
+from services.drafter.service import DrafterServicer
+from services.drafter.worker import Worker
 from tests.faults.test_fuzz import State, described, eventually
 from tests.processes import Service
 from tests.tiny import make_target
@@ -210,6 +218,59 @@ async def test_what_was_not_expected_stays_in_the_log() -> None:
         await call.done_writing()
         assert await call.code() is grpc.StatusCode.INTERNAL
         assert "secret" not in await call.details()
+
+
+class Transport:
+    """gRPC as the server's handlers see it: a caller that says a few things and then waits until the call ends."""
+
+    def __init__(self) -> None:
+        self.code: grpc.StatusCode | None = None
+        self.ended, self.cancelled_reads = asyncio.Event(), 0
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        (self.service,) = handlers
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    async def write(self, response: Any) -> None:
+        pass
+
+    async def abort(self, code: grpc.StatusCode, *_: Any) -> None:
+        self.code = code
+        raise grpc.aio.AbortError
+
+    async def requests(self, said: Iterable[Any]) -> AsyncIterator[Any]:
+        for message in said:
+            yield message
+        try:
+            await self.ended.wait()
+        except asyncio.CancelledError:
+            self.cancelled_reads += 1
+            raise
+
+    async def call(self, method: str, said: tuple[bytes, ...]) -> None:
+        handler = self.service.service(SimpleNamespace(method=f"{SERVICE}/{method}", invocation_metadata=()))
+        behaviour, requests = handler.stream_stream or handler.stream_unary, map(handler.request_deserializer, said)
+        with pytest.raises(grpc.aio.AbortError):
+            await behaviour(self.requests(requests), self)
+
+
+@pytest.mark.parametrize(("method", "said"), [("DescribeHead", (b"\x07",)), ("Draft", (OPEN, STEP, b"\x07"))])
+async def test_no_read_is_cancelled_when_a_call_is_refused(method: str, said: tuple[bytes, ...]) -> None:
+    """grpc.aio never frees what belongs to such a read, and a caller may be refused as often as it likes."""
+    worker = Worker(lambda: served_head(DrafterSettings(kind="lookup")), SessionMetrics("drafter"))
+    await worker.start()
+    waits = StreamWaits(60, asyncio.Event())
+    servicer, transport = DrafterServicer(worker, Limits(), waits, FeatureSource(Dialer(), None)), Transport()
+    add_service(transport, drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer)  # type: ignore[arg-type]
+    before = asyncio.all_tasks()
+    await transport.call(method, said)
+    assert transport.code is grpc.StatusCode.INVALID_ARGUMENT
+    transport.ended.set()
+    await asyncio.wait_for(asyncio.gather(*(asyncio.all_tasks() - before)), 5)
+    assert transport.cancelled_reads == 0
+    await worker.stop()
 
 
 def test_a_write_that_finds_the_call_ended_is_a_lost_server() -> None:
