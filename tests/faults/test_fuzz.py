@@ -42,10 +42,14 @@ from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random
 
 MESSAGES = 100_000 if os.environ.get("COPPICE_PROOF") else 1_000  # to each method of each service
-WARM_UP = 150
 AT_ONCE = 8
 ALONE = {"SyncWeights": 2, "Rollback": 2}  # methods that do one thing at a time: more callers would only be refused
-MEMORY = 24 << 20  # bytes by which a process may grow between the warm-up and the end
+MEMORY = 24 << 20
+"""Bytes by which a process may grow while it takes the second half of the messages.
+
+In the first half the allocator's arenas come to hold eight of the largest messages at once, and caches fill: that may
+be 40 MiB, and ends. A session that is never let go takes over 3 KiB: 50,000 of them would be six times the bound.
+"""
 PROMPT = tuple(range(7, 30))
 DESCRIPTORS = {
     method.name: method
@@ -92,12 +96,12 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def pushes(stack: Stack) -> list[Push]:
-    """Weights for the block head, each over the checkpoint's."""
+    """Weights for the block head, each over the checkpoint's; the fuzzing does not push the last."""
     _, _, block = stack.spec.heads
     assert block.path is not None
     loaded = load_head("specblock", str(block.path), str(stack.spec.target))
     first = Weights.of(public_weights(loaded.model, loaded.config))
-    return [Push.of(block.name, first, altered(first, seed)) for seed in range(4)]
+    return [Push.of(block.name, first, altered(first, seed)) for seed in range(5)]
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +248,7 @@ REFUSED = "INVALID_ARGUMENT"
         case(
             "drafter-block",
             "SyncWeights",
-            lambda _, pushes: talks.syncing(pushes),
+            lambda _, pushes: talks.syncing(pushes[:-1]),
             *(REFUSED, "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED"),
         ),
         case("orchestrator", "DescribeModel", lambda *_: talks.saying(generation_pb2.DescribeModelRequest()), REFUSED),
@@ -266,9 +270,9 @@ async def test_a_method_survives_whatever_is_sent_to_it(
 ) -> None:
     ready, say = stack.services[service], says(stack, pushes)
     async with held(stack):
-        await fuzz(ready.address, DESCRIPTORS[method], say, 0, WARM_UP)
+        ended = await fuzz(ready.address, DESCRIPTORS[method], say, 0, MESSAGES // 2)
         before = State.of(ready)
-        ended = await fuzz(ready.address, DESCRIPTORS[method], say, 2 * WARM_UP, MESSAGES)
+        ended += await fuzz(ready.address, DESCRIPTORS[method], say, MESSAGES, MESSAGES // 2)
     assert ended.keys() >= {"OK", *expected}, ended
     assert ended["unseen"] < 0.2 * ended.total(), ended
     stack.check()
@@ -288,7 +292,7 @@ def test_every_method_is_documented_and_fuzzed() -> None:
 
 async def test_a_good_push_and_a_rollback_still_work(stack: Stack, pushes: list[Push]) -> None:
     async with DrafterLink(stack.services["drafter-block"].address, Dialer()) as replica:
-        push = pushes[0].announcing(version=(await replica.describe()).weights_version + 10**6)
+        push = pushes[-1].announcing(version=(await replica.describe()).weights_version + 10**6)
         assert (await replica.push(push.header, push.parts)).weights_hash == push.header.weights_hash
 
         def roll_back() -> int:
