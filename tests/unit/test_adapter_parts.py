@@ -232,7 +232,16 @@ def test_a_status_is_shown_and_drawn(tmp_path: Path) -> None:
     console = Console(record=True, width=120)
     picture.show(STATUS, console)
     text = console.export_text()
-    for word in ("paused", "not measured", "+0.000 ± 0.500", "as wanted", "does not answer", "loss 2 to 1", "2.50", "+25.0% ± 12.5%"):
+    for word in (
+        "paused",
+        "not measured",
+        "+0.000 ± 0.500",
+        "as wanted",
+        "does not answer",
+        "loss 2 to 1",
+        "2.50",
+        "+25.0% ± 12.5%",
+    ):
         assert word in text
     picture.draw([STATUS, STATUS], tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 10_000
