@@ -18,12 +18,14 @@ from coppice.adaptation.client import AdapterClient
 from coppice.client.client import AsyncClient, Client
 from coppice.heads.checkpoints import load_head
 from coppice.heads.public_state import public_weights
+from coppice.limits import SKETCH
 from coppice.messages.adapter import HeadStatus
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.process import ProcessFailed
 from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.weights.variants import ROUTES, Route, Routes, variant_name
 from coppice.weights.versions import Weights, pack_update
 from services.adapter.push import DrafterLink
 from tests.browser import CHROMIUM, chromium, visiting
@@ -135,12 +137,15 @@ def test_the_page_shows_the_versions_and_the_latest_decisions_of_the_adapter(sta
 def test_texts_are_plains_beside_pushes(
     stack: Stack, plain: dict[tuple[int, int], tuple[int, ...]], target: Path, heads: dict[str, Path]
 ) -> None:
-    """Some of them are of random weights. The adapter, which would put its own back, is held still."""
+    """Some are of random weights, or a variant that drafts for half of the texts. The adapter, which would put its
+    own back, is held still.
+    """
     loaded = load_head("specblock", heads["block"], target)
     first = Weights.of(public_weights(loaded.model, loaded.config))
     address = stack.services["drafter-block"].address
     adapter = stack.services["adapter"].pid
     os.kill(adapter, signal.SIGSTOP)
+    everything = Route((0.0,) * SKETCH, 2.0, 1, 0.5)
     pushed = generated = 0
     ended = asyncio.Event()
 
@@ -153,6 +158,9 @@ def test_texts_are_plains_beside_pushes(
                     break
                 names = None if number % 10 == 0 else ["lm_head.weight"]
                 new = altered(first, number, names, version + number + 1)
+                if number % 3 == 0:
+                    variant = {variant_name(1, name): new.tensors[name] for name in new.differing(first)}
+                    new = first.changed(variant | {ROUTES: Routes([everything]).tensor()}, new.version)
                 await replica.push(*pack_update("block", first, new))
                 pushed += 1
         ended.set()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from redis import Redis
 
+from coppice.adaptation.records import demand_key
 from coppice.client.client import AsyncClient
 from coppice.heads.base import DraftJob, Growth
 from coppice.messages.steps import Rejection
@@ -59,9 +60,12 @@ async def test_each_rejection_is_told_once_and_only_with_adaptation_on(
             assert list(await generate(off, "single:reader")) == truth[len(IDS) :][:NEW]
             assert (head.seen[0].wants_misses, head.seen[0].rejections) == (False, [])
             assert counts(off.metrics).produced == 0
-            on = await asyncio.to_thread(start_service, "orchestrator", *flags, "--adaptation.redis", redis.url)
-            assert list(await generate(on, "single:reader")) == truth[len(IDS) :][:NEW]
             client = Redis.from_url(redis.url)
+            for name in ("reader", "other"):
+                client.set(demand_key("coppice", name), "misses")
+            on = await asyncio.to_thread(start_service, "orchestrator", *flags, "--adaptation.redis", redis.url)
+            await asyncio.sleep(0.5)  # it has heard what is wanted
+            assert list(await generate(on, "single:reader")) == truth[len(IDS) :][:NEW]
             assert await asyncio.to_thread(eventually, lambda: len(queries(client, "reader")) == 1)
             (record,) = queries(client, "reader")
             assert (record.s, record.rejections, record.new_tokens) == (0.0, 0, NEW)  # this head knows no misses

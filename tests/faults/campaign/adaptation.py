@@ -36,6 +36,7 @@ QUICK: Mapping[str, Mapping[str, Any]] = {
         "adapter.head_samples": 8,
         "adapter.full_samples": 2,
         "adapter.poll_s": 0.3,
+        "bandit.policy": "paper",
         "bandit.warmup_queries": 2,
         "bandit.interval": 2,
         "bandit.exploration": 1.0,
