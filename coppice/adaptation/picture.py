@@ -18,7 +18,7 @@ SMOOTHING = 15
 """Queries of a moving mean"""
 ACTION_COLOURS = {"skip": "0.75", "learn": "0.75", "head": FAMILIES["head"], "full": FAMILIES["full"]}
 _CHANGES = {
-    "variant": ("new variant", FAMILIES["full"]),
+    "variant": ("new variant", FAMILIES["bandit"]),
     "pays": ("variant pays", GREEN),
     "loses": ("taken back", VERMILION),
     "head": ("head-only update", FAMILIES["head"]),
