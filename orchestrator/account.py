@@ -57,12 +57,13 @@ class Account:
 
     def _trace_step(self, step: Step, head: str, accepted: int) -> None:
         assert self.trace
-        now, timings = time.perf_counter_ns(), step.judged.timings
-        verify_ns = step.transport_ns + timings.total_ns
-        parts = {"draft": step.draft_ns, "verify": verify_ns}
-        parts["commit"] = max(0, step.took_ns - sum(parts.values()))
+        at = step.at
+        parts = {"ask": at.asked - at.began, "draft": at.drafted - at.asked} if step.asked else {}
+        before = at.drafted if step.asked else at.began
+        parts |= {"choose": at.chosen - before, "send": at.sent - at.chosen}
+        parts |= {"verify": at.answered - at.sent, "commit": at.committed - at.answered}
         facts: Facts = {"step": step.number, "head": head, "verified": step.num_verified, "accepted": accepted}
-        self.trace.add("step", now - step.took_ns, now, parts, **facts)
+        self.trace.add("step", at.began, at.committed, parts, **facts)
 
     def ended(self, outcome: str) -> None:
         """Count the request and log it. outcome: why its text ended, else the status that it failed with."""

@@ -40,12 +40,11 @@ class Drafting:
         if not step.asked:
             asyncio.get_running_loop().call_soon(meanwhile)  # behind the verifier's question
             return
-        began = time.perf_counter_ns()
         await self._ask(step, step.asked, text, meanwhile)
         if more := self._policy.more(step):
             step.asked = (*step.asked, *more)
             await self._ask(step, more, text, meanwhile)
-        step.draft_ns = time.perf_counter_ns() - began
+        step.at.drafted = time.perf_counter_ns()
 
     async def _ask(self, step: Step, numbers: Sequence[int], text: Committed, meanwhile: Callable[[], None]) -> None:
         """Wait for the trees of some heads."""
@@ -54,6 +53,7 @@ class Drafting:
         deadline_s = self._deadline_s or max([head.pool.deadline_s for _, head in asked])
         fence = text.fence(step.number, deadline_s)
         answers = [(at, head.ask(fence, step.root, text.ids, step.budget)) for at, head in asked]
+        step.at.asked = step.at.asked or time.perf_counter_ns()
         asyncio.get_running_loop().call_soon(meanwhile)  # behind the questions, which the step waits for
         if waited := [answer for _, answer in answers if answer is not None]:
             await asyncio.wait(waited, timeout=deadline_s)

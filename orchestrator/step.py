@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -41,6 +42,23 @@ NOTHING = Choice(DraftTree.empty(), NO_HEAD)
 
 
 @dataclass(slots=True)
+class Instants:
+    """When the parts of a step ended, of `perf_counter_ns`; each begins where the one before it ends."""
+
+    began: int
+    asked: int = 0
+    """the questions for drafts are encoded"""
+    drafted: int = 0
+    """the drafts are here, or the wait for them is over"""
+    chosen: int = 0
+    sent: int = 0
+    """the verifier's question is encoded"""
+    answered: int = 0
+    """the verifier's answer is here"""
+    committed: int = 0
+
+
+@dataclass(slots=True)
 class Step:
     """A step from its question to its verdict. Heads are numbers into the request's list of heads."""
 
@@ -61,10 +79,7 @@ class Step:
     verdict: Verdict | None = None
     offered: tuple[int, ...] = ()
     """what the target said behind the root: the accepted drafts, and the next root unless the text has ended"""
-    draft_ns: int = 0
-    transport_ns: int = 0
-    """of the verifier's question and answer, beside the verifier's own time"""
-    took_ns: int = 0
+    at: Instants = field(default_factory=lambda: Instants(time.perf_counter_ns()))
 
     @property
     def judged(self) -> Verdict:
@@ -72,6 +87,21 @@ class Step:
         if self.verdict is None:
             raise ValueError(f"step {self.number} has no verdict yet")
         return self.verdict
+
+    @property
+    def draft_ns(self) -> int:
+        """How long drafting took, from the step's beginning; 0 when nobody was asked."""
+        return self.at.drafted - self.at.began if self.asked else 0
+
+    @property
+    def transport_ns(self) -> int:
+        """Time of the verifier's question and answer, beside the verifier's own."""
+        return self.at.answered - self.at.chosen - self.judged.timings.total_ns
+
+    @property
+    def took_ns(self) -> int:
+        """Time from the commit before to this step's."""
+        return self.at.committed - self.at.began
 
     @property
     def verified(self) -> IntArray:

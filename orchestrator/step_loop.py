@@ -75,17 +75,16 @@ class Decoding:
         self.drafting.open(self.policy.soon, self.text)
         step.root, log_prob = self._next_root(opened.next)
         self.output.commit([], (step.root, log_prob), opened.top)
-        first = last = time.perf_counter_ns()
+        step.at.began = first = time.perf_counter_ns()
         self.account.first_token(began, first)
         try:
             while self.output.finish is None:
                 await self.drafting.draft(step, self.text, self._catch_up)
                 step.choice = self.policy.choose(step)
+                step.at.chosen = time.perf_counter_ns()
                 await self._verify(step)
                 root = self._commit(step)
-                now = time.perf_counter_ns()
-                step.took_ns, last = now - last, now
-                self._account(step)
+                step.at.committed = time.perf_counter_ns()
                 self.policy.observe(step)
                 self._behind = step
                 self.steps = step.number
@@ -93,12 +92,14 @@ class Decoding:
         finally:
             self._catch_up()
         self.drafting.count(self.output.result)
-        return self.output.end(first - began, last - first)
+        return self.output.end(first - began, step.at.began - first)
 
     def _begin(self, before: Step | None = None, root: int = -1) -> Step:
         """The next step, with the heads that it asks."""
         hint = before.judged.budget_hint if before else None
         step = Step(before.number + 1 if before else 1, hint, self.drafting.no_drafts(), root=root)
+        if before is not None:
+            step.at.began = before.at.committed
         step.asked = tuple(self.policy.heads(step))
         step.budget = self.policy.budget(self.plan.budget, hint)
         return step
@@ -107,7 +108,6 @@ class Decoding:
 
     async def _verify(self, step: Step) -> None:
         """Have the chosen tree verified, by another verifier when this one is lost."""
-        began = time.perf_counter_ns()
         routed = step.choice.routed
         draft, tree = step.drafts[routed] if routed >= 0 else NO_DRAFT, step.choice.tree
         q_rows = np.concatenate(draft.q_rows)[: len(tree)] if self.request.pq and draft.q_rows else None
@@ -120,7 +120,7 @@ class Decoding:
                 break
             except LOST as error:
                 await self._reopen(step, error)
-        step.transport_ns = time.perf_counter_ns() - began - step.verdict.timings.total_ns
+        step.at.sent, step.at.answered = self.verifier.exchanged
 
     async def _reopen(self, step: Step, why: CoppiceError) -> None:
         """Go on with another verifier, which prefills what is committed; the root is drawn already."""
@@ -193,6 +193,7 @@ class Decoding:
         self.output.flush()
         step, self._behind = self._behind, None
         if step is not None:
+            self._account(step)
             self.drafting.calibrate(step)
             self.policy.learn(step)
 

@@ -7,6 +7,7 @@ what is committed, and the step that failed is asked again: keyed noise makes it
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -130,6 +131,8 @@ class TargetSession:
         self._replica: VerifierReplica | None = None
         self._call: grpc.aio.StreamStreamCall | None = None
         self._streams = 0
+        self.exchanged = 0, 0
+        """when the last question was encoded and when its answer came, of `perf_counter_ns`"""
         self._losses = 0
         self._steps_before = 0  # that other streams of this request answered
 
@@ -224,6 +227,7 @@ class TargetSession:
         try:
             async with asyncio.timeout(timeout_s) as wait:
                 replica.waiting.add(wait)
+                sent = time.perf_counter_ns()
                 try:
                     await call.write(message)
                     answer = await call.read()
@@ -238,6 +242,7 @@ class TargetSession:
             raise from_rpc_error(error) from None
         if answer is grpc.aio.EOF:
             raise await _ending(call)
+        self.exchanged = sent, time.perf_counter_ns()
         return verifier.read_verify_response(answer)
 
 

@@ -14,6 +14,7 @@ from tests.processes import Service
 
 # Two workers with two threads each on two cores wait for one another most of the time: a test took four times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 # A fork of a process that has imported torch is a process like any other, seconds sooner.
 process.spawn = fork_server.spawn  # type: ignore[assignment]
 

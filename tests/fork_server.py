@@ -1,7 +1,8 @@
 """Service processes of tests, forked from one that has imported what takes seconds (multiprocessing's fork server).
 
-Nothing runs in the server but imports and forks: no thread, no gRPC, no torch operation and no CUDA. A child therefore
-begins as if it had imported everything itself. Unlike a process of its own it ends without finalising the interpreter.
+Nothing runs in the server but imports and forks: no thread, no gRPC call, no torch operation and no CUDA. A child
+therefore begins as if it had imported everything itself. Unlike a process of its own it ends without finalising the
+interpreter.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["coppice.engine.engine", "coppice.config", "pytest", "tests.fork_server"])
+_SERVICES = (
+    "services.verifier.service",
+    "services.drafter.service",
+    "services.adapter.adapting",
+    "orchestrator.service",
+)
+_LATE = ("orchestrator.http.server", "transformers.models.llama.modeling_llama")  # what they import when it is needed
+_server.set_forkserver_preload([*_SERVICES, *_LATE, "coppice.config", "pytest", "tests.fork_server"])
 # The server asks for a GPU without starting CUDA, which no fork could use.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 _lock = threading.Lock()  # two threads that read one exit code at once would lose it

@@ -22,7 +22,7 @@ ONE_THREAD_EACH = {"COPPICE_VERIFIER__THREADS": "1", "COPPICE_DRAFTER__THREADS":
 
 def tiny_stack(folder: Path) -> tuple[Path, list[str]]:
     """Make a target in `folder`, and the options of two heads: the target itself, and a random one that can learn."""
-    target = make_target(folder / "target", 32, layers=8, tokenizer=False)  # so few ids that a random head is right
+    target = make_target(folder / "target", 32, layers=6, tokenizer=False)  # so few ids that a random head is right
     block = save_random(folder / "block", "specblock", vocab_size=32, draft_vocab_size=24)
     return target, [f"self=lm:{target}", f"block=specblock:{block}"]
 

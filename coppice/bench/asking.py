@@ -1,4 +1,4 @@
-"""How everything here asks: several ways to answer the same prompts, in turns, and a verdict on every answer."""
+"""How everything here asks: ways to answer the same prompts, and a verdict on every answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from coppice.bench.progress import Progress
 from coppice.bench.report import Verdict
 from coppice.client.client import Client
 from coppice.client.completion import Completion
@@ -16,12 +15,15 @@ if TYPE_CHECKING:
     from coppice.bench.reference import Reference
 
 K = TypeVar("K")
+T = TypeVar("T")
 Ids = tuple[int, ...]
 Prompt = str | Ids
 Asked = Sequence[tuple[Ids, SamplingParams]]
 Group = tuple[Sequence[Ids], SamplingParams]
 """prompts that are asked together"""
-Ask = Callable[[Sequence[Ids], SamplingParams], list[Completion]]
+Act = Callable[[Sequence[Ids], SamplingParams], T]
+"""what is done with a group"""
+Ask = Act[list[Completion]]
 """one way to answer a group"""
 GREEDY = SamplingParams()
 
@@ -39,28 +41,6 @@ def asking(client: Client, new_tokens: int, sessions: int = 1, **options: Any) -
         return answers_to(client, prompts, sessions, sampling=sampling, max_new_tokens=new_tokens, **options)
 
     return ask
-
-
-def in_turn(ways: Mapping[K, Ask], group: Group, number: int, progress: Progress) -> dict[K, list[Completion]]:
-    """Every way's answers to a group; for groups of odd numbers the last way is the first."""
-    answered = {}
-    for way in list(ways)[:: -1 if number % 2 else 1]:
-        answered[way] = ways[way](*group)
-        progress.add(len(group[0]))
-    return {way: answered[way] for way in ways}
-
-
-def compare(
-    ways: Mapping[K, Ask], groups: Sequence[Group], progress: Progress, warm_up: bool = False
-) -> dict[K, list[Completion]]:
-    """Every way's answers to all groups, in turns; to `warm_up` the first group is answered before, uncounted."""
-    if warm_up:
-        in_turn(ways, groups[0], 1, progress)
-    answers: dict[K, list[Completion]] = {way: [] for way in ways}
-    for number, group in enumerate(groups):
-        for way, its in in_turn(ways, group, number, progress).items():
-            answers[way] += its
-    return answers
 
 
 def judged(

@@ -6,32 +6,23 @@ A command imports what measures when it is called: --help is to be quick.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
-from coppice.bench.measuring import measuring, reporting, running
-from coppice.bench.options import REQUIRED, Options, command, numbers, read_methods
+from coppice.bench.measuring import Bench, measuring, reference_of, reporting, running
+from coppice.bench.options import ASKED, TRAINED, Options, command, numbers, read_methods, with_heads
+from coppice.bench.paper.cli import paper
 from coppice.errors import InvalidField
-
-if TYPE_CHECKING:
-    from coppice.stack.spec import StackSpec
 
 app = typer.Typer(
     help="Measure: speed, exactness, the cost of a step, rows of a forward, adaptation, the papers' tables.",
     no_args_is_help=True,
     add_completion=False,
 )
-paper = typer.Typer(help="One of the papers' tables, measured on these models.", no_args_is_help=True)
 app.add_typer(paper, name="paper")
-
-CELLS = ("temperatures", "budgets", "sessions")
-TRAINED = ("dspark-code", "specblock-code", "eagle3-code")
-ASKED = ("target", "heads", "prompts", "category", "chat", "skip_long", "dtype")
 
 
 @command(app, *ASKED, "methods", max_new_tokens=64, budgets="0,1,8,31,60", temperatures="0,0.7,1", dtype="float32", n=8)
@@ -75,16 +66,39 @@ def identity(options: Options) -> None:
         run.report(bench.report, options.ids)
 
 
-@command(app, *ASKED, "methods", "goals", n=4, max_new_tokens=64)
+@command(app, *ASKED, "methods", "goals", "plot", n=4, max_new_tokens=64)
 def steps(options: Options) -> None:
-    """The split's own cost a step at one session, and where a step's time goes."""
+    """The split's own cost a step at one session, and where each part of a step's time goes."""
     from coppice.bench.questions import prompt_ids
-    from coppice.bench.steps import run_steps
+    from coppice.bench.steps import account, run_steps, traced
+    from coppice.client.client import Client
 
     spec = options.spec()
     methods, asked = read_methods(options.methods, spec.heads), prompt_ids(options, spec)
-    with measuring("bench steps", spec, options) as bench:
-        run_steps(bench, asked, methods)
+    with reporting("bench steps", spec, options) as report, tempfile.TemporaryDirectory() as folder:
+        stack_of = running(traced(spec, Path(folder)), report)
+        with stack_of as stack, Client(stack.address) as client, reference_of(spec) as reference:
+            run_steps(Bench(stack, client, report, options, reference), asked, methods)
+        account(report, Path(folder), methods, options.plot)
+
+
+@command(app, "t_m", "t_d", "temperatures", "goals", n=4, max_new_tokens=256, sessions="1,8,32,64", budget=60)
+def services(options: Options) -> None:
+    """What the services alone cost: a step's time and each process's CPU, on a target and a head that sleep.
+
+    The target's vocabulary and features are an 8B one's. One answer a session, and at least --n of them.
+    """
+    from coppice.bench.services.asleep import Asleep
+    from coppice.bench.services.measure import ASLEEP, run_services, spec_of
+    from coppice.limits import Limits
+
+    sessions = numbers("sessions", options.sessions, int, 1, Limits().sessions)
+    temperatures = options.temperatures_asked(most=1)
+    with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
+        asleep = Asleep(options.t_m, options.t_d)
+        spec = spec_of(asleep, Path(folder), sessions, options.max_new_tokens)
+        with measuring("bench services", spec, options, ASLEEP) as bench:
+            run_services(bench, asleep, sessions, temperatures)
 
 
 @command(app, *ASKED, "methods", "goals", n=9, max_new_tokens=128, category=["code"])
@@ -211,7 +225,7 @@ def adapt(options: Options) -> None:
 
     base, lanes, stream = lanes_of(options)
     with reporting(f"bench adapt --what {options.what}", base, options) as report:
-        run_lanes(lanes, stream)
+        run_lanes(lanes, stream, report.calm)
         measured = report_lanes(lanes, stream, base, report)
         if options.plot:
             draw(measured, stream, options.plot)
@@ -257,89 +271,3 @@ def synthetic(options: Options) -> None:
         spec = StackSpec(target=target, heads=heads, device=options.device, dtype=dtype, extra=measure.room())  # type: ignore[arg-type]
         report = ended.enter_context(reporting("bench synthetic", spec, options))
         measure.run_synthetic(spec, plan, report, options)
-
-
-def with_heads(options: Options, kinds: Sequence[str], default: Sequence[str] = ()) -> StackSpec:
-    """The stack of the options with its heads of these kinds. Raises InvalidField when there are none.
-
-    `default`: the heads beside the demo's target.
-    """
-    spec = options.spec(default)
-    chosen = tuple(head for head in spec.heads if head.kind in kinds)
-    if not chosen:
-        raise InvalidField("head", f"none is of kind {', '.join(kinds)}")
-    return replace(spec, heads=chosen)
-
-
-@command(paper, *ASKED, "goals", "plots", n=16, max_new_tokens=128, temperatures="0.5,0.7,1", budgets="31")
-def coupling(options: Options) -> None:
-    """tau with coupled drafting and without, by budget, for the heads that can use the target's noise."""
-    from coppice.bench.paper.decoded import COUPLED_KINDS, coupled, coupling_goals, decode, draw_coupling
-    from coppice.bench.questions import prompt_ids
-
-    spec = with_heads(options, COUPLED_KINDS, (*TRAINED, "lm"))
-    temperatures, asked = options.temperatures_asked(), prompt_ids(options, spec)
-    with measuring("bench paper coupling", spec, options) as bench:
-        measured = decode(bench, coupled(spec.heads, options.budgets_asked()), asked, temperatures)
-        bench.report.goals += coupling_goals(measured, {head.name: head.kind for head in spec.heads})
-        if options.plots:
-            draw_coupling(measured, options.plots / "coupling.png")
-
-
-@command(paper, *ASKED, n=8, max_new_tokens=128, temperatures="0,1")
-def chains(options: Options) -> None:
-    """A tree, a chain, and a sampled chain that p/q rejection judges (nanoGPT, speculative sampling)."""
-    from coppice.bench.paper.decoded import SAMPLING_KINDS, chained, decode, with_chains
-    from coppice.bench.questions import prompt_ids
-
-    spec = with_heads(options, SAMPLING_KINDS, ("bigram=bigram", "lm"))
-    temperatures, asked = options.temperatures_asked(), prompt_ids(options, spec)
-    with measuring("bench paper chains", replace(spec, heads=with_chains(spec.heads, spec.target)), options) as bench:
-        decode(bench, chained(spec.heads), asked, temperatures)
-
-
-@command(paper, "target", "heads", "dtype", "temperatures", "goals", n=60, budgets="8,31")
-def drafting(options: Options) -> None:
-    """A draft of each head that reads features over its own forwards, with one thread; --n drafts are timed."""
-    from coppice.bench.paper.drafting import run_drafting
-    from coppice.config.sections import FEATURE_KINDS
-
-    spec = replace(with_heads(options, FEATURE_KINDS, TRAINED), drafter_threads=1)
-    budgets, temperatures = options.budgets_asked(), options.temperatures_asked()
-    with reporting("bench paper drafting", spec, options) as report:
-        run_drafting(spec, report, options.n, budgets, temperatures)
-
-
-@command(paper, "target", "heads", "prompts", "category", "chat", "skip_long", "budget", n=12, max_new_tokens=96)
-def rank(options: Options) -> None:
-    """The rank head of a SpecBlock head along the target's answers, and what its trees gain (table 3)."""
-    from coppice.bench.paper.rank import run_rank
-    from coppice.bench.questions import prompt_ids
-
-    spec = with_heads(replace(options, dtype="float32"), ("specblock",))
-    asked = prompt_ids(options, spec)
-    with reporting("bench paper rank", spec, options) as report:
-        run_rank(spec, report, asked, options.max_new_tokens, options.budget)
-
-
-@command(paper, "target", "tokens", "only", "budget", "goals", data=REQUIRED, cache=REQUIRED, n=8)
-def ablate(options: Options) -> None:
-    """SpecBlock heads that lack one part each, trained alike, and what each part is worth (table 2)."""
-    from coppice.bench.paper.trained import HeadCache, run_ablate, variants_of
-
-    spec, variants = replace(options, dtype="float32").spec(), variants_of(options.only)
-    with reporting("bench paper ablate", spec, options) as report:
-        run_ablate(HeadCache.of(spec.target, options), report, variants, options.n, options.budget)
-
-
-@command(paper, "target", "only", "data", "device", cache=REQUIRED, tokens=REQUIRED)
-def baselines(options: Options) -> None:
-    """Heads that are trained alike, on the same data and steps; by default of the kinds that none is shipped of."""
-    from coppice.bench.paper.trained import BASELINES, HeadCache, run_baselines
-    from coppice.config.sections import FEATURE_KINDS
-
-    if unknown := [kind for kind in options.only or () if kind not in FEATURE_KINDS]:
-        raise InvalidField("only", f"{unknown[0]!r} is none of {', '.join(FEATURE_KINDS)}")
-    spec = replace(options, dtype="float32").spec()
-    with reporting("bench paper baselines", spec, options) as report:
-        run_baselines(HeadCache.of(spec.target, options), report, options.only or BASELINES)

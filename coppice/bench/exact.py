@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from coppice.bench.asking import Ids, asking, compare, judged
+from coppice.bench.asking import Ids, asking, judged
 from coppice.bench.measuring import Bench
 from coppice.bench.progress import Progress
 from coppice.bench.reference import EPS
 from coppice.bench.report import Row, exactness_checks, make_row
+from coppice.bench.turns import compare
 from coppice.speculation.sampling import SamplingParams
 
 SEED = 1
@@ -31,18 +32,16 @@ def run_exact(
         ways[method, budget] = asking(bench.client, new_tokens, SESSIONS, policy=method, budget=budget)
     rows = []
     with Progress("answers", (len(ways) * len(temperatures) + temperatures.count(0)) * len(prompts)) as progress:
-        progress.say("loading the target in transformers")
-        reference = bench.reference
         for temperature in temperatures:
             progress.say(f"T={temperature:g}")
             sampling = SamplingParams(temperature=temperature, seed=SEED)
             greedy: list[Ids] = []
             for ids in prompts if temperature == 0 else ():
-                greedy.append(reference.greedy(ids, new_tokens).ids)
+                greedy.append(bench.reference.greedy(ids, new_tokens).ids)
                 progress.add()
             answers = compare(ways, [(prompts, sampling)], progress)
             progress.say(f"T={temperature:g}, judging")
-            verdicts = judged(reference, [(ids, sampling) for ids in prompts], answers, greedy or None)
+            verdicts = judged(bench.reference, [(ids, sampling) for ids in prompts], answers, greedy or None)
             rows += [
                 make_row(f"{way[0]} T={temperature:g}", its, verdicts[way], way[1], SESSIONS)
                 for way, its in answers.items()

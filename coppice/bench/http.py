@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from statistics import median
 from typing import Any
 
-from coppice.bench.asking import GREEDY, Ids, asking
+from coppice.bench.asking import GREEDY, Act, Ids, asking
 from coppice.bench.measuring import Bench
 from coppice.bench.progress import Progress
 from coppice.bench.report import Check
+from coppice.bench.turns import timed_in_turns
 from coppice.errors import Unavailable
 from coppice.speculation.sampling import SamplingParams
 
-Way = Callable[[Sequence[Ids], SamplingParams], object]
-"""one way to have a group answered"""
 LEAST = 0.95
 """of gRPC's tokens a second"""
 DONE = b"[DONE]"
@@ -32,34 +31,33 @@ def run_http(bench: Bench, prompts: Sequence[Ids], methods: Sequence[str], sessi
     new_tokens, rows = bench.options.max_new_tokens, []
     with Progress("answers", 2 * len(methods) * sum(count + len(prompts) for count in sessions)) as progress:
         for count in sessions:
-            groups = [prompts[:count], *(prompts[at : at + count] for at in range(0, len(prompts), count))]
+            groups = [(prompts[at : at + count], GREEDY) for at in range(0, len(prompts), count)]
             for method in methods:
-                by_grpc = asking(bench.client, new_tokens, count, policy=method)
-                by_http = _asking(bench.stack.orchestrator.http, new_tokens, count, method)
-                speeds = _speeds({"grpc": by_grpc, "http": by_http}, groups, new_tokens, progress)
-                ratio = median(http / grpc for grpc, http in zip(*speeds.values(), strict=True))
-                said = {f"{way}_tokens_per_s": round(median(its), 1) for way, its in speeds.items()}
+                ways = {
+                    "grpc": _speed(asking(bench.client, new_tokens, count, policy=method), new_tokens),
+                    "http": _speed(_asking(bench.stack.orchestrator.http, new_tokens, count, method), new_tokens),
+                }
+                speeds = timed_in_turns(ways, groups, progress, bench.report.calm)
+                ratio = median(each["http"] / each["grpc"] for each in speeds)
+                said = {f"{way}_tokens_per_s": round(median(each[way] for each in speeds), 1) for way in ways}
                 rows.append({"method": method, "sessions": count, **said, "http_over_grpc": round(ratio, 3)})
                 name = f"HTTP over gRPC, {method}, {count} sessions"
                 bench.report.goals.append(Check.at_least(name, ratio, LEAST))
     bench.report.add_figures("http", "prefill included; medians of groups", rows)
 
 
-def _speeds(
-    ways: Mapping[str, Way], groups: Sequence[Sequence[Ids]], new_tokens: int, progress: Progress
-) -> dict[str, list[float]]:
-    """Tokens/s of each way for each group but the first, which warms up."""
-    speeds: dict[str, list[float]] = {way: [] for way in ways}
-    for number, group in enumerate(groups):
-        for way in list(ways)[:: -1 if number % 2 else 1]:
-            began = time.perf_counter()
-            ways[way](group, GREEDY)
-            speeds[way].append(len(group) * new_tokens / (time.perf_counter() - began))
-            progress.add(len(group))
-    return {way: its[1:] for way, its in speeds.items()}
+def _speed(ask: Act[object], new_tokens: int) -> Act[float]:
+    """Tokens/s of a group that is asked, as its client sees it."""
+
+    def speed(prompts: Sequence[Ids], sampling: SamplingParams) -> float:
+        began = time.perf_counter()
+        ask(prompts, sampling)
+        return len(prompts) * new_tokens / (time.perf_counter() - began)
+
+    return speed
 
 
-def _asking(address: str, new_tokens: int, sessions: int, method: str) -> Way:
+def _asking(address: str, new_tokens: int, sessions: int, method: str) -> Act[object]:
     """The way that asks over HTTP, so many prompts at once."""
     told = {"max_tokens": new_tokens, "ignore_eos": True, "policy": method, "stream": True}
 

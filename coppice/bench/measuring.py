@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,12 +14,13 @@ from rich.console import Console
 from coppice.bench.options import Options
 from coppice.bench.report import Check, Report
 from coppice.client.client import Client
-from coppice.stack.launch import Stack
+from coppice.stack.launch import MODULES, Stack
 from coppice.stack.spec import StackSpec
 from coppice.telemetry import metric
 
 if TYPE_CHECKING:
     from coppice.bench.reference import Reference
+    from coppice.bench.reference_process import ReferenceProcess
 
 
 @dataclass
@@ -31,21 +31,19 @@ class Bench:
     client: Client
     report: Report
     options: Options
-
-    @cached_property
-    def reference(self) -> Reference:
-        """Plain transformers on the stack's target."""
-        return reference_of(self.stack.spec)
+    reference: Reference
+    """plain transformers on the stack's target"""
 
 
 @contextmanager
-def measuring(command: str, spec: StackSpec, options: Options) -> Iterator[Bench]:
-    """A running stack with a client, and a report: see `reporting`."""
+def measuring(command: str, spec: StackSpec, options: Options, modules: Mapping[str, str] = MODULES) -> Iterator[Bench]:
+    """A running stack, of these `modules` by role, with a client, and a report: see `reporting`."""
     with reporting(command, spec, options) as report, ExitStack() as ended:
         with Console().status("starting the services"):
-            stack = ended.enter_context(running(spec, report))
+            stack = ended.enter_context(running(spec, report, modules))
         client = ended.enter_context(Client(stack.address))
-        yield Bench(stack, client, report, options)
+        reference = ended.enter_context(reference_of(spec))
+        yield Bench(stack, client, report, options, reference)
 
 
 @contextmanager
@@ -68,9 +66,9 @@ def reporting(command: str, spec: StackSpec, options: Options) -> Iterator[Repor
 
 
 @contextmanager
-def running(spec: StackSpec, report: Report) -> Iterator[Stack]:
+def running(spec: StackSpec, report: Report, modules: Mapping[str, str] = MODULES) -> Iterator[Stack]:
     """A stack that runs meanwhile; the report gets checks that it suspects no head and that it stopped cleanly."""
-    with Stack(spec) as stack:
+    with Stack(spec, modules) as stack:
         yield stack
         report.checks.append(suspects_check(stack))
     report.checks.append(clean_check(stack))
@@ -95,12 +93,12 @@ def report_of(command: str, spec: StackSpec) -> Report:
     return Report(command, verifier.dtype, verifier.threads, verifier.device)
 
 
-def reference_of(spec: StackSpec) -> Reference:
-    """Plain transformers on the spec's target, as its verifier runs it."""
-    from coppice.bench.reference import Reference
+def reference_of(spec: StackSpec) -> ReferenceProcess:
+    """Plain transformers on the spec's target, as its verifier runs it, in a process of its own."""
+    from coppice.bench.reference_process import ReferenceProcess
 
     verifier = spec.settings().verifier
-    return Reference(spec.target, verifier.dtype, verifier.device, verifier.threads)
+    return ReferenceProcess(spec.target, verifier.dtype, verifier.device, verifier.threads)
 
 
 def finish(console: Console, report: Report, json_file: Path | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 T = TypeVar("T", int, float)
 REQUIRED: Any = Parameter.empty
 PICTURES = (".png", ".svg")
+ASKED = ("target", "heads", "prompts", "category", "chat", "skip_long", "dtype")
+"""the options of commands that ask a stack"""
+TRAINED = ("dspark-code", "specblock-code", "eagle3-code")
 
 
 def _split(texts: list[Any] | None) -> list[Any] | None:
@@ -115,6 +118,8 @@ class Options:
     budget: Annotated[int, Option(min=1, max=64, help="Draft nodes of every tree.")] = 31
     temperatures: Annotated[str, Option(help="Comma-separated.")] = "0,1"
     sessions: Annotated[str, Option(help="Prompts answered at once, comma-separated.")] = "1"
+    t_m: Annotated[float, Option(min=0, help="Milliseconds that a target's forward sleeps.")] = 6.0
+    t_d: Annotated[float, Option(min=0, help="Milliseconds that a head's draft sleeps.")] = 2.0
     ids: Annotated[int, Option(min=1, help="Token ids of each line, at least.")] = 100_000
     write: Annotated[bool, Option("--write", help="Put what is expected of heads into their config.json.")] = False
     what: Annotated[
@@ -246,3 +251,15 @@ def spec_of(target: Path | None, heads: list[str] | None, dtype: str | None) -> 
     from coppice.stack.options import stack_spec
 
     return stack_spec(target, heads, dtype=dtype, port=0)
+
+
+def with_heads(options: Options, kinds: Sequence[str], default: Sequence[str] = ()) -> StackSpec:
+    """The stack of the options with its heads of these kinds. Raises InvalidField when there are none.
+
+    `default`: the heads beside the demo's target.
+    """
+    spec = options.spec(default)
+    chosen = tuple(head for head in spec.heads if head.kind in kinds)
+    if not chosen:
+        raise InvalidField("head", f"none is of kind {', '.join(kinds)}")
+    return replace(spec, heads=chosen)

@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coppice.bench.asking import GREEDY, Ask, Ids, answers_to, asking, compare, judged
+from coppice.bench.asking import GREEDY, Ask, Ids, answers_to, asking, judged
 from coppice.bench.measuring import Bench
 from coppice.bench.progress import Progress
 from coppice.bench.report import Check, exactness_checks, make_row, with_speedups
+from coppice.bench.turns import compare
 from coppice.client.client import Client
 from coppice.client.completion import Completion
 from coppice.speculation.sampling import SamplingParams
@@ -46,7 +47,7 @@ def run_prediction(bench: Bench, prompts: Sequence[Ids], methods: Sequence[str])
             ways[method, ""] = asking(client, new_tokens, policy=method)
             for what, its in predictions.items():
                 ways[method, what] = predicting(client, dict(zip(prompts, its, strict=True)), new_tokens, method)
-        answers = compare(ways, [([ids], GREEDY) for ids in prompts], progress, warm_up=True)
+        answers = compare(ways, [([ids], GREEDY) for ids in prompts], progress, bench.report.calm)
         progress.say("judging")
         verdicts = judged(bench.reference, [(ids, GREEDY) for ids in prompts], answers)
     rows = [

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,10 @@ class Reference:
             torch.set_num_threads(threads)
         self._torch, self._placed = torch, (dtype, device)
         self.text = TargetText(target)
-        self._model = self.load(target)
+        self._model = self._load(target)
+        self._assistants: dict[Path, Any] = {}
 
-    def load(self, folder: Path) -> Any:
+    def _load(self, folder: Path) -> Any:
         """A transformers model of the reference's dtype, on its device; its text never ends by itself."""
         transformers: Any = import_module("transformers")
         transformers.logging.disable_progress_bar()
@@ -81,16 +82,27 @@ class Reference:
         """`generate(do_sample=False)` of exactly `max_new_tokens`, end-of-text ids included like any other."""
         return self.generate(ids, max_new_tokens, SamplingParams())
 
-    def generate(self, ids: Sequence[int], max_new_tokens: int, sampling: SamplingParams, **options: Any) -> Completion:
+    def generate(
+        self,
+        ids: Sequence[int],
+        max_new_tokens: int,
+        sampling: SamplingParams,
+        assistant: Path | None = None,
+        drafting: Mapping[str, float] | None = None,
+    ) -> Completion:
         """`generate` of exactly `max_new_tokens`, sampled at T > 0 with torch's own noise from the seed.
 
         A step is a forward behind the prefill; one that is assisted may make several tokens. What the prefill's own
-        forward made is not counted as decoded. Of the penalties only
-        repetition is `generate`'s. `options`: more of them, such as assistant_model.
+        forward made is not counted as decoded. `generate` knows of a bias and of the repetition penalty alone.
+        `assistant`: the folder of a small model that drafts; `drafting`: how much is drafted, in transformers' own
+        words.
         """
         torch, clock = self._torch, _TokenClock()
+        options = self._drafting(assistant, drafting or {})
         if sampling.repetition_penalty is not None:
             options["repetition_penalty"] = sampling.repetition_penalty
+        if sampling.logit_bias:
+            options["sequence_bias"] = {(token,): bias for token, bias in sampling.logit_bias.items()}
         if sampling.temperature > 0:
             torch.manual_seed(sampling.seed)
             options |= {"do_sample": True, **sampling.model_dump(include={"temperature", "top_k", "top_p", "min_p"})}
@@ -118,6 +130,17 @@ class Reference:
             ttft_s=first - called,
             decode_s=last - first,
         )
+
+    def _drafting(self, assistant: Path | None, drafting: Mapping[str, float]) -> dict[str, Any]:
+        """The options of a `generate` that is assisted; without an assistant it looks its drafts up."""
+        if assistant is None:
+            return dict(drafting)
+        if assistant not in self._assistants:
+            self._assistants[assistant] = self._load(assistant)
+        model = self._assistants[assistant]
+        # transformers looks for them there
+        model.generation_config.update(**drafting, num_assistant_tokens_schedule="constant")
+        return {"assistant_model": model}
 
     def judge(
         self, prompt: Sequence[int], ids: Sequence[int], sampling: SamplingParams, expected: Sequence[int] | None = None

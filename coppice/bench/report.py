@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coppice import __version__
+from coppice.bench.calm import Calm
 from coppice.client.completion import Completion
 from coppice.machine import this_machine
 
@@ -130,6 +131,8 @@ class Report:
     """Whether goals are checks, too."""
     figures: dict[str, Any] = field(default_factory=dict)
     """What else `--json` holds."""
+    calm: Calm = field(default_factory=Calm)
+    """Of what was timed."""
 
     @property
     def ok(self) -> bool:
@@ -167,7 +170,11 @@ class Report:
             "ok": self.ok,
         } | {
             name: value
-            for name, value in (("goals", [goal.to_json() for goal in self.goals]), ("figures", self.figures))
+            for name, value in (
+                ("goals", [goal.to_json() for goal in self.goals]),
+                ("figures", self.figures),
+                ("calm", asdict(self.calm) if self.calm.answers else None),
+            )
             if value
         }
 
@@ -190,7 +197,7 @@ class Report:
         ]
         for each in [*self.tables, *([table("goals", goals)] if goals else [])]:
             console.print(each, crop=False, no_wrap=True, overflow="ignore")
-        for note in self.notes:
+        for note in [*self.notes, *([str(self.calm)] if self.calm.answers else [])]:
             console.print(note, soft_wrap=True, highlight=False)
         for check in self._decisive:
             note = f" ({check.note})" if check.note else ""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from coppice.bench.asking import GREEDY, Ids, asking, in_turn
+from coppice.bench.asking import GREEDY, Act, Ids, asking
 from coppice.bench.bare import Bare
 from coppice.bench.measuring import Bench
 from coppice.bench.progress import Progress
 from coppice.bench.report import Check
+from coppice.bench.turns import compare, timed_in_turns
 from coppice.client.completion import Completion
 from coppice.machine import this_machine
 
@@ -31,21 +32,22 @@ def run_rows(bench: Bench, prompts: Sequence[Ids]) -> None:
         "plain": asking(bench.client, new_tokens, policy="plain"),
         "generate": lambda prompts, _: [reference.greedy(ids, new_tokens) for ids in prompts],
     }
-    eight, eight_at_once = (
-        [prompts[number % len(prompts)] for number in range(MANY)],
-        asking(bench.client, new_tokens, MANY, policy="plain"),
-    )
-    over_generate, over_bare = [], []
-    with Progress("answers", ROUNDS * (2 * len(prompts) + MANY)) as progress:
-        for number in range(ROUNDS):
-            progress.say("plain decoding and generate")
-            speeds = {
-                way: _tokens_per_s(its) for way, its in in_turn(ways, (prompts, GREEDY), number, progress).items()
-            }
-            over_generate.append(speeds["plain"] / speeds["generate"])
-            progress.say(f"{MANY} sessions and bare forwards")
-            answers = in_turn({"plain": eight_at_once}, (eight, GREEDY), number, progress)["plain"]
-            over_bare.append(_tokens_per_s(answers) * bare.forward_ms(1, CONTEXT, MANY) / 1e3)
+    eight = [prompts[number % len(prompts)] for number in range(MANY)]
+    eight_at_once = asking(bench.client, new_tokens, MANY, policy="plain")
+    speeds: dict[str, Act[float]] = {
+        "plain": lambda several, sampling: _tokens_per_s(eight_at_once(several, sampling)),
+        "bare": lambda *_: 1e3 / bare.forward_ms(1, CONTEXT, MANY),
+    }
+    with Progress("answers", 2 * (1 + ROUNDS * len(prompts) + (1 + ROUNDS) * MANY)) as progress:
+        progress.say("plain decoding and generate")
+        answers = compare(ways, ROUNDS * [([ids], GREEDY) for ids in prompts], progress, report.calm)
+        progress.say(f"{MANY} sessions and bare forwards")
+        many = timed_in_turns(speeds, ROUNDS * [(eight, GREEDY)], progress, report.calm)
+    over_generate = [
+        mine.tokens_per_s / theirs.tokens_per_s
+        for mine, theirs in zip(answers["plain"], answers["generate"], strict=True)
+    ]
+    over_bare = [each["plain"] / each["bare"] for each in many]
     report.goals += [
         Check.at_least("plain over generate, one session", statistics.median(over_generate), 0.95),
         Check.at_least("plain over bare forwards, eight sessions", statistics.median(over_bare), 0.75),

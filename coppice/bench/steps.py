@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from coppice.bench.asking import GREEDY, Ids, asking, compare
+from coppice.bench.asking import GREEDY, Ids, asking
 from coppice.bench.measuring import Bench
 from coppice.bench.progress import Progress
-from coppice.bench.report import Check
+from coppice.bench.report import Check, Report
+from coppice.bench.timeline import draw, median_step, steps_of
+from coppice.bench.turns import compare
 from coppice.client.completion import Completion
+from coppice.stack.spec import StackSpec
 
 SPLIT_BOUND_MS = 1.2
+SAMPLED = 2  # every so many steps have spans
 PARTS = {
     "draft": "draft",
     "wire": "transport",
@@ -29,7 +36,7 @@ def run_steps(bench: Bench, prompts: Sequence[Ids], methods: Sequence[str]) -> N
     """Add a line and the goal of each method to the report, at one session."""
     ways = {method: asking(bench.client, bench.options.max_new_tokens, policy=method) for method in methods}
     with Progress("answers", len(ways) * (1 + len(prompts))) as progress:
-        answers = compare(ways, [([ids], GREEDY) for ids in prompts], progress, warm_up=True)
+        answers = compare(ways, [([ids], GREEDY) for ids in prompts], progress, bench.report.calm)
     lines = [costs(method, its) for method, its in answers.items()]
     bench.report.add_figures("steps", "milliseconds a step: means, and the median split cost", lines)
     bench.report.goals += (
@@ -45,6 +52,36 @@ def costs(method: str, answers: Sequence[Completion]) -> dict[str, Any]:
     step = sum(sum(timing.step_ns) for timing in timings) / steps / 1e6
     split = statistics.median(split for timing in timings for split in timing.split_ns) / 1e6
     return {"method": method, "step": step, **means, "split": split}
+
+
+def traced(spec: StackSpec, folder: Path) -> StackSpec:
+    """The spec with processes that write spans of some steps into a folder; as it is without OpenTelemetry."""
+    if importlib.util.find_spec("opentelemetry") is None:
+        return spec
+    told = {"telemetry.otlp_endpoint": f"file:{folder}", "telemetry.step_interval": SAMPLED}
+    return replace(
+        spec, extra={role: {**spec.extra.get(role, {}), **told} for role in ("orchestrator", "verifier", "drafter")}
+    )
+
+
+def account(report: Report, folder: Path, methods: Sequence[str], picture: Path | None) -> None:
+    """Add the parts of a median step of each method to the report, from the spans in a folder; and draw them."""
+    steps = steps_of(folder)
+    medians = {method: median_step(steps[method]) for method in methods if method in steps}
+    if not medians:
+        report.notes.append(
+            "where a step's time goes is measured with the extra otel: pip install 'coppice-serve[otel]'"
+        )
+        return
+    longest = max(medians.values(), key=len)
+    lines: list[dict[str, Any]] = [{"lane": part.lane, "part": part.name} for part in longest]
+    for method, parts in medians.items():
+        took = {(part.lane, part.name): part.ended - part.began for part in parts}
+        for line in lines:
+            line[method] = took.get((line["lane"], line["part"]), 0.0)
+    report.add_figures("account", "where a median step's milliseconds go, one behind the other", lines)
+    if picture:
+        draw(medians, picture)
 
 
 def parts_of(step: Mapping[str, Any]) -> dict[str, float]:

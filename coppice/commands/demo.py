@@ -14,10 +14,12 @@ from rich.console import Console
 from rich.text import Text
 
 from coppice.adaptation.client import AdapterClient
-from coppice.bench.asking import GREEDY, Ask, asking, compare, judged
+from coppice.bench.asking import GREEDY, Ask, asking, judged
 from coppice.bench.measuring import clean_check, reference_of, report_of
 from coppice.bench.progress import Progress
+from coppice.bench.reference import Reference
 from coppice.bench.report import HF_GENERATE, Report, exactness_checks, make_row
+from coppice.bench.turns import compare
 from coppice.client.client import Client
 from coppice.client.completion import Accumulator, Completion
 from coppice.client.request import Draws
@@ -60,14 +62,14 @@ def demo(
     prompts = [prompt for prompt in demo_prompts() if prompt.question_id in PROMPTS]
     more = ", Redis, an adapter" if spec.adapt else ""
     Console(stderr=True).print(f"starting a verifier, {len(spec.heads)} drafter pools{more} and an orchestrator ...")
-    with Stack(spec) as stack, Client(stack.address) as client:
+    with Stack(spec) as stack, Client(stack.address) as client, reference_of(spec) as reference:
         for number, prompt in enumerate(prompts):
             stream_coloured(console, client, prompt, trees=number == 0)
         ready = stack.services.get(ADAPTER)
         with AdapterClient(ready.address) if ready else contextlib.nullcontext() as adapter:
             if adapter:
                 adapter.pause()  # policies are compared on the same weights
-            report = _compare(console, stack, client, prompts)
+            report = _compare(stack, client, prompts, reference)
             if adapter:
                 heard = ", ".join(f"{head.queries} queries of {head.head}" for head in adapter.status())
                 console.print(f"\nthe adapter, paused meanwhile, heard {heard}", highlight=False, soft_wrap=True)
@@ -98,18 +100,17 @@ def stream_coloured(console: Console, client: Client, prompt: FilePrompt, trees:
     return completion
 
 
-def _compare(console: Console, stack: Stack, client: Client, prompts: Sequence[FilePrompt]) -> Report:
+def _compare(stack: Stack, client: Client, prompts: Sequence[FilePrompt], reference: Reference) -> Report:
     """Every method on every prompt in alternating order, each answer judged by transformers' own."""
     Console(stderr=True).print("\nloading the target once more, in plain transformers, to compare with ...")
-    reference = reference_of(stack.spec)
+    report = report_of("demo", stack.spec)
     asked = [(reference.text.encode(str(prompt.prompt)), GREEDY) for prompt in prompts]
     methods = ["plain", *(f"single:{head.name}" for head in stack.spec.heads), "route", "merge"]
     ways: dict[str, Ask] = {HF_GENERATE: lambda several, _: [reference.greedy(ids, NEW_TOKENS) for ids in several]}
     ways |= {method: asking(client, NEW_TOKENS, policy=method) for method in methods}
     with Progress("answers", len(ways) * (1 + len(asked))) as progress:
-        answers = compare(ways, [([ids], sampling) for ids, sampling in asked], progress, warm_up=True)
+        answers = compare(ways, [([ids], sampling) for ids, sampling in asked], progress, report.calm)
     stack.check()
-    report = report_of("demo", stack.spec)
     budget = stack.settings.orchestrator.budget
     verdicts = judged(reference, asked, answers, [answer.ids for answer in answers[HF_GENERATE]])
     rows = [make_row(method, its, verdicts[method], budget if its[0].heads else 0) for method, its in answers.items()]

@@ -88,7 +88,9 @@ class TelemetrySettings(Section):
     """Traces of requests; off while there is no endpoint."""
 
     otlp_endpoint: str = Field(
-        "", description="collector of OpenTelemetry that takes OTLP by gRPC: http://HOST:PORT or https://HOST:PORT"
+        "",
+        description="collector of OpenTelemetry that takes OTLP by gRPC, http://HOST:PORT or https://HOST:PORT, or a "
+        "folder, file:FOLDER, where each process writes its spans as JSON lines when it ends",
     )
     sample: float = Field(1.0, ge=0, le=1, description="share of requests traced whose caller does not say")
     step_interval: int = Field(8, ge=1, description="a traced request has spans of its first step and every n-th")
@@ -96,8 +98,8 @@ class TelemetrySettings(Section):
     @field_validator("otlp_endpoint")
     @classmethod
     def _endpoint_has_a_port(cls, endpoint: str) -> str:
-        if endpoint and not re.fullmatch(r"https?://[^/]+:\d{1,5}", endpoint):
-            raise ValueError("is not http://HOST:PORT or https://HOST:PORT")
+        if endpoint and not re.fullmatch(r"https?://[^/]+:\d{1,5}|file:.+", endpoint):
+            raise ValueError("is not http://HOST:PORT, https://HOST:PORT or file:FOLDER")
         return endpoint
 
 

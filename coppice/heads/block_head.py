@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,7 +14,6 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
@@ -51,10 +51,8 @@ class _Active:
     def remember(self) -> None:
         """Note the block just added, in a session that wants misses."""
         if self.last_draft is not None:
-            parents, alive = self.tree.block
             self.last_draft.tokens, self.last_draft.parents = self.tree.tokens, self.tree.parents
-            nodes = np.where(alive, parents, -1).ravel()
-            self.last_draft.predictions.append((nodes, self.states.flatten(0, 1).clone()))
+            self.last_draft.predictions.append((self.tree.block, self.states.flatten(0, 1).clone()))
 
 
 class BlockHead(FeatureHead):
@@ -62,7 +60,7 @@ class BlockHead(FeatureHead):
 
     anytime: ClassVar[bool] = True
     """whether a block is sent as soon as it exists, and not the whole tree at its end"""
-    worth: NDArray[np.float32] | None = None
+    worth: Sequence[float] | None = None
     """(W,) log-scores that nodes are chosen by, by their rank in a slot; None: their own"""
 
     def __init__(self, settings: DrafterSettings, widths: Sequence[int], blocks: int = BLOCKS) -> None:
@@ -73,6 +71,8 @@ class BlockHead(FeatureHead):
         super().__init__(settings)
         self._widths, self._num_blocks = widths, blocks
         self.deepest = self.slots * blocks
+        every = (1 << self.slots) - 1
+        self._own = [every if self.config.relaxed else every >> later for later in reversed(range(self.slots))]
 
     @property
     def slots(self) -> int:
@@ -104,7 +104,7 @@ class BlockHead(FeatureHead):
         active = [
             _Active(
                 at,
-                BlockTree(jobs[at], self.most_starts(jobs[at]), self.settings.chain),
+                BlockTree(jobs[at], self.most_starts(jobs[at]), self.settings.chain, self.worth),
                 self._noise(jobs[at], self.slots * blocks),
                 output[0][:0],
                 self._keep_draft(jobs[at]),
@@ -126,17 +126,16 @@ class BlockHead(FeatureHead):
 
         It sees what lies on its path.
         """
-        starts, job, slots = one.tree.starts, one.tree.job, self.slots
-        session, count = self._sessions[job.key], len(starts)
-        own = np.zeros((count, slots, count, slots), np.bool_)
-        own[np.arange(count), :, np.arange(count)] = self._visible(1)
-        sees = (np.repeat(starts.sees, slots, axis=0), own.reshape(count * slots, -1))
-        advance = starts.depths if self.model.config.block_rope_advance else np.zeros_like(starts.depths)
+        tree, job, slots = one.tree, one.tree.job, self.slots
+        starts, session = tree.starts, self._sessions[job.key]
+        first = job.committed_len - 1
+        deeper = starts.depths if self.model.config.block_rope_advance else [0] * len(starts)
+        states = [row * slots + slot for row, slot in zip(starts.rows, starts.slots, strict=True)]
         return Rows(
-            one.states.flatten(0, 1).index_select(0, self._tensor(starts.rows * slots + starts.slots)),
-            one.tree.tokens[starts.nodes - 1],
-            advance + job.committed_len - 1,
-            (Tail(session.table, self._entry(session, job.committed_len - 1), np.concatenate(sees, axis=1)),),
+            one.states.flatten(0, 1).index_select(0, self._tensor(states)),
+            [tree.tokens[node - 1] for node in starts.nodes],
+            [first + depth for depth in deeper],
+            (Tail(session.table, self._entry(session, first), starts.visible(self._own)),),
         )
 
     def _read_states(self, states: Tensor) -> Output:
@@ -157,18 +156,17 @@ class BlockHead(FeatureHead):
                 self.ranking.score(scores[rows], one.tree.job, None)
             else:  # of the positions where each slot's token will stand
                 start = rows.start
-                for depth, alike in groupby(one.tree.starts.depths.tolist()):
+                for depth, alike in groupby(one.tree.starts.depths):
                     end = start + len(list(alike))
                     self.ranking.score(scores[start:end], one.tree.job, one.noise[depth : depth + self.slots])
                     start = end
             one.states = states[rows]
         width = max(1, *self._widths) + coupled  # room for a greedy token that the noise puts behind the others
         tokens, values, more = self.ranking.likeliest(scores, width, branching[..., None], wanted=greedy)
-        buckets, spine = more[..., 0], more[..., 1] if coupled else np.zeros_like(more[..., 0])
-        worth = None if self.worth is None else np.broadcast_to(self.worth[: values.shape[-1]], values.shape)
+        buckets, spine = more[-1][..., 0], more[0][..., 0] if coupled else np.zeros(scores.shape[:-1], np.int64)
+        blocks = [part.tolist() for part in (tokens, values, spine, buckets)]
         for one, rows in zip(active, slices, strict=True):
-            parts = tokens[rows], values[rows], spine[rows], buckets[rows], None if worth is None else worth[rows]
-            self._add(one.tree, Blocks(*parts), deeper)
+            self._add(one.tree, Blocks(*(part[rows] for part in blocks)), deeper)
             one.remember()
 
     def _add(self, tree: BlockTree, blocks: Blocks, deeper: bool) -> None:
@@ -218,7 +216,7 @@ class Eagle3Head(BlockHead):
 
     def _add(self, tree: BlockTree, blocks: Blocks, deeper: bool) -> None:
         """Add a level."""
-        tree.grow_level(blocks.tokens[:, 0], blocks.scores[:, 0], deeper)
+        tree.grow_level([slots[0] for slots in blocks.tokens], [slots[0] for slots in blocks.scores], deeper)
 
 
 class FalconHead(BlockHead):
@@ -237,12 +235,11 @@ class FalconHead(BlockHead):
         self.worth = prior(width + 1)  # one more for a greedy token that noise puts behind the others
 
 
-def prior(width: int) -> NDArray[np.float32]:
+def prior(width: int) -> list[float]:
     """Return the (width,) log-probabilities that the static tree gives to a slot's tokens by rank.
 
     The others fall as 1 / rank^2. All are in 1024ths, so that sums are exact: of equal ones every machine takes the
     earlier node.
     """
-    rank = np.arange(1, width)
-    chances = np.concatenate(([FIRST], OTHERS / (rank * (rank + 1))))
-    return (np.round(np.log(chances) * 1024) / 1024).astype(np.float32)
+    chances = [FIRST, *(OTHERS / (rank * (rank + 1)) for rank in range(1, width))]
+    return [round(math.log(chance) * 1024) / 1024 for chance in chances]

@@ -2,13 +2,17 @@
 
 A tree that is grown level by level (EAGLE-2) is one of blocks with a single slot each: the best nodes of a level are
 expanded, and the best of all are kept.
+
+All is in lists: for some dozens of nodes a loop costs less than numpy's calls.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,68 +21,90 @@ from coppice.heads.base import DraftJob, Growth
 from coppice.limits import MAX_TREE_NODES
 from coppice.speculation.tree import DraftTree
 
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
-Floats = NDArray[np.float64]
-
 CONFIDENT = 0  # the bucket of a slot whose best token is expected to be the target's
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Starts:
     """The S nodes that the blocks of one forward start from: slot k of a block predicts depth + k + 1."""
 
-    nodes: Ints  # 0: the root
-    depths: Ints
-    rows: Ints  # of the forward before, whose state at the slot is the condition
-    slots: Ints
-    sees: Bools  # (S, E) which KV entries of this step's earlier blocks lie on its path
+    nodes: list[int]  # 0: the root
+    depths: list[int]
+    rows: list[int]  # of the forward before, whose state at the slot is the condition
+    slots: list[int]
+    sees: list[int]  # bit e: whether entry e of the KV of this step's earlier blocks lies on its path
+    entries: int  # E
 
     def __len__(self) -> int:
         return len(self.nodes)
 
+    def visible(self, own: Sequence[int] = ()) -> NDArray[np.bool_]:
+        """Return (S * K, E + S * K): what the rows of the blocks see, `own` (K,) of their own block as bits.
 
-@dataclass(frozen=True)
-class Blocks:
+        Without `own` (S, E): which earlier entries lie on the paths.
+        """
+        width, sees = self.entries + len(self) * len(own), self.sees
+        if own:
+            firsts = range(self.entries, width, len(own))
+            sees = [seen | its << first for seen, first in zip(self.sees, firsts, strict=True) for its in own]
+        size = -(-width // 8)
+        packed = np.frombuffer(b"".join([seen.to_bytes(size, "little") for seen in sees]), np.uint8)
+        return np.unpackbits(packed.reshape(-1, size), axis=1, count=width, bitorder="little").view(np.bool_)
+
+
+class Blocks(NamedTuple):
     """What a forward predicts behind each of S starts, in K slots each."""
 
-    tokens: Ints  # (S, K, W) the slot's likeliest ids, best first
-    scores: NDArray[np.floating]  # (S, K, W) their log-scores, at most 0
-    spine: Ints  # (S, K) which of them is the slot's greedy token, from which the block itself goes on
-    buckets: Ints  # (S, K) the rank head's answers
-    worth: NDArray[np.floating] | None = (
-        None  # (S, K, W) log-scores that nodes and starts are chosen by; None: `scores`
-    )
+    tokens: list[list[list[int]]]  # (S, K, W) the slot's likeliest ids, best first
+    scores: list[list[list[float]]]  # (S, K, W) their log-scores, at most 0
+    spine: list[list[int]]  # (S, K) which of them is the slot's greedy token, from which the block itself goes on
+    buckets: list[list[int]]  # (S, K) the rank head's answers
 
 
-def _none() -> Ints:
-    return np.zeros(0, np.int64)
+class _Place(NamedTuple):
+    """Where a block may start: a node, what it is worth, and which slot made it."""
+
+    worth: float
+    node: int
+    row: int
+    slot: int
 
 
 def _starts(count: int) -> Starts:
     """Make the root a start, or nothing."""
-    zeros = np.zeros(count, np.int64)
-    return Starts(zeros, zeros, zeros, zeros, np.zeros((count, 0), np.bool_))
+    zeros = [0] * count
+    return Starts(zeros, zeros, zeros, zeros, zeros, 0)
 
 
 @dataclass
 class BlockTree:
-    """One job's tree over its blocks: all candidates so far, and which of them were sent. Candidate i is node i + 1."""
+    """One job's tree over its blocks: the candidates, and which of them were sent. Candidate i is node i + 1.
+
+    What is not among the `budget` best when it comes is no candidate, unless a block goes on behind it.
+    """
 
     job: DraftJob
     most_starts: int
     """starts of a forward, the likeliest ones"""
     chain: bool = False
     """one branch: a block ends where the noise leaves its greedy chain, and the next one goes on from there"""
+    by_place: Sequence[float] | None = None
+    """(W,) log-scores that nodes and starts are chosen by, of the places in a slot; None: the tokens' own"""
     starts: Starts = field(default_factory=lambda: _starts(1))
-    tokens: Ints = field(default_factory=_none)
-    parents: Ints = field(default_factory=_none)
-    scores: Floats = field(default_factory=lambda: np.zeros(0))  # cumulative
-    worth: Floats = field(default_factory=lambda: np.zeros(0))  # cumulative, what is chosen by
-    sent: Ints = field(default_factory=_none)  # a candidate's number in what was sent, 0: not sent
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)  # cumulative
+    worth: list[float] = field(default_factory=list)  # cumulative, what is chosen by
+    edge: float = -math.inf
+    """worth at or below which a node to come is not among the `budget` best"""
+    sent: list[int] = field(default_factory=list)  # a candidate's number in what was sent, 0: not sent
     sent_count: int = 0
-    block: tuple[Ints, Bools] = field(default_factory=lambda: (_none(), _none().astype(np.bool_)))
-    """of the last forward (S, K) the node whose children each slot's tokens are, and whether they are in the tree"""
+    block: list[int] = field(default_factory=list)
+    """of the last forward (S * K,) the node whose children each slot's tokens are, -1 where they are not in the tree"""
+
+    def __post_init__(self) -> None:
+        if self.by_place is None:
+            self.worth = self.scores
 
     def grow(self, blocks: Blocks, widths: Sequence[int], deeper: bool) -> None:
         """Add what a forward predicts behind the starts, and choose the next starts if there is another forward.
@@ -86,85 +112,96 @@ class BlockTree:
         `widths` says how many tokens each bucket branches into; 0 ends the block there. The greedy token is a branch of
         a slot whatever the noise of a coupled draft prefers.
         """
-        place = np.arange(blocks.tokens.shape[2])
-        on_spine = blocks.spine[..., None] == place
-        width = np.asarray(widths)[blocks.buckets]
-        alive = np.logical_and.accumulate(width > 0, axis=1)
-        if self.chain:
-            alive[:, 1:] &= np.logical_and.accumulate(blocks.spine[:, :-1] == 0, axis=1)
-            kept = alive[..., None] & (place == 0)
-        else:
-            kept = alive[..., None] & ((place < width[..., None]) | on_spine)
-        scores = self._along(self.scores, blocks.scores, on_spine)
-        worth = scores if blocks.worth is None else self._along(self.worth, blocks.worth, on_spine)
-        nodes = len(self.tokens) + kept.cumsum().reshape(kept.shape)
-        spine_nodes = nodes[on_spine].reshape(blocks.spine.shape)
-        parents = np.concatenate((self.starts.nodes[:, None], spine_nodes[:, :-1]), axis=1)
-        self.block = parents, alive
-        repeated = parents.repeat(kept.sum(axis=2).ravel())
-        self._add(blocks.tokens[kept], repeated, scores[kept], None if blocks.worth is None else worth[kept])
-        if deeper:
-            begins = kept & ((blocks.buckets != CONFIDENT)[..., None] | (place < blocks.spine[..., None]))
-            # The greedy tokens inside a chain are no starts: the block predicts on from them itself.
-            last = np.arange(1, alive.shape[1] + 1) == alive.sum(axis=1)[:, None]
-            begins[on_spine] = (alive & last).ravel()
-            self.starts = self._next_starts(np.flatnonzero(begins & kept), worth, nodes)
-        else:
-            self.starts = _starts(0)
+        self.block = []
+        places: list[_Place] = []
+        for row, (node, tokens, scores, spines, buckets) in enumerate(zip(self.starts.nodes, *blocks, strict=True)):
+            score, worth = (self.scores[node - 1], self.worth[node - 1]) if node else (0.0, 0.0)
+            alive = self._alive(spines, [widths[bucket] for bucket in buckets])
+            for slot in range(alive):
+                self.block.append(node)
+                spine, bucket = spines[slot], buckets[slot]
+                width = 1 if self.chain else min(widths[bucket], len(tokens[slot]))
+                parent, above, worth_above = node, score, worth
+                for place in range(width) if spine < width or self.chain else (*range(width), spine):
+                    its_score = above + scores[slot][place]
+                    its_worth = its_score if self.by_place is None else worth_above + self.by_place[place]
+                    if place == spine:
+                        # The greedy tokens inside a chain are no starts: the block predicts on from them itself.
+                        begins = slot == alive - 1
+                        node, score, worth = len(self.tokens) + 1, its_score, its_worth
+                    elif its_worth <= self.edge:
+                        continue
+                    else:
+                        begins = bucket != CONFIDENT or place < spine
+                    self._add(tokens[slot][place], parent, its_score, its_worth)
+                    if begins:
+                        places.append(_Place(its_worth, len(self.tokens), row, slot))
+            self.block += [-1] * (len(tokens) - alive)
+        self._choose_starts(places if deeper else [], len(blocks.tokens[0]))
 
-    def grow_level(self, tokens: Ints, scores: NDArray[np.floating], deeper: bool, child: float = 0.0) -> None:
+    def _alive(self, spines: list[int], widths: list[int]) -> int:
+        """Return how many slots of a block are in the tree."""
+        for slot, width in enumerate(widths):
+            if not width or (self.chain and slot and spines[slot - 1]):
+                return slot
+        return len(widths)
+
+    def grow_level(self, tokens: list[list[int]], scores: list[list[float]], deeper: bool, child: float = 0.0) -> None:
         """Add (S, W) children of the starts, each one's best first, and choose the next starts if it goes deeper.
 
         A node is no start where a child of log-score `child` would not be among the `budget` best.
         """
-        summed = (np.append(self.scores, 0.0)[self.starts.nodes - 1, None] + scores)[:, None]
-        self.block = self.starts.nodes[:, None], np.ones((len(tokens), 1), np.bool_)
-        numbers = np.arange(summed.size)
-        nodes = numbers + (len(self.tokens) + 1)
-        self._add(tokens.ravel(), self.starts.nodes.repeat(tokens.shape[1]), summed.ravel())
-        self.starts = self._next_starts(numbers, summed, nodes, child) if deeper else _starts(0)
+        self.block = self.starts.nodes
+        places: list[_Place] = []
+        for row, (parent, its_tokens, values) in enumerate(zip(self.starts.nodes, tokens, scores, strict=True)):
+            above = self.scores[parent - 1] if parent else 0.0
+            for token, value in zip(its_tokens, values, strict=True):
+                score = above + value
+                if score <= self.edge:
+                    break
+                self._add(token, parent, score, score)
+                places.append(_Place(score, len(self.tokens), row, 0))
+        self._choose_starts(places if deeper else [], 1, child)
 
-    def _add(self, tokens: Ints, parents: Ints, scores: Floats, worth: Floats | None = None) -> None:
-        """Append candidates. They are chosen by their scores unless there is another `worth`."""
-        self.tokens = np.concatenate((self.tokens, tokens))
-        self.parents = np.concatenate((self.parents, parents))
-        self.scores = np.concatenate((self.scores, scores))
-        self.worth = self.scores if worth is None else np.concatenate((self.worth, worth))
+    def _add(self, token: int, parent: int, score: float, worth: float) -> None:
+        """Append a candidate."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.scores.append(score)
+        if self.by_place is not None:
+            self.worth.append(worth)
 
-    def _next_starts(self, places: Ints, worth: Floats, nodes: Ints, child: float = 0.0) -> Starts:
-        """Choose the best of the places among (S, K, W) tokens that may begin a block; `nodes` numbers the tokens."""
-        candidates = worth.ravel()[places]
-        order = (-candidates).argsort(kind="stable")[: self.most_starts]  # stable: the same tree on every machine
-        places = places[order[candidates[order] + child > self._edge()]]
-        slots_of = worth.shape[1]
-        rows, slots, _ = np.unravel_index(places, worth.shape)
-        own = np.zeros((len(rows), len(worth), slots_of), np.bool_)
-        own[np.arange(len(rows)), rows] = np.arange(slots_of) <= slots[:, None]
-        sees = np.concatenate((self.starts.sees[rows], own.reshape(len(rows), len(worth) * slots_of)), axis=1)
-        return Starts(nodes.ravel()[places], self.starts.depths[rows] + slots + 1, rows, slots, sees)
-
-    def _along(self, known: Floats, values: NDArray[np.floating], on_spine: Bools) -> Floats:
-        """Return (S, K, W) sums of values from the root on, `known` those of the candidates so far."""
-        before = np.append(known, 0.0)[self.starts.nodes - 1]  # the root's is the last
-        spine = values[on_spine].reshape(on_spine.shape[:2])[:, :-1]
-        chain = np.concatenate((before[:, None], spine), axis=1).cumsum(axis=1)
-        summed: Floats = chain[..., None] + values
-        return summed
-
-    def _edge(self) -> float:
-        """Return the worth at or below which a node has no descendant among the `budget` best."""
-        budget = self.job.budget
-        return float(np.partition(self.worth, -budget)[-budget]) if len(self.worth) >= budget else -np.inf
+    def _choose_starts(self, places: list[_Place], slots: int, child: float = 0.0) -> None:
+        """Let the next forward's blocks, of `slots` entries each, start from the best of the places."""
+        budget, before = self.job.budget, self.starts
+        if places and len(self.worth) >= budget:
+            self.edge = sorted(self.worth)[-budget]
+        places.sort(key=lambda place: place.worth, reverse=True)  # stable: the same tree on every machine
+        best = [place for place in places[: self.most_starts] if place.worth + child > self.edge]
+        entries = before.entries
+        self.starts = Starts(
+            [place.node for place in best],
+            [before.depths[place.row] + place.slot + 1 for place in best],
+            [place.row for place in best],
+            [place.slot for place in best],
+            [before.sees[place.row] | ((2 << place.slot) - 1) << (entries + place.row * slots) for place in best],
+            entries + len(before) * slots,
+        )
 
     def send(self, number: int, last: bool) -> Growth:
         """Return what is new among the `budget` best candidates; a receiver prunes earlier ones that fell out."""
-        self.sent = np.concatenate((self.sent, np.zeros(len(self.tokens) - len(self.sent), np.int64)))
-        ranking = np.argsort(-self.worth, kind="stable")[: self.job.budget]
-        new = np.sort(ranking[self.sent[ranking] == 0][: MAX_TREE_NODES - self.sent_count])
-        self.sent[new] = np.arange(1, len(new) + 1) + self.sent_count
-        self.sent_count += len(new)
-        parents = np.append(self.sent, 0)[self.parents[new] - 1]
-        return Growth(number, DraftTree(self.tokens[new], parents, self.scores[new].astype(np.float32)), last)
+        sent = self.sent = self.sent + [0] * (len(self.tokens) - len(self.sent))
+        best = sorted(range(len(sent)), key=self.worth.__getitem__, reverse=True)[: self.job.budget]
+        new = sorted([at for at in best if not sent[at]][: MAX_TREE_NODES - self.sent_count])
+        for at in new:
+            self.sent_count += 1
+            sent[at] = self.sent_count
+        nodes = DraftTree(
+            np.array([self.tokens[at] for at in new], np.int64),
+            np.array([sent[parent - 1] if (parent := self.parents[at]) else 0 for at in new], np.int64),
+            np.array([self.scores[at] for at in new], np.float32),
+        )
+        return Growth(number, nodes, last)
 
 
 def row_slices(trees: Iterable[BlockTree]) -> list[slice]:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.heads.base import DraftJob
 from coppice.messages.steps import Advance
 
-Ints = NDArray[np.int64]
-
 
 @dataclass
 class LastDraft:
-    """One draft: all its candidates, sent or not, and the states that their children were predicted from.
+    """One draft: its candidates, sent or not, and the states that their children were predicted from.
 
     Candidate i is node i + 1, the root is node 0.
     """
@@ -24,9 +20,9 @@ class LastDraft:
     job: DraftJob
     version: int
     """of the weights that drafted"""
-    tokens: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    parents: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    predictions: list[tuple[Ints, Tensor]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    predictions: list[tuple[list[int], Tensor]] = field(default_factory=list)
     """of each forward (N,) nodes, -1 for none, and the (N, hidden) un-normed states that predicted their children"""
 
     def state_where_rejected(self, advance: Advance, committed_len: int) -> Tensor | None:
@@ -41,14 +37,12 @@ class LastDraft:
         depth = rejection.position - committed_len - 1
         if not 0 <= depth < len(advance.ids):
             return None
+        known = {pair: node for node, pair in enumerate(zip(self.parents, self.tokens, strict=True), start=1)}
         node = 0
         for token in advance.ids[1 : depth + 1]:
-            children = np.flatnonzero((self.parents == node) & (self.tokens == token))
-            if not len(children):
+            if (node := known.get((node, token), -1)) < 0:
                 return None
-            node = int(children[0]) + 1
         for nodes, states in self.predictions:
-            rows = np.flatnonzero(nodes == node)
-            if len(rows):
-                return states[int(rows[0])]
+            if node in nodes:
+                return states[nodes.index(node)]
         return None

@@ -139,12 +139,12 @@ class LanguageModelHead(Head):
             tree.positions.append(prefix)
             chunk = [*session.ids[session.in_kv : prefix], *self._known([tree.job.root])]
             return Piece.chain(session.table, session.in_kv, chunk, [len(chunk) - 1])
-        count, earlier = len(tree.starts), Earlier(tree.starts.sees, np.array(tree.positions, np.int64))
+        count, earlier = len(tree.starts), Earlier(tree.starts.visible(), np.array(tree.positions, np.int64))
         tree.positions += [prefix + depth] * count
         return Piece(
             table=session.table,
             prefix_len=prefix,
-            tokens=tree.tokens[tree.starts.nodes - 1].tolist(),
+            tokens=[tree.tokens[node - 1] for node in tree.starts.nodes],
             parents=[-1] * count,
             depths=[depth] * count,
             keep=range(count),
@@ -156,11 +156,11 @@ class LanguageModelHead(Head):
         deeper = depth < min(self.settings.depth, tree.job.budget)
         if tree.job.want_q_rows:
             token, score = self._sample(tree, logits, depth)
-            tree.grow_level(np.array([[token]]), np.array([[score]]), deeper)
+            tree.grow_level([[token]], [[score]], deeper)
             return
         scores = draft_scores(logits[:, : self._width], tree.job, depth)
         top = scores.topk(min(self.settings.top_k, scores.shape[1]))
-        tree.grow_level(top.indices.cpu().numpy(), top.values.cpu().numpy(), deeper)
+        tree.grow_level(top.indices.tolist(), top.values.tolist(), deeper)
 
     def _sample(self, tree: _Tree, logits: Tensor, depth: int) -> tuple[int, float]:
         """Sample the next token of a chain from q, and its score; q's row is kept for the p/q rule."""

@@ -169,26 +169,26 @@ class MaskedBlockHead(ParallelHead):
         logits = self.timed(lambda: self.model.read(states)[0]).float()
         self._settle(jobs)
         noise = [self._noise(job, self.deepest) for job in jobs]
-        previous = [np.array([job.root]) for job in jobs]
+        previous = [job.root for job in jobs]
         wide = self.width(jobs)
         for depth in range(self.deepest):
-            rows = np.repeat(np.arange(len(trees)), [len(tree.starts) for tree in trees])
-            if not len(rows):
+            rows = [number for number, tree in enumerate(trees) for _ in tree.starts.nodes]
+            if not rows:
                 break
-            scores = logits[:, depth].index_select(0, self._tensor(rows))
-            scores += self.timed(self._biased, self._tensor(np.concatenate(previous)))
+            scores = self.timed(self._biased, self._tensor(previous))
+            scores += logits[:, depth].index_select(0, self._tensor(rows))
             slices = row_slices(trees)
             for tree, part, known in zip(trees, slices, noise, strict=True):
                 self.ranking.score(scores[part], tree.job, None if known is None else known[depth])
-            tokens, values, _ = self.ranking.likeliest(scores, wide)
+            best, values, _ = self.ranking.likeliest(scores, wide)
+            tokens, log_scores = best.tolist(), values.tolist()
+            previous = []
             for number, (tree, part) in enumerate(zip(trees, slices, strict=True)):
-                if not len(tree.starts):
-                    continue
                 draft, nodes = drafts[number], tree.starts.nodes
-                if draft is not None:
+                if draft is not None and nodes:
                     draft.predictions.append((nodes, states[number, depth].expand(len(nodes), -1)))
-                tree.grow_level(tokens[part], values[part], depth + 1 < self.deepest, BEST_CHILD)
-                previous[number] = tree.tokens[tree.starts.nodes - 1]
+                tree.grow_level(tokens[part], log_scores[part], depth + 1 < self.deepest, BEST_CHILD)
+                previous += [tree.tokens[node - 1] for node in tree.starts.nodes]
         for draft, tree in zip(drafts, trees, strict=True):
             if draft is not None:
                 draft.tokens, draft.parents = tree.tokens, tree.parents

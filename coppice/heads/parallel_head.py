@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
@@ -60,7 +59,7 @@ class ParallelHead(FeatureHead):
         for row, job in enumerate(jobs):
             self.ranking.score(scores[row], job, self._noise(job, self.deepest))
         tokens, values, _ = self.ranking.likeliest(scores, self.width(jobs))
-        for tree, slot_tokens, slot_scores in zip(trees, tokens, values, strict=True):
+        for tree, slot_tokens, slot_scores in zip(trees, tokens.tolist(), values.tolist(), strict=True):
             cross(tree, slot_tokens, slot_scores)
 
     @abstractmethod
@@ -132,10 +131,10 @@ class ParallelSpecHead(ParallelHead):
         return states[0]
 
 
-def cross(tree: BlockTree, tokens: NDArray[np.int64], scores: NDArray[np.float32]) -> None:
+def cross(tree: BlockTree, tokens: list[list[int]], scores: list[list[float]]) -> None:
     """Add all paths over slots that know nothing of one another: (K, W) tokens, each slot's best first."""
     for depth, (of_slot, values) in enumerate(zip(tokens, scores, strict=True), start=1):
-        shape = len(tree.starts), tokens.shape[1]
-        tree.grow_level(np.broadcast_to(of_slot, shape), np.broadcast_to(values, shape), depth < len(tokens))
+        count = len(tree.starts)
+        tree.grow_level([of_slot] * count, [values] * count, depth < len(tokens))
         if not len(tree.starts):
             return

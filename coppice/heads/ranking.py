@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.heads.base import DraftJob
@@ -52,23 +53,35 @@ class Ranking:
 
     def likeliest(
         self, scores: Tensor, width: int, *more: Tensor, wanted: Tensor | None = None
-    ) -> tuple[Any, Any, Any]:
-        """Return (..., width) target ids and log-scores of the best of (..., V) scores, and (..., M) int64 more.
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32], list[NDArray[np.int64]]]:
+        """Return (..., width) target ids and log-scores of the best of (..., V) scores, best first, and more.
 
-        The best come first; a width above V is V. `wanted` are (..., 1) draft ids that are the last ones where they
-        are not among the best. All are numpy arrays, int64, float32 and int64, after one transfer from the device.
+        A width above V is V. `wanted` are (..., 1) draft ids that are the last ones where they are not among the best;
+        the first of (..., 1) more are their places, when there are any. The others are (..., 1) integers as they came.
         """
         width = min(width, scores.shape[-1])
         scores = scores.log_softmax(-1)
         values, indices = largest(scores, width)
-        if wanted is not None:
-            absent = (indices != wanted).all(-1, keepdim=True)
-            indices[..., -1:] = torch.where(absent, wanted, indices[..., -1:])
-            values[..., -1:] = torch.where(absent, scores.gather(-1, wanted), values[..., -1:])
-            more = (*more, (indices == wanted).int().argmax(-1, keepdim=True))
-        parts = (indices.int(), values.view(torch.int32), *(part.int() for part in more))
-        best = torch.cat(parts, dim=-1).cpu().numpy()
-        return self.ids[best[..., :width]], best[..., width : 2 * width].view(np.float32), best[..., 2 * width :]
+        if wanted is None:
+            best, log_scores, *others = on_host(indices, values, *more)
+            return self.ids[best], log_scores, others
+        best, log_scores, ids, theirs, *others = on_host(indices, values, wanted, scores.gather(-1, wanted), *more)
+        found = best == ids
+        places = found.argmax(-1, keepdims=True)
+        absent = ~found.any(-1)
+        if absent.any():
+            best[absent, -1], log_scores[absent, -1], places[absent] = ids[absent, 0], theirs[absent, 0], width - 1
+        return self.ids[best], log_scores, [places, *others]
+
+
+def on_host(*parts: Tensor) -> list[NDArray[Any]]:
+    """Return (..., N) tensors of integers and float32 as arrays, after one transfer from the device."""
+    if not parts[0].is_cuda:
+        return [part.numpy() for part in parts]
+    packed = torch.cat([part if part.is_floating_point() else part.int().view(torch.float32) for part in parts], dim=-1)
+    arrays = np.split(packed.cpu().numpy(), np.cumsum([part.shape[-1] for part in parts])[:-1], axis=-1)
+    pairs = zip(parts, arrays, strict=True)
+    return [array if part.is_floating_point() else array.view(np.int32) for part, array in pairs]
 
 
 def target_ids(model: Any, config: HeadConfig) -> Tensor:

@@ -7,11 +7,13 @@ Where nobody has loaded OpenTelemetry, nothing here does.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 import coppice
 from coppice.config.sections import TelemetrySettings
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 GENERATE = "coppice.v1.GenerationService.Generate"
 """the only call that begins a trace when its caller has none"""
 _EXPORT_S = 2  # longest time to send a batch, at the end of the process too
+_SPANS, _LATE_S = 1 << 17, 86400  # of a process that writes its spans to a file
 Facts = dict[str, str | int | float]
 _step_interval = TelemetrySettings().step_interval
 
@@ -37,7 +40,7 @@ def start(settings: TelemetrySettings, service: str) -> None:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         from opentelemetry.trace import set_tracer_provider
     except ImportError:
@@ -46,8 +49,22 @@ def start(settings: TelemetrySettings, service: str) -> None:
     resource = Resource.create({"service.name": f"coppice-{service}", "service.version": coppice.__version__})
     sampler = ParentBased(TraceIdRatioBased(settings.sample))
     provider = TracerProvider(sampler, resource, shutdown_on_exit=False)  # gRPC sends nothing that late
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(settings.otlp_endpoint, timeout=_EXPORT_S)))
+    folder = settings.otlp_endpoint.removeprefix("file:")
+    if folder == settings.otlp_endpoint:
+        exported = BatchSpanProcessor(OTLPSpanExporter(settings.otlp_endpoint, timeout=_EXPORT_S))
+    else:  # at the end, so that writing them slows no step
+        lines = ConsoleSpanExporter(out=_file(folder, service), formatter=lambda span: span.to_json(None) + "\n")
+        exported = BatchSpanProcessor(lines, _SPANS, 1e3 * _LATE_S, _SPANS)
+    provider.add_span_processor(exported)
     set_tracer_provider(provider)
+
+
+def _file(folder: str, service: str) -> TextIO:
+    """A file of this process's own in a folder. Raises InvalidField."""
+    try:
+        return (Path(folder) / f"{service}-{os.getpid()}.jsonl").open("w")
+    except OSError as error:
+        raise InvalidField("telemetry.otlp_endpoint", f"cannot write to {folder}: {error.strerror}") from None
 
 
 def stop() -> None:

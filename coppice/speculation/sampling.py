@@ -41,6 +41,11 @@ MASK_64 = (1 << 64) - 1
 TOP_P_SLACK = 1e-9
 
 _SEED_BITS = 53  # of a drawn one: JSON keeps such numbers
+_COLUMN = 64  # values of which one is looked at first
+_NUCLEI = (256, 8192)  # ids that are sorted first, of a nucleus
+_FEW = 2048  # ids whose noise takes no longer than to find out which of it matters
+_NEAR = 64
+_CLOSE = 1e-6  # scores and sums of noise are tens, so rounded to 1e-14
 
 
 class SamplingParams(BaseModel):
@@ -88,6 +93,11 @@ class SamplingParams(BaseModel):
             return self
         return self.model_copy(update={"seed": secrets.randbits(_SEED_BITS)})
 
+    def keeps_all(self, vocab_size: int) -> bool:
+        """Whether any id of a vocabulary can be drawn that has a probability."""
+        some = 0 < self.top_k < vocab_size
+        return self.temperature > 0 and self.top_p == 1 and not self.min_p and not some
+
     def __hash__(self) -> int:
         """Of all fields; the bias is one of them and has no hash of its own."""
         fields = dict(self)
@@ -107,14 +117,12 @@ def decode_row(logits_row: NDArray[np.floating], params: SamplingParams) -> Row:
         raise ValueError(f"the highest logit of the row is {highest}")
     if params.temperature == 0:
         return np.array([best]), np.zeros(1)
-    keep = logits_row > -np.inf
-    if 0 < params.top_k < logits_row.size:
-        kth = logits_row.size - params.top_k
-        keep &= logits_row >= np.partition(logits_row, kth)[kth]
-    ids = np.flatnonzero(keep)
-    # The highest is taken off first: then a tiny temperature gives -inf, never inf - inf.
-    with np.errstate(over="ignore"):
-        scores = (logits_row[ids].astype(np.float64) - highest) / params.temperature
+    ids = largest(logits_row, params.top_k or logits_row.size)
+    logits = logits_row[ids] if len(ids) < logits_row.size else logits_row
+    possible = logits > -np.inf
+    if not possible.all():
+        ids, logits = ids[possible], logits[possible]
+    scores = _scores(logits, highest, params.temperature)
     if params.top_p < 1:
         kept = _nucleus(scores, params.top_p)
         ids, scores = ids[kept], scores[kept]
@@ -126,18 +134,53 @@ def decode_row(logits_row: NDArray[np.floating], params: SamplingParams) -> Row:
     return (ids, log_probs) if possible.all() else (ids[possible], log_probs[possible])
 
 
+def _scores(logits: NDArray[np.floating], highest: float, temperature: float) -> FloatArray:
+    """Log-probabilities but for a constant; the highest logit's is 0."""
+    # It is taken off first: then a tiny temperature gives -inf, never inf - inf.
+    scores: FloatArray = logits.astype(np.float64)
+    scores -= highest
+    if temperature != 1:
+        with np.errstate(over="ignore"):
+            scores /= temperature
+    return scores
+
+
+def largest(values: NDArray[np.floating], count: int) -> IntArray:
+    """Indices, ascending, of the `count` largest of (K,) values and of those that tie with the last of them.
+
+    None is NaN. A large vocabulary is cut into columns first: as many columns as are asked for hold a value that is not
+    below the least of these columns' largest, so the rest of the values need no sorting.
+    """
+    if count >= values.size:
+        return np.arange(values.size)
+    columns = values.size // _COLUMN
+    if columns <= count:
+        return np.flatnonzero(values >= np.partition(values, -count)[-count])
+    tops = values[: columns * _COLUMN].reshape(_COLUMN, columns).max(0)
+    among: IntArray = np.flatnonzero(values >= np.partition(tops, -count)[-count])
+    chosen = values[among]
+    best: IntArray = among[chosen >= np.partition(chosen, -count)[-count]]
+    return best
+
+
 def _nucleus(scores: FloatArray, top_p: float) -> IntArray:
     """Indices, ascending, of the fewest most probable of (K,) scores whose mass reaches top_p."""
     probs = np.exp(scores)
     probs /= probs.sum()
-    # All entries up to (1 - top_p) / K weigh at most 1 - top_p together, so the nucleus lies above; this spares
-    # sorting a whole vocabulary.
-    likely = np.flatnonzero(probs > (1 - top_p - TOP_P_SLACK) / probs.size)
-    order = likely[np.argsort(-probs[likely], kind="stable")]
-    sorted_probs = probs[order]
-    mass_before = np.cumsum(sorted_probs) - sorted_probs
+    # All entries up to (1 - top_p) / K weigh at most 1 - top_p together, so the nucleus lies above. Most are small:
+    # sorting a whole vocabulary would take longer than all the rest.
+    above = int(np.count_nonzero(probs > (1 - top_p - TOP_P_SLACK) / probs.size))
+    for most in (*_NUCLEI, above):
+        likely = largest(probs, min(most, above))
+        sorted_probs = np.sort(probs[likely])[::-1]
+        mass_before = np.cumsum(sorted_probs) - sorted_probs
+        if mass_before[-1] >= top_p:
+            break
     count = max(1, int(np.count_nonzero(mass_before < top_p - TOP_P_SLACK)))
-    return np.sort(order[:count])
+    least = sorted_probs[count - 1]
+    kept = likely[probs[likely] >= least]
+    ties = np.flatnonzero(probs[kept] == least)
+    return np.delete(kept, ties[len(ties) - (len(kept) - count) :])
 
 
 def mix(value: int) -> int:
@@ -164,21 +207,41 @@ def _stream_key(seed: int, stream: int) -> int:
 
 def hash_u64(seed: int, position: int, token_ids: IntArray, stream: int = TOKEN_STREAM) -> NDArray[np.uint64]:
     """(K,) hashes of the (K,) token ids at an absolute position. Distinct ids of one position never collide."""
-    h = token_ids.astype(np.uint64)
-    h *= np.uint64(GAMMA)
-    h += np.uint64(position_key(seed, position, stream))
-    h ^= h >> np.uint64(30)
+    return _mixed(_steps(token_ids), position_key(seed, position, stream))
+
+
+def _steps(token_ids: IntArray) -> NDArray[np.uint64]:
+    """What ids add to a key."""
+    return token_ids.astype(np.uint64) * np.uint64(GAMMA)
+
+
+@lru_cache(2)
+def _all_steps(size: int) -> NDArray[np.uint64]:
+    """Those of the ids of a vocabulary."""
+    return _steps(np.arange(size))
+
+
+def _mixed(steps: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
+    """`mix` of each step behind the key."""
+    h = steps + np.uint64(key)
+    shifted = h >> np.uint64(30)
+    h ^= shifted
     h *= np.uint64(MULTIPLIER_1)
-    h ^= h >> np.uint64(27)
+    h ^= np.right_shift(h, np.uint64(27), out=shifted)
     h *= np.uint64(MULTIPLIER_2)
-    h ^= h >> np.uint64(31)
+    h ^= np.right_shift(h, np.uint64(31), out=shifted)
     return h
 
 
 def noise(seed: int, position: int, token_ids: IntArray, stream: int = TOKEN_STREAM) -> FloatArray:
     """(K,) standard Gumbel noise of the token ids at an absolute position."""
+    return _gumbel(hash_u64(seed, position, token_ids, stream))
+
+
+def _gumbel(hashes: NDArray[np.uint64]) -> FloatArray:
+    """(K,) noise of (K,) hashes: never falling."""
     # 52 bits: with 53, adding a half would round the topmost value up to 1 and its noise to infinity.
-    u = (hash_u64(seed, position, token_ids, stream) >> np.uint64(12)).astype(np.float64)
+    u = (hashes >> np.uint64(12)).astype(np.float64)
     u += 0.5
     u *= 2.0**-52
     gumbel: FloatArray = -np.log(-np.log(u))
@@ -197,4 +260,40 @@ def draw(ids: IntArray, log_probs: FloatArray, seed: int, position: int, stream:
     """
     if ids.size == 1:
         return int(ids[0])
+    if ids.size > _FEW:
+        likely = _contenders(log_probs, 0.0, 1.0, hash_u64(seed, position, ids, stream))
+        ids, log_probs = ids[likely], log_probs[likely]
     return int(ids[np.argmax(log_probs + noise(seed, position, ids, stream))])
+
+
+def draw_logits(logits_row: NDArray[np.floating], params: SamplingParams, position: int) -> int:
+    """The token that `draw` takes from the row that `decode_row` makes of (V,) logits, at an absolute position.
+
+    Where G keeps the whole vocabulary neither the row nor most of its noise is needed. Raises ValueError as
+    `decode_row` does.
+    """
+    highest = float(logits_row[np.argmax(logits_row)])
+    if np.isfinite(highest) and logits_row.size > _FEW and params.keeps_all(logits_row.size):
+        hashes = _mixed(_all_steps(logits_row.size), position_key(params.seed, position, TOKEN_STREAM))
+        likely = _contenders(logits_row, highest, params.temperature, hashes)
+        sums = _scores(logits_row[likely], highest, params.temperature) + _gumbel(hashes[likely])
+        best = int(np.argmax(sums))
+        # A row's log-probabilities are these scores less one number, and rounded: what is close they may order anew.
+        if np.count_nonzero(sums > sums[best] - _CLOSE) == 1:
+            return int(likely[best])
+    return draw(*decode_row(logits_row, params), params.seed, position)
+
+
+def _contenders(
+    logits: NDArray[np.floating], highest: float, temperature: float, hashes: NDArray[np.uint64]
+) -> IntArray:
+    """Indices, ascending, of all entries whose score and noise may have the largest sum, or come close to it.
+
+    The largest of a few scores' sums is a bound: another entry reaches it only by noise that makes up for its score,
+    which is not above the least of these. To compare hashes with that noise's is cheaper than to take logarithms.
+    """
+    near = largest(logits, _NEAR)
+    scores = _scores(logits[near], highest, temperature)
+    wanted = (scores + _gumbel(hashes[near])).max() - scores.min() - _CLOSE
+    least = math.exp(-math.exp(-wanted)) - 2.0**-40  # of the numbers in (0, 1) that the noise is made from
+    return np.union1d(near, np.flatnonzero(hashes >= np.uint64(max(0, int(least * 2.0**64)))))

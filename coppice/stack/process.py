@@ -119,7 +119,7 @@ class ServiceProcess:
             if ready := self.find_ready():
                 return ready
             if time.monotonic() > deadline:
-                raise ProcessFailed(f"{self.name} was not ready in time{self._tail()}")
+                raise ProcessFailed(f"{self.name} was not ready in time{tail(self.log_file)}")
             time.sleep(POLL_S)
 
     def find_ready(self) -> Ready | None:
@@ -142,20 +142,21 @@ class ServiceProcess:
             return "stopping", time.time() - self._told
         with contextlib.suppress(FileNotFoundError):
             return "ready", self._ready_file.stat().st_mtime - self._began
-        return WARMING_UP if WARMING_UP in self._log(TAIL_LINES) else "loading", time.time() - self._began
+        warming_up = WARMING_UP in last_lines(self.log_file, TAIL_LINES)
+        return WARMING_UP if warming_up else "loading", time.time() - self._began
 
     def check(self) -> None:
         """Raise ProcessFailed if it is not running, Refused if it has said why it does not start."""
         if self.exit_code == REFUSED:
-            raise Refused(f"{self.name}: {self._log(1)}")
+            raise Refused(f"{self.name}: {last_lines(self.log_file, 1)}")
         if self.ended:
-            raise ProcessFailed(f"{self.name} {self.ended}{self._tail()}")
+            raise ProcessFailed(f"{self.name} {self.ended}{tail(self.log_file)}")
 
     def check_health(self, timeout_s: float) -> None:
         """Raise ProcessFailed if it is not running, or was never ready, or does not say in time that it serves."""
         self.check()
         if self.ready is None or not _healthy(self.ready.health, self._service, timeout_s):
-            raise ProcessFailed(f"{self.name} is not healthy{self._tail()}")
+            raise ProcessFailed(f"{self.name} is not healthy{tail(self.log_file)}")
 
     @property
     def exit_code(self) -> int | None:
@@ -191,14 +192,17 @@ class ServiceProcess:
             self._process.stdin.close()
         return code == 0 or (self.ready is None and code == -signal.SIGTERM)
 
-    def _tail(self) -> str:
-        log = self._log(TAIL_LINES)
-        return f"; its log ends with:\n{log}" if log else "; its log is empty"
 
-    def _log(self, lines: int) -> str:
-        """The last lines of its log."""
-        with self.log_file.open(encoding="utf-8", errors="replace") as log:
-            return "".join(deque(log, lines)).rstrip()
+def last_lines(log_file: Path, lines: int) -> str:
+    """The end of a log."""
+    with log_file.open(encoding="utf-8", errors="replace") as log:
+        return "".join(deque(log, lines)).rstrip()
+
+
+def tail(log_file: Path) -> str:
+    """What a message says of the log of a process that failed."""
+    log = last_lines(log_file, TAIL_LINES)
+    return f"; its log ends with:\n{log}" if log else "; its log is empty"
 
 
 def _healthy(address: str, service: str, timeout_s: float = 1.0) -> bool:

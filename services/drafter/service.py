@@ -25,7 +25,7 @@ from coppice.wire.drafter import (
 )
 
 from .features import FeatureSource
-from .session import Answer, Session
+from .session import Session
 from .sync import WeightSync
 from .worker import Worker
 
@@ -60,8 +60,7 @@ class DrafterServicer:
                 answer = await session.answers.get()
                 if isinstance(answer, Exception):
                     raise answer
-                if trace is not None:
-                    _add(trace, answer, began)
+                woken = time.perf_counter_ns()
                 if isinstance(answer, DraftOpened):
                     # Steps are read only now: until then they wait in the transport, which bounds them.
                     # The reader is not cancelled: its last read ends with the call, as the server's own does.
@@ -70,8 +69,15 @@ class DrafterServicer:
                     reader.add_done_callback(self._readers.discard)
                 elif answer is not None and answer.last and answer.fence.step == session.newest:
                     session.newest = None
-                if answer is not None:
-                    yield draft_response_to_wire(answer)
+                if answer is None:
+                    continue
+                message = draft_response_to_wire(answer)
+                encoded = time.perf_counter_ns()
+                yield message
+                if trace is not None and isinstance(answer, DraftOpened):
+                    trace.add("open", began, woken)
+                elif trace is not None and isinstance(answer, TreeDelta) and answer.last:
+                    _add_draft(trace, answer, *session.drafting, woken, encoded)
             if session.end is not None:
                 raise session.end
         finally:
@@ -103,13 +109,14 @@ class DrafterServicer:
         """Hand steps to the worker until none comes any more; errors travel to the sender as answers."""
         try:
             while (message := await self._waits.next(requests)) is not None:
+                arrived = time.perf_counter_ns()
                 step = read_draft_request(message, self._vocab_size)
                 if not isinstance(step, DraftStep):
                     raise InvalidField("kind", "the session is open already")
                 session.check_backlog()
                 session.sent += 1
                 session.newest = step.fence.step
-                self._worker.step(session, step)
+                self._worker.step(session, step, arrived)
         except Unavailable as end:
             session.finish(end)
         except Exception as error:
@@ -130,11 +137,13 @@ class DrafterServicer:
         return synced_to_wire(await self._sync.take(requests))
 
 
-def _add(trace: tracing.Trace, answer: Answer | None, began: int) -> None:
-    """Add what an answer ends: the opening of a session, which began at `began`, or the draft of a sampled step."""
-    now = time.perf_counter_ns()
-    if isinstance(answer, DraftOpened):
-        trace.add("open", began, now)
-    elif isinstance(answer, TreeDelta) and answer.last and trace.samples(answer.fence.step):
-        parts = {"queue": max(0, answer.total_ns - answer.forward_ns), "forward": answer.forward_ns}
-        trace.add("draft", now - answer.total_ns, now, parts, step=answer.fence.step)
+def _add_draft(trace: tracing.Trace, delta: TreeDelta, arrived: int, began: int, woken: int, encoded: int) -> None:
+    """Add the draft that a delta ends: in the queue until the thread `began`, in the head's forwards, in the tree that
+    is made of them; then the event loop was woken, at `woken`, to encode it.
+    """
+    if not trace.samples(delta.fence.step):
+        return
+    made = arrived + delta.total_ns
+    parts = {"queue": began - arrived, "forward": delta.forward_ns, "tree": made - began - delta.forward_ns}
+    parts |= {"wake": woken - made, "encode": encoded - woken}
+    trace.add("draft", arrived, encoded, parts, step=delta.fence.step)

@@ -16,7 +16,7 @@ Answer = DraftOpened | TreeDelta | Exception
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """Belongs to the event loop, save `taken`."""
+    """Belongs to the event loop, save `taken` and `drafting`."""
 
     key: int
     answers: asyncio.Queue[Answer | None] = field(default_factory=asyncio.Queue)
@@ -25,6 +25,8 @@ class Session:
     """steps handed to the worker"""
     taken: int = 0
     """steps the worker took; its thread counts"""
+    drafting: tuple[int, int] = 0, 0
+    """when the step that is drafted for came, and when the thread began, of `perf_counter_ns`"""
     newest: int | None = None
     """number of the newest step while it is not answered"""
     ended: bool = False

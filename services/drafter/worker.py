@@ -76,9 +76,8 @@ class Worker(BatchingThread):
         self._metrics.opened.inc()
         self.post(lambda: self._take_open(session, opening))
 
-    def step(self, session: Session, step: DraftStep) -> None:
+    def step(self, session: Session, step: DraftStep, arrived_ns: int) -> None:
         """Advance an opened session and draft; deltas or an error are posted to it."""
-        arrived_ns = time.perf_counter_ns()
         self.post(lambda: self._take_step(session, step, arrived_ns))
 
     def close(self, session: Session) -> None:
@@ -220,6 +219,8 @@ class Worker(BatchingThread):
     def _draft(self, waiting: list[Waiting]) -> None:
         """One call of the head. When it fails, the sessions that have nothing yet are drafted one by one."""
         began, forward_before = time.perf_counter_ns(), self._head.forward_ns
+        for one in waiting:
+            one.session.drafting = one.arrived_ns, began
         failpoints.hit("drafter.slow")
         self._metrics.forwards.inc()
         self._metrics.rows.inc(len(waiting))

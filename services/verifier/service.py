@@ -40,9 +40,10 @@ class VerifierServicer:
 
     async def Verify(self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         """One session."""
-        first = await self._read(requests)
-        if first is None:
+        message = await self.waits.next(requests)
+        if message is None:
             return
+        arrived, first = time.perf_counter_ns(), self._read(message)
         if not isinstance(first, OpenSession):
             raise InvalidField("kind", "the first message of a session is open")
         async with self._seats.admit(), self._kv.admit(reserved_tokens(first, self.settings.verifier)):
@@ -50,26 +51,29 @@ class VerifierServicer:
             key = self._opened
             trace = tracing.current()
             try:
-                opened = await self.worker.open(key, first)
+                opened = await self.worker.open(key, first, arrived)
                 if trace is not None:
-                    _add(trace, "prefill", opened.timings, tokens=len(first.ids))
+                    now = time.perf_counter_ns()
+                    _add(trace, "prefill", arrived, opened.timings, now, now, tokens=len(first.ids))
                 yield verifier.verify_response_to_wire(opened)
-                while (step := await self._read(requests)) is not None:
+                while (message := await self.waits.next(requests)) is not None:
+                    arrived, step = time.perf_counter_ns(), self._read(message)
                     if not isinstance(step, VerifyStep):
                         raise InvalidField("kind", "the session is open already")
-                    verdict = await self.worker.verify(key, step)
-                    if trace is not None and trace.samples(step.fence.step):
-                        _add(trace, "step", verdict.timings, step=step.fence.step, accepted=len(verdict.accepted))
+                    verdict = await self.worker.verify(key, step, arrived)
+                    woken = time.perf_counter_ns()
                     failpoints.hit("verifier.verdict")
-                    yield verifier.verify_response_to_wire(verdict)
+                    answer = verifier.verify_response_to_wire(verdict)
+                    encoded = time.perf_counter_ns()
+                    yield answer
+                    if trace is not None and trace.samples(number := step.fence.step):
+                        facts = {"step": number, "accepted": len(verdict.accepted)}
+                        _add(trace, "step", arrived, verdict.timings, woken, encoded, **facts)
             finally:
                 self._closed += 1
                 self.worker.close(key)
 
-    async def _read(self, requests: AsyncIterator[Any]) -> OpenSession | VerifyStep | None:
-        message = await self.waits.next(requests)
-        if message is None:
-            return None
+    def _read(self, message: verifier_pb2.VerifyRequest) -> OpenSession | VerifyStep:
         request = verifier.read_verify_request(message, self.info.vocab_size, self.max_len)
         if isinstance(request, VerifyStep):
             try:
@@ -115,8 +119,13 @@ class VerifierServicer:
         )
 
 
-def _add(trace: tracing.Trace, name: str, timings: VerifyTimings, **facts: int) -> None:
-    """Add what the worker has just done for a session: in the queue, in the target, and in the walk over the tree."""
-    now = time.perf_counter_ns()
-    parts = {"queue": timings.queue_ns, "forward": timings.forward_ns, "accept": timings.accept_ns}
-    trace.add(name, now - timings.total_ns, now, parts, rows=timings.rows, sessions=timings.sessions, **facts)
+def _add(
+    trace: tracing.Trace, name: str, arrived: int, timings: VerifyTimings, woken: int, encoded: int, **facts: int
+) -> None:
+    """Add what was done for a message from its arrival on: in the queue, before the forward, in the target, and in the
+    walk over the tree; then the event loop was woken, at `woken`, to encode the answer.
+    """
+    parts = {"queue": timings.queue_ns, "pack": 0, "forward": timings.forward_ns, "accept": timings.accept_ns}
+    parts["pack"] = timings.total_ns - sum(parts.values())
+    parts |= {"wake": woken - arrived - timings.total_ns, "encode": encoded - woken}
+    trace.add(name, arrived, encoded, parts, rows=timings.rows, sessions=timings.sessions, **facts)

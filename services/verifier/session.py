@@ -30,11 +30,10 @@ from coppice.messages.steps import (
 )
 from coppice.speculation.penalties import Penalties
 from coppice.speculation.sampling import Row as SampledRow
-from coppice.speculation.sampling import SamplingParams, decode_row, draw
-from coppice.speculation.sampling_torch import greedy_ids
+from coppice.speculation.sampling import decode_row, draw, draw_logits, largest
 from coppice.speculation.tree import DraftTree, TreeError
 
-from .acceptance import RowAt, Walk, path_to, pq_chain, walk
+from .acceptance import Walk, path_to, pq_chain, walk
 
 _SCORED_ROWS = 64  # of a prompt that are in float32 at once
 
@@ -147,26 +146,22 @@ class Session:
 
     def opened(self, logits: Tensor, features: Features | None, timings: VerifyTimings) -> SessionOpened:
         """The answer to the prompt, given the (V,) logits of its last token."""
-        plain: NDArray[np.float32] = logits.float().cpu().numpy()
-        top = (TopLogProbs(*_best(plain, count)),) if (count := self.request.top_log_probs) else ()
+        rows = _Rows(self, logits[None], DraftTree.empty())
+        row = rows.after(0)
+        drawn = draw(*row, self.request.sampling.seed, self.committed_len)
+        root = self._next_root(rows, 0, row, drawn, keyed=True)
+        top = rows.tops((0,), self.request.top_log_probs)
         scored, prompt_top = tuple(self.prompt_log_probs), tuple(self.prompt_top)
         self.prompt_log_probs, self.prompt_top = [], []
-        return SessionOpened(self.fence, self._first_root(plain), features, timings, top, scored, prompt_top)
+        return SessionOpened(self.fence, root, features, timings, top, scored, prompt_top)
 
-    def _first_root(self, plain: NDArray[np.float32]) -> NextRoot:
-        """Where the root behind the prompt comes from."""
-        adjusted = plain if self.penalties is None else self.penalties.adjusted(plain)
-        row = decode_row(adjusted, self.request.sampling)
-        drawn = draw(*row, self.request.sampling.seed, self.committed_len)
-        return self._next_root(row, drawn, plain, keyed=True)
-
-    def _next_root(self, row: SampledRow, drawn: int, logits: NDArray[np.float32], keyed: bool) -> NextRoot:
+    def _next_root(self, rows: _Rows, node: int, row: SampledRow, drawn: int, keyed: bool) -> NextRoot:
         """The row itself where it is small and the client's draw from it gives the same id; else the id."""
         ids, log_probs = row
         want = self.request.want_log_probs
-        if keyed and len(ids) <= MAX_ROW_SUPPORT:
-            return NextRoot(Row(ids, log_probs, _raw_log_probs(logits, ids) if want else None))
-        return NextRoot(None, drawn, float(_raw_log_probs(logits, np.array([drawn]))[0]) if want else 0.0)
+        if keyed and len(ids) <= MAX_ROW_SUPPORT and not rows.wide:
+            return NextRoot(Row(ids, log_probs, rows.raw(node, ids) if want else None))
+        return NextRoot(None, drawn, float(rows.raw(node, np.array([drawn]))[0]) if want else 0.0)
 
     def judge(
         self, step: VerifyStep, tree: DraftTree, verified: tuple[int, ...], logits: Tensor, features: Tensor | None
@@ -176,8 +171,8 @@ class Session:
         logits: (n + 1, V), the root's row first; features: (n + 1, F) or None. `verified` are the sender's numbers of
         the nodes of `tree` when it is a part of the step's. Returns the verdict (timings empty) and the accepted rows.
         """
-        rows = _Rows(logits, step.root, tree, self.request.sampling, self.penalties)
-        outcome = self._walk(step, tree, rows.after)
+        rows = _Rows(self, logits, tree, (step.root,))
+        outcome = self._walk(step, tree, rows)
         path, start = outcome.path, self.committed_len
         kept = (0, *path)
         ids = [step.root, *tree.tokens[np.array(path, np.int64) - 1].tolist()]
@@ -189,7 +184,7 @@ class Session:
         self.over = last or outcome.drawn is None or outcome.drawn in self.request.stop_ids
         root = None
         if outcome.end_row is not None and outcome.drawn is not None:
-            root = self._next_root(outcome.end_row, outcome.drawn, rows[kept[-1]], keyed=step.q_rows is None)
+            root = self._next_root(rows, kept[-1], outcome.end_row, outcome.drawn, keyed=step.q_rows is None)
         verdict = Verdict(
             fence=self.fence,
             accepted=tuple([verified[node - 1] for node in path]) if verified else path,
@@ -204,14 +199,14 @@ class Session:
         )
         return verdict, kept
 
-    def _walk(self, step: VerifyStep, tree: DraftTree, row_at: RowAt) -> Walk:
+    def _walk(self, step: VerifyStep, tree: DraftTree, rows: _Rows) -> Walk:
         limit = self.request.max_len - self.committed_len - 1
         sampling, stop_ids = self.request.sampling, self.request.stop_ids
         if step.q_rows is None or not len(tree):
-            return walk(tree, self.committed_len, row_at, sampling, stop_ids, limit)
+            return walk(tree, self.committed_len, rows.after, sampling, stop_ids, limit)
         try:
             q_rows = step.q_rows[: len(tree)]  # a chain that was cut to the room there is has lost its end
-            return pq_chain(tree, row_at, q_rows, sampling.seed, self.committed_len, stop_ids, limit)
+            return pq_chain(tree, rows.law, q_rows, sampling.seed, self.committed_len, stop_ids, limit)
         except TreeError as error:
             raise InvalidField(f"step.{error.field}", str(error)) from None
 
@@ -227,27 +222,33 @@ class Session:
         if outcome.drawn is None or parent not in tree.parents:
             return None
         top_n = self.request.rejection_top_n
-        ids, log_probs = _best(rows[end], top_n) if top_n else (np.empty(0, np.int64), np.empty(0, np.float32))
+        ids, log_probs = rows.best(end, top_n) if top_n else (np.empty(0, np.int64), np.empty(0, np.float32))
         tail = max(0.0, 1.0 - float(np.exp(log_probs.astype(np.float64)).sum()))
         return Rejection(start + len(outcome.path) + 1, parent, outcome.drawn, ids, log_probs, tail)
 
 
 class _Rows:
-    """The target's rows of one step, turned into numpy and through G only where the walk looks."""
+    """The target's rows of one forward, turned into numpy and through G only where the walk looks."""
 
-    def __init__(
-        self, logits: Tensor, root: int, tree: DraftTree, sampling: SamplingParams, penalties: Penalties | None
-    ) -> None:
-        self._logits, self._root, self._tree = logits, root, tree
-        self._sampling, self._penalties = sampling, penalties
+    def __init__(self, session: Session, logits: Tensor, tree: DraftTree, root: tuple[int, ...] = ()) -> None:
+        """`root`: its id, where node 0 is one; else the rows are a prompt's last, and node 0 is the text's end."""
+        self._logits, self._tree, self._root = logits, tree, root
+        self._sampling, self._penalties = session.request.sampling, session.penalties
+        self._next = session.committed_len + len(root)  # position of the token behind node 0
+        self.wide = logits.shape[1] > MAX_ROW_SUPPORT and self._sampling.keeps_all(logits.shape[1])
+        """no row can be sent, so tokens are drawn from logits"""
+        greedy = self._sampling.temperature == 0 and self._penalties is None
         # One pass over all rows costs less than a transfer for each, and greedy needs nothing else.
-        self._best = greedy_ids(logits).tolist() if sampling.temperature == 0 and penalties is None else None
+        self._best = logits.argmax(-1).tolist() if greedy and logits.is_cuda else None
+        self._plain: dict[int, NDArray[np.float32]] = {}
+        self._mass: dict[int, np.float64] = {}  # by node: log of the sum of exp(logit - the highest)
 
     def __getitem__(self, node: int) -> NDArray[np.float32]:
-        row: NDArray[np.float32] = self._logits[node].float().cpu().numpy()
-        return row
+        if node not in self._plain:
+            self._plain[node] = self._logits[node].float().cpu().numpy()
+        return self._plain[node]
 
-    def after(self, node: int) -> SampledRow:
+    def law(self, node: int) -> SampledRow:
         """The row after G at a node, where the text before it ends with the root and the node's path.
 
         Raises ValueError on a row that decode_row refuses.
@@ -257,36 +258,47 @@ class _Rows:
             if not math.isfinite(highest := float(self._logits[node, best])):
                 raise ValueError(f"the highest logit of the row is {highest}")
             return np.array([best]), np.zeros(1)
+        return decode_row(self._adjusted(node, path_to(self._tree, node)), self._sampling)
+
+    def after(self, node: int) -> SampledRow:
+        """The same for a walk that draws with the keyed noise: of a wide row the id that will be drawn."""
+        if not self.wide:
+            return self.law(node)
+        path = path_to(self._tree, node)
+        drawn = draw_logits(self._adjusted(node, path), self._sampling, self._next + len(path))
+        return np.array([drawn]), np.zeros(1)
+
+    def _adjusted(self, node: int, path: tuple[int, ...]) -> NDArray[np.float32]:
+        if self._penalties is None:
+            return self[node]
+        ids = self._tree.tokens[np.array(path, np.int64) - 1].tolist()
+        return self._penalties.adjusted(self[node], [*self._root, *ids])
+
+    def raw(self, node: int, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Log-probabilities of ids at a node at T=1, before any penalty."""
         row = self[node]
-        if self._penalties is not None:
-            path = self._tree.tokens[np.array(path_to(self._tree, node), np.int64) - 1]
-            row = self._penalties.adjusted(row, [self._root, *path.tolist()])
-        return decode_row(row, self._sampling)
+        highest = np.float64(row.max())
+        if node not in self._mass:
+            scores = row.astype(np.float64)
+            scores -= highest
+            self._mass[node] = np.log(np.exp(scores, out=scores).sum())
+        log_probs: NDArray[np.float32] = (row[ids] - highest - self._mass[node]).astype(np.float32)
+        return log_probs
+
+    def best(self, node: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The `count` most probable ids at a node at T=1, the best first, and their log-probabilities."""
+        row = self[node]
+        ids = largest(row, count)
+        ids = ids[np.argsort(-row[ids], kind="stable")[:count]]
+        return ids, self.raw(node, ids)
 
     def log_probs_along(self, nodes: tuple[int, ...], ids: list[int]) -> tuple[float, ...]:
         """Raw log-probability of each id at the node before it."""
-        return tuple(
-            float(_raw_log_probs(self[node], np.array([token]))[0]) for node, token in zip(nodes, ids, strict=False)
-        )
+        return tuple([float(self.raw(node, np.array([token]))[0]) for node, token in zip(nodes, ids, strict=False)])
 
     def tops(self, nodes: tuple[int, ...], count: int) -> tuple[TopLogProbs, ...]:
         """The `count` most probable ids behind each node; nothing for a count of 0."""
-        return tuple([TopLogProbs(*_best(self[node], count)) for node in nodes]) if count else ()
-
-
-def _best(logits: NDArray[np.float32], count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """The `count` most probable ids of a row at T=1, and their log-probabilities."""
-    least = np.partition(logits, -count)[-count:].min() if count < len(logits) else logits.min()
-    ids = np.flatnonzero(logits >= least)  # to sort all of a large vocabulary would take longer than the rest
-    ids = ids[np.argsort(-logits[ids], kind="stable")[:count]]
-    return ids, _raw_log_probs(logits, ids)
-
-
-def _raw_log_probs(logits: NDArray[np.float32], ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    wide = logits.astype(np.float64)
-    highest = wide.max()
-    log_probs: NDArray[np.float32] = (wide[ids] - highest - np.log(np.exp(wide - highest).sum())).astype(np.float32)
-    return log_probs
+        return tuple([TopLogProbs(*self.best(node, count)) for node in nodes]) if count else ()
 
 
 def _inline(start: int, rows: Tensor) -> Features:

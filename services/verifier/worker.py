@@ -50,28 +50,28 @@ class Worker(BatchingThread):
 
     # --- called from the event loop ---
 
-    async def open(self, key: int, request: OpenSession) -> SessionOpened:
+    async def open(self, key: int, request: OpenSession, arrived: int) -> SessionOpened:
         """Prefill a new session; `key` is the caller's and new. Raises InvalidField when its name is taken."""
-        answer: SessionOpened = await self._ask(lambda job: self._take_open(key, request, job))
+        answer: SessionOpened = await self._ask(lambda job: self._take_open(key, request, job), arrived)
         return answer
 
-    async def verify(self, key: int, step: VerifyStep) -> Verdict:
-        """One tree of a session. Raises StaleFence, InvalidField."""
-        verdict: Verdict = await self._ask(lambda job: self._take_step(key, step, job))
+    async def verify(self, key: int, step: VerifyStep, arrived: int) -> Verdict:
+        """One tree of a session, which came at `arrived` of `perf_counter_ns`. Raises StaleFence, InvalidField."""
+        verdict: Verdict = await self._ask(lambda job: self._take_step(key, step, job), arrived)
         return verdict
 
     async def features(self, ref: FeatureRef) -> Tensor:
         """(n, F) feature rows of the last n positions of a window, on the CPU. Raises NotFound, InvalidField."""
-        rows: Tensor = await self._ask(lambda job: self._take_features(ref, job))
+        rows: Tensor = await self._ask(lambda job: self._take_features(ref, job), time.perf_counter_ns())
         return rows
 
     def close(self, key: int) -> None:
         """Free a session; nothing happens when it never opened."""
         self.post(lambda: self._take_close(key))
 
-    async def _ask(self, take: Callable[[Job], None]) -> Any:
+    async def _ask(self, take: Callable[[Job], None], arrived: int) -> Any:
         """Post a job; whatever `take` raises is its answer."""
-        job = Job(self.loop.create_future(), time.perf_counter_ns())
+        job = Job(self.loop.create_future(), arrived)
 
         def work() -> None:
             try:
@@ -146,7 +146,10 @@ class Worker(BatchingThread):
 
     def _forward(self) -> None:
         """One packed forward, and what each session makes of its part."""
+        taken = time.perf_counter_ns()
         jobs, pieces = self._pack()
+        for job in jobs:
+            job.started = job.started or taken
         layers = tuple(sorted({layer for job in jobs for layer in job.opened.request.feature_layers}))
         started = time.perf_counter_ns()
         try:
@@ -198,7 +201,6 @@ class Worker(BatchingThread):
         self.metrics.rows.inc(rows)
         self.metrics.forward_seconds.observe(output.forward_ns / 1e9)
         for job in jobs:
-            job.started = job.started or started
             job.forward_ns += output.forward_ns
         if self._pruner is not None:
             decoded, awaited = len(jobs) == len(self._steps), not self._rejoin.expected.isdisjoint(self._steps)

@@ -23,7 +23,7 @@ from tests import fork_server
 
 PROMPT = "def read_lines(path):\n"
 HEADS = ("specblock-code", "lookup")
-NEW_TOKENS, WARM_UP = 96, 3
+NEW_TOKENS, WARM_UP = 96, 2
 REGULAR = 0.8  # calls a step from which a function counts
 _ANSWER_S = 10.0
 
@@ -70,7 +70,7 @@ def count(policies: Sequence[str], heads: Sequence[str] = HEADS) -> dict[str, Ca
     """Calls a step under each policy, by one sampled answer after a few that warm up."""
     found: dict[str, Calls] = {}
     with tempfile.TemporaryDirectory() as name, _counted(Path(name)):
-        spec = StackSpec.demo(heads=tuple(map(HeadSpec.shipped, heads)))
+        spec = StackSpec.demo(heads=tuple(map(HeadSpec.shipped, heads)), verifier_threads=1, drafter_threads=1)
         with Stack(spec) as stack, Client(stack.address) as client:
             pids = {name: ready.pid for name, ready in stack.services.items()}
             for policy in policies:

@@ -45,11 +45,11 @@ class _Losing:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker, name)
 
-    async def verify(self, key: int, step: Any) -> Any:
+    async def verify(self, key: int, step: Any, arrived: int) -> Any:
         self._steps += 1
         if self._faults.lose_steps and self._steps % 3 == 0:
             raise Unavailable("lost")
-        return await self._worker.verify(key, step)
+        return await self._worker.verify(key, step, arrived)
 
 
 class _Breaking(GenerationServicer):

@@ -115,11 +115,11 @@ class Rig:
         prompt, drafted = list(range(1, 20)), [5, 6, 7]
         model = AutoModelForCausalLM.from_pretrained(self.folder / "target").eval()
         worker = self.running.verifiers[0]
-        await worker.open(-1, OpenSession("features", prompt, SamplingParams(), frozenset(), 60, (0, 1)))
+        await worker.open(-1, OpenSession("features", prompt, SamplingParams(), frozenset(), 60, (0, 1)), 0)
         try:
             fence = Fence(1, len(prompt), committed_hash(prompt))
             tree = DraftTree(np.array(drafted), np.zeros(3, np.int64), np.full(3, -1, np.float32))
-            verdict = await worker.verify(-1, VerifyStep(fence, 4, tree))
+            verdict = await worker.verify(-1, VerifyStep(fence, 4, tree), 0)
         finally:
             worker.close(-1)
         assert verdict.features is not None
@@ -133,9 +133,9 @@ class Rig:
     async def fence(self) -> tuple[int, str]:
         """A step on other tokens than are committed is refused."""
         worker = self.running.verifiers[0]
-        await worker.open(-2, OpenSession("fence", [1, 2, 3], SamplingParams(), frozenset(), 60))
+        await worker.open(-2, OpenSession("fence", [1, 2, 3], SamplingParams(), frozenset(), 60), 0)
         try:
-            await worker.verify(-2, VerifyStep(Fence(1, 3, 7), 4, DraftTree.empty()))
+            await worker.verify(-2, VerifyStep(Fence(1, 3, 7), 4, DraftTree.empty()), 0)
         except StaleFence:
             return 0, ""
         finally:

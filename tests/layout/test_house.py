@@ -29,6 +29,7 @@ ORDER = (
     ("coppice/bench/adapt",),
     ("coppice/bench/run",),
     ("coppice/bench/synthetic",),
+    ("coppice/bench/services",),
     ("coppice/commands",),
 )
 """Floors, the lowest first: a folder imports from floors below its own, and from itself."""

@@ -21,8 +21,8 @@ VOCAB = 300
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random target of six layers, so that features exist."""
-    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=6)
+    """A random target."""
+    return make_target(tmp_path_factory.mktemp("target"), VOCAB)
 
 
 @pytest.fixture(scope="module")

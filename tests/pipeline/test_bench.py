@@ -35,6 +35,7 @@ QUESTIONS = tuple(Question(ids, "abb"[at]) for at, ids in enumerate(PROMPTS))
 def test_every_method_is_timed_and_judged(
     stack: Stack,
     client: Client,
+    reference: Reference,
     sessions: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -45,7 +46,7 @@ def test_every_method_is_timed_and_judged(
     warm_up = () if peers else (Question((7, 8, 9), "a"),)
     plan = RunPlan(methods, (6,), (0.0, 1.0), sessions, NEW, QUESTIONS, warm_up)
     report = Report("bench run", "float32", 1)
-    measured = run_methods(Bench(stack, client, report, Options()), plan, False)
+    measured = run_methods(Bench(stack, client, report, Options(), reference), plan, False)
     rows = {(row.row.method, row.cell.temperature, row.cell.sessions): row for row in measured}
     assert list(rows) == [(method, t, count) for t in (0.0, 1.0) for count in sessions for method in methods]
     assert [row["method"] for row in report.rows] == [row.row.method for row in measured]
@@ -77,7 +78,7 @@ def test_every_method_is_timed_and_judged(
 
 
 def test_what_was_answered_before_a_failure_is_reported(
-    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
+    stack: Stack, client: Client, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generate, calls = client.generate, 0
 
@@ -92,13 +93,13 @@ def test_what_was_answered_before_a_failure_is_reported(
     plan = RunPlan(methods_of(["lookup"], stack.spec.heads, (1,)), (6,), (0.0, 1.0), (1,), 16, QUESTIONS)
     report = Report("bench run", "float32", 1)
     with pytest.raises(Unavailable):
-        run_methods(Bench(stack, client, report, Options()), plan, False)
+        run_methods(Bench(stack, client, report, Options(), reference), plan, False)
     assert [(row["method"], row["prompts"]) for row in report.rows] == [("plain", 2), ("single:lookup", 2)]
     assert report.tables
 
 
 def test_every_turn_of_a_conversation_is_asked_behind_the_earlier_answers(
-    stack: Stack, client: Client, tmp_path: Path
+    stack: Stack, client: Client, reference: Reference, tmp_path: Path
 ) -> None:
     talk = Question(PROMPTS[2], "a", FilePrompt(PROMPTS[2], "a", 1), ((40, 41), (42,)))
     plan = RunPlan(
@@ -111,7 +112,7 @@ def test_every_turn_of_a_conversation_is_asked_behind_the_earlier_answers(
         answers=tmp_path,
     )
     report = Report("bench run", "float32", 1)
-    rows = run_methods(Bench(stack, client, report, Options()), plan, False)
+    rows = run_methods(Bench(stack, client, report, Options(), reference), plan, False)
     assert [(row.row.prompts, row.row.verdicts.wrong, row.row.verdicts.ties) for row in rows] == [
         (12, 0, 0)
     ] * 2  # the last group is filled up
@@ -147,9 +148,11 @@ def test_questions_to_warm_up_with_are_the_next_ones(reference: Reference, tmp_p
 WAYS = ("coupled B=7", "uncoupled B=7")
 
 
-def test_coupling_changes_drafts_and_no_text(stack: Stack, client: Client, tmp_path: Path) -> None:
+def test_coupling_changes_drafts_and_no_text(
+    stack: Stack, client: Client, reference: Reference, tmp_path: Path
+) -> None:
     report = Report("bench paper coupling", "float32", 1)
-    bench = Bench(stack, client, report, Options(max_new_tokens=24))
+    bench = Bench(stack, client, report, Options(max_new_tokens=24), reference)
     rows = decode(bench, coupled(stack.spec.heads[:1], (7,)), PROMPTS[:2], (0.0, 1.0))
     # The target itself drafts: with the same noise it is always right.
     assert rows[1.0, ("self", WAYS[0])].tau > 2 * rows[1.0, ("self", WAYS[1])].tau
@@ -165,7 +168,7 @@ def test_coupling_changes_drafts_and_no_text(stack: Stack, client: Client, tmp_p
 
 
 def test_chains_are_drafted_beside_trees_and_sampled_ones_are_judged_by_their_law(
-    target: Path,
+    target: Path, reference: Reference
 ) -> None:
     own = (HeadSpec("self", "lm", target),)
     heads = with_chains(own, target)
@@ -176,7 +179,7 @@ def test_chains_are_drafted_beside_trees_and_sampled_ones_are_judged_by_their_la
         StackSpec(target=target, heads=heads, dtype="float32", verifier_threads=1, drafter_threads=1, extra=extra)
     )
     with stack, Client(stack.address) as client:
-        bench = Bench(stack, client, report, Options(max_new_tokens=24))
+        bench = Bench(stack, client, report, Options(max_new_tokens=24), reference)
         rows = decode(bench, chained(own), PROMPTS[:2], (0.0, 1.0))
     for (temperature, (_, way)), row in ((at, row) for at, row in rows.items() if at[1][0]):
         judged = 0 if way == "p/q" and temperature else 2

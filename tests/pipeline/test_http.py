@@ -634,9 +634,10 @@ def test_the_documented_examples_are_answered(url: str) -> None:
     assert json.loads(answer.stdout)["usage"]["completion_tokens"] == 32
 
 
-def test_bench_http_asks_both_ways(stack: Stack, grpc_client: Client) -> None:
+def test_bench_http_asks_both_ways(stack: Stack, grpc_client: Client, reference: Reference) -> None:
     report = Report("bench http", "float32", 1)
-    run_http(Bench(stack, grpc_client, report, Options(max_new_tokens=8)), [(5, 6), (7, 8), (9,)], ["plain"], [1, 2])
+    bench = Bench(stack, grpc_client, report, Options(max_new_tokens=8), reference)
+    run_http(bench, [(5, 6), (7, 8), (9,)], ["plain"], [1, 2])
     rows = report.figures["http"]
     assert [(row["method"], row["sessions"]) for row in rows] == [("plain", 1), ("plain", 2)]
     assert min(min(row["grpc_tokens_per_s"], row["http_tokens_per_s"], row["http_over_grpc"]) for row in rows) > 0

@@ -66,8 +66,7 @@ def test_greedy_text_with_a_repetition_penalty_is_generates(
 
 
 def test_greedy_text_with_a_bias_is_generates(client: Client, reference: Reference) -> None:
-    bias = {(token,): value for token, value in BIAS.items()}
-    expected = reference.generate(PROMPTS[1], NEW, SamplingParams(repetition_penalty=1.1), sequence_bias=bias).ids
+    expected = reference.generate(PROMPTS[1], NEW, SamplingParams(repetition_penalty=1.1, logit_bias=BIAS)).ids
     told = {"logit_bias": BIAS, "repetition_penalty": 1.1, **TOLD}
     for policy in POLICIES:
         assert client.generate(PROMPTS[1], policy=policy, **told).ids == expected, policy
@@ -172,7 +171,7 @@ def test_the_targets_own_penalty_is_the_default(pair: Stack, penalised: Path) ->
 def test_bench_exact_compares_with_the_folders_own_configuration(pair: Stack, penalised: Path) -> None:
     reference, report = Reference(penalised, "float32", threads=1), Report("bench exact", "float32", 1)
     with Client(pair.address) as client:
-        bench = Bench(pair, client, report, Options(max_new_tokens=NEW))
+        bench = Bench(pair, client, report, Options(max_new_tokens=NEW), reference)
         rows = run_exact(bench, PROMPTS, ("plain", "merge"), (8,), (0.0, 0.8))
     assert [row.verdicts.identical for row in rows] == [len(PROMPTS)] * 4
     for prompt in PROMPTS:  # what it would say to a deployment without the penalty

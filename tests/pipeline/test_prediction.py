@@ -13,6 +13,7 @@ import pytest
 from coppice.bench.measuring import Bench
 from coppice.bench.options import Options
 from coppice.bench.prediction import KINDS, edited, run_prediction
+from coppice.bench.reference import Reference
 from coppice.bench.report import Report
 from coppice.client.client import Client
 from coppice.client.completion import Completion
@@ -148,9 +149,9 @@ def test_http_predicts_in_text_and_parts(stack: Stack, client: Client) -> None:
                 asking.chat.completions.create(messages=messages, prediction=wrong, **told)  # type: ignore[arg-type]
 
 
-def test_the_bench_measures_both_predictions(stack: Stack, client: Client) -> None:
+def test_the_bench_measures_both_predictions(stack: Stack, client: Client, reference: Reference) -> None:
     report = Report("bench prediction", "float32", 1)
-    bench = Bench(stack, client, report, Options(target=Path("tiny"), max_new_tokens=48))
+    bench = Bench(stack, client, report, Options(target=Path("tiny"), max_new_tokens=48), reference)
     run_prediction(bench, PROMPTS, ("single:lookup",))
     rows = {row["method"]: row for row in report.rows}
     assert list(rows) == ["plain", "single:lookup", "single:lookup fits", "single:lookup useless"]

@@ -11,13 +11,13 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.spec import StackSpec
 
-SESSIONS = 1000 if os.environ.get("COPPICE_PROOF") else 24
+SESSIONS = 1000 if os.environ.get("COPPICE_PROOF") else 12
 NEW = 16
 
 
 def test_sampled_sessions_are_plain_decodings_own() -> None:
     rng, different = random.Random(1), []
-    stack = Stack(StackSpec.demo(dtype="float32"))
+    stack = Stack(StackSpec.demo(dtype="float32", verifier_threads=1, drafter_threads=1))
     with stack, Client(stack.address) as client:
         model = client.describe()
         for number in range(SESSIONS):

@@ -156,6 +156,9 @@ with get_tracer("application").start_as_current_span("question"), Client(address
 """
 
 
+VERIFYING = ("queue", "pack", "forward", "accept", "wake", "encode")
+
+
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     """Keeps the spans that it is sent, by service."""
 
@@ -219,10 +222,10 @@ def test_a_request_is_one_trace_through_every_process(target: Path, tmp_path: Pa
         ("application", "generate", "question"),
         (orchestrator, "GenerationService/Generate", "generate"),
         *((orchestrator, name, "GenerationService/Generate") for name in ("queue", "prefill", "step")),
-        *((orchestrator, name, "step") for name in ("draft", "verify", "commit")),
+        *((orchestrator, name, "step") for name in ("ask", "draft", "choose", "send", "verify", "commit")),
         (verifier, "VerifierService/Verify", "GenerationService/Generate"),
         *((verifier, name, "VerifierService/Verify") for name in ("prefill", "step")),
-        *((verifier, part, name) for name in ("prefill", "step") for part in ("queue", "forward", "accept")),
+        *((verifier, part, name) for name in ("prefill", "step") for part in VERIFYING),
         *(
             (f"coppice-drafter-{head}", *edge)
             for head in ("self", "lookup")
@@ -230,8 +233,7 @@ def test_a_request_is_one_trace_through_every_process(target: Path, tmp_path: Pa
                 ("DrafterService/Draft", "GenerationService/Generate"),
                 ("open", "DrafterService/Draft"),
                 ("draft", "DrafterService/Draft"),
-                ("queue", "draft"),
-                ("forward", "draft"),
+                *((part, "draft") for part in ("queue", "forward", "tree", "wake", "encode")),
             )
         ),
     }

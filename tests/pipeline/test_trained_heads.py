@@ -83,13 +83,22 @@ async def test_sessions_of_all_policies_at_once_change_nothing(stack: Stack, ref
     assert [answer.ids for answer in answers] == [expected[n % len(PROMPTS)] for n in range(8)]
 
 
+@pytest.fixture(scope="module")
+def losing() -> Iterator[Stack]:
+    """Its window is shorter than the prompt: the first positions have no features any more."""
+    with started(deadline_ms=0, window=16) as running:
+        yield running
+
+
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
-def test_a_lost_drafter_changes_nothing_and_one_that_comes_back_drafts_again(number: signal.Signals) -> None:
-    """Also with a window shorter than the prompt: its first positions have no features any more."""
+def test_a_lost_drafter_changes_nothing_and_one_that_comes_back_drafts_again(
+    losing: Stack, number: signal.Signals
+) -> None:
+    """The last test of this stack kills one."""
     sampling = SamplingParams(temperature=1.0, seed=11)
     told = {"max_new_tokens": 64, "ignore_eos": True, "sampling": sampling}
-    with started(deadline_ms=0, window=16) as running, Client(running.address) as client:
-        pid = running.services["drafter-dspark-code"].pid
+    with Client(losing.address) as client:
+        pid = losing.services["drafter-dspark-code"].pid
         plain = client.generate(PROMPTS[0], policy="plain", **told)
         ids: list[int] = []
         for event in client.stream(PROMPTS[0], policy="route", **told):

@@ -446,10 +446,10 @@ async def test_waiting_sessions_are_drafted_together_and_deltas_say_how_long_the
     async with worker_of(head) as worker:
         sessions = await open_on(worker, 6)
         head.proceed.clear()
-        worker.step(sessions[0], step_of(1, 7))
+        worker.step(sessions[0], step_of(1, 7), time.perf_counter_ns())
         await asyncio.to_thread(head.entered.acquire)
         for session in sessions[1:]:
-            worker.step(session, step_of(1, 7))
+            worker.step(session, step_of(1, 7), time.perf_counter_ns())
         head.proceed.set()
         for session in sessions:
             first, last = await answer_of(session), await answer_of(session)
@@ -465,11 +465,11 @@ async def test_a_superseded_step_is_not_drafted_and_its_advance_still_counts() -
     async with worker_of(head) as worker:
         busy, session = await open_on(worker, 2)
         head.proceed.clear()
-        worker.step(busy, step_of(1, 7))
+        worker.step(busy, step_of(1, 7), time.perf_counter_ns())
         await asyncio.to_thread(head.entered.acquire)
-        worker.step(session, step_of(1, 7))
-        worker.step(session, step_of(2, 8, [7]))
-        worker.step(session, step_of(3, 9, [8, 8], before=[1, 2, 7]))
+        worker.step(session, step_of(1, 7), time.perf_counter_ns())
+        worker.step(session, step_of(2, 8, [7]), time.perf_counter_ns())
+        worker.step(session, step_of(3, 9, [8, 8], before=[1, 2, 7]), time.perf_counter_ns())
         head.proceed.set()
         first, last = await answer_of(session), await answer_of(session)
         assert (first.fence.step, last.fence.step, last.last) == (3, 3, True)
@@ -485,20 +485,20 @@ async def test_a_draft_that_fails_ends_its_own_session_only(bad_root: int) -> No
     async with worker_of(head) as worker:
         busy, bad, good = await open_on(worker, 3)
         head.proceed.clear()
-        worker.step(busy, step_of(1, 7))
+        worker.step(busy, step_of(1, 7), time.perf_counter_ns())
         await asyncio.to_thread(head.entered.acquire)
-        worker.step(bad, step_of(1, bad_root))
+        worker.step(bad, step_of(1, bad_root), time.perf_counter_ns())
         if bad_root == ScriptedHead.BAD_BATCH:
-            worker.step(good, step_of(1, 7))
+            worker.step(good, step_of(1, 7), time.perf_counter_ns())
         head.proceed.set()
         if bad_root != ScriptedHead.BAD_BATCH:
             assert not (await answer_of(bad)).last
-            worker.step(good, step_of(1, 7))
+            worker.step(good, step_of(1, 7), time.perf_counter_ns())
         with pytest.raises(RuntimeError):
             await answer_of(bad)
         assert [(await answer_of(good)).last for _ in range(2)] == [False, True]
-        worker.step(bad, step_of(2, 7))  # on its way when the session failed
-        worker.step(good, step_of(2, 7))
+        worker.step(bad, step_of(2, 7), time.perf_counter_ns())  # on its way when the session failed
+        worker.step(good, step_of(2, 7), time.perf_counter_ns())
         assert [(await answer_of(good)).last for _ in range(2)] == [False, True]
         assert bad.answers.empty()
 
@@ -507,8 +507,8 @@ async def test_an_advance_that_fails_ends_its_own_session_only() -> None:
     head = ScriptedHead()
     async with worker_of(head) as worker:
         bad, good = await open_on(worker, 2)
-        worker.step(bad, step_of(1, 7, [13]))
-        worker.step(good, step_of(1, 7, [12]))
+        worker.step(bad, step_of(1, 7, [13]), time.perf_counter_ns())
+        worker.step(good, step_of(1, 7, [12]), time.perf_counter_ns())
         with pytest.raises(RuntimeError, match="cannot advance"):
             await answer_of(bad)
         assert [(await answer_of(good)).last for _ in range(2)] == [False, True]
@@ -519,11 +519,11 @@ async def test_closing_drops_what_waits_and_leaves_nothing_in_the_head() -> None
     async with worker_of(head) as worker:
         busy, session = await open_on(worker, 2)
         head.proceed.clear()
-        worker.step(busy, step_of(1, 7))
+        worker.step(busy, step_of(1, 7), time.perf_counter_ns())
         await asyncio.to_thread(head.entered.acquire)
         unborn = Session(9)
         worker.open(unborn, OpenDraft("s", [1], SamplingParams()))
-        worker.step(session, step_of(1, 7))
+        worker.step(session, step_of(1, 7), time.perf_counter_ns())
         for closing in (session, busy, unborn):
             worker.close(closing)
         assert worker.sessions == 3

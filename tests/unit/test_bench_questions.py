@@ -137,7 +137,7 @@ def test_figures_that_were_measured_survive_what_comes_later(
     tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @contextmanager
-    def running(spec: object, report: object) -> Iterator[Any]:
+    def running(*told: object) -> Iterator[Any]:
         yield SimpleNamespace(address="127.0.0.1:1")
 
     monkeypatch.setattr(measuring, "running", running)

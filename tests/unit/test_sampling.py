@@ -20,6 +20,7 @@ from coppice.speculation.sampling import (
     SamplingParams,
     decode_row,
     draw,
+    draw_logits,
     hash_u64,
     mix,
     noise,
@@ -155,6 +156,39 @@ def test_draw_gives_ties_to_the_lower_id(monkeypatch: pytest.MonkeyPatch) -> Non
     assert draw(np.array([2, 5, 9]), np.array([-1.0, -0.5, -0.5]), 0, 0) == 5
 
 
+def large_logits(rng: np.random.Generator, case: int) -> NDArray[np.float32]:
+    """A row of a large vocabulary: flat, usual, peaked, with ties, with ids that cannot be."""
+    logits = random_logits(rng, int(rng.integers(4_000, 20_000))) * np.float32((0.01, 1, 1, 1, 2)[case % 5])
+    match case % 5:
+        case 2:
+            logits[rng.integers(0, logits.size)] += 30
+        case 3:
+            logits = np.round(logits)
+        case 4:
+            logits[rng.random(logits.size) < 0.9] = -np.inf
+    return logits
+
+
+@pytest.mark.parametrize("close", [sampling._CLOSE, 3.0], ids=["clear", "close"])
+def test_a_draw_from_a_large_vocabulary_looks_at_all_ids(close: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "_CLOSE", close)
+    rng = np.random.default_rng(9)
+    for case in range(100 * EFFORT):
+        logits = large_logits(rng, case)
+        params = SamplingParams(temperature=float(rng.choice([0.2, 1.0, 3.0])), seed=int(rng.integers(0, 2**63)))
+        ids, log_probs = decode_row(logits, params)
+        expected = int(ids[np.argmax(log_probs + noise(params.seed, case, ids))])
+        assert draw(ids, log_probs, params.seed, case) == draw_logits(logits, params, case) == expected
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), *PARAMS], ids=["greedy", *IDS])
+def test_a_draw_from_logits_is_that_from_their_row(params: SamplingParams) -> None:
+    rng = np.random.default_rng(10)
+    for case in range(10 * EFFORT):
+        logits = large_logits(rng, case)
+        assert draw_logits(logits, params, case) == draw(*decode_row(logits, params), params.seed, case)
+
+
 def test_coupled_candidates_hold_the_targets_draw_more_often_than_the_drafters_best() -> None:
     rng = np.random.default_rng(5)
     steps, ids = 1_500 * EFFORT, np.arange(200)
@@ -216,7 +250,7 @@ def test_ids_that_tie_with_the_kth_are_kept_as_in_transformers() -> None:
 def test_the_decoding_operator_agrees_between_numpy_and_torch(params: SamplingParams) -> None:
     rng = np.random.default_rng(7)
     for case in range(60 * EFFORT):
-        logits = random_logits(rng, int(rng.integers(1, 400)))
+        logits = large_logits(rng, case) if case < 10 else random_logits(rng, int(rng.integers(1, 400)))
         if case % 3 == 0:
             logits = np.round(logits)  # ties
         if case % 4 == 0:
@@ -257,6 +291,8 @@ def test_a_row_without_a_highest_finite_logit_is_refused(bad: list[float], tempe
     logits, params = np.array(bad, np.float32), SamplingParams(temperature=temperature)
     with pytest.raises(ValueError, match="logit"):
         decode_row(logits, params)
+    with pytest.raises(ValueError, match="logit"):
+        draw_logits(logits, params, 0)
     with pytest.raises(ValueError, match="logit"):
         sampling_torch.decode_row(torch.from_numpy(logits), params)
 

@@ -140,7 +140,8 @@ def report_lanes(
 ) -> list[AdaptRow]:
     """Add a row for each lane, their table, checks and goals to the report. Returns the rows."""
     rows: list[AdaptRow] = []
-    verdicts = judged_lanes(lanes, stream, reference_of(base))
+    with reference_of(base) as reference:
+        verdicts = judged_lanes(lanes, stream, reference)
     for lane in lanes:
         never = rows[0].row if rows and rows[0].row.method == NEVER else None
         rows.append(adapt_row(lane, stream, never, verdicts[lane.name]))

@@ -12,11 +12,13 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from coppice.adaptation.client import AdapterClient
 from coppice.bench.adapt.shift import StreamQuery
 from coppice.bench.asking import answers_to
+from coppice.bench.calm import Calm
 from coppice.bench.progress import Progress
 from coppice.client.client import Client
 from coppice.client.completion import Completion
@@ -75,6 +77,11 @@ class Lane:
         finally:
             self.send(signal.SIGSTOP)
 
+    def answer(self, prompts: Sequence[str]) -> None:
+        """Run, and add the answers to some prompts."""
+        with self.running():
+            self.answers += answers_to(self.client, prompts, max_new_tokens=NEW_TOKENS)
+
     def send(self, number: signal.Signals) -> None:
         """Send it to every process: SIGSTOP holds them still, SIGCONT lets them go on."""
         for pid in self._stack.pids:
@@ -89,8 +96,11 @@ def pin(pid: int, cores: Sequence[int]) -> None:
             os.sched_setaffinity(int(thread.name), cores)
 
 
-def run_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery]) -> None:
-    """Serve the stream with every lane, some queries at a time, in alternating order."""
+def run_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery], calm: Calm) -> None:
+    """Serve the stream with every lane, some queries at a time, in alternating order.
+
+    Disturbed answers are counted and not asked again: adapters have learnt of them.
+    """
     started: list[Lane] = []
     with Progress("answers", len(lanes) * len(stream)) as progress:
         try:
@@ -101,9 +111,9 @@ def run_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery]) -> None:
             for number, at in enumerate(range(0, len(stream), TURN)):
                 for lane in lanes if number % 2 == 0 else reversed(lanes):
                     progress.say(lane.name)
-                    with lane.running():
-                        prompts = [query.prompt for query in stream[at : at + TURN]]
-                        lane.answers += answers_to(lane.client, prompts, max_new_tokens=NEW_TOKENS)
+                    prompts = [query.prompt for query in stream[at : at + TURN]]
+                    _, disturbed = calm.during(partial(lane.answer, prompts))
+                    calm.count(len(prompts), False, disturbed)
                     progress.add(len(prompts))
         finally:
             for lane in reversed(started):

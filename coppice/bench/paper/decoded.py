@@ -8,11 +8,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from coppice.bench.asking import Ids, asking, compare, judged
+from coppice.bench.asking import Ids, asking, judged
 from coppice.bench.measuring import Bench
 from coppice.bench.progress import Progress
 from coppice.bench.report import Check, Row, make_row, method_table, with_speedups
 from coppice.bench.target_text import TargetText
+from coppice.bench.turns import compare
 from coppice.config.sections import FEATURE_KINDS
 from coppice.pictures.style import looks
 from coppice.speculation.sampling import SamplingParams
@@ -81,7 +82,7 @@ def decode(
                 if temperature or options.get("coupled", True)
             }
             asked = [(ids, SamplingParams(temperature=temperature, seed=SEED + at)) for at, ids in enumerate(prompts)]
-            answers = compare(ways, [([ids], sampling) for ids, sampling in asked], progress, warm_up=True)
+            answers = compare(ways, [([ids], sampling) for ids, sampling in asked], progress, report.calm)
             # Sampled chains have the target's law, and other draws.
             free = [way for way, options in requests.items() if temperature > 0 and options.get("pq")]
             verdicts = judged(bench.reference, asked, answers, free=free)

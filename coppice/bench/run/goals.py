@@ -40,7 +40,8 @@ class _Compared:
         """Tokens/s of a method over another's: at least the bound; none if one was not run."""
         ratio = self.pairs.ratio(method, over) if method in self.pairs.answers and over else None
         if ratio is not None:
-            note = "; ".join(part for part in (note, self.weak, f"95%: {ratio.low:.2f} to {ratio.high:.2f}") if part)
+            told = f"95%: {ratio.low:.2f} to {ratio.high:.2f}; median pair: {ratio.median:.2f}"
+            note = "; ".join(part for part in (note, self.weak, told) if part)
             yield Check.at_least(f"tokens/s of {method} over {over}{self.where}", ratio.value, bound, note)
 
 

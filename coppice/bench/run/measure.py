@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from coppice.bench.asking import Ask, Asked, Group, Ids, asking, in_turn, judged
+from coppice.bench.asking import Ask, Asked, Group, Ids, asking, judged
 from coppice.bench.bare import NO_DRAFT, Bare, BareDraft
+from coppice.bench.calm import Calm
 from coppice.bench.measuring import Bench
 from coppice.bench.progress import Progress
 from coppice.bench.questions import Question
@@ -18,12 +19,16 @@ from coppice.bench.run.goals import kept_goals, speed_goals
 from coppice.bench.run.pairs import Cell, Pairs
 from coppice.bench.run.peers import HF_ASSISTED, PEERS, Peers
 from coppice.bench.run.report import RunRow, run_row, tables
+from coppice.bench.turns import Taken, ask_again, count, in_turn
 from coppice.client.completion import Completion
 from coppice.errors import CoppiceError
 from coppice.speculation.sampling import SamplingParams
 
 SEED = 1  # of the keyed noise, and of the bootstrap
 TUNING_PROMPTS = 2
+
+Answered = Taken[str, list[Completion]]
+"""every method's answers to a group"""
 
 
 @dataclass(frozen=True)
@@ -120,19 +125,20 @@ class _Runner:
         for _ in self._groups(cell, ways, plan.warm_up):
             pass
         self._progress.say(str(cell))
-        answers: dict[str, list[Completion]] = {method: [] for method in ways}
-        asked, questions = list[tuple[Ids, SamplingParams]](), list[Question]()
+        calm, taken, questions = self._bench.report.calm, list[Answered](), list[Question]()
         failure: Exception | None = None
         try:
-            for group, seeded, answered in self._groups(cell, ways, plan.questions):
-                for method, its in answered.items():
-                    answers[method] += its
-                asked += ((question.ids, seeded) for question in group)
+            for group, answered in self._groups(cell, ways, plan.questions, calm):
                 questions += group
-        except (CoppiceError, RuntimeError) as error:
+                taken.append(answered)
+            ask_again(ways, taken, self._progress, calm)
+        except CoppiceError as error:
             if not questions:
                 raise
             failure = error
+        count(taken, calm)
+        answers = {method: [answer for each in taken for answer in each.given[method]] for method in ways}
+        asked = [(ids, sampling) for prompts, sampling in (each.group for each in taken) for ids in prompts]
         self._progress.say(f"{cell}: judging")
         own = self._own(asked, answers) if cell.temperature == 0 else None
         free = (HF_GENERATE,) if own else PEERS  # sampled answers of peers have other draws
@@ -154,9 +160,9 @@ class _Runner:
         return lambda prompts, sampling: [self._peers.answer(method, ids, new_tokens, sampling) for ids in prompts]
 
     def _groups(
-        self, cell: Cell, ways: dict[str, Ask], questions: Sequence[Question]
-    ) -> Iterator[tuple[list[Question], SamplingParams, dict[str, list[Completion]]]]:
-        """The questions asked at once, how, and every method's answers; the last method is first in every other group.
+        self, cell: Cell, ways: dict[str, Ask], questions: Sequence[Question], calm: Calm | None = None
+    ) -> Iterator[tuple[list[Question], Answered]]:
+        """The questions asked at once, and every method's answers; the last method is first in every other group.
 
         Each question is asked once, but for those that fill up a group. A conversation goes on behind what plain
         decoding answered, whatever the method: they are compared on the same prompts.
@@ -167,10 +173,10 @@ class _Runner:
             seeded = SamplingParams(temperature=cell.temperature, seed=SEED + at)
             while group:
                 together: Group = [question.ids for question in group], seeded
-                answered = in_turn(ways, together, number, self._progress)
-                yield group, seeded, answered
+                answered = in_turn(ways, together, number, self._progress, calm)
+                yield group, answered
                 self._bench.stack.check()
-                both = zip(group, answered["plain"], strict=True)
+                both = zip(group, answered.given["plain"], strict=True)
                 ended = self._bench.reference.text.ended
                 on = [question.next(ended(answer.ids)) for question, answer in both if question.later]
                 group = [on[each % len(on)] for each in range(cell.sessions)] if on else []

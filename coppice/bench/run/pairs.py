@@ -32,14 +32,15 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Tokens/s over other tokens/s, and the bounds of its 95% interval."""
+    """Tokens/s over other tokens/s: of all answers, with the bounds of its 95% interval, and of the median pair."""
 
     value: float
     low: float
     high: float
+    median: float
 
     def __str__(self) -> str:
-        return f"{self.value:.2f} ({self.low:.2f}-{self.high:.2f})"
+        return f"{self.value:.2f} ({self.low:.2f}-{self.high:.2f}) {self.median:.2f}"
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,10 @@ class Pairs:
         )
         drawn = np.random.default_rng(self.seed).integers(len(figures), size=(RESAMPLES, len(figures)))
         sums = np.vstack((figures.sum(0), figures[drawn].sum(1)))  # (1 + RESAMPLES, 4), the pairs themselves first
-        ratios = sums[:, 0] / sums[:, 1] * sums[:, 3] / sums[:, 2]
+        ratios, pairs = (each[:, 0] / each[:, 1] * each[:, 3] / each[:, 2] for each in (sums, figures))
         value, (low, high) = float(ratios[0]), np.quantile(ratios[1:], (0.025, 0.975))
-        return Ratio(value, min(value, float(low)), max(value, float(high)))  # rounding may move equal ones apart
+        # Rounding may move equal bounds apart.
+        return Ratio(value, min(value, float(low)), max(value, float(high)), float(np.median(pairs)))
 
     def accepted(self, method: str) -> list[float]:
         """alpha_k: of the steps that accepted k - 1 drafts, the share that accepted one more (k = 1, 2, ...).

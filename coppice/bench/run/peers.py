@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from coppice.bench.asking import Ids
 from coppice.bench.options import read_methods
@@ -55,8 +54,7 @@ class Peers:
 
     def __init__(self, reference: Reference, assistant: Path | None) -> None:
         """`assistant`: the folder of the small model that hf-assisted drafts with."""
-        self._reference = reference
-        self._assistant = reference.load(assistant) if assistant else None
+        self._reference, self._assistant = reference, assistant
         self.settings: dict[str, Settings] = {}
         """the best of each peer that has any"""
 
@@ -73,16 +71,9 @@ class Peers:
 
     def answer(self, name: str, ids: Sequence[int], new_tokens: int, sampling: SamplingParams) -> Completion:
         """One answer of `new_tokens`."""
-        return self._reference.generate(ids, new_tokens, sampling, **self._options(name))
+        assistant = self._assistant if name == HF_ASSISTED else None
+        return self._reference.generate(ids, new_tokens, sampling, assistant, self.settings.get(name))
 
     def told(self, name: str) -> str:
         """The settings of a peer for people; empty for one that has none."""
         return ", ".join(f"{setting} {value:g}" for setting, value in self.settings.get(name, {}).items())
-
-    def _options(self, name: str) -> dict[str, Any]:
-        if name != HF_ASSISTED:
-            return dict(self.settings.get(name, {}))
-        assert self._assistant is not None
-        # transformers looks for them there
-        self._assistant.generation_config.update(**self.settings[name], num_assistant_tokens_schedule="constant")
-        return {"assistant_model": self._assistant}

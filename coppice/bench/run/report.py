@@ -128,9 +128,9 @@ def tables(rows: Sequence[RunRow], report: Report, warm_up: int) -> Iterator[Tab
         on = f"{cell}, {report.dtype}, {report.threads} threads"
         if warm_up:
             on += f", {warm_up} prompts answered before"
-        yield _speed_table(f"{report.command}, {on}, prefill left out; in brackets 95%", its)
+        yield _speed_table(f"{report.command}, {on}, prefill left out; in brackets 95%, then the median pair", its)
         if len(its[0].figures) > 1:
-            yield _sets_table(f"{cell}: x plain / tau / draft share by set of answers", its)
+            yield _sets_table(f"{cell}: x plain, its median pair / tau / draft share by set of answers", its)
         yield _time_table(f"{cell}: a step; T_D and T_M are milliseconds in bare loops", its)
     if len({row.cell.sessions for row in rows}) > 1:
         yield _sessions_table("tokens/s (ms an answer) by sessions", rows)
@@ -181,8 +181,8 @@ def _sets_table(title: str, rows: Sequence[RunRow]) -> Table:
     """Table 1 of SpecBlock for the benchmarks at hand, for all answers, and for those that do not loop."""
 
     def cell(figures: Figures) -> str:
-        speedup = figures.over_plain.value if figures.over_plain else 0.0
-        return f"{speedup:.2f} / {figures.tau:.2f} / {figures.draft_share:.0%}"
+        speedup = f"{figures.over_plain.value:.2f}, {figures.over_plain.median:.2f}" if figures.over_plain else "-"
+        return f"{speedup} / {figures.tau:.2f} / {figures.draft_share:.0%}"
 
     headings = {name: f"{name} ({its.answers})" for name, its in rows[0].figures.items()}
     return table(

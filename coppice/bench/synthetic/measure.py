@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from coppice.bench.asking import GREEDY, asking, compare
+from coppice.bench.asking import GREEDY, asking
 from coppice.bench.bare import NO_DRAFT, Bare, BareDraft
 from coppice.bench.measuring import running
 from coppice.bench.options import Options
@@ -22,6 +22,7 @@ from coppice.bench.progress import Progress
 from coppice.bench.report import Report, make_row
 from coppice.bench.steps import costs, parts_of
 from coppice.bench.synthetic.profiles import expected_tau
+from coppice.bench.turns import compare
 from coppice.client.client import Client
 from coppice.limits import MAX_TREE_NODES
 from coppice.stack.spec import StackSpec
@@ -151,7 +152,7 @@ def measure_pipeline(
         progress.say("the services")
         methods = (PLAIN, *(f"single:{head.name}" for head in spec.heads))
         ways = {method: asking(client, NEW_TOKENS, policy=method) for method in methods}
-        for method, answers in compare(ways, groups, progress, warm_up=True).items():
+        for method, answers in compare(ways, groups, progress, report.calm).items():
             step, row = costs(method, answers), make_row(method, answers, [], plan.budget)
             draft = times.drafts.get((1, method.removeprefix("single:")), NO_DRAFT)
             bare_ms = times.forward_ms(row.verified_nodes + 1) + draft.forward_ms
