@@ -65,7 +65,6 @@ class Drafting:
         """Tell the heads what the step committed and what they missed."""
         verdict = step.judged
         for at, (head, draft) in enumerate(zip(self._heads, step.drafts, strict=True)):
-            head.learn(verdict.features)
             if head.opening.want_misses and step.choice.routed in (at, UNION):
                 head.reject(draft, step.start, step.offered, verdict.rejection)
 

@@ -25,7 +25,6 @@ from .step import NO_DRAFT, Committed, Draft
 
 _MISSES_TO_COOL_DOWN = 2.0
 _FORGIVEN = 0.125  # of a miss, by a draft in time: more than one miss in nine steps adds up
-_MOST_UNTOLD_BYTES = 16 << 20
 
 
 @dataclass(slots=True)
@@ -94,8 +93,6 @@ class _Unsent:
 
     told: int
     """committed ids that it knows of"""
-    features: bytearray = field(default_factory=bytearray)
-    """feature rows of the others"""
     rejection: Rejection | None = None
     """about the last tree"""
 
@@ -137,27 +134,26 @@ class HeadSession:
         self._opened, self._misses = False, 0.0
         self._unsent, self.signal.owed = _Unsent(len(ids)), 0  # this drafter knows no earlier tree
         self._stream = DraftStream(self.pool.name, replica, self._heard, self._cool_down)
-        opening = replace(self.opening, ids=ids, features=self._features_of(ids))
+        start = self._window.start if self._window else 0
+        opening = replace(self.opening, ids=ids, features=self._features(start, len(ids) - start))
         self._stream.write(drafter.draft_request_to_wire(opening))
 
-    def _features_of(self, ids: list[int]) -> Features | None:
-        """Where to fetch its features up to the last id; the verifier raises the start to what it still holds."""
+    def _features(self, start: int, count: int) -> Features | None:
+        """Where the drafter can follow the text, and fetch the features of some positions if the head reads any.
+
+        The verifier raises the start to what it still holds.
+        """
         window = self._window
         if window is None or window.ref is None:
             return None
-        ref = replace(window.ref, count=len(ids) - window.ref.start, layers=self._layers or ())
-        return Features(ref.start, ref.count, window.dtype, None, ref)
+        layers = self._layers or ()
+        ref = replace(window.ref, start=start, count=count if layers else 0, layers=layers)
+        return Features(start, ref.count, window.dtype, None, ref)
 
     def learn(self, features: Features | None) -> None:
-        """Take the features of newly committed positions: of the prompt's a reference, of a step's the rows."""
-        if not self._layers or features is None:
-            return
-        if features.ref is not None:
+        """Take where the features of the prompt, and of what is committed behind it, can be had."""
+        if features is not None and features.ref is not None:
             self._window = features
-        elif self._stream is not None and self._window is not None and self._window.ref is not None:
-            self._unsent.features += columns(features, self._window.ref.layers, self._layers)
-            if len(self._unsent.features) > _MOST_UNTOLD_BYTES:  # a drafter that takes nothing
-                self._cool_down()
 
     def ask(self, fence: Fence, root: int, ids: list[int], budget: int) -> asyncio.Future[None] | None:
         """Ask for a tree below `root`; the future is done when it is complete. None when the head sits this out."""
@@ -180,11 +176,7 @@ class HeadSession:
         unsent, self._unsent = self._unsent, _Unsent(len(ids))
         self.signal.owed += unsent.rejection is not None
         new = ids[unsent.told :]
-        if self._window is None or not new:
-            self._unsent.features = unsent.features
-            return Advance(new, None, unsent.rejection)
-        features = Features(unsent.told, len(new), self._window.dtype, bytes(unsent.features))
-        return Advance(new, features, unsent.rejection)
+        return Advance(new, self._features(unsent.told, len(new)), unsent.rejection)
 
     def reject(self, draft: Draft, start: int, offered: Sequence[int], verified: Rejection | None) -> None:
         """Tell the drafter with the next step where its last tree left the text, unless all of it was accepted.
@@ -273,18 +265,6 @@ class HeadSession:
             if question.budget:
                 self.pool.drafted(time.perf_counter() - question.asked_at)
             question.answer.set_result(None)
-
-
-def columns(features: Features, layers: tuple[int, ...], wanted: tuple[int, ...]) -> bytes:
-    """The inline rows with the columns of the `wanted` layers alone, in their order, of rows that hold `layers`.
-
-    Rows that cannot be cut are left whole: their drafter refuses them.
-    """
-    rows, parts = features.inline or b"", features.count * len(layers)
-    if wanted == layers or not parts or len(rows) % parts or not set(wanted) <= set(layers):
-        return rows
-    by_layer = np.frombuffer(rows, np.uint8).reshape(features.count, len(layers), -1)
-    return by_layer[:, [layers.index(layer) for layer in wanted]].tobytes()
 
 
 def own_rejection(tree: DraftTree, start: int, offered: Sequence[int], verified: Rejection | None) -> Rejection | None:

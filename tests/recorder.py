@@ -64,6 +64,7 @@ class Recorder(Head):
         self.open_sessions: dict[int, Seen] = {}
         self.gate = threading.Event()
         self.gate.set()
+        self.jobs: list[DraftJob] = []
 
     def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
         assert self.gate.wait(30)
@@ -89,6 +90,7 @@ class Recorder(Head):
             seen.features.append(advance.features)
 
     def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        self.jobs += jobs
         ahead = [self.truth[job.committed_len + 1 :][:3] for job in jobs]
         yield [Growth(at, DraftTree.chain(ids, [-0.1, -0.2, -0.3][: len(ids)]), True) for at, ids in enumerate(ahead)]
 
@@ -105,13 +107,13 @@ async def server_of(service: Any, servicer: object, port: int = 0) -> AsyncItera
 
 
 @asynccontextmanager
-async def drafter_of(head: Head, allowed: Sequence[str] = (), port: int = 0) -> AsyncIterator[Any]:
+async def drafter_of(head: Head, allowed: Sequence[str] = (), port: int = 0, ahead: bool = True) -> AsyncIterator[Any]:
     """A drafter that serves a head of this process; gives something with its address."""
     worker, bounds = Worker(lambda: head, SessionMetrics("drafter")), Limits()
     await worker.start()
     waits = StreamWaits(60.0, asyncio.Event())
     verifiers = directory(allowed, "verifier", "", DirectorySettings(), "drafter.verifiers") if allowed else None
-    servicer = DrafterServicer(worker, bounds, waits, FeatureSource(Dialer(bounds), verifiers))
+    servicer = DrafterServicer(worker, bounds, waits, FeatureSource(Dialer(bounds), verifiers), ahead)
     async with server_of(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer, port) as server:
         yield server
     await worker.stop()

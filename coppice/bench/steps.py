@@ -13,7 +13,8 @@ from coppice.bench.asking import GREEDY, Ids, asking
 from coppice.bench.measuring import Bench
 from coppice.bench.progress import Progress
 from coppice.bench.report import Check, Report
-from coppice.bench.timeline import draw, median_step, steps_of
+from coppice.bench.timeline import median_step, steps_of
+from coppice.bench.timeline_picture import draw
 from coppice.bench.turns import compare
 from coppice.client.completion import Completion
 from coppice.stack.spec import StackSpec

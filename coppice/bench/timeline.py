@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 MIDDLE = 0.1
 """share of the steps, around the median one, that are averaged"""
-LANES = ("orchestrator", "drafter", "head", "wire", "verifier", "target")
-"""event loops, the threads of the models, and what lies between the processes"""
 ON_THREAD = {"forward", "tree", "pack", "accept"}
 
 
@@ -82,7 +80,8 @@ def _chain(spans: Sequence[_Span]) -> list[Part]:
     parts: list[Part] = []
 
     def add(lane: str, name: str, ended: float) -> None:
-        parts.append(Part(lane, name, parts[-1].ended if parts else 0.0, ended - step.began))
+        before = parts[-1].ended if parts else 0.0  # what was begun before the step counts from there on
+        parts.append(Part(lane, name, before, max(before, ended - step.began)))
 
     def inside(service: _Span, thread: str) -> None:
         for name, (_, ended) in service.parts.items():
@@ -119,39 +118,3 @@ def median_step(steps: Sequence[Sequence[Part]]) -> list[Part]:
         )
         for parts in zip(*middle, strict=True)
     ]
-
-
-def draw(steps: dict[str, list[Part]], file: Path) -> None:
-    """A picture of a median step of each method: a lane for each event loop and each model's thread."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    from coppice.pictures.style import BLUE, GREEN, GREY, ORANGE
-
-    colours = {
-        "orchestrator": BLUE,
-        "drafter": GREEN,
-        "head": GREEN,
-        "verifier": ORANGE,
-        "target": ORANGE,
-        "wire": GREY,
-    }
-    with rc_context({"font.size": 8, "svg.fonttype": "none"}):
-        figure = Figure(figsize=(9, 1.7 * len(steps) + 0.4), layout="constrained")
-        all_axes = figure.subplots(len(steps), 1, squeeze=False, sharex=True)[:, 0]
-        for axes, (method, parts) in zip(all_axes, steps.items(), strict=True):
-            lanes = [lane for lane in LANES if any(part.lane == lane for part in parts)]
-            for part in parts:
-                at, width = lanes.index(part.lane), part.ended - part.began
-                model = part.name == "forward"
-                axes.barh(
-                    at, width, left=part.began, color=colours[part.lane], alpha=0.35 if model else 1.0, height=0.8
-                )
-                if width > 0.06 * parts[-1].ended:
-                    axes.text(part.began + width / 2, at, part.name, ha="center", va="center", fontsize=6)
-            axes.set_yticks(range(len(lanes)), lanes)
-            axes.invert_yaxis()
-            axes.set_title(f"{method}: {parts[-1].ended:.1f} ms", loc="left", fontsize=8)
-            axes.spines[["top", "right"]].set_visible(False)
-        all_axes[-1].set_xlabel("ms since the step began")
-        figure.savefig(file)

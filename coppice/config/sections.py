@@ -177,6 +177,9 @@ class DrafterSettings(TorchSettings):
     )
     beta: float = Field(1.0, ge=0, le=10, description="how far the noise itself decides that; 0 draws without it")
     max_context: int = Field(0, ge=0, description="positions a session may hold; 0: the model's own limit")
+    ahead: bool = Field(
+        True, description="begin the next draft from what the verifier commits, before the orchestrator asks for it"
+    )
     memory_tokens: int = Field(
         0,
         ge=0,

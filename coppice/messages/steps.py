@@ -65,7 +65,8 @@ class NextRoot:
 class FeatureRef:
     """A window of positions whose features a verifier session holds.
 
-    `layers` are those of a row, one behind the other; of a fetch: those wanted, empty for all that the session has.
+    `layers` are those of a row, one behind the other; of a fetch: those wanted, empty for all that the session has. A
+    window of no positions names the session alone.
     """
 
     verifier: str
@@ -84,6 +85,21 @@ class Features:
     dtype: str = "float32"
     inline: bytes | None = None
     ref: FeatureRef | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What a step committed, as those hear that follow the session; `root` is None when the text has ended."""
+
+    fence: Fence
+    ids: tuple[int, ...]
+    root: int | None = None
+    features: Features | None = None
+
+    @property
+    def start(self) -> int:
+        """Position of the first id."""
+        return self.fence.committed_len - len(self.ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +191,6 @@ class Verdict:
     next: NextRoot | None
     timings: VerifyTimings
     verified: tuple[int, ...] = ()
-    features: Features | None = None
     rejection: Rejection | None = None
     log_probs: tuple[float, ...] = ()
     pruned: bool = False

@@ -37,6 +37,7 @@ from coppice.telemetry import configure_logging
 log = structlog.get_logger()
 
 _SHORT_CALLS = 64
+_FOLLOWERS = 4  # of a session, usually: a drafter for each head
 _LAST_WORDS_S = 0.05  # for what a caller says beyond its answer
 MAX_DETAILS = 600  # characters of a status' details: a header holds 8 KiB, a character takes up to 12 bytes of it
 
@@ -201,9 +202,10 @@ def server_options(limits: Limits, role: str) -> list[tuple[str, int]]:
 
 def most_calls(limits: Limits) -> int:
     """Calls that a server takes at once, silent ones included: those admitted, those queued, and as many short ones;
-    beside them those of health, which take no place from others.
+    those of a session's followers; beside them those of health, which take no place from others.
     """
-    return 2 * (limits.sessions + limits.queued) + _SHORT_CALLS + 2 * health.MOST_CALLS
+    lasting = (2 + _FOLLOWERS) * limits.sessions + 2 * limits.queued
+    return lasting + _SHORT_CALLS + 2 * health.MOST_CALLS
 
 
 class Serving:

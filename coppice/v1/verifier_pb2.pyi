@@ -137,16 +137,30 @@ class VerifyTimings(_message.Message):
     def __init__(self, queue_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., accept_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., rows: _Optional[int] = ..., sessions: _Optional[int] = ..., plain_ns: _Optional[int] = ...) -> None: ...
 
 class FetchFeaturesRequest(_message.Message):
-    __slots__ = ("ref",)
+    __slots__ = ("ref", "follow")
     REF_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
     ref: _common_pb2.FeatureRef
-    def __init__(self, ref: _Optional[_Union[_common_pb2.FeatureRef, _Mapping]] = ...) -> None: ...
+    follow: bool
+    def __init__(self, ref: _Optional[_Union[_common_pb2.FeatureRef, _Mapping]] = ..., follow: bool = ...) -> None: ...
 
 class FetchFeaturesResponse(_message.Message):
-    __slots__ = ("features",)
+    __slots__ = ("features", "commit")
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
     features: _common_pb2.Features
-    def __init__(self, features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ...) -> None: ...
+    commit: Commit
+    def __init__(self, features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("fence", "ids", "root")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ROOT_FIELD_NUMBER: _ClassVar[int]
+    fence: _common_pb2.Fence
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    root: int
+    def __init__(self, fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., ids: _Optional[_Iterable[int]] = ..., root: _Optional[int] = ...) -> None: ...
 
 class DescribeTargetRequest(_message.Message):
     __slots__ = ()

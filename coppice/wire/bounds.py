@@ -48,9 +48,10 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "session": limits.check_session,
         "verifier": (0, limits.MAX_ADDRESS_CHARS),
         "start": _ANYWHERE,
-        "count": (1, limits.MAX_CONTEXT),
+        "count": _ANYWHERE,
         "layers": (0, limits.MAX_FEATURE_LAYERS),
     },
+    "Commit": {"ids": (1, limits.MAX_TREE_DEPTH + 1), "root": _ID},
     "Rejection": {
         "position": _ANYWHERE,
         "parent": _NODES,

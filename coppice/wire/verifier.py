@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from coppice import limits
 from coppice.errors import InvalidField
 from coppice.messages.steps import (
+    Commit,
     FeatureRef,
     Features,
     NextRoot,
@@ -56,6 +58,7 @@ _VERDICT = Shape(Verdict, verifier.Verdict, next=_NEXT)
 _RESPONSE: OneOf[SessionOpened | Verdict, verifier.VerifyResponse] = OneOf(
     verifier.VerifyResponse, opened=_OPENED, verdict=_VERDICT
 )
+_COMMIT = Shape(Commit, verifier.Commit)
 _TARGET = Shape(TargetDescription, verifier.DescribeTargetResponse, repetition_penalty=PENALTY)
 
 verify_request_to_wire = _REQUEST.to_wire
@@ -86,13 +89,14 @@ def read_verify_response(message: verifier.VerifyResponse) -> SessionOpened | Ve
     return _RESPONSE.read(message)
 
 
-def fetch_to_wire(ref: FeatureRef) -> verifier.FetchFeaturesRequest:
-    """A window to fetch to its message."""
-    return verifier.FetchFeaturesRequest(ref=FEATURE_REF.to_wire(ref))
+def fetch_to_wire(ref: FeatureRef, follow: bool = False) -> verifier.FetchFeaturesRequest:
+    """A window to fetch to its message. follow: whether the session's commits are wanted, too."""
+    return verifier.FetchFeaturesRequest(ref=FEATURE_REF.to_wire(ref), follow=follow)
 
 
 def read_fetch(message: verifier.FetchFeaturesRequest) -> FeatureRef:
-    """Message to the window to fetch."""
+    """Message to the window to fetch. Raises InvalidField."""
+    limits.check_range("ref.count", message.ref.count, not message.follow, limits.MAX_CONTEXT)
     return FEATURE_REF.read(message.ref, "ref.")
 
 
@@ -101,10 +105,31 @@ def feature_part_to_wire(part: Features) -> verifier.FetchFeaturesResponse:
     return verifier.FetchFeaturesResponse(features=FEATURES.to_wire(part))
 
 
+def commit_to_wire(commit: Commit) -> verifier.FetchFeaturesResponse:
+    """A commit, with its features, to its message."""
+    features = FEATURES.to_wire(commit.features) if commit.features else None
+    return verifier.FetchFeaturesResponse(commit=_COMMIT.to_wire(commit), features=features)
+
+
 def read_feature_part(message: verifier.FetchFeaturesResponse) -> Features:
-    """Message to inline rows."""
+    """Message to inline rows. Raises InvalidField."""
     part = FEATURES.read(message.features, "features.")
     if part.inline is None:
         raise InvalidField("features", "holds no inline rows")
     limits.check_range("features.inline", len(part.inline), 1, limits.CHUNK_BYTES)
     return part
+
+
+def read_commit(message: verifier.FetchFeaturesResponse, vocab_size: int) -> Commit:
+    """Message to a commit, with the features of its positions if it has any. Raises InvalidField."""
+    commit = _COMMIT.read(message.commit, "commit.")
+    limits.check_ids("commit.ids", commit.ids, vocab_size)
+    if commit.root is not None:
+        limits.check_ids("commit.root", [commit.root], vocab_size)
+    limits.check_range("commit.fence.committed_len", commit.fence.committed_len, len(commit.ids), limits.MAX_CONTEXT)
+    if not message.HasField("features"):
+        return commit
+    features = FEATURES.read(message.features, "features.")
+    if features.inline is None or (features.start, features.count) != (commit.start, len(commit.ids)):
+        raise InvalidField("features", f"are not those of the {len(commit.ids)} positions from {commit.start}")
+    return replace(commit, features=features)

@@ -38,7 +38,7 @@ async def serve(settings: Settings) -> int:
     tracing.start(settings.telemetry, f"drafter-{name}")
     registration = Registration.of(settings, "drafter", name)
     serving = Serving(settings.server, settings.limits, "drafter", settings.tls, registration=registration)
-    source = FeatureSource(Dialer(settings.limits, settings.tls), _verifiers(settings))
+    source = FeatureSource(Dialer(settings.limits, settings.tls), _verifiers(settings), settings.drafter.vocab_size)
     producer = Producer(settings.adaptation, SignalMetrics(metrics.registry), [name])
     told = settings.adaptation
     samples = Samples(producer, name, told.window, told.stride) if told.redis else None
@@ -46,8 +46,8 @@ async def serve(settings: Settings) -> int:
     await worker.start()
     if samples is not None:
         producer.start()
-    following = asyncio.create_task(source.follow())
-    servicer = DrafterServicer(worker, settings.limits, serving.waits, source)
+    following = asyncio.create_task(source.run())
+    servicer = DrafterServicer(worker, settings.limits, serving.waits, source, settings.drafter.ahead)
     port = serve_metrics(metrics.registry, settings.server.host, settings.server.metrics_port)
     await serving.start(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer, port)
     code = await serving.until_stopped(worker.failed)

@@ -25,6 +25,7 @@ from coppice.wire.drafter import (
 )
 
 from .features import FeatureSource
+from .following import Following
 from .session import Session
 from .sync import WeightSync
 from .worker import Worker
@@ -33,8 +34,11 @@ from .worker import Worker
 class DrafterServicer:
     """Checks what comes in, hands it to the worker, sends what comes back."""
 
-    def __init__(self, worker: Worker, limits: Limits, waits: StreamWaits, source: FeatureSource) -> None:
-        self._worker, self._limits, self._waits, self._source = worker, limits, waits, source
+    def __init__(
+        self, worker: Worker, limits: Limits, waits: StreamWaits, source: FeatureSource, ahead: bool = True
+    ) -> None:
+        """ahead: whether drafts are begun before they are asked for."""
+        self._worker, self._limits, self._waits, self._source, self._ahead = worker, limits, waits, source, ahead
         self._vocab_size = worker.description.vocab_size
         self._sync = WeightSync(worker, limits, waits)
         self._keys = itertools.count()
@@ -52,19 +56,22 @@ class DrafterServicer:
         if self._worker.sessions + self._fetching >= self._limits.sessions:
             raise Overloaded(f"all {self._limits.sessions} sessions are taken")
         trace, began = tracing.current(), time.perf_counter_ns()
-        opening = await self._with_features(opening)
         session = Session(next(self._keys))
+        following = Following(self._worker, session, self._source)
+        opening = await self._opened(following, opening)
         self._worker.open(session, opening)
         try:
             while not session.finished:
                 answer = await session.answers.get()
                 if isinstance(answer, Exception):
                     raise answer
+                if isinstance(answer, TreeDelta):
+                    answer = following.answer(answer)
                 woken = time.perf_counter_ns()
                 if isinstance(answer, DraftOpened):
                     # Steps are read only now: until then they wait in the transport, which bounds them.
                     # The reader is not cancelled: its last read ends with the call, as the server's own does.
-                    reader = asyncio.create_task(self._read_steps(requests, session))
+                    reader = asyncio.create_task(self._read_steps(requests, session, following))
                     self._readers.add(reader)
                     reader.add_done_callback(self._readers.discard)
                 elif answer is not None and answer.last and answer.fence.step == session.newest:
@@ -81,31 +88,19 @@ class DrafterServicer:
             if session.end is not None:
                 raise session.end
         finally:
+            following.close()
             self._worker.close(session)
 
-    async def _with_features(self, opening: OpenDraft) -> OpenDraft:
+    async def _opened(self, following: Following, opening: OpenDraft) -> OpenDraft:
         """The opening with the features inline, if the head reads any. Raises InvalidField, Unavailable."""
-        head, features = self._worker.description, opening.features
-        if not head.feature_layers:
-            return opening
-        if features is None or (features.inline is None and features.ref is None):
-            raise InvalidField("open.features", f"a {head.kind} head reads the target's features")
-        window = features.ref or features
-        if window.start + window.count != len(opening.ids):
-            end = window.start + window.count
-            raise InvalidField("open.features", f"end at position {end} of {len(opening.ids)} committed ids")
-        if features.ref is None:
-            return opening
-        if features.ref.layers not in ((), head.feature_layers):
-            why = f"are {features.ref.layers}, this head reads those of {head.feature_layers}"
-            raise InvalidField("open.features.ref.layers", why)
         self._fetching += 1
         try:
-            return replace(opening, features=await self._source.fetch(features.ref))
+            leads = self._ahead and not opening.want_misses  # which are about a draft that was asked for
+            return replace(opening, features=await following.open(opening.ids, opening.features, leads))
         finally:
             self._fetching -= 1
 
-    async def _read_steps(self, requests: AsyncIterator[Any], session: Session) -> None:
+    async def _read_steps(self, requests: AsyncIterator[Any], session: Session, following: Following) -> None:
         """Hand steps to the worker until none comes any more; errors travel to the sender as answers."""
         try:
             while (message := await self._waits.next(requests)) is not None:
@@ -114,9 +109,8 @@ class DrafterServicer:
                 if not isinstance(step, DraftStep):
                     raise InvalidField("kind", "the session is open already")
                 session.check_backlog()
-                session.sent += 1
                 session.newest = step.fence.step
-                self._worker.step(session, step, arrived)
+                await following.ask(step, arrived)
         except Unavailable as end:
             session.finish(end)
         except Exception as error:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
+from torch import Tensor
 
 from coppice import failpoints
 from coppice.config.settings import Settings
 from coppice.engine.engine import EngineInfo
 from coppice.errors import InvalidField
 from coppice.limits import CHUNK_BYTES, MAX_TREE_DEPTH, MAX_TREE_NODES
-from coppice.messages.steps import Features, OpenSession, TargetDescription, VerifyStep, VerifyTimings
+from coppice.messages.steps import FeatureRef, Features, OpenSession, TargetDescription, VerifyStep, VerifyTimings
 from coppice.rpc import tracing
 from coppice.rpc.admission import Admission
 from coppice.rpc.sessions import StreamWaits
@@ -21,7 +22,8 @@ from coppice.speculation.tree import TreeError, validate
 from coppice.v1 import verifier_pb2
 from coppice.wire import verifier
 
-from .session import feature_bytes
+from .features import feature_bytes
+from .feed import Feed
 from .sessions import reserved_tokens
 from .worker import Worker
 
@@ -85,15 +87,30 @@ class VerifierServicer:
     async def FetchFeatures(
         self, request: verifier_pb2.FetchFeaturesRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[verifier_pb2.FetchFeaturesResponse]:
-        """Rows of a window in chunks of at most 1 MiB; the first is of the first position that is still held."""
+        """Rows of a window in chunks of at most 1 MiB; the first is of the first position that is still held.
+
+        Then, if the caller follows the session, what its steps commit.
+        """
         ref = verifier.read_fetch(request)
-        rows = await self.worker.features(ref)
+        feed = Feed(ref.layers if ref.count else None) if request.follow else None
+        rows = await self.worker.features(ref, feed)
+        try:
+            for part in self._parts(ref, rows):
+                yield verifier.feature_part_to_wire(part)
+            if feed is not None:
+                async for commit in feed.commits(self.info.dtype):
+                    yield verifier.commit_to_wire(commit)
+        finally:
+            if feed is not None:
+                self.worker.unfollow(ref.session, feed)
+
+    def _parts(self, ref: FeatureRef, rows: Tensor) -> Iterator[Features]:
+        """The rows of a window's last positions."""
         first = ref.start + ref.count - len(rows)
-        per_chunk = max(1, CHUNK_BYTES // (rows.shape[1] * rows.element_size()))
+        per_chunk = max(1, CHUNK_BYTES // max(1, rows.shape[1] * rows.element_size()))
         for start in range(0, len(rows), per_chunk):
             part = rows[start : start + per_chunk]
-            features = Features(first + start, len(part), self.info.dtype, feature_bytes(part))
-            yield verifier.feature_part_to_wire(features)
+            yield Features(first + start, len(part), self.info.dtype, feature_bytes(part))
 
     async def DescribeTarget(
         self, request: verifier_pb2.DescribeTargetRequest, context: grpc.aio.ServicerContext

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -11,9 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.engine.kv_cache import BlockTable
-from coppice.errors import InvalidField, StaleFence
+from coppice.errors import InvalidField, Overloaded, StaleFence
 from coppice.limits import MAX_ROW_SUPPORT
 from coppice.messages.steps import (
+    Commit,
     FeatureRef,
     Features,
     Fence,
@@ -34,50 +34,11 @@ from coppice.speculation.sampling import decode_row, draw, draw_logits, largest
 from coppice.speculation.tree import DraftTree, TreeError
 
 from .acceptance import Walk, path_to, pq_chain, walk
+from .features import FeatureWindow, columns
+from .feed import Committed, Feed
 
+MOST_FEEDS = 64  # followers of a session: a drafter for each of its heads, and those that a move left behind
 _SCORED_ROWS = 64  # of a prompt that are in float32 at once
-
-
-@dataclass
-class FeatureWindow:
-    """The features of a session's latest positions, model dtype, at most `most` rows and a chunk."""
-
-    most: int
-    start: int = 0
-    end: int = 0  # one behind the last position held
-    chunks: list[Tensor] = field(default_factory=list)
-
-    def append(self, rows: Tensor) -> None:
-        """Add (n, F) rows of the next positions and forget what lies before the window."""
-        self.chunks.append(rows)
-        self.end += len(rows)
-        while len(self.chunks) > 1 and self.end - self.start - len(self.chunks[0]) >= self.most:
-            self.start += len(self.chunks.pop(0))
-
-    def read(self, start: int, count: int) -> Tensor:
-        """(n, F) rows of the last n of `count` positions from `start`: as many as are still here, at most `most`.
-
-        Raises InvalidField when the last position is not here.
-        """
-        end = start + count
-        first = max(start, self.start, end - self.most)
-        if not first < end <= self.end:
-            raise InvalidField("ref", f"positions {start}..{end - 1} are not in {self.start}..{self.end - 1}")
-        return torch.cat(self.chunks)[first - self.start : end - self.start]
-
-
-def columns(rows: Tensor, layers: tuple[int, ...], wanted: tuple[int, ...]) -> Tensor:
-    """The columns of the `wanted` layers, in their order, of (n, F) features that hold those of `layers`."""
-    if wanted == layers:
-        return rows
-    by_layer = rows.chunk(len(layers), dim=-1)
-    return torch.cat([by_layer[layers.index(layer)] for layer in wanted], dim=-1)
-
-
-def feature_bytes(rows: Tensor) -> bytes:
-    """Row-major little-endian bytes of a CPU tensor (numpy has no bfloat16: its bits travel as int16)."""
-    plain = rows.contiguous()
-    return (plain.view(torch.int16) if plain.dtype is torch.bfloat16 else plain).numpy().tobytes()
 
 
 class Session:
@@ -90,6 +51,8 @@ class Session:
         self.hash = committed_hash(())
         self.over = False  # the text has come to its end, as far as it is known here: stop strings are not
         self.features = FeatureWindow(feature_window)
+        self.feeds: list[Feed] = []
+        self.last: Committed | None = None  # what the last step committed, for the feeds
         self.prompt_log_probs: list[float] = []
         self.prompt_top: list[TopLogProbs] = []
         self.penalties = Penalties.of(
@@ -117,10 +80,18 @@ class Session:
     def read_features(self, ref: FeatureRef) -> Tensor:
         """(n, F) rows of a window, see `FeatureWindow.read`, with the columns that it names. Raises InvalidField."""
         held = self.request.feature_layers
+        if not ref.count:
+            return torch.empty(0, 0)
         for layer in ref.layers:
             if layer not in held:
                 raise InvalidField("ref.layers", f"{layer} is not one of the session's layers {held}")
         return columns(self.features.read(ref.start, ref.count), held, ref.layers or held)
+
+    def follow(self, feed: Feed) -> None:
+        """Let a feed hear of each commit from now on. Raises Overloaded."""
+        if len(self.feeds) == MOST_FEEDS:
+            raise Overloaded(f"a session has at most {MOST_FEEDS} followers")
+        self.feeds.append(feed)
 
     def check_fence(self, fence: Fence) -> None:
         """Raise StaleFence unless the step continues exactly what is committed here, and that has room for a root."""
@@ -182,6 +153,9 @@ class Session:
         self.commit(ids, new_features)
         last = self.committed_len + 1 >= self.request.max_len  # the root is
         self.over = last or outcome.drawn is None or outcome.drawn in self.request.stop_ids
+        if self.feeds:
+            commit = Commit(self.fence, tuple(ids), None if self.over else outcome.drawn)
+            self.last = Committed(commit, new_features, self.request.feature_layers)
         root = None
         if outcome.end_row is not None and outcome.drawn is not None:
             root = self._next_root(rows, kept[-1], outcome.end_row, outcome.drawn, keyed=step.q_rows is None)
@@ -191,7 +165,6 @@ class Session:
             next=root,
             timings=VerifyTimings(),
             verified=verified,
-            features=None if new_features is None else _inline(start, new_features),
             rejection=rejection,
             log_probs=rows.log_probs_along(kept, ids[1:]) if self.request.want_log_probs else (),
             pruned=len(tree) < len(step.tree),
@@ -299,7 +272,3 @@ class _Rows:
     def tops(self, nodes: tuple[int, ...], count: int) -> tuple[TopLogProbs, ...]:
         """The `count` most probable ids behind each node; nothing for a count of 0."""
         return tuple([TopLogProbs(*self.best(node, count)) for node in nodes]) if count else ()
-
-
-def _inline(start: int, rows: Tensor) -> Features:
-    return Features(start, len(rows), str(rows.dtype).removeprefix("torch."), feature_bytes(rows))

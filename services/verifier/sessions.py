@@ -12,6 +12,7 @@ from coppice.limits import TREE_ROOM
 from coppice.messages.steps import OpenSession
 from coppice.telemetry import SessionMetrics
 
+from .feed import Feed
 from .session import Session
 
 
@@ -67,6 +68,12 @@ class Sessions:
         if key not in self._by_key:
             raise NotFound("the session is not open")
         return self._by_key[key]
+
+    def unfollow(self, name: str, feed: Feed) -> None:
+        """Let a feed of a session that is still open take no more."""
+        session = self._by_name.get(name)
+        if session is not None and feed in session.feeds:
+            session.feeds.remove(feed)
 
     def named(self, name: str) -> Session:
         """An open session by the name that its client gave it. Raises NotFound."""

@@ -21,10 +21,12 @@ from coppice.engine.loading import load_engine
 from coppice.messages.steps import FeatureRef, Features, OpenSession, SessionOpened, Verdict, VerifyStep, VerifyTimings
 from coppice.telemetry import WARMING_UP, SessionMetrics
 
+from .features import columns
+from .feed import Committed, Feed
 from .generation_config import repetition_penalty
 from .job import Job
 from .pruner import Pruner, measure
-from .session import Session, columns
+from .session import Session
 from .sessions import Sessions
 
 log = structlog.get_logger()
@@ -46,6 +48,7 @@ class Worker(BatchingThread):
         self._prefills: deque[Job] = deque()
         self._steps: dict[int, Job] = {}
         self._answers: list[tuple[asyncio.Future[Any], Any]] = []
+        self._fed: list[tuple[Feed, Committed | None]] = []
         self._pruner: Pruner | None = None
 
     # --- called from the event loop ---
@@ -60,10 +63,17 @@ class Worker(BatchingThread):
         verdict: Verdict = await self._ask(lambda job: self._take_step(key, step, job), arrived)
         return verdict
 
-    async def features(self, ref: FeatureRef) -> Tensor:
-        """(n, F) feature rows of the last n positions of a window, on the CPU. Raises NotFound, InvalidField."""
-        rows: Tensor = await self._ask(lambda job: self._take_features(ref, job), time.perf_counter_ns())
+    async def features(self, ref: FeatureRef, feed: Feed | None = None) -> Tensor:
+        """(n, F) feature rows of the last n positions of a window, on the CPU. Raises NotFound, InvalidField.
+
+        The feed takes what the session commits from then on, until `unfollow`.
+        """
+        rows: Tensor = await self._ask(lambda job: self._take_features(ref, feed, job), time.perf_counter_ns())
         return rows
+
+    def unfollow(self, session: str, feed: Feed) -> None:
+        """Let a feed take no more; nothing happens when the session has ended."""
+        self.post(lambda: self._sessions.unfollow(session, feed))
 
     def close(self, key: int) -> None:
         """Free a session; nothing happens when it never opened."""
@@ -137,10 +147,15 @@ class Worker(BatchingThread):
         self._steps.pop(key, None)
         self._prefills = deque(job for job in self._prefills if job.session is not session)
         self._rejoin.closed(key)
+        self._fed += ((feed, None) for feed in session.feeds)
         self._note_kv()
 
-    def _take_features(self, ref: FeatureRef, job: Job) -> None:
-        self._answer(job, self._sessions.named(ref.session).read_features(ref))
+    def _take_features(self, ref: FeatureRef, feed: Feed | None, job: Job) -> None:
+        session = self._sessions.named(ref.session)
+        rows = session.read_features(ref)
+        if feed is not None:
+            session.follow(feed)
+        self._answer(job, rows)
 
     # --- a forward ---
 
@@ -255,6 +270,7 @@ class Worker(BatchingThread):
             verdict, kept = session.judge(job.step, job.tree, job.verified, logits, features)
             self.engine.pool.compact(session.table, base, kept)
             answer = replace(verdict, budget_hint=hint)
+            self._fed += ((feed, session.last) for feed in session.feeds)
         ended = time.perf_counter_ns()
         timings = replace(
             shared,
@@ -269,9 +285,12 @@ class Worker(BatchingThread):
         end = session.features.end
         count = min(end - session.features.start, self.settings.feature_window)  # it holds whole chunks, maybe more
         layers = session.request.feature_layers
-        if not layers or not count:
+        if not layers:
+            start, count = session.committed_len, 0
+        elif not count:
             return None
-        start = end - count
+        else:
+            start = end - count
         ref = FeatureRef(self.address, session.request.session, start, count, layers)
         return Features(start, count, self.settings.dtype, None, ref)
 
@@ -286,12 +305,15 @@ class Worker(BatchingThread):
         self._answers.append((job.answer, value))
 
     def _deliver(self) -> None:
-        """Hand all answers to the event loop in one wake-up."""
-        if self._answers:
-            answers, self._answers = self._answers, []
-            self.loop.call_soon_threadsafe(_settle_futures, answers)
+        """Hand all answers to the event loop in one wake-up, behind the commits: drafting goes on first."""
+        if self._answers or self._fed:
+            answers, fed = self._answers, self._fed
+            self._answers, self._fed = [], []
+            self.loop.call_soon_threadsafe(_hand_over, answers, fed)
 
 
-def _settle_futures(answers: list[tuple[asyncio.Future[Any], Any]]) -> None:
+def _hand_over(answers: list[tuple[asyncio.Future[Any], Any]], fed: list[tuple[Feed, Committed | None]]) -> None:
+    for feed, committed in fed:
+        feed.put(committed)
     for future, value in answers:
         settle(future, value)

@@ -25,7 +25,7 @@ from coppice.bench.identity import Ids, Question, Way, ask, compare, drawn_by, q
 from coppice.bench.reference import Reference
 from coppice.client.client import AsyncClient
 from coppice.errors import StaleFence
-from coppice.messages.steps import Fence, OpenSession, VerifyStep, committed_hash
+from coppice.messages.steps import FeatureRef, Fence, OpenSession, VerifyStep, committed_hash
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.telemetry import configure_logging
@@ -111,7 +111,7 @@ class Rig:
         return (0, "") if tokens >= TAU * steps else (tokens, f"tau {tokens / steps:.2f}, expected {TAU:g}")
 
     async def features(self) -> tuple[int, str]:
-        """A verdict's features are the hidden states of what it commits."""
+        """A step's features are the hidden states of what it commits."""
         prompt, drafted = list(range(1, 20)), [5, 6, 7]
         model = AutoModelForCausalLM.from_pretrained(self.folder / "target").eval()
         worker = self.running.verifiers[0]
@@ -120,14 +120,14 @@ class Rig:
             fence = Fence(1, len(prompt), committed_hash(prompt))
             tree = DraftTree(np.array(drafted), np.zeros(3, np.int64), np.full(3, -1, np.float32))
             verdict = await worker.verify(-1, VerifyStep(fence, 4, tree), 0)
+            count = 1 + len(verdict.accepted)
+            got = await worker.features(FeatureRef("", "features", len(prompt), count))
         finally:
             worker.close(-1)
-        assert verdict.features is not None
         path = [4, *(drafted[node - 1] for node in verdict.accepted)]
         with torch.inference_mode():
             hidden = model(torch.tensor([[*prompt, *path]]), output_hidden_states=True).hidden_states
         wanted = torch.cat([hidden[layer][0, len(prompt) :] for layer in (0, 1)], dim=-1)
-        got = torch.frombuffer(bytearray(verdict.features.inline or b""), dtype=torch.float32).view_as(wanted)
         return (0, "") if torch.allclose(got, wanted, atol=1e-4) else (len(path), "other features")
 
     async def fence(self) -> tuple[int, str]:

@@ -185,7 +185,7 @@ BOUNDS = {
     "MAX_STOP_IDS": "OpenSession.stop_ids DescribeTargetResponse.eos_ids",
     "MAX_BIASES": "Sampling.logit_bias",
     "MAX_FEATURE_LAYERS": "OpenSession.feature_layers DescribeHeadResponse.feature_layers FeatureRef.layers",
-    "MAX_TREE_DEPTH": "DescribeHeadResponse.expected_acceptance",
+    "MAX_TREE_DEPTH": "DescribeHeadResponse.expected_acceptance Commit.ids",
     "SKETCH": "DraftOpened.sketch",
     "MAX_STOP_STRINGS": "GenerateRequest.stop",
     "MAX_CHAT_MESSAGES": "Chat.messages",
@@ -232,7 +232,7 @@ NUMBERS = {
     "any": "Sampling.seed Sampling.top_k OpenSession.stop_ids RollbackRequest.version",
     "vocabulary": """
         OpenSession.ids OpenDraft.ids OpenDraft.prediction Advance.ids TokenIds.ids GenerateRequest.resume_ids
-        VerifyStep.root DraftStep.root LogitBiasEntry.key
+        VerifyStep.root DraftStep.root LogitBiasEntry.key Commit.ids
     """,
     "fence": "Fence.committed_hash WeightsPart.number",
     "tree": "Tree.tokens Tree.parents Tree.log_probs",

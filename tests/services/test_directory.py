@@ -251,11 +251,11 @@ async def test_what_nobody_can_reach_is_not_registered(host: str) -> None:
 async def test_features_come_from_whom_the_directory_names(redis: LocalRedis) -> None:
     settings = told(redis.url, poll_s=0.2)
     source = FeatureSource(Dialer(), directory(["redis"], "verifier", "", settings, "drafter.verifiers"))
-    following = asyncio.create_task(source.follow())
+    following = asyncio.create_task(source.run())
     ref = FeatureRef("127.0.0.1:1", "s", 0, 1)
     with pytest.raises(InvalidField, match=r"is not one of drafter\.verifiers"):
-        await source.fetch(ref)
-    fetching = asyncio.create_task(source.fetch(ref))
+        await source.follow(ref, lambda commit: None)
+    fetching = asyncio.create_task(source.follow(ref, lambda commit: None))
     async with registered(settings, ref.verifier, role="verifier", pool=""):  # a moment after an orchestrator knew
         with pytest.raises(Unavailable, match=r"no features from the verifier at 127\.0\.0\.1:1"):
             await fetching

@@ -40,6 +40,7 @@ from coppice.speculation.tree import DraftTree
 from coppice.v1 import verifier_pb2, verifier_pb2_grpc
 from coppice.wire.verifier import (
     fetch_to_wire,
+    read_commit,
     read_feature_part,
     read_target,
     read_verify_response,
@@ -490,24 +491,31 @@ async def test_features_of_a_prompt_are_fetched_in_chunks_and_are_the_hidden_sta
         torch.testing.assert_close(values(window), values(parts)[650:653])
 
 
-async def test_features_of_a_step_ride_inline_and_are_the_hidden_states_of_what_was_committed(
+async def test_those_who_follow_a_session_hear_what_each_step_commits_with_its_hidden_states(
     verifier: Service, model: Any
 ) -> None:
     good = continuation(model, IDS, 12)
     tree = junk_tree(random.Random(4), good[1:4], 20)
     async with connected(verifier) as stub:
-        client, other = Client(stub, "inline", feature_layers=(2, 3, 3)), Client(stub, "bare")
-        opened = await client.open()
-        assert (await other.open()).features is None
-        verdict, bare = await asyncio.gather(client.verify(tree), other.verify(tree))
-        assert bare.features is None
-        assert len(verdict.accepted) == 3
-        assert verdict.features is not None
-        assert (verdict.features.start, verdict.features.count, verdict.features.dtype) == (len(IDS), 4, "float32")
-        expected = hidden_states(model, [*IDS, *good[:4]], (2, 3, 3))
-        torch.testing.assert_close(values([verdict.features]), expected[len(IDS) :], atol=1e-4, rtol=1e-4)
+        client, other = Client(stub, "followed", feature_layers=(2, 3, 3)), Client(stub, "bare")
+        opened, bare = await client.open(), await other.open()
         assert opened.features is not None
         assert opened.features.ref is not None
+        assert bare.features is not None
+        assert bare.features.ref is not None
+        whole = stub.FetchFeatures(fetch_to_wire(opened.features.ref, follow=True))
+        alone = stub.FetchFeatures(fetch_to_wire(bare.features.ref, follow=True))
+        assert read_feature_part(await whole.read()).count == opened.features.count
+        await asyncio.sleep(0.5)  # nothing says that a call without a window has begun
+        verdict, unfed = await asyncio.gather(client.verify(tree), other.verify(tree))
+        commit = read_commit(await whole.read(), VOCAB)
+        assert (commit.fence, list(commit.ids), commit.root) == (verdict.fence, good[:4], client.root)
+        assert commit.features is not None
+        assert (commit.features.start, commit.features.count, commit.features.dtype) == (len(IDS), 4, "float32")
+        expected = hidden_states(model, [*IDS, *good[:4]], (2, 3, 3))
+        torch.testing.assert_close(values([commit.features]), expected[len(IDS) :], atol=1e-4, rtol=1e-4)
+        heard = read_commit(await alone.read(), VOCAB)
+        assert (heard.fence, heard.ids, heard.features) == (unfed.fence, commit.ids, None)
         later = await fetch(stub, replace(opened.features.ref, start=len(IDS) - 1, count=5))
         torch.testing.assert_close(values(later), expected[len(IDS) - 1 :], atol=1e-4, rtol=1e-4)
         (one,) = await fetch(stub, replace(opened.features.ref, start=len(IDS) - 1, count=5, layers=(3,)))
@@ -515,6 +523,8 @@ async def test_features_of_a_step_ride_inline_and_are_the_hidden_states_of_what_
         torch.testing.assert_close(values([one]), values(later).chunk(3, dim=1)[1])
         with pytest.raises(InvalidField, match=r"ref\.layers: 4 is not one of the session's layers \(2, 3, 3\)"):
             await fetch(stub, replace(opened.features.ref, layers=(3, 4)))
+        client.call.cancel()
+        assert await whole.read() is grpc.aio.EOF
 
 
 async def test_a_fetch_begins_at_the_first_position_still_held_and_what_is_gone_or_unknown_is_refused(

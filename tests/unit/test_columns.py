@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from coppice.errors import InvalidField
-from coppice.messages.steps import FeatureRef, Features, OpenSession
+from coppice.messages.steps import FeatureRef, OpenSession
 from coppice.speculation.sampling import SamplingParams
-from orchestrator.head_session import columns as cut
-from services.verifier.session import Session, columns, feature_bytes
+from services.verifier.features import columns
+from services.verifier.session import Session
 
 HELD, HIDDEN, ROWS = (4, 1, 7, 2), 6, 5
 CUTS = [HELD, (4,), (2,), (1, 7), (7, 4), (2, 7, 1, 4), (7, 7, 1)]
@@ -30,20 +30,6 @@ def test_the_columns_are_those_of_the_wanted_layers_in_their_order(dtype: torch.
     features = rows(dtype)
     expected = torch.cat([part(features, layer) for layer in wanted], dim=1)
     assert torch.equal(columns(features, HELD, wanted), expected)
-    sent = Features(9, ROWS, str(dtype).removeprefix("torch."), feature_bytes(features))
-    assert cut(sent, HELD, wanted) == feature_bytes(expected)
-
-
-def test_rows_that_cannot_be_cut_are_left_to_their_drafter() -> None:
-    whole = feature_bytes(rows(torch.float32))
-    for features, held, wanted in [
-        (Features(0, ROWS, "float32", whole), HELD, (3,)),
-        (Features(0, ROWS, "float32", whole), (), (4,)),
-        (Features(0, 0, "float32", whole), HELD, (4,)),
-        (Features(0, ROWS, "float32", whole[:-1]), HELD, (4,)),
-    ]:
-        assert cut(features, held, wanted) == features.inline
-    assert cut(Features(0, ROWS), HELD, (4,)) == b""
 
 
 def test_a_window_is_read_with_the_layers_that_it_names() -> None:

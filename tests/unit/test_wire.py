@@ -31,6 +31,7 @@ from coppice.messages.generation import (
 )
 from coppice.messages.steps import (
     Advance,
+    Commit,
     DraftOpened,
     DraftStep,
     FeatureRef,
@@ -80,6 +81,7 @@ TOP = TopLogProbs(np.array([9, 4]), np.array([-0.25, -3.0], np.float32))
 REF = FeatureRef("127.0.0.1:50052", "session-1", 3, 9, (4, 2))
 INLINE = Features(10, 2, "bfloat16", inline=bytes(range(24)))
 BY_REF = Features(3, 9, "float32", ref=REF)
+COMMIT = Commit(FENCE, (5, 99), 0, INLINE)  # of the positions 10 and 11
 Q_ROWS = np.arange(12, dtype=np.float32).reshape(3, 4) + 1
 TIMES = VerifyTimings(1, 2, 3, 4, 5, 6, 7)
 CHAT = (ChatMessage("system", "be short"), ChatMessage("user", "hé"))
@@ -122,6 +124,14 @@ def read_verify(message: Message) -> object:
     return verifier.read_verify_request(message, VOCAB, MAX_LEN)
 
 
+def follow_to_wire(ref: FeatureRef) -> Message:
+    return verifier.fetch_to_wire(ref, follow=True)
+
+
+def read_commit(message: Message) -> object:
+    return verifier.read_commit(message, VOCAB)
+
+
 def read_draft(message: Message) -> object:
     return drafter.read_draft_request(message, VOCAB)
 
@@ -162,7 +172,7 @@ SAMPLES: dict[str, Case] = {
     ),
     "verdict": (
         Verdict(
-            *(FENCE, (1, 3), NextRoot(None, 17, -0.5), TIMES, (1, 3, 4), INLINE, REJECTION),
+            *(FENCE, (1, 3), NextRoot(None, 17, -0.5), TIMES, (1, 3, 4), REJECTION),
             *((-0.5, -1.5), True, 0, (TOP, TOP, TOP)),
         ),
         verifier.verify_response_to_wire,
@@ -185,7 +195,14 @@ SAMPLES: dict[str, Case] = {
         verifier.read_verify_response,
     ),
     "fetch": (REF, verifier.fetch_to_wire, verifier.read_fetch),
+    "follow": (
+        dataclasses.replace(REF, count=0),
+        lambda ref: verifier.fetch_to_wire(ref, follow=True),
+        verifier.read_fetch,
+    ),
     "feature part": (INLINE, verifier.feature_part_to_wire, verifier.read_feature_part),
+    "commit": (COMMIT, verifier.commit_to_wire, read_commit),
+    "commit of a text that ended": (Commit(FENCE, (5,)), verifier.commit_to_wire, read_commit),
     "target": (
         TargetDescription("t", 100, 512, 6, 32, (0, 7), "bfloat16", 2**40, 2**39, 3, 2**33, 2**32, 1.05, bytes(32)),
         verifier.target_to_wire,
@@ -297,6 +314,7 @@ def test_every_field_of_the_contract_is_sent_by_a_sample() -> None:
         for module in (common_pb2, drafter_pb2, generation_pb2, verifier_pb2)
         for message in module.DESCRIPTOR.message_types_by_name.values()
         for field in message.fields
+        if not field.GetOptions().deprecated
     }
     assert declared - sent == set()
 
@@ -308,7 +326,7 @@ CONTRACT = {
     "opened": "opened.next.row.ids opened.features.ref.verifier opened.features.ref.session opened.features.ref.start"
     " opened.features.ref.count",
     "verify step": "step.q_rows",
-    "verdict": "verdict.next.drawn_id verdict.verified verdict.features.inline verdict.rejection.position"
+    "verdict": "verdict.next.drawn_id verdict.verified verdict.rejection.position"
     " verdict.rejection.parent verdict.rejection.target_id verdict.rejection.top_ids verdict.rejection.top_log_probs"
     " verdict.rejection.tail",
     "delta": "delta.q_rows",
@@ -456,7 +474,6 @@ ANY: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], Message], Read]] = 
             st.none() | next_roots(),
             timings,
             nodes,
-            features,
             rejections(),
             st.lists(log_prob, max_size=5).map(tuple),
         ),
@@ -578,7 +595,6 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("opened", "opened.features.ref.session", "", "opened.features.ref.session"),
     ("opened", "opened.features.ref.verifier", "a" * 257, "opened.features.ref.verifier"),
     ("opened", "opened.features.ref.start", limits.MAX_CONTEXT + 1, "opened.features.ref.start"),
-    ("opened", "opened.features.ref.count", 0, "opened.features.ref.count"),
     ("opened", "opened.features.ref.count", limits.MAX_CONTEXT + 1, "opened.features.ref.count"),
     ("verdict", "verdict.accepted", [1] * 257, "verdict.accepted"),
     ("verdict", "verdict.verified", [1] * 257, "verdict.verified"),
@@ -592,6 +608,13 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("verdict", "verdict", None, "kind"),
     ("fetch", "ref.session", "", "ref.session"),
     ("fetch", "ref.count", 0, "ref.count"),
+    ("commit", "commit.ids", [], "commit.ids"),
+    ("commit", "commit.ids", [1] * 66, "commit.ids"),
+    ("commit", "commit.ids", [VOCAB, 1], "commit.ids"),
+    ("commit", "commit.root", VOCAB, "commit.root"),
+    ("commit", "commit.fence.committed_len", 1, "commit.fence.committed_len"),
+    ("commit", "features.start", 0, "features"),
+    ("commit", "features.ref", common_pb2.FeatureRef(session="s", count=1), "features"),
     ("feature part", "features", None, "features"),
     ("feature part", "features.inline", bytes(limits.CHUNK_BYTES + 1), "features.inline"),
     ("feature part", "features.ref", common_pb2.FeatureRef(session="s", count=1), "features"),
