@@ -47,7 +47,7 @@ class Bare:
         shared = drafter.model_copy(update={"target": str(spec.target), "kv_tokens": kv_tokens})
         with _torch_threads(self._drafter_threads, self._threads):
             self._heads: dict[str, Head] = {
-                head.name: served_head(_settings_of(head, shared))
+                head.name: served_head(settings_of(head, shared))
                 for head in spec.heads
                 if head.kind not in COUNTING_KINDS
             }
@@ -105,8 +105,9 @@ class Bare:
             pool.free(table)
 
 
-def _settings_of(head: HeadSpec, shared: DrafterSettings) -> DrafterSettings:
-    own = {"name": head.name, "kind": head.kind, "path": str(head.path)}
+def settings_of(head: HeadSpec, shared: DrafterSettings) -> DrafterSettings:
+    """The settings of a head's drafter; `shared` are those that all drafters have."""
+    own = {"name": head.name, "kind": head.kind, "path": str(head.path or "")}
     return shared.model_copy(update=own | {name.removeprefix("drafter."): value for name, value in head.flags})
 
 

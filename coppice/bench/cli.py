@@ -170,6 +170,19 @@ def calibrate(options: Options) -> None:
         run_calibrate(spec, report, asked, options.max_new_tokens, temperatures)
 
 
+@command(app, *ASKED[:-1], "temperatures", "t_m", "t_d", "goals", n=24, max_new_tokens=128, budgets="12,31")
+def runahead(options: Options) -> None:
+    """How often one of 1, 2, 4, 8 outcomes that drafts are prepared for while a tree is verified is the real one."""
+    from coppice.bench.paper.runahead import MOST_VERIFIED, run_runahead
+    from coppice.bench.questions import prompt_ids
+
+    spec = replace(options, dtype="float32").spec((*TRAINED, "lookup"))
+    budgets = numbers("budgets", options.budgets, int, 1, MOST_VERIFIED)
+    temperatures, asked = options.temperatures_asked(), prompt_ids(options, spec)
+    with reporting("bench runahead", spec, options) as report:
+        run_runahead(spec, report, asked, options, temperatures, budgets)
+
+
 @command(
     app,
     *ASKED,

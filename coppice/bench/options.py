@@ -118,8 +118,8 @@ class Options:
     budget: Annotated[int, Option(min=1, max=64, help="Draft nodes of every tree.")] = 31
     temperatures: Annotated[str, Option(help="Comma-separated.")] = "0,1"
     sessions: Annotated[str, Option(help="Prompts answered at once, comma-separated.")] = "1"
-    t_m: Annotated[float, Option(min=0, help="Milliseconds that a target's forward sleeps.")] = 6.0
-    t_d: Annotated[float, Option(min=0, help="Milliseconds that a head's draft sleeps.")] = 2.0
+    t_m: Annotated[float, Option(min=0, help="Milliseconds of a forward of the target.")] = 6.0
+    t_d: Annotated[float, Option(min=0, help="Milliseconds of a draft, or of a batch of them.")] = 2.0
     ids: Annotated[int, Option(min=1, help="Token ids of each line, at least.")] = 100_000
     write: Annotated[bool, Option("--write", help="Put what is expected of heads into their config.json.")] = False
     what: Annotated[

@@ -73,6 +73,7 @@ def test_the_shipped_heads_are_of_the_demos_target(tmp_path: Path) -> None:
         (("acceptance", "--temperatures", "1.5"), "temperatures: 1.5 is outside 0..1"),
         (("calibrate", "--temperatures", "0.5,0"), "temperatures: nothing is drawn at 0"),
         (("calibrate", "--head", "lookup"), "head: none is of kind eagle3"),
+        (("runahead", "--budgets", "12,57"), "budgets: 57 is outside 1..56"),
         (("adapt", "--methods", "never,bad"), "methods: 'bad'"),
         (("learn", "--methods", "low-rank,bad"), "methods: 'bad'"),
         (("learn", "--n", "999"), "n: 999 is outside 1.."),

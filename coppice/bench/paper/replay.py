@@ -1,20 +1,19 @@
 """Drafting along texts that are known already: what a head would gain, without a target, a pipeline or a clock.
 
-A text that the target wrote greedily is what it would write again, so a draft tree's accepted path is the part of the
-tree that the text follows.
+A text that the target wrote greedily, or with keyed noise, is what it would write again, so a draft tree's accepted
+path is the part of the tree that the text follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
 from coppice.bench.bare import wire_features
-from coppice.heads.base import DraftJob, Miss
-from coppice.heads.feature_head import FeatureHead
+from coppice.heads.base import DraftJob, Head, Miss
 from coppice.messages.steps import Advance, OpenDraft, Rejection
 from coppice.speculation.routing import first_miss
 from coppice.speculation.sampling import SamplingParams
@@ -48,39 +47,59 @@ class Replay:
         )
 
 
-def replay_all(head: FeatureHead, texts: Sequence[tuple[Answer, int]], budget: int) -> Replay:
+@dataclass(frozen=True)
+class Step:
+    """One step along a text: what was drafted behind its root, and the positions of this root and of the next one."""
+
+    trees: tuple[DraftTree, ...]
+    """one for each budget; the first is verified"""
+    root: int
+    end: int
+    missed: tuple[Missed, ...]
+
+
+def replay_all(head: Head, texts: Sequence[tuple[Answer, int]], budget: int) -> Replay:
     """Every (text, tokens of its prompt), one after the other."""
     return sum((replay(head, text, prompt, budget) for text, prompt in texts), Replay())
 
 
-def replay(head: FeatureHead, text: Answer, prompt: int, budget: int, output: Tensor | None = None) -> Replay:
+def replay(head: Head, text: Answer, prompt: int, budget: int, output: Tensor | None = None) -> Replay:
     """Draft with at most `budget` nodes a step along a (T,) text whose first `prompt` tokens are given.
 
     With the (V, hidden) weights of the target's output layer also note what the head missed.
     """
+    taken = steps(head, text, prompt, [budget], output=output)
+    return sum((Replay(1, one.end - one.root, len(one.trees[0]), one.missed) for one in taken), Replay())
+
+
+def steps(
+    head: Head,
+    text: Answer,
+    prompt: int,
+    budgets: Sequence[int],
+    sampling: SamplingParams | None = None,
+    output: Tensor | None = None,
+) -> Iterator[Step]:
+    """Draft with at most so many nodes a step along a (T,) text, whose end is the last root; see `replay`."""
     ids: list[int] = text.ids.tolist()
-    features = text.features.float()
-    steps = tokens = nodes = 0
-    misses = list[Missed]()
+    features, sampling = text.features.float(), sampling or SamplingParams()
     read = wire_features(features, 0, prompt)
-    opening = OpenDraft("", ids[:prompt], SamplingParams(), features=read, want_misses=output is not None)
+    opening = OpenDraft("", ids[:prompt], sampling, features=read, want_misses=output is not None)
     try:
         for _ in head.open(KEY, opening):
             pass
         known = prompt
         while known + 1 < len(ids):
-            tree = _drafted(head, DraftJob(KEY, ids[known], known, budget, SamplingParams()), budget)
-            accepted = _followed(tree, ids[known + 1 :])
+            trees = tuple(_drafted(head, DraftJob(KEY, ids[known], known, budget, sampling)) for budget in budgets)
+            accepted = _followed(trees[0], ids[known + 1 :])
             end = min(known + 1 + accepted, len(ids) - 1)  # the next root
-            steps, tokens, nodes = steps + 1, tokens + end - known, nodes + len(tree)
-            rejection = None if output is None else _rejected(tree, text, known + 1, end, output)
+            rejection = None if output is None else _rejected(trees[0], text, known + 1, end, output)
             miss = head.advance(KEY, Advance(ids[known:end], wire_features(features, known, end), rejection))
-            if rejection is not None and miss is not None:
-                misses.append((rejection, miss))
+            missed = () if rejection is None or miss is None else ((rejection, miss),)
+            yield Step(trees, known, end, missed)
             known = end
     finally:
         head.close(KEY)
-    return Replay(steps, tokens, nodes, tuple(misses))
 
 
 def _rejected(tree: DraftTree, text: Answer, start: int, end: int, output: Tensor) -> Rejection | None:
@@ -96,14 +115,14 @@ def _rejected(tree: DraftTree, text: Answer, start: int, end: int, output: Tenso
     return Rejection(position, node, int(text.ids[position]), top.numpy(), log_probs.numpy(), tail)
 
 
-def _drafted(head: FeatureHead, job: DraftJob, budget: int) -> DraftTree:
+def _drafted(head: Head, job: DraftJob) -> DraftTree:
     """The tree as the orchestrator would send it."""
     tree = DraftTree.empty()
     for growths in head.draft([job]):
         for growth in growths:
             tree = extend(tree, growth.nodes.tokens, growth.nodes.parents, growth.nodes.log_probs)
     merged, _, _ = dedup(tree, np.zeros(len(tree), np.uint64))
-    return prune(merged, budget)[0]
+    return prune(merged, job.budget)[0]
 
 
 def _followed(tree: DraftTree, following: Sequence[int]) -> int:
