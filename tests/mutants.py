@@ -17,6 +17,7 @@ from coppice.engine.batch import PackedBatch, Tail
 from coppice.engine.engine import Engine, ForwardOutput
 from coppice.engine.kv_cache import BlockTable, KVPool
 from coppice.heads import lm, ngram
+from coppice.heads.noise import Noise
 from coppice.heads.weight_swap import WeightSwap
 from coppice.speculation import sampling
 from orchestrator import step_loop
@@ -53,10 +54,7 @@ def _noise_one_position_off(patch: Patch) -> None:
 
 
 def _coupling_one_position_off(patch: Patch) -> None:
-    def off(scores: Any, logits: Any, job: Any, depth: int) -> Any:
-        return scores(logits, job, depth + 1)
-
-    _changed(patch, lm, "draft_scores", off)
+    _changed(patch, Noise, "rows", lambda rows, self, seed, first, count: rows(self, seed, first + 1, count))
 
 
 def _nan_row(patch: Patch) -> None:

@@ -116,8 +116,8 @@ def _plans(tails: Sequence[Tail], pool: KVPool, kinds: set[Kind]) -> Mapping[Kin
     for window, group in kinds:
         # Keys before every row's window are not even read; then a single row sees all that is left.
         low = 0 if window is None else max(0, tail.prefix + 1 - window)
-        visible = tail.sees(window)[:, low:]
-        mask = None if visible.all() else _additive(visible[None, None], group, pool)
+        visible = tail.visible if window is None else tail.sees(window)[:, low:]
+        mask = None if visible.all() else _additive(visible[None, None], end - low, group, pool)
         plans[window, group] = ViewPlan(window, group, written, pool.read(start + low, end - low), mask)
     return plans
 
@@ -143,7 +143,7 @@ def _gather_plans(tails: Sequence[Tail], pool: KVPool, kinds: set[Kind]) -> dict
         visible = np.zeros((len(counts), 1, most_rows, most_keys), np.bool_)
         for s, tail in enumerate(tails):
             visible[s, 0, :, : lengths[s]] = tail.sees(window)[local[s]]
-        return _additive(visible, group, pool)
+        return _additive(visible, most_keys, group, pool)
 
     plan = GatherPlan(
         window=None,
@@ -159,9 +159,12 @@ def _gather_plans(tails: Sequence[Tail], pool: KVPool, kinds: set[Kind]) -> dict
     return {kind: dataclasses.replace(plan, group=kind[1], mask=mask(*kind)) for kind in kinds}
 
 
-def _additive(visible: NDArray[np.bool_], group: int, pool: KVPool) -> Tensor:
-    """(S, 1, N, L) visible -> (S, 1, group * N, L) of 0 and -inf: SDPA would convert a boolean mask in every layer."""
-    sessions, _, rows, keys = visible.shape
-    hidden = torch.from_numpy(~visible)[:, :, None].expand(sessions, 1, group, rows, keys).flatten(2, 3)
-    mask = torch.zeros(hidden.shape, dtype=pool.dtype).masked_fill_(hidden, float("-inf"))
-    return mask.to(pool.device)
+def _additive(visible: NDArray[np.bool_], keys: int, group: int, pool: KVPool) -> Tensor:
+    """(S, 1, N, M) which of the last M keys are seen -> (S, 1, group * N, keys) of 0 and -inf.
+
+    SDPA would convert a boolean mask in every layer.
+    """
+    sessions, _, rows, last = visible.shape
+    mask = torch.zeros((sessions, 1, group, rows, keys), dtype=pool.dtype)
+    mask[..., keys - last :].masked_fill_(torch.from_numpy(~visible)[:, :, None], float("-inf"))
+    return mask.flatten(2, 3).to(pool.device)

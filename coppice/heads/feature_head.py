@@ -16,6 +16,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, ClassVar, TypeVar
 
@@ -36,7 +37,7 @@ from coppice.heads.base import DraftJob, Growth, Head, Miss, with_tree_shape
 from coppice.heads.checkpoints import load_head
 from coppice.heads.feature_session import FeatureSession, Inputs, Rows, join
 from coppice.heads.last_draft import LastDraft
-from coppice.heads.models.layers import Attend
+from coppice.heads.noise import Noise
 from coppice.heads.public_state import public_weights
 from coppice.heads.ranking import Ranking, target_ids
 from coppice.heads.variant_models import VariantModels
@@ -51,6 +52,12 @@ PREFILL_SLOTS = 1024  # KV entries made in one prefill forward
 R = TypeVar("R")
 Output = tuple[Tensor, Tensor, Tensor]
 """of a forward: un-normed states, their logits, and what a kind reads off them beside"""
+
+
+@lru_cache(16)
+def _earlier(rows: int, slots: int) -> NDArray[np.bool_]:
+    """Return (rows * slots, rows * slots): whether the second one's row is no later than the first one's."""
+    return np.tri(rows, dtype=np.bool_).repeat(slots, axis=0).repeat(slots, axis=1)
 
 
 class FeatureHead(Head):
@@ -75,6 +82,7 @@ class FeatureHead(Head):
         model = loaded.model.to(device, self.dtype).requires_grad_(False).train(False)
         self.embedding = loaded.embedding.to(device, self.dtype)
         prepack(model)
+        model.freeze()
         compile_ahead(model)
         self.variants = VariantModels({0: model}, Routes())
         self.ranking = Ranking(target_ids(model, config).to(self.device), settings.alpha, settings.beta)
@@ -117,8 +125,8 @@ class FeatureHead(Head):
             table = self.pool.allocate(str(key), len(features) * self.slots)
         except OutOfBlocks as error:
             raise Overloaded(str(error)) from None
-        no_noise = self.ranking.no_noise()
-        session = FeatureSession(table, ids, start, features, start, start, no_noise, opening.want_misses)
+        noise = Noise(self.ranking.target_ids)
+        session = FeatureSession(table, ids, start, features, start, start, noise, opening.want_misses)
         session.sketch = sketch_of(features)
         session.choice = self.variants.routes.choose(session.sketch, opening.session)
         self._sessions[key] = session
@@ -195,7 +203,8 @@ class FeatureHead(Head):
 
     def _noise(self, job: DraftJob, depths: int) -> Tensor | None:
         """Return (depths, draft vocabulary) float32 keyed noise of nodes at depth 1.. for a job coupled at T > 0."""
-        return self.ranking.noise(self._sessions[job.key], job, depths) if job.noisy else None
+        noise = self._sessions[job.key].noise
+        return noise.rows(job.sampling.seed, job.committed_len + 1, depths) if job.noisy else None
 
     # --- weights ---
 
@@ -261,9 +270,7 @@ class FeatureHead(Head):
 
     def _visible(self, rows: int) -> NDArray[np.bool_]:
         """Return (rows * slots, rows * slots): which entries of rows in a row each of them sees."""
-        if self.config.relaxed:  # the later slots of its own row, too
-            return np.tri(rows, dtype=np.bool_).repeat(self.slots, axis=0).repeat(self.slots, axis=1)
-        return np.tri(rows * self.slots, dtype=np.bool_)
+        return _earlier(rows, self.slots) if self.config.relaxed else _earlier(rows * self.slots, 1)
 
     def _query_rows(self, jobs: Sequence[DraftJob]) -> tuple[Rows, Tensor]:
         """Make all jobs' rows up to the one that reads the root; also returns the (J,) indices of those last ones."""
@@ -291,16 +298,12 @@ class FeatureHead(Head):
         return torch.from_numpy(np.asarray(numbers, np.int64)).to(self.device)
 
     def _inputs(self, rows: Rows) -> Inputs:
-        plan = plan_tails(rows.tails, self.pool, self.config.group)
-
-        def attend_in(layer: int) -> Attend:
-            return lambda query, key, value: plan.attend(layer, query, key, value, Scoring())
-
+        attend = plan_tails(rows.tails, self.pool, self.config.group).attend
         return Inputs(
             rows.features,
             self.embedding.index_select(0, self._tensor(rows.tokens))[None],
             self._tensor(rows.positions)[None],
-            [attend_in(layer) for layer in range(self.config.num_hidden_layers)],
+            [partial(attend, layer, scoring=Scoring()) for layer in range(self.config.num_hidden_layers)],
         )
 
     def timed(self, work: Callable[..., R], *inputs: Any) -> R:
@@ -336,9 +339,9 @@ class FeatureHead(Head):
     def _from_roots(self, jobs: Sequence[DraftJob]) -> Output:
         """Run the jobs' rows, and read those of the roots."""
         rows, ends = self._query_rows(jobs)
-        output = self.timed(lambda inputs: self._read_states(self._states(inputs)[ends]), self._inputs(rows))
+        out = self.timed(lambda given: self._read_states(self._states(given).index_select(0, ends)), self._inputs(rows))
         self._settle(jobs)
-        return output
+        return out
 
     @torch.inference_mode()
     def _from_states(self, rows: Rows) -> Output:

@@ -14,6 +14,7 @@ from coppice.engine.batch import Tail
 from coppice.engine.kv_cache import BlockTable
 from coppice.heads.last_draft import LastDraft
 from coppice.heads.models.layers import Attend
+from coppice.heads.noise import Noise
 from coppice.weights.variants import Choice
 
 
@@ -27,7 +28,7 @@ class FeatureSession:
     features: Tensor
     first: int
     done: int  # rows of the positions before it are in KV
-    noise: tuple[int, int, Tensor]  # seed, first position and (P, draft vocabulary) of drafts to come
+    noise: Noise
     wants_misses: bool = False
     sketch: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     choice: Choice = field(default_factory=Choice)

@@ -22,10 +22,10 @@ from coppice.errors import Overloaded
 from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
 from coppice.heads.block_tree import BlockTree, row_slices
 from coppice.heads.models.expectation import read_expectation
+from coppice.heads.noise import Noise
 from coppice.heads.vocabulary import common_width, tokenizer_hash
 from coppice.messages.steps import Advance, HeadDescription, OpenDraft
 from coppice.speculation.sampling import uniform
-from coppice.speculation.sampling_torch import noise
 
 PREFILL_ROWS = 512
 _CHAIN_STREAM = 3  # randomness of the sampled chains of the p/q rule
@@ -35,12 +35,14 @@ _CHAIN_STREAM = 3  # randomness of the sampled chains of the p/q rule
 class _Session:
     table: BlockTable
     ids: list[int]
+    noise: Noise
     in_kv: int = 0  # ids whose keys and values are in place
 
 
 @dataclass
 class _Tree(BlockTree):
     session: _Session = field(kw_only=True)
+    noise: Tensor | None = None  # (depth, width) of the positions below the root; None: its candidates have none
     positions: list[int] = field(default_factory=list)  # of the nodes that were expanded, the root first
     q_rows: list[NDArray[np.float32]] = field(default_factory=list)
 
@@ -68,6 +70,7 @@ class LanguageModelHead(Head):
         info = self.engine.info
         self._width = min(settings.vocab_size or target_width or info.vocab_size, info.vocab_size)
         """of the logits that it drafts from; ids behind its own last one, which no token has, are read as that"""
+        self._ids = torch.arange(self._width, device=settings.device)
         self.description = HeadDescription(
             settings.name or "lm",
             "lm",
@@ -85,7 +88,7 @@ class LanguageModelHead(Head):
             table = self.engine.pool.allocate(str(key), len(ids))
         except OutOfBlocks as error:
             raise Overloaded(str(error)) from None
-        session = self._sessions[key] = _Session(table, self._known(opening.ids))
+        session = self._sessions[key] = _Session(table, self._known(opening.ids), Noise(self._ids))
         while session.in_kv < len(ids) - 1:  # the last id's row is the first draft's
             chunk = ids[session.in_kv : session.in_kv + PREFILL_ROWS]
             self._forward([Piece.chain(table, session.in_kv, chunk)])
@@ -115,8 +118,7 @@ class LanguageModelHead(Head):
             for tree in active:  # only now: a forward that failed wrote nothing
                 tree.session.in_kv = tree.job.committed_len
             depth += 1
-            for tree, rows in zip(active, row_slices(active), strict=True):
-                self._add_level(tree, logits[rows], depth)
+            self._add_level(active, logits, depth)
             active = [tree for tree in active if len(tree.starts)]
         yield [tree.finish(number) for number, tree in enumerate(trees)]
 
@@ -130,6 +132,9 @@ class LanguageModelHead(Head):
             self.engine.pool.extend(session.table, max(room, session.table.num_tokens))
         except OutOfBlocks:
             return False
+        if job.noisy and not job.want_q_rows:
+            levels = min(self.settings.depth, job.budget)
+            tree.noise = session.noise.rows(job.sampling.seed, job.committed_len + 1, levels)
         return True
 
     def _piece(self, tree: _Tree, depth: int) -> Piece:
@@ -151,21 +156,27 @@ class LanguageModelHead(Head):
             earlier=earlier,
         )
 
-    def _add_level(self, tree: _Tree, logits: Tensor, depth: int) -> None:
-        """Add the children of the frontier and choose the next one."""
-        deeper = depth < min(self.settings.depth, tree.job.budget)
-        if tree.job.want_q_rows:
-            token, score = self._sample(tree, logits, depth)
-            tree.grow_level([[token]], [[score]], deeper)
-            return
-        scores = draft_scores(logits[:, : self._width], tree.job, depth)
-        top = scores.topk(min(self.settings.top_k, scores.shape[1]))
-        tree.grow_level(top.indices.tolist(), top.values.tolist(), deeper)
+    @torch.inference_mode()
+    def _add_level(self, trees: Sequence[_Tree], logits: Tensor, depth: int) -> None:
+        """Add the children of the frontiers and choose the next ones."""
+        logits, slices = logits[:, : self._width], row_slices(trees)
+        tokens: list[list[int]] = []
+        scores: list[list[float]] = []
+        if not all(tree.job.want_q_rows for tree in trees):
+            top = draft_scores(logits, trees, depth).topk(min(self.settings.top_k, self._width))
+            scores, tokens = top.values.tolist(), top.indices.tolist()
+        for tree, rows in zip(trees, slices, strict=True):
+            deeper = depth < min(self.settings.depth, tree.job.budget)
+            if tree.job.want_q_rows:
+                token, score = self._sample(tree, logits[rows], depth)
+                tree.grow_level([[token]], [[score]], deeper)
+            else:
+                tree.grow_level(tokens[rows], scores[rows], deeper)
 
     def _sample(self, tree: _Tree, logits: Tensor, depth: int) -> tuple[int, float]:
         """Sample the next token of a chain from q, and its score; q's row is kept for the p/q rule."""
         job = tree.job
-        q = (logits[0, : self._width].double() / (job.sampling.temperature or 1.0)).softmax(-1).cpu().numpy()
+        q = (logits[0].double() / (job.sampling.temperature or 1.0)).softmax(-1).cpu().numpy()
         drawn = uniform(job.sampling.seed, job.committed_len + depth, _CHAIN_STREAM)
         token = min(int(np.searchsorted(q.cumsum(), drawn, side="right")), len(q) - 1)
         tree.q_rows.append(np.pad(q.astype(np.float32), (0, self.description.vocab_size - len(q))))
@@ -177,14 +188,21 @@ class LanguageModelHead(Head):
         return output.logits
 
 
-def draft_scores(logits: Tensor, job: DraftJob, depth: int) -> Tensor:
-    """Return (n, V) scores of the children at `depth` of one job's nodes.
+def draft_scores(logits: Tensor, trees: Sequence[_Tree], depth: int) -> Tensor:
+    """Return (n, V) scores of the children at `depth` of the trees' starts.
 
     They are log q, reweighted at T > 0 by the keyed noise of the position that the children stand at (coupled drafting,
     docs/architecture.md).
     """
-    scores = (logits.float() / (job.sampling.temperature or 1.0)).log_softmax(-1)
-    if not job.noisy:
+    slices = row_slices(trees)
+    scores = logits.float()
+    for tree, rows in zip(trees, slices, strict=True):
+        if tree.job.sampling.temperature not in (0, 1) and not tree.job.want_q_rows:
+            scores[rows] /= tree.job.sampling.temperature
+    scores = scores.log_softmax(-1)
+    noisy = [(tree.noise[depth - 1], rows) for tree, rows in zip(trees, slices, strict=True) if tree.noise is not None]
+    if not noisy:
         return scores
-    positions = torch.tensor([job.committed_len + depth])
-    return (scores + noise(job.sampling.seed, positions, scores.shape[1]).to(scores)).log_softmax(-1)
+    for noise, rows in noisy:
+        scores[rows] += noise
+    return scores.log_softmax(-1)  # of the others it changes no more than rounding

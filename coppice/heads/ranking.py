@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.heads.base import DraftJob
-from coppice.heads.feature_session import FeatureSession
 from coppice.heads.models.layers import HeadConfig, largest
-from coppice.speculation.sampling_torch import noise
 
 
 class Ranking:
@@ -23,26 +21,8 @@ class Ranking:
 
         Under noise scores are alpha * logits / T + beta * noise. Both are 1 where a head is as sure as it should be.
         """
-        self.ids, self._target_ids = target_ids.cpu().numpy(), target_ids
+        self.ids, self.target_ids = target_ids.cpu().numpy(), target_ids
         self._alpha, self._beta = alpha, beta
-
-    def no_noise(self) -> tuple[int, int, Tensor]:
-        """Return the noise that a session begins with."""
-        return 0, 0, torch.empty(0, len(self.ids), device=self._target_ids.device)
-
-    def noise(self, session: FeatureSession, job: DraftJob, depths: int) -> Tensor:
-        """Return (depths, draft vocabulary) float32 keyed noise of nodes at depth 1.. .
-
-        Most positions of a draft were drafted at before: their noise is kept between steps.
-        """
-        seed, first = job.sampling.seed, job.committed_len + 1
-        of_seed, start, known = session.noise
-        known = known[first - start :] if of_seed == seed and start <= first else known[:0]
-        if len(known) < depths:
-            positions = torch.arange(first + len(known), first + depths, device=known.device)
-            known = torch.cat((known, noise(seed, positions, self._target_ids).float()))
-        session.noise = seed, first, known
-        return known[:depths]
 
     def score(self, logits: Tensor, job: DraftJob, noise: Tensor | None) -> None:
         """Turn (..., draft vocabulary) float32 logits, in place, into the scores of a job whose noise is as wide."""

@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from coppice.engine.linear import prepack
 from coppice.errors import StaleFence
+from coppice.heads.models.layers import DraftModel
 from coppice.heads.public_state import fused_tensor, public_names
 from coppice.heads.variant_models import VariantModels
 from coppice.weights.staging import Staging
@@ -47,7 +48,7 @@ class WeightSwap:
         """Whether any of the names is of a variant."""
         return any(name.startswith(variant_name(number, "")) if number else in_deployed(name) for name in changed)
 
-    def _model(self, model: Any, number: int, names: AbstractSet[str]) -> nn.Module:
+    def _model(self, model: Any, number: int, names: AbstractSet[str]) -> DraftModel:
         """Copy a model with a variant's values of those of its tensors that are among the names."""
         head, state = self._head, dict(model.state_dict())
         on_cuda = head.device.type == "cuda"
@@ -83,10 +84,11 @@ class WeightSwap:
         del self._variants
 
 
-def with_tensors(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
+def with_tensors(model: DraftModel, state: Mapping[str, Tensor]) -> DraftModel:
     """Copy a model with the tensors of `state`, which names all of its own; no tensor is copied."""
     shared = [*model.parameters(), *model.buffers(), getattr(model, "rotary", None), model.config, model.own_embedding]
     copy = deepcopy(model, {id(one): one for one in shared})
     copy.load_state_dict(dict(state), assign=True)
     prepack(copy)
+    copy.freeze()
     return copy

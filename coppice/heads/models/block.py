@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from coppice.heads.models.layers import MLP, Attend, Attention, DraftModel, HeadConfig, norm_of
+from coppice.heads.models.layers import MLP, Attend, Attention, DraftModel, HeadConfig, Part, norm_of
 from coppice.heads.models.rotary import Rope
 
 
@@ -35,7 +35,7 @@ class Layer(nn.Module):
         return out
 
 
-class BlockInput(nn.Module):
+class BlockInput(Part):
     """Condition, token and position query of each slot, normalised and fused (SpecBlock, equation 2)."""
 
     def __init__(self, config: BlockConfig) -> None:
@@ -52,12 +52,17 @@ class BlockInput(nn.Module):
         shared = self.condition_norm(condition), self.token_norm(token), torch.zeros_like(condition)
         # fuse [c, t, q] = fuse [c, t, 0] + fuse [0, 0, q]: the first term is the same in every slot.
         of_prefix: Tensor = self.fuse(torch.cat(shared, dim=-1))
-        query = self.query_norm(self.position_queries.weight)
-        of_query: Tensor = self.fuse(F.pad(query, (2 * query.shape[-1], 0)))
+        of_query = self.constant() if self.kept is None else self.kept
         if broadcast:
             return of_prefix[..., None, :] + of_query
         slots = of_query.expand(*of_prefix.shape[:-1], -1, -1)
         return torch.cat((slots[..., :1, :] + of_prefix[..., None, :], slots[..., 1:, :]), dim=-2)
+
+    def constant(self) -> Tensor:
+        """Make the (K, hidden) terms of the position queries."""
+        query = self.query_norm(self.position_queries.weight)
+        of_query: Tensor = self.fuse(F.pad(query, (2 * query.shape[-1], 0)))
+        return of_query
 
 
 class BlockModel(DraftModel):

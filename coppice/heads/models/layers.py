@@ -105,6 +105,13 @@ class DraftModel(nn.Module):
         super().__init__()
         self.config = config
 
+    @torch.no_grad()
+    def freeze(self) -> None:
+        """Let its parts keep what they make of their weights alone, which do not change from now on."""
+        for part in self.modules():
+            if isinstance(part, Part):
+                part.kept = part.constant()
+
     def add_output(self) -> None:
         """Add what lies behind a kind's own layers: the last norm, the output layer, the rotary factors and d2t.
 
@@ -138,7 +145,17 @@ def borrow(layer: nn.Linear) -> None:
     layer.register_buffer("weight", weight, persistent=False)
 
 
-class Attention(nn.Module):
+class Part(nn.Module):
+    """A part that makes something of its weights alone, which is kept once they do not change any more."""
+
+    kept: Tensor | None = None
+
+    def constant(self) -> Tensor | None:
+        """Make it; None when there is nothing to be made."""
+        raise NotImplementedError
+
+
+class Attention(Part):
     """Grouped-query attention whose inputs are `inputs` times as wide as its output."""
 
     def __init__(self, config: HeadConfig, inputs: int = 1) -> None:
@@ -159,7 +176,9 @@ class Attention(nn.Module):
         """(B, T, inputs * hidden) -> (B, T, hidden). `context` rows, as wide, give keys and values alone."""
         rows = states if context is None else torch.cat((context, states), dim=1)
         query, key, value = self.project(rows, rope)
-        out: Tensor = self.o_proj(attend(query[:, :, -states.shape[1] :], key, value).flatten(2))
+        if context is not None:
+            query = query[:, :, -states.shape[1] :]
+        out: Tensor = self.o_proj(attend(query, key, value).flatten(2))
         return out
 
     def project(self, states: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,12 +187,18 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(states).view(rows, length, -1, self.dim).transpose(1, 2)
         value = qkv[:, -self.kv_heads :]
         turned = qkv[:, : -self.kv_heads]
-        if self.normed:  # as one: a norm costs as much for both
-            weights = self.q_norm.weight.expand(self.heads, -1), self.k_norm.weight.expand(self.kv_heads, -1)
-            normed = F.rms_norm(turned, (self.dim,), None, self.q_norm.eps)
-            turned = normed * torch.cat(weights)[:, None].to(turned.dtype)
+        weights = self.constant() if self.kept is None else self.kept
+        if weights is not None:  # as one: a norm costs as much for both
+            turned = F.rms_norm(turned, (self.dim,), None, self.q_norm.eps) * weights.to(turned.dtype)
         turned = rotate(turned, rope)
         return turned[:, : self.heads], turned[:, self.heads :], value
+
+    def constant(self) -> Tensor | None:
+        """Make the (heads, 1, D) weights of the norms of queries and keys."""
+        if not self.normed:
+            return None
+        weights = self.q_norm.weight.expand(self.heads, -1), self.k_norm.weight.expand(self.kv_heads, -1)
+        return torch.cat(weights)[:, None]
 
 
 class MLP(nn.Module):
@@ -196,7 +221,10 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., size) -> (..., size)."""
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        weight = self.weight
+        return torch.rms_norm(
+            x, self.normalized_shape, weight if weight.dtype is x.dtype else weight.to(x.dtype), self.eps
+        )
 
 
 def norm_of(config: HeadConfig, size: int = 0) -> RMSNorm:

@@ -82,7 +82,7 @@ def rank_features(logits: Tensor, norm_topk: int | None = None) -> Tensor:
     logits = logits.float()
     top, _ = largest(logits, max(_TOP, norm_topk or 0))
     log_probs = (logits if norm_topk is None else top[..., :norm_topk]).log_softmax(-1)
-    best = top[..., :_TOP] - top[..., :1] + log_probs.amax(-1, keepdim=True)
-    gaps = top[..., :1] - top[..., [1, 2, 4]]
-    entropy = -(log_probs.exp() * log_probs).sum(-1, keepdim=True)
-    return torch.cat((best, gaps, best[..., :1].exp(), entropy), dim=-1)
+    below = top[..., :1] - top
+    best = log_probs.amax(-1, keepdim=True) - below[..., :_TOP]
+    entropy = -log_probs.exp().mul_(log_probs).sum(-1, keepdim=True)
+    return torch.cat((best, below[..., 1:3], below[..., 4:5], best[..., :1].exp(), entropy), dim=-1)
