@@ -58,7 +58,8 @@ class AutoPolicy(StepPolicy):
 
     def learn(self, step: Step) -> None:
         """Take in what each head would have gained alone in a step of several."""
-        nodes = len(step.judged.verified) if step.judged.pruned else step.budget
+        verdict = step.judged
+        nodes = len(verdict.verified) if verdict.pruned else step.budget
         if self._learns and nodes:  # where all of it was left out, the step says nothing of the heads
             for at in step.asked:
                 tree, _ = prune(step.drafts[at].scored, nodes)

@@ -109,8 +109,8 @@ class Output:
         timings.accept_ns += times.accept_ns
         timings.target_forward_ns += times.forward_ns
         timings.head_forward_ns += head_ns
-        timings.step_ns.append(step.took_ns)
-        timings.split_ns.append(step.took_ns - times.forward_ns - head_ns)
+        timings.step_ns.append(took_ns := step.took_ns)
+        timings.split_ns.append(took_ns - times.forward_ns - head_ns)
         self.result.routed.append(step.choice.routed)
         self.result.verified_nodes.append(step.num_verified)
         for draft in step.drafts:

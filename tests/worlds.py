@@ -15,13 +15,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import and_, xor
 
-import numpy as np
-from numpy.typing import ArrayLike
-
 from orchestrator.auto.arms import CASCADE, Arm, arms_of
 from orchestrator.auto.chooser import Chooser, StepSeen
 from orchestrator.auto.text_estimates import TextEstimates
-from services.verifier.node_budget import CostCurve, FloatArray, Profile, share
+from services.verifier.node_budget import CostCurve, Profile, share
 
 PLAIN_ARM = arms_of(())[0]
 DEPTH = 8
@@ -66,7 +63,7 @@ class Text:
     opening: bool = False
     lengths: list[int] = field(default_factory=list)  # of each head that was asked
     right: int = 0  # drafts of the tree that will prove right
-    scores: FloatArray = field(default_factory=lambda: np.zeros(0))
+    scores: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -152,13 +149,13 @@ class Machine:
         text.draft_s *= 1 + OPENING_STEPS * text.opening
         text.opened |= set(text.asked)
         depth = min(DEPTH, self.hint or DEPTH)
-        text.right, text.scores = 0, np.zeros(0)
+        text.right, text.scores = 0, []
         if heads:
             routed = max(range(len(heads)), key=lambda one: chances[one] + one * text.blur[at])
             merged = text.arm.policy.name == "merge" and len(heads) > 1
             text.right = min(depth, max(lengths) if merged else lengths[routed])
             chance = max(chances) if merged else chances[routed]
-            text.scores = math.log(max(1e-9, chance)) * np.arange(1, depth * (1 + merged) + 1)
+            text.scores = [math.log(max(1e-9, chance)) * node for node in range(1, depth * (1 + merged) + 1)]
             self.profile.observe(text.scores)
         text.began = now
         text.ready = now + text.draft_s + (world.rest_ms + world.nodes_ms * bool(heads)) / 1e3
@@ -175,10 +172,11 @@ class Machine:
         gain = float(count)
         kept = share([text.scores for text in batch], count, gain, self._seconds)
         rows = count + sum(kept)
-        forward = float(self.price(rows)) * self.rng.lognormvariate(0, world.noise)
+        plain_s, whole_s = self.price((count, rows))
+        forward = whole_s * self.rng.lognormvariate(0, world.noise)
         if len(texts) > 1:
             forward *= 1 + world.crowd * sum(len(text.scores) > 0 for text in texts) / len(texts)
-        plain = forward * float(self.price(count) / self.price(rows))
+        plain = forward * plain_s / whole_s
         self.hint = self.profile.hint(count, count, self._seconds)
         self.ended = start + forward
         spent = 0.0
@@ -197,8 +195,8 @@ class Machine:
                         text.estimates.gained(f"single:{self.names[head]}", offered)
         return spent
 
-    def _seconds(self, rows: ArrayLike) -> FloatArray:
-        return self.beside_s + self.price(rows)
+    def _seconds(self, rows: Sequence[int]) -> list[float]:
+        return [self.beside_s + seconds for seconds in self.price(rows)]
 
 
 def play(world: World, seed: int, fixed: str | None = None, warm: int = 4) -> Played:

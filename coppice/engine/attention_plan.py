@@ -97,6 +97,8 @@ def plan_tails(tails: Sequence[Tail], pool: KVPool, group: int) -> LayerPlan:
 
 def plan_forward(batch: PackedBatch, pool: KVPool, groups: Mapping[int | None, int]) -> dict[int | None, LayerPlan]:
     """The plan for each of the model's windows. groups: query heads for each key head in the layers that have it."""
+    if set(groups) == {None}:
+        return {None: plan_tails(batch.tails, pool, groups[None])}
     # A window that cuts nothing off is none, and shares its mask.
     reach = int(batch.positions.max()) + 1
     cutting = {
@@ -160,11 +162,10 @@ def _gather_plans(tails: Sequence[Tail], pool: KVPool, kinds: set[Kind]) -> dict
 
 
 def _additive(visible: NDArray[np.bool_], keys: int, group: int, pool: KVPool) -> Tensor:
-    """(S, 1, N, M) which of the last M keys are seen -> (S, 1, group * N, keys) of 0 and -inf.
-
-    SDPA would convert a boolean mask in every layer.
+    """(S, 1, N, K), whether rows see the last K of L keys, as they see the others -> (S, 1, group * N, L) of 0 and
+    -inf: SDPA would convert a boolean mask in every layer.
     """
     sessions, _, rows, last = visible.shape
-    mask = torch.zeros((sessions, 1, group, rows, keys), dtype=pool.dtype)
-    mask[..., keys - last :].masked_fill_(torch.from_numpy(~visible)[:, :, None], float("-inf"))
-    return mask.flatten(2, 3).to(pool.device)
+    mask = np.zeros((sessions, 1, group, rows, keys), np.float32)
+    np.copyto(mask[..., keys - last :], -np.inf, where=~visible[:, :, None])
+    return torch.from_numpy(mask.reshape(sessions, 1, -1, keys)).to(pool.device, pool.dtype)

@@ -117,21 +117,21 @@ def pack(pieces: Sequence[Piece], feature_layers: tuple[int, ...] = ()) -> Packe
     """One batch of the pieces, in their order; the tails and the logits come out in the same order."""
     tails: list[Tail] = []
     positions: list[NDArray[np.int64]] = []
-    kept: list[NDArray[np.int64]] = []
-    rows = 0
+    tokens: list[int] = []
+    kept: list[int] = []
     for piece in pieces:
-        visible, at = ancestors(piece.parents), np.asarray(piece.depths, np.int64) + piece.prefix_len
+        kept += [len(tokens) + row for row in piece.keep]
+        tokens += piece.tokens
+        visible, at = ancestors(piece.parents), np.array(piece.depths, np.int64) + piece.prefix_len
         positions.append(at)
-        kept.append(np.asarray(piece.keep, np.int64) + rows)
-        rows += len(at)
         if piece.earlier:
             visible = np.concatenate((piece.earlier.visible, visible), axis=1)
             at = np.concatenate((piece.earlier.positions, at))
         tails.append(Tail(piece.table, piece.prefix_len, visible, at))
     return PackedBatch(
-        tokens=torch.from_numpy(np.concatenate([np.asarray(piece.tokens, np.int64) for piece in pieces])),
-        positions=torch.from_numpy(np.concatenate(positions)),
+        tokens=torch.from_numpy(np.array(tokens, np.int64)),
+        positions=torch.from_numpy(positions[0] if len(positions) == 1 else np.concatenate(positions)),
         tails=tuple(tails),
-        logits_to_keep=torch.from_numpy(np.concatenate(kept)),
+        logits_to_keep=torch.from_numpy(np.array(kept, np.int64)),
         feature_layers=feature_layers,
     )

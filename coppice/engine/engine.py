@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -21,6 +22,7 @@ from coppice.engine.attention import UnsupportedModel, using
 from coppice.engine.attention_plan import plan_forward
 from coppice.engine.batch import PackedBatch, Piece, pack
 from coppice.engine.context import Context
+from coppice.engine.direct import call_directly
 from coppice.engine.fingerprint import fingerprint
 from coppice.engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool
 from coppice.engine.kv_layout import read_layout
@@ -92,6 +94,9 @@ class Engine:
         )
         fuse(model)
         prepack(model)
+        # Their inputs are hidden states that hooks keep.
+        output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        call_directly(model, {*self._decoder_layers, output})
 
     def forward(self, batch: PackedBatch) -> ForwardOutput:
         """One pass over all rows; their keys and values are in the pool afterwards.
@@ -109,14 +114,12 @@ class Engine:
         with torch.inference_mode():
             plans = plan_forward(batch, self.pool, self.layout.groups)
             tokens, positions = batch.tokens.to(device)[None], batch.positions.to(device)[None]
-            # Says that nothing is padding; without it transformers searches the positions for packed texts of its own.
-            present = torch.ones(tokens.shape, dtype=torch.bool, device=device)
             start = time.perf_counter_ns()
             self._tap(batch.feature_layers)
             with using(plans.__getitem__):
                 logits = self.model(
                     input_ids=tokens,
-                    attention_mask=present,
+                    attention_mask=_present(len(batch.tokens), device),
                     position_ids=positions,
                     use_cache=False,
                     logits_to_keep=keep,
@@ -169,6 +172,14 @@ class Engine:
             return self._decoder_layers[index].register_forward_pre_hook(keep, with_kwargs=True)
 
         self._tapped, self._taps = wanted, [tap(index) for index in wanted]
+
+
+@lru_cache(256)
+def _present(rows: int, device: torch.device) -> Tensor:
+    """(1, rows) true. Says that nothing is padding; without it transformers searches the positions for packed texts of
+    its own.
+    """
+    return torch.ones(1, rows, dtype=torch.bool, device=device)
 
 
 def default_feature_layers(count: int) -> tuple[int, int, int]:

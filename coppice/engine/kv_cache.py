@@ -79,6 +79,7 @@ class KVPool:
         self._slabs = [
             torch.zeros(shapes.count(shape), blocks * block_size, *shape, dtype=dtype, device=device) for shape in kinds
         ]
+        self._views = [slab.transpose(1, 2).unsqueeze(1) for slab in self._slabs]  # (n, 1, kv_heads, slots, dim)
         stored = [self._slabs[slab][place] for slab, place in self._places]
         self.layers = tuple(zip(stored[::2], stored[1::2], strict=True))
         self.dtype, self.device = dtype, torch.device(device)
@@ -108,7 +109,7 @@ class KVPool:
 
     def read(self, start: int, count: int) -> tuple[Tensor, ...]:
         """Views (1, kv_heads, count, dim) of slots: key of layer 0, value of layer 0, key of layer 1, and so on."""
-        parts = [slab.narrow(1, start, count).transpose(1, 2).unsqueeze(1).unbind(0) for slab in self._slabs]
+        parts = [view.narrow(3, start, count).unbind(0) for view in self._views]
         return parts[0] if len(parts) == 1 else tuple(parts[slab][place] for slab, place in self._places)
 
     def allocate(self, session: str, num_tokens: int) -> BlockTable:

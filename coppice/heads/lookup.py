@@ -62,11 +62,10 @@ class Lookup:
     def start(self, root: int) -> list[Occurrence]:
         """Find where the text's end, `root` included, stands in the texts: longest suffixes first, then most recent."""
         suffix = [*self.ids[1 - ORDERS[-1] :], root]
-        texts = [self, *self.earlier]
         found: dict[tuple[int, int], Occurrence] = {}
         for order in INDEXED:
             gram = hash(tuple(suffix[-order:]))
-            for number, text in enumerate(texts):
+            for number, text in enumerate((self, *self.earlier)):
                 for position in text.positions(order, gram):
                     if len(found) == OCCURRENCES:
                         return list(found.values())

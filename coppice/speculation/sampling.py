@@ -43,7 +43,7 @@ TOP_P_SLACK = 1e-9
 _SEED_BITS = 53  # of a drawn one: JSON keeps such numbers
 _COLUMN = 64  # values of which one is looked at first
 _NUCLEI = (256, 8192)  # ids that are sorted first, of a nucleus
-_FEW = 2048  # ids whose noise takes no longer than to find out which of it matters
+_FEW = 4096  # ids whose noise takes no longer than to find out which of it matters
 _NEAR = 64
 _CLOSE = 1e-6  # scores and sums of noise are tens, so rounded to 1e-14
 

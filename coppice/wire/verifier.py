@@ -107,8 +107,8 @@ def feature_part_to_wire(part: Features) -> verifier.FetchFeaturesResponse:
 
 def commit_to_wire(commit: Commit) -> verifier.FetchFeaturesResponse:
     """A commit, with its features, to its message."""
-    features = FEATURES.to_wire(commit.features) if commit.features else None
-    return verifier.FetchFeaturesResponse(commit=_COMMIT.to_wire(commit), features=features)
+    features = FEATURES.fields(commit.features) if commit.features else None
+    return verifier.FetchFeaturesResponse(commit=_COMMIT.fields(commit), features=features)
 
 
 def read_feature_part(message: verifier.FetchFeaturesResponse) -> Features:

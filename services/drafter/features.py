@@ -95,20 +95,28 @@ class FeatureSource:
         except TimeoutError:
             raise InvalidField("open.features.ref.verifier", "is not one of drafter.verifiers") from None
 
-    async def follow(self, ref: FeatureRef, heard: Callable[[Commit], None]) -> tuple[Features | None, Subscription]:
+    async def follow(
+        self, ref: FeatureRef, heard: Callable[[Commit], None], within_s: float = FETCH_S
+    ) -> tuple[Features | None, Subscription]:
         """Inline rows up to the window's end, from its start or the first position that the verifier still holds.
 
         From then on `heard` takes what each step of the session commits. A window of no positions has no rows. Raises
         InvalidField for an address that may not be dialed, Unavailable when the rows do not come.
         """
+        try:
+            async with asyncio.timeout(within_s):
+                return await self._follow(ref, heard)
+        except TimeoutError:
+            raise Unavailable(f"no features from the verifier at {ref.verifier}: not in {within_s:g} s") from None
+
+    async def _follow(self, ref: FeatureRef, heard: Callable[[Commit], None]) -> tuple[Features | None, Subscription]:
         await self._check(ref.verifier)
         call = self._stub(ref.verifier).FetchFeatures(fetch_to_wire(ref, follow=True), metadata=metadata())
         try:
-            async with asyncio.timeout(FETCH_S):
-                features = await _window(call, ref) if ref.count else None
-        except (grpc.RpcError, CoppiceError, TimeoutError) as error:
+            features = await _window(call, ref) if ref.count else None
+        except (grpc.RpcError, CoppiceError) as error:
             call.cancel()
-            why = error.details() if isinstance(error, grpc.RpcError) else str(error) or f"not in {FETCH_S:g} s"
+            why = error.details() if isinstance(error, grpc.RpcError) else error
             raise Unavailable(f"no features from the verifier at {ref.verifier}: {why}") from None
         except BaseException:
             call.cancel()

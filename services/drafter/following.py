@@ -6,17 +6,20 @@ question then only confirms the draft, or asks another one. What a verifier says
 
 from __future__ import annotations
 
+import asyncio
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from coppice.errors import CoppiceError, InvalidField
 from coppice.messages.steps import Advance, Commit, DraftStep, FeatureRef, Features, Fence, TreeDelta
 from coppice.speculation.tree import DraftTree
 
-from .features import FeatureSource, Subscription
+from .features import FETCH_S, FeatureSource, Subscription
 from .session import Session
 from .worker import Worker
 
+STEP_S = 1.0  # to fetch what a step misses: no draft is waited for longer
 _MOST_UNASKED, _MOST_UNASKED_BYTES = 512, 4 << 20  # commits and their features, behind the last step that was asked for
 
 
@@ -49,6 +52,7 @@ class Following:
         """the client's last question"""
         self._at: tuple[str, str] | None = None
         self._subscription: Subscription | None = None
+        self._trying: asyncio.Task[None] | None = None
         self._commits: list[Commit] = []
         """what the head was not given yet, without gaps"""
         self._ahead: _Ahead | None = None
@@ -96,7 +100,7 @@ class Following:
 
     def answer(self, delta: TreeDelta) -> TreeDelta | None:
         """A part of a draft as the client is to have it; None while it has not asked, or when it asked another one."""
-        if delta.fence.step > 0:
+        if delta.fence.step >= 0:
             return delta
         ahead = self._ahead
         if ahead is None or delta.fence.step != ahead.step.fence.step:
@@ -108,6 +112,8 @@ class Following:
 
     def close(self) -> None:
         """Hear no more of the text."""
+        if self._trying is not None and self._trying is not asyncio.current_task():
+            self._trying.cancel()
         if self._subscription is not None:
             self._subscription.close()
         self._subscription = self._at = None
@@ -118,10 +124,11 @@ class Following:
         ref = told.ref if told else None
         if ref is None:
             return told
-        moved = self._at != (ref.verifier, ref.session) or self._subscription is None or self._subscription.over
+        moved = self._at != (ref.verifier, ref.session)
         if not self._head.feature_layers:
             if moved:
-                await self._try_following(replace(ref, count=0))
+                self._at = ref.verifier, ref.session
+                self._trying = asyncio.create_task(self._try_following(replace(ref, count=0)))
             return None
         end = self._length + len(ids)
         heard = [commit for commit in self._commits if commit.start < end]
@@ -136,18 +143,17 @@ class Following:
 
     async def _try_following(self, ref: FeatureRef) -> None:
         """Follow a session for its commits alone; without them the head still drafts when it is asked."""
-        self._at = ref.verifier, ref.session
-        try:
+        with suppress(CoppiceError):
             await self._follow(ref, "step.advance.features.ref")
-        except CoppiceError:
-            self._at = ref.verifier, ref.session  # not once more in each step
+        self._at = ref.verifier, ref.session  # if it failed, not once more in each step
 
     async def _follow(self, ref: FeatureRef, field: str) -> Features | None:
         layers = self._head.feature_layers
         if layers and ref.layers not in ((), layers):
             raise InvalidField(f"{field}.layers", f"are {ref.layers}, this head reads those of {layers}")
         self.close()
-        features, self._subscription = await self._source.follow(ref, self._heard)
+        within_s = FETCH_S if self._last is None else STEP_S
+        features, self._subscription = await self._source.follow(ref, self._heard, within_s)
         self._at = ref.verifier, ref.session
         return features
 

@@ -7,15 +7,14 @@ so it is measured. Knows nothing of models or messages.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from bisect import bisect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from operator import truediv
 
 from coppice.limits import MAX_HEAD_NODES
 
-FloatArray = NDArray[np.float64]
-Seconds = Callable[[ArrayLike], FloatArray]
+Seconds = Callable[[Sequence[int]], list[float]]
 """wall time of a packed step, by the rows of its forward"""
 
 
@@ -33,28 +32,45 @@ class CostCurve:
         """`seconds` of at least one number of rows. Raises ValueError without any or on one that is not positive."""
         if not seconds or min(seconds.values()) <= 0:
             raise ValueError("a cost curve needs positive times")
-        self._rows = np.array(sorted(seconds), np.float64)
-        self._log = np.log([seconds[rows] for rows in sorted(seconds)])
-        self._points, self._places = np.maximum.accumulate(np.exp(self._log)), np.arange(len(self._rows))
+        self._rows = sorted(seconds)
+        self._log = [math.log(seconds[rows]) for rows in self._rows]
+        self._draw()
 
-    def __call__(self, rows: ArrayLike) -> FloatArray:
+    def __call__(self, rows: Sequence[int]) -> list[float]:
         """Seconds at each number of rows; straight lines between the points and beyond the last one."""
-        at, points = np.asarray(rows, np.float64), self._points
-        slope = (points[-1] - points[-2]) / (self._rows[-1] - self._rows[-2]) if len(points) > 1 else 0.0
-        beyond = np.maximum(at - self._rows[-1], 0.0) * slope
-        between: FloatArray = np.interp(at, self._rows, points) + beyond
-        return between
+        starts, points, slopes, least = self._rows, self._points, self._slopes, self._points[0]
+        seconds = []
+        for count in rows:
+            at = bisect(starts, count, 1) - 1
+            seconds.append(max(least, points[at] + slopes[at] * (count - starts[at])))
+        return seconds
 
     def observe(self, rows: int, seconds: float) -> None:
         """Take in what a forward of so many rows took."""
-        factor = min(self.MOST, max(-self.MOST, math.log(seconds / float(self(rows)))))
-        place = np.interp(rows, self._rows, self._places)
-        near = np.maximum(0.0, 1.0 - np.abs(self._places - place))
-        self._log += factor * (self.SHARED + self.OWN * near)
-        self._points = np.maximum.accumulate(np.exp(self._log))
+        factor = min(self.MOST, max(-self.MOST, math.log(seconds / self((rows,))[0])))
+        self._log = [point + factor * self.SHARED for point in self._log]
+        at = bisect(self._rows, rows, 1) - 1
+        width = self._rows[at + 1] - self._rows[at] if at + 1 < len(self._rows) else math.inf
+        onward = max(0, rows - self._rows[at]) / width
+        self._log[at] += factor * self.OWN * (1 - onward)
+        if onward:
+            self._log[at + 1] += factor * self.OWN * onward
+        self._draw()
+
+    def _draw(self) -> None:
+        self._points = list(accumulate(map(math.exp, self._log), max))
+        ends = list(zip(self._rows, self._points, strict=True))
+        slopes = [(high - low) / (end - start) for (start, low), (end, high) in pairwise(ends)]
+        self._slopes = slopes + (slopes[-1:] or [0.0])  # beyond the last point as before it
 
 
-def share(scores: Sequence[ArrayLike], rows: int, gain: float, seconds: Seconds) -> list[int]:
+def _best(tokens: Sequence[float], seconds: Sequence[float]) -> int:
+    """Where most tokens a second are expected; of equals the first."""
+    rates = list(map(truediv, tokens, seconds))
+    return rates.index(max(rates))
+
+
+def share(scores: Sequence[Iterable[float]], rows: int, gain: float, seconds: Seconds) -> list[int]:
     """How many nodes of each packed tree to verify, its likeliest ones, for the most expected tokens a second.
 
     scores: per tree (n,) log-probabilities of its nodes, none above its parent's (`tree.path_scores`), so that the
@@ -62,12 +78,12 @@ def share(scores: Sequence[ArrayLike], rows: int, gain: float, seconds: Seconds)
     without any of these nodes. Every set of n nodes costs the same and the n likeliest promise most, so trying each n
     finds the best set there is; of equals the smallest.
     """
-    ends = np.cumsum([0, *map(len, map(np.asarray, scores))])
-    flat = np.concatenate([np.zeros(0), *map(np.asarray, scores)])
-    order = np.argsort(-flat, kind="stable")
-    promised = gain + np.concatenate((np.zeros(1), np.cumsum(np.exp(flat[order]))))
-    count = int(np.argmax(promised / seconds(rows + np.arange(len(promised)))))
-    return np.histogram(order[:count], ends)[0].tolist() if len(scores) else []
+    ranked = sorted([(-score, tree) for tree, found in enumerate(scores) for score in found])
+    promised = list(accumulate([math.exp(-less) for less, _ in ranked], initial=gain))
+    budgets = [0] * len(scores)
+    for _, tree in ranked[: _best(promised, seconds(range(rows, rows + len(promised))))]:
+        budgets[tree] += 1
+    return budgets
 
 
 class Profile:
@@ -76,23 +92,21 @@ class Profile:
     RATE = 0.05
 
     def __init__(self) -> None:
-        self._means = np.zeros(MAX_HEAD_NODES)
-        self._known = 0  # nodes of the largest tree
+        self._means: list[float] = []  # of as many nodes as the largest tree had
         self._told: int | None = None  # the last hint
 
-    def observe(self, scores: ArrayLike) -> None:
+    def observe(self, scores: Iterable[float]) -> None:
         """Take in the (n,) log-probabilities of a tree's nodes; more than a head may draft are not looked at.
 
         A tree that is as large as the hint would have gone on, with nodes up to as likely as its last one: trees that
         were worse made the hint small, and none that is cut short could make it larger again.
         """
-        found = np.sort(np.exp(np.asarray(scores, np.float64)))[::-1][:MAX_HEAD_NODES]
-        old = min(self._known, len(found))
-        self._means[:old] += self.RATE * (found[:old] - self._means[:old])
-        self._means[old : len(found)] = found[old:]
-        if self._told is not None and 0 < len(found) >= self._told:
-            self._means[len(found) : self._known] += self.RATE * (found[-1] - self._means[len(found) : self._known])
-        self._known = max(self._known, len(found))
+        found = sorted(map(math.exp, scores), reverse=True)[:MAX_HEAD_NODES]
+        means, size = self._means, len(found)
+        if self._told is not None and 0 < size >= self._told:
+            found += found[-1:] * (len(means) - size)
+        moved = [mean + self.RATE * (new - mean) for mean, new in zip(means, found, strict=False)]
+        self._means = moved + found[len(means) :] + means[len(found) :]
 
     def hint(self, sessions: int, rows: int, seconds: Seconds) -> int | None:
         """How many nodes each of `sessions` should draft if all drafted alike; `rows` are those of no tree.
@@ -100,8 +114,7 @@ class Profile:
         What pays for the mean tree, as drafting costs too; 0 when not one node pays, and None when all of the largest
         tree would, or nothing is known.
         """
-        means = np.minimum.accumulate(self._means[: self._known])
-        promised = sessions * (1 + np.concatenate((np.zeros(1), np.cumsum(means))))
-        best = int(np.argmax(promised / seconds(rows + sessions * np.arange(len(promised)))))
-        self._told = None if best == self._known else best
+        promised = list(accumulate(accumulate(self._means, min), initial=1.0))
+        best = _best(promised, seconds(range(rows, rows + sessions * len(promised), sessions)))
+        self._told = None if best == len(self._means) else best
         return self._told

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import ArrayLike
 
 from coppice.engine.engine import Engine
 from coppice.speculation.tree import path_scores
 
 from .job import Job
-from .node_budget import CostCurve, FloatArray, Profile, share
+from .node_budget import CostCurve, Profile, share
 
 _ROWS = (1, 16, 64, 4, 256, 2, 8, 32, 128, 512)  # the first ones say most, should time run out
 _LEAST_POINTS = 3
@@ -50,16 +48,16 @@ class Pruner:
     def cut(self, steps: Sequence[Job], prefill_rows: int) -> None:
         """Leave out of all steps of the next forward the nodes that would cost more than they promise."""
         self._rows = len(steps) + prefill_rows
-        scores = [path_scores(job.tree) for job in steps]
-        whole = [found for job, found in zip(steps, scores, strict=True) if job.whole]
-        open_ = [(job, found) for job, found in zip(steps, scores, strict=True) if not job.whole and len(found)]
-        for _, found in open_:
-            self._profile.observe(found)
+        grown = [job for job in steps if len(job.tree)]
+        open_ = [job for job in grown if not job.whole]
         if not open_:
             return
-        gain = len(steps) + sum(float(np.exp(found).sum()) for found in whole)
-        budgets = share([found for _, found in open_], self._rows + sum(map(len, whole)), gain, self._seconds)
-        for (job, _), budget in zip(open_, budgets, strict=True):
+        scores = [path_scores(job.tree).tolist() for job in open_]
+        for found in scores:
+            self._profile.observe(found)
+        whole = [score for job in grown if job.whole for score in path_scores(job.tree).tolist()]
+        gain = len(steps) + sum(map(math.exp, whole))
+        for job, budget in zip(open_, share(scores, self._rows + len(whole), gain, self._seconds), strict=True):
             job.cut(budget)
 
     def hint(self, sessions: int) -> int | None:
@@ -74,12 +72,12 @@ class Pruner:
         """
         if decoded:
             self.curve.observe(rows, ended - began)
-        plain_s, whole_s = self.curve((self._rows, rows)).tolist()
+        plain_s, whole_s = self.curve((self._rows, rows))
         if awaited:
             most = _MOST_BESIDE * (self._beside_s + whole_s)
             self._beside_s += _RATE * (min(began - self._ended, most) - self._beside_s)
         self._ended = ended
-        return float(plain_s / whole_s)
+        return plain_s / whole_s
 
-    def _seconds(self, rows: ArrayLike) -> FloatArray:
-        return self._beside_s + self.curve(rows)
+    def _seconds(self, rows: Sequence[int]) -> list[float]:
+        return [self._beside_s + seconds for seconds in self.curve(rows)]

@@ -270,7 +270,8 @@ class Worker(BatchingThread):
             verdict, kept = session.judge(job.step, job.tree, job.verified, logits, features)
             self.engine.pool.compact(session.table, base, kept)
             answer = replace(verdict, budget_hint=hint)
-            self._fed += ((feed, session.last) for feed in session.feeds)
+            for feed in session.feeds:
+                self._fed.append((feed, session.last))
         ended = time.perf_counter_ns()
         timings = replace(
             shared,

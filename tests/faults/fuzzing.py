@@ -11,6 +11,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -224,6 +225,7 @@ async def converse(
     call = channel.stream_stream(f"/{method.containing_service.full_name}/{method.name}")()
     try:
         await _say_all(call, outcome, random, talk(random, f"fuzz-{number}"))
+        outcome.cancelled |= _follows(outcome)
         if not outcome.cancelled:
             await _timed(outcome, call.done_writing())
             while await _timed(outcome, call.read()) is not grpc.aio.EOF:
@@ -237,6 +239,14 @@ async def converse(
     outcome.code, outcome.details = await call.code(), await call.details() or ""
     outcome.unseen = outcome.details == CALL_ENDED
     return outcome
+
+
+def _follows(outcome: Outcome) -> bool:
+    """Whether the call goes on for as long as the session that it follows."""
+    asked = GetMessageClass(outcome.method.input_type)
+    with suppress(DecodeError):
+        return any(getattr(asked.FromString(data), "follow", False) for data in outcome.sent)
+    return False
 
 
 async def _say_all(call: Any, outcome: Outcome, random: Random, talk: Talk) -> None:

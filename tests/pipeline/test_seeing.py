@@ -225,6 +225,7 @@ def test_a_request_is_one_trace_through_every_process(target: Path, tmp_path: Pa
         *((orchestrator, name, "step") for name in ("ask", "draft", "choose", "send", "verify", "commit")),
         (verifier, "VerifierService/Verify", "GenerationService/Generate"),
         *((verifier, name, "VerifierService/Verify") for name in ("prefill", "step")),
+        (verifier, "VerifierService/FetchFeatures", "DrafterService/Draft"),  # the session is followed
         *((verifier, part, name) for name in ("prefill", "step") for part in VERIFYING),
         *(
             (f"coppice-drafter-{head}", *edge)
