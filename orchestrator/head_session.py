@@ -81,7 +81,7 @@ class _Question:
             draft.tree = extend(draft.tree, nodes.tokens, nodes.parents, nodes.log_probs)
         else:
             draft.tree = nodes
-        draft.deltas.append(len(nodes))
+        draft.deltas += delta.made or (len(nodes),)
         draft.predicted += delta.predicted
         if delta.q_rows is not None:
             draft.q_rows.append(delta.q_rows)

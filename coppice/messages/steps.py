@@ -282,6 +282,8 @@ class TreeDelta:
     miss: float | None = None
     predicted: tuple[int, ...] = ()
     """of each node its place in the prediction, from 1; 0 for none"""
+    made: tuple[int, ...] = ()
+    """how many of the nodes each forward of the head made; empty when one made all"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class Advance(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ..., features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ..., rejection: _Optional[_Union[_common_pb2.Rejection, _Mapping]] = ...) -> None: ...
 
 class TreeDelta(_message.Message):
-    __slots__ = ("fence", "nodes", "last", "forward_ns", "total_ns", "q_rows", "miss", "predicted")
+    __slots__ = ("fence", "nodes", "last", "forward_ns", "total_ns", "q_rows", "miss", "predicted", "made")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class TreeDelta(_message.Message):
     Q_ROWS_FIELD_NUMBER: _ClassVar[int]
     MISS_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_FIELD_NUMBER: _ClassVar[int]
+    MADE_FIELD_NUMBER: _ClassVar[int]
     fence: _common_pb2.Fence
     nodes: _common_pb2.Tree
     last: bool
@@ -96,7 +97,8 @@ class TreeDelta(_message.Message):
     q_rows: bytes
     miss: float
     predicted: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., nodes: _Optional[_Union[_common_pb2.Tree, _Mapping]] = ..., last: bool = ..., forward_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., q_rows: _Optional[bytes] = ..., miss: _Optional[float] = ..., predicted: _Optional[_Iterable[int]] = ...) -> None: ...
+    made: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., nodes: _Optional[_Union[_common_pb2.Tree, _Mapping]] = ..., last: bool = ..., forward_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., q_rows: _Optional[bytes] = ..., miss: _Optional[float] = ..., predicted: _Optional[_Iterable[int]] = ..., made: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DescribeHeadRequest(_message.Message):
     __slots__ = ()

@@ -98,7 +98,7 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "kind": (0, limits.MAX_KINDS),
         "sketch": (0, limits.SKETCH),
     },
-    "TreeDelta": {"miss": (0, 1), "forward_ns": _TIME, "total_ns": _TIME, "predicted": _NODES},
+    "TreeDelta": {"miss": (0, 1), "forward_ns": _TIME, "total_ns": _TIME, "predicted": _NODES, "made": _NODES},
     "DescribeHeadResponse": {
         "vocab_size": (0, limits.MAX_TOKEN_ID + 1),
         "weights_version": _VERSION,
@@ -158,6 +158,6 @@ ELEMENTS: dict[str, dict[str, tuple[float, float]]] = {
     "Verdict": {"accepted": _NODES, "verified": _NODES, "log_probs": _LOG_PROB},
     "DescribeTargetResponse": {"eos_ids": _ID},
     "DraftOpened": {"sketch": (-1.001, 1.001)},
-    "TreeDelta": {"predicted": _ANYWHERE},
+    "TreeDelta": {"predicted": _ANYWHERE, "made": _NODES},
     "DescribeHeadResponse": {"feature_layers": (0, limits.MAX_LAYERS), "expected_acceptance": (0, 1)},
 }

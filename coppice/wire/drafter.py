@@ -47,6 +47,8 @@ def read_draft_response(message: drafter.DraftResponse) -> DraftOpened | TreeDel
     answer = _RESPONSE.read(message)
     if isinstance(answer, TreeDelta) and answer.predicted:
         limits.check_count("delta.predicted", len(answer.predicted), len(answer.nodes), len(answer.nodes))
+    if isinstance(answer, TreeDelta) and answer.made:
+        limits.check_count("delta.made", sum(answer.made), len(answer.nodes), len(answer.nodes))
     return answer
 
 

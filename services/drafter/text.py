@@ -6,10 +6,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from coppice.errors import InvalidField, StaleFence
-from coppice.heads.base import DraftJob, Miss
-from coppice.messages.steps import Advance, DraftStep, Fence, Rejection, TreeDelta, committed_hash
+from coppice.heads.base import DraftJob, Growth, Miss
+from coppice.messages.steps import Advance, DraftStep, Fence, Rejection, committed_hash
 from coppice.speculation.sampling import SamplingParams
+from coppice.speculation.tree import DraftTree
 
 from .samples import Window
 from .session import Session
@@ -66,7 +69,7 @@ class Waiting:
     arrived_ns: int
     job: DraftJob
     missed: Missed | None
-    held: list[TreeDelta] = field(default_factory=list)  # deltas that go out with the next one
+    held: list[Growth] = field(default_factory=list)  # parts of the tree that go out with the next one
     sent: bool = False  # some of its deltas are out
     done: bool = False
 
@@ -74,6 +77,20 @@ class Waiting:
     def early(self) -> bool:
         """Whether the rest of the tree will be in time too: less than a quarter of the time there is has passed."""
         return time.perf_counter_ns() - self.arrived_ns < self.fence.deadline_ns / 4
+
+
+def joined(parts: list[Growth]) -> Growth:
+    """Parts of one tree, in order, as one."""
+    if len(parts) == 1:
+        return parts[0]
+    nodes = DraftTree(
+        np.concatenate([part.nodes.tokens for part in parts]),
+        np.concatenate([part.nodes.parents for part in parts]),
+        np.concatenate([part.nodes.log_probs for part in parts]),
+    )
+    q_rows = [part.q_rows for part in parts if part.q_rows is not None]
+    predicted = tuple([place for part in parts for place in part.predicted])
+    return Growth(parts[0].job, nodes, parts[-1].last, np.concatenate(q_rows) if q_rows else None, predicted)
 
 
 def _check_covered(start: int, advance: Advance) -> None:

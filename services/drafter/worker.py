@@ -28,7 +28,7 @@ from coppice.telemetry import SessionMetrics
 from .garbage import garbage
 from .samples import Samples
 from .session import Answer, Session
-from .text import Missed, Text, Waiting
+from .text import Missed, Text, Waiting, joined
 
 if TYPE_CHECKING:
     from coppice.heads.weight_swap import WeightSwap
@@ -246,16 +246,16 @@ class Worker(BatchingThread):
             self._offer(one)
 
     def _send(self, waiting: list[Waiting], grown: list[Growth], forward_ns: int) -> None:
-        """Post what grew; a part whose tree is not complete goes with the next one while there is time.
+        """Post what grew; a part whose tree is not complete becomes one with the next one while there is time.
 
         Each wakes this process's event loop, which takes the interpreter from the thread, and the orchestrator.
         """
         answers: list[tuple[Session, Answer]] = []
         for part in grown:
             one = waiting[part.job]
-            one.held.append(self._delta(one, part, forward_ns))
+            one.held.append(part)
             if part.last or not one.early:
-                answers += ((one.session, delta) for delta in one.held)
+                answers.append((one.session, self._delta(one, forward_ns)))
                 one.held.clear()
                 one.sent, one.done = True, part.last
         if answers:
@@ -273,15 +273,19 @@ class Worker(BatchingThread):
         if self._samples and text.window:
             self._samples.offer_text(text.name, text.window, self._head.description.weights_version, ended=ended)
 
-    def _delta(self, one: Waiting, part: Growth, forward_ns: int) -> TreeDelta:
-        miss = one.missed.miss.value if one.missed and not one.sent and not one.held else None
+    def _delta(self, one: Waiting, forward_ns: int) -> TreeDelta:
+        """The parts that are held, as one."""
+        parts = one.held
+        miss = one.missed.miss.value if one.missed and not one.sent else None
         asked = one.fence
         version = self._head.description.weights_version
         step = asked.step - failpoints.hit("drafter.stale")
         fence = Fence(step, asked.committed_len, asked.committed_hash, version, asked.deadline_ns)
-        nodes = garbage(part.nodes) if failpoints.hit("drafter.garbage") else part.nodes
+        grown = joined(parts)
+        nodes = garbage(grown.nodes) if failpoints.hit("drafter.garbage") else grown.nodes
+        made = tuple([len(part.nodes) for part in parts]) if len(parts) > 1 else ()
         total_ns = time.perf_counter_ns() - one.arrived_ns
-        return TreeDelta(fence, nodes, part.last, forward_ns, total_ns, part.q_rows, miss, part.predicted)
+        return TreeDelta(fence, nodes, grown.last, forward_ns, total_ns, grown.q_rows, miss, grown.predicted, made)
 
     def _post(self, answers: list[tuple[Session, Answer]]) -> None:
         """Hand answers to the event loop in one wake-up."""

@@ -172,8 +172,8 @@ def test_importing_coppice_alone_loads_nothing_else() -> None:
 # is the bound of bytes whose size follows from other fields, and of what a client reads of the server it chose.
 BOUNDS = {
     "MAX_TREE_NODES": """
-        Tree.tokens Tree.parents Tree.log_probs TreeDelta.predicted Verdict.accepted Verdict.verified Verdict.log_probs
-        Verdict.top SessionOpened.top
+        Tree.tokens Tree.parents Tree.log_probs TreeDelta.predicted TreeDelta.made Verdict.accepted Verdict.verified
+        Verdict.log_probs Verdict.top SessionOpened.top
     """,
     "MAX_ROW_SUPPORT": "Row.ids Row.log_probs Row.raw_log_probs",
     "MAX_TOP_N": "Rejection.top_ids Rejection.top_log_probs",

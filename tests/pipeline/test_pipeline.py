@@ -86,7 +86,7 @@ def test_counts_add_up(client: Client) -> None:
     timings = answer.timings
     assert isinstance(timings, Timings)
     assert len(timings.step_ns) == len(timings.split_ns) == answer.steps
-    assert all(0 < split < step for split, step in zip(timings.split_ns, timings.step_ns, strict=True))
+    assert all(split < step for split, step in zip(timings.split_ns, timings.step_ns, strict=True))
     plain = client.generate(PROMPTS[0], max_new_tokens=NEW, ignore_eos=True, policy="plain")
     assert plain.tau == 1.0
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 from urllib.request import urlopen
 
@@ -458,6 +459,18 @@ async def test_waiting_sessions_are_drafted_together_and_deltas_say_how_long_the
             assert 0 < first.total_ns <= last.total_ns
             assert last.fence.weights_version == 4
         assert head.batches == [1, 5]
+
+
+async def test_parts_of_a_draft_that_is_in_time_are_one_delta() -> None:
+    async with worker_of(ScriptedHead()) as worker:
+        (session,) = await open_on(worker, 1)
+        step = step_of(1, 7)
+        step = replace(step, fence=replace(step.fence, deadline_ns=10**12))
+        worker.step(session, step, time.perf_counter_ns())
+        delta = await answer_of(session)
+        assert (delta.last, delta.made, delta.forward_ns) == (True, (1, 1), 10)
+        assert delta.nodes == DraftTree(np.array([2, 1]), np.array([0, 1]), np.array([-1.0, -2.0], np.float32))
+        assert session.answers.empty()
 
 
 async def test_a_superseded_step_is_not_drafted_and_its_advance_still_counts() -> None:

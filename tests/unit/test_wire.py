@@ -224,7 +224,7 @@ SAMPLES: dict[str, Case] = {
     "weights part": (WeightsPart(3, b"abc"), drafter.weights_to_wire, read_weights),
     "weights synced": (WeightsSynced(7, bytes(32), 9), drafter.synced_to_wire, drafter.read_synced),
     "delta": (
-        TreeDelta(FENCE, TREE, True, 8, 9, Q_ROWS, 0.5, (3, 0, limits.MAX_CONTEXT)),
+        TreeDelta(FENCE, TREE, True, 8, 9, Q_ROWS, 0.5, (3, 0, limits.MAX_CONTEXT), (2, 0, 1)),
         drafter.draft_response_to_wire,
         drafter.read_draft_response,
     ),
@@ -455,7 +455,9 @@ def verify_steps(draw: st.DrawFn) -> VerifyStep:
 @st.composite
 def deltas(draw: st.DrawFn) -> TreeDelta:
     tree = draw(trees())
-    return TreeDelta(draw(fence), tree, draw(st.booleans()), draw(ns), draw(ns), draw(q_rows(tree)))
+    first = draw(st.integers(0, len(tree)))
+    made = draw(st.sampled_from(((), (first, len(tree) - first))))
+    return TreeDelta(draw(fence), tree, draw(st.booleans()), draw(ns), draw(ns), draw(q_rows(tree)), made=made)
 
 
 ids = st.lists(token, min_size=1, max_size=8)
@@ -643,6 +645,8 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("delta", "delta.predicted", [1], "delta.predicted"),
     ("delta", "delta.predicted", [1] * 257, "delta.predicted"),
     ("delta", "delta.predicted", [1, 2, limits.MAX_CONTEXT + 1], "delta.predicted"),
+    ("delta", "delta.made", [10**6], "delta.made"),
+    ("delta", "delta.made", [0] * 257, "delta.made"),
     ("delta", "delta.miss", 1.5, "delta.miss"),
     ("delta", "delta.miss", NAN, "delta.miss"),
     ("head", "feature_layers", [1] * 17, "feature_layers"),
