@@ -293,6 +293,8 @@ def _contenders(
     which is not above the least of these. To compare hashes with that noise's is cheaper than to take logarithms.
     """
     near = largest(logits, _NEAR)
+    if near.size > 2 * _NEAR:  # of many that tie, few are enough for a bound
+        near = near[np.argpartition(logits[near], -_NEAR)[-_NEAR:]]
     scores = _scores(logits[near], highest, temperature)
     wanted = (scores + _gumbel(hashes[near])).max() - scores.min() - _CLOSE
     least = math.exp(-math.exp(-wanted)) - 2.0**-40  # of the numbers in (0, 1) that the noise is made from

@@ -21,15 +21,15 @@ from coppice.limits import HASH_BYTES
 from coppice.stack.spec import module_of
 
 HIGHEST = 64.0
-"""the logit of each row's token, exact in bfloat16; all others are 0, so that it is drawn at T = 1, too"""
+"""the logit of each row's token, exact in bfloat16; all others are far below, so that it is drawn at T = 1, too"""
 _aten = torch.ops.aten
 
 
 class SleepingLogits(Tensor):
     """(R, V) logits as a service finds them on a GPU: which id is a row's best is known when it asks.
 
-    A row is a view of one prebuilt vector, in which all but one of 2 V - 1 logits are 0. Any other operation makes all
-    rows, on the CPU.
+    A row is a view of one prebuilt vector, of 2 V - 1 logits with the highest in the middle. Any other operation makes
+    all rows, on the CPU.
     """
 
     is_cuda = True
@@ -88,7 +88,7 @@ class SleepingEngine(Engine):
             feature_layers=default_feature_layers(asleep.layers),
             weights_hash=bytes(HASH_BYTES),
         )
-        self._around = torch.zeros(2 * asleep.vocab_size - 1, dtype=kind)
+        self._around = torch.randn(2 * asleep.vocab_size - 1, generator=torch.Generator().manual_seed(0)).to(kind)
         self._around[asleep.vocab_size - 1] = HIGHEST
         self._zeros = torch.zeros(1, dtype=kind)
 
