@@ -58,17 +58,20 @@ def _coupling_one_position_off(patch: Patch) -> None:
 
 
 def _nan_row(patch: Patch) -> None:
-    def judge(original: Any, self: Any, step: Any, tree: Any, verified: Any, logits: Any, features: Any) -> Any:
+    def judge(original: Any, self: Any, step: Any, tree: Any, verified: Any, logits: Any, *more: Any) -> Any:
         if len(logits) > 1 and not self.request.sampling.temperature:  # a sampled one is refused by decode_row
             logits = logits.index_fill(0, torch.tensor([1]), torch.nan)
-        return original(self, step, tree, verified, logits, features)
+        return original(self, step, tree, verified, logits, *more)
 
     _changed(patch, session.Session, "judge", judge)
 
 
 def _features_one_row_off(patch: Patch) -> None:
-    def judge(original: Any, self: Any, step: Any, tree: Any, verified: Any, logits: Any, features: Any) -> Any:
-        return original(self, step, tree, verified, logits, features if features is None else features.roll(1, 0))
+    def judge(
+        original: Any, self: Any, step: Any, tree: Any, verified: Any, logits: Any, features: Any, *a: Any
+    ) -> Any:
+        rolled = features if features is None else features.roll(1, 0)
+        return original(self, step, tree, verified, logits, rolled, *a)
 
     _changed(patch, session.Session, "judge", judge)
 

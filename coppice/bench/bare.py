@@ -43,7 +43,7 @@ class Bare:
         verifier, drafter = settings.verifier, settings.drafter
         self._threads, self._drafter_threads = verifier.threads, drafter.threads
         kv_tokens = sessions * (longest + 2 * MAX_TREE_NODES)
-        self._engine = load_engine(spec.target, device=verifier.device, dtype=verifier.dtype, kv_tokens=kv_tokens)
+        self.engine = load_engine(spec.target, device=verifier.device, dtype=verifier.dtype, kv_tokens=kv_tokens)
         shared = drafter.model_copy(update={"target": str(spec.target), "kv_tokens": kv_tokens})
         with _torch_threads(self._drafter_threads, self._threads):
             self._heads: dict[str, Head] = {
@@ -54,8 +54,8 @@ class Bare:
 
     def forward_ms(self, rows: int, context: int, sessions: int = 1) -> float:
         """Median milliseconds of one forward over `rows` rows a session behind `context` tokens."""
-        self._engine.timings((rows,), sessions=sessions, context=context, repeats=3)  # warm-up
-        return self._engine.timings((rows,), sessions=sessions, context=context)[rows] / 1e6
+        self.engine.timings((rows,), sessions=sessions, context=context, repeats=3)  # warm-up
+        return self.engine.timings((rows,), sessions=sessions, context=context)[rows] / 1e6
 
     def draft(
         self,
@@ -97,10 +97,10 @@ class Bare:
         """The target's features of every position of a text; None for a head that reads none."""
         if not layers:
             return None
-        pool = self._engine.pool
+        pool = self.engine.pool
         table = pool.allocate("features", len(text))
         try:
-            return self._engine.forward(pack([Piece.chain(table, 0, text)], layers)).features
+            return self.engine.forward(pack([Piece.chain(table, 0, text)], layers)).features
         finally:
             pool.free(table)
 

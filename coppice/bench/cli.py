@@ -6,9 +6,11 @@ A command imports what measures when it is called: --help is to be quick.
 from __future__ import annotations
 
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -16,6 +18,11 @@ from coppice.bench.measuring import Bench, measuring, reference_of, reporting, r
 from coppice.bench.options import ASKED, TRAINED, Options, command, numbers, read_methods, with_heads
 from coppice.bench.paper.cli import paper
 from coppice.errors import InvalidField
+
+if TYPE_CHECKING:
+    from coppice.bench.report import Report
+    from coppice.bench.synthetic.measure import SyntheticPlan
+    from coppice.stack.spec import StackSpec
 
 app = typer.Typer(
     help="Measure: speed, exactness, the cost of a step, rows of a forward, adaptation, the papers' tables.",
@@ -263,10 +270,34 @@ def learn(options: Options) -> None:
             draw(lines, options.plot)
 
 
-@command(app, "shape", "kinds", "profile", "sessions", "pipeline", "device", "dtype", "cache", budget=60)
+SHAPED = ("shape", "kinds", "profile", "sessions", "device", "dtype", "cache")
+
+
+@command(app, *SHAPED, "pipeline", budget=60)
 def synthetic(options: Options) -> None:
     """Size a deployment without trained weights: times on random ones, gains from a profile of acceptance."""
-    from coppice.bench.synthetic import measure
+    from coppice.bench.synthetic.measure import run_synthetic
+
+    with shaped("bench synthetic", options) as (spec, plan, report):
+        run_synthetic(spec, plan, report, options)
+
+
+@command(app, *SHAPED, "goals", shape="qwen3-8b", profile="qwen3-8b", device="cuda", budget=60)
+def gpu(options: Options) -> None:
+    """What a device makes of a target: forwards beside its memory's speed, drafts, and steps of the services.
+
+    Weights are random. transformers decodes in the same run, with a cache of fixed size.
+    """
+    from coppice.bench.synthetic.roofline import run_gpu
+
+    with shaped("bench gpu", options) as (spec, plan, report):
+        run_gpu(spec, plan, report)
+
+
+@contextmanager
+def shaped(name: str, options: Options) -> Iterator[tuple[StackSpec, SyntheticPlan, Report]]:
+    """A target and heads of a shape with random weights, what is measured of them, and a report: see `reporting`."""
+    from coppice.bench.synthetic.measure import SyntheticPlan, room
     from coppice.bench.synthetic.profiles import read_profile
     from coppice.bench.synthetic.shapes import make_weights, read_shape
     from coppice.machine import default_dtype
@@ -277,10 +308,9 @@ def synthetic(options: Options) -> None:
     config, kinds = read_shape(options.shape), options.kinds or ["eagle3", "specblock"]
     sessions, dtype = numbers("sessions", options.sessions, int, 1, 128), options.dtype or default_dtype(options.device)
     vocab_size, alphas = config.get_text_config().vocab_size, read_profile(options.profile, kinds)
-    plan = measure.SyntheticPlan(sessions, options.budget, alphas, vocab_size)
+    plan = SyntheticPlan(sessions, options.budget, alphas, vocab_size)
     with ExitStack() as ended:
         folder = options.cache or Path(ended.enter_context(tempfile.TemporaryDirectory(prefix="coppice-")))
         target, heads = make_weights(folder, config, kinds, dtype, options.device, 0)
-        spec = StackSpec(target=target, heads=heads, device=options.device, dtype=dtype, extra=measure.room())  # type: ignore[arg-type]
-        report = ended.enter_context(reporting("bench synthetic", spec, options))
-        measure.run_synthetic(spec, plan, report, options)
+        spec = StackSpec(target=target, heads=heads, device=options.device, dtype=dtype, extra=room())  # type: ignore[arg-type]
+        yield spec, plan, ended.enter_context(reporting(name, spec, options))

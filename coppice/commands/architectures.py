@@ -61,7 +61,7 @@ def architectures(console: Console, markdown: Path | None = None, kinds: Iterabl
     console.print(_table(told))
     console.print(_counts(told), highlight=False)
     if markdown:
-        markdown.write_text(_markdown(told), encoding="utf-8")
+        markdown.write_text(_markdown(told) + _sections(markdown), encoding="utf-8")
         _partial(markdown).unlink(missing_ok=True)
     return not any(one.verdict in (WRONG, FAILED) for one in told)
 
@@ -196,6 +196,13 @@ def _counts(findings: Iterable[Finding]) -> str:
         classes[verdict] += bool(name)
     models.update(one.verdict for one in findings)
     return ", ".join(f"{models[verdict]} {verdict} ({classes[verdict]} classes)" for verdict in models)
+
+
+def _sections(markdown: Path) -> str:
+    """What people wrote below the table of a file, from its first section on."""
+    text = markdown.read_text(encoding="utf-8") if markdown.is_file() else ""
+    _, heading, rest = text.partition("\n## ")
+    return heading + rest
 
 
 def _markdown(findings: list[Finding]) -> str:

@@ -11,6 +11,9 @@ from coppice.commands.generate import Address
 
 def doctor(
     address: Address = None,
+    target: Annotated[
+        Path | None, typer.Option(help="A model's folder: does it fit the device that the settings name?")
+    ] = None,
     architectures: Annotated[
         bool, typer.Option("--architectures", help="Try a tiny random model of every causal LM class instead.")
     ] = False,
@@ -27,7 +30,7 @@ def doctor(
         from coppice.commands.architectures import architectures as try_all
 
         raise typer.Exit(0 if try_all(Console(), markdown) else 1)
-    raise typer.Exit(0 if run(Console(), address) else 1)
+    raise typer.Exit(0 if run(Console(), address, target) else 1)
 
 
 def demo(

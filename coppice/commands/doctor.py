@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from shutil import disk_usage
+from shutil import disk_usage, which
 
 from rich.console import Console
 from rich.table import Table
 
 from coppice import __version__
 from coppice.client.client import Client, default_address
-from coppice.errors import CoppiceError, DeadlineExceeded, Unavailable
+from coppice.errors import CoppiceError, DeadlineExceeded, InvalidField, Unavailable
 from coppice.machine import PROMISES, default_dtype, this_machine
-from coppice.stack.preflight import why_no_port
+from coppice.stack.preflight import check_target, why_no_port
 from coppice.stack.redis_server import find_server
-from coppice.stack.spec import COUNTING_KINDS, DEFAULT_PORT, SHIPPED_HEADS, checkout
+from coppice.stack.spec import COUNTING_KINDS, DEFAULT_PORT, SHIPPED_HEADS, StackSpec, checkout
 
 CLIENT_PACKAGES = ("grpcio", "grpcio-health-checking", "protobuf", "numpy", "pydantic", "pydantic-settings")
 SERVE_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")
@@ -37,12 +37,12 @@ class Finding:
     ok: bool | None
 
 
-def doctor(console: Console, address: str | None = None) -> bool:
-    """Print what is found, and what to try next; returns whether nothing needed is missing.
+def doctor(console: Console, address: str | None = None, target: Path | None = None) -> bool:
+    """Print what is found, whether a target would fit, and what to try next; returns whether nothing needed is missing.
 
     Raises Unavailable when a server that is named, here or by COPPICE_ADDRESS, does not answer.
     """
-    table, findings = Table(show_header=False), list(find(address or os.environ.get("COPPICE_ADDRESS")))
+    table, findings = Table(show_header=False), list(find(address or os.environ.get("COPPICE_ADDRESS"), target))
     for finding in findings:
         sign = {True: "[green]ok[/]", False: "[red]missing[/]", None: "-"}[finding.ok]
         table.add_row(finding.name, finding.value, sign)
@@ -63,7 +63,7 @@ def _next_step(answers: bool) -> str:
     return "coppice up" if checkout() else "coppice up MODEL, a folder or a name on the Hugging Face Hub"
 
 
-def find(address: str | None) -> Iterator[Finding]:
+def find(address: str | None, target: Path | None = None) -> Iterator[Finding]:
     """Every finding; the server at `address` is missing when it does not answer, one that nobody named is not.
 
     What only servers need is needed in a checkout; a package may be installed as a client alone.
@@ -78,6 +78,8 @@ def find(address: str | None) -> Iterator[Finding]:
     for name in SERVE_PACKAGES:
         yield _package(name, needed=root is not None)
     yield from _hardware()
+    if target:
+        yield _target(target)
     if root:
         yield from _models(root / "models" / "demo")
     yield Finding("redis-server", str(find_server() or "none: needed by coppice up --adapt"), None)
@@ -95,6 +97,19 @@ def _models(folder: Path) -> Iterator[Finding]:
         else:
             here = (folder / name / "config.json").is_file()
             yield Finding(f"model {name}", kind if here else f"{kind}: not in {folder}", here)
+
+
+def _target(folder: Path) -> Finding:
+    """Whether `coppice up` would find room for a model here, with the settings that it would have."""
+    try:
+        spec = StackSpec(target=folder)
+        settings = spec.settings()
+        check_target(spec, settings)
+    except InvalidField as error:
+        return Finding("target", str(error), False)
+    verifier = settings.verifier
+    kept = f"{verifier.kv_tokens} KV tokens in {verifier.dtype}"
+    return Finding("target", f"{folder} fits {verifier.ranks} x {verifier.device} with {kept}", True)
 
 
 def _package(name: str, needed: bool) -> Finding:
@@ -130,6 +145,10 @@ def _hardware() -> Iterator[Finding]:
         name = torch.cuda.get_device_name(number)
         devices.append(f"{name}, {whole / GIB:.1f} GiB, {spare / GIB:.1f} free")
     yield Finding("CUDA devices", "; ".join(devices) or "none", None)
+    if devices:  # kernels are compiled when a verifier starts
+        yield _package("triton", needed=True)
+        compiler = which("gcc") or which("cc") or which("clang")
+        yield Finding("C compiler", compiler or "none: needed by triton", compiler is not None)
 
 
 def _server(address: str | None) -> Finding:

@@ -149,6 +149,20 @@ class VerifierSettings(TorchSettings):
         "served, or ignore all of it but the ids that end a text",
     )
     prune: bool = Field(True, description="time forwards and leave out draft nodes that cost more than they promise")
+    ranks: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="processes that share the target, each with a part of its weights and of the KV; "
+        "on CUDA each has a device of its own",
+    )
+
+    @field_validator("ranks")
+    @classmethod
+    def _ranks_have_devices(cls, ranks: int, info: ValidationInfo) -> int:
+        if ranks > 1 and (device := info.data.get("device", "cpu")) not in ("cpu", "cuda"):
+            raise ValueError(f"are devices from the first on: verifier.device must be cuda or cpu, not {device}")
+        return ranks
 
 
 class DrafterSettings(TorchSettings):

@@ -9,9 +9,10 @@ nothing).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -63,6 +64,17 @@ Plans = Callable[[int | None], LayerPlan]  # sliding window (None: all) -> the p
 _active: ContextVar[Plans | None] = ContextVar("coppice_packed_plans", default=None)
 
 
+class _Traced:
+    """The plans of what torch.compile traces, or has traced, and runs now: dynamo reads no ContextVar."""
+
+    def __init__(self) -> None:
+        self.plans: Mapping[int | None, LayerPlan] = {}
+        self.lock = Lock()
+
+
+_traced = _Traced()
+
+
 @contextmanager
 def using(plans: Plans) -> Iterator[None]:
     """Models called inside attend by these plans."""
@@ -71,6 +83,17 @@ def using(plans: Plans) -> Iterator[None]:
         yield
     finally:
         _active.reset(token)
+
+
+@contextmanager
+def tracing(plans: Mapping[int | None, LayerPlan]) -> Iterator[None]:
+    """Compiled models called inside attend by these plans; a process has one at a time."""
+    with _traced.lock:
+        _traced.plans = plans
+        try:
+            yield
+        finally:
+            _traced.plans = {}
 
 
 def packed_mask(
@@ -85,7 +108,8 @@ def packed_mask(
 
     Raises UnsupportedModel when the model's mask is anything but causal, plain or windowed.
     """
-    plans = _active.get()
+    compiling = torch.compiler.is_compiling()
+    plans = _traced.plans.__getitem__ if compiling else _active.get()
     if plans is None:
         raise RuntimeError("packed attention runs inside Engine.forward only")
     if use_vmap or allow_is_bidirectional_skip:

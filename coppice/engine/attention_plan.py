@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 from coppice.engine.attention import LayerPlan, Scoring, attend
 from coppice.engine.batch import PackedBatch, Tail
 from coppice.engine.kv_cache import KVPool
+
+MOST_PADDED = 64
+"""rows up to which, and up to twice the fewest, sessions are padded to each other: a prompt's chunk has more"""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,21 @@ class GatherPlan:
         return out if self.row_places is None else out.index_select(1, self.row_places)
 
 
+@dataclass(frozen=True)
+class GroupedPlan:
+    """Sessions whose rows are so many that others would be padded to them attend by themselves."""
+
+    window: int | None
+    parts: tuple[tuple[int, LayerPlan], ...]  # in the order of the rows: how many of them, and their plan
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """query (1, H, T, D), key (1, KVH, T, D) and value (1, KVH, T, V) of the rows -> (1, T, H, V)."""
+        counts = [rows for rows, _ in self.parts]
+        inputs = [states.split_with_sizes(counts, 2) for states in (query, key, value)]
+        outs = [plan.attend(layer, q, k, v, scoring) for (_, plan), q, k, v in zip(self.parts, *inputs, strict=True)]
+        return torch.cat(outs, dim=1)
+
+
 Kind = tuple[int | None, int]
 """of a layer: its window, and how many query heads it has for each key head"""
 
@@ -108,7 +127,12 @@ def plan_forward(batch: PackedBatch, pool: KVPool, groups: Mapping[int | None, i
     return {window: dataclasses.replace(made[cut], window=window) for window, cut in cutting.items()}
 
 
-def _plans(tails: Sequence[Tail], pool: KVPool, kinds: set[Kind]) -> Mapping[Kind, ViewPlan | GatherPlan]:
+def _plans(tails: Sequence[Tail], pool: KVPool, kinds: set[Kind]) -> Mapping[Kind, ViewPlan | GatherPlan | GroupedPlan]:
+    most = max(MOST_PADDED, 2 * min([len(tail.visible) for tail in tails]))
+    groups = [list(some) for _, some in groupby(tails, lambda tail: id(tail) if len(tail.visible) > most else None)]
+    if len(groups) > 1:
+        parts = [(sum([len(tail.visible) for tail in some]), _plans(some, pool, kinds)) for some in groups]
+        return {kind: GroupedPlan(kind[0], tuple((rows, made[kind]) for rows, made in parts)) for kind in kinds}
     if len(tails) > 1 or not tails[0].table.consecutive:
         return _gather_plans(tails, pool, kinds)
     (tail,) = tails
@@ -166,6 +190,8 @@ def _additive(visible: NDArray[np.bool_], keys: int, group: int, pool: KVPool) -
     -inf: SDPA would convert a boolean mask in every layer.
     """
     sessions, _, rows, last = visible.shape
-    mask = np.zeros((sessions, 1, group, rows, keys), np.float32)
-    np.copyto(mask[..., keys - last :], -np.inf, where=~visible[:, :, None])
-    return torch.from_numpy(mask.reshape(sessions, 1, -1, keys)).to(pool.device, pool.dtype)
+    # Rows are whole vectors apart: CUDA's kernels would copy a mask whose rows are not.
+    mask = np.zeros((sessions, 1, group, rows, -(-keys // 8) * 8), np.float32)
+    np.copyto(mask[..., keys - last : keys], -np.inf, where=~visible[:, :, None])
+    whole = torch.from_numpy(mask.reshape(sessions, 1, group * rows, -1))
+    return whole.to(pool.device, pool.dtype)[..., :keys]

@@ -12,6 +12,12 @@ from coppice.limits import MAX_CONTEXT
 BATCH_DEPENDENT = ("dynamic", "longrope")
 
 
+def rope_kinds(config: Any) -> list[dict[str, Any]]:
+    """The rotary parameters of a text model, those of each kind of layer where they differ."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [rope] if "rope_type" in rope else [kind for kind in rope.values() if kind]
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """A number of positions, and what it was cut by where the configuration promises more."""
@@ -24,10 +30,9 @@ class Context:
         """What a text model's configuration allows; `otherwise` where it names no limit."""
         promised = longest = int(getattr(config, "max_position_embeddings", None) or otherwise)
         cut_by = ""
-        rope = getattr(config, "rope_parameters", None) or {}
-        for kind in [rope] if "rope_type" in rope else rope.values():
-            first = int((kind or {}).get("original_max_position_embeddings") or longest)
-            if kind and kind.get("rope_type") in BATCH_DEPENDENT and first < longest:
+        for kind in rope_kinds(config):
+            first = int(kind.get("original_max_position_embeddings") or longest)
+            if kind.get("rope_type") in BATCH_DEPENDENT and first < longest:
                 longest = first
                 cut_by = f"rope kind {kind['rope_type']} would let longer texts change each other; {promised} promised"
         return cls(longest, cut_by)

@@ -21,9 +21,10 @@ def call_directly(model: nn.Module, hooked: Collection[nn.Module] = ()) -> None:
     buffers, which some modules replace. A part is still replaced by assignment, and by nothing else.
     """
     for module in model.modules():
-        module.__dict__.update(module._modules | module._parameters)
         kind: Any = type(module)
-        own = "forward" in module.__dict__ or kind.__call__ is not nn.Module.__call__
+        replaced = "forward" in module.__dict__  # such a forward may exchange the module's parameters meanwhile
+        module.__dict__.update(module._modules if replaced else module._modules | module._parameters)
+        own = replaced or kind.__call__ is not nn.Module.__call__
         watched = module in hooked or any(map(module.__dict__.get, _HOOKS))
         if not (own or watched or isinstance(module, PreTrainedModel)):
             module.__class__ = _direct(kind)

@@ -7,26 +7,30 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from coppice.engine.attention import UnsupportedModel, using
+from coppice.engine.attention import using
 from coppice.engine.attention_plan import plan_forward
 from coppice.engine.batch import PackedBatch, Piece, pack
 from coppice.engine.context import Context
 from coppice.engine.direct import call_directly
 from coppice.engine.fingerprint import fingerprint
+from coppice.engine.graphs import best_runner, graph_buckets
 from coppice.engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool
 from coppice.engine.kv_layout import read_layout
+from coppice.engine.launches import merge_launches
 from coppice.engine.linear import fuse, prepack
+from coppice.engine.ragged import Bucket, Ragged, padded
+from coppice.engine.runners import Eager, Runner
+from coppice.engine.static import StaticStep
+from coppice.engine.taps import Taps
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -54,6 +58,8 @@ class EngineInfo:
 class ForwardOutput:
     """logits: (R, V). features: (T, len(feature_layers) * H), or None when none were asked for; both model dtype.
 
+    On CUDA both are overwritten by the next forward.
+
     forward_ns: time inside the model's forward, nanoseconds.
     """
 
@@ -70,6 +76,7 @@ class Engine:
         self.model = model.train(False).requires_grad_(False)
         layout = read_layout(model)
         self.layout = layout
+        weights_hash = fingerprint(model)  # while there is room: of a model on several ranks it puts tensors together
         self.pool = KVPool(
             layers=layout.layers,
             tokens=kv_tokens,
@@ -78,10 +85,9 @@ class Engine:
             device=model.device,
         )
         count = len(layout.layers)
-        self._decoder_layers = _decoder_layers(model, count)
-        self._tapped: tuple[int, ...] = ()
-        self._taps: list[RemovableHandle] = []  # one for each layer of `_tapped`
-        self._hidden: dict[int, Tensor] = {}
+        self._taps = Taps(model, count)
+        self.tell: Callable[[PackedBatch], None] | None = None
+        """has a model's other ranks do the forward that this one is about to do"""
         self.info = EngineInfo(
             vocab_size=layout.vocab_size,
             context=Context.of(model.config.get_text_config(), kv_tokens),
@@ -90,13 +96,22 @@ class Engine:
             eos_ids=_eos_ids(model),
             dtype=str(model.dtype).removeprefix("torch."),
             feature_layers=default_feature_layers(count),
-            weights_hash=fingerprint(model),
+            weights_hash=weights_hash,
         )
-        fuse(model)
+        on_gpu = model.device.type == "cuda"
+        self.runner: Runner | None = Eager(self.static_step) if on_gpu else None  # None: by the batch's own plan
+        fuse(model, packed=not on_gpu)
         prepack(model)
+        if on_gpu:
+            merge_launches(model)
         # Their inputs are hidden states that hooks keep.
         output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        call_directly(model, {*self._decoder_layers, output})
+        call_directly(model, {*self._taps.layers, output})
+
+    @property
+    def on_device(self) -> bool:
+        """Whether what a forward answers lies elsewhere than in the host's memory."""
+        return self.pool.device.type != "cpu"
 
     def forward(self, batch: PackedBatch) -> ForwardOutput:
         """One pass over all rows; their keys and values are in the pool afterwards.
@@ -108,29 +123,53 @@ class Engine:
             # The last hidden state is left out: transformers gives it after the final norm.
             if not 0 <= index < self.info.layers:
                 raise ValueError(f"feature layer {index} is not among 0..{self.info.layers - 1} of this model")
-        device = self.pool.device
+        if self.tell is not None:
+            self.tell(batch)
+        if self.runner is not None:
+            return self._run_static(self.runner, batch)
         # All rows wanted is the common case, and then nothing needs picking.
-        keep: int | Tensor = 0 if len(batch.logits_to_keep) == len(batch.tokens) else batch.logits_to_keep.to(device)
+        keep: int | Tensor = 0 if len(batch.logits_to_keep) == len(batch.tokens) else batch.logits_to_keep
         with torch.inference_mode():
             plans = plan_forward(batch, self.pool, self.layout.groups)
-            tokens, positions = batch.tokens.to(device)[None], batch.positions.to(device)[None]
             start = time.perf_counter_ns()
-            self._tap(batch.feature_layers)
+            self._taps.want(batch.feature_layers)
             with using(plans.__getitem__):
                 logits = self.model(
-                    input_ids=tokens,
-                    attention_mask=_present(len(batch.tokens), device),
-                    position_ids=positions,
+                    input_ids=batch.tokens[None],
+                    attention_mask=_present(len(batch.tokens)),
+                    position_ids=batch.positions[None],
                     use_cache=False,
                     logits_to_keep=keep,
                 ).logits
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
             forward_ns = time.perf_counter_ns() - start
-            wanted = tuple(map(self._hidden.__getitem__, batch.feature_layers))
-            self._hidden.clear()
-            features = torch.cat(wanted, dim=-1)[0] if wanted else None
+            features = self._taps.take()
         return ForwardOutput(logits[0], features, forward_ns)
+
+    def _run_static(self, runner: Runner, batch: PackedBatch) -> ForwardOutput:
+        ragged = Ragged.of(batch.tails)
+        step = runner.step(Bucket.of(batch, ragged), batch.feature_layers)
+        step.inputs.fill(batch, ragged)
+        start = time.perf_counter_ns()
+        logits, features = step()
+        if self.pool.device.type == "cuda":
+            torch.cuda.synchronize(self.pool.device)
+        forward_ns = time.perf_counter_ns() - start
+        if features is not None and step.feature_layers != batch.feature_layers:
+            parts = features.chunk(len(step.feature_layers), dim=-1)
+            wanted = [parts[step.feature_layers.index(layer)] for layer in batch.feature_layers]
+            features = torch.cat(wanted, dim=-1) if wanted else None
+        kept, rows = len(batch.logits_to_keep), len(batch.tokens)
+        return ForwardOutput(logits[:kept], None if features is None else features[:rows], forward_ns)
+
+    def static_step(self, bucket: Bucket, feature_layers: tuple[int, ...]) -> StaticStep:
+        """A step of this model for any batch that a bucket holds."""
+        return StaticStep(self.model, self.pool, self.layout.groups, self._taps, bucket, feature_layers)
+
+    def capture(self) -> str:
+        """Have a CUDA device replay graphs of the steps from now on; returns why it cannot, "" when it does."""
+        blocks = padded(-(-min(self.info.max_context, self.pool.spare) // self.pool.block_size))
+        self.runner, why = best_runner(self.static_step, graph_buckets(blocks), self.info.feature_layers)
+        return why
 
     def timings(
         self, rows: Sequence[int], *, sessions: int = 1, context: int = 300, repeats: int = 15
@@ -156,30 +195,13 @@ class Engine:
             timings[count] = int(statistics.median(took))
         return timings
 
-    def _tap(self, wanted: tuple[int, ...]) -> None:
-        """Have forwards leave these hidden states in `_hidden`: layer i's input is hidden_states[i]. Most forwards want
-        those of the one before.
-        """
-        if wanted == self._tapped:
-            return
-        for handle in self._taps:
-            handle.remove()
-
-        def tap(index: int) -> RemovableHandle:
-            def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                self._hidden[index] = args[0] if args else kwargs["hidden_states"]
-
-            return self._decoder_layers[index].register_forward_pre_hook(keep, with_kwargs=True)
-
-        self._tapped, self._taps = wanted, [tap(index) for index in wanted]
-
 
 @lru_cache(256)
-def _present(rows: int, device: torch.device) -> Tensor:
+def _present(rows: int) -> Tensor:
     """(1, rows) true. Says that nothing is padding; without it transformers searches the positions for packed texts of
     its own.
     """
-    return torch.ones(1, rows, dtype=torch.bool, device=device)
+    return torch.ones(1, rows, dtype=torch.bool)
 
 
 def default_feature_layers(count: int) -> tuple[int, int, int]:
@@ -191,17 +213,6 @@ def default_feature_layers(count: int) -> tuple[int, int, int]:
     low = max(0, min(2, count - 3))
     middle = min(max(low + 1, count // 2), count - 1)
     return low, middle, min(max(middle + 1, count - 3), count - 1)
-
-
-def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
-    """The text model's outermost list of `count` modules: lists inside a layer (experts) come later in the walk, and a
-    vision tower, which may be as deep, is outside the decoder.
-    """
-    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
-    for module in chain(decoder.modules(), model.modules()):  # some call their output layer the decoder
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise UnsupportedModel(f"{type(model).__name__} has no list of {count} decoder layers")
 
 
 def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:

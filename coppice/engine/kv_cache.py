@@ -55,9 +55,9 @@ class KVPool:
     """Paged KV of one target, with exact accounting.
 
     `layers` holds each layer's keys (slots, kv_heads, key_dim) and values (slots, kv_heads, value_dim), where slots are
-    blocks * block_size. Those of one shape are parts of one tensor, a slab, so that few copies move a token of all
+    blocks * block_size + 1. Those of one shape are parts of one tensor, a slab, so that few copies move a token of all
     layers. A session's blocks are kept consecutive where possible, because then its prefix is read as a view instead of
-    a gather.
+    a gather. The slot `spare`, the last one, is nobody's: rows that pad a batch write there.
     """
 
     def __init__(
@@ -75,9 +75,10 @@ class KVPool:
         kinds = list(dict.fromkeys(shapes))
         # Of each key and value, in the order of the layers: its slab, and its place there.
         self._places = [(kinds.index(shape), shapes[:at].count(shape)) for at, shape in enumerate(shapes)]
+        self.spare = blocks * block_size
         # Zeros, not empty: padding may read a slot before it is written, and 0 * NaN is NaN.
         self._slabs = [
-            torch.zeros(shapes.count(shape), blocks * block_size, *shape, dtype=dtype, device=device) for shape in kinds
+            torch.zeros(shapes.count(shape), self.spare + 1, *shape, dtype=dtype, device=device) for shape in kinds
         ]
         self._views = [slab.transpose(1, 2).unsqueeze(1) for slab in self._slabs]  # (n, 1, kv_heads, slots, dim)
         stored = [self._slabs[slab][place] for slab, place in self._places]
@@ -86,6 +87,8 @@ class KVPool:
         self.block_size = block_size
         self._free = np.ones(blocks, dtype=np.bool_)
         self._tables: dict[str, BlockTable] = {}
+        self.moves: list[NDArray[np.int64]] | None = None
+        """(2, n) each, what `move` was called with since somebody emptied the list; None while nobody does"""
 
     @property
     def num_blocks(self) -> int:
@@ -150,19 +153,26 @@ class KVPool:
         moved = np.flatnonzero(accepted != np.arange(len(accepted)))
         if len(moved):  # else the path is a prefix of the rows and lies right already
             start = moved[0]
-            source = self._slot_tensor(table, base_len + accepted[start:])
-            target = self._slot_tensor(table, base_len + np.arange(start, len(accepted)))
-            with torch.inference_mode():
-                # The gather copies, so that overlapping source and target do no harm.
-                for slab in self._slabs:
-                    slab.index_copy_(1, target, slab.index_select(1, source))
+            tokens = np.stack([accepted[start:], np.arange(start, len(accepted))])
+            self.move(table.slots(base_len + tokens))
         table.num_tokens = base_len + len(accepted)
+
+    def move(self, slots: NDArray[np.int64]) -> None:
+        """Copy the KV of the slots `slots[0]` to `slots[1]`, which may overlap; slots: (2, n)."""
+        if self.moves is not None:
+            self.moves.append(slots)
+        source, target = (torch.from_numpy(row).to(self.device) for row in slots)
+        self.move_there(source, target)
+
+    def move_there(self, source: Tensor, target: Tensor) -> None:
+        """The same with slots that lie on the pool's device, (n,) each; `moves` does not hear of it."""
+        with torch.inference_mode():
+            # The gather copies, so that overlapping source and target do no harm.
+            for slab in self._slabs:
+                slab.index_copy_(1, target, slab.index_select(1, source))
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
-
-    def _slot_tensor(self, table: BlockTable, tokens: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(table.slots(tokens)).to(self.device)
 
     def _take(self, count: int, after: int | None) -> NDArray[np.int64]:
         """Own `count` free blocks: those right after `after` if they are free, else inside the longest free run."""

@@ -63,10 +63,12 @@ class PackedLinear(nn.Linear):
 class _Fused:
     """Several layers as one matrix, and what it made of the input that they are being called with."""
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+    def __init__(self, layers: Sequence[nn.Linear], packed: bool) -> None:
         self.widths = tuple(layer.out_features for layer in layers)
         biases = tuple(layer.bias for layer in layers if layer.bias is not None)
-        self.weight = _reordered(torch.cat(tuple(layer.weight for layer in layers)))
+        weight = torch.cat(tuple(layer.weight for layer in layers)).detach()
+        self.weight = _reordered(weight) if packed else weight
+        self.packed = packed
         self.bias = torch.cat(biases).detach() if biases else None
         self.input: Tensor | None = None
         self.parts: dict[int, Tensor] = {}  # those of `input` that were not asked for yet
@@ -92,7 +94,9 @@ class FusedLinear(nn.Linear):
         fused = self.fused
         if fused.input is not input or self.number not in fused.parts:
             rows = input.numel() // input.shape[-1]
-            if (padding := _PADDING.get(rows)) is None:
+            if not fused.packed:
+                out = F.linear(input, fused.weight, fused.bias)
+            elif (padding := _PADDING.get(rows)) is None:
                 out = _multiply(input, fused.weight, fused.bias, "none", [], "")
             else:
                 padded = F.pad(input.reshape(rows, -1), (0, 0, 0, padding))
@@ -104,18 +108,21 @@ class FusedLinear(nn.Linear):
         return part
 
 
-def fuse(model: nn.Module) -> None:
+def fuse(model: nn.Module, packed: bool = True) -> None:
     """Make one matrix of the layers that Llama and its relatives give the same input; the rest as in `prepack`.
+
+    packed: the matrix lies as oneDNN reads it, and only where that pays; else row by row, as GPUs read it.
 
     One that is given another input than its siblings is right too, only slower. Up to some tens of rows the bits are
     the same; of many, oneDNN may sum a wider matrix in another order.
     """
+    fuses = _packs if packed else _is_plain
     for module in model.modules():
         for names in SIBLINGS:
-            layers = [layer for name in names if _packs(layer := module._modules.get(name), nn.Linear)]
+            layers = [layer for name in names if fuses(layer := module._modules.get(name))]
             if len(layers) < len(names) or len({(layer.in_features, layer.bias is None) for layer in layers}) > 1:
                 continue
-            fused = _Fused(layers)
+            fused = _Fused(layers, packed)
             for number, layer in enumerate(layers):
                 layer._parameters.clear()
                 layer.__class__ = FusedLinear
@@ -129,7 +136,7 @@ def prepack(model: nn.Module) -> None:
     float32 where that is not faster. Subclasses of nn.Linear are left alone: others may read their weights.
     """
     for layer in model.modules():
-        if _packs(layer, nn.Linear, PackedLinear):
+        if _packs(layer, (nn.Linear, PackedLinear)):
             packed = _reordered(layer.weight)
             layer.weight = packed if "weight" in layer._buffers else nn.Parameter(packed, requires_grad=False)
             layer.__class__ = PackedLinear
@@ -155,12 +162,18 @@ def compile_ahead(model: nn.Module) -> None:
                 _multiply(torch.zeros(rows, weight.shape[1], dtype=weight.dtype), weight, bias, "none", [], "")
 
 
-def _packs(layer: nn.Module | None, *classes: type[nn.Linear]) -> TypeGuard[nn.Linear]:
+def _packs(layer: nn.Module | None, classes: tuple[type, ...] = (nn.Linear,)) -> TypeGuard[nn.Linear]:
     """Whether it is of these classes, and oneDNN would read its weight in a form that it does not have yet."""
-    if layer is None or type(layer) not in classes:
-        return False
+    if layer is None or type(layer) not in classes or "forward" in layer.__dict__:
+        return False  # a forward of its own, as quantised layers and those of ranks have, reads the weight as it was
     weight: Any = layer.weight
     return bool(weight.device.type == "cpu" and not weight.is_mkldnn and pays(weight.dtype))
+
+
+def _is_plain(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """Whether it is a linear layer whose call is its product alone: parts of one on several devices are not."""
+    hooked = layer is not None and (layer._forward_pre_hooks or layer._forward_hooks)
+    return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and not hooked
 
 
 def _reordered(weight: Tensor) -> Tensor:

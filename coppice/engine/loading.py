@@ -8,6 +8,7 @@ from logging import ERROR
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
@@ -19,6 +20,8 @@ from coppice.engine.linear import compile_ahead
 from coppice.engine.self_check import self_check
 from coppice.errors import CoppiceError, Status
 
+log = structlog.get_logger()
+
 _SHOWN = 3  # keys of a checkpoint that a message names
 
 
@@ -28,19 +31,27 @@ class UnusableFolder(CoppiceError):
     status = Status.INVALID_ARGUMENT
 
 
-def load_engine(path: str | Path, *, device: str = "cpu", dtype: str = "float32", kv_tokens: int) -> Engine:
+def load_engine(
+    path: str | Path, *, device: str = "cpu", dtype: str = "float32", kv_tokens: int, ranks: int = 1
+) -> Engine:
     """Load the model of a local folder (config.json and safetensors; no code of its own), and check it.
 
-    dtype: float32, bfloat16 or float16. Raises ValueError for another one, UnusableFolder, UnsupportedModel, the latter
-    where it can before the weights are read, and SelfCheckError.
+    dtype: float32, bfloat16 or float16, of what is not quantised. ranks: of torch.distributed's default group, which
+    all call this at once and get an engine each, with this rank's part of the weights and key heads, and whole logits.
+    Raises ValueError for another dtype, UnusableFolder, UnsupportedModel, the latter where it can before the weights
+    are read, and SelfCheckError.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     folder = Path(path)
     with _quiet(folder):
         _check_layout(folder)
-        model: Any = _load(folder, dtype)
-        engine = Engine(model.to(device), kv_tokens=kv_tokens)
+        model = _load(folder, device, dtype, ranks)
+        if torch.device(device).type == "cuda" and (index := torch.device(device).index) is not None:
+            torch.cuda.set_device(index)  # kernels are launched on the thread's device
+        engine = Engine(model, kv_tokens=kv_tokens)
+        if engine.runner is not None and (why := engine.capture()):
+            log.warning("no CUDA graphs: steps are launched one operator at a time", why=why)
         self_check(engine)
     compile_ahead(engine.model)
     return engine
@@ -76,12 +87,19 @@ def _check_layout(folder: Path) -> None:
             raise
 
 
-def _load(folder: Path, dtype: str) -> PreTrainedModel:
+def _load(folder: Path, device: str, dtype: str, ranks: int) -> PreTrainedModel:
     """The model with every tensor from the folder, and every tensor of the folder in it. Raises UnusableFolder."""
     load: Any = AutoModelForCausalLM.from_pretrained
-    model: PreTrainedModel
+    where: dict[str, Any] = {}
+    if ranks > 1:
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        where["distributed_config"] = DistributedConfig(tp_size=ranks, tp_plan="auto")
+    elif _is_quantised(folder):
+        where["device_map"] = None if device == "cpu" else device  # some kinds cannot be moved once they are loaded
     model, found = load(
         folder,
+        **where,
         dtype=DTYPES[dtype],
         local_files_only=True,
         use_safetensors=True,
@@ -98,4 +116,14 @@ def _load(folder: Path, dtype: str) -> PreTrainedModel:
             shown, more = sorted(keys)[:_SHOWN], len(keys) - _SHOWN
             rest = f" and {more} more" if more > 0 else ""
             raise UnusableFolder(f"{folder} {kind} {', '.join(shown)}{rest}")
-    return model
+    if not where:
+        model = model.to(device)
+    elif dtype == "float32" and not getattr(model, "is_quantized", False):
+        model = model.to(torch.float32)  # quantised numbers became bfloat16 where nothing multiplies them
+    placed: PreTrainedModel = model
+    return placed
+
+
+def _is_quantised(folder: Path) -> bool:
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return getattr(config, "quantization_config", None) is not None

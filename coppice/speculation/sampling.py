@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Annotated
 
@@ -199,6 +200,14 @@ def position_key(seed: int, position: int, stream: int) -> int:
     return mix(_stream_key(seed, stream) + position * GAMMA & MASK_64)
 
 
+def position_keys(seeds: Sequence[int], counts: Sequence[int], positions: IntArray) -> NDArray[np.uint64]:
+    """(P,) keys as of `position_key` of draws of tokens at (P,) absolute positions; each seed is that of its count of
+    them.
+    """
+    keys = np.array([_stream_key(seed, TOKEN_STREAM) for seed in seeds], np.uint64)
+    return _mixed(_steps(positions), np.repeat(keys, counts))
+
+
 @lru_cache(1 << 12)
 def _stream_key(seed: int, stream: int) -> int:
     """The part of a key that all positions of a text share."""
@@ -207,7 +216,7 @@ def _stream_key(seed: int, stream: int) -> int:
 
 def hash_u64(seed: int, position: int, token_ids: IntArray, stream: int = TOKEN_STREAM) -> NDArray[np.uint64]:
     """(K,) hashes of the (K,) token ids at an absolute position. Distinct ids of one position never collide."""
-    return _mixed(_steps(token_ids), position_key(seed, position, stream))
+    return _mixed(_steps(token_ids), np.uint64(position_key(seed, position, stream)))
 
 
 def _steps(token_ids: IntArray) -> NDArray[np.uint64]:
@@ -221,9 +230,9 @@ def _all_steps(size: int) -> NDArray[np.uint64]:
     return _steps(np.arange(size))
 
 
-def _mixed(steps: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
-    """`mix` of each step behind the key."""
-    h = steps + np.uint64(key)
+def _mixed(steps: NDArray[np.uint64], key: np.uint64 | NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`mix` of each step behind the key, or behind its key."""
+    h = steps + key
     shifted = h >> np.uint64(30)
     h ^= shifted
     h *= np.uint64(MULTIPLIER_1)
@@ -274,7 +283,8 @@ def draw_logits(logits_row: NDArray[np.floating], params: SamplingParams, positi
     """
     highest = float(logits_row[np.argmax(logits_row)])
     if np.isfinite(highest) and logits_row.size > _FEW and params.keeps_all(logits_row.size):
-        hashes = _mixed(_all_steps(logits_row.size), position_key(params.seed, position, TOKEN_STREAM))
+        key = np.uint64(position_key(params.seed, position, TOKEN_STREAM))
+        hashes = _mixed(_all_steps(logits_row.size), key)
         likely = _contenders(logits_row, highest, params.temperature, hashes)
         sums = _scores(logits_row[likely], highest, params.temperature) + _gumbel(hashes[likely])
         best = int(np.argmax(sums))

@@ -59,14 +59,18 @@ def environment(path: Path | None) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
-def spawn(module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """`python -m MODULE ARGUMENTS...` with its output at the end of `log`; it ends when this process does."""
-    with log.open("ab") as output:
+def spawn(
+    module: str, arguments: Sequence[str], log: Path | None, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """`python -m MODULE ARGUMENTS...` with its output at the end of `log`, or where this process' own goes without one;
+    it ends when this process does.
+    """
+    with log.open("ab") if log else contextlib.nullcontext() as output:
         return subprocess.Popen(
             [sys.executable, "-m", "coppice.stack.child", module, *arguments],
             stdin=subprocess.PIPE,  # closes when this process ends, see coppice.stack.child
             stdout=output,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.STDOUT if log else None,
             env=environment,
             # Ctrl-C is for the parent, which stops its children in order. In the parent's session still: should that be
             # killed while a child is held still (SIGSTOP), Linux wakes the child up with SIGHUP and SIGCONT.

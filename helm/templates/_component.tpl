@@ -18,7 +18,7 @@ One component: its Deployment, Service, PodDisruptionBudget, autoscaling, Networ
 {{- $server := dict "host" "0.0.0.0" "port" $role.port "health_port" 8081 "metrics_port" 9090 "log_json" true "production" true "grace_s" 90 }}
 {{- $own := dict "server" $server "tls" $tls }}
 {{- if $role.computes }}
-{{- $_ := set $own $role.computes (dict "device" (gt (int $values.gpu) 0 | ternary "cuda" "cpu")) }}
+{{- $_ := set $own $role.computes (include "coppice.device" (list .role $values.gpu) | fromYaml) }}
 {{- end }}
 {{- $variables := include "coppice.variables" (list $own .settings $root.Values.settings $values.settings) | fromYaml }}
 {{- $context := dict "root" $root "name" $name "role" $role "values" $values "variables" $variables "component" . }}

@@ -41,6 +41,15 @@ redis: {port: {{ .Values.redis.port }}, callers: [verifier, drafter, orchestrato
 {{- toYaml $all }}
 {{- end }}
 
+{{/* Settings of what a component computes on: (list ROLE GPUS). A verifier's target has a rank on each GPU. */}}
+{{- define "coppice.device" -}}
+{{- $gpus := int (index . 1) }}
+device: {{ gt $gpus 0 | ternary "cuda" "cpu" }}
+{{- if and (eq (index . 0) "verifier") (gt $gpus 1) }}
+ranks: {{ $gpus }}
+{{- end }}
+{{- end }}
+
 {{/* Where the replicas of a component are found: (list ROOT COMPONENT ROLE). */}}
 {{- define "coppice.place" -}}
 {{- $root := index . 0 }}

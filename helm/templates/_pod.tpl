@@ -76,6 +76,9 @@ containers:
     {{- include "coppice.container" $root | nindent 4 }}
     volumeMounts:
       - {name: tmp, mountPath: /tmp}
+      {{- if gt (int $values.gpu) 1 }}
+      - {name: shm, mountPath: /dev/shm}
+      {{- end }}
       {{- if and $component.weights (or $models.claim $fetched) }}
       - {name: models, mountPath: /models, readOnly: true}
       {{- end }}
@@ -90,6 +93,9 @@ containers:
       {{- end }}
 volumes:
   - {name: tmp, emptyDir: {}}
+  {{- if gt (int $values.gpu) 1 }}
+  - {name: shm, emptyDir: {medium: Memory, sizeLimit: 1Gi}} # through which NCCL's ranks meet; it counts as the pod's memory
+  {{- end }}
   {{- if $fetched }}
   - {name: models, emptyDir: {sizeLimit: {{ $models.size }}}}
   {{- else if and $component.weights $models.claim }}

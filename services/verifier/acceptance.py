@@ -33,6 +33,16 @@ class Walk:
     """the path ends at a stop token or at the limit, so that no next root is wanted"""
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a device made of one session's rows."""
+
+    drawn: list[int]
+    """the token behind each row with logits, -1 where the row is refused; empty when none was drawn"""
+    rows: list[int]
+    """those that are text, ascending; of a step their KV lies in place"""
+
+
 def walk(
     tree: DraftTree,
     root_position: int,
@@ -62,6 +72,16 @@ def walk(
         if token in stop_ids:
             break
     return Walk(path_to(tree, at[0]), None, None, finished=True)
+
+
+def walked(tree: DraftTree, reading: Reading, row_at: RowAt, stop_ids: Collection[int], max_accept: int) -> Walk:
+    """The walk that a device took; a row holds the one id that was drawn there."""
+    path = tuple(reading.rows[1:])
+    end = path[-1] if path else 0
+    if len(path) == max_accept or (end and int(tree.tokens[end - 1]) in stop_ids):
+        return Walk(path, None, None, finished=True)
+    row = row_at(end)
+    return Walk(path, row, int(row[0][0]), finished=False)
 
 
 def path_to(tree: DraftTree, node: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coppice.messages.steps import Commit, Features
 
-from .features import columns, feature_bytes
+from .features import feature_bytes
 
 MOST_UNREAD = 32  # commits; one that falls behind fetches what it missed
 
@@ -42,6 +42,6 @@ class Feed:
         while (committed := await self._waiting.get()) is not None:
             commit, rows = committed.commit, committed.features
             if self.layers is not None and rows is not None:
-                data = feature_bytes(columns(rows, committed.layers, self.layers or committed.layers))
+                data = feature_bytes(rows, committed.layers, self.layers or committed.layers)
                 commit = replace(commit, features=Features(commit.start, len(rows), dtype, data))
             yield commit

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
-from torch import Tensor
 
 from coppice import failpoints
 from coppice.config.settings import Settings
@@ -22,7 +21,7 @@ from coppice.speculation.tree import TreeError, validate
 from coppice.v1 import verifier_pb2
 from coppice.wire import verifier
 
-from .features import feature_bytes
+from .features import FeatureRows
 from .feed import Feed
 from .sessions import reserved_tokens
 from .worker import Worker
@@ -104,13 +103,12 @@ class VerifierServicer:
             if feed is not None:
                 self.worker.unfollow(ref.session, feed)
 
-    def _parts(self, ref: FeatureRef, rows: Tensor) -> Iterator[Features]:
+    def _parts(self, ref: FeatureRef, rows: FeatureRows) -> Iterator[Features]:
         """The rows of a window's last positions."""
-        first = ref.start + ref.count - len(rows)
-        per_chunk = max(1, CHUNK_BYTES // max(1, rows.shape[1] * rows.element_size()))
-        for start in range(0, len(rows), per_chunk):
-            part = rows[start : start + per_chunk]
-            yield Features(first + start, len(part), self.info.dtype, feature_bytes(part))
+        first = ref.start + ref.count - rows.count
+        for count, data in rows.parts(CHUNK_BYTES):
+            yield Features(first, count, self.info.dtype, data)
+            first += count
 
     async def DescribeTarget(
         self, request: verifier_pb2.DescribeTargetRequest, context: grpc.aio.ServicerContext

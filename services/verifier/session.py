@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -33,8 +33,8 @@ from coppice.speculation.sampling import Row as SampledRow
 from coppice.speculation.sampling import decode_row, draw, draw_logits, largest
 from coppice.speculation.tree import DraftTree, TreeError
 
-from .acceptance import Walk, path_to, pq_chain, walk
-from .features import FeatureWindow, columns
+from .acceptance import Reading, Walk, path_to, pq_chain, walk, walked
+from .features import FeatureRows, FeatureWindow
 from .feed import Committed, Feed
 
 MOST_FEEDS = 64  # followers of a session: a drafter for each of its heads, and those that a move left behind
@@ -77,15 +77,15 @@ class Session:
         if features is not None:
             self.features.append(features)
 
-    def read_features(self, ref: FeatureRef) -> Tensor:
-        """(n, F) rows of a window, see `FeatureWindow.read`, with the columns that it names. Raises InvalidField."""
+    def read_features(self, ref: FeatureRef) -> FeatureRows:
+        """Rows of a window, see `FeatureWindow.read`, with the columns that it names. Raises InvalidField."""
         held = self.request.feature_layers
         if not ref.count:
-            return torch.empty(0, 0)
+            return FeatureRows(0, [], held, held)
         for layer in ref.layers:
             if layer not in held:
                 raise InvalidField("ref.layers", f"{layer} is not one of the session's layers {held}")
-        return columns(self.features.read(ref.start, ref.count), held, ref.layers or held)
+        return FeatureRows(*self.features.read(ref.start, ref.count), held, ref.layers or held)
 
     def follow(self, feed: Feed) -> None:
         """Let a feed hear of each commit from now on. Raises Overloaded."""
@@ -115,9 +115,11 @@ class Session:
                 best = log_probs.topk(min(count, log_probs.shape[-1]))
                 self.prompt_top += map(TopLogProbs, best.indices.cpu().numpy(), best.values.cpu().numpy())
 
-    def opened(self, logits: Tensor, features: Features | None, timings: VerifyTimings) -> SessionOpened:
+    def opened(
+        self, logits: Tensor, features: Features | None, timings: VerifyTimings, reading: Reading | None = None
+    ) -> SessionOpened:
         """The answer to the prompt, given the (V,) logits of its last token."""
-        rows = _Rows(self, logits[None], DraftTree.empty())
+        rows = _Rows(self, logits[None], DraftTree.empty(), drawn=reading.drawn[-1:] if reading else [])
         row = rows.after(0)
         drawn = draw(*row, self.request.sampling.seed, self.committed_len)
         root = self._next_root(rows, 0, row, drawn, keyed=True)
@@ -130,25 +132,32 @@ class Session:
         """The row itself where it is small and the client's draw from it gives the same id; else the id."""
         ids, log_probs = row
         want = self.request.want_log_probs
-        if keyed and len(ids) <= MAX_ROW_SUPPORT and not rows.wide:
+        if keyed and len(ids) <= MAX_ROW_SUPPORT and not rows.drawn_here:
             return NextRoot(Row(ids, log_probs, rows.raw(node, ids) if want else None))
         return NextRoot(None, drawn, float(rows.raw(node, np.array([drawn]))[0]) if want else 0.0)
 
     def judge(
-        self, step: VerifyStep, tree: DraftTree, verified: tuple[int, ...], logits: Tensor, features: Tensor | None
+        self,
+        step: VerifyStep,
+        tree: DraftTree,
+        verified: tuple[int, ...],
+        logits: Tensor,
+        features: Tensor | None,
+        reading: Reading | None = None,
     ) -> tuple[Verdict, tuple[int, ...]]:
         """Walk the verified tree, commit what it accepted and say where the next root comes from.
 
         logits: (n + 1, V), the root's row first; features: (n + 1, F) or None. `verified` are the sender's numbers of
-        the nodes of `tree` when it is a part of the step's. Returns the verdict (timings empty) and the accepted rows.
+        the nodes of `tree` when it is a part of the step's. With a reading the tree is walked already, and the features
+        are those of its rows. Returns the verdict (timings empty) and the accepted rows.
         """
-        rows = _Rows(self, logits, tree, (step.root,))
-        outcome = self._walk(step, tree, rows)
+        rows = _Rows(self, logits, tree, (step.root,), reading.drawn if reading else [])
+        outcome = self._walk(step, tree, rows, reading)
         path, start = outcome.path, self.committed_len
         kept = (0, *path)
         ids = [step.root, *tree.tokens[np.array(path, np.int64) - 1].tolist()]
         rejection = self._rejection(step.tree, verified, outcome, rows, start)
-        new_features = None if features is None else features[list(kept)].cpu()
+        new_features = features if features is None or reading else features[list(kept)].cpu()
         self.step = step.fence.step
         self.commit(ids, new_features)
         last = self.committed_len + 1 >= self.request.max_len  # the root is
@@ -172,9 +181,11 @@ class Session:
         )
         return verdict, kept
 
-    def _walk(self, step: VerifyStep, tree: DraftTree, rows: _Rows) -> Walk:
+    def _walk(self, step: VerifyStep, tree: DraftTree, rows: _Rows, reading: Reading | None) -> Walk:
         limit = self.request.max_len - self.committed_len - 1
         sampling, stop_ids = self.request.sampling, self.request.stop_ids
+        if reading:
+            return walked(tree, reading, rows.after, stop_ids, limit)
         if step.q_rows is None or not len(tree):
             return walk(tree, self.committed_len, rows.after, sampling, stop_ids, limit)
         try:
@@ -203,16 +214,19 @@ class Session:
 class _Rows:
     """The target's rows of one forward, turned into numpy and through G only where the walk looks."""
 
-    def __init__(self, session: Session, logits: Tensor, tree: DraftTree, root: tuple[int, ...] = ()) -> None:
-        """`root`: its id, where node 0 is one; else the rows are a prompt's last, and node 0 is the text's end."""
+    def __init__(
+        self, session: Session, logits: Tensor, tree: DraftTree, root: tuple[int, ...] = (), drawn: Sequence[int] = ()
+    ) -> None:
+        """`root`: its id, where node 0 is one; else the rows are a prompt's last, and node 0 is the text's end.
+        `drawn`: what was drawn from each row on a device, -1 where it is refused.
+        """
         self._logits, self._tree, self._root = logits, tree, root
         self._sampling, self._penalties = session.request.sampling, session.penalties
         self._next = session.committed_len + len(root)  # position of the token behind node 0
-        self.wide = logits.shape[1] > MAX_ROW_SUPPORT and self._sampling.keeps_all(logits.shape[1])
-        """no row can be sent, so tokens are drawn from logits"""
-        greedy = self._sampling.temperature == 0 and self._penalties is None
-        # One pass over all rows costs less than a transfer for each, and greedy needs nothing else.
-        self._best = logits.argmax(-1).tolist() if greedy and logits.is_cuda else None
+        self._drawn = drawn
+        wide = logits.shape[1] > MAX_ROW_SUPPORT and self._sampling.keeps_all(logits.shape[1])
+        self.drawn_here = wide or bool(drawn)
+        """no row can be sent, or none is here: tokens are drawn from logits"""
         self._plain: dict[int, NDArray[np.float32]] = {}
         self._mass: dict[int, np.float64] = {}  # by node: log of the sum of exp(logit - the highest)
 
@@ -226,19 +240,16 @@ class _Rows:
 
         Raises ValueError on a row that decode_row refuses.
         """
-        if self._best is not None:
-            best = self._best[node]
-            if not math.isfinite(highest := float(self._logits[node, best])):
-                raise ValueError(f"the highest logit of the row is {highest}")
-            return np.array([best]), np.zeros(1)
         return decode_row(self._adjusted(node, path_to(self._tree, node)), self._sampling)
 
     def after(self, node: int) -> SampledRow:
-        """The same for a walk that draws with the keyed noise: of a wide row the id that will be drawn."""
-        if not self.wide:
-            return self.law(node)
-        path = path_to(self._tree, node)
-        drawn = draw_logits(self._adjusted(node, path), self._sampling, self._next + len(path))
+        """The same for a walk that draws with the keyed noise: of a row that is drawn here the id alone."""
+        drawn = self._drawn[node] if self._drawn else -1
+        if drawn < 0:  # `law` says why a row is refused
+            if not self.drawn_here or self._drawn:
+                return self.law(node)
+            path = path_to(self._tree, node)
+            drawn = draw_logits(self._adjusted(node, path), self._sampling, self._next + len(path))
         return np.array([drawn]), np.zeros(1)
 
     def _adjusted(self, node: int, path: tuple[int, ...]) -> NDArray[np.float32]:

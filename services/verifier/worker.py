@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +17,18 @@ from coppice.config.sections import VerifierSettings
 from coppice.engine.batch import Piece, pack
 from coppice.engine.batching import BatchingThread, settle
 from coppice.engine.engine import Engine, ForwardOutput
-from coppice.engine.loading import load_engine
 from coppice.messages.steps import FeatureRef, Features, OpenSession, SessionOpened, Verdict, VerifyStep, VerifyTimings
 from coppice.telemetry import WARMING_UP, SessionMetrics
 
-from .features import columns
+from .acceptance import Reading
+from .devices import check_devices
+from .features import FeatureRows, columns
 from .feed import Committed, Feed
 from .generation_config import repetition_penalty
 from .job import Job
 from .pruner import Pruner, measure
+from .ranks import Ranks, load
+from .readout import read_out
 from .session import Session
 from .sessions import Sessions
 
@@ -50,8 +53,15 @@ class Worker(BatchingThread):
         self._answers: list[tuple[asyncio.Future[Any], Any]] = []
         self._fed: list[tuple[Feed, Committed | None]] = []
         self._pruner: Pruner | None = None
+        self._ranks: Ranks | None = None  # the others, where the target has several
 
     # --- called from the event loop ---
+
+    async def stop(self) -> None:
+        """End the thread after what it is doing, and the target's other ranks."""
+        await super().stop()
+        if self._ranks:
+            self._ranks.stop()
 
     async def open(self, key: int, request: OpenSession, arrived: int) -> SessionOpened:
         """Prefill a new session; `key` is the caller's and new. Raises InvalidField when its name is taken."""
@@ -63,12 +73,12 @@ class Worker(BatchingThread):
         verdict: Verdict = await self._ask(lambda job: self._take_step(key, step, job), arrived)
         return verdict
 
-    async def features(self, ref: FeatureRef, feed: Feed | None = None) -> Tensor:
-        """(n, F) feature rows of the last n positions of a window, on the CPU. Raises NotFound, InvalidField.
+    async def features(self, ref: FeatureRef, feed: Feed | None = None) -> FeatureRows:
+        """Features of the last positions of a window. Raises NotFound, InvalidField.
 
         The feed takes what the session commits from then on, until `unfollow`.
         """
-        rows: Tensor = await self._ask(lambda job: self._take_features(ref, feed, job), time.perf_counter_ns())
+        rows: FeatureRows = await self._ask(lambda job: self._take_features(ref, feed, job), time.perf_counter_ns())
         return rows
 
     def unfollow(self, session: str, feed: Feed) -> None:
@@ -96,15 +106,15 @@ class Worker(BatchingThread):
 
     def load(self) -> None:
         """Load and warm up the target."""
-        if self.settings.threads:
-            torch.set_num_threads(self.settings.threads)
         self.repetition_penalty = repetition_penalty(self.settings.target, self.settings.generation_config)
-        self.engine = load_engine(
-            self.settings.target,
-            device=self.settings.device,
-            dtype=self.settings.dtype,
-            kv_tokens=self.settings.kv_tokens,
-        )
+        check_devices(self.settings)
+        if self.settings.ranks > 1:
+            self._ranks = Ranks(self.settings)
+            self.engine = self._ranks.load()
+        else:
+            if self.settings.threads:
+                torch.set_num_threads(self.settings.threads)
+            self.engine = load(self.settings)
         if cut_by := self.engine.info.context.cut_by:
             log.warning("the context is shorter than the model's", tokens=self.engine.info.max_context, why=cut_by)
         log.info(WARMING_UP)
@@ -169,14 +179,18 @@ class Worker(BatchingThread):
         started = time.perf_counter_ns()
         try:
             output = self.engine.forward(pack(pieces, layers))
+            on_device = self.engine.on_device and self._ranks is None  # whose KV moves with this one's
+            readings = read_out(jobs, pieces, output, self.engine.pool) if on_device else None
         except Exception as error:
             log.exception("forward failed", sessions=len(jobs))
+            if self._ranks:
+                self._ranks.fail("rank 0 did not do a forward that the others did")
             for job in jobs:
                 self._answer(job, error)
         else:
             shared = self._account(jobs, pieces, output, started, time.perf_counter_ns())
             hint = self._pruner.hint(len(self._steps)) if self._pruner and self._steps else None
-            judged = self._settle_all(jobs, pieces, output, layers, shared, hint)
+            judged = self._settle_all(jobs, pieces, output, readings, layers, shared, hint)
             self.served(output.forward_ns / 1e9, judged, time.perf_counter())
         self._steps.clear()
         if self._prefills:
@@ -228,6 +242,7 @@ class Worker(BatchingThread):
         jobs: list[Job],
         pieces: list[Piece],
         output: ForwardOutput,
+        readings: Sequence[tuple[Reading | None, Tensor | None]] | None,
         layers: tuple[int, ...],
         shared: VerifyTimings,
         hint: int | None,
@@ -235,16 +250,19 @@ class Worker(BatchingThread):
         """Commit every session's part; returns the keys of those that will send another step."""
         judged: list[int] = []
         first_row = first_kept = 0
-        for job, piece in zip(jobs, pieces, strict=True):
+        for number, (job, piece) in enumerate(zip(jobs, pieces, strict=True)):
             end_row, end_kept = first_row + len(piece.tokens), first_kept + len(piece.keep)
             logits = output.logits[first_kept:end_kept]
             features = None if output.features is None else output.features[first_row:end_row]
+            reading = None
+            if readings is not None and readings[number][0]:
+                reading, features = readings[number]
             first_row, first_kept = end_row, end_kept
             session = job.opened
             try:
                 wanted = session.request.feature_layers
                 own = columns(features, layers, wanted) if features is not None and wanted else None
-                self._settle(job, piece, logits, own, shared, hint)
+                self._settle(job, piece, logits, own, reading, shared, hint)
             except Exception as error:
                 self._answer(job, error)
             else:
@@ -252,7 +270,14 @@ class Worker(BatchingThread):
         return judged
 
     def _settle(
-        self, job: Job, piece: Piece, logits: Tensor, features: Tensor | None, shared: VerifyTimings, hint: int | None
+        self,
+        job: Job,
+        piece: Piece,
+        logits: Tensor,
+        features: Tensor | None,
+        reading: Reading | None,
+        shared: VerifyTimings,
+        hint: int | None,
     ) -> None:
         """Commit one session's part of a forward and answer it if it is complete."""
         session = job.opened
@@ -261,14 +286,17 @@ class Worker(BatchingThread):
         if job.step is None:
             if session.request.want_prompt_log_probs:
                 session.score_prompt(logits)
-            session.commit(list(piece.tokens), None if features is None else features.cpu())
+            session.commit(list(piece.tokens), features)
             if job.prefill_left:
                 return
-            answer = session.opened(logits[-1], self._prompt_features(session), shared)
+            answer = session.opened(logits[-1], self._prompt_features(session), shared, reading)
         else:
             base = session.committed_len
-            verdict, kept = session.judge(job.step, job.tree, job.verified, logits, features)
-            self.engine.pool.compact(session.table, base, kept)
+            verdict, kept = session.judge(job.step, job.tree, job.verified, logits, features, reading)
+            if reading:
+                self.engine.pool.extend(session.table, session.committed_len)
+            else:
+                self.engine.pool.compact(session.table, base, kept)
             answer = replace(verdict, budget_hint=hint)
             for feed in session.feeds:
                 self._fed.append((feed, session.last))

@@ -27,7 +27,7 @@ OLDEST, NEWEST = "1.27", kubernetes_validate.latest_version()
 OWN = {
     "server": {"host", "port", "health_port", "metrics_port", "advertise", "ready_file", "failpoints"},
     "tls": {"ca", "cert", "key"},
-    "verifier": {"target", "device"},
+    "verifier": {"target", "device", "ranks"},
     "drafter": {"name", "kind", "path", "target", "verifiers", "device"},
     "directory": {"redis"},
     "orchestrator": {"target", "verifiers", "heads", "tokens", "http_port"},
@@ -154,6 +154,8 @@ def test_a_misspelt_key_is_refused_wherever_it_is(name: str) -> None:
         {"adapter": {"autoscaling": {"min": 1, "max": 2, "cpu": 3}}},
         {"verifier": {"autoscaling": {"min": 1, "max": 2}}},
         {"verifier": {"gpu": -1}},
+        {"defaults": {"gpu": 2}},
+        {"drafters": [{"name": "a", "kind": "lookup", "gpu": 2}]},
     ],
     ids=str,
 )

@@ -182,6 +182,17 @@ def test_zero_and_false_are_kept() -> None:
     assert told["COPPICE_DRAFTER__DEVICE"] == "cuda"
 
 
+@pytest.mark.parametrize("gpus", [0, 1, 4])
+def test_the_gpus_of_a_verifier_are_ranks_that_meet_in_shared_memory(gpus: int) -> None:
+    found = of_kind(objects_in(manifests({"verifier": {"gpu": gpus}})), "Deployment")
+    pod = found["coppice-verifier"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container.get("resources", {}).get("limits", {}).get("nvidia.com/gpu", 0) == gpus
+    assert environment(container).get("COPPICE_VERIFIER__RANKS", "1") == str(max(1, gpus))
+    assert ("/dev/shm" in [mount["mountPath"] for mount in container["volumeMounts"]]) == (gpus > 1)
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}} in pod["volumes"] or gpus < 2
+
+
 def pool_of(kind: str, **more: Any) -> dict[str, Any]:
     """The values of a chart with one drafter pool."""
     weights = {} if kind in COUNTING_KINDS else {"path": "/models/a"}

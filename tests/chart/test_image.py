@@ -64,13 +64,28 @@ def test_every_source_exists_and_reaches_the_builder() -> None:
     assert left_out("services/drafter/__pycache__/x.pyc")
 
 
-def test_the_final_layers_are_nobodys_and_hold_no_build_tools() -> None:
+def test_the_final_layers_are_nobodys_and_hold_no_more_than_they_need() -> None:
     assert list(stages()) == ["build", "cpu", "cuda"]
-    assert ["USER", "10001:10001"] in stages()["cpu"]
     assert stages()["cuda"][0][1] == "cpu"
     for stage in ("cpu", "cuda"):
-        assert not [words for words in stages()[stage] if words[0] in ("RUN", "ADD")]
+        assert [words for words in stages()[stage] if words[0] == "USER"][-1] == ["USER", "10001:10001"]
+        assert not [words for words in stages()[stage] if words[0] == "ADD"]
+    assert not [words for words in stages()["cpu"] if words[0] == "RUN"]
+    (run,) = [words for words in stages()["cuda"] if words[0] == "RUN"]
+    installed = run[run.index("--no-install-recommends") + 1 :]
+    assert installed[: installed.index("&&")] == ["gcc", "libc6-dev"]
     assert not re.search(r"apt|gcc|build-essential", " ".join(map(" ".join, stages()["build"])))
+
+
+def test_what_is_compiled_at_run_time_is_kept_where_the_chart_lets_it_be_written() -> None:
+    told = [word for words in stages()["cuda"] if words[0] == "ENV" for word in words[1:]]
+    caches = [Path(word.partition("=")[2]) for word in told if "_CACHE_DIR=" in word]
+    assert len(caches) == 2, "Triton's and Inductor's"
+    for pod in pods(objects("cluster")).values():
+        for each in pod["spec"]["containers"]:
+            if each["image"].endswith("-cuda"):
+                writable = {Path(mount["mountPath"]) for mount in each["volumeMounts"] if not mount.get("readOnly")}
+                assert all(writable & set(cache.parents) for cache in caches)
 
 
 @pytest.fixture(scope="module")

@@ -127,8 +127,10 @@ class Rig:
         path = [4, *(drafted[node - 1] for node in verdict.accepted)]
         with torch.inference_mode():
             hidden = model(torch.tensor([[*prompt, *path]]), output_hidden_states=True).hidden_states
+        (_, data), *_ = got.parts(1 << 20)
+        told = torch.frombuffer(bytearray(data), dtype=torch.float32).view(count, -1)
         wanted = torch.cat([hidden[layer][0, len(prompt) :] for layer in (0, 1)], dim=-1)
-        return (0, "") if torch.allclose(got, wanted, atol=1e-4) else (len(path), "other features")
+        return (0, "") if torch.allclose(told, wanted, atol=1e-4) else (len(path), "other features")
 
     async def fence(self) -> tuple[int, str]:
         """A step on other tokens than are committed is refused."""

@@ -35,7 +35,7 @@ from transformers import (
 from coppice.engine import attention_plan as plan
 from coppice.engine import engine as engine_module
 from coppice.engine.attention import UnsupportedModel, using
-from coppice.engine.attention_plan import GatherPlan, ViewPlan, plan_forward
+from coppice.engine.attention_plan import GatherPlan, GroupedPlan, ViewPlan, plan_forward
 from coppice.engine.batch import PackedBatch, Piece, pack
 from coppice.engine.engine import Engine
 from coppice.engine.kv_cache import BlockTable, KVPool, KVShape, OutOfBlocks
@@ -193,15 +193,23 @@ def test_sessions_of_different_lengths_packed_say_what_they_say_alone(name: str,
     assert_same(engine.forward(pack(pieces[::-1])).logits, torch.cat(alone[::-1]))
 
 
-def test_a_prefill_packed_beside_a_tree_changes_neither() -> None:
-    engine, tree, text = engine_of("gemma2"), Tree(9, seed=3), some_ids(50, 7)
-    table, _ = prefill(engine, "a", some_ids(20))
-    other = engine.pool.allocate("b", 50)
-    batch = pack([Piece.chain(other, 0, text, [49]), tree.piece(engine, table, 20)])
-    logits = engine.forward(batch).logits
-    assert_same(logits[0], plain_logits("gemma2", text)[-1])
-    for row in range(9):
-        assert_same(logits[1 + row], plain_logits("gemma2", some_ids(20) + tree.text(row))[-1])
+@pytest.mark.parametrize("chunk", [50, 70])
+@pytest.mark.parametrize("scattered", [False, True])
+def test_a_prefill_packed_among_trees_changes_none(chunk: int, scattered: bool) -> None:
+    engine, trees, text = engine_of("gemma2"), [Tree(rows, seed=rows) for rows in (9, 4, 5)], some_ids(chunk, 7)
+    tables = [prefill(engine, f"s{number}", some_ids(20, number))[0] for number in range(3)]
+    other = engine.pool.allocate("b", chunk)
+    if scattered:
+        force_scattered(engine, other)
+    first, *others = (tree.piece(engine, table, 20) for tree, table in zip(trees, tables, strict=True))
+    batch = pack([first, Piece.chain(other, 0, text, [chunk - 1]), *others])
+    kinds = {type(made) for made in plan_forward(batch, engine.pool, engine.layout.groups).values()}
+    assert kinds == ({GroupedPlan} if chunk > plan.MOST_PADDED else {GatherPlan})
+    of_first, of_prefill, *of_others = engine.forward(batch).logits.split([9, 1, 4, 5])
+    assert_same(of_prefill[0], plain_logits("gemma2", text)[-1])
+    for number, (tree, logits) in enumerate(zip(trees, (of_first, *of_others), strict=True)):
+        for row, answer in enumerate(logits):
+            assert_same(answer, plain_logits("gemma2", some_ids(20, number) + tree.text(row))[-1])
 
 
 @pytest.mark.parametrize("scattered", [False, True])

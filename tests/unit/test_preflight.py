@@ -7,14 +7,17 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from coppice.cli import main
+from coppice.commands.doctor import find
+from coppice.config.model_size import ModelSize
 from coppice.errors import InvalidField
-from coppice.stack.preflight import count_kv, count_weights, preflight
+from coppice.stack.preflight import preflight
 from coppice.stack.spec import HeadSpec, StackSpec
 from tests.tiny import make_target
 
@@ -106,15 +109,16 @@ def test_a_target_and_kv_that_memory_cannot_hold_are_one_line(
 
 def test_the_need_is_the_models_own(target: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(target)
-    assert count_weights(target) == sum(one.numel() for one in model.parameters())
-    assert count_kv(target) == 2 * 2 * 2 * 8  # keys and values, layers, heads, their size
+    size = ModelSize.of(target, "bfloat16")
+    assert size.weights == 2 * sum(one.numel() for one in model.parameters())
+    assert (size.kv, size.kv_heads) == (2 * 2 * 2 * 2 * 8, 2)  # bytes, keys and values, layers, heads, their size
 
 
 @pytest.mark.parametrize("config", [{}, {"num_attention_heads": 0, "hidden_size": 4}, {"text_config": []}])
 def test_a_shape_in_other_words_needs_nothing_that_is_known(tmp_path: Path, config: dict[str, object]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
-    assert (count_weights(tmp_path), count_kv(tmp_path)) == (0, 0)
+    assert ModelSize.of(tmp_path, "float32") == ModelSize(0, 0, 0)
 
 
 @pytest.mark.parametrize("config", [None, "", "{", "[]", "{}", '{"model_type": 3}', b"\xff\xfe"])
@@ -151,3 +155,59 @@ def test_a_path_that_cannot_be_written_is_one_line(
     said = refused(monkeypatch, capsys, target, "--port", 0, option, tmp_path / path)
     assert said.count("\n") == 1
     assert str(tmp_path / path) in said
+
+
+class Devices:
+    """CUDA devices that are not here, of so many GiB each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, gib: int) -> None:
+        memory = SimpleNamespace(total_memory=gib * 2**30)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (gib * 2**30, gib * 2**30))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "not here")
+        monkeypatch.setenv("COPPICE_VERIFIER__DEVICE", "cuda")
+        monkeypatch.setenv("COPPICE_DRAFTER__DEVICE", "cpu")
+
+
+@pytest.fixture
+def llama_70b(tmp_path: Path) -> Path:
+    """Its shape and as many numbers, in a sparse file."""
+    shape = {"num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 8192, "num_hidden_layers": 80}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **shape}))
+    count = 70 * 10**9
+    tensor = {"dtype": "BF16", "shape": [count], "data_offsets": [0, 2 * count]}
+    header = json.dumps({"all.weight": tensor}).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2 * count)
+    return tmp_path
+
+
+def test_up_says_how_many_ranks_a_target_needs_before_it_loads(
+    llama_70b: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Devices(monkeypatch, 4, 79)
+    said = refused(monkeypatch, capsys, llama_70b, "--port", 0)
+    assert said == (
+        "coppice: verifier.ranks: 1 x (130.4 GiB of weights + 20.0 GiB of KV) are more than the 79.0 GiB of memory on "
+        "cuda, of which 2 are kept for forwards; 2 ranks on as many such devices would hold them; a lower "
+        "verifier.kv_tokens, bfloat16 or a smaller target takes less\n"
+    )
+    monkeypatch.setenv("COPPICE_VERIFIER__RANKS", "3")
+    assert "3 ranks cannot share the model's 8 KV heads" in refused(monkeypatch, capsys, llama_70b, "--port", 0)
+    monkeypatch.setenv("COPPICE_VERIFIER__RANKS", "8")
+    assert "'cuda' for 8 ranks is not here" in refused(monkeypatch, capsys, llama_70b, "--port", 0)
+    monkeypatch.setenv("COPPICE_VERIFIER__RANKS", "2")
+    spec = StackSpec(target=llama_70b)
+    preflight(spec, spec.settings())
+
+
+def test_doctor_says_the_same_of_a_target(llama_70b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Devices(monkeypatch, 2, 79)
+    (small,) = (finding for finding in find(None, llama_70b) if finding.name == "target")
+    assert small.ok is False
+    assert "2 ranks on as many such devices" in small.value
+    monkeypatch.setenv("COPPICE_VERIFIER__RANKS", "2")
+    (enough,) = (finding for finding in find(None, llama_70b) if finding.name == "target")
+    assert (enough.ok, enough.value) == (True, f"{llama_70b} fits 2 x cuda with 65536 KV tokens in bfloat16")

@@ -10,7 +10,7 @@ import pytest
 from transformers import LlamaConfig
 
 from coppice.bench.bare import BareDraft
-from coppice.bench.synthetic import measure
+from coppice.bench.synthetic import measure, roofline
 from coppice.bench.synthetic.measure import NOTE, BareTimes, SyntheticPlan, expected_lines
 from coppice.bench.synthetic.profiles import PROFILES, expected_tau, read_profile
 from coppice.bench.synthetic.shapes import SHAPES, make_weights, read_shape
@@ -129,9 +129,11 @@ def test_expected_figures_follow_from_times_and_profile(shape: Path, tmp_path: P
     assert times.lines()[1] == {"sessions": "4", "1": 14.0, "9": 40.0}
 
 
-def _measured(arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict:
+def _measured(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str = "synthetic"
+) -> dict:
     file = tmp_path / "s.json"
-    monkeypatch.setattr(sys, "argv", ["coppice", "bench", "synthetic", *arguments, "--json", str(file)])
+    monkeypatch.setattr(sys, "argv", ["coppice", "bench", command, *arguments, "--json", str(file)])
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code
@@ -160,6 +162,25 @@ def test_a_tiny_shape_is_measured_bare_and_through_the_services(
         assert step["efficiency"] > 0
         parts = sum(took for name, took in step.items() if name not in ("method", "step_ms", "efficiency", "tau"))
         assert parts == pytest.approx(step["step_ms"], rel=0.1)
+
+
+def test_forwards_are_set_beside_what_memory_moves(
+    shape: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in {"CONTEXT": 24, "NEW_TOKENS": 12, "ANSWERS": 1}.items():
+        monkeypatch.setattr(measure, name, value)
+    cells = (roofline.Cell(1, 1, 16, 1e9), roofline.Cell(2, 5, 40, 1e9))
+    for name, value in {"CELLS": cells, "COPIED": {"cpu": 1 << 20}, "REPEATS": 3, "GENERATED": 12}.items():
+        monkeypatch.setattr(roofline, name, value)
+    arguments = ["--shape", str(shape), "--dtype", "float32", "--device", "cpu", "--budget", "6"]
+    told = _measured([*arguments, "--profile", "0.9,0.5"], monkeypatch, tmp_path, "gpu")
+    one, two = told["figures"]["roofline"]
+    assert one["roofline ms"] * one["over roofline"] == pytest.approx(one["ms"])
+    token = 8 * 2 * 2 * 8 * 4  # 8 layers, keys and values, 2 heads of 8 numbers, 4 bytes
+    assert round((two["GB read"] - one["GB read"]) * 1e9) == (2 * 45 - 17) * token
+    assert [line["method"] for line in told["figures"]["pipeline"]] == ["plain", "single:eagle3", "single:specblock"]
+    assert told["figures"]["generate"][0]["tokens/s"] > 0
+    assert {goal["name"] for goal in told["goals"]} >= {f"{cell}, over the roofline" for cell in cells}
 
 
 @pytest.mark.gpu

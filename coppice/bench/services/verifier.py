@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import runpy
 import time
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from coppice.bench.services.asleep import Asleep, sleep_out
+from coppice.config.sections import VerifierSettings
 from coppice.engine.batch import PackedBatch
 from coppice.engine.context import Context
 from coppice.engine.engine import DTYPES, Engine, EngineInfo, ForwardOutput, default_feature_layers
@@ -26,13 +26,12 @@ _aten = torch.ops.aten
 
 
 class SleepingLogits(Tensor):
-    """(R, V) logits as a service finds them on a GPU: which id is a row's best is known when it asks.
+    """(R, V) logits as a service finds them on a GPU: which id is drawn from a row is known when it asks.
 
     A row is a view of one prebuilt vector, of 2 V - 1 logits with the highest in the middle. Any other operation makes
     all rows, on the CPU.
     """
 
-    is_cuda = True
     ids: Tensor
     around: Tensor
 
@@ -47,10 +46,8 @@ class SleepingLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """What a verifier asks of logits: the best ids, one row, and the rows of one session."""
+        """What a verifier asks of logits: one row, and the rows of one session."""
         match operation, *args:
-            case _aten.argmax.default, SleepingLogits() as logits, -1 | 1:
-                return logits.ids
             case _aten.select.int, SleepingLogits() as logits, 0, row:
                 return logits.row(row)
             case _aten.slice.Tensor, SleepingLogits() as logits, 0, *bounds:
@@ -71,8 +68,8 @@ class SleepingLogits(Tensor):
 class SleepingEngine(Engine):
     """A target whose forward sleeps, and hands out the made-up text as logits, and features of zeros.
 
-    What an Engine computes on the CPU beside its model, the plan of a forward, and what a GPU computes of logits, their
-    argmax, belong to the time slept. A pool of one number a token stands for the KV.
+    What an Engine computes on the CPU beside its model, the plan of a forward, and what a GPU computes of logits, the
+    draws, belong to the time slept. A pool of one number a token stands for the KV.
     """
 
     def __init__(self, asleep: Asleep, dtype: str, kv_tokens: int) -> None:
@@ -92,6 +89,11 @@ class SleepingEngine(Engine):
         self._around[asleep.vocab_size - 1] = HIGHEST
         self._zeros = torch.zeros(1, dtype=kind)
 
+    @property
+    def on_device(self) -> bool:
+        """As on a GPU."""
+        return True
+
     def forward(self, batch: PackedBatch) -> ForwardOutput:
         """Sleep for T_M, whatever the rows."""
         began_ns, kept = time.perf_counter_ns(), batch.logits_to_keep
@@ -102,11 +104,19 @@ class SleepingEngine(Engine):
         return ForwardOutput(logits, features, sleep_out(began_ns, self.asleep.t_m_ms))
 
 
-def load_engine(path: str | Path, *, device: str = "cpu", dtype: str = "float32", kv_tokens: int) -> Engine:
+def load_engine(settings: VerifierSettings) -> Engine:
     """The engine of a folder that Asleep wrote."""
-    return SleepingEngine(Asleep.read(path), dtype, kv_tokens)
+    return SleepingEngine(Asleep.read(settings.target), settings.dtype, settings.kv_tokens)
+
+
+def draw_rows(logits: SleepingLogits, draws: object) -> Tensor:
+    """(R,) ids: the highest logit of a row is drawn at every temperature."""
+    return logits.ids
 
 
 if __name__ == "__main__":
-    importlib.import_module(module_of("services.verifier.worker")).load_engine = load_engine  # type: ignore[attr-defined]
+    worker: Any = importlib.import_module(module_of("services.verifier.worker"))
+    worker.load, worker.check_devices = load_engine, lambda settings: None
+    readout: Any = importlib.import_module(module_of("services.verifier.readout"))
+    readout.draw_rows = draw_rows
     runpy.run_module(module_of("services.verifier"), run_name="__main__", alter_sys=True)

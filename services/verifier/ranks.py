@@ -1,0 +1,139 @@
+"""The other ranks of a target that several devices share: processes that do, step by step, what this one does.
+
+Rank 0 is the verifier itself: it alone decides. Before a forward it broadcasts what the others need to do the same,
+which is the rows, where they lie, and the slots that were moved in the KV since the forward before. Whoever ends, by
+whatever, ends all: a rank that is left alone would wait for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from typing import NoReturn
+
+import structlog
+import torch
+import torch.distributed as dist
+
+from coppice.config.sections import VerifierSettings
+from coppice.engine.batch import PackedBatch
+from coppice.engine.engine import Engine
+from coppice.engine.loading import load_engine
+from coppice.stack.process import REFUSED, await_end, environment, spawn
+from coppice.stack.spec import as_flags, checkout
+
+from .rank_messages import decode, encode, receive, send
+
+log = structlog.get_logger()
+
+HOST = "127.0.0.1"
+SHARED = ("target", "device", "dtype", "threads", "kv_tokens", "ranks")
+"""settings that other ranks need"""
+_PATIENCE = timedelta(days=365)  # a rank waits for the next forward for as long as nobody asks
+_STOP_S, _LAST_WORDS_S = 5.0, 3.0
+
+
+class Ranks:
+    """Ranks 1 to N - 1, started by rank 0, the process and thread that holds this; they end with it."""
+
+    def __init__(self, settings: VerifierSettings) -> None:
+        """Start them; they load as `load` is called here."""
+        self._settings = settings
+        self._stopping = False
+        listener = socket.create_server((HOST, 0))  # of the host alone: whoever reaches it could be a rank
+        port = listener.getsockname()[1]
+        told = as_flags({f"verifier.{name}": value for name, value in settings if name in SHARED})
+        module = f"{__package__}.rank"
+        variables = environment(checkout()) | {"MASTER_PORT": str(port)}
+        self._processes = [
+            spawn(module, told, None, variables | {"RANK": str(rank)}) for rank in range(1, settings.ranks)
+        ]
+        for rank, process in enumerate(self._processes, 1):
+            threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+        join(settings, 0, port, listener)
+
+    def load(self) -> Engine:
+        """Rank 0's engine. Raises what `load_engine` does."""
+        try:
+            engine = load(self._settings)
+        except BaseException:
+            for process in self._processes:  # where one of them failed it says why, and all end
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_LAST_WORDS_S / len(self._processes))
+            raise
+        engine.pool.moves = []
+        engine.tell = lambda batch: self._tell(engine, batch)
+        return engine
+
+    def stop(self) -> None:
+        """End them, since this one ends."""
+        self._stopping = True
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            await_end(process, _STOP_S)
+
+    def fail(self, why: str) -> NoReturn:
+        """End this process at once, and with it all others."""
+        log.error("the ranks of the target end together", why=why)
+        os._exit(1)
+
+    def _tell(self, engine: Engine, batch: PackedBatch) -> None:
+        moves, engine.pool.moves = engine.pool.moves or [], []
+        send(encode(batch, moves))
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        if code == REFUSED:  # its last line says why
+            os._exit(REFUSED)
+        if not self._stopping:
+            self.fail(f"rank {rank} ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}")
+
+
+def join(settings: VerifierSettings, rank: int, port: int, listener: socket.socket | None = None) -> None:
+    """Be a rank, on CUDA with the device of its number. `listener`: rank 0's, at whose port the ranks meet."""
+    if settings.threads:
+        torch.set_num_threads(max(1, settings.threads // settings.ranks))
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ |= {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    if settings.device == "cuda":
+        torch.cuda.set_device(rank)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        HOST,
+        port,
+        settings.ranks,
+        is_master=rank == 0,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach() if listener else None,
+    )
+    # What is said of a forward lies on the host, so that gloo is needed on CUDA too.
+    backend = "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=settings.ranks, timeout=_PATIENCE)
+
+
+def load(settings: VerifierSettings) -> Engine:
+    """A rank's engine; all ranks load at once. Raises what `load_engine` does."""
+    return load_engine(
+        settings.target,
+        device=settings.device,
+        dtype=settings.dtype,
+        kv_tokens=settings.kv_tokens,
+        ranks=settings.ranks,
+    )
+
+
+def follow(engine: Engine) -> None:
+    """Do what rank 0 does until it ends."""
+    while True:
+        try:
+            words = receive()
+        except RuntimeError:  # its connection closed
+            return
+        batch, moved = decode(words, engine.pool.block_size)
+        if moved.size:
+            engine.pool.move(moved)
+        engine.forward(batch)

@@ -1,0 +1,133 @@
+"""Batches of drafted trees over pools of scattered blocks, and tree attention over them, for tests of the engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coppice.engine.batch import Earlier, PackedBatch, Piece, ancestors, pack
+from coppice.engine.kv_cache import BlockTable, KVPool, KVShape
+from coppice.engine.ragged import Bucket, Ragged, StepInputs
+
+BLOCK_SIZE = 8
+KV = KVShape(2, 16, 16)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a layer's attention."""
+
+    heads: int = 4
+    kv: KVShape = KV
+    dtype: torch.dtype = torch.float32
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+
+
+def random_tree(rows: int, rng: random.Random) -> list[int]:
+    """Parents of a tree whose root is row 0."""
+    return [-1, *(rng.randrange(max(0, row - 9), row) for row in range(1, rows))]
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """How far each row is from the first one."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return depths
+
+
+def filled_pool(shape: Shape, tokens: int) -> tuple[KVPool, int]:
+    """A pool of one layer and of random contents, cut up so that blocks scatter, and a slot that nobody owns."""
+    pool = KVPool(layers=[shape.kv], tokens=tokens, block_size=BLOCK_SIZE, dtype=shape.dtype)
+    for part in pool.layers[0]:
+        part.normal_()
+    spare = pool.allocate("spare", 1)
+    held = [pool.allocate(f"held {place}", BLOCK_SIZE) for place in range(16)]
+    for table in held[::2]:
+        pool.free(table)
+    return pool, int(spare.slots(np.array(0)))
+
+
+def tree_piece(table: BlockTable, prefix: int, parents: Sequence[int], earlier: int = 0) -> Piece:
+    """Rows of a tree behind `prefix` tokens, of which earlier forwards wrote the first `earlier`."""
+    depths = depths_of(parents)
+    visible = ancestors(parents)[earlier:, :earlier]
+    positions = np.array(depths[:earlier], np.int64) + prefix
+    return Piece(
+        table=table,
+        prefix_len=prefix,
+        tokens=[1] * (len(parents) - earlier),
+        parents=[max(-1, parent - earlier) for parent in parents[earlier:]],
+        depths=depths[earlier:],
+        keep=[0],
+        earlier=Earlier(visible, positions) if earlier else None,
+    )
+
+
+def random_batch(pool: KVPool, sizes: Sequence[tuple[int, int, int]], rng: random.Random) -> PackedBatch:
+    """Sessions of (prefix, rows, earlier rows): a tree each, but every third one a chain."""
+    pieces = []
+    for session, (prefix, rows, earlier) in enumerate(sizes):
+        table = pool.allocate(str(session), (prefix + rows) // 2)
+        pool.extend(table, prefix + rows + earlier)
+        parents = list(range(-1, rows + earlier - 1)) if session % 3 == 2 else random_tree(rows + earlier, rng)
+        pieces.append(tree_piece(table, prefix, parents, earlier))
+    return pack(pieces)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The rows of one forward: q (T, H, D), k (T, KVH, D), v (T, KVH, V), sinks (H,)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+
+    @classmethod
+    def random(cls, shape: Shape, rows: int) -> Layer:
+        """Of normal numbers."""
+        kv_heads, dim, value_dim = shape.kv
+        sizes = (shape.heads, dim), (kv_heads, dim), (kv_heads, value_dim)
+        q, k, v = (torch.randn(rows, *size).to(shape.dtype) for size in sizes)
+        return cls(q, k, v, torch.randn(shape.heads).to(shape.dtype) if shape.sinks else None)
+
+
+def attend(
+    function: Callable[..., Tensor], batch: PackedBatch, layer: Layer, pool: KVPool, spare: int, shape: Shape
+) -> Tensor:
+    """The rows' attention by an implementation of the operator, padded to a bucket: (T, H, V)."""
+    ragged = Ragged.of(batch.tails)
+    bucket = Bucket.of(batch, ragged)
+    group = shape.heads // shape.kv.kv_heads
+    inputs = StepInputs(bucket, group=group, spare=spare, block_size=pool.block_size)
+    inputs.fill(batch, ragged)
+    padding = bucket.rows - len(batch.tokens)
+    rows: list[Any] = [
+        torch.cat((part, part.new_ones(padding, *part.shape[1:]))) for part in (layer.q, layer.k, layer.v)
+    ]
+    out = function(
+        *rows,
+        *pool.layers[0],
+        layer.sinks,
+        inputs.new_slots,
+        inputs.session,
+        inputs.paged,
+        inputs.length,
+        inputs.tail,
+        inputs.table,
+        inputs.tiles,
+        pool.block_size,
+        shape.window,
+        shape.kv.key_dim**-0.5,
+        shape.softcap,
+    )
+    return out[: len(batch.tokens)]

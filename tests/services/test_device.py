@@ -1,0 +1,284 @@
+"""The verifier's work around the forward on a device, which is pretended: what it launches, copies and waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from coppice.config.sections import VerifierSettings
+from coppice.engine.engine import Engine
+from coppice.messages.steps import Fence, NextRoot, OpenSession, Verdict, VerifyStep, committed_hash
+from coppice.speculation.sampling import SamplingParams, draw
+from coppice.speculation.tree import DraftTree, union
+from coppice.telemetry import SessionMetrics
+from services.verifier import worker
+from services.verifier.worker import Worker
+from tests.pretend import Counts, move, pretending
+from tests.services.test_verifier import junk_tree
+from tests.tiny import make_target
+
+VOCAB, LAYERS, FEATURES = 1100, 4, (0, 2)
+GREEDY = SamplingParams()
+SAMPLED = SamplingParams(temperature=1.0, seed=3)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=LAYERS, tokenizer=False)
+
+
+class Verifier:
+    """A worker without its thread: everything that was asked is served at once, in one forward."""
+
+    def __init__(self, target: Path, counts: Counts | None) -> None:
+        """`counts`: of the device it is on; None: on the CPU."""
+        torch.set_num_threads(1)
+        self.counts, self.inside, self.around = counts, Counts(), Counts()
+        settings = VerifierSettings(target=str(target), threads=1, kv_tokens=16_384, prune=False)
+        self.worker = Worker(settings, SessionMetrics("verifier"))
+        self.worker.loop = asyncio.get_running_loop()
+        with patch.object(worker, "load", self._load):
+            self.worker.load()
+
+    def _load(self, settings: VerifierSettings) -> Engine:
+        model: Any = AutoModelForCausalLM.from_pretrained(settings.target, dtype=torch.float32)
+        if self.counts is None:
+            return Engine(model, kv_tokens=settings.kv_tokens)
+        engine, counts = Engine(move(model), kv_tokens=settings.kv_tokens), self.counts
+        forward = engine.forward
+
+        def counted(*told: Any) -> Any:
+            counts.clear()
+            output = forward(*told)
+            self.inside = replace(counts)
+            counts.clear()
+            return output
+
+        engine.forward = counted  # type: ignore[method-assign]
+        return engine
+
+    async def serve(self, asked: Sequence[Any]) -> list[Any]:
+        """The answers to what was asked, and in `around` what the device did for them beside the forward."""
+        tasks = [asyncio.ensure_future(one) for one in asked]
+        await asyncio.sleep(0)
+        while not self.worker._inbox.empty():
+            self.worker._take(self.worker._inbox.get())
+        while not self.worker.idle():
+            self.worker.serve()
+        self.worker.serve()
+        if self.counts is not None:
+            self.around = replace(self.counts)
+        return await asyncio.gather(*tasks)
+
+
+class Text:
+    """One session as the orchestrator holds it."""
+
+    def __init__(self, verifier: Verifier, key: int, ids: Sequence[int], sampling: SamplingParams, **told: Any) -> None:
+        self.verifier, self.key, self.sampling = verifier, key, sampling
+        self.ids, self.step, self.root = list(ids), 0, -1
+        told = {"max_len": len(ids) + 100, "stop_ids": frozenset(), "feature_layers": FEATURES} | told
+        self.opening = OpenSession(f"text-{key}", list(ids), sampling, **told)
+
+    def open(self) -> Any:
+        return self.verifier.worker.open(self.key, self.opening, time.perf_counter_ns())
+
+    def verify(self, tree: DraftTree, **told: Any) -> Any:
+        fence = Fence(self.step + 1, len(self.ids), committed_hash(self.ids))
+        step = VerifyStep(fence, self.root, tree, whole_tree=True, **told)
+        return self.verifier.worker.verify(self.key, step, time.perf_counter_ns())
+
+    def learn(self, verdict: Verdict, tree: DraftTree) -> None:
+        self.ids += [self.root, *tree.tokens[[node - 1 for node in verdict.accepted]].tolist()]
+        self.step += 1
+        self.draw(verdict.next)
+
+    def draw(self, said: NextRoot | None) -> None:
+        self.root = -1
+        if said is not None:
+            row = said.row
+            told = draw(row.ids, row.log_probs, self.sampling.seed, len(self.ids)) if row else said.drawn_id
+            self.root = told
+
+
+async def opened(verifier: Verifier, samplings: Sequence[SamplingParams], **told: Any) -> list[Text]:
+    """A session for each of the samplings, all at their first root."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(VOCAB) for _ in range(5 + at)] for at in range(len(samplings))]
+    texts = [Text(verifier, at, *both, **told) for at, both in enumerate(zip(prompts, samplings, strict=True))]
+    for text, answer in zip(texts, await verifier.serve([text.open() for text in texts]), strict=True):
+        text.draw(answer.next)
+    return texts
+
+
+async def step(texts: Sequence[Text], trees: Sequence[DraftTree]) -> list[Verdict]:
+    """All texts' steps in one forward."""
+    both = list(zip(texts, trees, strict=True))
+    verdicts = await texts[0].verifier.serve([text.verify(tree) for text, tree in both])
+    for verdict, (text, tree) in zip(verdicts, both, strict=True):
+        text.learn(verdict, tree)
+    return verdicts
+
+
+async def written(verifier: Verifier, samplings: Sequence[SamplingParams], count: int, **told: Any) -> list[list[int]]:
+    """Ids behind each prompt by plain decoding, roots included."""
+    texts = await opened(verifier, samplings, **told)
+    begun = [len(text.ids) for text in texts]
+    for _ in range(count):
+        await step(texts, [DraftTree.empty()] * len(texts))
+    for text in texts:
+        verifier.worker.close(text.key)
+    await verifier.serve([])
+    return [[*text.ids[at:], text.root] for text, at in zip(texts, begun, strict=True)]
+
+
+def seeded(samplings: Sequence[SamplingParams], sessions: int) -> list[SamplingParams]:
+    """One for each session, in turn, with a seed of its own."""
+    return [samplings[seed % len(samplings)].model_copy(update={"seed": seed}) for seed in range(sessions)]
+
+
+SAMPLINGS = {
+    "greedy": [GREEDY],
+    "sampled": [SAMPLED],
+    "mixed": [
+        *(GREEDY, SAMPLED, SamplingParams(temperature=0.8, top_k=20, top_p=0.9), SamplingParams(temperature=1.2)),
+        *(SamplingParams(temperature=1.0, min_p=0.02), SamplingParams(temperature=1.0, top_p=0.8)),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("sessions", [1, 8, 32])
+async def test_a_step_takes_one_copy_to_the_device_and_two_back_beside_the_forward(
+    target: Path, sessions: int, name: str
+) -> None:
+    samplings = seeded(SAMPLINGS[name], sessions)
+    plain = await written(Verifier(target, None), samplings, 40)
+    with pretending() as counts:
+        verifier = Verifier(target, counts)
+        texts = await opened(verifier, samplings)
+        for _ in range(2):  # the first one makes the inputs
+            await step(texts, [DraftTree.empty()] * sessions)
+        assert (verifier.inside.copies, verifier.inside.waits) == ((1, 0), 1)  # the inputs; the forward is timed
+        assert (verifier.around.copies, verifier.around.waits) == ((1, 2), 0)
+        rng = random.Random(7)
+        first = await step(texts, [junk_tree(rng, ids[3:], 30) for ids in plain])
+        begun = [3 + 1 + len(verdict.accepted) for verdict in first]
+        trees = [junk_tree(rng, ids[at:], 30) for ids, at in zip(plain, begun, strict=True)]
+        verdicts = await step(texts, trees)
+    accepted = [len(verdict.accepted) for verdict in verdicts]
+    assert min(accepted) > 0
+    assert (verifier.inside.copies, verifier.inside.waits) == ((1, 0), 1)
+    assert (verifier.around.copies, verifier.around.waits) == ((1, 2), 0)
+    # The draws, the tables' flags and 64 float32 features for each committed row; no row of logits.
+    assert verifier.around.host_bytes == 2 * 8 * 31 * sessions + 4 * 64 * sum(accepted) + 4 * 64 * sessions
+    if name == "greedy":
+        assert verifier.around.launches < 45
+
+
+def twice(rng: random.Random, good: Sequence[int], nodes: int) -> DraftTree:
+    """A union in which every node of a tree may have twins, as when several heads draft."""
+    trees = [junk_tree(rng, good, nodes), junk_tree(rng, good, nodes // 2)]
+    return union(trees)[0]
+
+
+OPTIONS = {
+    "plain": {},
+    "no features": {"feature_layers": ()},
+    "log probs": {"want_log_probs": True, "top_log_probs": 3, "rejection_top_n": 4},
+    "stops": {"stop_ids": frozenset(range(0, VOCAB, 7))},
+    "short": {"limit": 9},
+}
+LAWS = [
+    *SAMPLINGS["mixed"],
+    SamplingParams(temperature=1.0, presence_penalty=0.5),
+    SamplingParams(repetition_penalty=1.2),
+    SamplingParams(logit_bias={5: 3.0}),
+]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+async def test_verdicts_and_texts_are_those_of_the_cpu(target: Path, option: str) -> None:
+    """Over random unions, all sessions of all laws in each forward."""
+    samplings, told = seeded(LAWS, len(LAWS)), dict(OPTIONS[option])
+    if limit := told.pop("limit", 0):
+        told["max_len"] = 5 + len(LAWS) + limit
+    here = Verifier(target, None)
+    plain = await written(here, samplings, 20)
+    with pretending() as counts:
+        there = Verifier(target, counts)
+        both = [await opened(verifier, samplings, **told) for verifier in (here, there)]
+        rng, accepted = random.Random(3), 0
+        for _ in range(6):
+            live = [at for at, text in enumerate(both[0]) if text.root >= 0]
+            made = {at: len(both[0][at].ids) - 5 - at for at in live}
+            trees = [twice(rng, plain[at][made[at] + 1 :], rng.choice([0, 4, 30])) for at in live]
+            if not live:
+                break
+            verdicts = [await step([texts[at] for at in live], trees) for texts in both]
+            for on_cpu, on_device in zip(*verdicts, strict=True):
+                accepted += len(on_cpu.accepted)
+                assert on_device.accepted == on_cpu.accepted
+                assert on_device.log_probs == pytest.approx(on_cpu.log_probs, abs=1e-4)
+                assert (on_device.rejection is None) == (on_cpu.rejection is None)
+            assert [text.ids for text in both[1]] == [text.ids for text in both[0]]
+            assert [text.root for text in both[1]] == [text.root for text in both[0]]
+        for on_cpu, on_device in zip(*both, strict=True):
+            sessions = [text.verifier.worker._sessions.get(text.key) for text in (on_cpu, on_device)]
+            used = [session.table.num_tokens for session in sessions]
+            assert used[0] == used[1] == len(on_cpu.ids)
+            windows = [torch.cat(held.read(0, held.end)[1]) for held in (one.features for one in sessions) if held.end]
+            if windows:
+                torch.testing.assert_close(*windows, atol=1e-4, rtol=1e-4)
+    assert accepted > (3 if limit or option == "stops" else 30)
+
+
+async def test_a_step_that_the_host_judges_takes_nothing_from_those_beside_it(target: Path) -> None:
+    """p/q chains, whose rows the host needs, in one forward with trees."""
+    samplings, rng = seeded([SAMPLED], 4), random.Random(11)
+    q_rows = np.full((3, VOCAB), 1 / VOCAB, np.float32)
+    here = Verifier(target, None)
+    plain = await written(here, samplings, 20)
+    with pretending() as counts:
+        both = [await opened(verifier, samplings) for verifier in (here, Verifier(target, counts))]
+        for _ in range(5):
+            made = [len(text.ids) - 5 - at for at, text in enumerate(both[0])]
+            chains = [DraftTree.chain([rng.randrange(VOCAB) for _ in range(3)], [-1.0, -2.0, -3.0]) for _ in range(2)]
+            trees = [junk_tree(rng, ids[at + 1 :], 20) for ids, at in zip(plain[2:], made[2:], strict=True)]
+            for texts in both:
+                asked = [text.verify(tree, q_rows=q_rows) for text, tree in zip(texts, chains, strict=False)]
+                asked += [text.verify(tree) for text, tree in zip(texts[2:], trees, strict=True)]
+                for text, tree, verdict in zip(
+                    texts, [*chains, *trees], await texts[0].verifier.serve(asked), strict=True
+                ):
+                    text.learn(verdict, tree)
+            assert [(text.ids, text.root) for text in both[1]] == [(text.ids, text.root) for text in both[0]]
+
+
+async def test_a_row_that_nothing_can_be_drawn_from_ends_its_session_alone(target: Path) -> None:
+    with pretending() as counts:
+        verifier = Verifier(target, counts)
+        texts = await opened(verifier, seeded([GREEDY, SAMPLED], 4))
+        forward = verifier.worker.engine.forward
+
+        def spoilt(*told: Any) -> Any:
+            output = forward(*told)
+            output.logits[1:3] = torch.nan
+            return output
+
+        with patch.object(verifier.worker.engine, "forward", spoilt):
+            asked = [text.verify(DraftTree.empty()) for text in texts]
+            answers = await verifier.serve([asyncio.gather(*asked, return_exceptions=True)])
+    said = [str(answer) if isinstance(answer, ValueError) else type(answer).__name__ for answer in answers[0]]
+    assert said == ["Verdict", *["the highest logit of the row is nan"] * 2, "Verdict"]

@@ -1,0 +1,90 @@
+"""What only a CUDA device can tell: its texts are the CPU's, and its kernels compute what their torch forms do.
+
+`pytest -m gpu` runs these with the other tests that need one.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from coppice.config.sections import VerifierSettings
+from coppice.engine.engine import Engine
+from coppice.engine.graphs import Graphs
+from coppice.engine.tree_attention import tree_attention
+from coppice.speculation.sampling import SamplingParams
+from tests.ragged_batches import Layer, Shape, attend, filled_pool, random_batch
+from tests.services.test_device import SAMPLINGS, Verifier, junk_tree, opened, seeded, step, target, written
+
+__all__ = ["target"]  # the fixture
+pytestmark = pytest.mark.gpu
+SESSIONS, IDS = 40, 60
+LAWS = {
+    "T=0": [SamplingParams()],
+    "T=0.7": [SamplingParams(temperature=0.7)],
+    "T=1": [SamplingParams(temperature=1.0)],
+    "mixed": SAMPLINGS["mixed"],
+}
+
+
+class OnCuda(Verifier):
+    """A worker whose target is on the CUDA device and replays graphs."""
+
+    def _load(self, settings: VerifierSettings) -> Engine:
+        model: Any = AutoModelForCausalLM.from_pretrained(settings.target, dtype=torch.float32)
+        engine = Engine(model.to("cuda"), kv_tokens=settings.kv_tokens)
+        assert engine.capture() == ""
+        assert isinstance(engine.runner, Graphs)
+        return engine
+
+
+@pytest.mark.parametrize("law", LAWS)
+async def test_texts_are_the_cpus(target: Path, law: str) -> None:
+    """Plain ones, and those of drafted trees, of which some nodes are right."""
+    samplings = seeded(LAWS[law], SESSIONS)
+    expected = await written(Verifier(target, None), samplings, IDS)
+    assert await written(OnCuda(target, None), samplings, IDS) == expected
+    drafted = await opened(OnCuda(target, None), samplings)
+    begun, rng = [len(text.ids) for text in drafted], random.Random(0)
+    for _ in range(IDS // 5):
+        done = [len(text.ids) - at for text, at in zip(drafted, begun, strict=True)]
+        await step(drafted, [junk_tree(rng, ids[at + 1 :], 30) for ids, at in zip(expected, done, strict=True)])
+    for text, at, ids in zip(drafted, begun, expected, strict=True):
+        made = [*text.ids[at:], text.root]
+        assert len(made) > IDS // 5
+        assert made[: len(ids)] == ids[: len(made)]
+
+
+def on_cuda(*arguments: Any) -> Tensor:
+    """The operator's kernel, with what is given on the CPU."""
+    there = [one.cuda() if isinstance(one, Tensor) else one for one in arguments]
+    out: Tensor = tree_attention(*there)
+    return out.cpu()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(),
+        Shape(dtype=torch.bfloat16),
+        Shape(window=20, softcap=30.0),
+        Shape(heads=8, sinks=True, dtype=torch.bfloat16),
+    ],
+    ids=["float32", "bfloat16", "window", "sinks"],
+)
+def test_the_kernel_computes_what_its_torch_form_does(shape: Shape) -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        pool, spare = filled_pool(shape, 4096)
+        sizes = [(rng.randrange(200), rng.randrange(1, 70), 0) for _ in range(rng.randrange(1, 9))]
+        batch = random_batch(pool, sizes, rng)
+        layer = Layer.random(shape, len(batch.tokens))
+        here, there = (attend(form, batch, layer, pool, spare, shape).float() for form in (tree_attention, on_cuda))
+        bound = 1e-5 if shape.dtype is torch.float32 else 2e-2
+        assert (here - there).abs().max() <= bound * here.abs().max()

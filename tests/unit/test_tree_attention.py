@@ -1,0 +1,182 @@
+"""Tree attention: its rule, today's plans and the CUDA kernel agree, and a row's bits are its own."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import random
+import re
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from coppice.engine.attention import Scoring
+from coppice.engine.attention_plan import plan_forward
+from coppice.engine.batch import Piece, ancestors, pack
+from coppice.engine.kv_cache import KVShape
+from coppice.engine.tree_attention import tree_attention
+from tests.ragged_batches import Layer, Shape, attend, filled_pool, random_batch, random_tree, tree_piece
+
+Sizes = Sequence[tuple[int, int, int]]  # prefix, rows and earlier rows of each session
+
+
+def interpreted(*arguments: Any) -> Tensor:
+    """The CUDA kernel under Triton's interpreter, which the process chose before it imported Triton."""
+    from coppice.engine.tree_attention_triton import attend as kernel
+
+    return kernel(*arguments)
+
+
+def far_from_the_plans(function: Callable[..., Tensor], shape: Shape, sizes: Sizes, seed: int = 0) -> float:
+    """The largest difference of an implementation from attention with masks over gathered keys."""
+    torch.manual_seed(seed)
+    pool, spare = filled_pool(shape, 6000)
+    batch = random_batch(pool, sizes, random.Random(seed))
+    layer = Layer.random(shape, len(batch.tokens))
+    window = shape.window or None
+    plan = plan_forward(batch, pool, {window: shape.heads // shape.kv.kv_heads})[window]
+    heads_first = [part.transpose(0, 1)[None] for part in (layer.q, layer.k, layer.v)]
+    scoring = Scoring(None, shape.softcap or None, layer.sinks, not shape.softcap and layer.sinks is None)
+    want = plan.attend(0, *heads_first, scoring)[0]
+    for part in pool.layers[0]:  # the rows' own, which the implementation has to write
+        part[torch.from_numpy(np.concatenate([new_slots(tail) for tail in batch.tails]))] = 7.0
+    return float((attend(function, batch, layer, pool, spare, shape) - want).abs().max())
+
+
+def new_slots(tail: Any) -> Any:
+    """Where a session's rows write."""
+    return tail.table.slots(np.arange(tail.length - len(tail.visible), tail.length))
+
+
+def own_bits(function: Callable[..., Tensor], shape: Shape, prefix: int, rows: int, nodes: Sequence[int]) -> bool:
+    """Whether rows drafted in a tree beside other sessions are, bit for bit, plain steps behind their ancestors."""
+    torch.manual_seed(0)
+    rng = random.Random(prefix)
+    pool, spare = filled_pool(shape, 3000)
+    tables = [pool.allocate(name, size) for name, size in (("a", 150), ("b", prefix // 2), ("c", 40))]
+    pool.extend(tables[1], prefix + rows)
+    parents = random_tree(rows, rng)
+    others = Piece.chain(tables[0], 149, [1]), tree_piece(tables[2], 20, random_tree(9, rng))
+    batch = pack([others[0], tree_piece(tables[1], prefix, parents), others[1]])
+    layer = Layer.random(shape, len(batch.tokens))
+    drafted = attend(function, batch, layer, pool, spare, shape)[1:]
+    sees = ancestors(parents)
+    same = []
+    for node in nodes:
+        (path,) = np.nonzero(sees[node])
+        later, table = copy.deepcopy((pool, tables[1]))
+        later.compact(table, prefix, path[:-1].tolist())
+        later.extend(table, prefix + len(path))
+        row = slice(1 + node, 2 + node)
+        step = Layer(layer.q[row], layer.k[row], layer.v[row], layer.sinks)
+        plain = attend(function, pack([Piece.chain(table, prefix + len(path) - 1, [1])]), step, later, spare, shape)
+        same.append(torch.equal(plain[0], drafted[node]))
+    return all(same)
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    """A process in which Triton's kernels run on the CPU."""
+    pytest.importorskip("triton")
+    os.environ["TRITON_INTERPRET"] = "1"
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        process.submit(os.getpid).result()
+        del os.environ["TRITON_INTERPRET"]
+        yield process
+
+
+SHAPES = st.builds(
+    Shape,
+    heads=st.sampled_from([2, 6]),
+    kv=st.builds(KVShape, st.just(2), st.sampled_from([8, 12]), st.sampled_from([8, 5])),
+    window=st.sampled_from([0, 1, 30, 200]),
+    softcap=st.sampled_from([0.0, 2.0]),
+    sinks=st.booleans(),
+)
+SIZES = st.lists(
+    st.tuples(st.integers(1, 330), st.one_of(st.integers(1, 8), st.sampled_from([61, 257])), st.integers(0, 6)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(shape=SHAPES, sizes=SIZES, seed=st.integers(0, 9))
+def test_rows_attend_to_what_the_plans_let_them_see(shape: Shape, sizes: Sizes, seed: int) -> None:
+    assert far_from_the_plans(tree_attention, shape, sizes, seed) < 1e-5
+
+
+KERNEL_CASES = {
+    "plain steps": (Shape(), [(300, 1, 0), (1, 1, 0), (64, 1, 0)]),
+    "a tree, earlier rows": (Shape(), [(60, 12, 5)]),
+    "a window": (Shape(window=70), [(130, 4, 3), (30, 3, 0)]),
+    "a short window": (Shape(window=2), [(127, 6, 0)]),
+    "a softcap and sinks": (Shape(softcap=2.0, sinks=True), [(61, 5, 0), (9, 3, 2)]),
+    "odd heads": (Shape(6, KVShape(2, 20, 12)), [(70, 5, 0)]),
+    "more rows than a tile": (Shape(2, KVShape(1, 16, 16)), [(3, 1, 0), (40, 40, 0)]),
+    "a split's border": (Shape(2, KVShape(1, 16, 16)), [(250, 9, 2)]),
+}
+
+
+@pytest.mark.parametrize("case", KERNEL_CASES)
+def test_the_kernel_computes_what_the_plans_do(case: str, interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(far_from_the_plans, interpreted, *KERNEL_CASES[case]).result() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("prefix", "window"), [(250, 0), (60, 0), (125, 66), (2043, 0)])
+def test_a_drafted_row_is_bit_for_bit_a_plain_step(dtype: torch.dtype, prefix: int, window: int) -> None:
+    assert own_bits(tree_attention, Shape(dtype=dtype, window=window, sinks=True), prefix, 61, range(0, 61, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("prefix", [60, 250])
+def test_the_kernel_gives_a_drafted_row_the_bits_of_a_plain_step(
+    dtype: torch.dtype, prefix: int, interpreter: ProcessPoolExecutor
+) -> None:
+    shape = Shape(2, KVShape(1, 16, 16), dtype=dtype)
+    assert interpreter.submit(own_bits, interpreted, shape, prefix, 18, [0, 7, 12, 17]).result()
+
+
+@pytest.mark.parametrize("dim", [128, 64])
+def test_the_kernel_compiles_for_hopper_without_spills(dim: int, tmp_path: Path) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from coppice.engine.tree_attention_triton import shape_of, sum_parts
+
+    q, stored = (torch.empty(1, heads, dim, dtype=torch.bfloat16) for heads in (32, 8))
+    constants = shape_of(q, stored, stored, torch.empty(1, 16), torch.empty(1, 1024), 32) | {"CAPPED": False}
+    options = {name: constants.pop(name) for name in ("num_warps",)}
+    types = dict.fromkeys(("q", "keys", "values"), "*bf16") | dict.fromkeys(("sums", "tops", "weights"), "*fp32")
+    types |= dict.fromkeys(("session", "paged", "length", "tail", "table", "tiles"), "*i32")
+    types |= {"q_row": "i32", "q_head": "i32", "window": "i32", "scale": "fp32", "softcap": "fp32"}
+    place = sum_parts.arg_names.index
+    aligned = [name for name, kind in types.items() if kind[0] == "*" or name in ("q_row", "q_head")]
+    source = ASTSource(
+        sum_parts,
+        signature=types | dict.fromkeys(constants, "constexpr"),
+        constexprs={(place(name),): value for name, value in constants.items()},
+        attrs={(place(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.metadata.shared <= 227 * 1024 // 2  # two programs on a processor
+    (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    command = [tool, "--dump-resource-usage", "--dump-sass", tmp_path / "kernel.cubin"]
+    dump = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = {name: int(count) for name, count in re.findall(r"(STACK|LOCAL):(\d+)", dump)}
+    assert (usage["STACK"], usage["LOCAL"]) == (0, 0)
+    assert "HGMMA" in dump
+    assert "LDGSTS" in dump  # keys are under way while others are used
