@@ -142,6 +142,9 @@ class OrchestratorMetrics:
         self.suspect = gauge("head_suspect", "replicas that draft far below what they were trained to", ["head"])
         self.auto_choices = counter("auto_choices", "steps of the policy auto by what it chose", ["choice"])
         self.reopened = counter("verifier_sessions_reopened", "sessions re-opened on a verifier")
+        self.prefix_routed = counter(
+            "prefix_routed", "requests by whether the verifier is the one for prompts that begin so", ["verifier"]
+        )
 
     def _make_vllms(self, model: str) -> None:
         """Those that vLLM has, by its names. A label of ours, the policy, is added where it says something."""
@@ -162,7 +165,9 @@ class OrchestratorMetrics:
         self.step_seconds = make(
             Histogram, "inter_token_latency_seconds", "time of a step", "policy", buckets=_STEP_BUCKETS
         )
-        self.prompt_tokens = make(Counter, "prompt_tokens", "prompt tokens prefilled")
+        self.prompt_tokens = make(Counter, "prompt_tokens", "prompt tokens, cached ones too")
+        self.cache_queries = make(Counter, "prefix_cache_queries", "prompt tokens that were looked up")
+        self.cache_hits = make(Counter, "prefix_cache_hits", "prompt tokens that were not prefilled again")
         self.tokens = make(Counter, "generation_tokens", "tokens generated")
         self.first_token_seconds = make(
             Histogram, "time_to_first_token_seconds", "from arrival to the first token", buckets=_REQUEST_BUCKETS
@@ -228,6 +233,17 @@ class AdapterMetrics:
         self.sync_seconds = histogram(
             "sync_seconds", "time of a weight sync to all replicas", ["head"], buckets=seconds
         )
+
+
+class PrefixCacheMetrics:
+    """What a verifier counts about the texts whose KV it keeps."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        named: dict[str, Any] = {"registry": registry, "namespace": "coppice", "subsystem": "verifier"}
+        self.queries = Counter("prefix_cache_queries", "tokens of prompts that were looked up", **named)
+        self.hits = Counter("prefix_cache_hits", "tokens of prompts that were not prefilled again", **named)
+        self.evicted = Counter("prefix_cache_evictions", "tokens that were given up for others", **named)
+        self.tokens = Gauge("prefix_cache_tokens", "tokens whose KV is kept, those of open sessions too", **named)
 
 
 class SessionMetrics:

@@ -8,6 +8,7 @@ import time
 import structlog
 
 from coppice.messages.generation import Finished
+from coppice.messages.steps import SessionOpened
 from coppice.rpc.tracing import Facts, current
 from coppice.telemetry import OrchestratorMetrics
 
@@ -35,6 +36,14 @@ class Account:
         self.queue_ns = now - self._arrived
         if self.trace is not None:
             self.trace.add("queue", self._arrived, now)
+
+    def opened(self, opened: SessionOpened, preferred: bool) -> None:
+        """A verifier has prefilled the prompt. preferred: it is the one that prompts which begin like it go to."""
+        assert self.result
+        self.result.cached_tokens = min(opened.cached_tokens, self.result.prompt_tokens)
+        self.metrics.cache_queries.inc(self.result.prompt_tokens)
+        self.metrics.cache_hits.inc(self.result.cached_tokens)
+        self.metrics.prefix_routed.labels("preferred" if preferred else "other").inc()
 
     def first_token(self, began: int, now: int) -> None:
         """The prompt was prefilled, which began at `began`, and the first token is there."""

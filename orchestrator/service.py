@@ -195,6 +195,7 @@ class GenerationServicer:
             top_log_probs=request.top_log_probs,
             want_prompt_log_probs=request.want_prompt_log_probs,
             min_len=prompt_tokens + min(request.min_tokens, plan.max_new_tokens) if request.min_tokens else 0,
+            salt=client_salt(),
         )
         chunks = Chunks(send, 0 if request.want_trees else self.settings.orchestrator.chunk_tokens)
         started = Started(prompt_tokens, plan.policy.name, plan.policy.heads, plan.budget, request.sampling.seed)

@@ -70,6 +70,7 @@ class Decoding:
         step = self._begin()
         self.drafting.open(step.asked, self.text)
         opened = await self.verifier.open(self.text.ids)
+        self.account.opened(opened, self.verifier.preferred)
         started(opened)
         self.drafting.learn(opened.features)
         self.drafting.open(self.policy.soon, self.text)

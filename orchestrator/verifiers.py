@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from hashlib import sha256
 
 import grpc
+import numpy as np
 import structlog
 
 from coppice.errors import (
@@ -46,6 +48,8 @@ _RETRY_S = 0.05
 _FIRST_TARGET_S = 30.0
 _REOPENS = 4  # requests that prefill again at once
 _MOST_LOSSES = 8  # of one request, without a verdict between them
+_PREFIX_TOKENS = 128  # of a text that say where texts go that begin like it
+_MOST_MORE = 2  # sessions that a verifier may have more than the least loaded one, to get a text for its beginning
 
 
 class VerifierReplica(Replica):
@@ -55,7 +59,7 @@ class VerifierReplica(Replica):
         super().__init__(address, dialer)
         self.stub = VerifierServiceStub(self.channel)
         self.verify_s = 0.0  # moving average of a verify round trip
-        self.kv_tokens = self.kv_tokens_used = 0
+        self.kv_tokens = self.kv_tokens_used = self.prefix_cache_tokens = 0
         self.waiting: set[asyncio.Timeout] = set()
 
     def lose(self) -> None:
@@ -83,6 +87,7 @@ class TargetPool(Pool[VerifierReplica]):
         told = verifier.read_target(await replica.stub.DescribeTarget(request, timeout=PROBE_S))
         self.target = self.target or told
         replica.kv_tokens, replica.kv_tokens_used = told.kv_tokens, told.kv_tokens_used
+        replica.prefix_cache_tokens = told.prefix_cache_tokens
         same = _identity(told) == _identity(self.target)
         replica.unfit = "" if same else f"it serves {told.name}, weights {told.weights_hash.hex()[:12]}"
         if replica.unfit:
@@ -97,6 +102,21 @@ class TargetPool(Pool[VerifierReplica]):
                 raise Unavailable(f"no verifier answers at {', '.join(self._by_address) or 'any address'}")
             await asyncio.sleep(0 if self.target else _RETRY_S)
         return self.target
+
+    def pick_for(self, prefix: bytes, avoid: Collection[VerifierReplica] = ()) -> tuple[VerifierReplica | None, bool]:
+        """A fit replica for a text that begins with `prefix`, and whether it is the one that texts like it go to.
+
+        All orchestrators agree on that one without a word (rendezvous hashing). Where it has too many sessions, or is
+        to be avoided, the next in the same order takes its place.
+        """
+        least = self.pick(avoid)
+        if least is None:
+            return None, False
+        fit = [replica for replica in self.replicas if replica.fit and replica.prefix_cache_tokens]
+        ranked = sorted(fit, key=lambda replica: sha256(prefix + replica.address.encode()).digest())
+        most = least.sessions + _MOST_MORE
+        chosen = next((one for one in ranked if one.sessions <= most and one not in avoid), least)
+        return chosen, chosen is ranked[0] if ranked else False
 
     @property
     def kv_usage(self) -> float:
@@ -133,6 +153,8 @@ class TargetSession:
         self._streams = 0
         self.exchanged = 0, 0
         """when the last question was encoded and when its answer came, of `perf_counter_ns`"""
+        self.preferred = False
+        """it is open on the verifier that texts which begin like it go to"""
         self._losses = 0
         self._steps_before = 0  # that other streams of this request answered
 
@@ -142,16 +164,17 @@ class TargetSession:
         return self._pool.deadline_s(self._replica) if self._replica else _LEAST_DEADLINE_S
 
     async def open(self, ids: Sequence[int], patient: bool = False) -> SessionOpened:
-        """Prefill `ids` on the least loaded verifier, on another one when that fails.
+        """Prefill `ids` on a verifier that may know their beginning and has few sessions, on another when that fails.
 
         `patient`: wait also for verifiers that are full. Raises what the last verifier refused it with, Unavailable
         when there was none for `failover_s`.
         """
         loop = asyncio.get_running_loop()
+        prefix = self._opening.salt.encode() + np.array(ids[:_PREFIX_TOKENS], "<u4").tobytes()
         until, refused = loop.time() + self._pool.failover_s, set[VerifierReplica]()
         last: CoppiceError = Unavailable(f"no verifier became available within {self._pool.failover_s:g} s")
         while True:
-            replica = self._pool.pick(refused)
+            replica, self.preferred = self._pool.pick_for(prefix, refused)
             if replica is None:
                 if loop.time() > until or (refused and not patient):
                     raise last

@@ -192,8 +192,9 @@ def p_value(counts: Mapping[Outcome, int], law: Mapping[Outcome, float]) -> floa
 
 
 def check_pool(pool: KVPool) -> None:
-    """Every block is free or owned exactly once, and every table holds its tokens."""
-    owners = (~pool._free).astype(np.int64)
+    """Every block has as many owners as tables have it, one unless it is kept, and every table holds its tokens."""
+    owners = pool._owners.copy()
+    assert (owners[pool._used_at == 0] <= 1).all(), "a block that is not kept is shared"
     for table in pool._tables.values():
         np.subtract.at(owners, table.blocks, 1)
         assert table.num_tokens <= table.capacity, table

@@ -38,6 +38,8 @@ class Ending:
     """tokens of the prediction that were accepted as drafts, each counted once"""
     rejected_prediction_tokens: int = 0
     """those that were verified and never accepted"""
+    cached_tokens: int = 0
+    """of the prompt, that were not prefilled, as an earlier request of the same client began with them"""
 
     @property
     def steps(self) -> int:
@@ -81,6 +83,7 @@ class Completion(Ending):
             "ids": list(self.ids),
             "finish_reason": self.finish_reason,
             "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
             "new_tokens": self.new_tokens,
             "steps": self.steps,
             "tau": self.tau,
@@ -156,4 +159,5 @@ class Accumulator:
             resumed=end.resumed,
             accepted_prediction_tokens=end.accepted_prediction_tokens,
             rejected_prediction_tokens=end.rejected_prediction_tokens,
+            cached_tokens=end.cached_tokens,
         )

@@ -142,6 +142,13 @@ class VerifierSettings(TorchSettings):
     kv_tokens: int = Field(65_536, gt=0, description="KV capacity, tokens over all sessions")
     prefill_rows: int = Field(512, gt=0, description="prompt rows added to one forward at most")
     batch_wait_ms: float = Field(50.0, ge=0, description="longest wait for sessions to join a forward, milliseconds")
+    prefix_cache: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share of kv_tokens that may keep texts for later requests of a client that begin with them, while "
+        "no session needs the room; 0: none",
+    )
     feature_window: int = Field(4096, ge=0, description="positions whose features a session keeps for fetching")
     generation_config: Literal["serve", "ignore"] = Field(
         "serve",
@@ -163,6 +170,11 @@ class VerifierSettings(TorchSettings):
         if ranks > 1 and (device := info.data.get("device", "cpu")) not in ("cpu", "cuda"):
             raise ValueError(f"are devices from the first on: verifier.device must be cuda or cpu, not {device}")
         return ranks
+
+    @property
+    def prefix_cache_tokens(self) -> int:
+        """Tokens that the prefix cache holds at most."""
+        return int(self.prefix_cache * self.kv_tokens)
 
 
 class DrafterSettings(TorchSettings):

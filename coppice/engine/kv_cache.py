@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -32,7 +34,7 @@ class BlockTable:
     """Where one session's tokens lie: token i is in slot blocks[i // block_size] * block_size + i % block_size.
 
     num_tokens: tokens the session holds. consecutive: the blocks are neighbours in order, so that slots of
-    consecutive tokens are consecutive too. Made and changed by KVPool only.
+    consecutive tokens are consecutive too. Other tables may have the first blocks too. Made and changed by KVPool only.
     """
 
     session: str
@@ -58,6 +60,9 @@ class KVPool:
     blocks * block_size + 1. Those of one shape are parts of one tensor, a slab, so that few copies move a token of all
     layers. A session's blocks are kept consecutive where possible, because then its prefix is read as a view instead of
     a gather. The slot `spare`, the last one, is nobody's: rows that pad a batch write there.
+
+    A block may be in several tables. One that is kept keeps what it holds when it is in none any more, and counts as
+    free: room is taken from the kept blocks when there is no other.
     """
 
     def __init__(
@@ -84,8 +89,10 @@ class KVPool:
         stored = [self._slabs[slab][place] for slab, place in self._places]
         self.layers = tuple(zip(stored[::2], stored[1::2], strict=True))
         self.dtype, self.device = dtype, torch.device(device)
+        self._prefers_runs = self.device.type == "cpu"  # a GPU reads through the table
         self.block_size = block_size
-        self._free = np.ones(blocks, dtype=np.bool_)
+        self._owners = np.zeros(blocks, dtype=np.int64)  # tables that have the block
+        self._used_at = np.zeros(blocks)  # of kept blocks: the higher, the later they are given up; 0: not kept
         self._tables: dict[str, BlockTable] = {}
         self.moves: list[NDArray[np.int64]] | None = None
         """(2, n) each, what `move` was called with since somebody emptied the list; None while nobody does"""
@@ -93,12 +100,12 @@ class KVPool:
     @property
     def num_blocks(self) -> int:
         """Blocks in all."""
-        return len(self._free)
+        return len(self._owners)
 
     @property
     def used_blocks(self) -> int:
         """Blocks owned by sessions."""
-        return int(np.count_nonzero(~self._free))
+        return int(np.count_nonzero(self._owners))
 
     @property
     def free_tokens(self) -> int:
@@ -115,21 +122,45 @@ class KVPool:
         parts = [view.narrow(3, start, count).unbind(0) for view in self._views]
         return parts[0] if len(parts) == 1 else tuple(parts[slab][place] for slab, place in self._places)
 
-    def allocate(self, session: str, num_tokens: int) -> BlockTable:
-        """Room for a new session's first tokens. Raises OutOfBlocks, and ValueError when the session has a table."""
+    def allocate(self, session: str, num_tokens: int, prefix: Sequence[int] = ()) -> BlockTable:
+        """Room for a new session's first tokens, the first of them in kept blocks, those of `prefix` in order.
+
+        The blocks are shared where the others can lie right behind them, and wherever a table is as good as a view. On
+        a CPU they are copied otherwise, as long as there is room. Raises OutOfBlocks, and ValueError when the session
+        has a table.
+        """
         if session in self._tables:
             raise ValueError(f"session {session} already has a block table")
-        blocks = self._take(self._blocks_for(num_tokens), after=None)
+        shared = np.array(prefix, np.int64)
+        self._owners[shared] += 1  # before the search, so that they are not found
+        try:
+            blocks = self._lay(shared, self._blocks_for(num_tokens))
+        except OutOfBlocks:
+            self._owners[shared] -= 1
+            raise
         table = BlockTable(session, self.block_size, blocks, num_tokens, _is_run(blocks))
         self._tables[session] = table
         return table
+
+    def keep(self, block: int, used_at: float) -> None:
+        """Keep what a block holds until room is needed; those with the lowest `used_at`, above 0, are taken first."""
+        self._used_at[block] = used_at
+
+    def give_up(self) -> int | None:
+        """Keep the block no more that is taken first; returns it, None when all that are kept are in tables."""
+        cost = np.where((self._owners == 0) & (self._used_at > 0), self._used_at, np.inf)
+        block = int(cost.argmin())
+        if cost[block] == np.inf:
+            return None
+        self._used_at[block] = 0
+        return block
 
     def extend(self, table: BlockTable, num_tokens: int) -> None:
         """Let the table hold num_tokens tokens in all, committed ones and rows in flight. Raises OutOfBlocks."""
         missing = self._blocks_for(num_tokens) - len(table.blocks)
         if missing > 0:
             last = int(table.blocks[-1]) if len(table.blocks) else None
-            table.blocks = np.concatenate([table.blocks, self._take(missing, after=last)])
+            table.blocks = np.concatenate([table.blocks, self._own(self._find(missing, after=last))])
             table.consecutive = _is_run(table.blocks)
         table.num_tokens = num_tokens
 
@@ -138,7 +169,7 @@ class KVPool:
         if self._tables.get(table.session) is not table:
             raise ValueError(f"session {table.session} has no such block table")
         del self._tables[table.session]
-        self._free[table.blocks] = True
+        self._owners[table.blocks] -= 1
         table.blocks = table.blocks[:0]
         table.num_tokens = 0
 
@@ -174,25 +205,51 @@ class KVPool:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _take(self, count: int, after: int | None) -> NDArray[np.int64]:
-        """Own `count` free blocks: those right after `after` if they are free, else inside the longest free run."""
-        if count > (free := int(np.count_nonzero(self._free))):
-            raise OutOfBlocks(f"{count} blocks of {self.block_size} tokens needed, {free} free")
-        if after is not None and self._free[after + 1 : after + 1 + count].sum() == count:
-            start = after + 1
-        else:
-            edges = np.flatnonzero(np.diff(np.concatenate(([False], self._free, [False])).astype(np.int8)))
-            lengths = edges[1::2] - edges[::2]
-            longest = int(lengths.argmax()) if len(lengths) else 0
-            start, spare = (int(edges[2 * longest]), int(lengths[longest]) - count) if len(lengths) else (0, 0)
-            if spare < 0:
-                return self._own(np.flatnonzero(self._free)[:count])
+    def _lay(self, shared: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+        """Own blocks behind the `shared` ones, which are owned, or blocks that hold copies of these: `count` in all."""
+        last = int(shared[-1]) if len(shared) else None
+        behind = self._find(count - len(shared), after=last)
+        blocks = np.concatenate([shared, behind])
+        if last is not None and self._prefers_runs and not _is_run(blocks):
+            with contextlib.suppress(OutOfBlocks):
+                own = self._find(count)
+                if _is_run(own):
+                    both = np.stack([shared, own[: len(shared)]])[..., None] * self.block_size
+                    self.move((both + np.arange(self.block_size)).reshape(2, -1))
+                    self._owners[shared] -= 1
+                    return self._own(own)
+        self._own(behind)
+        return blocks
+
+    def _find(self, count: int, after: int | None = None) -> NDArray[np.int64]:
+        """`count` blocks that nobody owns: those right after `after` if they are free and not kept, else inside the
+        longest such run, else neighbours whose last use is longest ago, else any.
+        """
+        idle = self._owners == 0
+        if count > (left := int(np.count_nonzero(idle))):
+            raise OutOfBlocks(f"{count} blocks of {self.block_size} tokens needed, {left} free")
+        free = idle & (self._used_at == 0)
+        if after is not None and free[after + 1 : after + 1 + count].sum() == count:
+            return np.arange(after + 1, after + 1 + count)
+        edges = np.flatnonzero(np.diff(np.concatenate(([False], free, [False])).astype(np.int8)))
+        lengths = edges[1::2] - edges[::2]
+        longest = int(lengths.argmax()) if len(lengths) else 0
+        start, spare = (int(edges[2 * longest]), int(lengths[longest]) - count) if len(lengths) else (0, -count)
+        if spare >= 0:
             # In the middle, so that the session to the left and this one can both grow; at the left end nobody is.
             start += spare // 2 if start else 0
-        return self._own(np.arange(start, start + count))
+            return np.arange(start, start + count)
+        cost = np.where(idle, self._used_at, np.inf)
+        if self._prefers_runs and self._used_at.any():
+            highest = sliding_window_view(cost, count).max(axis=1)
+            start = int(highest.argmin())
+            if highest[start] < np.inf:
+                return np.arange(start, start + count)
+        return np.sort(cost.argsort(kind="stable")[:count])
 
     def _own(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        self._free[blocks] = False
+        self._owners[blocks] = 1
+        self._used_at[blocks] = 0
         return blocks
 
 

@@ -147,6 +147,8 @@ class Finished:
     """tokens of the prediction that were accepted as drafts, each counted once"""
     rejected_prediction_tokens: int = 0
     """those that were verified and never accepted"""
+    cached_tokens: int = 0
+    """of the prompt, that were not prefilled again"""
     resumed: int = 0
 
     @property

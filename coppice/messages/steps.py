@@ -149,6 +149,8 @@ class OpenSession:
     top_log_probs: int = 0
     want_prompt_log_probs: bool = False
     min_len: int = 0
+    salt: str = ""
+    """whose session it is: it begins with cached blocks of sessions of the same"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,8 @@ class SessionOpened:
     top: tuple[TopLogProbs, ...] = ()
     prompt_log_probs: tuple[float, ...] = ()
     prompt_top: tuple[TopLogProbs, ...] = ()
+    cached_tokens: int = 0
+    """that were not prefilled again"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +222,8 @@ class TargetDescription:
     repetition_penalty: float = 1.0
     weights_hash: bytes = b""
     """of what was loaded"""
+    prefix_cache_tokens: int = 0
+    """whose KV is kept for later sessions at most"""
 
 
 @dataclass(frozen=True, slots=True)

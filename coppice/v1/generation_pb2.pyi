@@ -179,7 +179,7 @@ class StepTree(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., forwards: _Optional[_Iterable[int]] = ..., pieces: _Optional[_Iterable[str]] = ..., accepted: _Optional[_Iterable[int]] = ..., root: _Optional[int] = ..., root_piece: _Optional[str] = ..., owners: _Optional[_Iterable[int]] = ..., cut: _Optional[_Iterable[int]] = ..., routed: _Optional[int] = ..., draft_ns: _Optional[int] = ..., verify_ns: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("finish_reason", "prompt_tokens", "new_tokens", "steps", "accept_lengths", "routed", "verified_nodes", "late_drafts", "bad_drafts", "timings", "accepted_prediction_tokens", "rejected_prediction_tokens")
+    __slots__ = ("finish_reason", "prompt_tokens", "new_tokens", "steps", "accept_lengths", "routed", "verified_nodes", "late_drafts", "bad_drafts", "timings", "accepted_prediction_tokens", "rejected_prediction_tokens", "cached_tokens")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +192,7 @@ class Finished(_message.Message):
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     finish_reason: FinishReason
     prompt_tokens: int
     new_tokens: int
@@ -204,7 +205,8 @@ class Finished(_message.Message):
     timings: GenerateTimings
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
-    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., prompt_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., accept_lengths: _Optional[_Iterable[int]] = ..., routed: _Optional[_Iterable[int]] = ..., verified_nodes: _Optional[_Iterable[int]] = ..., late_drafts: _Optional[int] = ..., bad_drafts: _Optional[int] = ..., timings: _Optional[_Union[GenerateTimings, _Mapping]] = ..., accepted_prediction_tokens: _Optional[int] = ..., rejected_prediction_tokens: _Optional[int] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., prompt_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., accept_lengths: _Optional[_Iterable[int]] = ..., routed: _Optional[_Iterable[int]] = ..., verified_nodes: _Optional[_Iterable[int]] = ..., late_drafts: _Optional[int] = ..., bad_drafts: _Optional[int] = ..., timings: _Optional[_Union[GenerateTimings, _Mapping]] = ..., accepted_prediction_tokens: _Optional[int] = ..., rejected_prediction_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateTimings(_message.Message):
     __slots__ = ("queue_ns", "prefill_ns", "draft_ns", "transport_ns", "verify_ns", "accept_ns", "commit_ns", "target_forward_ns", "head_forward_ns", "decode_ns", "step_ns", "split_ns")

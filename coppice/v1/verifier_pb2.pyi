@@ -23,7 +23,7 @@ class VerifyResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("session", "ids", "sampling", "stop_ids", "max_len", "feature_layers", "rejection_top_n", "want_log_probs", "prompt_tokens", "top_log_probs", "want_prompt_log_probs", "min_len")
+    __slots__ = ("session", "ids", "sampling", "stop_ids", "max_len", "feature_layers", "rejection_top_n", "want_log_probs", "prompt_tokens", "top_log_probs", "want_prompt_log_probs", "min_len", "salt")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class OpenSession(_message.Message):
     TOP_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     WANT_PROMPT_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     MIN_LEN_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
     session: str
     ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _common_pb2.Sampling
@@ -48,10 +49,11 @@ class OpenSession(_message.Message):
     top_log_probs: int
     want_prompt_log_probs: bool
     min_len: int
-    def __init__(self, session: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., max_len: _Optional[int] = ..., feature_layers: _Optional[_Iterable[int]] = ..., rejection_top_n: _Optional[int] = ..., want_log_probs: bool = ..., prompt_tokens: _Optional[int] = ..., top_log_probs: _Optional[int] = ..., want_prompt_log_probs: bool = ..., min_len: _Optional[int] = ...) -> None: ...
+    salt: str
+    def __init__(self, session: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., max_len: _Optional[int] = ..., feature_layers: _Optional[_Iterable[int]] = ..., rejection_top_n: _Optional[int] = ..., want_log_probs: bool = ..., prompt_tokens: _Optional[int] = ..., top_log_probs: _Optional[int] = ..., want_prompt_log_probs: bool = ..., min_len: _Optional[int] = ..., salt: _Optional[str] = ...) -> None: ...
 
 class SessionOpened(_message.Message):
-    __slots__ = ("fence", "next", "features", "timings", "top", "prompt_log_probs", "prompt_top")
+    __slots__ = ("fence", "next", "features", "timings", "top", "prompt_log_probs", "prompt_top", "cached_tokens")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     NEXT_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +61,7 @@ class SessionOpened(_message.Message):
     TOP_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOP_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     fence: _common_pb2.Fence
     next: NextRoot
     features: _common_pb2.Features
@@ -66,7 +69,8 @@ class SessionOpened(_message.Message):
     top: _containers.RepeatedCompositeFieldContainer[_common_pb2.TopLogProbs]
     prompt_log_probs: _containers.RepeatedScalarFieldContainer[float]
     prompt_top: _containers.RepeatedCompositeFieldContainer[_common_pb2.TopLogProbs]
-    def __init__(self, fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., next: _Optional[_Union[NextRoot, _Mapping]] = ..., features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ..., timings: _Optional[_Union[VerifyTimings, _Mapping]] = ..., top: _Optional[_Iterable[_Union[_common_pb2.TopLogProbs, _Mapping]]] = ..., prompt_log_probs: _Optional[_Iterable[float]] = ..., prompt_top: _Optional[_Iterable[_Union[_common_pb2.TopLogProbs, _Mapping]]] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., next: _Optional[_Union[NextRoot, _Mapping]] = ..., features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ..., timings: _Optional[_Union[VerifyTimings, _Mapping]] = ..., top: _Optional[_Iterable[_Union[_common_pb2.TopLogProbs, _Mapping]]] = ..., prompt_log_probs: _Optional[_Iterable[float]] = ..., prompt_top: _Optional[_Iterable[_Union[_common_pb2.TopLogProbs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class VerifyStep(_message.Message):
     __slots__ = ("fence", "root", "tree", "q_rows", "whole_tree")
@@ -167,7 +171,7 @@ class DescribeTargetRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeTargetResponse(_message.Message):
-    __slots__ = ("name", "vocab_size", "max_len", "layers", "hidden_size", "eos_ids", "dtype", "kv_tokens", "kv_tokens_used", "sessions", "sessions_opened", "sessions_closed", "repetition_penalty", "weights_hash")
+    __slots__ = ("name", "vocab_size", "max_len", "layers", "hidden_size", "eos_ids", "dtype", "kv_tokens", "kv_tokens_used", "sessions", "sessions_opened", "sessions_closed", "repetition_penalty", "weights_hash", "prefix_cache_tokens")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +186,7 @@ class DescribeTargetResponse(_message.Message):
     SESSIONS_CLOSED_FIELD_NUMBER: _ClassVar[int]
     REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_HASH_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     name: str
     vocab_size: int
     max_len: int
@@ -196,4 +201,5 @@ class DescribeTargetResponse(_message.Message):
     sessions_closed: int
     repetition_penalty: float
     weights_hash: bytes
-    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_len: _Optional[int] = ..., layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., kv_tokens: _Optional[int] = ..., kv_tokens_used: _Optional[int] = ..., sessions: _Optional[int] = ..., sessions_opened: _Optional[int] = ..., sessions_closed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., weights_hash: _Optional[bytes] = ...) -> None: ...
+    prefix_cache_tokens: int
+    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_len: _Optional[int] = ..., layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., kv_tokens: _Optional[int] = ..., kv_tokens_used: _Optional[int] = ..., sessions: _Optional[int] = ..., sessions_opened: _Optional[int] = ..., sessions_closed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., weights_hash: _Optional[bytes] = ..., prefix_cache_tokens: _Optional[int] = ...) -> None: ...

@@ -66,9 +66,13 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "feature_layers": (0, limits.MAX_FEATURE_LAYERS),
         "rejection_top_n": (0, limits.MAX_TOP_N),
         "top_log_probs": (0, limits.MAX_TOP_LOG_PROBS),
+        "salt": (0, limits.MAX_SALT_CHARS),
     },
     "TopLogProbs": {"ids": (0, limits.MAX_TOP_LOG_PROBS)},
-    "SessionOpened": {"top": (0, 1), "prompt_log_probs": _ANYWHERE, "prompt_top": _ANYWHERE},
+    "SessionOpened": {
+        "top": (0, 1),
+        **dict.fromkeys(("prompt_log_probs", "prompt_top", "cached_tokens"), _ANYWHERE),
+    },
     "Verdict": {"accepted": _NODES, "verified": _NODES, "log_probs": _NODES, "budget_hint": _NODES, "top": _ONE_MORE},
     "NextRoot": {**DRAWN},
     "VerifyTimings": {
@@ -82,7 +86,8 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         "hidden_size": (1, limits.MAX_HIDDEN),
         "eos_ids": (0, limits.MAX_STOP_IDS),
         "repetition_penalty": (0, limits.MAX_REPETITION_PENALTY),
-        **dict.fromkeys(("kv_tokens", "kv_tokens_used", "sessions", "sessions_opened", "sessions_closed"), _COUNT),
+        **dict.fromkeys(("kv_tokens", "kv_tokens_used", "prefix_cache_tokens"), _COUNT),
+        **dict.fromkeys(("sessions", "sessions_opened", "sessions_closed"), _COUNT),
     },
     "OpenDraft": {
         "session": limits.check_session,

@@ -187,7 +187,8 @@ class Answer:
             "rejected_prediction_tokens": sum(answer.rejected_prediction_tokens for answer in answers),
         }
         counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-        return {**counts, "completion_tokens_details": details}
+        cached = {"cached_tokens": sum(answer.cached_tokens for answer in answers[:: self._body.n])}
+        return {**counts, "prompt_tokens_details": cached, "completion_tokens_details": details}
 
     def _ours(self, answers: Sequence[Completion]) -> Json:
         """What Coppice says of its steps; of several choices a list."""

@@ -125,6 +125,7 @@ class VerifierServicer:
                 dtype=self.info.dtype,
                 kv_tokens=self.settings.verifier.kv_tokens,
                 kv_tokens_used=self.worker.kv_tokens_used,
+                prefix_cache_tokens=self.settings.verifier.prefix_cache_tokens,
                 sessions=self._opened - self._closed,
                 sessions_opened=self._opened,
                 sessions_closed=self._closed,

@@ -34,8 +34,9 @@ from coppice.speculation.sampling import decode_row, draw, draw_logits, largest
 from coppice.speculation.tree import DraftTree, TreeError
 
 from .acceptance import Reading, Walk, path_to, pq_chain, walk, walked
-from .features import FeatureRows, FeatureWindow
+from .features import FeatureRows, FeatureWindow, columns
 from .feed import Committed, Feed
+from .prefix import Prefix
 
 MOST_FEEDS = 64  # followers of a session: a drafter for each of its heads, and those that a move left behind
 _SCORED_ROWS = 64  # of a prompt that are in float32 at once
@@ -44,8 +45,8 @@ _SCORED_ROWS = 64  # of a prompt that are in float32 at once
 class Session:
     """State of one session. Every method runs on the worker thread."""
 
-    def __init__(self, key: int, request: OpenSession, table: BlockTable, feature_window: int, vocab_size: int) -> None:
-        self.key, self.request, self.table = key, request, table
+    def __init__(self, key: int, request: OpenSession, prefix: Prefix, feature_window: int, vocab_size: int) -> None:
+        self.key, self.request, self.prefix = key, request, prefix
         self.step = 0
         self.committed_len = 0
         self.hash = committed_hash(())
@@ -62,6 +63,15 @@ class Session:
             request.stop_ids,
             request.min_len,
         )
+        size, wanted = self.table.block_size, request.feature_layers
+        for number, block in enumerate(prefix.blocks):
+            own = columns(block.features, block.layers, wanted) if block.features is not None and wanted else None
+            self._take(request.ids[number * size : (number + 1) * size], own)
+
+    @property
+    def table(self) -> BlockTable:
+        """Where its KV lies."""
+        return self.prefix.table
 
     @property
     def fence(self) -> Fence:
@@ -69,7 +79,11 @@ class Session:
         return Fence(self.step, self.committed_len, self.hash)
 
     def commit(self, ids: list[int], features: Tensor | None) -> None:
-        """Take `ids` as committed; their KV is in place. features: (len(ids), F) or None."""
+        """Take `ids` as committed. features: (len(ids), F) or None."""
+        self._take(ids, features)
+        self.prefix.append(ids, features)
+
+    def _take(self, ids: list[int], features: Tensor | None) -> None:
         self.committed_len += len(ids)
         self.hash = committed_hash(ids, self.hash)
         if self.penalties is not None:
@@ -126,7 +140,8 @@ class Session:
         top = rows.tops((0,), self.request.top_log_probs)
         scored, prompt_top = tuple(self.prompt_log_probs), tuple(self.prompt_top)
         self.prompt_log_probs, self.prompt_top = [], []
-        return SessionOpened(self.fence, root, features, timings, top, scored, prompt_top)
+        cached = self.prefix.reused_tokens
+        return SessionOpened(self.fence, root, features, timings, top, scored, prompt_top, cached)
 
     def _next_root(self, rows: _Rows, node: int, row: SampledRow, drawn: int, keyed: bool) -> NextRoot:
         """The row itself where it is small and the client's draw from it gives the same id; else the id."""

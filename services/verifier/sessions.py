@@ -10,14 +10,15 @@ from coppice.engine.kv_cache import BLOCK_SIZE, OutOfBlocks
 from coppice.errors import InvalidField, NotFound, Unavailable
 from coppice.limits import TREE_ROOM
 from coppice.messages.steps import OpenSession
-from coppice.telemetry import SessionMetrics
+from coppice.telemetry import PrefixCacheMetrics, SessionMetrics
 
 from .feed import Feed
+from .prefix_cache import PrefixCache
 from .session import Session
 
 
 def reserved_tokens(request: OpenSession, settings: VerifierSettings) -> int:
-    """KV tokens a session is admitted with, whole blocks and at most all there are, so that nothing is ever evicted."""
+    """KV tokens a session is admitted with, whole blocks and at most all there are, so that no session loses any."""
     wanted = -(-(request.max_len + TREE_ROOM) // BLOCK_SIZE)
     return min(wanted, settings.kv_tokens // BLOCK_SIZE) * BLOCK_SIZE
 
@@ -31,6 +32,7 @@ class Sessions:
         """`repetition_penalty`: of sessions that set none."""
         self._engine, self._settings, self._metrics = engine, settings, metrics
         self._repetition_penalty = repetition_penalty
+        self.cache = PrefixCache(engine.pool, settings.prefix_cache_tokens, PrefixCacheMetrics(metrics.registry))
         self._by_key: dict[int, Session] = {}
         self._by_name: dict[str, Session] = {}
 
@@ -45,11 +47,11 @@ class Sessions:
             if layer not in range(layers):
                 raise InvalidField("open.feature_layers", f"{layer} is not a layer of this target (0..{layers - 1})")
         try:
-            table = self._engine.pool.allocate(request.session, reserved_tokens(request, self._settings))
+            prefix = self.cache.open(request, reserved_tokens(request, self._settings))
         except OutOfBlocks as error:
             raise Unavailable(str(error)) from None
         request = replace(request, sampling=request.sampling.with_defaults(self._repetition_penalty))
-        session = Session(key, request, table, self._settings.feature_window, self._engine.info.vocab_size)
+        session = Session(key, request, prefix, self._settings.feature_window, self._engine.info.vocab_size)
         self._by_key[key] = self._by_name[request.session] = session
         self._metrics.opened.inc()
         return session
@@ -59,7 +61,7 @@ class Sessions:
         session = self._by_key.pop(key, None)
         if session is not None:
             del self._by_name[session.request.session]
-            self._engine.pool.free(session.table)
+            self.cache.close(session.prefix)
             self._metrics.closed.inc()
         return session
 

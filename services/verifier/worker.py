@@ -287,6 +287,7 @@ class Worker(BatchingThread):
             if session.request.want_prompt_log_probs:
                 session.score_prompt(logits)
             session.commit(list(piece.tokens), features)
+            self._sessions.cache.fill(session.prefix)
             if job.prefill_left:
                 return
             answer = session.opened(logits[-1], self._prompt_features(session), shared, reading)
@@ -297,6 +298,7 @@ class Worker(BatchingThread):
                 self.engine.pool.extend(session.table, session.committed_len)
             else:
                 self.engine.pool.compact(session.table, base, kept)
+            self._sessions.cache.fill(session.prefix)
             answer = replace(verdict, budget_hint=hint)
             for feed in session.feeds:
                 self._fed.append((feed, session.last))

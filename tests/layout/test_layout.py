@@ -191,7 +191,7 @@ BOUNDS = {
     "MAX_CHAT_MESSAGES": "Chat.messages",
     "MAX_POLICY_CHARS": "GenerateRequest.policy",
     "MAX_ADDRESS_CHARS": "FeatureRef.verifier",
-    "MAX_SALT_CHARS": "OpenDraft.salt",
+    "MAX_SALT_CHARS": "OpenDraft.salt OpenSession.salt",
     "prompt_chars": "GenerateRequest.text GenerateRequest.prediction_text ChatMessage.content",
     "session": """
         FeatureRef.session OpenDraft.session OpenSession.session WeightsHeader.head

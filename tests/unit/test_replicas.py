@@ -120,3 +120,38 @@ async def test_the_only_verifier_is_not_given_up_while_it_prefills(monkeypatch: 
             await TargetSession(pool, opening).open([1])
         for replica in pool.replicas:
             await replica.channel.close()
+
+
+async def test_texts_that_begin_alike_go_to_one_verifier_unless_it_has_too_many_sessions() -> None:
+    addresses = [f"127.0.0.1:{port}" for port in range(1, 5)]
+    pool, other = TargetPool(addresses, Dialer()), TargetPool(addresses[::-1], Dialer())
+    for replica in (*pool.replicas, *other.replicas):
+        replica.prefix_cache_tokens = 1000
+    prefixes = [bytes([number]) for number in range(40)]
+
+    def chosen(of: TargetPool, prefix: bytes) -> tuple[str, bool]:
+        replica, preferred = of.pick_for(prefix)
+        assert replica
+        return replica.address, preferred
+
+    first = {prefix: chosen(pool, prefix) for prefix in prefixes}
+    assert first == {prefix: chosen(other, prefix) for prefix in prefixes}
+    assert set(first.values()) == {(address, True) for address in addresses}
+    replica, _ = pool.pick_for(prefixes[0])
+    assert replica
+    for sessions in range(1, 4):
+        replica.taken()
+        assert chosen(pool, prefixes[0])[1] == (sessions <= 2)
+    second, _ = pool.pick_for(prefixes[0])
+    assert second is not replica
+    assert pool.pick_for(prefixes[0], {second})[0] not in (replica, second)
+    replica.cool_down()
+    assert second
+    assert chosen(pool, prefixes[0]) == (second.address, True)
+    for each in pool.replicas:
+        each.prefix_cache_tokens = 0
+        each.sessions = 2
+    pool.replicas[1].sessions = 1
+    assert {chosen(pool, prefix) for prefix in prefixes} == {(addresses[1], False)}
+    for each in (*pool.replicas, *other.replicas):
+        await each.channel.close()

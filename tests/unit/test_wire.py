@@ -114,6 +114,7 @@ FINISHED = Finished(
     2,
     Timings(*range(1, 11), step_ns=[10, 11], split_ns=[1, 2]),
     accepted_prediction_tokens=7,
+    cached_tokens=2,
     rejected_prediction_tokens=8,
 )
 
@@ -149,7 +150,7 @@ Case = tuple[object, Callable[[Any], Message], Read]
 # Samples with every field away from its default; where a field is a choice, one for each.
 SAMPLES: dict[str, Case] = {
     "open session": (
-        OpenSession("s.1", [1, 2, 99], SAMPLING, frozenset({0, 7}), 20, (2, 3), 64, True, 2, 20, True, 9),
+        OpenSession("s.1", [1, 2, 99], SAMPLING, frozenset({0, 7}), 20, (2, 3), 64, True, 2, 20, True, 9, "0" * 64),
         verifier.verify_request_to_wire,
         read_verify,
     ),
@@ -161,7 +162,7 @@ SAMPLES: dict[str, Case] = {
         read_verify,
     ),
     "opened": (
-        SessionOpened(FENCE, NextRoot(ROW), BY_REF, TIMES, (TOP,), (-0.5, -2.0), (TOP, TOP)),
+        SessionOpened(FENCE, NextRoot(ROW), BY_REF, TIMES, (TOP,), (-0.5, -2.0), (TOP, TOP), 32),
         verifier.verify_response_to_wire,
         verifier.read_verify_response,
     ),
@@ -204,7 +205,9 @@ SAMPLES: dict[str, Case] = {
     "commit": (COMMIT, verifier.commit_to_wire, read_commit),
     "commit of a text that ended": (Commit(FENCE, (5,)), verifier.commit_to_wire, read_commit),
     "target": (
-        TargetDescription("t", 100, 512, 6, 32, (0, 7), "bfloat16", 2**40, 2**39, 3, 2**33, 2**32, 1.05, bytes(32)),
+        TargetDescription(
+            *("t", 100, 512, 6, 32, (0, 7), "bfloat16"), 2**40, 2**39, 3, 2**33, 2**32, 1.05, bytes(32), 2**38
+        ),
         verifier.target_to_wire,
         verifier.read_target,
     ),
@@ -628,6 +631,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("open draft", "open.prediction", [VOCAB], "open.prediction"),
     ("open draft", "open.prediction", MANY, "open.prediction"),
     ("open draft", "open.salt", "s" * 65, "open.salt"),
+    ("open session", "open.salt", "s" * 65, "open.salt"),
     ("open draft", "open.features.dtype", "int4", "open.features.dtype"),
     ("open draft", "open.sampling.temperature", NAN, "sampling.temperature"),
     ("draft step", "step.budget", limits.MAX_HEAD_NODES + 1, "step.budget"),

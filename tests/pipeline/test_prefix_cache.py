@@ -1,0 +1,181 @@
+"""The prefix cache through a pipeline of processes: exact under load, evictions and kills, and each client's own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from coppice.bench.reference import Reference
+from coppice.client.client import AsyncClient, Client
+from coppice.client.completion import Completion
+from coppice.messages.generation import Chunk
+from coppice.messages.steps import TargetDescription
+from coppice.rpc.channels import Dialer
+from coppice.stack.launch import Stack
+from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.telemetry import metric
+from tests.pipeline.conftest import described
+from tests.reference import EFFORT
+from tests.signals import eventually
+from tests.tiny import make_target
+from tests.unit.test_feature_heads import save_random
+
+VOCAB, NEW, CHATS = 300, 24, 100 * EFFORT
+DEMO = Path(__file__).parents[2] / "models" / "demo" / "target"
+CLIENTS = ("alice", "bob")
+POLICIES = ("plain", "single:eagle", "single:lookup", "merge")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=6, max_len=2048)
+
+
+@pytest.fixture(scope="module")
+def stack(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Two clients, and two verifiers with room for some sessions and little else."""
+    tokens = tmp_path_factory.mktemp("tokens") / "tokens"
+    tokens.write_text("".join(f"{name} {sha256(name.encode()).hexdigest()}\n" for name in CLIENTS))
+    told = {"orchestrator.draft_deadline_ms": 2000, "orchestrator.tokens": tokens, "orchestrator.http_port": 0}
+    head = save_random(tmp_path_factory.mktemp("eagle"), "eagle3", vocab_size=VOCAB, draft_vocab_size=VOCAB // 2)
+    spec = StackSpec(
+        target=target,
+        heads=(HeadSpec("eagle", "eagle3", head), HeadSpec("lookup", "lookup")),
+        dtype="float32",
+        verifier_threads=1,
+        drafter_threads=1,
+        verifiers=2,
+        extra={"verifier": {"verifier.kv_tokens": 2048}, "orchestrator": told},
+    )
+    with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
+        yield running
+
+
+def random_ids(choose: random.Random, length: int) -> tuple[int, ...]:
+    return tuple(choose.randrange(1, VOCAB) for _ in range(length))
+
+
+def in_use(stack: Stack) -> list[TargetDescription]:
+    """What the verifiers that have a session, or KV in use, say of themselves."""
+    verifiers = [ready.address for ready in stack.services.values() if ready.role == "verifier"]
+    told = [asyncio.run(described(address)) for address in verifiers]
+    return [one for one in told if one.sessions or one.kv_tokens_used]
+
+
+async def chat(client: AsyncClient, choose: random.Random, texts: list[tuple[int, ...]]) -> Completion | None:
+    """A prompt that goes on from an earlier text, or leaves it somewhere; None when it is given up in its middle."""
+    before = choose.choice(texts)
+    prompt = (*before[: choose.choice((len(before), choose.randrange(1, 300)))][:300], *random_ids(choose, 9))
+    told: dict[str, Any] = {"policy": choose.choice(POLICIES), "max_new_tokens": NEW, "ignore_eos": True}
+    if choose.random() < 0.15:
+        async for event in client.stream(prompt, **told):
+            if isinstance(event, Chunk) and choose.random() < 0.5:
+                return None
+        return None
+    answer = await client.generate(prompt, **told)
+    texts.append((*prompt, *answer.ids))
+    return answer
+
+
+@pytest.mark.timeout(600 * EFFORT)
+def test_many_chats_that_fork_and_end_anyhow_have_the_texts_of_chats_that_share_nothing(
+    stack: Stack, reference: Reference
+) -> None:
+    """Verifiers are killed meanwhile; KV in use is 0 in the end."""
+    texts = {name: [random_ids(random.Random(name), 200)] for name in CLIENTS}
+    answers: list[Completion] = []
+
+    async def ask(number: int, name: str) -> None:
+        choose = random.Random(number)
+        async with AsyncClient(stack.address, dialer=Dialer(token=name)) as client:
+            for turn in range(CHATS // 6):
+                answer = await chat(client, choose, texts[name])
+                answers.extend([answer] if answer else [])
+                if number == 0 and turn % 5 == 4:
+                    killed = f"verifier-{turn % 2}"
+                    os.kill(stack.services[killed].pid, signal.SIGKILL)
+                    assert await asyncio.to_thread(stack.restart, killed)
+
+    async def load() -> None:
+        await asyncio.gather(*(ask(number, CLIENTS[number % 2]) for number in range(6)))
+
+    asyncio.run(load())
+    for text in [text for name in CLIENTS for text in texts[name][1:]]:
+        assert text[-NEW:] == reference.greedy(text[:-NEW], NEW).ids
+    assert sum(answer.cached_tokens > 0 for answer in answers) > len(answers) / 3
+    assert eventually(lambda: not in_use(stack), 20)
+    verifiers = [ready.metrics for ready in stack.services.values() if ready.role == "verifier"]
+    assert sum(metric(address, "coppice_verifier_prefix_cache_evictions_total") for address in verifiers) > 0
+    assert all(metric(address, "coppice_verifier_prefix_cache_tokens") <= 2048 for address in verifiers)
+
+
+def asked(stack: Stack, name: str, prompt: tuple[int, ...], **told: Any) -> Completion:
+    with Client(stack.address, dialer=Dialer(token=name)) as client:
+        return client.generate(prompt, max_new_tokens=NEW, ignore_eos=True, **told)
+
+
+def test_a_client_is_served_its_own_texts_alone_and_it_is_counted(stack: Stack) -> None:
+    prompt = random_ids(random.Random(7), 100)
+    names = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
+    before = [metric(stack.orchestrator.metrics, name) for name in names]
+    answers = [asked(stack, name, prompt, policy="plain") for name in ("alice", "bob", "alice", "bob")]
+    assert [answer.cached_tokens for answer in answers] == [0, 0, 96, 96]
+    assert len({answer.ids for answer in answers}) == 1
+    after = [metric(stack.orchestrator.metrics, name) for name in names]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [400, 192]
+    assert metric(stack.orchestrator.metrics, "coppice_prefix_routed_total") > 0
+
+
+def test_heads_open_warm_and_draft_what_they_would_have_drafted(stack: Stack) -> None:
+    prompt = random_ids(random.Random(8), 130)
+    told: dict[str, Any] = {"policy": "single:eagle", "budget": 8, "trees": True, "temperature": 1.0, "seed": 4}
+    cold, warm = (asked(stack, "alice", prompt, **told) for _ in range(2))
+    assert (cold.cached_tokens, warm.cached_tokens) == (0, 128)
+    assert warm.ids == cold.ids
+    drafted = [[(tree.tokens, tree.parents) for tree in answer.trees] for answer in (cold, warm)]
+    assert drafted[0] == drafted[1]
+    assert sum(len(tokens) for tokens, _ in drafted[0]) > 8
+
+
+def test_openais_usage_says_what_was_cached(stack: Stack) -> None:
+    ready = stack.orchestrator
+    client = openai.OpenAI(base_url=f"http://{ready.http}/v1", api_key="alice")
+    said = [{"role": "user", "content": "a question that is longer than a block of the cache"}]
+    for cached in (0, 64):
+        answer = client.chat.completions.create(model="", messages=said, max_tokens=NEW)
+        assert answer.usage
+        assert answer.usage.prompt_tokens_details
+        assert answer.usage.prompt_tokens_details.cached_tokens == cached
+
+
+@pytest.mark.timeout(600)
+def test_the_second_turn_of_a_long_chat_begins_in_a_tenth_of_the_time(tmp_path: Path) -> None:
+    choose = random.Random(9)
+    prompt = tuple(choose.randrange(300, 8000) for _ in range(2000))
+    longer = tmp_path / "target"  # the demo's, were it trained on texts of this length
+    longer.mkdir()
+    for file in DEMO.iterdir():
+        (longer / file.name).symlink_to(file)
+    (longer / "config.json").unlink()
+    config = json.loads((DEMO / "config.json").read_text(encoding="utf-8")) | {"max_position_embeddings": 4096}
+    (longer / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    spec = StackSpec(target=longer, heads=())
+    told: dict[str, Any] = {"max_new_tokens": 16, "ignore_eos": True}
+    with Stack(spec, log_dir=tmp_path / "logs") as stack, Client(stack.address) as client:
+        first = client.generate(prompt, **told)
+        again = (*prompt, *first.ids, *(choose.randrange(300, 8000) for _ in range(20)))
+        second = client.generate(again, **told)
+    took = second.ttft_s / first.ttft_s
+    print(f"time to first token {first.ttft_s:.3f} s, of the second turn {second.ttft_s:.3f} s: {took:.3f} of it")
+    assert (first.cached_tokens, second.cached_tokens) == (0, 2016 - 32)
+    assert took <= 0.1

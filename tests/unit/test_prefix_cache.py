@@ -1,0 +1,228 @@
+"""The prefix cache over a real pool: whatever is opened, closed, forked and given up, a session finds its own KV."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+
+from coppice.engine.kv_cache import KVPool, KVShape, OutOfBlocks
+from coppice.messages.steps import OpenSession, committed_hash
+from coppice.speculation.sampling import SamplingParams
+from coppice.telemetry import PrefixCacheMetrics
+from services.verifier.prefix import Prefix
+from services.verifier.prefix_cache import PrefixCache
+from tests.reference import EFFORT, check_pool
+
+SIZE = 4
+
+
+def opening(ids: list[int]) -> OpenSession:
+    return OpenSession("s", ids, SamplingParams(), frozenset(), len(ids) + 1, salt="a")
+
+
+class Cached:
+    """A cache over a pool of so many blocks, and what its sessions wrote."""
+
+    def __init__(self, blocks: int = 40, share: float = 1.0, runs: bool = True) -> None:
+        self.registry = CollectorRegistry()
+        self.pool = KVPool(layers=[KVShape(1, 1, 1)], tokens=blocks * SIZE, block_size=SIZE, dtype=torch.float64)
+        self.pool._prefers_runs = runs
+        self.cache = PrefixCache(self.pool, int(share * blocks * SIZE), PrefixCacheMetrics(self.registry))
+        self.sessions = 0
+
+    def open(
+        self, ids: list[int], salt: str = "a", room: int = 0, layers: tuple[int, ...] = (), scored: bool = False
+    ) -> Prefix:
+        """Open a session and prefill what is missing of its ids."""
+        self.sessions += 1
+        asked = replace(opening(ids), session=f"s{self.sessions}", salt=salt, feature_layers=layers)
+        prefix = self.cache.open(replace(asked, want_prompt_log_probs=scored), len(ids) + room)
+        self.commit(prefix, ids, prefix.reused_tokens)
+        return prefix
+
+    def commit(self, prefix: Prefix, ids: list[int], start: int) -> None:
+        """Write the KV of a text's ids from `start` on, and commit them."""
+        slots = torch.from_numpy(prefix.table.slots(np.arange(start, len(ids))))
+        for stored in self.pool.layers[0]:
+            stored[slots, 0, 0] = torch.from_numpy(values(ids)[start:])
+        layers = prefix._layers
+        prefix.append(ids[start:], features(ids, layers)[start:] if layers else None)
+        self.cache.fill(prefix)
+
+    def read(self, prefix: Prefix, count: int) -> NDArray[np.float64]:
+        """The KV of a session's first tokens."""
+        keys, held = self.pool.layers[0]
+        slots = torch.from_numpy(prefix.table.slots(np.arange(count)))
+        assert torch.equal(keys[slots], held[slots])
+        return keys[slots, 0, 0].numpy()
+
+    def count(self, name: str) -> float:
+        """A metric."""
+        return self.registry.get_sample_value(f"coppice_verifier_prefix_cache_{name}") or 0.0
+
+
+def values(ids: list[int]) -> NDArray[np.float64]:
+    """A number for each id that depends on all ids before it."""
+    states, state = [], committed_hash(())
+    for token in ids:
+        state = committed_hash([token], state)
+        states.append(float(state >> 12))
+    return np.array(states)
+
+
+def features(ids: list[int], layers: tuple[int, ...]) -> Tensor:
+    """(n, len(layers)) of a text."""
+    return torch.from_numpy(values(ids))[:, None] + torch.tensor(layers)
+
+
+@pytest.mark.parametrize("runs", [True, False])
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_every_session_finds_the_kv_of_its_own_text(runs: bool, share: float) -> None:
+    choose, made = random.Random(3), Cached(share=share, runs=runs)
+    texts = [[choose.randrange(9) for _ in range(30)] for _ in range(3)]
+    live: dict[int, tuple[Prefix, list[int]]] = {}
+    reused = full = 0
+    for step in range(1500 * EFFORT):
+        if live and choose.random() < 0.45:
+            prefix, ids = live.pop(choose.choice(list(live)))
+            assert np.array_equal(made.read(prefix, len(ids)), values(ids))
+            made.cache.close(prefix)
+            texts.append(ids[: choose.randrange(1, 60)])
+            texts = texts[-40:]
+        elif live and choose.random() < 0.5:
+            prefix, ids = live[choose.choice(list(live))]
+            more = [choose.randrange(9) for _ in range(min(choose.randrange(7), prefix.table.capacity - len(ids)))]
+            ids += more
+            made.commit(prefix, ids, len(ids) - len(more))
+        else:
+            ids = choose.choice(texts)[: choose.randrange(1, 60)]
+            ids = [*ids, *(choose.randrange(9) for _ in range(choose.randrange(9)))]
+            try:
+                prefix = made.open(ids, room=choose.randrange(16))
+            except OutOfBlocks:
+                full += 1
+                assert made.pool.free_tokens < len(ids) + 16
+            else:
+                live[step] = prefix, ids
+                reused += prefix.reused_tokens
+                assert prefix.reused_tokens < len(ids)
+        check_pool(made.pool)
+        cached = len(made.cache._held)
+        assert cached == np.count_nonzero(made.pool._used_at) <= made.cache._most
+        assert made.count("tokens") == cached * SIZE
+    for prefix, _ in live.values():
+        made.cache.close(prefix)
+    check_pool(made.pool)
+    assert (made.pool.used_tokens, made.pool.used_blocks) == (0, 0)
+    assert made.pool.free_tokens == 40 * SIZE
+    assert reused > 1000
+    assert full > 5
+    assert made.count("hits_total") == reused
+    assert made.count("evictions_total") > 100
+
+
+@pytest.fixture
+def cached() -> Cached:
+    return Cached()
+
+
+def ids_of(seed: int, length: int = 20) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(50) for _ in range(length)]
+
+
+def test_a_text_that_went_on_lies_where_it_was(cached: Cached) -> None:
+    text = ids_of(0)
+    first = cached.open(text, room=12)
+    blocks = first.table.blocks.tolist()
+    cached.commit(first, text := [*text, *range(8)], 20)
+    cached.cache.close(first)
+    second = cached.open([*text, 1, 2], room=30)
+    assert second.reused_tokens == 28
+    assert second.table.blocks[:7].tolist() == blocks[:7]
+    assert second.table.consecutive
+    third = cached.open([*text, 3], room=30)  # beside the second, so it has copies
+    assert third.reused_tokens == 28
+    assert third.table.consecutive
+    assert not set(third.table.blocks.tolist()) & set(second.table.blocks.tolist())
+    assert np.array_equal(cached.read(third, 29), values([*text, 3]))
+
+
+def test_blocks_are_shared_where_there_is_no_room_for_copies(cached: Cached) -> None:
+    text = ids_of(1, 80)
+    first = cached.open(text, room=0)
+    second = cached.open([*text, 1], room=60)  # 15 blocks behind the 20 that are held; 20 are left
+    assert second.reused_tokens == 80
+    assert second.table.blocks[:20].tolist() == first.table.blocks.tolist()
+    cached.cache.close(first)
+    assert np.array_equal(cached.read(second, 81), values([*text, 1]))
+
+
+def test_the_last_id_is_always_prefilled(cached: Cached) -> None:
+    cached.cache.close(cached.open(ids_of(2)))
+    assert cached.open(ids_of(2)).reused_tokens == 16
+    assert cached.open([*ids_of(2), 0]).reused_tokens == 20
+
+
+@pytest.mark.parametrize(
+    ("salt", "scored", "share"), [("b", False, 1), ("", False, 1), ("a", True, 1), ("a", False, 0.0)]
+)
+def test_nobody_is_served_what_is_not_theirs(salt: str, scored: bool, share: float) -> None:
+    cached = Cached(share=share)
+    cached.cache.close(cached.open(ids_of(3)))
+    assert cached.open(ids_of(3), salt, scored=scored).reused_tokens == 0
+    assert cached.count("hits_total") == 0
+    assert cached.open(ids_of(3)).reused_tokens == (16 if share else 0)
+
+
+def test_without_a_salt_nothing_is_kept(cached: Cached) -> None:
+    cached.cache.close(cached.open(ids_of(4), ""))
+    assert cached.open(ids_of(4), "").reused_tokens == 0
+    assert (cached.count("tokens"), cached.pool._used_at.any()) == (0, False)
+
+
+def test_blocks_come_with_the_features_that_are_wanted_or_not_at_all(cached: Cached) -> None:
+    text = ids_of(5)
+    cached.cache.close(cached.open(text))  # without any
+    first = cached.open(text, layers=(2, 5))
+    assert first.reused_tokens == 0
+    cached.cache.close(first)
+    for layers, reused in (((5,), 16), ((), 16), ((2, 5), 16), ((2, 3), 0)):
+        again = cached.open(text, layers=layers)
+        assert again.reused_tokens == reused
+        for number, block in enumerate(again.blocks[: reused // SIZE]):
+            assert block.features is not None
+            at = slice(number * SIZE, (number + 1) * SIZE)
+            assert torch.equal(block.features, features(text, block.layers)[at])
+        cached.cache.close(again)
+
+
+def test_what_was_used_longest_ago_is_given_up_first_and_a_text_from_its_end() -> None:
+    cached = Cached(blocks=15)
+    for seed in (6, 7, 8):
+        cached.cache.close(cached.open(ids_of(seed)))  # the pool is full
+    cached.cache.close(cached.open(ids_of(6)))
+    cached.cache.close(cached.open(ids_of(9, 8)))
+    kept = {seed: len(cached.cache._find(opening(ids_of(seed)))) for seed in (6, 7, 8)}
+    assert kept == {6: 4, 7: 3, 8: 4}
+
+
+def test_what_its_own_session_has_copies_of_is_back_when_that_ends() -> None:
+    cached = Cached(blocks=16)
+    text = ids_of(10)
+    first = cached.open(text, room=4)
+    second = cached.open([*text, 1], room=3)
+    assert second.reused_tokens == 20
+    cached.cache.close(first)
+    third = cached.open(ids_of(11, 40))  # takes the room of the first one
+    assert not cached.cache._find(opening(text))
+    cached.cache.close(second)
+    assert len(cached.cache._find(opening(text))) == 4
+    cached.cache.close(third)
