@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from coppice.errors import InvalidField
+from coppice.speculation.tree import paths
 
 from .step import Draft, Step
 
@@ -28,19 +29,10 @@ class PredictionUse:
 
     def learn(self, step: Step, draft: Draft) -> None:
         """Take in what the step verified and accepted of the head's draft, whose tree was chosen or is part of it."""
-        numbers = {
-            edge: number
-            for number, edge in enumerate(zip(draft.tree.parents.tolist(), draft.tree.tokens.tolist(), strict=True), 1)
-        }
-        own = {0: 0}  # the draft's number of each chosen node
-        chosen = step.choice.tree
-        for number, edge in enumerate(zip(chosen.parents.tolist(), chosen.tokens.tolist(), strict=True), 1):
-            parent, token = edge
-            if parent in own and (own[parent], token) in numbers:
-                own[number] = numbers[own[parent], token]
-        places = {number: draft.predicted[at - 1] for number, at in own.items() if 0 < at <= len(draft.predicted)}
-        self._verified |= _known(places, step.verified.tolist())
-        self._accepted |= _known(places, step.judged.accepted)
+        drafted = dict(zip(paths(draft.tree), draft.predicted, strict=False))
+        places = [drafted.get(path, 0) for path in paths(step.choice.tree)]
+        self._verified |= {places[node - 1] for node in step.verified.tolist()} - {0}
+        self._accepted |= {places[node - 1] for node in step.judged.accepted} - {0}
 
     @property
     def accepted(self) -> int:
@@ -51,8 +43,3 @@ class PredictionUse:
     def rejected(self) -> int:
         """Tokens of the prediction that were verified and never accepted, each counted once."""
         return len(self._verified - self._accepted)
-
-
-def _known(places: dict[int, int], nodes: Iterable[int]) -> set[int]:
-    """The places of some nodes, but for those that are of none."""
-    return {place for node in nodes if (place := places.get(node, 0))}

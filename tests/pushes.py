@@ -13,7 +13,7 @@ from torch import Tensor
 
 from coppice.errors import CoppiceError, InvalidField, StaleFence
 from coppice.heads.feature_head import FeatureHead
-from coppice.messages.steps import WeightsHeader, WeightsPart
+from coppice.messages.weights import WeightsHeader, WeightsPart
 from coppice.weights.versions import Weights, pack_update
 
 PART = 4096  # bytes; a tiny head's file in several parts

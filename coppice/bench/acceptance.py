@@ -9,7 +9,6 @@ import numpy as np
 
 from coppice.bench.asking import Ids, answers_to
 from coppice.bench.measuring import Bench
-from coppice.bench.progress import Progress
 from coppice.bench.questions import Question
 from coppice.client.completion import Completion
 from coppice.heads.models.expectation import expectation, write_expectation
@@ -17,6 +16,7 @@ from coppice.messages.generation import StepTree
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.speculation.watch import best_path
+from coppice.training.progress import Progress
 
 DEPTHS, BUDGET = 8, 12
 SEED = 1

@@ -49,9 +49,9 @@ def exact(options: Options) -> None:
 def identity(options: Options) -> None:
     """One SHA-256 of ids for every policy, head, budget and batch mix, beside kills and weight syncs: all plain's."""
     from coppice.bench.identity import QUICK, SPARE, Identity, questions, two_of_each, ways_of
-    from coppice.bench.progress import Progress
     from coppice.bench.questions import prompt_ids
     from coppice.config.sections import ADAPTED_KINDS
+    from coppice.training.progress import Progress
 
     spec = two_of_each(replace(options, dtype="float32").spec())
     ways, syncing = ways_of(read_methods(options.methods, spec.heads)[1:])
@@ -122,20 +122,6 @@ def prediction(options: Options) -> None:
     asked = prompt_ids(options, spec)
     with measuring("bench prediction", spec, options) as bench:
         run_prediction(bench, asked, methods)
-
-
-@command(app, *ASKED, "methods", "goals", n=16, max_new_tokens=64, sessions="1,8")
-def http(options: Options) -> None:
-    """Tokens a second by HTTP beside gRPC, from the same stack in turns; by default of plain and auto."""
-    from coppice.bench.http import run_http
-    from coppice.bench.questions import prompt_ids
-
-    spec = replace(options.spec(), http_port=0)
-    methods = read_methods(options.methods or ["auto"], spec.heads)
-    sessions = numbers("sessions", options.sessions, int, 1, spec.settings().limits.sessions)
-    asked = prompt_ids(options, spec)
-    with measuring("bench http", spec, options) as bench:
-        run_http(bench, asked, methods, sessions)
 
 
 @command(app, "target", "prompts", "category", "chat", "skip_long", "dtype", "goals", n=3, max_new_tokens=96)
@@ -234,7 +220,7 @@ def run(options: Options) -> None:
             draw_all(measured, options.plots)
 
 
-@command(app, "what", "target", "head", "passes", "methods", "dtype", "plot", "goals", n=300)
+@command(app, "what", "target", "head", "methods", "dtype", "plot", "goals", n=300)
 def adapt(options: Options) -> None:
     """What adaptation gains and costs on a stream that changes, every policy on the same stream in the same minutes.
 

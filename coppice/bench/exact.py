@@ -7,11 +7,11 @@ from itertools import product
 
 from coppice.bench.asking import Ids, asking, judged
 from coppice.bench.measuring import Bench
-from coppice.bench.progress import Progress
 from coppice.bench.reference import EPS
 from coppice.bench.report import Row, exactness_checks, make_row
 from coppice.bench.turns import compare
 from coppice.speculation.sampling import SamplingParams
+from coppice.training.progress import Progress
 
 SEED = 1
 SESSIONS = 8

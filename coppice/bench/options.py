@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from coppice.stack.spec import HeadSpec, StackSpec
 
 T = TypeVar("T", int, float)
-REQUIRED: Any = Parameter.empty
 PICTURES = (".png", ".svg")
 ASKED = ("target", "heads", "prompts", "category", "chat", "skip_long", "dtype")
 """the options of commands that ask a stack"""
@@ -52,11 +51,6 @@ def _drawable(path: Path | None) -> Path | None:
     if path and path.suffix not in PICTURES:
         raise typer.BadParameter(f"{path} does not end in {' or '.join(PICTURES)}")
     return _in_folder(path)
-
-
-def _renamed(heads: str | None) -> None:
-    if heads:
-        raise InvalidField("--heads", "is called --head, as everywhere")
 
 
 def names(what: str, *flags: str, metavar: str = "NAME,...") -> Any:
@@ -108,7 +102,7 @@ class Options:
         ),
     ] = None
     category: Annotated[list[str] | None, names("Keep prompts of these categories, such as code,maths.")] = None
-    n: Annotated[int, Option("--n", min=1, help="Prompts of each file; texts, drafts or queries.")] = 8
+    n: Annotated[int, Option("--n", min=1, help="Prompts of each file, or queries.")] = 8
     warm_up: Annotated[int, Option(min=0, help="Prompts after --n that every method answers first, uncounted.")] = 0
     chat: Annotated[bool, Option("--chat", help="Send each text as a user's message.")] = False
     max_new_tokens: Annotated[int, Option(min=2, help="Tokens made for each prompt, past end-of-text ids too.")] = 128
@@ -124,12 +118,8 @@ class Options:
     write: Annotated[bool, Option("--write", help="Put what is expected of heads into their config.json.")] = False
     what: Annotated[
         str,
-        Option(
-            help="shift: stories, then code again, by policy; devices: training on the serving core or beside it "
-            "(table 4); passes: one mixed stream again and again (table 5)."
-        ),
+        Option(help="shift: stories, then code again; turns: code, stories and maths, again and again."),
     ] = "shift"
-    passes: Annotated[int, Option(min=1, help="Passes over the mixed stream.")] = 4
     shape: Annotated[
         str, Option(metavar="NAME|DIR", help="demo, 0.5b, llama-3.1-8b, qwen3-8b, or a folder with config.json.")
     ] = "demo"
@@ -144,9 +134,6 @@ class Options:
         ),
     ] = "llama-3.1-8b"
     pipeline: Annotated[bool, Option(help="Also time steps of the real services, at one session.")] = True
-    data: Annotated[list[str] | None, Option("--data", help="As for `coppice train head`.")] = None
-    tokens: Annotated[int, Option(min=1, help="Tokens that every head learns from.")] = 131_072
-    only: Annotated[list[str] | None, names("Some of the variants or kinds.")] = None
     cache: Annotated[Path | None, _folder("What is made is kept here, and used again.")] = None
     device: Annotated[str, Option(help="A torch device.")] = "cpu"
     dtype: Annotated[str | None, Option(help="float32 or bfloat16.")] = None
@@ -157,9 +144,14 @@ class Options:
     goals: Annotated[bool, Option("--goals", help="Exit 1 also when one of the project's own goals is missed.")] = False
 
     def spec(self, default: Sequence[str] = ()) -> StackSpec:
-        """The stack that the options describe; `default`: heads beside the demo's target, none for the demo's own."""
+        """The stack that the options describe; unusable ones are a usage error that names the option.
+
+        `default`: heads beside the demo's target, none for the demo's own.
+        """
+        from coppice.stack.options import stack_spec
+
         heads = self.heads or (list(default) if self.target is None else None)
-        return spec_of(self.target, heads, self.dtype)
+        return stack_spec(self.target, heads, dtype=self.dtype, port=0)
 
     def shipped_heads(self) -> list[str]:
         """The shipped heads that methods name."""
@@ -180,10 +172,7 @@ class Options:
 
 
 def command(app: typer.Typer, *names: str, **defaults: Any) -> Callable[[Callable[[Options], None]], None]:
-    """Make a function a command with the options of these names; `defaults` has those whose defaults differ.
-
-    A default of REQUIRED makes an option one that must be given.
-    """
+    """Make a function a command with the options of these names; `defaults` has those whose defaults differ."""
     hints = get_type_hints(Options, include_extras=True)
     parameters = [
         Parameter(
@@ -193,12 +182,8 @@ def command(app: typer.Typer, *names: str, **defaults: Any) -> Callable[[Callabl
         if name in (*names, *defaults, "json_file")
     ]
 
-    if {"heads", "kinds"}.intersection(names):
-        old = Option("--heads", hidden=True, callback=_renamed)
-        parameters.append(Parameter("old", Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, old]))
-
     def register(function: Callable[[Options], None]) -> None:
-        def called(old: str | None = None, **given: Any) -> None:
+        def called(**given: Any) -> None:
             function(Options(**given))
 
         called.__doc__ = function.__doc__
@@ -244,13 +229,6 @@ def read_methods(
                 raise InvalidField("methods", f"{text!r}: {str(error).partition(': ')[2]}") from None
         methods.append(method)
     return tuple(dict.fromkeys(methods))
-
-
-def spec_of(target: Path | None, heads: list[str] | None, dtype: str | None) -> StackSpec:
-    """The stack that the options describe; unusable ones are a usage error that names the option."""
-    from coppice.stack.options import stack_spec
-
-    return stack_spec(target, heads, dtype=dtype, port=0)
 
 
 def with_heads(options: Options, kinds: Sequence[str], default: Sequence[str] = ()) -> StackSpec:

@@ -14,12 +14,12 @@ from typing import Any
 
 from coppice.bench.asking import GREEDY, Ask, Ids, answers_to, asking, judged
 from coppice.bench.measuring import Bench
-from coppice.bench.progress import Progress
 from coppice.bench.report import Check, exactness_checks, make_row, with_speedups
 from coppice.bench.turns import compare
 from coppice.client.client import Client
 from coppice.client.completion import Completion
 from coppice.speculation.sampling import SamplingParams
+from coppice.training.progress import Progress
 
 KINDS = ("rename", "insert", "constant")
 SHARE = 0.1  # of an answer's places that are edited

@@ -112,7 +112,7 @@ class Reference:
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, streamer=clock, **options
         )
         _, first, *_, last = (*clock.times, clock.times[-1])
-        new, counts = tuple(output[0, len(ids) :].tolist()), tuple(clock.counts[2:])
+        new, counts = tuple(output[0, len(ids) :].tolist()), clock.counts[2:]
         return Completion(
             text="",
             ids=new,
@@ -122,8 +122,8 @@ class Reference:
             prompt_tokens=len(ids),
             new_tokens=len(new),
             accept_lengths=counts,
-            routed=(-1,) * len(counts),
-            verified_nodes=(0,) * len(counts),
+            routed=[-1] * len(counts),
+            verified_nodes=[0] * len(counts),
             policy="",
             heads=(),
             seed=sampling.seed,

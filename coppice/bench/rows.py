@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from coppice.bench.asking import GREEDY, Act, Ids, asking
 from coppice.bench.bare import Bare
 from coppice.bench.measuring import Bench
-from coppice.bench.progress import Progress
 from coppice.bench.report import Check
 from coppice.bench.turns import compare, timed_in_turns
 from coppice.client.completion import Completion
 from coppice.machine import this_machine
+from coppice.training.progress import Progress
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 160  # tokens before the timed rows: about the middle of the answers that are compared

@@ -11,13 +11,13 @@ from typing import Any
 
 from coppice.bench.asking import GREEDY, Ids, asking
 from coppice.bench.measuring import Bench
-from coppice.bench.progress import Progress
 from coppice.bench.report import Check, Report
 from coppice.bench.timeline import median_step, steps_of
 from coppice.bench.timeline_picture import draw
 from coppice.bench.turns import compare
 from coppice.client.completion import Completion
 from coppice.stack.spec import StackSpec
+from coppice.training.progress import Progress
 
 SPLIT_BOUND_MS = 1.2
 SAMPLED = 2  # every so many steps have spans

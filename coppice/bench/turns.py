@@ -9,8 +9,8 @@ from typing import Generic
 
 from coppice.bench.asking import Act, Ask, Group, K, T
 from coppice.bench.calm import Calm
-from coppice.bench.progress import Progress
 from coppice.client.completion import Completion
+from coppice.training.progress import Progress
 
 TIMES = 4
 """that a group is asked, at most"""

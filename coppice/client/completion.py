@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from typing import Any
 
-from coppice.messages.generation import Chunk, Finished, FinishReason, Origin, Started, StepTree, Timings
+from coppice.messages.generation import Chunk, Finished, Origin, Started, StepTree
 
 StreamEvent = Started | Chunk | Finished
 
@@ -15,46 +15,12 @@ StreamEvent = Started | Chunk | Finished
 _JSON_TIMINGS = ("queue", "prefill", "draft", "transport", "verify", "accept", "commit")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ending:
-    """What an answer's last event says. The tuples have one entry a step.
+@dataclass(kw_only=True)
+class Completion(Finished):
+    """One answer, and what its last event says. `ids`, and what is parallel to it, has one entry a new token.
 
-    Without that event `finish_reason` is "cancelled" and the rest is empty.
+    Without that event `finish_reason` is "cancelled" and the rest of what it says is empty.
     """
-
-    finish_reason: FinishReason
-    prompt_tokens: int
-    new_tokens: int
-    accept_lengths: tuple[int, ...]
-    routed: tuple[int, ...]
-    """index into `heads` of the verified tree, -1 none, -2 a union"""
-    verified_nodes: tuple[int, ...]
-    late_drafts: int = 0
-    bad_drafts: int = 0
-    timings: Timings = field(default_factory=Timings)
-    resumed: int = 0
-    """times that another server went on with it; what is told by step, and timings, are then of the last one alone"""
-    accepted_prediction_tokens: int = 0
-    """tokens of the prediction that were accepted as drafts, each counted once"""
-    rejected_prediction_tokens: int = 0
-    """those that were verified and never accepted"""
-    cached_tokens: int = 0
-    """of the prompt, that were not prefilled, as an earlier request of the same client began with them"""
-
-    @property
-    def steps(self) -> int:
-        """Target forwards after the prefill."""
-        return len(self.accept_lengths)
-
-    @property
-    def tau(self) -> float:
-        """Committed tokens per target forward, root included; the first token costs no step. 1 without a step."""
-        return sum(self.accept_lengths) / self.steps if self.steps else 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Completion(Ending):
-    """One answer. `ids`, and what is parallel to it, has one entry a new token."""
 
     text: str
     ids: tuple[int, ...]
@@ -89,7 +55,7 @@ class Completion(Ending):
             "tau": self.tau,
             "tokens_per_s": self.tokens_per_s,
             "ttft_s": self.ttft_s,
-            "accept_lengths": list(self.accept_lengths),
+            "accept_lengths": self.accept_lengths,
             "policy": self.policy,
             "heads": list(self.heads),
             "seed": self.seed,
@@ -133,31 +99,19 @@ class Accumulator:
 
     def completion(self) -> Completion:
         """The answer so far."""
-        started, prompt_tokens, new_tokens = self._started, self._started.prompt_tokens, len(self._ids)
-        end = self._finished or Finished("cancelled", prompt_tokens, new_tokens, [], [], [])
+        started = self._started
+        end = self._finished or Finished("cancelled", started.prompt_tokens, len(self._ids), [], [], [])
         return Completion(
+            **{field.name: getattr(end, field.name) for field in fields(end)},
             text="".join(self._text),
             ids=tuple(self._ids),
             log_probs=tuple(self._log_probs),
             origins=tuple(self._origins),
-            finish_reason=end.finish_reason,
-            prompt_tokens=end.prompt_tokens,
-            new_tokens=end.new_tokens,
-            accept_lengths=tuple(end.accept_lengths),
-            routed=tuple(end.routed),
-            verified_nodes=tuple(end.verified_nodes),
             policy=started.policy,
             heads=started.heads,
             seed=started.seed,
             ttft_s=self._first - self._called,
             # The server's clock is not blurred by chunks that arrive together.
             decode_s=(not end.resumed and end.timings.decode_ns / 1e9) or self._last - self._first,
-            late_drafts=end.late_drafts,
-            bad_drafts=end.bad_drafts,
-            timings=end.timings,
             trees=tuple(self._trees),
-            resumed=end.resumed,
-            accepted_prediction_tokens=end.accepted_prediction_tokens,
-            rejected_prediction_tokens=end.rejected_prediction_tokens,
-            cached_tokens=end.cached_tokens,
         )

@@ -16,7 +16,6 @@ from rich.text import Text
 from coppice.adaptation.client import AdapterClient
 from coppice.bench.asking import GREEDY, Ask, asking, judged
 from coppice.bench.measuring import clean_check, reference_of, report_of
-from coppice.bench.progress import Progress
 from coppice.bench.reference import Reference
 from coppice.bench.report import HF_GENERATE, Report, exactness_checks, make_row
 from coppice.bench.turns import compare
@@ -32,6 +31,7 @@ from coppice.prompts.files import FilePrompt, demo_prompts
 from coppice.stack.launch import ADAPTER, Stack
 from coppice.stack.options import stack_spec
 from coppice.stack.redis_server import find_server
+from coppice.training.progress import Progress
 
 NEW_TOKENS = 64
 BUDGET = 8  # in float32 on a CPU every row of a forward costs: a small tree gains more than the default one

@@ -53,8 +53,8 @@ def most_splits(blocks: Ints | int) -> Ints:
     by many programs, and the partial sums of long ones stay small beside their keys.
     """
     fours, eights, sixteens = (-(-blocks // size) for size in (4, 8, 16))
-    most: Ints = np.minimum(np.minimum(fours, np.maximum(eights, 8)), np.clip(sixteens, 16, MOST_SPLITS))
-    return most
+    splits: Ints = np.minimum(np.minimum(fours, np.maximum(eights, 8)), np.clip(sixteens, 16, MOST_SPLITS))
+    return splits
 
 
 class Ragged(NamedTuple):

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField, Overloaded
 from coppice.limits import MAX_HEAD_NODES
-from coppice.messages.steps import Advance, DraftOpened, Features, HeadDescription, OpenDraft, WeightsHeader
+from coppice.messages.steps import Advance, DraftOpened, Features, HeadDescription, OpenDraft
+from coppice.messages.weights import WeightsHeader
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 

@@ -40,9 +40,9 @@ from coppice.heads.last_draft import LastDraft
 from coppice.heads.noise import Noise
 from coppice.heads.public_state import public_weights
 from coppice.heads.ranking import Ranking, target_ids
-from coppice.heads.variant_models import VariantModels
-from coppice.heads.weight_swap import WeightSwap
-from coppice.messages.steps import Advance, DraftOpened, Features, HeadDescription, OpenDraft, WeightsHeader
+from coppice.heads.weight_swap import VariantModels, WeightSwap
+from coppice.messages.steps import Advance, DraftOpened, Features, HeadDescription, OpenDraft
+from coppice.messages.weights import WeightsHeader
 from coppice.weights.staging import Staging
 from coppice.weights.variants import Routes, sketch_of
 from coppice.weights.versions import Weights

@@ -1,11 +1,11 @@
-"""A second model for a head, ready to take over: made beside the drafts, exchanged between two of them."""
+"""The models of a head, and second ones that are made beside the drafts and take over between two of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +15,26 @@ from coppice.engine.linear import prepack
 from coppice.errors import StaleFence
 from coppice.heads.models.layers import DraftModel
 from coppice.heads.public_state import fused_tensor, public_names
-from coppice.heads.variant_models import VariantModels
 from coppice.weights.staging import Staging
 from coppice.weights.variants import Routes, in_deployed, numbers_in, variant_name
 
 if TYPE_CHECKING:
     from coppice.heads.feature_head import FeatureHead
+
+
+@dataclass
+class VariantModels:
+    """The models of a head by variant, 0 the deployed one, and what each is for."""
+
+    models: dict[int, Any]
+    routes: Routes
+    at_work: int = 0
+    """the variant that drafts now"""
+
+    @property
+    def model(self) -> Any:
+        """The model that drafts now; of a variant that is gone the deployed one."""
+        return self.models.get(self.at_work, self.models[0])
 
 
 class WeightSwap:

@@ -156,6 +156,11 @@ class Finished:
         """Target forwards after the prefill."""
         return len(self.accept_lengths)
 
+    @property
+    def tau(self) -> float:
+        """Committed tokens per target forward, root included; the first token costs no step. 1 without a step."""
+        return sum(self.accept_lengths) / self.steps if self.steps else 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:

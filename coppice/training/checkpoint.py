@@ -13,8 +13,6 @@ from torch import Tensor
 from coppice.training.run_folder import checkpoints, replacing
 
 KEEP = 2
-EARLIER_FIELDS = {"momentum": "momentum_buffer"}
-"""what checkpoints of Coppice's own Muon called torch's; the values mean the same"""
 Named = dict[str, Tensor]
 
 
@@ -34,7 +32,6 @@ def load_optimisers(optimisers: list[torch.optim.Optimizer], named: Named, tenso
     owners = {id(p): opt for opt in optimisers for group in opt.param_groups for p in group["params"]}
     for key, value in tensors.items():
         name, _, field = key.rpartition("|")
-        field = EARLIER_FIELDS.get(field, field)
         p = named[name]
         owners[id(p)].state[p][field] = value.clone() if field == "step" else value.to(p.device).clone()
 

@@ -1,4 +1,4 @@
-"""`coppice train target|head|export`. Heavy imports wait until a command runs."""
+"""`coppice train target|head`. Heavy imports wait until a command runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -105,11 +105,11 @@ def train_head(
         raise typer.BadParameter(f"unknown kind {kind!r}; known: {', '.join(HEAD_KINDS)}", param_hint="--kind")
     if not (target / "config.json").is_file():
         raise typer.BadParameter(f"{target} is not a model folder: it has no config.json", param_hint="--target")
-    from coppice.bench.progress import Progress
     from coppice.training import feature_heads, lm_head
     from coppice.training.data.target_answers import ANSWERS_SHARE, AnswerPlan, record_answers
     from coppice.training.dtype import fast_dtype, usable_device
     from coppice.training.export import export
+    from coppice.training.progress import Progress
     from coppice.training.trainer import RunOptions
 
     dtype = str(fast_dtype(usable_device(device))).removeprefix("torch.")
@@ -155,19 +155,6 @@ def train_head(
     )
     if done:
         feature_heads.export_feature_head(work, out, recorded, target, device)
-
-
-@app.command("export")
-def export_run(out: Out) -> None:
-    """Write the model folder OUT from the best weights in OUT.work so far (a finished run has done so itself)."""
-    if not (work_folder(out) / "run.json").is_file():
-        raise typer.BadParameter(f"{work_folder(out)} holds no run", param_hint="--out")
-    if (work_folder(out) / "head.json").is_file():
-        why = "a head that reads features is written by `train head --resume`, with --tokens as many as it has seen"
-        raise typer.BadParameter(why, param_hint="--out")
-    from coppice.training.export import export
-
-    export(work_folder(out), out)
 
 
 def _layers(told: str, kind: str) -> tuple[int, ...]:

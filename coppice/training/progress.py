@@ -1,32 +1,71 @@
-"""What a training run prints: a line now and then."""
+"""What a long command says while it works: what it is doing, how much of it is done, and the time left."""
+
+from __future__ import annotations
 
 import time
+from threading import Event, Thread
+from types import TracebackType
+from typing import Self
 
-PRINT_S = 20.0
-"""between two lines about steps"""
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+LINE_S = 15.0
+"""between two lines where there is no terminal"""
 
 
 class Progress:
-    """Reports steps (smoothed loss and tokens/s) and evaluations of a run of `total` tokens."""
+    """A bar with counts and the time left on a terminal, elsewhere a line every 15 s."""
 
-    def __init__(self, title: str, total: int) -> None:
-        self.title, self.total = title, total
-        self._loss, self._speed, self._printed = 0.0, 0.0, 0.0
+    def __init__(self, unit: str, total: int | None = None) -> None:
+        """`unit`: what is counted; `total`: how many of them there are, if that is known."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
+        self._console, self._unit, self._ended = Console(), unit, Event()
+        self._bar = Bar(
+            *columns,
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            speed_estimate_period=3600,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting", total=total)
+        self._lines = Thread(target=self._print_lines, daemon=True)
 
-    def step(self, step: int, tokens: int, loss: float, tokens_per_s: float) -> None:
-        """Report that an optimiser step is done; `tokens` have been seen so far."""
-        keep = 0.95 if self._loss else 0.0
-        self._loss = keep * self._loss + (1 - keep) * loss
-        self._speed = keep * self._speed + (1 - keep) * tokens_per_s
-        if time.monotonic() - self._printed > PRINT_S:
-            self._printed = time.monotonic()
-            facts = f"{tokens:,}/{self.total:,} tokens  loss {self._loss:.3f}  {self._speed:.0f} tokens/s"
-            self._line(f"step {step}  {facts}")
+    def say(self, doing: str) -> None:
+        """Show what is being done now."""
+        self._bar.update(self._task, description=doing)
 
-    def evaluation(self, tokens: int, mean: float, held_out: dict[str, float]) -> None:
-        """Report a held-out measurement: the weighted mean and each domain, in nats a token."""
-        parts = "  ".join(f"{name} {loss:.3f}" for name, loss in held_out.items())
-        self._line(f"held out after {tokens:,} tokens: {mean:.3f} ({parts})")
+    def add(self, count: int = 1) -> None:
+        """Count what is done."""
+        self._bar.advance(self._task, count)
 
-    def _line(self, text: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} {self.title}: {text}", flush=True)
+    def reach(self, done: int, total: int) -> None:
+        """Say how many are done, of so many."""
+        self._bar.update(self._task, completed=done, total=total)
+
+    def print(self, line: str) -> None:
+        """Print a line that stays."""
+        self._console.print(line, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        if not self._console.is_terminal:
+            self._lines.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._ended.set()
+        self._bar.stop()
+
+    def _print_lines(self) -> None:
+        began = time.monotonic()
+        while not self._ended.wait(LINE_S):
+            (task,) = self._bar.tasks
+            line, took = f"{task.description}: {task.completed:.0f} {self._unit}", time.monotonic() - began
+            if task.total:
+                line = f"{task.description}: {task.completed:.0f} of {task.total:.0f} {self._unit}"
+                if 0 < task.completed < task.total:
+                    line += f", {took * (task.total - task.completed) / task.completed:.0f} s left"
+            self.print(line)

@@ -152,31 +152,32 @@ class Trainer:
     def train(self, title: str) -> bool:
         """Run to the schedule's end; False when a signal stopped it first (a checkpoint is then written).
 
-        `title` is what printed lines begin with.
+        `title` is what progress is called.
         """
         if self.resume:
             self._load_newest()
-        progress = Progress(title, self.schedule.tokens)
         previous = signal.signal(signal.SIGTERM, self._stop)
-        last_checkpoint = time.monotonic()
+        last_checkpoint, smooth = time.monotonic(), 0.0
         try:
-            while self.counters.tokens < self.schedule.tokens and not self.stopping and not self._stale:
-                started = time.monotonic()
-                before = self.counters.tokens
-                loss = self._step()
-                if loss is None:
-                    break
-                seconds = time.monotonic() - started
-                self.counters.seconds += seconds
-                progress.step(self.counters.step, self.counters.tokens, loss, (self.counters.tokens - before) / seconds)
-                if before // self.rates.eval_tokens != self.counters.tokens // self.rates.eval_tokens:
-                    self._evaluate(loss, progress)
-                if time.monotonic() - last_checkpoint > self.rates.checkpoint_seconds:
-                    self.checkpoint()
-                    last_checkpoint = time.monotonic()
-            if not self.stopping:
-                self._evaluate(None, progress)
-            self.checkpoint()
+            with Progress("tokens", self.schedule.tokens) as progress:
+                while self.counters.tokens < self.schedule.tokens and not self.stopping and not self._stale:
+                    started = time.monotonic()
+                    before = self.counters.tokens
+                    loss = self._step()
+                    if loss is None:
+                        break
+                    self.counters.seconds += time.monotonic() - started
+                    smooth = 0.95 * smooth + 0.05 * loss if smooth else loss
+                    progress.say(f"{title}, step {self.counters.step}, loss {smooth:.3f}")
+                    progress.reach(self.counters.tokens, self.schedule.tokens)
+                    if before // self.rates.eval_tokens != self.counters.tokens // self.rates.eval_tokens:
+                        self._evaluate(loss, progress)
+                    if time.monotonic() - last_checkpoint > self.rates.checkpoint_seconds:
+                        self.checkpoint()
+                        last_checkpoint = time.monotonic()
+                if not self.stopping:
+                    self._evaluate(None, progress)
+                self.checkpoint()
         finally:
             self.workers.close()
             signal.signal(signal.SIGTERM, previous)
@@ -212,7 +213,8 @@ class Trainer:
         if score < self.counters.best:
             self.counters.best, self.counters.best_loss, self.counters.best_tokens = score, mean, self.counters.tokens
             save_weights(self.folder / "best.safetensors", self.named)
-        progress.evaluation(self.counters.tokens, mean, held_out | measured)
+        told = "  ".join(f"{name} {value:.3f}" for name, value in (held_out | measured).items())
+        progress.print(f"held out after {self.counters.tokens:,} tokens: {mean:.3f} ({told})")
         row = measured | {"tokens": self.counters.tokens, "seconds": round(self.counters.seconds, 1), "loss": loss}
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as log:
             log.write(json.dumps(row | {"held_out": held_out}) + "\n")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from coppice.errors import InvalidField, StaleFence
 from coppice.limits import MAX_KINDS, MAX_VARIANTS, MAX_VERSION_STEP, SKETCH
-from coppice.messages.steps import WeightsHeader, WeightsPart
+from coppice.messages.weights import WeightsHeader, WeightsPart
 from coppice.weights.variants import shape_of
 from coppice.weights.versions import Weights
 

@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 from coppice import limits
-from coppice.messages.steps import (
-    Advance,
-    DraftOpened,
-    DraftStep,
-    HeadDescription,
-    OpenDraft,
-    TreeDelta,
-    WeightsHeader,
-    WeightsPart,
-    WeightsSynced,
-)
+from coppice.messages.steps import Advance, DraftOpened, DraftStep, HeadDescription, OpenDraft, TreeDelta
+from coppice.messages.weights import WeightsHeader, WeightsPart, WeightsSynced
 from coppice.v1 import drafter_pb2 as drafter
 from coppice.wire.common import SAMPLING, TREE, check_bias, q_rows
 from coppice.wire.shapes import OneOf, Shape

@@ -10,11 +10,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-import structlog
-
 from coppice import failpoints
 from coppice.adaptation.fitting import passes_over
-from coppice.adaptation.learner import Interrupted
 from coppice.adaptation.records import Demand, QueryRecord, Sample
 from coppice.config.settings import Settings
 from coppice.messages.adapter import ActionStatus, KindStatus
@@ -26,8 +23,6 @@ from .cpu_share import CpuShare
 from .kinds import Kinds
 from .rollout import Rollout
 from .sorting import Sorting
-
-log = structlog.get_logger()
 
 LEAST_GAIN = 0.03
 """share by which an update must lengthen drafts on held-out texts to be put to use"""
@@ -114,17 +109,12 @@ class Branching:
         begin, variant = kinds[number].variant, kinds.free_variant(number)
         if not variant:
             return
-        rollout.doing = "training"
-        try:
-            pace = await rollout.on_thread(CpuShare, self._share)
-            fit, tensors = await rollout.on_thread(rollout.training.learn, variant, begin, texts, held_out, pace.rest)
-        except Interrupted:
-            raise
-        except Exception as error:
-            log.exception("an update failed", head=rollout.name)
+        pace = await rollout.on_thread(CpuShare, self._share)
+        trained = await rollout.train(rollout.training.learn, variant, begin, texts, held_out, pace.rest)
+        if trained is None:
             kinds.trained(number, 0.0, LEAST_GAIN)
-            rollout.failed("not finite" if isinstance(error, FloatingPointError) else "error", str(error)[:200])
             return
+        fit, tensors = trained
         failpoints.hit("adapter.step")
         self._text_s = pace.seconds / (fit.texts * passes_over(fit.texts))
         rollout.metrics.train_seconds.labels(rollout.name, "variant").observe(pace.seconds)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 from redis.asyncio import Redis
@@ -23,9 +23,6 @@ from coppice.adaptation.records import (
     SENDER,
     Demand,
     Fields,
-    QueryRecord,
-    Sample,
-    Widths,
     demand_key,
     queries_key,
     read_query,
@@ -38,6 +35,8 @@ from coppice.errors import InvalidField, Unavailable
 from coppice.store.connection import Connection
 from coppice.telemetry import AdapterMetrics
 
+from .head_loop import HeadLoop
+
 log = structlog.get_logger()
 
 _BATCH = 64  # entries of a stream read at a time
@@ -49,34 +48,13 @@ _SENDERS = 1024  # whose numbers are remembered
 _BEGINNING = "0-0"  # the id before all entries
 
 
-class Reader(Protocol):
-    """One head's part of the adapter, as the inbox sees it."""
-
-    name: str
-    widths: Widths
-
-    @property
-    def positions(self) -> dict[Stream, str]:
-        """The id of the last entry that was read of each stream; the inbox moves it on."""
-
-    @property
-    def demand(self) -> Demand:
-        """Which samples it wants now."""
-
-    def take_query(self, record: QueryRecord) -> None:
-        """Take the record of a query that ended."""
-
-    def take_sample(self, sample: Sample) -> None:
-        """Take a sample of a query that runs, or ended just now."""
-
-
 class Inbox:
     """Reads the streams of all heads, and says which samples are wanted."""
 
-    def __init__(self, settings: AdaptationSettings, readers: Sequence[Reader], metrics: AdapterMetrics) -> None:
+    def __init__(self, settings: AdaptationSettings, readers: Sequence[HeadLoop], metrics: AdapterMetrics) -> None:
         self._settings, self._readers, self._metrics = settings, readers, metrics
         self._connection = Connection(settings)
-        self._streams: dict[bytes, tuple[Reader, Stream]] = {}  # samples first, so that a query finds its own
+        self._streams: dict[bytes, tuple[HeadLoop, Stream]] = {}  # samples first, so that a query finds its own
         for reader in readers:
             self._streams[samples_key(settings.prefix, reader.name).encode()] = reader, "samples"
         for reader in readers:
@@ -149,7 +127,7 @@ class Inbox:
                 self._count(key, stream, fields)
                 self._hand_on(reader, stream, fields)
 
-    def _hand_on(self, reader: Reader, stream: Stream, fields: Fields) -> None:
+    def _hand_on(self, reader: HeadLoop, stream: Stream, fields: Fields) -> None:
         self._metrics.read.labels(reader.name, stream).inc()
         try:
             if stream == "queries":

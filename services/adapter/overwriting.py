@@ -10,7 +10,6 @@ import structlog
 from coppice import failpoints
 from coppice.adaptation.atomic import BadFile
 from coppice.adaptation.bandit import Action, Bandit, Query, Trigger
-from coppice.adaptation.learner import Interrupted
 from coppice.adaptation.records import Demand, Kind, QueryRecord, Sample
 from coppice.config.settings import Settings
 from coppice.messages.adapter import ActionStatus, KindStatus
@@ -107,19 +106,11 @@ class Overwriting:
     async def _update(self, trigger: Trigger, kind: Kind, samples: list[Sample]) -> None:
         """Train on samples (lines 14 to 16); the result goes to a canary where there are replicas."""
         rollout = self._rollout
-        rollout.doing = "training"
         number, anchored = rollout.state.next_number(), self._settings.bandit.policy != "always"
-        try:
-            update, weights = await rollout.on_thread(rollout.training.train, kind, samples, number, anchored)
-        except FloatingPointError as error:
-            rollout.failed("not finite", str(error))
+        trained = await rollout.train(rollout.training.train, kind, samples, number, anchored)
+        if trained is None:
             return
-        except Interrupted:
-            raise
-        except Exception as error:
-            log.exception("an update failed", head=rollout.name)
-            rollout.failed("error", str(error)[:200])
-            return
+        update, weights = trained
         failpoints.hit("adapter.step")
         rollout.metrics.train_seconds.labels(rollout.name, kind).observe(update.seconds)
         if weights.hash == rollout.training.live.hash:

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 import grpc
 
 from coppice.errors import InvalidField, from_rpc_error
-from coppice.messages.steps import HeadDescription, WeightsHeader, WeightsPart, WeightsSynced
+from coppice.messages.steps import HeadDescription
+from coppice.messages.weights import WeightsHeader, WeightsPart, WeightsSynced
 from coppice.rpc.channels import Dialer
 from coppice.v1 import drafter_pb2
 from coppice.v1.drafter_pb2_grpc import DrafterServiceStub

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import structlog
 from torch import Tensor
 
+from coppice.adaptation.learner import Interrupted
 from coppice.messages.adapter import Change
 from coppice.telemetry import AdapterMetrics
 from coppice.weights.versions import Weights
@@ -96,6 +97,23 @@ class Rollout:
             await replicas.bring()
         for weights, number in replicas.in_use():
             state.know(weights, number)
+
+    async def train(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what training on the learner's thread comes to; None when it failed, which is noted.
+
+        Raises Interrupted.
+        """
+        self.doing = "training"
+        try:
+            return await self.on_thread(work, *arguments)
+        except Interrupted:
+            raise
+        except FloatingPointError as error:
+            self.failed("not finite", str(error))
+        except Exception as error:
+            log.exception("an update failed", head=self.name)
+            self.failed("error", str(error)[:200])
+        return None
 
     async def try_out(self, canary: Canary) -> None:
         """Give new weights to one replica."""

@@ -12,7 +12,7 @@ import structlog
 
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
 from coppice.limits import Limits
-from coppice.messages.steps import WeightsHeader, WeightsPart, WeightsSynced
+from coppice.messages.weights import WeightsHeader, WeightsPart, WeightsSynced
 from coppice.rpc.sessions import StreamWaits
 from coppice.wire.drafter import read_weights
 

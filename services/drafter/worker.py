@@ -15,14 +15,8 @@ from coppice import failpoints, limits
 from coppice.engine.batching import BatchingThread, settle
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth, Head
-from coppice.messages.steps import (
-    DraftStep,
-    Fence,
-    HeadDescription,
-    OpenDraft,
-    TreeDelta,
-    WeightsHeader,
-)
+from coppice.messages.steps import DraftStep, Fence, HeadDescription, OpenDraft, TreeDelta
+from coppice.messages.weights import WeightsHeader
 from coppice.telemetry import SessionMetrics
 
 from .garbage import garbage

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from coppice.bench.measuring import finish, report_of
-from coppice.bench.options import Heads, JsonFile, spec_of
+from coppice.bench.options import Heads, JsonFile, Options
 from coppice.bench.report import table
 from coppice.cli import exit_code
 from coppice.errors import CoppiceError
@@ -60,7 +60,7 @@ def faults(
             os.environ |= ONE_THREAD_EACH
             target, tiny_heads = tiny_stack(folder)
             heads = heads or tiny_heads
-        spec = spec_of(target, heads, "float32")
+        spec = Options(target=target, heads=heads, dtype="float32").spec()
         chosen, left_out = choose(kinds or [], spec)
         if left_out:
             names = ", ".join(one.name for one in left_out)

@@ -21,9 +21,9 @@ from coppice.messages.steps import (
     OpenSession,
     Rejection,
     VerifyStep,
-    WeightsPart,
     committed_hash,
 )
+from coppice.messages.weights import WeightsPart
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.wire.adapter import pause_request, resume_request, rollback_request, status_request

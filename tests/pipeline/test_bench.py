@@ -1,4 +1,4 @@
-"""`bench run`, and the tables of `bench paper` that decode, against real processes."""
+"""`bench run` and `bench paper coupling` against real processes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from coppice.bench import progress
 from coppice.bench.measuring import Bench
 from coppice.bench.options import Options
-from coppice.bench.paper.decoded import chained, coupled, coupling_goals, decode, draw_coupling, with_chains
+from coppice.bench.paper.coupling import coupled, coupling_goals, decode, draw_coupling
 from coppice.bench.questions import Question, read_questions
 from coppice.bench.reference import Reference
 from coppice.bench.report import Report
@@ -24,7 +23,7 @@ from coppice.engine.context import Context
 from coppice.errors import InvalidField, Unavailable
 from coppice.prompts.files import FilePrompt
 from coppice.stack.launch import Stack
-from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.training import progress
 
 NEW = 12
 PROMPTS = [tuple(range(30, 50)) * 2, tuple(range(100, 130)), (5, 6, 7, 8)]
@@ -165,25 +164,3 @@ def test_coupling_changes_drafts_and_no_text(
     assert report.ok
     draw_coupling(rows, tmp_path / "plots" / "coupling.png")
     assert (tmp_path / "plots" / "coupling.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_chains_are_drafted_beside_trees_and_sampled_ones_are_judged_by_their_law(
-    target: Path, reference: Reference
-) -> None:
-    own = (HeadSpec("self", "lm", target),)
-    heads = with_chains(own, target)
-    assert [head.name for head in heads] == ["self", "self-chain"]
-    report = Report("bench paper chains", "float32", 1)
-    extra = {"orchestrator": {"orchestrator.draft_deadline_ms": 2000}}
-    stack = Stack(
-        StackSpec(target=target, heads=heads, dtype="float32", verifier_threads=1, drafter_threads=1, extra=extra)
-    )
-    with stack, Client(stack.address) as client:
-        bench = Bench(stack, client, report, Options(max_new_tokens=24), reference)
-        rows = decode(bench, chained(own), PROMPTS[:2], (0.0, 1.0))
-    for (temperature, (_, way)), row in ((at, row) for at, row in rows.items() if at[1][0]):
-        judged = 0 if way == "p/q" and temperature else 2
-        assert (row.verdicts.identical, row.verdicts.wrong) == (judged, 0)
-        assert (row.tau > 1.5) == (way != "p/q" or temperature > 0)  # the target drafts for itself
-    assert rows[0.0, ("self", "chain")].verified_nodes < rows[0.0, ("self", "tree")].verified_nodes
-    assert not stack.unclean

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from coppice.bench.paper.trained import BASELINES
 from coppice.bench.reference import Reference
 from coppice.client.client import AsyncClient, Client
 from coppice.client.completion import Completion
@@ -38,6 +37,7 @@ GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0, seed=4)
 POLICIES = ("single:block", "single:eagle", "route", "route-sum", "merge", "merge-dedup", "merge-full")
 BUDGETS = (0, 1, 8, 31, 60)
 KINDS = {"block": "specblock", "eagle": "eagle3"}
+BASELINES = ("medusa", "parallelspec", "falcon", "dflash", "jetspec")
 StartService = Callable[..., Service]
 
 

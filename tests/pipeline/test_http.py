@@ -24,11 +24,7 @@ from hypothesis import strategies as st
 from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
-from coppice.bench.http import run_http
-from coppice.bench.measuring import Bench
-from coppice.bench.options import Options
 from coppice.bench.reference import Reference
-from coppice.bench.report import Report
 from coppice.client.client import Client
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
@@ -632,16 +628,6 @@ def test_the_documented_examples_are_answered(url: str) -> None:
     curl = curl.replace("http://127.0.0.1:8000/v1", url)
     answer = subprocess.run(["sh", "-c", curl], capture_output=True, timeout=30)
     assert json.loads(answer.stdout)["usage"]["completion_tokens"] == 32
-
-
-def test_bench_http_asks_both_ways(stack: Stack, grpc_client: Client, reference: Reference) -> None:
-    report = Report("bench http", "float32", 1)
-    bench = Bench(stack, grpc_client, report, Options(max_new_tokens=8), reference)
-    run_http(bench, [(5, 6), (7, 8), (9,)], ["plain"], [1, 2])
-    rows = report.figures["http"]
-    assert [(row["method"], row["sessions"]) for row in rows] == [("plain", 1), ("plain", 2)]
-    assert min(min(row["grpc_tokens_per_s"], row["http_tokens_per_s"], row["http_over_grpc"]) for row in rows) > 0
-    assert len(report.goals) == len(rows)
 
 
 def test_a_server_that_stops_ends_a_stream_with_an_error(stack: Stack) -> None:

@@ -18,7 +18,8 @@ import pytest
 from coppice.errors import CoppiceError, InvalidField, Overloaded, StaleFence
 from coppice.heads.base import DraftJob
 from coppice.heads.feature_head import FeatureHead
-from coppice.messages.steps import TreeDelta, WeightsPart
+from coppice.messages.steps import TreeDelta
+from coppice.messages.weights import WeightsPart
 from coppice.rpc.channels import Dialer
 from coppice.v1 import drafter_pb2_grpc
 from coppice.weights.versions import Weights

@@ -528,7 +528,7 @@ def test_the_demo_head_of_code_learns_stories() -> None:
     """Two updates from windows of three stories, drafting along the same stories."""
     prompts = [prompt.prompt for prompt in demo_prompts() if prompt.category == "story"][:3]
     tokenizer = load_tokenizer(DEMO / "target")
-    texts = answers(DEMO / "target", [tokenizer.encode(str(prompt)).ids for prompt in prompts], 64, "float32")
+    texts = answers(DEMO / "target", [tokenizer.encode(str(prompt)).ids for prompt in prompts], 64)
     made = Learner(DEMO / "specblock-code", DEMO / "target", recipe=Recipe(batch=4))
     samples = window_samples(texts, 32, 16, read_output(DEMO / "target").float())
     head = SpecBlockHead(

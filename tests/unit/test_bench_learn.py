@@ -18,9 +18,9 @@ from coppice.bench.adapt.recorded import MISS_WINDOW, STRIDE, WINDOW, Recorded, 
 from coppice.bench.bare import wire_features
 from coppice.bench.cli import app
 from coppice.bench.paper.replay import Missed
-from coppice.bench.progress import Progress
 from coppice.heads.feature_head import FeatureHead
 from coppice.stack.spec import HeadSpec
+from coppice.training.progress import Progress
 from coppice.weights.versions import Weights
 from services.drafter.samples import Samples, Window
 from tests.tiny import make_target

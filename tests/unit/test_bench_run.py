@@ -337,7 +337,7 @@ def test_peers_say_what_generate_says_and_count_their_forwards(target: Path, tem
             assert max(answer.accept_lengths) == 5
             assert answer.steps < 12
     hook.remove()
-    assert peers.answer(HF_GENERATE, prompt, 16, sampling).accept_lengths == (1,) * 15
+    assert peers.answer(HF_GENERATE, prompt, 16, sampling).accept_lengths == [1] * 15
 
 
 def test_bare_loops_time_what_the_services_would_run(target: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ PROMPTS, NEW_TOKENS, DEPTH = [[5, 80, 33], [7, 2], [9, 9, 41, 3]], 40, 6
 def along(target: Path, temperature: float, budget: int, model: Path | None = None, **flags: object) -> Outcomes:
     """The outcomes of a head that is a model, by default the target itself."""
     head = HeadSpec("model", "lm", model or target, tuple((f"drafter.{name}", value) for name, value in flags.items()))
-    texts = answers(target, PROMPTS, NEW_TOKENS, "float32", (), temperature, SEED)
+    texts = answers(target, PROMPTS, NEW_TOKENS, (), temperature, SEED)
     return outcomes_along(build_head(settings_of(head, DrafterSettings())), texts, temperature, budget)
 
 

@@ -92,7 +92,7 @@ def test_rows_are_what_a_chain_from_each_drawn_token_says_until_it_is_wrong(
 
 def test_the_nth_answer_is_that_to_a_request_with_the_nth_seed(target: Path) -> None:
     prompts, reference = [[5, 80, 33], [5, 80, 33], [7, 2]], Reference(target, "float32")
-    texts = [text.ids.tolist() for text, _ in answers(target, prompts, 30, "float32", (), 0.8, 4)]
+    texts = [text.ids.tolist() for text, _ in answers(target, prompts, 30, (), 0.8, 4)]
     assert texts[0] != texts[1]
     for seed, (prompt, text) in enumerate(zip(prompts, texts, strict=True), start=4):
         sampling = SamplingParams(temperature=0.8, seed=seed)

@@ -17,9 +17,9 @@ import pytest
 from coppice.bench import calm
 from coppice.bench.asking import GREEDY, Ids
 from coppice.bench.calm import Calm
-from coppice.bench.progress import Progress
 from coppice.bench.turns import TIMES, timed_in_turns
 from coppice.speculation.sampling import SamplingParams
+from coppice.training.progress import Progress
 
 CORES = sorted(os.sched_getaffinity(0))
 TICKS = round(1 / calm.TICK_S)

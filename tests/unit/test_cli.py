@@ -109,8 +109,6 @@ def test_every_command_is_completed_and_loads_no_framework(line: str, completed:
         (["adapter", "status", "--plot", "/missing/x.png"], "--plot"),
         (["doctor", "--markdown", "/missing/x.md"], "--markdown"),
         (["demo", "--svg", "/missing/x.svg"], "--svg"),
-        (["bench", "run", "--heads", "lookup"], "coppice: --heads: is called --head"),
-        (["bench", "synthetic", "--heads", "eagle3"], "coppice: --heads: is called --head"),
         (["bench", "synthetic", "--device", "tpu9"], "coppice: device: tpu9"),
         (["bench", "exact", "--head", "a=bigram,b"], "--head"),
         (["bench", "exact", "--methods", "plain,best"], "methods"),

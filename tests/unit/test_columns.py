@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from coppice.engine.kv_cache import BlockTable
 from coppice.errors import InvalidField
 from coppice.messages.steps import FeatureRef, OpenSession
 from coppice.speculation.sampling import SamplingParams
 from services.verifier.features import FeatureRows, FeatureWindow, columns, feature_bytes
+from services.verifier.prefix import Prefix
 from services.verifier.session import Session
 
 HELD, HIDDEN, ROWS = (4, 1, 7, 2), 6, 5
@@ -67,8 +70,8 @@ def test_a_window_travels_in_parts_of_whole_rows_whatever_chunks_it_came_in(want
 
 def test_a_window_is_read_with_the_layers_that_it_names() -> None:
     opening = OpenSession("s", [1] * ROWS, SamplingParams(), frozenset(), 99, feature_layers=HELD)
-    table: object = None
-    session = Session(0, opening, table, 100, 50)  # type: ignore[arg-type]
+    table = BlockTable("s", 32, np.empty(0, np.int64), 0, True)
+    session = Session(0, opening, Prefix(table, [], "", HELD), 100, 50)
     features = rows(torch.float32)
     session.commit([1] * 2, features[:2])
     session.commit([1] * 3, features[2:])

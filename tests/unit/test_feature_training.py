@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -304,12 +303,6 @@ def test_answers_are_what_the_target_says_and_sees(tmp_path: Path) -> None:
         record_answers(lines, folder, tmp_path / "lessons", plan, layers=(5, 1))
     with pytest.raises(InvalidField, match=r"--layers: 8 is not among 0\.\.7"):
         record_answers(lines, folder, tmp_path / "other", plan, layers=(8,))
-    record = tmp_path / "lessons" / "data" / "lines.json"  # as it was when there was one set of layers
-    earlier = json.loads(record.read_text())
-    record.write_text(json.dumps({name: value for name, value in earlier.items() if name != "layers"}))
-    assert record_answers(lines, folder, tmp_path / "lessons", plan).layers == layers
-    with pytest.raises(DataError, match="holds target answers made from"):
-        record_answers(lines, folder, tmp_path / "lessons", plan, layers=(5, 1))
     other = record_answers(lines, folder, tmp_path / "other", plan, layers=(5, 1))
     read = other.read(positions)
     out = model.model(input_ids=read.ids, output_hidden_states=True)

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +16,12 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
+from coppice.engine.kv_cache import BlockTable
 from coppice.messages.steps import NextRoot, OpenSession, VerifyStep, VerifyTimings
 from coppice.speculation.penalties import Penalties
 from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.speculation.tree import DraftTree
+from services.verifier.prefix import Prefix
 from services.verifier.session import Session
 
 VOCAB = 24
@@ -127,8 +128,8 @@ def decoded(
     """The text of a session opened on prompt and held ids, with a random tree in every step."""
     text = [*prompt, *held]
     opening = OpenSession("s", list(text), sampling, stop_ids, length, prompt_tokens=len(prompt), min_len=min_len)
-    table: Any = None
-    session = Session(1, opening, table, 0, VOCAB)
+    table = BlockTable("s", 32, np.empty(0, np.int64), 0, True)
+    session = Session(1, opening, Prefix(table, [], "", ()), 0, VOCAB)
     session.commit(text, None)
     said: NextRoot | None = session.opened(torch.from_numpy(logits_after(text)), None, VerifyTimings()).next
     while said is not None and len(text) < length:

@@ -14,6 +14,7 @@ from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.speculation.tree import DraftTree
 from services.verifier.acceptance import path_to, walk, walked
 from services.verifier.job import Job
+from services.verifier.prefix import Prefix
 from services.verifier.readout import read_out
 from services.verifier.session import Session
 from tests.reference import EFFORT
@@ -35,7 +36,7 @@ def step_job(rng: np.random.Generator, key: int, pool: KVPool) -> Job:
     stop_ids, most = frozenset({int(rng.integers(0, 12))}), committed + int(rng.integers(1, 12))
     layers = (0,) if rng.integers(0, 2) else ()
     opening = OpenSession(f"s{key}", [1] * committed, sampling, stop_ids, most, layers)
-    session = Session(key, opening, pool.allocate(f"s{key}", 90), 100, VOCAB)
+    session = Session(key, opening, Prefix(pool.allocate(f"s{key}", 90), [], "", ()), 100, VOCAB)
     session.commit([1] * committed, None)
     tree = random_tree(rng)
     step = VerifyStep(Fence(1, committed, 0), 1, tree)

@@ -25,7 +25,7 @@ from coppice.heads.checkpoints import (
 from coppice.heads.public_state import fused_tensor, public_state, public_weights
 from coppice.heads.registry import build_head
 from coppice.limits import CHUNK_BYTES
-from coppice.messages.steps import WeightsHeader, WeightsPart
+from coppice.messages.weights import WeightsHeader, WeightsPart
 from coppice.weights.staging import Staging, read_file
 from coppice.weights.versions import Weights, pack_update, tensor_digest, weights_hash
 from tests.pushes import CORRUPTIONS, Case, Made, Push, altered, swap

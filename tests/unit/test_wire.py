@@ -50,11 +50,9 @@ from coppice.messages.steps import (
     Verdict,
     VerifyStep,
     VerifyTimings,
-    WeightsHeader,
-    WeightsPart,
-    WeightsSynced,
     committed_hash,
 )
+from coppice.messages.weights import WeightsHeader, WeightsPart, WeightsSynced
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.v1 import common_pb2, drafter_pb2, generation_pb2, verifier_pb2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -14,10 +13,10 @@ from rich.table import Table
 from coppice.adaptation.bandit import UPDATES
 from coppice.adaptation.picture import SMOOTHING, change_look, moving_mean
 from coppice.bench.adapt.lanes import NEW_TOKENS, Lane
-from coppice.bench.adapt.shift import AGAIN, STORIES, TURN, StreamQuery, mixed, programs, shifted, turning
+from coppice.bench.adapt.shift import AGAIN, STORIES, TURN, StreamQuery, programs, shifted, turning
 from coppice.bench.asking import GREEDY, judged
 from coppice.bench.measuring import reference_of
-from coppice.bench.options import Options, spec_of
+from coppice.bench.options import Options
 from coppice.bench.reference import Reference
 from coppice.bench.report import Check, Report, Row, Verdict, exactness_checks, make_row, table
 from coppice.client.completion import Completion
@@ -47,13 +46,7 @@ DEMO_FLAGS = {
 }
 """Of the policies that overwrite: intervals and buffers fit for a stream of a few hundred queries."""
 
-
-STREAMS: dict[str, Callable[[Options], list[StreamQuery]]] = {
-    "shift": lambda options: shifted(options.n),
-    "turns": lambda options: turning(options.n),
-    "devices": lambda options: shifted(options.n),
-    "passes": lambda options: mixed(options.n, options.passes),
-}
+STREAMS: dict[str, Callable[[int], list[StreamQuery]]] = {"shift": shifted, "turns": turning}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +92,9 @@ def lanes_of(options: Options) -> tuple[StackSpec, list[Lane], list[StreamQuery]
         why = f"{head.kind} heads are not adapted; those of these kinds are: {', '.join(ADAPTED_KINDS)}"
         raise InvalidField("head", why)
     check_range("n", options.n, 3, most)  # so many different prompts there are
-    base = replace(spec_of(options.target, [options.head], options.dtype), budget=BUDGET)
-    stream = STREAMS[options.what](options)
-    if options.what == "devices":
-        return base, device_lanes(head, base), stream
+    base = replace(replace(options, heads=[options.head]).spec(), budget=BUDGET)
     compared = policies if options.what == "shift" or options.methods else [NEVER, BANDIT]
-    return base, [Lane(policy, spec_for(policy, head, base)) for policy in compared], stream
+    return base, [Lane(policy, spec_for(policy, head, base)) for policy in compared], STREAMS[options.what](options.n)
 
 
 def spec_for(policy: str, head: HeadSpec, base: StackSpec) -> StackSpec:
@@ -113,18 +103,6 @@ def spec_for(policy: str, head: HeadSpec, base: StackSpec) -> StackSpec:
     signals = {name: value for name, value in flags.items() if name.startswith("adaptation.")}
     extra = {"adapter": {**flags, "bandit.policy": policy}, "drafter": signals, "orchestrator": signals}
     return replace(base, heads=(head,), policy=f"single:{head.name}", adapt=policy != NEVER, extra=extra)
-
-
-def device_lanes(head: HeadSpec, base: StackSpec) -> list[Lane]:
-    """Serving on one core; training nowhere, on the same core at low priority, and on another one (SpecBlock, D.1)."""
-    first, *others = sorted(os.sched_getaffinity(0))
-    one = replace(base, verifier_threads=1, drafter_threads=1)
-    serving = {"": [first]}
-    return [
-        Lane(NEVER, spec_for(NEVER, head, one), serving),
-        Lane("same device", spec_for(BANDIT, head, one), serving),
-        Lane("other device", spec_for(BANDIT, head, one), serving | {"adapter": others[:1] or [first]}),
-    ]
 
 
 def judged_lanes(

@@ -10,22 +10,21 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 from coppice.adaptation.client import AdapterClient
 from coppice.bench.adapt.shift import StreamQuery
 from coppice.bench.asking import answers_to
 from coppice.bench.calm import Calm
-from coppice.bench.progress import Progress
 from coppice.client.client import Client
 from coppice.client.completion import Completion
 from coppice.limits import MAX_HISTORY
 from coppice.messages.adapter import HeadStatus
 from coppice.stack.launch import Stack
 from coppice.stack.spec import StackSpec
+from coppice.training.progress import Progress
 
 NEW_TOKENS = 48  # of each answer
 TURN = 10  # queries that a lane serves before the next one
@@ -36,12 +35,11 @@ WAKE_S = 1.5  # from SIGCONT to the first query: timers fire, and the adapter's 
 class Lane:
     """A stack that can be held still."""
 
-    def __init__(self, name: str, spec: StackSpec, cores: Mapping[str, Sequence[int]] | None = None) -> None:
-        """cores: by role, "" for all others; None leaves them where they are."""
+    def __init__(self, name: str, spec: StackSpec) -> None:
         self.name, self.spec = name, spec
         self.answers: list[Completion] = []
         self.status: HeadStatus | None = None
-        self._cores, self._exit, self._stack = cores or {}, ExitStack(), Stack(spec)
+        self._exit, self._stack = ExitStack(), Stack(spec)
         self._adapter: AdapterClient | None = None
 
     def start(self) -> None:
@@ -50,10 +48,6 @@ class Lane:
         self.client = self._exit.enter_context(Client(stack.address))
         if "adapter" in stack.services:
             self._adapter = self._exit.enter_context(AdapterClient(stack.services["adapter"].address))
-        for ready in stack.services.values():
-            chosen = self._cores.get(ready.role, self._cores.get(""))
-            if chosen:
-                pin(ready.pid, chosen)
         with self.running():  # a plain request: an adapter hears nothing of it
             self.client.generate(WARM_PROMPT, policy="plain", max_new_tokens=WARM_TOKENS)
 
@@ -87,13 +81,6 @@ class Lane:
         for pid in self._stack.pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-
-
-def pin(pid: int, cores: Sequence[int]) -> None:
-    """Keep a process, with all threads that it has by now, on these cores."""
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setaffinity(int(thread.name), cores)
 
 
 def run_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery], calm: Calm) -> None:

@@ -20,7 +20,6 @@ from coppice.bench.adapt.recorded import Recorded
 from coppice.bench.adapt.shift import programs, stories
 from coppice.bench.paper.rank import answers
 from coppice.bench.paper.replay import replay
-from coppice.bench.progress import Progress
 from coppice.bench.report import Report
 from coppice.bench.target_text import TargetText
 from coppice.config.sections import DrafterSettings
@@ -31,6 +30,7 @@ from coppice.heads.registry import served_head
 from coppice.limits import check_range
 from coppice.pictures.style import looks
 from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.training.progress import Progress
 from coppice.weights.versions import Weights, pack_update
 
 SIZES = (30, 60)
@@ -94,7 +94,7 @@ def record(head: FeatureHead, target: Path, count: int, held_out_stories: int, h
 
     def answered(prompts: Sequence[str], learnt: int) -> list[Recorded]:
         ids = [text.encode(prompt) for prompt in prompts]
-        recorded = answers(target, ids, NEW_TOKENS, "float32", layers)
+        recorded = answers(target, ids, NEW_TOKENS, layers)
         return [
             Recorded(answer, prompt, replay(head, answer, prompt, BUDGET, output).misses if number < learnt else ())
             for number, (answer, prompt) in enumerate(recorded)

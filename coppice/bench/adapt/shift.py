@@ -52,33 +52,33 @@ class StreamQuery:
     prompt: str
 
 
-def stories(seed: int = 0) -> list[str]:
-    """Openings of children's stories, all different, in an order that the seed gives."""
-    return _shuffled([opening.format(who, what) for who, what, opening in product(WHO, WHAT, OPENINGS)], seed)
+def stories() -> list[str]:
+    """Openings of children's stories, all different, shuffled."""
+    return _shuffled([opening.format(who, what) for who, what, opening in product(WHO, WHAT, OPENINGS)])
 
 
-def programs(seed: int = 0) -> list[str]:
-    """Beginnings of Python files, all different, in an order that the seed gives."""
+def programs() -> list[str]:
+    """Beginnings of Python files, all different, shuffled."""
     made = [
         signature.format(verb, noun, verb.capitalize(), noun.capitalize(), verb.capitalize() + "er")
         for verb, noun, signature in product(VERBS, NOUNS, SIGNATURES)
     ]
-    return _shuffled(made, seed)
+    return _shuffled(made)
 
 
-def sums(seed: int = 0) -> list[str]:
-    """Word problems, all different, in an order that the seed gives."""
-    numbers = random.Random(seed)  # noqa: S311
+def sums() -> list[str]:
+    """Word problems, all different, shuffled."""
+    numbers = random.Random(0)  # noqa: S311
     made = [
         text.format(person, numbers.randint(6, 40), goods, numbers.randint(2, 9), numbers.randint(2, 6))
         for person, goods, text in product(PEOPLE, GOODS, SUMS)
     ]
-    return _shuffled(made, seed)
+    return _shuffled(made)
 
 
-def turning(count: int, seed: int = 0) -> list[StreamQuery]:
+def turning(count: int) -> list[StreamQuery]:
     """Code, stories and maths in turn, TURN queries of each before the next; what comes again has other prompts."""
-    sources = {"code": programs(seed), STORIES: stories(seed), "maths": sums(seed)}
+    sources = {"code": programs(), STORIES: stories(), "maths": sums()}
     names, stream = list(sources), list[StreamQuery]()
     for at in range(0, count, TURN):
         turn, which = divmod(at // TURN, len(names))
@@ -87,20 +87,13 @@ def turning(count: int, seed: int = 0) -> list[StreamQuery]:
     return stream[:count]
 
 
-def shifted(count: int, seed: int = 0) -> list[StreamQuery]:
+def shifted(count: int) -> list[StreamQuery]:
     """Four fifths stories, which a head of code does not know, then code again."""
     first = 4 * count // 5
-    told = [StreamQuery(STORIES, prompt) for prompt in stories(seed)[:first]]
-    return told + [StreamQuery(AGAIN, prompt) for prompt in programs(seed)[: count - first]]
+    told = [StreamQuery(STORIES, prompt) for prompt in stories()[:first]]
+    return told + [StreamQuery(AGAIN, prompt) for prompt in programs()[: count - first]]
 
 
-def mixed(count: int, passes: int, seed: int = 0) -> list[StreamQuery]:
-    """Stories and code in turn, `count` of them, the same ones in every pass (SpecBlock, section D.2)."""
-    pairs = zip(stories(seed), programs(seed), strict=False)
-    once = [prompt for pair in pairs for prompt in pair][:count]
-    return [StreamQuery(f"pass {number + 1}", prompt) for number in range(passes) for prompt in once]
-
-
-def _shuffled(prompts: list[str], seed: int) -> list[str]:
-    random.Random(seed).shuffle(prompts)  # noqa: S311
+def _shuffled(prompts: list[str]) -> list[str]:
+    random.Random(0).shuffle(prompts)  # noqa: S311
     return prompts

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from coppice.bench.paper.rank import answers
-from coppice.bench.progress import Progress
 from coppice.bench.report import Report
 from coppice.heads.checkpoints import load_head, read_output
 from coppice.heads.ranking import target_ids
@@ -27,6 +26,7 @@ from coppice.training.data.answerer import Answer, as_positions
 from coppice.training.data.teacher import Teacher
 from coppice.training.losses.feature_losses import Student, right_rows
 from coppice.training.losses.walk import Targets, walk
+from coppice.training.progress import Progress
 
 SEED = 1
 DEPTH = 8
@@ -80,7 +80,7 @@ def run_calibrate(
                 texts = written.get((temperature, layers))
                 if texts is None:
                     progress.say(f"the target answers, T={temperature:g}")
-                    texts = answers(spec.target, prompts, new_tokens, "float32", layers, temperature, SEED)
+                    texts = answers(spec.target, prompts, new_tokens, layers, temperature, SEED)
                     written[temperature, layers] = texts
                 progress.say(f"{head.name}, T={temperature:g}")
                 lines.append(calibrated(head, spec.target, texts, temperature))

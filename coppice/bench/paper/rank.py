@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from coppice.bench.paper.replay import Replay, replay_all
-from coppice.bench.progress import Progress
 from coppice.bench.report import Report
 from coppice.config.sections import DrafterSettings
 from coppice.engine.loading import load_engine
@@ -18,7 +18,9 @@ from coppice.training.data.answerer import Answer, Answerer, as_positions
 from coppice.training.data.teacher import Teacher
 from coppice.training.losses.acceptance import Acceptance, measure
 from coppice.training.losses.feature_losses import HeadLoss, Student
+from coppice.training.progress import Progress
 
+Line = dict[str, Any]
 BUCKETS = ("rank 1", "rank 2-4", "rank 5-10", "beyond 10")
 TREES: dict[str, tuple[tuple[int, int, int, int], bool]] = {
     "rank-guided 2,4,10,0 (paper)": ((2, 4, 10, 0), True),
@@ -32,7 +34,7 @@ TREES: dict[str, tuple[tuple[int, int, int, int], bool]] = {
 
 def run_rank(spec: StackSpec, report: Report, prompts: Sequence[Sequence[int]], new_tokens: int, budget: int) -> None:
     """Measure the rank head of each SpecBlock head along the target's greedy answers, and its trees."""
-    accepted, gains = {}, {}
+    ranks, alphas, trees = list[Line](), list[Line](), list[Line]()
     read: dict[tuple[int, ...], list[tuple[Answer, int]]] = {}
     with Progress("heads", len(spec.heads)) as progress:
         for head in spec.heads:
@@ -40,39 +42,40 @@ def run_rank(spec: StackSpec, report: Report, prompts: Sequence[Sequence[int]], 
             layers = load_head("specblock", head.path, spec.target).config.feature_layers
             if layers not in read:
                 progress.say("the target answers")
-                read[layers] = answers(spec.target, prompts, new_tokens, "float32", layers)
-            texts = read[layers]
+                read[layers] = answers(spec.target, prompts, new_tokens, layers)
+            texts, name = read[layers], {"head": head.name}
             progress.say(f"{head.name} drafts along the answers")
-            accepted[head.name] = accepted_along(head.path, spec.target, [text for text, _ in texts])
-            gains[head.name] = tree_gains(head.path, spec.target, texts, budget)
+            accepted = accepted_along(head.path, spec.target, [text for text, _ in texts])
+            ranks += [name | {"bucket": at, **row} for at, row in zip(BUCKETS, accepted.ranks(), strict=True)]
+            places = {f"{block + 1}.{slot + 1}": alpha for (block, slot), alpha in accepted.alphas.items()}
+            alphas.append(name | places | {"chain": accepted.length})
+            for tree, gain in tree_gains(head.path, spec.target, texts, budget).items():
+                told = {"tree": tree, "tau": gain.tau, "nodes": gain.nodes / max(1, gain.steps), "steps": gain.steps}
+                trees.append(name | told)
             progress.add()
-    columns = ("frequency", "precision", "recall", "f1")
-    lines = [
-        {"head": name, "bucket": bucket, **row}
-        for name, acceptance in accepted.items()
-        for bucket, row in zip(BUCKETS, acceptance.ranks(), strict=True)
-    ]
-    title = "does the rank head know where it is right?"
-    report.add_figures("rank_head", title, lines, dict.fromkeys(columns, ".1%"))
-    add_alphas(report, "alpha by block and slot along a greedy chain", accepted)
-    add_trees(report, f"trees of at most {budget} nodes along the target's greedy answers", gains)
+    shares = dict.fromkeys(("frequency", "precision", "recall", "f1"), ".1%")
+    report.add_figures("rank_head", "does the rank head know where it is right?", ranks, shares)
+    title = "alpha by block and slot along a greedy chain, and what it would commit"
+    report.add_figures("alpha", title, alphas, dict.fromkeys(alphas[0].keys() - {"head", "chain"}, ".3f"))
+    title = f"trees of at most {budget} nodes along the target's greedy answers"
+    report.add_figures("trees", title, trees, {"tau": ".3f", "nodes": ".1f"})
 
 
 def answers(
     target: Path,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
-    dtype: str,
     layers: tuple[int, ...] = (),
     temperature: float = 0.0,
     seed: int = 0,
 ) -> list[tuple[Answer, int]]:
-    """The target's answers with the features of `layers` (empty: the default ones), and each prompt's length.
+    """The target's answers, in float32, with the features of `layers` (empty: the default ones), and each prompt's
+    length.
 
     At T > 0 the n-th is the answer to a request with the n-th seed from `seed` on.
     """
     lengths = [len(prompt) + new_tokens for prompt in prompts]
-    engine = load_engine(target, dtype=dtype, kv_tokens=sum(lengths) + 32 * len(lengths))
+    engine = load_engine(target, kv_tokens=sum(lengths) + 32 * len(lengths))
     texts = Answerer(engine, layers=layers).answer(prompts, lengths, temperature, seed, keyed=True)
     return list(zip(texts, map(len, prompts), strict=True))
 
@@ -93,22 +96,3 @@ def tree_gains(folder: Path, target: Path, texts: Sequence[tuple[Answer, int]], 
         head = SpecBlockHead(settings, widths, guided)
         gains[name] = replay_all(head, texts, budget)
     return gains
-
-
-def add_alphas(report: Report, title: str, accepted: Mapping[str, Acceptance]) -> None:
-    """Add alpha of each place of two blocks (or of eight steps), and what a greedy chain would commit."""
-    lines = []
-    for name, acceptance in accepted.items():
-        places = {f"{block + 1}.{slot + 1}": alpha for (block, slot), alpha in acceptance.alphas.items()}
-        lines.append({"head": name, **places, "chain": acceptance.length})
-    report.add_figures("alpha", title, lines, dict.fromkeys(lines[0].keys() - {"head", "chain"}, ".3f"))
-
-
-def add_trees(report: Report, title: str, gains: Mapping[str, Mapping[str, Replay]]) -> None:
-    """Add tau and verified nodes a step by head and kind of tree."""
-    lines = [
-        {"head": name, "tree": tree, "tau": gain.tau, "nodes": gain.nodes / max(1, gain.steps), "steps": gain.steps}
-        for name, trees in gains.items()
-        for tree, gain in trees.items()
-    ]
-    report.add_figures("trees", title, lines, {"tau": ".3f", "nodes": ".1f"})

@@ -21,7 +21,6 @@ from coppice.bench.bare import settings_of
 from coppice.bench.options import Options
 from coppice.bench.paper.rank import answers
 from coppice.bench.paper.replay import steps
-from coppice.bench.progress import Progress
 from coppice.bench.report import Check, Report
 from coppice.config.sections import DrafterSettings
 from coppice.heads.base import Head
@@ -32,6 +31,7 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree, paths
 from coppice.stack.spec import StackSpec
 from coppice.training.data.answerer import Answer
+from coppice.training.progress import Progress
 
 SEED = 1
 PREPARED = (1, 2, 4, 8)
@@ -78,7 +78,7 @@ def run_runahead(
             for temperature, budget in product(temperatures, budgets):
                 if (temperature, layers) not in written:
                     progress.say(f"the target answers, T={temperature:g}")
-                    said = answers(spec.target, prompts, new_tokens, "float32", layers, temperature, SEED)
+                    said = answers(spec.target, prompts, new_tokens, layers, temperature, SEED)
                     written[temperature, layers] = said
                 cell = f"{one.name}, T={temperature:g}, budget {budget}"
                 progress.say(cell)

@@ -11,7 +11,6 @@ from coppice.bench.asking import Ask, Asked, Group, Ids, asking, judged
 from coppice.bench.bare import NO_DRAFT, Bare, BareDraft
 from coppice.bench.calm import Calm
 from coppice.bench.measuring import Bench
-from coppice.bench.progress import Progress
 from coppice.bench.questions import Question
 from coppice.bench.report import HF_GENERATE, Verdict, exactness_checks
 from coppice.bench.run.answers import write_answers
@@ -23,6 +22,7 @@ from coppice.bench.turns import Taken, ask_again, count, in_turn
 from coppice.client.completion import Completion
 from coppice.errors import CoppiceError
 from coppice.speculation.sampling import SamplingParams
+from coppice.training.progress import Progress
 
 SEED = 1  # of the keyed noise, and of the bootstrap
 TUNING_PROMPTS = 2

@@ -14,7 +14,6 @@ import numpy as np
 
 from coppice.bench.asking import Ids, asking
 from coppice.bench.measuring import Bench
-from coppice.bench.progress import Progress
 from coppice.bench.report import Check
 from coppice.bench.services.asleep import Asleep
 from coppice.client.completion import Completion
@@ -22,6 +21,7 @@ from coppice.limits import TREE_ROOM
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import MODULES, Stack
 from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.training.progress import Progress
 
 HEAD = "asleep"
 ASLEEP = {**MODULES, "verifier": "coppice.bench.services.verifier", "drafter": "coppice.bench.services.drafter"}

@@ -18,7 +18,6 @@ from coppice.bench.asking import GREEDY, asking
 from coppice.bench.bare import NO_DRAFT, Bare, BareDraft
 from coppice.bench.measuring import running
 from coppice.bench.options import Options
-from coppice.bench.progress import Progress
 from coppice.bench.report import Report, make_row
 from coppice.bench.steps import costs, parts_of
 from coppice.bench.synthetic.profiles import expected_tau
@@ -26,6 +25,7 @@ from coppice.bench.turns import compare
 from coppice.client.client import Client
 from coppice.limits import MAX_TREE_NODES
 from coppice.stack.spec import StackSpec
+from coppice.training.progress import Progress
 
 PLAIN = "plain"
 ROWS = (1, 16, 32, 60, 90)  # of a forward, a session

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from coppice.bench.asking import GREEDY
 from coppice.bench.bare import Bare
-from coppice.bench.progress import Progress
 from coppice.bench.reference import Reference
 from coppice.bench.report import Check, Report
 from coppice.bench.synthetic.measure import Line, SyntheticPlan, expected_lines, measure_bare, measure_pipeline
 from coppice.engine.batch import Piece, pack
 from coppice.engine.engine import Engine
 from coppice.stack.spec import StackSpec
+from coppice.training.progress import Progress
 
 REPEATS = 15
 COPIED = {"cuda": 1 << 30, "cpu": 1 << 27}  # bytes, more than any cache holds

@@ -15,6 +15,7 @@ from coppice.errors import InvalidField
 from coppice.heads.checkpoints import read_output, read_target, save_head
 from coppice.stack.spec import HeadSpec
 from coppice.training.feature_heads import build_student, head_config
+from coppice.training.run_folder import replacing
 
 DRAFT_VOCAB = 32_000
 """SpecBlock, A.1, as EAGLE-3"""
@@ -68,12 +69,14 @@ def make_weights(
     if not (target / "config.json").is_file():
         with torch.device(device):
             model = auto.from_config(config, dtype=DTYPES[dtype])
-        _save(target, model.save_pretrained)
+        with replacing(target) as partial:
+            model.save_pretrained(partial)
         del model
     heads = []
     for kind in kinds:
         if not (folder / kind / "config.json").is_file():
-            _save(folder / kind, lambda partial, kind=kind: _make_head(partial, kind, config, target, dtype, seed))
+            with replacing(folder / kind) as partial:
+                _make_head(partial, kind, config, target, dtype, seed)
         heads.append(HeadSpec(kind, kind, folder / kind))
     return target, tuple(heads)
 
@@ -84,10 +87,3 @@ def _make_head(folder: Path, kind: str, config: Any, target: Path, dtype: str, s
     output = read_output(target).float()
     student = build_student(shape, parts.embedding, output, torch.arange(shape.draft_vocab_size), seed)
     save_head(folder, student.model.to(DTYPES[dtype]), shape, kind)
-
-
-def _save(folder: Path, write: Any) -> None:
-    """Write all of a folder, or nothing."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    write(partial)
-    partial.rename(folder)

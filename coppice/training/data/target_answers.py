@@ -91,16 +91,6 @@ class TargetAnswers:
             for name, weight in self.weights.items()
         ]
 
-    def greedy_texts(self, count: int) -> list[Answer]:
-        """Return up to `count` held-out texts of every domain that the target wrote at temperature 0."""
-        texts = []
-        for number, shard in enumerate(self.shards):
-            if shard.held_out and not shard.temperature:
-                starts = range(self._starts[number], self._starts[number + 1], self.plan.length)
-                rows = [torch.arange(start, start + self.plan.length) for start in starts[:count]]
-                texts += [Answer(*(part[0] for part in vars(self.read(row[None])).values())) for row in rows]
-        return texts
-
     def describe(self, folder: Path) -> None:
         """Copy into `folder` what a run's model card needs to know of the data, with the number of tokens answered."""
         shutil.copytree(self.folder / "data", folder, dirs_exist_ok=True)
@@ -156,7 +146,7 @@ def record_answers(
     layers = layers or default_feature_layers(depth)
     if max(layers) >= depth:
         raise InvalidField("--layers", f"{max(layers)} is not among 0..{depth - 1} of the target")
-    domains = _prepare(lines, target, folder / "data", plan, layers, default_feature_layers(depth))
+    domains = _prepare(lines, target, folder / "data", plan, layers)
     weights = {domain.name: domain.weight for domain in domains}
     shards = _planned(domains, plan)
     missing = [shard for shard in shards if not (folder / shard.name).exists()]
@@ -193,30 +183,19 @@ def _planned(domains: Sequence[Packed], plan: AnswerPlan) -> list[_Shard]:
     return shards
 
 
-def recorded_lines(folder: Path) -> list[str]:
-    """Return the corpora that a folder's answers were recorded from; none if it holds no answers."""
-    record = folder / "data" / LINES
-    lines: list[str] = json.loads(record.read_text(encoding="utf-8"))["lines"] if record.exists() else []
-    return lines
-
-
 def _prepare(
     lines: list[str],
     target: Path,
     folder: Path,
     plan: AnswerPlan,
     layers: tuple[int, ...],
-    unnamed: tuple[int, ...],
 ) -> list[Packed]:
-    """Return the corpora in the target's tokens, packed into `folder` unless an earlier recording has done so.
-
-    unnamed: the layers of a recording that names none.
-    """
+    """Return the corpora in the target's tokens, packed into `folder` unless an earlier recording has done so."""
     record = folder / LINES
     source = {"lines": lines, "target": str(target.resolve()), "seed": plan.seed, "temperatures": list(TEMPERATURES)}
     source["layers"] = list(layers)
     if record.exists():
-        held = {"layers": list(unnamed)} | json.loads(record.read_text(encoding="utf-8"))
+        held = json.loads(record.read_text(encoding="utf-8"))
         if held != source:
             raise DataError(f"{folder.parent} holds target answers made from {held}; these would be from {source}")
         return open_prepared(folder)

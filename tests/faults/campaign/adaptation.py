@@ -20,7 +20,7 @@ from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import CoppiceError
 from coppice.heads.checkpoints import load_head
 from coppice.heads.public_state import public_weights
-from coppice.messages.steps import WeightsHeader, WeightsPart
+from coppice.messages.weights import WeightsHeader, WeightsPart
 from coppice.stack.launch import ADAPTER, REDIS
 from coppice.stack.process import ProcessFailed
 from coppice.stack.spec import HeadSpec

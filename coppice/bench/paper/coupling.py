@@ -1,26 +1,23 @@
-"""Tables of whole answers: the same prompts and seeds, drafted in several ways by the same heads."""
+"""`bench paper coupling`: the same prompts and seeds, drafted with the target's own noise and without it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from coppice.bench.asking import Ids, asking, judged
 from coppice.bench.measuring import Bench
-from coppice.bench.progress import Progress
 from coppice.bench.report import Check, Row, make_row, method_table, with_speedups
-from coppice.bench.target_text import TargetText
 from coppice.bench.turns import compare
 from coppice.config.sections import FEATURE_KINDS
 from coppice.pictures.style import looks
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.spec import HeadSpec
+from coppice.training.progress import Progress
 
 COUPLED_KINDS = ("lm", *FEATURE_KINDS)
-SAMPLING_KINDS = ("bigram", "lm")
 GAINS = {"lm": 1.15, "specblock": 1.15}
 """what coupling is to multiply tau by at T=1, at least, by kind of head"""
 SEED = 1
@@ -42,26 +39,6 @@ def coupled(heads: Sequence[HeadSpec], budgets: Sequence[int]) -> Requests:
     return requests
 
 
-def chained(heads: Sequence[HeadSpec]) -> Requests:
-    """Trees, chains, and chains that are sampled and judged by p/q rejection, whose texts are others at T > 0."""
-    requests: Requests = {}
-    for head in heads:
-        requests[head.name, "tree"] = {"policy": f"single:{head.name}"}
-        requests[head.name, "chain"] = {"policy": f"single:{head.name}-chain"}
-        requests[head.name, "p/q"] = {"policy": f"single:{head.name}", "pq": True}
-    return requests
-
-
-def with_chains(heads: Sequence[HeadSpec], target: Path) -> tuple[HeadSpec, ...]:
-    """Each head, able to sample over the target's vocabulary, and beside it HEAD-chain, which drafts one branch."""
-    vocabulary = ("drafter.vocab_size", TargetText(target).vocab_size)
-    several: list[HeadSpec] = []
-    for head in heads:
-        several.append(replace(head, flags=(*head.flags, vocabulary)))
-        several.append(replace(head, name=f"{head.name}-chain", flags=(*head.flags, ("drafter.chain", True))))
-    return tuple(several)
-
-
 def decode(
     bench: Bench, requests: Requests, prompts: Sequence[Ids], temperatures: Sequence[float]
 ) -> dict[tuple[float, Way], Row]:
@@ -71,7 +48,6 @@ def decode(
     """
     report, plain = bench.report, ("", "plain")
     every = {plain: {"policy": "plain", "budget": 0}, **requests}
-    budget = bench.client.describe().default_budget
     rows: dict[tuple[float, Way], Row] = {}
     with Progress("answers", len(every) * (1 + len(prompts)) * len(temperatures)) as progress:
         for temperature in temperatures:
@@ -83,12 +59,10 @@ def decode(
             }
             asked = [(ids, SamplingParams(temperature=temperature, seed=SEED + at)) for at, ids in enumerate(prompts)]
             answers = compare(ways, [([ids], sampling) for ids, sampling in asked], progress, report.calm)
-            # Sampled chains have the target's law, and other draws.
-            free = [way for way, options in requests.items() if temperature > 0 and options.get("pq")]
-            verdicts = judged(bench.reference, asked, answers, free=free)
+            verdicts = judged(bench.reference, asked, answers)
             measured = with_speedups(
                 [
-                    make_row(" ".join(way).strip(), its, verdicts[way], every[way].get("budget", budget))
+                    make_row(" ".join(way).strip(), its, verdicts[way], every[way]["budget"])
                     for way, its in answers.items()
                 ]
             )
