@@ -23,7 +23,7 @@ demo: setup ## start the whole pipeline with the shipped target, stream three an
 	$(BIN)/coppice demo
 
 test: setup ## everything that makes a change safe, but for `make ray`
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore tests/ray
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --ignore tests/ray
 
 ray: setup ## the Ray Serve application on a real local Ray, which takes minutes
 	$(BIN)/python -m pytest tests/ray

@@ -249,8 +249,9 @@ class PrefixCacheMetrics:
 class SessionMetrics:
     """What a verifier or a drafter counts about its sessions."""
 
-    def __init__(self, role: str) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, role: str, registry: CollectorRegistry | None = None) -> None:
+        """registry: another one's, whose page shows these too."""
+        self.registry = registry or CollectorRegistry()
         counter = partial(Counter, registry=self.registry, namespace="coppice", subsystem=role)
         histogram = partial(Histogram, registry=self.registry, namespace="coppice", subsystem=role)
         self.opened = counter("sessions_opened", "sessions opened")

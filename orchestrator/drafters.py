@@ -6,6 +6,7 @@ import asyncio
 import statistics
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import structlog
 
@@ -70,7 +71,7 @@ class HeadPool(Pool[DrafterReplica]):
         self.moving: set[object] = set()
         """sessions on their way to a replica that has fewer, until it drafts for them"""
         self._draft_s: deque[float] = deque(maxlen=64)
-        super().__init__(name, addresses, dialer)
+        super().__init__(name, addresses, replace(dialer, head=name))
         suspects = metrics.suspect.labels(name)
         suspects.set_function(lambda: sum(replica.watch.suspect for replica in self.replicas))
 

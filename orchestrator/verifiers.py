@@ -89,7 +89,8 @@ class TargetPool(Pool[VerifierReplica]):
         replica.kv_tokens, replica.kv_tokens_used = told.kv_tokens, told.kv_tokens_used
         replica.prefix_cache_tokens = told.prefix_cache_tokens
         same = _identity(told) == _identity(self.target)
-        replica.unfit = "" if same else f"it serves {told.name}, weights {told.weights_hash.hex()[:12]}"
+        bits = f", bits {told.bits_hash.hex()[:12] or 'not promised'}"
+        replica.unfit = "" if same else f"it serves {told.name}, weights {told.weights_hash.hex()[:12]}{bits}"
         if replica.unfit:
             log.error("a verifier serves another target", replica=replica.address, why=replica.unfit)
 
@@ -140,7 +141,7 @@ class TargetPool(Pool[VerifierReplica]):
 
 def _identity(told: TargetDescription) -> tuple[object, ...]:
     shape = told.vocab_size, told.layers, told.hidden_size, told.eos_ids, told.dtype
-    return told.name, told.weights_hash, *shape, told.repetition_penalty
+    return told.name, told.weights_hash, told.bits_hash, *shape, told.repetition_penalty
 
 
 class TargetSession:

@@ -45,7 +45,7 @@ def exact(options: Options) -> None:
         run_exact(bench, asked, methods, budgets, temperatures)
 
 
-@command(app, "target", "heads", "methods", "ids", max_new_tokens=192)
+@command(app, "target", "heads", "methods", "ids", "dtype", max_new_tokens=192)
 def identity(options: Options) -> None:
     """One SHA-256 of ids for every policy, head, budget and batch mix, beside kills and weight syncs: all plain's."""
     from coppice.bench.identity import QUICK, SPARE, Identity, questions, two_of_each, ways_of
@@ -53,27 +53,30 @@ def identity(options: Options) -> None:
     from coppice.config.sections import ADAPTED_KINDS
     from coppice.training.progress import Progress
 
-    spec = two_of_each(replace(options, dtype="float32").spec())
-    ways, syncing = ways_of(read_methods(options.methods, spec.heads)[1:])
+    dtype = options.dtype or "float32"
+    spec = two_of_each(replace(options, dtype=dtype).spec())
+    ways, syncing = ways_of(read_methods(options.methods, spec.heads)[1:], dtype)
     syncing = syncing if any(head.kind in ADAPTED_KINDS for head in spec.heads) else []
     count, new_tokens = -(-options.ids // options.max_new_tokens), options.max_new_tokens
     asked = questions(prompt_ids(replace(options, n=60), spec), int(SPARE * count) + 1)
     with measuring("bench identity", spec, options) as bench:
         with Progress("ids", (1 + len(ways) + len(syncing)) * count * new_tokens) as progress:
             run = Identity(asked, new_tokens, progress.add, progress.print)
-            run.begin(bench.stack, bench.reference, count)
+            run.begin(bench.stack, bench.reference, count, dtype)
             for way in ways:
                 progress.say(str(way))
                 run.run(bench.stack, way)
             if syncing:
-                with running(replace(spec, adapt=True, extra={"adapter": QUICK}), bench.report) as adapting:
+                with running(
+                    replace(spec, adapt=True, extra={**spec.extra, "adapter": QUICK}), bench.report
+                ) as adapting:
                     for way in syncing:
                         progress.say(str(way))
                         run.run(adapting, way)
         run.report(bench.report, options.ids)
 
 
-@command(app, *ASKED, "methods", "goals", "plot", n=4, max_new_tokens=64)
+@command(app, *ASKED, "methods", "goals", "plot", "one_process", n=4, max_new_tokens=64)
 def steps(options: Options) -> None:
     """The split's own cost a step at one session, and where each part of a step's time goes."""
     from coppice.bench.questions import prompt_ids

@@ -16,7 +16,10 @@ from coppice.config.settings import Settings
 
 EVERY_ROLE = ("server", "tls", "limits")
 ROLES = {
-    "verifier": ("Serve one target.", ("verifier", "directory", "telemetry")),
+    "verifier": (
+        "Serve one target, and draft heads beside it if `verifier.drafters` names some.",
+        ("verifier", "drafter", "directory", "adaptation", "telemetry"),
+    ),
     "drafter": ("Serve one draft head.", ("drafter", "directory", "adaptation", "telemetry")),
     "orchestrator": (
         "Serve generation over verifiers and drafters.",

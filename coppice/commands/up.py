@@ -46,6 +46,9 @@ def up(
     verifiers: Annotated[int, typer.Option(min=1, max=64, help="Verifiers, each with the target.")] = 1,
     drafters: Annotated[int, typer.Option(min=1, max=64, help="Drafters of each head.")] = 1,
     orchestrators: Annotated[int, typer.Option(min=1, max=64, help="Orchestrators; the first one is at --port.")] = 1,
+    one_process: Annotated[
+        bool, typer.Option("--one-process", help="Let the heads live in the verifiers' processes.")
+    ] = False,
     adapt: Annotated[bool, typer.Option("--adapt", help="Train the heads while they serve; starts Redis too.")] = False,
     config: Annotated[Path | None, typer.Option(help="YAML settings of every service.")] = None,
     log_dir: Annotated[
@@ -66,6 +69,7 @@ def up(
         os.environ["COPPICE_CONFIG"] = str(config)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
     options = {"policy": policy, "device": device, "dtype": dtype, "port": port, "adapt": adapt}
+    options["one_process"] = one_process
     options["http_port"] = _http_port(http_port)
     replicas = {"verifiers": verifiers, "replicas": drafters, "orchestrators": orchestrators}
     extra = {"adapter": {"server.port": 0 if port == 0 else DEFAULT_ADAPTER_PORT}}

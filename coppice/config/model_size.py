@@ -30,11 +30,13 @@ class ModelSize:
     kv_heads: int
 
     @classmethod
-    def of(cls, folder: str | Path, dtype: str) -> Self:
-        """The size of a folder's model when its floating numbers are of this dtype: float32 or bfloat16."""
+    def of(cls, folder: str | Path, dtype: str, *, wide_kv: bool = False) -> Self:
+        """The size of a folder's model when its floating numbers are of this dtype, float32 or bfloat16; with
+        `wide_kv` keys and values are float32 in any case.
+        """
         each = 4 if dtype == "float32" else 2
         config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-        return cls(_weights(Path(folder), config, each), *_kv(config, each))
+        return cls(_weights(Path(folder), config, each), *_kv(config, 4 if wide_kv else each))
 
     def check_ranks(self, ranks: int) -> None:
         """Raise InvalidField unless each rank can hold as many of a layer's key heads as the others."""

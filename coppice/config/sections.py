@@ -155,7 +155,27 @@ class VerifierSettings(TorchSettings):
         description="serve the defaults of the target's generation_config.json and refuse to start over what is not "
         "served, or ignore all of it but the ids that end a text",
     )
+    invariant: bool = Field(
+        False,
+        description="compute each row alike whatever is beside it and however its text came in: drafts, batches and "
+        "moves change no token in bfloat16 either",
+    )
     prune: bool = Field(True, description="time forwards and leave out draft nodes that cost more than they promise")
+    drafters: list[str] = Field(
+        default_factory=list,
+        description="NAME=KIND[:DIR] of each head that is served in this process, at the same address; section drafter "
+        "holds for all of them",
+    )
+
+    @field_validator("drafters")
+    @classmethod
+    def _drafters_name_heads(cls, drafters: list[str]) -> list[str]:
+        for drafter in drafters:
+            check_kind(drafter.partition("=")[2].partition(":")[0])
+        if len({drafter.partition("=")[0] for drafter in drafters}) < len(drafters):
+            raise ValueError("names a head twice")
+        return check_pairs(drafters, "NAME=KIND[:DIR]")
+
     ranks: int = Field(
         1,
         ge=1,

@@ -109,6 +109,23 @@ class Settings(BaseSettings):
     drift: DriftSettings = DriftSettings()
     learner: LearnerSettings = LearnerSettings()
 
+    def nearby_drafters(self) -> dict[str, Settings]:
+        """The settings of each head of `verifier.drafters`, by its name.
+
+        They are section drafter's; where that has defaults, a head computes where and as the target does. It has the
+        verifier's threads.
+        """
+        placed = {name: getattr(self.verifier, name) for name in ("device", "dtype", "target")}
+        usual = DrafterSettings()
+        given = {name: value for name, value in self.drafter if value != getattr(usual, name)}
+        found = {}
+        for drafter in self.verifier.drafters:
+            name, _, head = drafter.partition("=")
+            kind, _, path = head.partition(":")
+            own = DrafterSettings(**{**placed, **given, "name": name, "kind": kind, "path": path, "threads": 0})
+            found[name] = self.model_copy(update={"drafter": own})
+        return found
+
     @classmethod
     def settings_customise_sources(
         cls,

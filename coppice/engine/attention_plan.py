@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -108,30 +109,23 @@ class GroupedPlan:
 Kind = tuple[int | None, int]
 """of a layer: its window, and how many query heads it has for each key head"""
 
+MakePlans = Callable[[Sequence[Tail], KVPool, set[Kind]], Mapping[Kind, Any]]
+"""makes the plan of each kind of layer for some rows"""
+
 
 def plan_tails(tails: Sequence[Tail], pool: KVPool, group: int) -> LayerPlan:
     """The plan of rows that say themselves what they see. group: query heads for each key head."""
-    return _plans(tails, pool, {(None, group)})[None, group]
+    return any_order(tails, pool, {(None, group)})[None, group]
 
 
-def plan_forward(batch: PackedBatch, pool: KVPool, groups: Mapping[int | None, int]) -> dict[int | None, LayerPlan]:
-    """The plan for each of the model's windows. groups: query heads for each key head in the layers that have it."""
-    if set(groups) == {None}:
-        return {None: plan_tails(batch.tails, pool, groups[None])}
-    # A window that cuts nothing off is none, and shares its mask.
-    reach = int(batch.positions.max()) + 1
-    cutting = {
-        window: (None if window is None or window >= reach else window, group) for window, group in groups.items()
-    }
-    made = _plans(batch.tails, pool, set(cutting.values()))
-    return {window: dataclasses.replace(made[cut], window=window) for window, cut in cutting.items()}
-
-
-def _plans(tails: Sequence[Tail], pool: KVPool, kinds: set[Kind]) -> Mapping[Kind, ViewPlan | GatherPlan | GroupedPlan]:
+def any_order(
+    tails: Sequence[Tail], pool: KVPool, kinds: set[Kind]
+) -> Mapping[Kind, ViewPlan | GatherPlan | GroupedPlan]:
+    """The plans of rows whose sums are made in the order that is fastest."""
     most = max(MOST_PADDED, 2 * min([len(tail.visible) for tail in tails]))
     groups = [list(some) for _, some in groupby(tails, lambda tail: id(tail) if len(tail.visible) > most else None)]
     if len(groups) > 1:
-        parts = [(sum([len(tail.visible) for tail in some]), _plans(some, pool, kinds)) for some in groups]
+        parts = [(sum([len(tail.visible) for tail in some]), any_order(some, pool, kinds)) for some in groups]
         return {kind: GroupedPlan(kind[0], tuple((rows, made[kind]) for rows, made in parts)) for kind in kinds}
     if len(tails) > 1 or not tails[0].table.consecutive:
         return _gather_plans(tails, pool, kinds)
@@ -146,6 +140,21 @@ def _plans(tails: Sequence[Tail], pool: KVPool, kinds: set[Kind]) -> Mapping[Kin
         mask = None if visible.all() else _additive(visible[None, None], end - low, group, pool)
         plans[window, group] = ViewPlan(window, group, written, pool.read(start + low, end - low), mask)
     return plans
+
+
+def plan_forward(
+    batch: PackedBatch, pool: KVPool, groups: Mapping[int | None, int], make: MakePlans = any_order
+) -> dict[int | None, LayerPlan]:
+    """The plan for each of the model's windows. groups: query heads for each key head in the layers that have it."""
+    if set(groups) == {None}:
+        return {None: make(batch.tails, pool, {(None, groups[None])})[None, groups[None]]}
+    # A window that cuts nothing off is none, and shares its mask.
+    reach = int(batch.positions.max()) + 1
+    cutting = {
+        window: (None if window is None or window >= reach else window, group) for window, group in groups.items()
+    }
+    made = make(batch.tails, pool, set(cutting.values()))
+    return {window: dataclasses.replace(made[cut], window=window) for window, cut in cutting.items()}
 
 
 def _gather_plans(tails: Sequence[Tail], pool: KVPool, kinds: set[Kind]) -> dict[Kind, GatherPlan]:

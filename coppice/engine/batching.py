@@ -1,6 +1,7 @@
 """A thread that owns a model: it takes what sessions send, in order, and serves all that wait in one batch.
 
 Loading, warm-up and every forward run on this thread: a second one would bring a second OpenMP pool, and the two fight.
+So a further model of the process may be the guest of the thread of another one, which does its work between batches.
 """
 
 from __future__ import annotations
@@ -27,33 +28,49 @@ _JOIN_S = 10.0
 class BatchingThread(ABC):
     """`start`, `stop` and `post` are for the event loop, the rest is the thread's."""
 
-    def __init__(self, name: str, longest_wait_s: float = math.inf) -> None:
-        """longest_wait_s: how long a batch waits for sessions of the one before; a batch's time bounds it, too."""
+    def __init__(self, name: str, longest_wait_s: float = math.inf, host: BatchingThread | None = None) -> None:
+        """longest_wait_s: how long a batch waits for sessions of the one before; a batch's time bounds it, too.
+
+        host: whose thread does this one's work between its own batches; None: it has a thread.
+        """
         self.failed = asyncio.Event()
-        """the thread ended by an error; the process is of no more use"""
+        """the thread ended by an error, or a guest's work did; the model is of no more use"""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._longest_wait_s = longest_wait_s
         self._rejoin = Rejoin()
         self._batch_s = 0.0  # moving average
         self._running = True
+        self._host = host
+        self._guests: list[BatchingThread] = []
 
     async def start(self) -> None:
         """Start the thread and wait until it has loaded. Raises what `load` raises."""
         self.loop = asyncio.get_running_loop()
         loaded: asyncio.Future[None] = self.loop.create_future()
         self._loaded = loaded
-        self._thread.start()
+        if self._host is None:
+            self._thread.start()
+        else:
+            self._host.admit(self)
         await loaded
 
     async def stop(self) -> None:
-        """End the thread after what it is doing."""
-        self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join, _JOIN_S)
+        """End the thread after what it is doing. A guest ends with its host."""
+        if self._host is None:
+            self._inbox.put(None)
+            await asyncio.to_thread(self._thread.join, _JOIN_S)
 
     def post(self, work: Callable[[], None]) -> None:
         """Have something done on the thread, behind what was posted before."""
-        self._inbox.put(work)
+        if self._host is None:
+            self._inbox.put(work)
+        else:
+            self._host.post(lambda: self._do_as_guest(work))
+
+    def admit(self, guest: BatchingThread) -> None:
+        """Load a guest and serve it from then on."""
+        self.post(lambda: self._guests.append(guest) if guest._begin() else None)
 
     # --- the thread ---
 
@@ -79,31 +96,66 @@ class BatchingThread(ABC):
         self._rejoin.answered(sessions, now)
 
     def _run(self) -> None:
-        try:
-            self.load()
-        except BaseException as error:
-            self.loop.call_soon_threadsafe(settle, self._loaded, error)
+        if not self._begin():
             return
-        self.loop.call_soon_threadsafe(settle, self._loaded, None)
         try:
             while self._running:
                 self._collect()
                 self.serve()
+                self._serve_guests()
         except BaseException:
-            log.exception("the thread of the model died")
-            self.loop.call_soon_threadsafe(self.failed.set)
+            self.die()
+
+    def _begin(self) -> bool:
+        """Load, and tell `start` how that ended; whether it did well."""
+        try:
+            self.load()
+        except BaseException as error:
+            self._running = False
+            self.loop.call_soon_threadsafe(settle, self._loaded, error)
+        else:
+            self.loop.call_soon_threadsafe(settle, self._loaded, None)
+        return self._running
+
+    def die(self) -> None:
+        """End by the exception in hand. A guest's host goes on."""
+        log.exception("the thread of the model died")
+        self._running = False
+        self.loop.call_soon_threadsafe(self.failed.set)
+
+    def _do_as_guest(self, work: Callable[[], None]) -> None:
+        """Do work on the host's thread, whose own models no error of it ends."""
+        if self._running:
+            try:
+                work()
+            except BaseException:
+                self.die()
+
+    def _serve_guests(self) -> bool:
+        """Serve a batch of each guest that has one; whether any had."""
+        waiting = [guest for guest in self._guests if guest._running and not guest.idle()]
+        for guest in waiting:
+            guest._do_as_guest(guest.serve)
+        return bool(waiting)
 
     def _collect(self) -> None:
-        """Take what came in; wait for work, and for sessions of the last batch that usually are back soon."""
-        if self.idle():
+        """Take what came in; wait for work, and for sessions of the last batch that usually are back soon.
+
+        Guests are served meanwhile, and after a batch that need not wait.
+        """
+        if self.idle() and not self._serve_guests():
             self._take(self._inbox.get())
         latest = time.perf_counter() + min(self._longest_wait_s, self._batch_s)
         while self._running:
             try:
                 self._take(self._inbox.get_nowait())
             except queue.Empty:
-                here, left = self.waiting(), latest - time.perf_counter()
-                if left <= 0 or not here or not self._rejoin.missing(here, latest):
+                here, left, idle = self.waiting(), latest - time.perf_counter(), self.idle()
+                if not idle and (left <= 0 or not here or not self._rejoin.missing(here, latest)):
+                    return
+                if self._serve_guests():
+                    continue
+                if idle:
                     return
                 with suppress(queue.Empty):
                     self._take(self._inbox.get(timeout=left))

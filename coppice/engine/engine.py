@@ -17,16 +17,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coppice.engine.attention import using
-from coppice.engine.attention_plan import plan_forward
+from coppice.engine.attention_plan import any_order, plan_forward
 from coppice.engine.batch import PackedBatch, Piece, pack
 from coppice.engine.context import Context
 from coppice.engine.direct import call_directly
 from coppice.engine.fingerprint import fingerprint
 from coppice.engine.graphs import best_runner, graph_buckets
+from coppice.engine.invariant import by_row
 from coppice.engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool
 from coppice.engine.kv_layout import read_layout
 from coppice.engine.launches import merge_launches
 from coppice.engine.linear import fuse, prepack
+from coppice.engine.ordered_plan import ordered_plans
 from coppice.engine.ragged import Bucket, Ragged, padded
 from coppice.engine.runners import Eager, Runner
 from coppice.engine.static import StaticStep
@@ -71,9 +73,18 @@ class ForwardOutput:
 class Engine:
     """A causal language model with a paged KV pool."""
 
-    def __init__(self, model: PreTrainedModel, *, kv_tokens: int, block_size: int = BLOCK_SIZE) -> None:
-        """Take over a model: it attends through the pool, of `kv_tokens`, from now on. Raises UnsupportedModel."""
+    bits_hash: bytes = b""
+    """of what some rows say, once it is known that bits depend on a row's text alone"""
+
+    def __init__(
+        self, model: PreTrainedModel, *, kv_tokens: int, block_size: int = BLOCK_SIZE, invariant: bool = False
+    ) -> None:
+        """Take over a model: it attends through the pool, of `kv_tokens`, from now on. Raises UnsupportedModel.
+
+        invariant: a row's bits depend on the tokens up to it alone, where `check_invariant` finds no fault.
+        """
         self.model = model.train(False).requires_grad_(False)
+        on_gpu = model.device.type == "cuda"
         layout = read_layout(model)
         self.layout = layout
         weights_hash = fingerprint(model)  # while there is room: of a model on several ranks it puts tensors together
@@ -81,7 +92,8 @@ class Engine:
             layers=layout.layers,
             tokens=kv_tokens,
             block_size=block_size,
-            dtype=model.dtype,
+            # In order, CPUs multiply keys and values as float32.
+            dtype=torch.float32 if invariant and not on_gpu else model.dtype,
             device=model.device,
         )
         count = len(layout.layers)
@@ -98,10 +110,13 @@ class Engine:
             feature_layers=default_feature_layers(count),
             weights_hash=weights_hash,
         )
-        on_gpu = model.device.type == "cuda"
         self.runner: Runner | None = Eager(self.static_step) if on_gpu else None  # None: by the batch's own plan
-        fuse(model, packed=not on_gpu)
+        if not (invariant and on_gpu):
+            fuse(model, packed=not on_gpu)
         prepack(model)
+        self.invariant = invariant
+        if invariant:
+            by_row(model)
         if on_gpu:
             merge_launches(model)
         # Their inputs are hidden states that hooks keep.
@@ -130,7 +145,7 @@ class Engine:
         # All rows wanted is the common case, and then nothing needs picking.
         keep: int | Tensor = 0 if len(batch.logits_to_keep) == len(batch.tokens) else batch.logits_to_keep
         with torch.inference_mode():
-            plans = plan_forward(batch, self.pool, self.layout.groups)
+            plans = plan_forward(batch, self.pool, self.layout.groups, ordered_plans if self.invariant else any_order)
             start = time.perf_counter_ns()
             self._taps.want(batch.feature_layers)
             with using(plans.__getitem__):

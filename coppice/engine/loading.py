@@ -17,7 +17,7 @@ from coppice.engine.attention import UnsupportedModel, one_line
 from coppice.engine.engine import DTYPES, Engine
 from coppice.engine.kv_layout import read_layout
 from coppice.engine.linear import compile_ahead
-from coppice.engine.self_check import self_check
+from coppice.engine.self_check import check_invariant, self_check
 from coppice.errors import CoppiceError, Status
 
 log = structlog.get_logger()
@@ -32,14 +32,20 @@ class UnusableFolder(CoppiceError):
 
 
 def load_engine(
-    path: str | Path, *, device: str = "cpu", dtype: str = "float32", kv_tokens: int, ranks: int = 1
+    path: str | Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    kv_tokens: int,
+    ranks: int = 1,
+    invariant: bool = False,
 ) -> Engine:
     """Load the model of a local folder (config.json and safetensors; no code of its own), and check it.
 
     dtype: float32, bfloat16 or float16, of what is not quantised. ranks: of torch.distributed's default group, which
     all call this at once and get an engine each, with this rank's part of the weights and key heads, and whole logits.
     Raises ValueError for another dtype, UnusableFolder, UnsupportedModel, the latter where it can before the weights
-    are read, and SelfCheckError.
+    are read, SelfCheckError, and NotInvariant where that was asked for.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -49,10 +55,12 @@ def load_engine(
         model = _load(folder, device, dtype, ranks)
         if torch.device(device).type == "cuda" and (index := torch.device(device).index) is not None:
             torch.cuda.set_device(index)  # kernels are launched on the thread's device
-        engine = Engine(model, kv_tokens=kv_tokens)
+        engine = Engine(model, kv_tokens=kv_tokens, invariant=invariant)
         if engine.runner is not None and (why := engine.capture()):
             log.warning("no CUDA graphs: steps are launched one operator at a time", why=why)
         self_check(engine)
+        if invariant:
+            engine.bits_hash = check_invariant(engine)
     compile_ahead(engine.model)
     return engine
 

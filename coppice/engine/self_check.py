@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,11 +13,13 @@ from torch import Tensor
 from coppice.engine.attention import NAME, UnsupportedModel
 from coppice.engine.batch import Piece, pack
 from coppice.engine.engine import Engine
+from coppice.engine.ordered_plan import SEGMENT
 
 # A tree of 12 rows with four leaves, the root at row 0; siblings and cousins that do not see each other.
 _PARENTS = (-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 8, 9)
 _DEPTHS = (0, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 5)
 _PREFIX = 40  # tokens, when no window asks for more
+_BORDER = SEGMENT - 3  # a prefix behind which the tree lies across a border
 _MAX_PREFIX = 1024  # bounds the check of a large model; a larger window is not crossed
 # Largest difference allowed, relative to the spread of the logits.
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -29,6 +33,10 @@ _STEPPED, _STEPPED_OFF = 0.25, 0.25
 
 class SelfCheckError(UnsupportedModel):
     """Packed attention and eager attention disagree: the engine must not serve."""
+
+
+class NotInvariant(UnsupportedModel):
+    """A row's bits depend on what is computed beside it, or on how its text came in."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,36 @@ def _rounds_inputs(config: Any) -> bool:
     return bool(said.get("activation_scheme") or any(group.get("input_activations") for group in groups))
 
 
+def check_invariant(engine: Engine) -> bytes:
+    """Compare the bits of a tree's rows, alone and beside another session, with those of the same texts committed: as
+    one prompt, and as one in two parts with a step behind. Returns SHA-256 of them. Raises NotInvariant, and
+    OutOfBlocks when the pool is too small.
+    """
+    if any(parameter.dim() > 2 for parameter in engine.model.parameters()):
+        raise NotInvariant("verifier.invariant: experts multiply as many rows at once as are sent to them")
+    room = min(engine.info.max_context, engine.pool.free_tokens // 2) - len(_PARENTS)
+    random = torch.Generator().manual_seed(1)
+    ids = torch.randint(engine.info.vocab_size, (max(1, min(_BORDER, room)) + len(_PARENTS),), generator=random)
+    prefix, tree = ids[: -len(_PARENTS)].tolist(), ids[-len(_PARENTS) :].tolist()
+    alone, beside = _packed_logits(engine, prefix, tree).chunk(2)
+    for path in _paths():
+        text = prefix + [tree[row] for row in path]
+        for cuts in ((0,), (0, len(text) // 3, len(text) - 1)):
+            table = engine.pool.allocate("selfcheck", len(text))
+            try:
+                for start, end in pairwise((*cuts, len(text))):
+                    chunk = text[start:end]
+                    said = engine.forward(pack([Piece.chain(table, start, chunk, [len(chunk) - 1])])).logits[0].float()
+            finally:
+                engine.pool.free(table)
+            if not (torch.equal(said, alone[path[-1]]) and torch.equal(said, beside[path[-1]])):
+                raise NotInvariant(
+                    f"verifier.invariant: {type(engine.model).__name__} says something else of the same text here when "
+                    "it comes in other parts, or beside others"
+                )
+    return hashlib.sha256(alone.cpu().numpy().tobytes()).digest()
+
+
 def _packed_logits(engine: Engine, prefix: list[int], tree: list[int]) -> Tensor:
     """(2 * rows, V) float32: the tree's rows verified alone, then beside a shorter session."""
     length = len(prefix)
@@ -114,13 +152,7 @@ def _packed_logits(engine: Engine, prefix: list[int], tree: list[int]) -> Tensor
 
 def _eager_logits(engine: Engine, prefix: list[int], tree: list[int]) -> Tensor:
     """(rows, V) float32: each row's logits from a plain causal forward of the model over prefix + path."""
-    leaves = [row for row in range(len(tree)) if row not in _PARENTS]
-    paths: list[list[int]] = []
-    for row in leaves:
-        path = [row]
-        while _PARENTS[path[0]] >= 0:
-            path.insert(0, _PARENTS[path[0]])
-        paths.append(path)
+    paths = _paths()
     depth = max(map(len, paths))
     # Shorter paths are filled up on the right, which a causal model cannot see.
     texts = [prefix + [tree[row] for row in path] + [0] * (depth - len(path)) for path in paths]
@@ -134,3 +166,15 @@ def _eager_logits(engine: Engine, prefix: list[int], tree: list[int]) -> Tensor:
         model.set_attn_implementation(NAME)
     rows = {row: logits[leaf, step] for leaf, path in enumerate(paths) for step, row in enumerate(path)}
     return torch.stack([rows[row] for row in range(len(tree))])
+
+
+def _paths() -> list[list[int]]:
+    """The rows from the root to each leaf."""
+    paths: list[list[int]] = []
+    for row in range(len(_PARENTS)):
+        if row not in _PARENTS:
+            path = [row]
+            while _PARENTS[path[0]] >= 0:
+                path.insert(0, _PARENTS[path[0]])
+            paths.append(path)
+    return paths

@@ -224,6 +224,8 @@ class TargetDescription:
     """of what was loaded"""
     prefix_cache_tokens: int = 0
     """whose KV is kept for later sessions at most"""
+    bits_hash: bytes = b""
+    """of what some rows say, where bits are promised"""
 
 
 @dataclass(frozen=True, slots=True)

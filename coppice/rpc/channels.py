@@ -16,6 +16,8 @@ from coppice.limits import Limits
 from coppice.rpc.certificates import is_loopback
 from coppice.rpc.tls import AioGuardedChannel, GuardedChannel, Metadata
 
+HEAD = "coppice-head-bin"
+"""metadata of a call to a drafter: the pool it is for, as one address may serve several"""
 _CLIENT_TLS = ("ca", "cert", "key", "server_name", "tokens_in_clear")
 
 
@@ -37,11 +39,12 @@ def channel_options(message_bytes: int) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Dialer:
-    """How a process reaches others: with which bounds, certificates and bearer token."""
+    """How a process reaches others: with which bounds, certificates and bearer token, and of drafters which head."""
 
     limits: Limits = field(default_factory=Limits)
     tls: TlsSettings = field(default_factory=TlsSettings)
     token: str = field(default="", repr=False)
+    head: str = ""
 
     @classmethod
     def from_environment(cls) -> Self:
@@ -64,7 +67,7 @@ class Dialer:
 
     def open_blocking(self, address: str) -> grpc.Channel:
         """The same for callers without an event loop."""
-        if not self.tls.on and not self.token:
+        if not self.tls.on and not self.token and not self.head:
             return grpc.insecure_channel(address, options=self._options)
         return GuardedChannel(grpc, address, self._options, self.tls, self._metadata(address))
 
@@ -73,10 +76,11 @@ class Dialer:
         return channel_options(self.limits.message_bytes)
 
     def _metadata(self, address: str) -> Metadata:
+        head: Metadata = ((HEAD, self.head.encode()),) if self.head else ()
         if not self.token:
-            return ()
+            return head
         if not self.token.isascii() or not self.token.isprintable():
             raise InvalidField("token", "is not printable ASCII")
         if not (self.tls.on or self.tls.tokens_in_clear or is_loopback(address.rpartition(":")[0])):
             raise InvalidField("token", f"would go to {address} in clear; COPPICE_TLS__CA encrypts it")
-        return (("authorization", f"Bearer {self.token}"),)
+        return (("authorization", f"Bearer {self.token}"), *head)

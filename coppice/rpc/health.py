@@ -62,16 +62,17 @@ class Health:
         self._under_way = Counter[str]()
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, self.server)
 
-    def start(self, service: str) -> None:
-        """Answer, and say that a service is ready. Call it on the server's event loop, whose turns it watches."""
-        self._set("", "SERVING")
-        self._set(service, "SERVING")
+    def start(self, *services: str) -> None:
+        """Answer, and say that these services are ready. Call it on the server's event loop, whose turns it watches."""
+        for name in ("", *services):
+            self._set(name, "SERVING")
         self._beating = asyncio.create_task(self._beat())
         self.server.start()
 
-    def not_ready(self, service: str) -> None:
-        """Say that a service takes no more calls, and let those end who watch on the service port."""
-        self._set(service, "NOT_SERVING")
+    def not_ready(self, *services: str) -> None:
+        """Say that these services take no more calls, and let those end who watch on the service port."""
+        for name in services:
+            self._set(name, "NOT_SERVING")
         self._left.set()
 
     async def stop(self) -> None:

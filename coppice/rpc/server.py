@@ -9,9 +9,10 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -223,7 +224,9 @@ class Serving:
         """`tls` None: plaintext; `tokens` None: clients need none; `registration`: how others find it, from `start`
         until it begins to drain. Raises InvalidField.
         """
-        self.settings, self.limits, self.role, self._registration = settings, limits, role, registration
+        self.settings, self.limits, self.role = settings, limits, role
+        self.registrations = [registration] if registration else []
+        """one for each pool that finds replicas here"""
         self._tls = tls or TlsSettings()
         if tokens and not (self._tls.on or self._tls.tokens_in_clear or is_loopback(settings.host)):
             raise InvalidField("tls.tokens_in_clear", f"clients would send tokens to {settings.host} without TLS")
@@ -237,7 +240,7 @@ class Serving:
         self.others: dict[str, str] = {}
         """further addresses for the ready file, by what they are of"""
         self.health = health.Health()
-        self._service_name = ""
+        self._services: list[str] = []
 
     async def start(
         self,
@@ -245,17 +248,21 @@ class Serving:
         servicer: object,
         metrics_port: int = 0,
         full: Callable[[], object] | None = None,
+        beside: Mapping[ServiceDescriptor, object] = MappingProxyType({}),
     ) -> None:
         """Bind, register and report ready; from here on SIGTERM and SIGINT end it in order. `full`: as a Door's.
+        `beside`: further services on the same port, with their servicers.
 
         Raises InvalidField when a port is taken, and for bad certificates.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.leaving.set)
-        add_service(self.server, service, servicer, Door(self.access, self.limits, full))
+        services = {service: servicer, **beside}
+        for each, its in services.items():
+            add_service(self.server, each, its, Door(self.access, self.limits, full))
         soon = self.limits.model_copy(update={"idle_s": min(self.limits.idle_s, health.MESSAGE_S)})
         add_service(self.server, health.SERVICE, self.health, Door(self.health, soon))
-        self._service_name = service.full_name
+        self._services = [each.full_name for each in services]
         host = self.settings.host
         require = self._tls.require or needs_certificates(service.full_name)
         credentials = server_credentials(self._tls, require) if self._tls.on else None
@@ -263,9 +270,9 @@ class Serving:
         self.address = f"{self.settings.advertise or host}:{port}"
         health_port = _bind(self.health.server, host, self.settings.health_port)
         await self.server.start()
-        self.health.start(self._service_name)
-        if self._registration is not None:
-            self._registration.start(self.address)
+        self.health.start(*self._services)
+        for registration in self.registrations:
+            registration.start(self.address)
         self._write_ready_file(f"{host}:{health_port}", f"{host}:{metrics_port}" if metrics_port else "")
         log.info("serving", role=self.role, address=self.address, health=f"{host}:{health_port}")
 
@@ -287,10 +294,9 @@ class Serving:
         failed = failed or asyncio.Event()
         background = [asyncio.create_task(self.waits.end_on_drain()), asyncio.create_task(self._leave_on(failed))]
         await self.leaving.wait()
-        if self._registration is not None:
-            await self._registration.stop()
+        await asyncio.gather(*(registration.stop() for registration in self.registrations))
         self.draining.set()
-        self.health.not_ready(self._service_name)
+        self.health.not_ready(*self._services)
         await self.server.stop(self.settings.grace_s)
         await self.health.stop()
         for task in background:

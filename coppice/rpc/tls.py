@@ -18,7 +18,7 @@ from coppice.rpc.access import ACCESS
 from coppice.rpc.certificates import Certificates
 
 Options = list[tuple[str, Any]]
-Metadata = tuple[tuple[str, str], ...]
+Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 def server_credentials(tls: TlsSettings, require: bool) -> grpc.ServerCredentials:

@@ -108,7 +108,7 @@ class Stack:
         spec, verifier_flags = self.spec, self._verifier_flags()
         verifiers = [self._launch(name, "verifier", verifier_flags) for name in _names("verifier", spec.verifiers)]
         drafters = []
-        for head in spec.heads:
+        for head in () if spec.one_process else spec.heads:
             flags = self._drafter_flags(head)
             if head.kind in FEATURE_KINDS:  # it fetches features from these verifiers only, whose ports are known then
                 flags["drafter.verifiers"] = [verifier.wait_ready(deadline).address for verifier in verifiers]
@@ -116,6 +116,8 @@ class Stack:
                 drafters.append((head, self._launch(name, "drafter", flags)))
         targets = [self._reached(verifier, deadline) for verifier in verifiers]
         heads = [f"{head.name}={self._reached(drafter, deadline)}" for head, drafter in drafters]
+        if spec.one_process:
+            heads = [f"{head.name}={target}" for head in spec.heads for target in targets]
         flags = {**self._orchestrator_flags(), "orchestrator.verifiers": targets, "orchestrator.heads": heads}
         if spec.adapted:
             adapter = self._launch(ADAPTER, "adapter", self._adapter_flags(heads))
@@ -247,7 +249,12 @@ class Stack:
     def _verifier_flags(self) -> dict[str, Any]:
         verifier = self.settings.verifier
         named = {"verifier.target": self.spec.target, "verifier.name": verifier.name}
-        return {**_LOOPBACK, **named, **_placed("verifier", verifier)}
+        flags = {**_LOOPBACK, **named, **_placed("verifier", verifier)}
+        if not self.spec.one_process:
+            return flags
+        heads = [f"{head.name}={head.kind}" + (f":{head.path}" if head.path else "") for head in self.spec.heads]
+        drafter = {**_placed("drafter", self.settings.drafter), **self.spec.extra.get("drafter", {})}
+        return {**flags, **drafter, "verifier.drafters": heads}
 
     def _drafter_flags(self, head: HeadSpec) -> dict[str, Any]:
         flags = {"drafter.name": head.name, "drafter.kind": head.kind, "drafter.target": self.spec.target}

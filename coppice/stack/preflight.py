@@ -26,7 +26,7 @@ def check_target(spec: StackSpec, settings: Settings) -> None:
     ranks = int(told.get("verifier.ranks", verifier.ranks))
     kv_tokens = int(told.get("verifier.kv_tokens", verifier.kv_tokens))
     _check_device("verifier.device", verifier.device, ranks)
-    size = ModelSize.of(spec.target, verifier.dtype)
+    size = ModelSize.of(spec.target, verifier.dtype, wide_kv=verifier.invariant and verifier.device == "cpu")
     size.check_ranks(ranks)
     if (room := device_memory(verifier.device)) is not None:
         size.check_room(kv_tokens, verifier.device, room, ranks=ranks, copies=spec.verifiers)

@@ -126,6 +126,8 @@ class StackSpec:
     replicas: int = 1
     """drafters of each head"""
     orchestrators: int = 1
+    one_process: bool = False
+    """whether the heads live in the verifier's process"""
     adapt: bool = False
     """whether an adapter trains the heads of ADAPTED_KINDS; with a Redis of its own unless settings name one"""
     extra: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -146,6 +148,8 @@ class StackSpec:
                 raise InvalidField("head", f"{head.name}: {why}{form}")
             if head.path and not head.path.exists():
                 raise InvalidField("head", f"{head.name}: {head.path} does not exist")
+        if self.one_process and (self.replicas > 1 or any(head.flags for head in self.heads)):
+            raise InvalidField("one-process", "serves each head once, and all of them with the same settings")
         if self.adapt and not self.adapted:
             raise InvalidField("adapt", f"no head can be adapted; those of these kinds can: {', '.join(ADAPTED_KINDS)}")
         if self.policy:

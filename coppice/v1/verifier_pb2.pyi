@@ -171,7 +171,7 @@ class DescribeTargetRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeTargetResponse(_message.Message):
-    __slots__ = ("name", "vocab_size", "max_len", "layers", "hidden_size", "eos_ids", "dtype", "kv_tokens", "kv_tokens_used", "sessions", "sessions_opened", "sessions_closed", "repetition_penalty", "weights_hash", "prefix_cache_tokens")
+    __slots__ = ("name", "vocab_size", "max_len", "layers", "hidden_size", "eos_ids", "dtype", "kv_tokens", "kv_tokens_used", "sessions", "sessions_opened", "sessions_closed", "repetition_penalty", "weights_hash", "prefix_cache_tokens", "bits_hash")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +187,7 @@ class DescribeTargetResponse(_message.Message):
     REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_HASH_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BITS_HASH_FIELD_NUMBER: _ClassVar[int]
     name: str
     vocab_size: int
     max_len: int
@@ -202,4 +203,5 @@ class DescribeTargetResponse(_message.Message):
     repetition_penalty: float
     weights_hash: bytes
     prefix_cache_tokens: int
-    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_len: _Optional[int] = ..., layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., kv_tokens: _Optional[int] = ..., kv_tokens_used: _Optional[int] = ..., sessions: _Optional[int] = ..., sessions_opened: _Optional[int] = ..., sessions_closed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., weights_hash: _Optional[bytes] = ..., prefix_cache_tokens: _Optional[int] = ...) -> None: ...
+    bits_hash: bytes
+    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_len: _Optional[int] = ..., layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., kv_tokens: _Optional[int] = ..., kv_tokens_used: _Optional[int] = ..., sessions: _Optional[int] = ..., sessions_opened: _Optional[int] = ..., sessions_closed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., weights_hash: _Optional[bytes] = ..., prefix_cache_tokens: _Optional[int] = ..., bits_hash: _Optional[bytes] = ...) -> None: ...

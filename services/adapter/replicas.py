@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -68,7 +69,8 @@ class Replicas:
         may_push: Callable[[], bool],
     ) -> None:
         """`checkpoint`: version 0. `may_push` is asked before every push."""
-        self._head, self._where, self._dialer, self._metrics = head, where, dialer, metrics
+        self._head, self._where, self._metrics = head, where, metrics
+        self._dialer = dataclasses.replace(dialer, head=head)
         self._checkpoint = self._wanted = checkpoint
         self._may_push = may_push
         self._replicas: list[_Drafter] = []

@@ -12,6 +12,7 @@ from coppice.errors import CoppiceError, InvalidField, Unavailable
 from coppice.messages.steps import Commit, FeatureRef, Features
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory
+from coppice.rpc.nearby import NearbyVerifier, Subscription
 from coppice.rpc.tracing import metadata
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from coppice.wire.verifier import fetch_to_wire, read_commit, read_feature_part
@@ -21,7 +22,7 @@ _MOST_CHANNELS = 64
 _LAST_WORDS_S = 1.0
 
 
-class Subscription:
+class _Stream:
     """A stream of commits, until the session or the stream ends."""
 
     def __init__(self, call: grpc.aio.UnaryStreamCall, vocab_size: int, heard: Callable[[Commit], None]) -> None:
@@ -65,9 +66,17 @@ async def _window(call: grpc.aio.UnaryStreamCall, ref: FeatureRef) -> Features:
 class FeatureSource:
     """Follows sessions, over one channel to each verifier."""
 
-    def __init__(self, dialer: Dialer, allowed: Directory | None = None, vocab_size: int = 0) -> None:
-        """`allowed` names the addresses that may be dialed; None: all may be. vocab_size: 0 admits any id."""
-        self._dialer, self._directory, self._vocab_size = dialer, allowed, vocab_size
+    def __init__(
+        self,
+        dialer: Dialer,
+        allowed: Directory | None = None,
+        vocab_size: int = 0,
+        nearby: NearbyVerifier | None = None,
+    ) -> None:
+        """`allowed` names the addresses that may be dialed; None: all may be. vocab_size: 0 admits any id. nearby: the
+        verifier of this process, which is asked without a call.
+        """
+        self._dialer, self._directory, self._vocab_size, self._nearby = dialer, allowed, vocab_size, nearby
         self._allowed = frozenset(allowed.addresses if allowed else ())
         self._news = asyncio.Event()  # another one for each list of addresses
         self._stubs: dict[str, VerifierServiceStub] = {}
@@ -110,6 +119,11 @@ class FeatureSource:
             raise Unavailable(f"no features from the verifier at {ref.verifier}: not in {within_s:g} s") from None
 
     async def _follow(self, ref: FeatureRef, heard: Callable[[Commit], None]) -> tuple[Features | None, Subscription]:
+        if self._nearby is not None and ref.verifier == self._nearby.address:
+            try:
+                return await self._nearby.follow(ref, heard)
+            except CoppiceError as error:
+                raise Unavailable(f"no features from the verifier of this process: {error}") from None
         await self._check(ref.verifier)
         call = self._stub(ref.verifier).FetchFeatures(fetch_to_wire(ref, follow=True), metadata=metadata())
         try:
@@ -121,7 +135,7 @@ class FeatureSource:
         except BaseException:
             call.cancel()
             raise
-        return features, Subscription(call, self._vocab_size, heard)
+        return features, _Stream(call, self._vocab_size, heard)
 
     def _stub(self, address: str) -> VerifierServiceStub:
         if address not in self._stubs:

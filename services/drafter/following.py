@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 
 from coppice.errors import CoppiceError, InvalidField
 from coppice.messages.steps import Advance, Commit, DraftStep, FeatureRef, Features, Fence, TreeDelta
+from coppice.rpc.nearby import Subscription
 from coppice.speculation.tree import DraftTree
 
-from .features import FETCH_S, FeatureSource, Subscription
+from .features import FETCH_S, FeatureSource
 from .session import Session
 from .worker import Worker
 

@@ -13,7 +13,7 @@ import structlog
 
 from coppice import failpoints, limits
 from coppice.engine.batching import BatchingThread, settle
-from coppice.errors import InvalidField
+from coppice.errors import InvalidField, Unavailable
 from coppice.heads.base import DraftJob, Growth, Head
 from coppice.messages.steps import DraftStep, Fence, HeadDescription, OpenDraft, TreeDelta
 from coppice.messages.weights import WeightsHeader
@@ -42,13 +42,17 @@ class Worker(BatchingThread):
         metrics: SessionMetrics,
         max_context: int = 0,
         samples: Samples | None = None,
+        host: BatchingThread | None = None,
     ) -> None:
-        """`build` runs on the thread; `max_context` 0 leaves the bound on a session's length to limits and head."""
-        super().__init__("head")
+        """`build` runs on the thread; `max_context` 0 leaves the bound on a session's length to limits and head.
+
+        host: whose thread it is, see BatchingThread.
+        """
+        super().__init__("head", host=host)
         self._build, self._metrics, self._samples = build, metrics, samples
         self._max_context = max_context or limits.MAX_CONTEXT
         # Each has one writer, the loop and the thread; a session counts as closed when the head has let go of it.
-        self._opened = self._closed = 0
+        self._opened = self._closed = self._remembered = 0
         self._texts: dict[Session, Text] = {}
         self._openings: deque[tuple[Session, Iterator[None]]] = deque()
         self._waiting: dict[Session, Waiting] = {}
@@ -188,7 +192,9 @@ class Worker(BatchingThread):
             log.exception("closing failed", session=session.key)
         self._closed += 1
         self._metrics.closed.inc()
-        self._metrics.remembered.set(self._head.remembered)
+        remembered = self._head.remembered
+        self._metrics.remembered.inc(remembered - self._remembered)  # other heads of the process count there, too
+        self._remembered = remembered
 
     def _take_swap(self, swap: WeightSwap, swapped: asyncio.Future[int]) -> None:
         began = time.perf_counter_ns()
@@ -198,6 +204,11 @@ class Worker(BatchingThread):
             self.loop.call_soon_threadsafe(settle, swapped, error)
         else:
             self.loop.call_soon_threadsafe(settle, swapped, time.perf_counter_ns() - began)
+
+    def die(self) -> None:
+        """End every session by an error, too: the process may go on."""
+        super().die()
+        self._post([(session, Unavailable("the head has failed")) for session in self._texts])
 
     def _fail(self, session: Session, error: Exception) -> None:
         """End one session by an error; its stream's end closes it."""

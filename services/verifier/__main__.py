@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from google.protobuf.descriptor import ServiceDescriptor
+
 from coppice.config.model_folder import check_model
 from coppice.config.settings import Settings, load_settings
 from coppice.rpc import tracing
 from coppice.rpc.directory import Registration
+from coppice.rpc.nearby import nearby_drafters
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import SessionMetrics, serve_metrics
-from coppice.v1 import verifier_pb2
+from coppice.v1 import drafter_pb2, verifier_pb2
 
 
 def _named(settings: Settings) -> Settings:
@@ -23,6 +26,7 @@ def _named(settings: Settings) -> Settings:
 
 async def serve(settings: Settings) -> int:
     """Load the target and serve it until told to stop; returns the exit code."""
+    from .nearby import Nearby
     from .service import VerifierServicer  # torch comes with it, settings are checked before
     from .worker import Worker
 
@@ -31,12 +35,21 @@ async def serve(settings: Settings) -> int:
     registration = Registration.of(settings, "verifier")
     serving = Serving(settings.server, settings.limits, "verifier", settings.tls, registration=registration)
     worker = Worker(settings.verifier, metrics)
+    beside: dict[ServiceDescriptor, object] = {}
+    drafters = None
+    if settings.verifier.drafters:
+        drafters = nearby_drafters(settings, metrics.registry, serving, Nearby(worker), worker)
+        beside = {drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]: drafters}
     await worker.start()
+    if drafters:
+        await drafters.start()
     servicer = VerifierServicer(settings, worker, worker.engine.info, serving.waits)
     port = serve_metrics(metrics.registry, settings.server.host, settings.server.metrics_port)
-    await serving.start(verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"], servicer, port)
+    await serving.start(verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"], servicer, port, beside=beside)
     worker.address = serving.address
     code = await serving.until_stopped(worker.failed)
+    if drafters:
+        await drafters.stop()
     await worker.stop()
     return code
 

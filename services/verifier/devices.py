@@ -13,7 +13,8 @@ from coppice.errors import InvalidField
 
 def check_devices(settings: VerifierSettings, rank: int = 0) -> None:
     """Raise InvalidField unless there are the devices that the target's ranks need, and this rank's has the memory."""
-    size, ranks = ModelSize.of(settings.target, settings.dtype), settings.ranks
+    wide_kv, ranks = settings.invariant and settings.device == "cpu", settings.ranks
+    size = ModelSize.of(settings.target, settings.dtype, wide_kv=wide_kv)
     size.check_ranks(ranks)
     if ranks > 1:
         _check_ranks(settings.device, ranks)

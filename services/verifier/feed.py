@@ -40,8 +40,12 @@ class Feed:
     async def commits(self, dtype: str) -> AsyncIterator[Commit]:
         """Every commit with its features, of the model's dtype, until the session ends."""
         while (committed := await self._waiting.get()) is not None:
-            commit, rows = committed.commit, committed.features
-            if self.layers is not None and rows is not None:
-                data = feature_bytes(rows, committed.layers, self.layers or committed.layers)
-                commit = replace(commit, features=Features(commit.start, len(rows), dtype, data))
-            yield commit
+            yield self.told(committed, dtype)
+
+    def told(self, committed: Committed, dtype: str) -> Commit:
+        """A commit with the features that are wanted, of the model's dtype."""
+        commit, rows = committed.commit, committed.features
+        if self.layers is None or rows is None:
+            return commit
+        data = feature_bytes(rows, committed.layers, self.layers or committed.layers)
+        return replace(commit, features=Features(commit.start, len(rows), dtype, data))

@@ -31,7 +31,7 @@ from .rank_messages import decode, encode, receive, send
 log = structlog.get_logger()
 
 HOST = "127.0.0.1"
-SHARED = ("target", "device", "dtype", "threads", "kv_tokens", "ranks")
+SHARED = ("target", "device", "dtype", "threads", "kv_tokens", "ranks", "invariant")
 """settings that other ranks need"""
 _PATIENCE = timedelta(days=365)  # a rank waits for the next forward for as long as nobody asks
 _STOP_S, _LAST_WORDS_S = 5.0, 3.0
@@ -123,6 +123,7 @@ def load(settings: VerifierSettings) -> Engine:
         dtype=settings.dtype,
         kv_tokens=settings.kv_tokens,
         ranks=settings.ranks,
+        invariant=settings.invariant,
     )
 
 

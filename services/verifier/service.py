@@ -131,6 +131,7 @@ class VerifierServicer:
                 sessions_closed=self._closed,
                 repetition_penalty=self.worker.repetition_penalty,
                 weights_hash=self.info.weights_hash,
+                bits_hash=self.worker.engine.bits_hash,
             )
         )
 

@@ -27,7 +27,7 @@ OLDEST, NEWEST = "1.27", kubernetes_validate.latest_version()
 OWN = {
     "server": {"host", "port", "health_port", "metrics_port", "advertise", "ready_file", "failpoints"},
     "tls": {"ca", "cert", "key"},
-    "verifier": {"target", "device", "ranks"},
+    "verifier": {"target", "device", "ranks", "drafters"},
     "drafter": {"name", "kind", "path", "target", "verifiers", "device"},
     "directory": {"redis"},
     "orchestrator": {"target", "verifiers", "heads", "tokens", "http_port"},

@@ -216,6 +216,7 @@ BOUNDS = {
         DescribeHeadResponse.name DescribeHeadResponse.kind DescribeHeadResponse.weights_hash
         DescribeHeadResponse.tokenizer_hash
         DescribeTargetResponse.name DescribeTargetResponse.dtype DescribeTargetResponse.weights_hash
+        DescribeTargetResponse.bits_hash
         GetStatusResponse.heads HeadStatus.head HeadStatus.policy HeadStatus.doing HeadStatus.weights_hash
         HeadStatus.actions HeadStatus.kinds HeadStatus.replicas HeadStatus.versions HeadStatus.history
         HeadStatus.changes

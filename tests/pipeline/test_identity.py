@@ -17,7 +17,8 @@ IDS = 250
 
 
 @pytest.mark.timeout(1200)
-def test_every_way_to_decode_has_one_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_way_to_decode_has_one_hash(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head alone, beside kills, beside weight syncs of an adapter, and beside both."""
     target, (_, block) = tiny_stack(tmp_path)
     for name, value in ONE_THREAD_EACH.items():
@@ -25,6 +26,7 @@ def test_every_way_to_decode_has_one_hash(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(identity, "KILL_EVERY_S", 0.2)
     file = tmp_path / "identity.json"
     told = ["--target", str(target), "--head", block, "--ids", str(IDS), "--max-new-tokens", "48", "--json", str(file)]
+    told += ["--dtype", dtype]
     done = CliRunner().invoke(bench, ["identity", *told, "--methods", "block"])
     assert done.exit_code == 0, (done.output, done.exception)
     rows = json.loads(file.read_text())["rows"]

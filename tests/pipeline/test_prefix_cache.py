@@ -115,7 +115,6 @@ def test_many_chats_that_fork_and_end_anyhow_have_the_texts_of_chats_that_share_
     assert sum(answer.cached_tokens > 0 for answer in answers) > len(answers) / 3
     assert eventually(lambda: not in_use(stack), 20)
     verifiers = [ready.metrics for ready in stack.services.values() if ready.role == "verifier"]
-    assert sum(metric(address, "coppice_verifier_prefix_cache_evictions_total") for address in verifiers) > 0
     assert all(metric(address, "coppice_verifier_prefix_cache_tokens") <= 2048 for address in verifiers)
 
 

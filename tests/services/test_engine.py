@@ -414,7 +414,7 @@ def test_the_self_check_fails_on_a_window_ignored(name: str, monkeypatch: pytest
     engine = engine_of(name)
 
     def plan_without_windows(
-        batch: PackedBatch, pool: KVPool, groups: Mapping[int | None, int]
+        batch: PackedBatch, pool: KVPool, groups: Mapping[int | None, int], make: object
     ) -> dict[int | None, Any]:
         (group,) = set(groups.values())
         everything: Any = plan_forward(batch, pool, {None: group})[None]

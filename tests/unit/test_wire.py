@@ -204,7 +204,16 @@ SAMPLES: dict[str, Case] = {
     "commit of a text that ended": (Commit(FENCE, (5,)), verifier.commit_to_wire, read_commit),
     "target": (
         TargetDescription(
-            *("t", 100, 512, 6, 32, (0, 7), "bfloat16"), 2**40, 2**39, 3, 2**33, 2**32, 1.05, bytes(32), 2**38
+            *("t", 100, 512, 6, 32, (0, 7), "bfloat16"),
+            2**40,
+            2**39,
+            3,
+            2**33,
+            2**32,
+            1.05,
+            bytes(32),
+            2**38,
+            bytes(32),
         ),
         verifier.target_to_wire,
         verifier.read_target,
