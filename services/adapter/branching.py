@@ -109,6 +109,7 @@ class Branching:
         begin, variant = kinds[number].variant, kinds.free_variant(number)
         if not variant:
             return
+        rollout.doing = "training"
         pace = await rollout.on_thread(CpuShare, self._share)
         trained = await rollout.train(rollout.training.learn, variant, begin, texts, held_out, pace.rest)
         if trained is None:
