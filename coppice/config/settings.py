@@ -112,8 +112,8 @@ class Settings(BaseSettings):
     def nearby_drafters(self) -> dict[str, Settings]:
         """The settings of each head of `verifier.drafters`, by its name.
 
-        They are section drafter's; where that has defaults, a head computes where and as the target does. It has the
-        verifier's threads.
+        They are section drafter's; where that has defaults, a head computes where and as the target does, with as many
+        threads.
         """
         placed = {name: getattr(self.verifier, name) for name in ("device", "dtype", "target")}
         usual = DrafterSettings()
@@ -122,7 +122,7 @@ class Settings(BaseSettings):
         for drafter in self.verifier.drafters:
             name, _, head = drafter.partition("=")
             kind, _, path = head.partition(":")
-            own = DrafterSettings(**{**placed, **given, "name": name, "kind": kind, "path": path, "threads": 0})
+            own = DrafterSettings(**{**placed, **given, "name": name, "kind": kind, "path": path})
             found[name] = self.model_copy(update={"drafter": own})
         return found
 

@@ -2,6 +2,7 @@
 
 Loading, warm-up and every forward run on this thread: a second one would bring a second OpenMP pool, and the two fight.
 So a further model of the process may be the guest of the thread of another one, which does its work between batches.
+A guest computes with as many of torch's threads as its `load` set, if it set any; the host's number comes back after it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import structlog
+import torch
 
 from coppice.engine.rejoin import Rejoin
 
@@ -43,6 +45,7 @@ class BatchingThread(ABC):
         self._running = True
         self._host = host
         self._guests: list[BatchingThread] = []
+        self._threads = 0  # a guest's; known once it has loaded
 
     async def start(self) -> None:
         """Start the thread and wait until it has loaded. Raises what `load` raises."""
@@ -70,7 +73,14 @@ class BatchingThread(ABC):
 
     def admit(self, guest: BatchingThread) -> None:
         """Load a guest and serve it from then on."""
-        self.post(lambda: self._guests.append(guest) if guest._begin() else None)
+
+        def load() -> None:
+            with guest._own_threads():
+                loaded = guest._begin()
+            if loaded:
+                self._guests.append(guest)
+
+        self.post(load)
 
     # --- the thread ---
 
@@ -127,9 +137,22 @@ class BatchingThread(ABC):
         """Do work on the host's thread, whose own models no error of it ends."""
         if self._running:
             try:
-                work()
+                with self._own_threads():
+                    work()
             except BaseException:
                 self.die()
+
+    @contextmanager
+    def _own_threads(self) -> Iterator[None]:
+        """torch computes with a guest's threads inside, and with its host's again behind."""
+        host = torch.get_num_threads()
+        if self._threads:
+            torch.set_num_threads(self._threads)
+        try:
+            yield
+        finally:
+            self._threads = torch.get_num_threads()
+            torch.set_num_threads(host)
 
     def _serve_guests(self) -> bool:
         """Serve a batch of each guest that has one; whether any had."""

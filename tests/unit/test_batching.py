@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Collection, Hashable
 
 import pytest
+import torch
 
 from coppice.engine.batching import BatchingThread
 
@@ -89,3 +90,35 @@ async def test_a_guest_that_does_not_load_is_none(host: Adder) -> None:
         await Adder("broken", host).start()
     await host.add(1)
     assert host.batches == [[1]]
+
+
+class Counter(Adder):
+    """Notes with how many of torch's threads it serves; `load` sets their number unless it is 0."""
+
+    def __init__(self, name: str, threads: int, host: BatchingThread | None = None) -> None:
+        super().__init__(name, host)
+        self._set = threads
+        self.counts: set[int] = set()
+
+    def load(self) -> None:
+        if self._set:
+            torch.set_num_threads(self._set)
+
+    def serve(self) -> None:
+        self.counts.add(torch.get_num_threads())
+        super().serve()
+
+
+async def test_a_guest_computes_with_its_own_threads_and_the_host_with_its_own() -> None:
+    host = Counter("host", 3)
+    guests = [Counter("two", 2, host), Counter("silent", 0, host)]
+    broken = Counter("broken", 5, host)
+    for thread in (host, *guests, broken):
+        await thread.start()
+    broken.post(lambda: broken.numbers.append(NONE_SUCH))
+    async with asyncio.timeout(10):
+        await broken.failed.wait()
+    for number in range(10):
+        await asyncio.gather(host.add(number), *(guest.add(number) for guest in guests))
+    await host.stop()
+    assert [thread.counts for thread in (host, *guests)] == [{3}, {2}, {3}]
