@@ -24,10 +24,11 @@ def documented(language: str, containing: str = "") -> str:
 class Authority:
     """A folder with an authority and a certificate of its for each role, and for a stranger."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, more: str = "") -> None:
+        """more: further commands, such as an `issue` of another certificate for a role."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        script = documented("sh", "openssl req") + '\nissue stranger ""\n'
+        script = documented("sh", "openssl req") + '\nissue stranger ""\n' + more
         subprocess.run(["sh", "-euc", script], cwd=folder, check=True, capture_output=True)
 
     def tls(self, role: str = "", **more: object) -> TlsSettings:

@@ -1,0 +1,220 @@
+"""Heads in the verifiers' processes under faults: they fail, drain, are killed and learn, and texts never notice.
+
+All of it with certificates, and with a registry in which replicas find each other.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from coppice.adaptation.client import AdapterClient
+from coppice.bench.reference import Reference
+from coppice.client.client import Client
+from coppice.errors import Unavailable
+from coppice.messages.generation import Chunk
+from coppice.messages.steps import HeadDescription
+from coppice.rpc.channels import Dialer
+from coppice.speculation.sampling import SamplingParams
+from coppice.stack.launch import Stack
+from coppice.stack.redis_server import LocalRedis
+from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.telemetry import metric, scrape
+from services.adapter.push import DrafterLink
+from tests.certificates import Authority
+from tests.faults.campaign.adaptation import QUICK
+from tests.mortal_head import DIES, FAILS
+from tests.pipeline.test_extend import install
+from tests.pipeline.test_feature_heads import PROMPTS, heads, target
+from tests.signals import eventually
+
+__all__ = ["heads", "target"]  # fixtures
+
+NEW, LONG = 24, 200
+VERIFIERS = ("verifier-0", "verifier-1")
+POOLS = ("verifier", "block", "mortal")
+SAMPLED = SamplingParams(temperature=1.0, seed=4)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Its certificate for verifiers names drafters, too."""
+    return Authority(tmp_path_factory.mktemp("authority"), 'issue verifier ",DNS:drafter"\n')
+
+
+@pytest.fixture(scope="module")
+def registry() -> Iterator[LocalRedis]:
+    redis = LocalRedis()
+    redis.start()
+    yield redis
+    redis.stop()
+
+
+@pytest.fixture(scope="module")
+def stack(
+    authority: Authority,
+    registry: LocalRedis,
+    target: Path,
+    heads: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Stack]:
+    """Two verifiers with two heads each, an orchestrator and an adapter."""
+    packages = tmp_path_factory.mktemp("packages")
+    install(packages, "mortal", {"coppice.heads": {"mortal": "tests.mortal_head:MortalHead"}})
+    at = {"directory.redis": registry.url, "directory.poll_s": 0.3, "adaptation.redis": registry.url}
+    found = {
+        "verifier": {},
+        "orchestrator": {
+            "orchestrator.verifiers": "redis",
+            "orchestrator.heads": ["block=redis", "mortal=redis"],
+            "orchestrator.draft_deadline_ms": 20_000,
+        },
+        "adapter": {**QUICK["adapter"], "adapter.drafters": "block=redis"},
+    }
+    spec = StackSpec(
+        target=target,
+        heads=(HeadSpec("block", "specblock", heads["block"]), HeadSpec("mortal", "mortal")),
+        one_process=True,
+        dtype="float32",
+        verifier_threads=1,
+        drafter_threads=1,
+        verifiers=2,
+        adapt=True,
+        extra={
+            **{role: {**QUICK["drafter"], **at, **authority.flags(role), **more} for role, more in found.items()},
+            "drafter": {"drafter.verifiers": "redis"},
+        },
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(packages)
+        patch.setenv("PYTHONPATH", str(packages), prepend=os.pathsep)
+        with Stack(spec, log_dir=tmp_path_factory.mktemp("logs")) as running:
+            yield running
+    assert not running.unclean
+
+
+@pytest.fixture(scope="module")
+def client(stack: Stack, authority: Authority) -> Iterator[Client]:
+    with Client(stack.address, dialer=authority.dialer()) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def reference(target: Path) -> Reference:
+    return Reference(target, "float32", threads=1)
+
+
+def fit(stack: Stack) -> list[int]:
+    """Replicas of each pool that the orchestrator would use."""
+    told = {
+        sample.labels["pool"]: int(sample.value)
+        for sample in scrape(stack.orchestrator.metrics)
+        if sample.name == "coppice_replicas_fit"
+    }
+    return [told[pool] for pool in POOLS]
+
+
+def drafted(stack: Stack) -> float:
+    """How many batches the heads of all verifiers have drafted."""
+    running = [name for name in VERIFIERS if stack.processes[name].exit_code is None]
+    return sum(metric(stack.services[name].metrics, "coppice_drafter_forwards_total") for name in running)
+
+
+async def described(stack: Stack, authority: Authority, verifier: str, head: str) -> HeadDescription:
+    """What the adapter would hear of a head."""
+    tls = authority.tls("adapter")
+    async with DrafterLink(stack.services[verifier].address, Dialer(tls=tls, head=head)) as link:
+        return await link.describe()
+
+
+def texts_are_plains(client: Client, reference: Reference, policy: str, prompts: list[tuple[int, ...]]) -> None:
+    """Greedy ones the reference's, sampled ones plain decoding's."""
+    for prompt in prompts:
+        told = {"max_new_tokens": NEW, "ignore_eos": True}
+        assert client.generate(prompt, policy=policy, **told).ids == reference.greedy(prompt, NEW).ids
+        plain = client.generate(prompt, policy="plain", sampling=SAMPLED, **told).ids
+        assert client.generate(prompt, policy=policy, sampling=SAMPLED, **told).ids == plain
+
+
+def interrupted(client: Client, blow: Callable[[], object]) -> tuple[int, ...]:
+    """A drafted answer in whose middle something happens."""
+    ids: list[int] = []
+    for event in client.stream(PROMPTS[1], max_new_tokens=LONG, ignore_eos=True, policy="single:block"):
+        if isinstance(event, Chunk):
+            before = len(ids)
+            ids += event.ids
+            if before < 20 <= len(ids):
+                blow()
+    return tuple(ids)
+
+
+def test_every_head_registers_beside_its_verifier_and_one_certificate_serves_both(
+    stack: Stack, client: Client, reference: Reference
+) -> None:
+    assert eventually(lambda: fit(stack) == [2, 2, 2], 10)
+    before = drafted(stack)
+    for policy in ("single:block", "single:mortal", "merge"):
+        texts_are_plains(client, reference, policy, PROMPTS[1:])
+    assert drafted(stack) > before
+
+
+def test_the_adapter_trains_the_heads_and_pushes_to_every_verifier(
+    stack: Stack, client: Client, reference: Reference, authority: Authority
+) -> None:
+    def pushed() -> bool:
+        texts_are_plains(client, reference, "single:block", PROMPTS[1:])
+        (head,) = operator.status()
+        return head.events >= 2 and len(head.replicas) == 2 and all(replica.current for replica in head.replicas)
+
+    with AdapterClient(stack.services["adapter"].address, dialer=authority.dialer("operator")) as operator:
+        assert eventually(pushed, 60)
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+async def test_a_verifier_that_drains_takes_its_heads_from_the_registry_and_ends_well(
+    stack: Stack, client: Client, reference: Reference, name: str
+) -> None:
+    assert eventually(lambda: fit(stack) == [2, 2, 2], 10)
+    terminate = partial(os.kill, stack.services[name].pid, signal.SIGTERM)
+    assert interrupted(client, terminate) == reference.greedy(PROMPTS[1], LONG).ids
+    assert eventually(lambda: fit(stack) == [1, 1, 1], 10)
+    assert stack.restart(name), "it ended by itself, with exit code 0"
+
+
+def test_a_request_goes_on_when_a_verifier_is_killed_with_its_heads(
+    stack: Stack, client: Client, reference: Reference
+) -> None:
+    for name in VERIFIERS:  # one of them has the session
+        assert eventually(lambda: fit(stack) == [2, 2, 2], 15)
+        kill = partial(os.kill, stack.services[name].pid, signal.SIGKILL)
+        assert interrupted(client, kill) == reference.greedy(PROMPTS[1], LONG).ids
+        before = drafted(stack)
+        texts_are_plains(client, reference, "single:block", PROMPTS[1:])
+        assert drafted(stack) > before, "the other verifier's heads draft"
+        stack.restart(name)
+
+
+async def test_a_head_that_fails_fails_alone(
+    stack: Stack, client: Client, reference: Reference, authority: Authority
+) -> None:
+    """The last test: afterwards the heads called mortal are dead."""
+    assert eventually(lambda: fit(stack) == [2, 2, 2], 15)
+    texts_are_plains(client, reference, "single:mortal", [(FAILS, 1, 2)])
+    for name in VERIFIERS:
+        assert (await described(stack, authority, name, "mortal")).name == "mortal"
+    for _ in VERIFIERS:  # the least loaded is asked, and then the other one
+        texts_are_plains(client, reference, "single:mortal", [(DIES, 1, 2)])
+    for name in VERIFIERS:
+        with pytest.raises(Unavailable, match="the head mortal has failed"):
+            await described(stack, authority, name, "mortal")
+        assert (await described(stack, authority, name, "block")).name == "block"
+    before = drafted(stack)
+    for policy in ("single:block", "single:mortal", "merge"):
+        texts_are_plains(client, reference, policy, PROMPTS[1:])
+    assert drafted(stack) > before
+    assert fit(stack)[:2] == [2, 2]
