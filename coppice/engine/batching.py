@@ -2,7 +2,7 @@
 
 Loading, warm-up and every forward run on this thread: a second one would bring a second OpenMP pool, and the two fight.
 So a further model of the process may be the guest of the thread of another one, which does its work between batches.
-A guest computes with as many of torch's threads as its `load` set, if it set any; the host's number comes back after it.
+A guest computes with as many of torch's threads as its `load` set, if it set any. Behind it the host has its own again.
 """
 
 from __future__ import annotations

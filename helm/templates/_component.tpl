@@ -6,6 +6,7 @@ One component: its Deployment, Service, PodDisruptionBudget, autoscaling, Networ
   values    its values; those of `defaults` hold where it has none
   settings  settings that the chart makes for it; those in values win
   calls     roles that it calls
+  callers   roles that call it
   weights   list of {path, hub, revision} that it reads
   redis     variables that are to hold the URL of Redis
 */}}

@@ -15,14 +15,35 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
 
-{{/* The services: what runs, the gRPC service whose health is readiness, the port, which roles call it, and the section
-     of settings with the device it computes on. */}}
+{{/* The services: what runs, the gRPC service whose health is readiness, the port, and the section of settings with the
+     device it computes on. */}}
 {{- define "coppice.roles" -}}
-verifier: {module: services.verifier, service: coppice.v1.VerifierService, port: 50052, callers: [orchestrator, drafter], computes: verifier}
-drafter: {module: services.drafter, service: coppice.v1.DrafterService, port: 50053, callers: [orchestrator, adapter], computes: drafter}
-orchestrator: {module: orchestrator, service: coppice.v1.GenerationService, port: 50051, callers: [test]}
-adapter: {module: services.adapter, service: coppice.v1.AdapterService, port: 50061, callers: [], computes: learner}
-redis: {port: {{ .Values.redis.port }}, callers: [verifier, drafter, orchestrator, adapter]}
+verifier: {module: services.verifier, service: coppice.v1.VerifierService, port: 50052, computes: verifier}
+drafter: {module: services.drafter, service: coppice.v1.DrafterService, port: 50053, computes: drafter}
+orchestrator: {module: orchestrator, service: coppice.v1.GenerationService, port: 50051}
+adapter: {module: services.adapter, service: coppice.v1.AdapterService, port: 50061, computes: learner}
+redis: {port: {{ .Values.redis.port }}}
+{{- end }}
+
+{{/* Kinds of heads that read the target's features. */}}
+{{- define "coppice.featureKinds" -}}
+[eagle3, specblock, medusa, parallelspec, falcon, dflash, jetspec, dspark]
+{{- end }}
+
+{{/* Every replica of every head, NAME=PLACE, of those in the verifiers' processes first: (list ROOT ADAPTED), the latter
+     whether only heads that the adapter trains are meant. */}}
+{{- define "coppice.heads" -}}
+{{- $root := index . 0 }}{{ $adapted := index . 1 }}
+{{- range $root.Values.verifier.drafters }}
+{{- if or .adapt (not $adapted) }}
+- {{ .name }}={{ include "coppice.place" (list $root "verifier" "verifier") }}
+{{- end }}
+{{- end }}
+{{- range $root.Values.drafters }}
+{{- if or .adapt (not $adapted) }}
+- {{ .name }}={{ include "coppice.place" (list $root (printf "drafter-%s" .name) "drafter") }}
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{/* Mappings laid over one another by key, the later ones above; not sprig's merge, which loses 0 and false. */}}

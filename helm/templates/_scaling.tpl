@@ -75,10 +75,10 @@ spec:
       {{- include "coppice.componentLabels" .component | nindent 6 }}
   policyTypes: [Ingress, Egress]
   ingress:
-    {{- if or .role.callers (eq .component.role "orchestrator") }}
+    {{- if .component.callers }}
     - ports: [{port: {{ .role.port }}}{{ if eq .component.role "orchestrator" }}, {port: 8000}{{ end }}]
       from:
-        {{- range ternary .role.callers (without .role.callers "adapter") (and .root.Values.adapter.enabled .values.adapt | default false) }}
+        {{- range .component.callers }}
         - {{ include "coppice.peer" (list $root .) }}
         {{- end }}
         {{- if eq .component.role "orchestrator" }}{{ toYaml $root.Values.networkPolicy.clients | nindent 8 }}{{ end }}

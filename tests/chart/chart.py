@@ -17,7 +17,8 @@ CERTIFIED = ("verifier", "drafter", "orchestrator", "adapter", "operator")
 RELEASE, NAMESPACE = "coppice", "serving"
 FILES = {path.stem.removeprefix("values-"): path for path in sorted(FOLDER.glob("values-*.yaml"))}
 
-# What the files do not say: another cluster's Redis, certificates and claims; the registry; Ray.
+# What the files do not say: another cluster's Redis, certificates and claims; the registry; heads in the verifiers'
+# processes, one of them beside a pool of its own; Ray.
 VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "given": (
         "cluster",
@@ -49,6 +50,24 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
                     {"name": "cpu", "replicas": 2, "gpu": 0, "resources": {"requests": {"cpu": 16, "memory": "32Gi"}}},
                 ],
             },
+        },
+    ),
+    "beside": (
+        "cluster",
+        {
+            "verifier": {
+                "drafters": [
+                    {
+                        "name": "eagle",
+                        "kind": "eagle3",
+                        "path": "/models/eagle",
+                        "hub": "example/eagle3",
+                        "adapt": True,
+                    },
+                    {"name": "lookup", "kind": "lookup"},
+                ],
+            },
+            "drafters": [{"name": "lookup", "kind": "lookup", "gpu": 0}],
         },
     ),
     "registry": (
@@ -130,6 +149,12 @@ def containers(pod: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def component(pod: dict[str, Any]) -> str:
     """Its role."""
     return str(pod["metadata"]["labels"]["app.kubernetes.io/component"])
+
+
+def beside(pod: dict[str, Any]) -> set[str]:
+    """What its process serves beside its role: a verifier with heads is a drafter, too."""
+    drafters = environment(pod["spec"]["containers"][0]).get("COPPICE_VERIFIER__DRAFTERS")
+    return {"drafter"} if drafters else set()
 
 
 def environment(container: dict[str, Any], redis: str = "redis://:password@outside:6379/0") -> dict[str, str]:

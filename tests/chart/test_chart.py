@@ -129,7 +129,7 @@ def refuses(values: dict[str, Any]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", ["cluster", "given"])
+@pytest.mark.parametrize("name", ["cluster", "given", "beside"])
 def test_a_misspelt_key_is_refused_wherever_it_is(name: str) -> None:
     values = laid_over(chart().values, values_of(name))
     chart().validate_schema(values)
@@ -156,6 +156,10 @@ def test_a_misspelt_key_is_refused_wherever_it_is(name: str) -> None:
         {"verifier": {"gpu": -1}},
         {"defaults": {"gpu": 2}},
         {"drafters": [{"name": "a", "kind": "lookup", "gpu": 2}]},
+        {"verifier": {"drafters": [{"name": "a", "kind": "lookup", "gpu": 1}]}},
+        {"verifier": {"drafters": [{"name": "a", "kind": "eagle3"}]}},
+        {"verifier": {"drafters": [{"name": "a", "kind": "lm", "path": "/models/a", "adapt": True}]}},
+        {"drafters": [{"name": "a", "kind": "eagle3", "path": "/elsewhere", "hub": "a/b"}]},
     ],
     ids=str,
 )
@@ -167,7 +171,7 @@ def test_values_that_cannot_work_are_refused(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("values", "why"),
     [
-        ({"adapter": {"enabled": True}, "redis": {"secret": "s"}}, "no pool of drafters has adapt"),
+        ({"adapter": {"enabled": True}, "redis": {"secret": "s"}}, "no head has adapt"),
         ({"discovery": "redis"}, "redis.secret"),
         ({"target": {"hub": "a/b"}, "models": {"claim": "c"}}, "exclude each other"),
         ({"tls": {"enabled": True, "secrets": {"verifier": "v"}}}, "tls.secrets"),

@@ -25,6 +25,7 @@ from tests.chart.chart import (
     NAMESPACE,
     PLAIN,
     ROOT,
+    beside,
     component,
     containers,
     environment,
@@ -215,9 +216,50 @@ def test_every_kind_of_head_is_a_pool_that_is_told_what_it_needs(kind: str) -> N
             manifests(pool_of(kind, adapt=True))
 
 
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+def test_every_kind_of_head_may_live_in_the_verifiers_process(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for discovery, place in (("dns", "dns:coppice-verifier:50052"), ("redis", "redis")):
+        values = {
+            "verifier": pool_of(kind) | {"gpu": 1, "settings": {"drafter": {"threads": 3}}},
+            "drafters": [],
+            "discovery": discovery,
+            "redis": {"secret": "s"},
+        }
+        found = of_kind(objects_in(manifests(values)), "Deployment")
+        assert set(found) == {"coppice-verifier", "coppice-orchestrator"}
+        told, asking = (
+            settings_of(found[f"coppice-{name}"]["spec"]["template"]["spec"]["containers"][0], monkeypatch)
+            for name in ("verifier", "orchestrator")
+        )
+        head = told.nearby_drafters()["a"].drafter
+        assert (head.kind, head.device, head.threads, head.target) == (kind, "cuda", 3, told.verifier.target)
+        assert head.path == ("" if kind in COUNTING_KINDS else "/models/a")
+        assert head.verifiers == ([place] if kind in FEATURE_KINDS else [])
+        assert asking.orchestrator.heads == [f"a={place}"]
+        assert bool(told.directory.redis) == (discovery == "redis")
+
+
+def test_a_head_of_the_verifiers_process_is_fetched_and_trained() -> None:
+    found = objects("beside")
+    told = {name: environment(pod["spec"]["containers"][0]) for name, pod in services(found).items()}
+    assert set(told) == {f"coppice-{name}" for name in ("adapter", "drafter-lookup", "orchestrator", "verifier")}
+    verifier, adapter = told["coppice-verifier"], told["coppice-adapter"]
+    assert verifier["COPPICE_VERIFIER__DRAFTERS"] == '["eagle=eagle3:/models/eagle","lookup=lookup"]'
+    assert adapter["COPPICE_ADAPTER__HEADS"] == '["eagle=/models/eagle"]'
+    assert adapter["COPPICE_ADAPTER__DRAFTERS"] == '["eagle=dns:coppice-verifier:50052"]'
+    assert verifier["COPPICE_ADAPTATION__REDIS"] == adapter["COPPICE_ADAPTATION__REDIS"]
+    fetched = [each["command"][2] for each in pods(found)["coppice-verifier"]["spec"]["initContainers"]]
+    assert fetched == ["meta-llama/Llama-3.1-8B-Instruct", "example/eagle3"]
+    assert json.loads(told["coppice-orchestrator"]["COPPICE_ORCHESTRATOR__HEADS"]) == [
+        "eagle=dns:coppice-verifier:50052",
+        "lookup=dns:coppice-verifier:50052",
+        "lookup=dns:coppice-drafter-lookup:50053",
+    ]
+
+
 def test_the_chart_knows_no_other_kinds() -> None:
     schema = json.loads((FOLDER / "values.schema.json").read_text(encoding="utf-8"))
-    assert schema["properties"]["drafters"]["items"]["properties"]["kind"]["enum"] == list(HEAD_KINDS)
+    assert schema["$defs"]["head"]["properties"]["kind"]["enum"] == list(HEAD_KINDS)
 
 
 def test_large_numbers_stay_whole() -> None:
@@ -255,16 +297,17 @@ def test_secrets_are_named_and_never_written(name: str) -> None:
                     assert "secretKeyRef" in each.get("valueFrom", {}) or "$(REDIS_PASSWORD)" in each["value"]
 
 
-def test_each_role_has_the_certificate_that_says_what_it_may_do() -> None:
-    certificates = of_kind(objects("cluster"), "Certificate")
+@pytest.mark.parametrize("name", ["cluster", "beside"])
+def test_each_role_has_the_certificate_that_says_what_it_may_do(name: str) -> None:
+    certificates = of_kind(objects(name), "Certificate")
     names = {each["spec"]["secretName"]: set(each["spec"].get("dnsNames", [])) for each in certificates.values()}
     roles = {role for access in ACCESS.values() for callers in access.callers.values() for role in callers}
-    for pod in services(objects("cluster")).values():
+    for pod in services(objects(name)).values():
         (secret,) = [each["secret"]["secretName"] for each in pod["spec"]["volumes"] if each["name"] == "tls"]
-        others = (roles | {"verifier"}) - {component(pod)}
-        assert component(pod) in names[secret]
+        others = (roles | {"verifier"}) - {component(pod), *beside(pod)}
+        assert {component(pod), *beside(pod)} <= names[secret]
         assert not names[secret] & others
-    address = environment(pods(objects("cluster"))["coppice-test"]["spec"]["containers"][0])["COPPICE_ADDRESS"]
+    address = environment(pods(objects(name))["coppice-test"]["spec"]["containers"][0])["COPPICE_ADDRESS"]
     assert {address.partition(":")[0], "coppice.example.com"} <= names["coppice-orchestrator-tls"]
     assert [each for each in certificates.values() if each["spec"].get("isCA")]
 
@@ -285,8 +328,9 @@ def test_there_is_a_rule_for_each_alarm_of_the_documentation() -> None:
     assert all(f'namespace="{NAMESPACE}"' in rule["expr"] for rule in rules("cluster"))
 
 
-def test_an_alarm_says_how_many_replicas_there_should_be() -> None:
-    missing = [rule["expr"] for rule in rules("cluster") if rule["alert"] == "CoppiceReplicasMissing"]
+@pytest.mark.parametrize("name", ["cluster", "beside"])
+def test_an_alarm_says_how_many_replicas_there_should_be(name: str) -> None:
+    missing = [rule["expr"] for rule in rules(name) if rule["alert"] == "CoppiceReplicasMissing"]
     pools = {(re.findall(r'pool="([^"]+)"', expr)[0], expr.rpartition("< ")[2]) for expr in missing}
     assert pools == {("verifier", "2"), ("eagle", "2"), ("lookup", "2")}
 

@@ -11,7 +11,7 @@ import pytest
 
 from coppice.rpc.access import ACCESS
 from coppice.stack.launch import MODULES, SERVICES
-from tests.chart.chart import PLAIN, component, containers, environment, objects, of_kind, pods
+from tests.chart.chart import PLAIN, beside, component, containers, environment, objects, of_kind, pods
 
 DNS = 53
 HOST_PORT = re.compile(r"(?:dns:|@|//|^)([a-z][a-z0-9-]*):([0-9]+)")
@@ -98,11 +98,13 @@ def test_policies_let_exactly_the_calls_through_that_are_made(name: str) -> None
 def test_no_call_is_made_that_its_callers_certificate_would_not_allow(name: str) -> None:
     found = objects(name)
     for caller, called, _ in made(found):
-        role = component(pods(found)[called]) if called in pods(found) else "redis"
-        if role in SERVICES and role != "orchestrator":
-            callers = {each for names in ACCESS[SERVICES[role]].callers.values() for each in names}
-            assert component(pods(found)[caller]) in callers
-    assert not [call for call in made(found) if call[0].endswith("adapter") and call[1].endswith("verifier")]
+        pod = pods(found).get(called)
+        served = {component(pod), *beside(pod)} & set(SERVICES) if pod else set()
+        if served and served != {"orchestrator"}:
+            callers = {each for role in served for names in ACCESS[SERVICES[role]].callers.values() for each in names}
+            assert callers & {component(pods(found)[caller]), *beside(pods(found)[caller])}
+    pushed = [call for call in made(found) if call[0].endswith("adapter") and call[1].endswith("verifier")]
+    assert bool(pushed) == (name == "beside")
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -77,7 +77,15 @@ def test_the_application_takes_its_arguments() -> None:
     assert args.drafters[1].settings["drafter"] == {"device": "cpu"}
 
 
-@pytest.mark.parametrize("more", [{"adapter": {"enabled": True}}, {"tls": {"enabled": True}}], ids=["adapter", "tls"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"adapter": {"enabled": True}},
+        {"tls": {"enabled": True}},
+        {"verifier": {"drafters": [{"name": "a", "kind": "lookup"}]}},
+    ],
+    ids=["adapter", "tls", "beside"],
+)
 def test_what_it_cannot_do_is_refused(more: dict[str, Any]) -> None:
     with pytest.raises(helm_python.errors.HelmError, match="rayService excludes"):
         manifests(laid_over(values_of("ray"), more))
