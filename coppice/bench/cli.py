@@ -78,17 +78,27 @@ def identity(options: Options) -> None:
 
 @command(app, *ASKED, "methods", "goals", "plot", "one_process", n=4, max_new_tokens=64)
 def steps(options: Options) -> None:
-    """The split's own cost a step at one session, and where each part of a step's time goes."""
+    """The split's own cost a step at one session, and where each part of a step's time goes.
+
+    With --one-process a second stack, whose heads have processes of their own, answers in turns with the first one.
+    """
     from coppice.bench.questions import prompt_ids
     from coppice.bench.steps import account, run_steps, traced
     from coppice.client.client import Client
 
     spec = options.spec()
     methods, asked = read_methods(options.methods, spec.heads), prompt_ids(options, spec)
-    with reporting("bench steps", spec, options) as report, tempfile.TemporaryDirectory() as folder:
-        stack_of = running(traced(spec, Path(folder)), report)
-        with stack_of as stack, Client(stack.address) as client, reference_of(spec) as reference:
-            run_steps(Bench(stack, client, report, options, reference), asked, methods)
+    with (
+        reporting("bench steps", spec, options) as report,
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory() as beside,
+    ):
+        with ExitStack() as ended:
+            apart = replace(spec, one_process=False)
+            other = ended.enter_context(running(traced(apart, Path(beside)), report)) if options.one_process else None
+            stack = ended.enter_context(running(traced(spec, Path(folder)), report))
+            client, reference = ended.enter_context(Client(stack.address)), ended.enter_context(reference_of(spec))
+            run_steps(Bench(stack, client, report, options, reference), asked, methods, other)
         account(report, Path(folder), methods, options.plot)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from psutil import Process
 
 from coppice.bench.asking import GREEDY, Ids, asking
 from coppice.bench.measuring import Bench
@@ -15,11 +18,14 @@ from coppice.bench.report import Check, Report
 from coppice.bench.timeline import median_step, steps_of
 from coppice.bench.timeline_picture import draw
 from coppice.bench.turns import compare
+from coppice.client.client import Client
 from coppice.client.completion import Completion
+from coppice.stack.launch import Stack
 from coppice.stack.spec import StackSpec
 from coppice.training.progress import Progress
 
 SPLIT_BOUND_MS = 1.2
+APART, TOGETHER = "apart", "together"  # heads in processes of their own, and in the verifier's
 SAMPLED = 2  # every so many steps have spans
 PARTS = {
     "draft": "draft",
@@ -33,16 +39,52 @@ PARTS = {
 """our names, and those of Timings"""
 
 
-def run_steps(bench: Bench, prompts: Sequence[Ids], methods: Sequence[str]) -> None:
-    """Add a line and the goal of each method to the report, at one session."""
-    ways = {method: asking(bench.client, bench.options.max_new_tokens, policy=method) for method in methods}
-    with Progress("answers", len(ways) * (1 + len(prompts))) as progress:
-        answers = compare(ways, [([ids], GREEDY) for ids in prompts], progress, bench.report.calm)
-    lines = [costs(method, its) for method, its in answers.items()]
-    bench.report.add_figures("steps", "milliseconds a step: means, and the median split cost", lines)
+def run_steps(bench: Bench, prompts: Sequence[Ids], methods: Sequence[str], apart: Stack | None = None) -> None:
+    """Add a line and the goal of each method to the report, at one session.
+
+    apart: a stack with the same heads in processes of their own. It answers in turns with the one of `bench`, and the
+    report gets the tokens and the memory of both.
+    """
+    stacks = {APART: apart, TOGETHER: bench.stack} if apart else {TOGETHER: bench.stack}
+    with ExitStack() as ended:
+        clients = {heads: ended.enter_context(Client(stack.address)) for heads, stack in stacks.items()}
+        ways = {
+            (method, heads): asking(client, bench.options.max_new_tokens, policy=method)
+            for method in methods
+            for heads, client in clients.items()
+        }
+        with Progress("answers", len(ways) * (1 + len(prompts))) as progress:
+            answers = compare(ways, [([ids], GREEDY) for ids in prompts], progress, bench.report.calm)
+    lines = {way: costs(way[0], its) for way, its in answers.items()}
     bench.report.goals += (
-        Check.at_most(f"median split cost of {line['method']}, ms", line["split"], SPLIT_BOUND_MS) for line in lines
+        Check.at_most(f"median split cost of {method}, ms", lines[method, TOGETHER]["split"], SPLIT_BOUND_MS)
+        for method in methods
     )
+    if apart:
+        lines = {way: {"heads": way[1], **line, **speed(answers[way])} for way, line in lines.items()}
+        memories = [{"heads": heads, **memory(stack)} for heads, stack in stacks.items()]
+        bench.report.add_figures(
+            "memory", "MB that a stack's processes share with no other, after the answers", memories
+        )
+    bench.report.add_figures(
+        "steps",
+        "milliseconds a step: means, and the median split cost",
+        [*lines.values()],
+        {"tau": ".2f", "tokens/s": ".1f"},
+    )
+
+
+def speed(answers: Sequence[Completion]) -> dict[str, float]:
+    """Tokens a step of all answers, and their median tokens a second."""
+    tau = sum(answer.new_tokens for answer in answers) / sum(answer.steps for answer in answers)
+    return {"tau": tau, "tokens/s": statistics.median(answer.tokens_per_s for answer in answers)}
+
+
+def memory(stack: Stack) -> dict[str, Any]:
+    """How many megabytes the target's and the heads' processes hold of their own, and all of a stack."""
+    own = {name: Process(ready.pid).memory_full_info().uss / 1e6 for name, ready in stack.services.items()}
+    models = sum(size for name, size in own.items() if not stack.is_orchestrator(name))
+    return {"target and heads": models, "all": sum(own.values())}
 
 
 def costs(method: str, answers: Sequence[Completion]) -> dict[str, Any]:
