@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from redis import Redis
 
 from coppice.adaptation.client import AdapterClient
 from coppice.bench.reference import Reference
@@ -24,6 +25,7 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.redis_server import LocalRedis
 from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.store.registry import registry_key
 from coppice.telemetry import metric, scrape
 from services.adapter.push import DrafterLink
 from tests.certificates import Authority
@@ -37,7 +39,7 @@ __all__ = ["heads", "target"]  # fixtures
 
 NEW, LONG = 24, 200
 VERIFIERS = ("verifier-0", "verifier-1")
-POOLS = ("verifier", "block", "mortal")
+HEADS = ("block", "mortal")
 SAMPLED = SamplingParams(temperature=1.0, seed=4)
 
 
@@ -66,7 +68,12 @@ def stack(
     """Two verifiers with two heads each, an orchestrator and an adapter."""
     packages = tmp_path_factory.mktemp("packages")
     install(packages, "mortal", {"coppice.heads": {"mortal": "tests.mortal_head:MortalHead"}})
-    at = {"directory.redis": registry.url, "directory.poll_s": 0.3, "adaptation.redis": registry.url}
+    at = {
+        "directory.redis": registry.url,
+        "directory.poll_s": 0.3,
+        "directory.lease_s": 20,
+        "adaptation.redis": registry.url,
+    }
     found = {
         "verifier": {},
         "orchestrator": {
@@ -116,7 +123,7 @@ def fit(stack: Stack) -> list[int]:
         for sample in scrape(stack.orchestrator.metrics)
         if sample.name == "coppice_replicas_fit"
     }
-    return [told[pool] for pool in POOLS]
+    return [told[pool] for pool in ("verifier", *HEADS)]
 
 
 def drafted(stack: Stack) -> float:
@@ -176,12 +183,19 @@ def test_the_adapter_trains_the_heads_and_pushes_to_every_verifier(
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
-async def test_a_verifier_that_drains_takes_its_heads_from_the_registry_and_ends_well(
-    stack: Stack, client: Client, reference: Reference, name: str
+def test_a_verifier_that_drains_takes_its_heads_from_the_registry_and_ends_well(
+    stack: Stack, registry: LocalRedis, client: Client, reference: Reference, name: str
 ) -> None:
+    def listed() -> list[bool]:
+        keys = [registry_key("coppice", "verifier", ""), *(registry_key("coppice", "drafter", head) for head in HEADS)]
+        return [redis.zscore(key, stack.services[name].address) is not None for key in keys]
+
     assert eventually(lambda: fit(stack) == [2, 2, 2], 10)
     terminate = partial(os.kill, stack.services[name].pid, signal.SIGTERM)
-    assert interrupted(client, terminate) == reference.greedy(PROMPTS[1], LONG).ids
+    with Redis.from_url(registry.url) as redis:
+        assert listed() == [True, True, True]
+        assert interrupted(client, terminate) == reference.greedy(PROMPTS[1], LONG).ids
+        assert eventually(lambda: listed() == [False, False, False], 3), "it left; its leases would run for longer"
     assert eventually(lambda: fit(stack) == [1, 1, 1], 10)
     assert stack.restart(name), "it ended by itself, with exit code 0"
 
