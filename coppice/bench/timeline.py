@@ -56,7 +56,8 @@ def steps_of(folder: Path) -> dict[str, list[list[Part]]]:
     for span in spans:
         if (step := span["attributes"].get("step")) is not None:
             whole = _time(span["start_time"]), _time(span["end_time"])
-            service = span["resource"]["attributes"]["service.name"].split("-")[1]
+            process = span["resource"]["attributes"]["service.name"].split("-")[1]
+            service = "drafter" if span["name"] == "draft" else process  # a head may live in the verifier's process
             found = _Span(span["name"], service, *whole, step, children[span["context"]["span_id"]])
             by_step[span["context"]["trace_id"], step].append(found)
     steps: dict[str, list[list[Part]]] = defaultdict(list)
