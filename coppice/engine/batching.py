@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import structlog
-import torch
 
 from coppice.engine.rejoin import Rejoin
 
@@ -145,6 +144,8 @@ class BatchingThread(ABC):
     @contextmanager
     def _own_threads(self) -> Iterator[None]:
         """torch computes with a guest's threads inside, and with its host's again behind."""
+        import torch  # settings are checked before it is loaded
+
         host = torch.get_num_threads()
         if self._threads:
             torch.set_num_threads(self._threads)
