@@ -8,6 +8,7 @@ two devices in one operator, and numpy of a tensor that is not in the host's mem
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ CPU = torch.device("cpu")
 # Allocations and questions, which launch nothing; views say themselves that they are ones.
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "is_contiguous", "_fused_sdp_choice"}
 # How many there are is known after the device is done.
-LAUNCHES = {"tree_attention": 3}
+LAUNCHES = {"tree_attention": 3, "keyed_argmax": 2}
 """of operators that are several kernels"""
 WAITED_FOR = {"nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "equal", "is_nonzero"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
@@ -56,7 +57,7 @@ class Counts:
         self.__dict__.update(Counts().__dict__)
 
 
-_here = threading.local()  # `counts` of the thread, while it has a device
+_here = threading.local()  # `counts` of the thread, while it has a device, and `reads`, all copies to the host
 
 
 class _Pretended(Tensor):
@@ -132,6 +133,7 @@ def _copied(tensor: Tensor, to_host: bool) -> None:
     counts: Counts = _here.counts
     if to_host:
         counts.to_host += 1
+        _here.reads += 1
         counts.host_bytes += tensor.nbytes
     else:
         counts.to_device += 1
@@ -193,6 +195,23 @@ class _Mode(TorchFunctionMode):
         return of.to(*rest, **kwargs) if rest or kwargs else of
 
 
+class _Event:
+    """Of a stream: what is copied to the host behind it says that it is over, and otherwise it is waited for."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._reads, self._at = -1, 0.0
+
+    def record(self) -> None:
+        self._reads, self._at = _here.reads, time.perf_counter()
+
+    def synchronize(self) -> None:
+        if self._reads == _here.reads:
+            _here.counts.waits += 1
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 1e3 * (end._at - self._at)
+
+
 def _is_device(told: Any) -> bool:
     return isinstance(told, str | torch.device) and torch.device(told).type == "cuda"
 
@@ -202,6 +221,8 @@ def pretending() -> Iterator[Counts]:
     """Let this thread have a device; what it is asked for is counted from here on."""
     counts = _here.counts = Counts()
 
+    _here.reads = 0
+
     def synchronize(device: Any = None) -> None:
         counts.waits += 1
 
@@ -209,6 +230,7 @@ def pretending() -> Iterator[Counts]:
         # Wrappers have version counters, which tensors made in inference mode have not; the operators are the same.
         patch("torch.inference_mode", torch.no_grad),
         patch("torch.cuda.synchronize", synchronize),
+        patch("torch.cuda.Event", _Event),
         patch("coppice.engine.launches._launches", lambda tensor: False),  # Triton launches on a real device only
         _Mode(),
     ):

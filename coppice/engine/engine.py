@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from coppice.engine.attention import using
 from coppice.engine.attention_plan import any_order, plan_forward
 from coppice.engine.batch import PackedBatch, Piece, pack
+from coppice.engine.clock import Clock
 from coppice.engine.context import Context
 from coppice.engine.direct import call_directly
 from coppice.engine.fingerprint import fingerprint
@@ -60,14 +63,19 @@ class EngineInfo:
 class ForwardOutput:
     """logits: (R, V). features: (T, len(feature_layers) * H), or None when none were asked for; both model dtype.
 
-    On CUDA both are overwritten by the next forward.
-
-    forward_ns: time inside the model's forward, nanoseconds.
+    beside: the numbers that were sent along, where the logits are. On CUDA a forward may still be under way, and the
+    next one overwrites all three.
     """
 
     logits: Tensor
     features: Tensor | None
-    forward_ns: int
+    clock: Clock
+    beside: Tensor | None = None
+
+    @property
+    def forward_ns(self) -> int:
+        """Time inside the model's forward, nanoseconds. Waits until it is over."""
+        return self.clock.ns
 
 
 class Engine:
@@ -128,11 +136,12 @@ class Engine:
         """Whether what a forward answers lies elsewhere than in the host's memory."""
         return self.pool.device.type != "cpu"
 
-    def forward(self, batch: PackedBatch) -> ForwardOutput:
+    def forward(self, batch: PackedBatch, beside: NDArray[np.int64] | None = None) -> ForwardOutput:
         """One pass over all rows; their keys and values are in the pool afterwards.
 
-        The tables have room for the rows of all pieces. Raises ValueError for feature layers the model does not
-        have.
+        The tables have room for the rows of all pieces. beside: numbers for whoever reads the output, at most BESIDE a
+        row, which come to a device with what the forward reads. Raises ValueError for feature layers the model does
+        not have.
         """
         for index in batch.feature_layers:
             # The last hidden state is left out: transformers gives it after the final norm.
@@ -141,12 +150,12 @@ class Engine:
         if self.tell is not None:
             self.tell(batch)
         if self.runner is not None:
-            return self._run_static(self.runner, batch)
+            return self._run_static(self.runner, batch, beside)
         # All rows wanted is the common case, and then nothing needs picking.
         keep: int | Tensor = 0 if len(batch.logits_to_keep) == len(batch.tokens) else batch.logits_to_keep
         with torch.inference_mode():
             plans = plan_forward(batch, self.pool, self.layout.groups, ordered_plans if self.invariant else any_order)
-            start = time.perf_counter_ns()
+            clock = Clock(self.pool.device)
             self._taps.want(batch.feature_layers)
             with using(plans.__getitem__):
                 logits = self.model(
@@ -156,25 +165,23 @@ class Engine:
                     use_cache=False,
                     logits_to_keep=keep,
                 ).logits
-            forward_ns = time.perf_counter_ns() - start
+            clock.stop()
             features = self._taps.take()
-        return ForwardOutput(logits[0], features, forward_ns)
+        return ForwardOutput(logits[0], features, clock, None if beside is None else torch.from_numpy(beside))
 
-    def _run_static(self, runner: Runner, batch: PackedBatch) -> ForwardOutput:
+    def _run_static(self, runner: Runner, batch: PackedBatch, beside: NDArray[np.int64] | None) -> ForwardOutput:
         ragged = Ragged.of(batch.tails)
         step = runner.step(Bucket.of(batch, ragged), batch.feature_layers)
-        step.inputs.fill(batch, ragged)
-        start = time.perf_counter_ns()
+        told = step.inputs.fill(batch, ragged, beside)
+        clock = Clock(self.pool.device)
         logits, features = step()
-        if self.pool.device.type == "cuda":
-            torch.cuda.synchronize(self.pool.device)
-        forward_ns = time.perf_counter_ns() - start
+        clock.stop()
         if features is not None and step.feature_layers != batch.feature_layers:
             parts = features.chunk(len(step.feature_layers), dim=-1)
             wanted = [parts[step.feature_layers.index(layer)] for layer in batch.feature_layers]
             features = torch.cat(wanted, dim=-1) if wanted else None
         kept, rows = len(batch.logits_to_keep), len(batch.tokens)
-        return ForwardOutput(logits[:kept], None if features is None else features[:rows], forward_ns)
+        return ForwardOutput(logits[:kept], None if features is None else features[:rows], clock, told)
 
     def static_step(self, bucket: Bucket, feature_layers: tuple[int, ...]) -> StaticStep:
         """A step of this model for any batch that a bucket holds."""
@@ -202,7 +209,7 @@ class Engine:
                 took: list[int] = []
                 for _ in range(repeats):
                     start = time.perf_counter_ns()
-                    self.forward(batch)
+                    self.forward(batch).clock.wait()
                     took.append(time.perf_counter_ns() - start)
             finally:
                 for table in tables:

@@ -27,6 +27,9 @@ MOST_SPLITS = 32
 TILE = 64
 """queries, of rows of one session, that share the keys they read"""
 
+BESIDE = 32
+"""numbers a row that may be sent along with a forward's inputs"""
+
 Ints = NDArray[np.int64]
 
 
@@ -132,7 +135,8 @@ class StepInputs:
     table: (sessions, blocks) int32. keep: (kept,) int64. tiles: (1 + C, 3) int32, of which tiles[0, 0] are in use
     behind the first: first row, end row, and the part of the rows' keys, which is a key block of their tail, or above
     tail_blocks(tail) a split. Padding rows have length 0 and write to the slot `spare`; what is kept is padded with
-    row 0. On a CUDA device they are filled through pinned memory by one copy, which must be over before the next.
+    row 0. beside: (rows * BESIDE,) int64, of no interest to the forward, for whoever reads its output. On a CUDA device
+    they are filled through pinned memory by one copy.
     """
 
     tokens: Tensor
@@ -163,6 +167,7 @@ class StepInputs:
                 "table": ((sessions, blocks), torch.int32),
                 "keep": ((kept,), torch.int64),
                 "tiles": ((1 + tiles * splits + rows * tail_blocks(tail), 3), torch.int32),
+                "beside": ((rows * BESIDE,), torch.int64),
             },
             torch.device(device),
         )
@@ -171,11 +176,12 @@ class StepInputs:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are copied to the device for a forward."""
-        return self._twins.host.nbytes
+        """Bytes that are copied to the device for a forward, but for those beside its inputs."""
+        return self._twins.host.nbytes - self._twins.tensors["beside"].nbytes
 
-    def fill(self, batch: PackedBatch, ragged: Ragged) -> None:
-        """Take a batch, which the bucket holds, and what its rows see."""
+    def fill(self, batch: PackedBatch, ragged: Ragged, beside: Ints | None = None) -> Tensor | None:
+        """Take a batch, which the bucket holds, and what its rows see; returns where the numbers `beside` them are."""
+        self._twins.wait()
         into, tiles = self._twins.arrays, self._tiles(ragged)
         row, place, slot = ragged.tail
         into["tail"][row, place] = slot
@@ -190,7 +196,12 @@ class StepInputs:
         ):
             into[name][: len(values)] = values
             into[name][len(values) :] = self.spare if name == "new_slots" else 0
-        self._twins.copy()
+        if beside is None:
+            self._twins.copy(self.nbytes)
+            return None
+        into["beside"][: len(beside)] = beside
+        self._twins.copy(self.nbytes + beside.nbytes)
+        return self._twins.tensors["beside"][: len(beside)]
 
     def _tiles(self, ragged: Ragged) -> Ints:
         """(C, 3): the rows and parts of their keys that are worked on together, those of most work first."""
@@ -223,6 +234,7 @@ class _Twins:
         ends = np.cumsum([-(-size // 16) * 16 for size in sizes])
         self.host = torch.zeros(int(ends[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.device = self.host.to(device)
+        self._copied: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
         def cut(buffer: Tensor) -> dict[str, Tensor]:
             starts = (0, *ends.tolist())
@@ -234,7 +246,14 @@ class _Twins:
         self.tensors = cut(self.device)
         self.arrays: dict[str, NDArray[Any]] = {name: part.numpy() for name, part in cut(self.host).items()}
 
-    def copy(self) -> None:
-        """Start to bring what is in the arrays to the device."""
+    def wait(self) -> None:
+        """Return once the arrays may be written: the latest copy has read them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def copy(self, size: int) -> None:
+        """Start to bring the first bytes of the arrays to the device."""
         if self.device is not self.host:
-            self.device.copy_(self.host, non_blocking=True)
+            self.device[:size].copy_(self.host[:size], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()

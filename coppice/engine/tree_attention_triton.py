@@ -70,18 +70,18 @@ def sum_parts(
     q, keys, values, session, paged, length, tail, table, tiles, sums, tops, weights, q_row, q_head,
     window, scale, softcap,
     H: tl.constexpr, KVH: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
-    M: tl.constexpr, W: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, TAIL: tl.constexpr, PARTS: tl.constexpr,
-    CAPPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    M: tl.constexpr, CUTS: tl.constexpr, W: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, TAIL: tl.constexpr,
+    PARTS: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each listed tile's part for each key head, in turn."""
+    """Each listed tile's part for each key head, in turn; M of its queries at a time, in so many cuts."""
     G: tl.constexpr = H // KVH
     m, n = tl.arange(0, M), tl.arange(0, N)
     d, e = tl.arange(0, DP), tl.arange(0, VP)
-    for item in tl.range(tl.program_id(0), tl.load(tiles) * KVH, tl.num_programs(0), disable_licm=True):
-        tile = tiles + 3 + item // KVH * 3
+    for item in tl.range(tl.program_id(0), tl.load(tiles) * KVH * CUTS, tl.num_programs(0), disable_licm=True):
+        tile, at = tiles + 3 + item // (KVH * CUTS) * 3, item // KVH % CUTS * M + m
         first, end, part = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-        row, kv_head = first + m // G, item % KVH
-        head = kv_head * G + m % G
+        row, kv_head = first + at // G, item % KVH
+        head = kv_head * G + at % G
         live = row < end
         start, stop, _ = span(tl.load(length + row, live, 0), tl.load(paged + row, live, 0), window, part, TAIL)
         live = live & (start < stop)
@@ -101,10 +101,10 @@ def sum_parts(
             slot = tl.load(pages + key // BS, key < tl.minimum(limit, behind), 0) * BS + key % BS
             if W > 0:
                 slot = tl.where(key < behind, slot, tl.load(slots + key - behind, (key >= behind) & (key < limit), 0))
-            at = slot.to(tl.int64)[:, None] * KVH + kv_head
+            stored = slot.to(tl.int64)[:, None] * KVH + kv_head
             read = (key < limit)[:, None]
-            K = tl.load(keys + at * D + d[None, :], read & (d < D)[None, :], 0.0)
-            U = tl.load(values + at * V + e[None, :], read & (e < V)[None, :], 0.0)
+            K = tl.load(keys + stored * D + d[None, :], read & (d < D)[None, :], 0.0)
+            U = tl.load(values + stored * V + e[None, :], read & (e < V)[None, :], 0.0)
             scores = tl.dot(query, tl.trans(K), input_precision=PRECISION) * scale
             if CAPPED:
                 scores = softcap - 2 * softcap / (tl.exp2(scores * (2 * LOG2E / softcap)) + 1)
@@ -115,8 +115,9 @@ def sum_parts(
             product = tl.dot(shares.to(U.dtype), U, input_precision=PRECISION)
             top, weight, weighted = join(top, weight, weighted, highest, tl.sum(shares, 1), product)
         # Read again: what is kept over the loop would cost registers that the sums need. Who sees a key has a weight.
-        row = tl.load(tile, volatile=True) + m // G
-        place = (row.to(tl.int64) * H + kv_head * G + m % G) * PARTS + tl.load(tile + 2, volatile=True)
+        at = item // KVH % CUTS * M + m
+        row = tl.load(tile, volatile=True) + at // G
+        place = (row.to(tl.int64) * H + kv_head * G + at % G) * PARTS + tl.load(tile + 2, volatile=True)
         live = (row < tl.load(tile + 1, volatile=True)) & (weight != 0)
         tl.store(tops + place, top, live)
         tl.store(weights + place, weight, live)
@@ -164,7 +165,8 @@ def shape_of(q: Tensor, keys: Tensor, values: Tensor, tail: Tensor, table: Tenso
     """What sum_parts is compiled for, but for scores."""
     (_, heads, dim), (_, kv_heads, value_dim) = q.shape, values.shape
     blocks, most = table.shape[1], tail_blocks(tail.shape[1])
-    whole = q.dtype == torch.float32
+    whole, widest = q.dtype == torch.float32, triton.next_power_of_2(max(dim, value_dim))
+    cuts = 4 if whole and widest > 64 else 1  # so that no register is spilled
     return {
         "H": heads,
         "KVH": kv_heads,
@@ -172,7 +174,8 @@ def shape_of(q: Tensor, keys: Tensor, values: Tensor, tail: Tensor, table: Tenso
         "V": value_dim,
         "DP": max(16, triton.next_power_of_2(dim)),
         "VP": max(16, triton.next_power_of_2(value_dim)),
-        "M": max(TILE, triton.next_power_of_2(heads // kv_heads)),
+        "M": max(TILE, triton.next_power_of_2(heads // kv_heads)) // cuts,
+        "CUTS": cuts,
         "W": tail.shape[1],
         "P": blocks,
         "BS": block_size,
@@ -180,7 +183,7 @@ def shape_of(q: Tensor, keys: Tensor, values: Tensor, tail: Tensor, table: Tenso
         "PARTS": most + int(most_splits(-(-blocks * block_size // KEY_BLOCK))),
         "PRECISION": "ieee" if whole else "tf32",  # of float32 alone: no bit is dropped
         "STAGES": 1 if whole else 3,
-        "num_warps": 8 if max(dim, value_dim) > 128 or whole else 4,
+        "num_warps": 8 if widest > 128 or whole else 4,
     }
 
 

@@ -1,11 +1,13 @@
 """What the sessions of a forward get of its output where that lies on a device, without waiting for it in between.
 
-The device draws the token behind every row, walks all trees and moves the accepted KV. Then the draws and the accepted
-rows come to the host in one copy, and the features of the accepted rows in a second one.
+What the device is told of the rows comes with what the forward reads. It draws the token behind every row, walks all
+trees and moves the accepted KV. Then the draws and the accepted rows come to the host in one copy, and the features of
+the accepted rows in a second one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,24 +16,62 @@ import torch
 from torch import Tensor
 
 from coppice.engine.batch import Piece
-from coppice.engine.engine import ForwardOutput
+from coppice.engine.engine import DTYPES, Engine, ForwardOutput
 from coppice.engine.kv_cache import KVPool
-from coppice.speculation.sampling_torch import Draws, draw_rows, tabulate
+from coppice.speculation.sampling import SamplingParams
 
 from .acceptance import Reading
+from .draws import Draws, draw_rows, tabulate
 from .job import Job
-from .layout import PARENT, PLACE, SLOT, TEXT, WANTED, Layout, lay_out, on_host
+from .layout import PARENT, PLACE, SLOT, TEXT, WANTED, Ints, Layout, lay_out, on_host
+
+
+def prepare(engine: Engine) -> None:
+    """Have libraries prepare for rows of every law where an engine is on a device, so that no request waits for it."""
+    device, size = engine.pool.device, engine.info.vocab_size
+    if device.type == "cpu":
+        return
+    laws = [SamplingParams(temperature=1.0, top_p=top_p, top_k=top_k) for top_p, top_k in ((1, 0), (1, 2), (0.5, 0))]
+    table, *cuts = tabulate([(np.array([0]), np.array([0]), law) for law in laws], size)
+    with torch.inference_mode():
+        logits = torch.zeros(1, size, dtype=DTYPES[engine.info.dtype], device=device)
+        draw_rows(logits, Draws(torch.from_numpy(table).to(device), *cuts))
+
+
+class Instructions(NamedTuple):
+    """What the device is told of the rows of a forward: made before it, and sent with what it reads."""
+
+    layout: Layout
+    numbers: Ints
+    """of six tables, one behind the other"""
+    shapes: tuple[tuple[int, ...], ...]
+    cuts: tuple[int, int, int]
+    """of the draws: most_k, nuclei and cut"""
+
+
+def instruct(jobs: Sequence[Job], pieces: Sequence[Piece], vocab_size: int) -> Instructions:
+    """All that the device needs to judge the rows of all sessions."""
+    layout = lay_out(jobs, pieces)
+    rows, takers, asked, depth = layout
+    jumps = [rows[PARENT]] if depth else []
+    while len(jumps) < depth.bit_length():
+        jumps.append(jumps[-1][jumps[-1]])
+    drawn, *cuts = tabulate(asked, vocab_size)
+    numbers = np.arange(rows.shape[1] + 1)
+    of_jumps = np.array(jumps, np.int64).reshape(len(jumps), rows.shape[1])
+    tables = (rows, of_jumps, numbers, np.array([0, *takers]), rows[SLOT, takers], drawn)
+    flat = np.concatenate([table.ravel() for table in tables])
+    return Instructions(layout, flat, tuple(table.shape for table in tables), (cuts[0], cuts[1], cuts[2]))
 
 
 def read_out(
-    jobs: Sequence[Job], pieces: Sequence[Piece], output: ForwardOutput, pool: KVPool
+    jobs: Sequence[Job], pieces: Sequence[Piece], told: Instructions, output: ForwardOutput, pool: KVPool
 ) -> list[tuple[Reading | None, Tensor | None]]:
     """Of each job what came of its piece, and the (n, F) features of the rows that are text, on the host; nothing of a
     step that the host judges.
     """
-    layout = lay_out(jobs, pieces)
-    laid = _upload(layout, output.logits.shape[1], pool.device)
-    wanted = layout.rows[WANTED] > 0
+    laid = _Laid.of(told, output)
+    wanted = told.layout.rows[WANTED] > 0
     with torch.inference_mode():
         ids = draw_rows(output.logits, laid.draws)
         text = _walk(ids, laid.table, laid.jumps)
@@ -39,14 +79,14 @@ def read_out(
         if len(laid.targets):
             places = torch.where(text, laid.table[PLACE], 0)
             pool.move_there(laid.table[SLOT][laid.takers.scatter(0, places, numbers)[1:]], laid.targets)
-        told = torch.cat((ids, is_text)).cpu().numpy()
-        accepted = told[len(ids) :] > 0
+        answer = torch.cat((ids, is_text)).cpu().numpy()
+        accepted = answer[len(ids) :] > 0
         features = None
         if output.features is not None and (count := np.count_nonzero(accepted & wanted)):
             taken = is_text * laid.table[WANTED]
             sources = laid.numbers.scatter(0, taken.cumsum(0).mul_(taken), numbers)[1 : count + 1]
             features = output.features.index_select(0, sources).cpu()
-    drawn = told[: len(ids)].tolist()
+    drawn = answer[: len(ids)].tolist()
     readings: list[tuple[Reading | None, Tensor | None]] = []
     first = first_kept = first_taken = 0
     for job, piece in zip(jobs, pieces, strict=True):
@@ -76,21 +116,15 @@ class _Laid(NamedTuple):
     """(K,) their slots"""
     draws: Draws
 
-
-def _upload(layout: Layout, vocab_size: int, device: torch.device) -> _Laid:
-    """All that the device needs, in one copy."""
-    rows, takers, asked, depth = layout
-    jumps = [rows[PARENT]]
-    while len(jumps) < depth.bit_length():
-        jumps.append(jumps[-1][jumps[-1]])
-    drawn, most_k, nuclei = tabulate(asked, vocab_size)
-    arrays = [rows, np.stack(jumps), np.arange(rows.shape[1] + 1), np.array([0, *takers]), rows[SLOT, takers], drawn]
-    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).to(device, non_blocking=True)
-    table, of_jumps, numbers, taking, slots, draws = (
-        part.view(array.shape)
-        for part, array in zip(flat.split_with_sizes([array.size for array in arrays]), arrays, strict=True)
-    )
-    return _Laid(table, of_jumps[: depth.bit_length()], numbers, taking, slots, Draws(draws, most_k, nuclei))
+    @classmethod
+    def of(cls, told: Instructions, output: ForwardOutput) -> _Laid:
+        """The tables of what came with a forward."""
+        assert output.beside is not None
+        parts = output.beside.split_with_sizes([math.prod(shape) for shape in told.shapes])
+        table, jumps, numbers, takers, targets, draws = (
+            part.view(shape) for part, shape in zip(parts, told.shapes, strict=True)
+        )
+        return cls(table, jumps, numbers, takers, targets, Draws(draws, *told.cuts))
 
 
 def _walk(ids: Tensor, table: Tensor, jumps: Tensor) -> Tensor:

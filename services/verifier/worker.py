@@ -28,7 +28,7 @@ from .generation_config import repetition_penalty
 from .job import Job
 from .pruner import Pruner, measure
 from .ranks import Ranks, load
-from .readout import read_out
+from .readout import instruct, prepare, read_out
 from .session import Session
 from .sessions import Sessions
 
@@ -119,6 +119,7 @@ class Worker(BatchingThread):
             log.warning("the context is shorter than the model's", tokens=self.engine.info.max_context, why=cut_by)
         log.info(WARMING_UP)
         self.engine.timings(range(WARM_ROWS, 0, -1), context=WARM_ROWS, repeats=1)
+        prepare(self.engine)
         if self.settings.prune:
             self._pruner = Pruner(measure(self.engine, self.settings.kv_tokens))
         self._sessions = Sessions(self.engine, self.settings, self.metrics, self.repetition_penalty)
@@ -178,9 +179,10 @@ class Worker(BatchingThread):
         layers = tuple(sorted({layer for job in jobs for layer in job.opened.request.feature_layers}))
         started = time.perf_counter_ns()
         try:
-            output = self.engine.forward(pack(pieces, layers))
             on_device = self.engine.on_device and self._ranks is None  # whose KV moves with this one's
-            readings = read_out(jobs, pieces, output, self.engine.pool) if on_device else None
+            told = instruct(jobs, pieces, self.engine.info.vocab_size) if on_device else None
+            output = self.engine.forward(pack(pieces, layers), told and told.numbers)
+            readings = read_out(jobs, pieces, told, output, self.engine.pool) if told else [(None, None)] * len(jobs)
         except Exception as error:
             log.exception("forward failed", sessions=len(jobs))
             if self._ranks:
@@ -242,7 +244,7 @@ class Worker(BatchingThread):
         jobs: list[Job],
         pieces: list[Piece],
         output: ForwardOutput,
-        readings: Sequence[tuple[Reading | None, Tensor | None]] | None,
+        readings: Sequence[tuple[Reading | None, Tensor | None]],
         layers: tuple[int, ...],
         shared: VerifyTimings,
         hint: int | None,
@@ -250,13 +252,11 @@ class Worker(BatchingThread):
         """Commit every session's part; returns the keys of those that will send another step."""
         judged: list[int] = []
         first_row = first_kept = 0
-        for number, (job, piece) in enumerate(zip(jobs, pieces, strict=True)):
+        for job, piece, (reading, read) in zip(jobs, pieces, readings, strict=True):
             end_row, end_kept = first_row + len(piece.tokens), first_kept + len(piece.keep)
             logits = output.logits[first_kept:end_kept]
             features = None if output.features is None else output.features[first_row:end_row]
-            reading = None
-            if readings is not None and readings[number][0]:
-                reading, features = readings[number]
+            features = read if reading else features
             first_row, first_kept = end_row, end_kept
             session = job.opened
             try:

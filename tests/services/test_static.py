@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,10 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from coppice.commands.tiny_models import VOCAB, save_tiny
+from coppice.engine import engine as engine_module
 from coppice.engine import graphs, launches, launches_triton, runners
 from coppice.engine.batch import PackedBatch, Piece, pack
 from coppice.engine.engine import Engine
@@ -25,6 +28,7 @@ from coppice.engine.launches import merge_launches
 from coppice.engine.linear import fuse
 from coppice.engine.ragged import Bucket, Ragged
 from coppice.engine.runners import Compiled, Eager
+from tests.reference import EFFORT
 from tests.services.test_engine import Tree
 
 LAYERS = (1, 3)
@@ -254,6 +258,26 @@ def test_a_layer_is_few_launches(kind: Callable[..., Any], most: int, monkeypatc
         assert (logits - wanted).abs().max() < 0.05 * wanted.abs().max()
         counted.append(mode.counts)
     assert sum((counted[1] - counted[0]).values()) <= most
+
+
+@pytest.mark.skipif(EFFORT == 1, reason="compiles C++ for a minute; make proof does")
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+def test_inductor_fuses_a_layer_to_few_launches(
+    kind: Callable[..., Any], held: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "prepack", lambda _: None)  # which CPUs alone do
+    counted: list[Counter[str]] = []
+    for layers in (3, 4):
+        model = tiny(kind, layers)
+        fuse(model, packed=False)
+        step = Compiled(engine_of(model).static_step).step(BUCKET, (1,))
+        with torch.backends.mkldnn.flags(enabled=False):
+            _, (code, *_) = run_and_get_code(step)
+        body = code.partition("def call")[2]
+        calls = Counter(re.findall(r"(extern_kernels|tree_attention|cpp_fused)[\w.]*\(", body))
+        counted.append(calls + Counter({"tree_attention": 2 * calls["tree_attention"]}))
+    assert counted[1]["tree_attention"] == 3 * 4
+    assert sum((counted[1] - counted[0]).values()) <= 14
 
 
 @pytest.mark.gpu

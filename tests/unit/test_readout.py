@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from coppice.engine.clock import Clock
 from coppice.engine.engine import ForwardOutput
 from coppice.engine.kv_cache import KVPool, KVShape
 from coppice.messages.steps import Fence, OpenSession, VerifyStep
@@ -15,7 +16,7 @@ from coppice.speculation.tree import DraftTree
 from services.verifier.acceptance import path_to, walk, walked
 from services.verifier.job import Job
 from services.verifier.prefix import Prefix
-from services.verifier.readout import read_out
+from services.verifier.readout import instruct, read_out
 from services.verifier.session import Session
 from tests.reference import EFFORT
 
@@ -65,7 +66,9 @@ def test_steps_read_together_are_judged_as_alone() -> None:
             slab.normal_()
         before = [slab.clone() for slab in pool._slabs]
         features = torch.randn(sum(len(piece.tokens) for piece in pieces), WIDTH)
-        readings = read_out(jobs, pieces, ForwardOutput(torch.cat(logits), features, 0), pool)
+        told = instruct(jobs, pieces, VOCAB)
+        output = ForwardOutput(torch.cat(logits), features, Clock(pool.device), torch.from_numpy(told.numbers))
+        readings = read_out(jobs, pieces, told, output, pool)
         after = [slab.clone() for slab in pool._slabs]
         first = 0
         for job, piece, rows, (reading, own) in zip(jobs, pieces, logits, readings, strict=True):

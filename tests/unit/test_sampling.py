@@ -94,59 +94,6 @@ def test_noise_and_draws_agree_between_numpy_and_torch() -> None:
             assert int(drawn[row]) == draw(np.arange(500), log_probs[row], seed, position)
 
 
-LAWS = [
-    SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    for seed, (temperature, top_k, top_p, min_p) in enumerate(
-        [
-            *((0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 20, 1.0, 0.0), (1.3, 3, 0.9, 0.0), (1.0, 0, 0.95, 0.0)),
-            *(
-                (2.0, 0, 1.0, 0.05),
-                (1.0, 50, 0.8, 0.02),
-                (0.3, 0, 0.1, 0.0),
-                (10.0, 1, 1.0, 0.0),
-                (1.0, 5_000, 1e-12, 0),
-            ),
-        ],
-        start=2**63 - 5,
-    )
-]
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("vocab", "rows"), [(150, 4_900 * EFFORT), (5_000, 100 * EFFORT)])
-def test_rows_drawn_together_are_drawn_as_alone(vocab: int, rows: int, dtype: torch.dtype, device: str) -> None:
-    """At full effort over 10^5 rows; half of them have ties everywhere."""
-    rng = np.random.default_rng(vocab)
-    logits = torch.from_numpy(rng.normal(size=(rows, vocab)).astype(np.float32) * 3)
-    logits[::2] = (logits[::2] * 2).round() / 2
-    logits[::5, ::3] = -torch.inf
-    logits = logits.to(dtype)
-    numbers, positions = np.arange(rows), rng.integers(0, 2**17, rows)
-    asked = [(numbers[at :: len(LAWS)], positions[at :: len(LAWS)], law) for at, law in enumerate(LAWS)]
-    table, most_k, nuclei = sampling_torch.tabulate(asked, vocab)
-    assert (most_k, nuclei) == (50, sum(len(one) for one, _, law in asked if law.top_p < 1))
-    draws = sampling_torch.Draws(torch.from_numpy(table).to(device), most_k, nuclei)
-    drawn = sampling_torch.draw_rows(logits.to(device), draws).tolist()
-    plain = logits.float().numpy()
-    alone = [
-        draw(*decode_row(plain[row], law := LAWS[row % len(LAWS)]), law.seed, int(positions[row])) for row in numbers
-    ]
-    assert drawn == alone
-
-
-def test_rows_that_are_refused_draw_nothing_and_disturb_no_other() -> None:
-    logits = torch.randn(9, 40, generator=torch.Generator().manual_seed(1))
-    good = logits.clone()
-    logits[1, 3], logits[4, 0], logits[7] = torch.nan, torch.inf, -torch.inf
-    asked = [(np.arange(3), np.arange(3), LAWS[0]), (np.arange(3, 9), np.arange(6), LAWS[4])]
-    table, *rest = sampling_torch.tabulate(asked, 40)
-    draws = sampling_torch.Draws(torch.from_numpy(table), *rest)
-    drawn, expected = sampling_torch.draw_rows(logits, draws), sampling_torch.draw_rows(good, draws)
-    expected[[1, 4, 7]] = -1
-    assert torch.equal(drawn, expected)
-
-
 def test_noise_of_chosen_ids_is_that_of_the_whole_vocabulary() -> None:
     ids = np.array([3, 17, 400])
     assert np.array_equal(noise(5, 9, ids), noise(5, 9, np.arange(500))[ids])

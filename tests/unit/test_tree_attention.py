@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
-import os
 import random
-import re
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +21,10 @@ from coppice.engine.attention_plan import plan_forward
 from coppice.engine.batch import Piece, ancestors, pack
 from coppice.engine.kv_cache import KVShape
 from coppice.engine.tree_attention import tree_attention
+from tests.kernels import compiled_for_hopper, interpreter
 from tests.ragged_batches import Layer, Shape, attend, filled_pool, random_batch, random_tree, tree_piece
+
+__all__ = ["interpreter"]  # a fixture
 
 Sizes = Sequence[tuple[int, int, int]]  # prefix, rows and earlier rows of each session
 
@@ -84,17 +83,6 @@ def own_bits(function: Callable[..., Tensor], shape: Shape, prefix: int, rows: i
     return all(same)
 
 
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    """A process in which Triton's kernels run on the CPU."""
-    pytest.importorskip("triton")
-    os.environ["TRITON_INTERPRET"] = "1"
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        process.submit(os.getpid).result()
-        del os.environ["TRITON_INTERPRET"]
-        yield process
-
-
 SHAPES = st.builds(
     Shape,
     heads=st.sampled_from([2, 6]),
@@ -124,6 +112,7 @@ KERNEL_CASES = {
     "a softcap and sinks": (Shape(softcap=2.0, sinks=True), [(61, 5, 0), (9, 3, 2)]),
     "odd heads": (Shape(6, KVShape(2, 20, 12)), [(70, 5, 0)]),
     "more rows than a tile": (Shape(2, KVShape(1, 16, 16)), [(3, 1, 0), (40, 40, 0)]),
+    "a tile in cuts": (Shape(4, KVShape(2, 68, 12)), [(70, 40, 0)]),
     "a split's border": (Shape(2, KVShape(1, 16, 16)), [(250, 9, 2)]),
 }
 
@@ -148,35 +137,26 @@ def test_the_kernel_gives_a_drafted_row_the_bits_of_a_plain_step(
     assert interpreter.submit(own_bits, interpreted, shape, prefix, 18, [0, 7, 12, 17]).result()
 
 
-@pytest.mark.parametrize("dim", [128, 64])
-def test_the_kernel_compiles_for_hopper_without_spills(dim: int, tmp_path: Path) -> None:
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+@pytest.mark.parametrize(
+    ("dim", "dtype"),
+    [(64, torch.bfloat16), (128, torch.bfloat16), (64, torch.float32), (128, torch.float32)],
+    ids=str,
+)
+def test_the_kernel_compiles_for_hopper_without_spills(dim: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
     from coppice.engine.tree_attention_triton import shape_of, sum_parts
 
-    q, stored = (torch.empty(1, heads, dim, dtype=torch.bfloat16) for heads in (32, 8))
+    q, stored = (torch.empty(1, heads, dim, dtype=dtype) for heads in (32, 8))
     constants = shape_of(q, stored, stored, torch.empty(1, 16), torch.empty(1, 1024), 32) | {"CAPPED": False}
     options = {name: constants.pop(name) for name in ("num_warps",)}
-    types = dict.fromkeys(("q", "keys", "values"), "*bf16") | dict.fromkeys(("sums", "tops", "weights"), "*fp32")
+    types = dict.fromkeys(("q", "keys", "values"), {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype])
+    types |= dict.fromkeys(("sums", "tops", "weights"), "*fp32")
     types |= dict.fromkeys(("session", "paged", "length", "tail", "table", "tiles"), "*i32")
     types |= {"q_row": "i32", "q_head": "i32", "window": "i32", "scale": "fp32", "softcap": "fp32"}
-    place = sum_parts.arg_names.index
     aligned = [name for name, kind in types.items() if kind[0] == "*" or name in ("q_row", "q_head")]
-    source = ASTSource(
-        sum_parts,
-        signature=types | dict.fromkeys(constants, "constexpr"),
-        constexprs={(place(name),): value for name, value in constants.items()},
-        attrs={(place(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert compiled.metadata.shared <= 227 * 1024 // 2  # two programs on a processor
-    (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    command = [tool, "--dump-resource-usage", "--dump-sass", tmp_path / "kernel.cubin"]
-    dump = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    usage = {name: int(count) for name, count in re.findall(r"(STACK|LOCAL):(\d+)", dump)}
+    compiled, usage, listing = compiled_for_hopper(sum_parts, types, constants, aligned, options, tmp_path)
     assert (usage["STACK"], usage["LOCAL"]) == (0, 0)
-    assert "HGMMA" in dump
-    assert "LDGSTS" in dump  # keys are under way while others are used
+    assert compiled.metadata.shared <= 227 * 1024 // 2  # two programs on a processor
+    if dtype == torch.bfloat16:
+        assert "HGMMA" in listing
+        assert "LDGSTS" in listing  # keys are under way while others are used

@@ -7,13 +7,16 @@ import runpy
 import time
 from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from coppice.bench.services.asleep import Asleep, sleep_out
 from coppice.config.sections import VerifierSettings
 from coppice.engine.batch import PackedBatch
+from coppice.engine.clock import Clock
 from coppice.engine.context import Context
 from coppice.engine.engine import DTYPES, Engine, EngineInfo, ForwardOutput, default_feature_layers
 from coppice.engine.kv_cache import KVPool, KVShape
@@ -94,14 +97,16 @@ class SleepingEngine(Engine):
         """As on a GPU."""
         return True
 
-    def forward(self, batch: PackedBatch) -> ForwardOutput:
+    def forward(self, batch: PackedBatch, beside: NDArray[np.int64] | None = None) -> ForwardOutput:
         """Sleep for T_M, whatever the rows."""
-        began_ns, kept = time.perf_counter_ns(), batch.logits_to_keep
+        clock, began_ns, kept = Clock(self.pool.device), time.perf_counter_ns(), batch.logits_to_keep
         ids = self.asleep.next(batch.tokens[kept], batch.positions[kept])
         width = len(batch.feature_layers) * self.asleep.hidden_size
         features = self._zeros.expand(len(batch.tokens), width) if width else None
         logits = SleepingLogits(ids, self._around)
-        return ForwardOutput(logits, features, sleep_out(began_ns, self.asleep.t_m_ms))
+        sleep_out(began_ns, self.asleep.t_m_ms)
+        clock.stop()
+        return ForwardOutput(logits, features, clock, None if beside is None else torch.from_numpy(beside))
 
 
 def load_engine(settings: VerifierSettings) -> Engine:

@@ -1,0 +1,145 @@
+"""The tokens behind the rows of a forward, drawn where the logits lie and without waiting for anything.
+
+What top-k and top-p keep of a row is everything above some logit, and of what is at it the lowest ids. So a draw reads
+a row once, whatever its law: one operator draws from all rows, and only those that top-k or top-p cuts are sorted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coppice.speculation.sampling import TOP_P_SLACK, SamplingParams, position_keys
+from coppice.speculation.sampling_torch import gumbel, hashes
+
+ROW, KEY, TOP_K, TEMPERATURE, TOP_P, LEAST = range(6)
+_ROWS_AT_ONCE = 64  # that are sorted: their probabilities are float64 and as wide as the vocabulary
+
+Ints = NDArray[np.int64]
+
+
+class Draws(NamedTuple):
+    """Which rows of a forward are sampled, and how each of these S rows is: those that top-p cuts come first, then
+    those that top-k alone cuts.
+    """
+
+    table: Tensor
+    """(6, S) int64 where the logits are: the row's number, the bits of its position's key and top_k, 0 for all; then
+    the bits of float64: temperature, top_p and the logarithm of min_p"""
+    most_k: int
+    """the largest top_k"""
+    nuclei: int
+    """rows that top-p cuts"""
+    cut: int
+    """rows that top-p or top-k cuts"""
+
+
+def tabulate(asked: Sequence[tuple[Ints, Ints, SamplingParams]], vocab_size: int) -> tuple[Ints, int, int, int]:
+    """The parts of `Draws`, on the host, for (N,) numbers of rows and (N,) positions of each of the samplings asked
+    for; greedy rows are left out.
+    """
+
+    def most(law: SamplingParams) -> int:
+        return law.top_k if law.top_k < vocab_size else 0
+
+    sampled = sorted(
+        (one for one in asked if one[2].temperature), key=lambda one: (one[2].top_p == 1, not most(one[2]))
+    )
+    if not sampled:
+        return np.zeros((6, 0), np.int64), 0, 0, 0
+    rows, positions, laws = zip(*sampled, strict=True)
+    counts, top_k, at = [len(one) for one in rows], [most(law) for law in laws], np.concatenate(positions)
+    numbers = [(law.temperature, law.top_p, math.log(law.min_p) if law.min_p else -math.inf) for law in laws]
+    table = np.empty((6, len(at)), np.int64)
+    table[ROW], table[KEY] = np.concatenate(rows), position_keys([law.seed for law in laws], counts, at).view(np.int64)
+    table[TOP_K], table[TEMPERATURE:] = np.repeat(top_k, counts), np.repeat(numbers, counts, axis=0).T.view(np.int64)
+    nuclei = sum([count for law, count in zip(laws, counts, strict=True) if law.top_p < 1])
+    only_k = sum([count for law, k, count in zip(laws, top_k, counts, strict=True) if law.top_p == 1 and k])
+    return table, max(top_k), nuclei, nuclei + only_k
+
+
+def draw_rows(logits: Tensor, draws: Draws) -> Tensor:
+    """(R,) int64: the token of each of (R, V) rows of logits, the greedy one of those that are not sampled.
+
+    What `sampling.draw` takes from the row that `sampling.decode_row` makes, -1 where that refuses it. Nothing is
+    copied to the host or waited for. A draw depends on its own row alone: without top_p no number is a sum over the
+    row, whose rounding would depend on how many rows a device adds up at once. Between devices logarithms may differ in
+    their last bit, so that another token is drawn where two sums are within 1e-14 of each other, as often as that.
+    """
+    best = logits.argmax(-1)
+    highest = logits.gather(1, best[:, None])[:, 0]
+    ids = torch.where(highest.abs() < torch.inf, best, -1)
+    if not draws.table.shape[1]:
+        return ids
+    return ids.index_copy_(
+        0, draws.table[ROW], keyed_argmax(logits, highest, draws.table, *_edges(logits, highest, draws))
+    )
+
+
+def _edges(logits: Tensor, highest: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    """For each of the rows that are cut the lowest logit that is kept, and the last token of those that have it."""
+    table, most_k, nuclei, cut = draws
+    edges, lasts = [logits.new_empty(0)], [table.new_empty(0)]
+    for first in range(0, nuclei, _ROWS_AT_ONCE):
+        some = table[:, first : min(first + _ROWS_AT_ONCE, nuclei)]
+        ordered, order = logits.index_select(0, some[ROW]).sort(descending=True, stable=True)
+        temperature, top_p = some[TEMPERATURE : TOP_P + 1, :, None].view(torch.float64)
+        scores = ordered.double().sub_(highest.index_select(0, some[ROW])[:, None]).div_(temperature)
+        if most_k:
+            top_k = some[TOP_K, :, None]
+            kth = ordered.gather(1, (top_k - 1).clamp_(min=0))
+            scores.masked_fill_((ordered < kth) & (top_k > 0), -torch.inf)
+        probs = scores.exp_()
+        probs /= probs.sum(-1, keepdim=True)
+        count = (probs.cumsum(-1) - probs < top_p - TOP_P_SLACK).sum(-1, keepdim=True).clamp_(min=1)
+        edges.append(ordered.gather(1, count - 1)[:, 0])
+        lasts.append(order.gather(1, count - 1)[:, 0])
+    for first in range(nuclei, cut, _ROWS_AT_ONCE):
+        some = table[:, first : min(first + _ROWS_AT_ONCE, cut)]
+        largest = logits.index_select(0, some[ROW]).topk(most_k).values
+        edges.append(largest.gather(1, some[TOP_K, :, None] - 1)[:, 0])
+        lasts.append(torch.full_like(some[ROW], logits.shape[1]))  # of those that tie with the k-th all are kept
+    return torch.cat(edges), torch.cat(lasts)
+
+
+@torch.library.custom_op("coppice::keyed_argmax", mutates_args=(), device_types="cpu")
+def keyed_argmax(logits: Tensor, highest: Tensor, table: Tensor, edges: Tensor, lasts: Tensor) -> Tensor:
+    """(S,) int64: the token of each sampled row whose score and noise add up to the most, of several the lowest; -1 for
+    rows without a finite highest logit.
+
+    logits (R, V), highest (R,), table (6, S) as Draws has it; edges (C,) and lasts (C,): what is kept of the first C.
+    """
+    tokens, drawn = torch.arange(logits.shape[1]), []
+    for first in range(0, table.shape[1], _ROWS_AT_ONCE):
+        some = table[:, first : first + _ROWS_AT_ONCE]
+        (temperature, _, least), top = (
+            some[TEMPERATURE:, :, None].view(torch.float64),
+            highest[some[ROW], None].double(),
+        )
+        rows = logits[some[ROW]]
+        scores = rows.double().sub_(top).div_(temperature)
+        scores.masked_fill_(scores < least, -torch.inf)
+        edge, last = edges[first : first + len(rows), None], lasts[first : first + len(rows), None]
+        cut = rows[: len(edge)]
+        scores[: len(edge)].masked_fill_((cut < edge) | ((cut == edge) & (tokens > last)), -torch.inf)
+        best = scores.add_(gumbel(hashes(some[KEY], tokens))).argmax(-1)
+        drawn.append(torch.where(top[:, 0].abs() < torch.inf, best, -1))
+    return torch.cat(drawn)
+
+
+@keyed_argmax.register_fake
+def _(logits: Tensor, highest: Tensor, table: Tensor, *_: object) -> Tensor:
+    return table.new_empty(table.shape[1])
+
+
+@keyed_argmax.register_kernel("cuda")
+def _(logits: Tensor, *rest: Tensor) -> Tensor:
+    from .draws_triton import draw  # Triton comes with torch for CUDA only
+
+    return draw(logits, *rest)

@@ -1,0 +1,111 @@
+"""Draws of all rows of a forward at once: what the host draws of each alone, in torch and by the CUDA kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from coppice.speculation.sampling import SamplingParams, decode_row, draw
+from services.verifier.draws import Draws, draw_rows, tabulate
+from tests.kernels import compiled_for_hopper, interpreter
+from tests.reference import EFFORT
+
+__all__ = ["interpreter"]  # a fixture
+
+LAWS = [
+    SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    for seed, (temperature, top_k, top_p, min_p) in enumerate(
+        [
+            *((0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 20, 1.0, 0.0), (1.3, 3, 0.9, 0.0), (1.0, 0, 0.95, 0.0)),
+            *(
+                (2.0, 0, 1.0, 0.05),
+                (1.0, 50, 0.8, 0.02),
+                (0.3, 0, 0.1, 0.0),
+                (10.0, 1, 1.0, 0.0),
+                (1.0, 5_000, 1e-12, 0),
+            ),
+        ],
+        start=2**63 - 5,
+    )
+]
+
+
+def drawn_and_alone(
+    vocab: int, rows: int, dtype: torch.dtype, device: str = "cpu", function: Callable[..., Any] = draw_rows
+) -> tuple[list[int], list[int]]:
+    """The tokens of random rows of all laws, drawn together and each alone on the host; half of the rows have ties
+    everywhere.
+    """
+    rng = np.random.default_rng(vocab)
+    logits = torch.from_numpy(rng.normal(size=(rows, vocab)).astype(np.float32) * 3)
+    logits[::2] = (logits[::2] * 2).round() / 2
+    logits[::5, ::3] = -torch.inf
+    logits = logits.to(dtype)
+    numbers, positions = np.arange(rows), rng.integers(0, 2**17, rows)
+    asked = [(numbers[at :: len(LAWS)], positions[at :: len(LAWS)], law) for at, law in enumerate(LAWS)]
+    table, *cuts = tabulate(asked, vocab)
+    nuclei = sum(len(one) for one, _, law in asked if law.top_p < 1)
+    assert cuts == [50, nuclei, nuclei + sum(len(one) for one, _, law in asked if law.top_p == 1 and law.top_k)]
+    drawn = function(logits.to(device), Draws(torch.from_numpy(table).to(device), *cuts)).tolist()
+    plain = logits.float().numpy()
+    alone = [
+        draw(*decode_row(plain[row], law := LAWS[row % len(LAWS)]), law.seed, int(positions[row])) for row in numbers
+    ]
+    return drawn, alone
+
+
+def on_the_kernel(*told: Any) -> tuple[list[int], list[int]]:
+    """The same with the CUDA kernel under Triton's interpreter, which the process chose before it imported Triton."""
+    from services.verifier import draws, draws_triton
+
+    with patch.object(draws, "keyed_argmax", draws_triton.draw):
+        return drawn_and_alone(*told)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("vocab", "rows"), [(150, 4_900 * EFFORT), (5_000, 100 * EFFORT)])
+def test_rows_drawn_together_are_drawn_as_alone(vocab: int, rows: int, dtype: torch.dtype, device: str) -> None:
+    """At full effort over 10^5 rows."""
+    drawn, alone = drawn_and_alone(vocab, rows, dtype, device)
+    assert drawn == alone
+
+
+@pytest.mark.parametrize(("vocab", "rows"), [(150, 400 * EFFORT), (5_000, 40 * EFFORT)])
+def test_the_kernel_draws_what_the_host_draws(vocab: int, rows: int, interpreter: ProcessPoolExecutor) -> None:
+    drawn, alone = interpreter.submit(on_the_kernel, vocab, rows, torch.float32).result()
+    assert drawn == alone
+
+
+def test_the_kernel_compiles_for_hopper_without_spills(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from services.verifier.draws_triton import PART, best_of_all, best_of_parts
+
+    pointers = {"logits": "*bf16", "highest": "*bf16", "table": "*i64", "edges": "*bf16", "lasts": "*i64"}
+    of_parts = {"bests": "*fp64", "tokens": "*i32"}
+    numbers = dict.fromkeys(("count", "cut", "vocab", "stride"), "i32")
+    for kernel, types, constants in (
+        (best_of_parts, pointers | of_parts | numbers, {"N": PART}),
+        (best_of_all, {"highest": "*bf16", "table": "*i64", **of_parts, "drawn": "*i64", "parts": "i32"}, {"N": 128}),
+    ):
+        _, usage, _ = compiled_for_hopper(kernel, types, constants, [], {}, tmp_path)
+        assert (usage["STACK"], usage["LOCAL"]) == (0, 0)
+
+
+def test_rows_that_are_refused_draw_nothing_and_disturb_no_other() -> None:
+    logits = torch.randn(9, 40, generator=torch.Generator().manual_seed(1))
+    good = logits.clone()
+    logits[1, 3], logits[4, 0], logits[7] = torch.nan, torch.inf, -torch.inf
+    asked = [(np.arange(3), np.arange(3), LAWS[0]), (np.arange(3, 9), np.arange(6), LAWS[4])]
+    table, *cuts = tabulate(asked, 40)
+    draws = Draws(torch.from_numpy(table), *cuts)
+    drawn, expected = draw_rows(logits, draws), draw_rows(good, draws)
+    expected[[1, 4, 7]] = -1
+    assert torch.equal(drawn, expected)
