@@ -50,8 +50,12 @@ class Sessions:
             prefix = self.cache.open(request, reserved_tokens(request, self._settings))
         except OutOfBlocks as error:
             raise Unavailable(str(error)) from None
-        request = replace(request, sampling=request.sampling.with_defaults(self._repetition_penalty))
-        session = Session(key, request, prefix, self._settings.feature_window, self._engine.info.vocab_size)
+        try:
+            request = replace(request, sampling=request.sampling.with_defaults(self._repetition_penalty))
+            session = Session(key, request, prefix, self._settings.feature_window, self._engine.info.vocab_size)
+        except BaseException:
+            self.cache.close(prefix)
+            raise
         self._by_key[key] = self._by_name[request.session] = session
         self._metrics.opened.inc()
         return session

@@ -17,7 +17,7 @@ from coppice.config.settings import Settings, load_settings
 from coppice.rpc.access import ACCESS
 from coppice.stack.launch import MODULES, SERVICES
 from coppice.stack.spec import COUNTING_KINDS
-from coppice.telemetry import AdapterMetrics, OrchestratorMetrics, SessionMetrics, SignalMetrics
+from coppice.telemetry import AdapterMetrics, OrchestratorMetrics, PrefixCacheMetrics, SessionMetrics, SignalMetrics
 from tests.chart.chart import (
     ALL,
     FILES,
@@ -348,8 +348,9 @@ def known_metrics() -> set[str]:
     registries = [OrchestratorMetrics().registry, AdapterMetrics().registry]
     registries += [SessionMetrics(role).registry for role in ("verifier", "drafter")]
     SignalMetrics(signals := CollectorRegistry())
+    PrefixCacheMetrics(cache := CollectorRegistry())
     found = set()
-    for metric in [metric for registry in (*registries, signals) for metric in registry.collect()]:
+    for metric in [metric for registry in (*registries, signals, cache) for metric in registry.collect()]:
         ends = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "info": ["_info"]}.get(
             metric.type, [""]
         )

@@ -41,11 +41,17 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=6, max_len=2048)
 
 
+def tokens_of(folder: Path) -> Path:
+    """The file of the clients' tokens, which are their names."""
+    tokens = folder / "tokens"
+    tokens.write_text("".join(f"{name} {sha256(name.encode()).hexdigest()}\n" for name in CLIENTS))
+    return tokens
+
+
 @pytest.fixture(scope="module")
 def stack(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Two clients, and two verifiers with room for some sessions and little else."""
-    tokens = tmp_path_factory.mktemp("tokens") / "tokens"
-    tokens.write_text("".join(f"{name} {sha256(name.encode()).hexdigest()}\n" for name in CLIENTS))
+    tokens = tokens_of(tmp_path_factory.mktemp("tokens"))
     told = {"orchestrator.draft_deadline_ms": 2000, "orchestrator.tokens": tokens, "orchestrator.http_port": 0}
     head = save_random(tmp_path_factory.mktemp("eagle"), "eagle3", vocab_size=VOCAB, draft_vocab_size=VOCAB // 2)
     spec = StackSpec(
@@ -150,15 +156,22 @@ def test_openais_usage_says_what_was_cached(stack: Stack) -> None:
     ready = stack.orchestrator
     client = openai.OpenAI(base_url=f"http://{ready.http}/v1", api_key="alice")
     said = [{"role": "user", "content": "a question that is longer than a block of the cache"}]
-    for cached in (0, 64):
-        answer = client.chat.completions.create(model="", messages=said, max_tokens=NEW)
-        assert answer.usage
-        assert answer.usage.prompt_tokens_details
-        assert answer.usage.prompt_tokens_details.cached_tokens == cached
+    told: dict[str, Any] = {"model": "", "max_tokens": NEW}
+    streamed = told | {"stream": True, "stream_options": {"include_usage": True}}
+
+    def cached(answer: Any) -> int:
+        (*_, last) = answer if isinstance(answer, openai.Stream) else [answer]
+        return int(last.usage.prompt_tokens_details.cached_tokens)
+
+    chats = [client.chat.completions.create(messages=said, **each) for each in (told, told, streamed)]
+    assert [cached(answer) for answer in chats] == [0, 64, 64]
+    texts = [client.completions.create(prompt=said[0]["content"], **each) for each in (told, told, streamed)]
+    assert [cached(answer) for answer in texts] == [0, 32, 32]
 
 
 @pytest.mark.timeout(600)
 def test_the_second_turn_of_a_long_chat_begins_in_a_tenth_of_the_time(tmp_path: Path) -> None:
+    """For the client who had the first one; another, who asks the same, waits as long as if nobody had asked."""
     choose = random.Random(9)
     prompt = tuple(choose.randrange(300, 8000) for _ in range(2000))
     longer = tmp_path / "target"  # the demo's, were it trained on texts of this length
@@ -168,13 +181,17 @@ def test_the_second_turn_of_a_long_chat_begins_in_a_tenth_of_the_time(tmp_path: 
     (longer / "config.json").unlink()
     config = json.loads((DEMO / "config.json").read_text(encoding="utf-8")) | {"max_position_embeddings": 4096}
     (longer / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    spec = StackSpec(target=longer, heads=())
+    spec = StackSpec(target=longer, heads=(), extra={"orchestrator": {"orchestrator.tokens": tokens_of(tmp_path)}})
     told: dict[str, Any] = {"max_new_tokens": 16, "ignore_eos": True}
-    with Stack(spec, log_dir=tmp_path / "logs") as stack, Client(stack.address) as client:
-        first = client.generate(prompt, **told)
-        again = (*prompt, *first.ids, *(choose.randrange(300, 8000) for _ in range(20)))
-        second = client.generate(again, **told)
+    with Stack(spec, log_dir=tmp_path / "logs") as stack:
+        alice, bob = (Client(stack.address, dialer=Dialer(token=name)) for name in CLIENTS)
+        with alice, bob:
+            first = alice.generate(prompt, **told)
+            again = (*prompt, *first.ids, *(choose.randrange(300, 8000) for _ in range(20)))
+            second, others = (client.generate(again, **told) for client in (alice, bob))
     took = second.ttft_s / first.ttft_s
     print(f"time to first token {first.ttft_s:.3f} s, of the second turn {second.ttft_s:.3f} s: {took:.3f} of it")
-    assert (first.cached_tokens, second.cached_tokens) == (0, 2016 - 32)
+    assert (first.cached_tokens, second.cached_tokens, others.cached_tokens) == (0, 2016 - 32, 0)
+    assert others.ids == second.ids
     assert took <= 0.1
+    assert others.ttft_s > 5 * second.ttft_s
