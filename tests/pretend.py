@@ -228,7 +228,8 @@ def pretending() -> Iterator[Counts]:
 
     with (
         # Wrappers have version counters, which tensors made in inference mode have not; the operators are the same.
-        patch("torch.inference_mode", torch.no_grad),
+        patch.object(torch.inference_mode, "__enter__", lambda mode: torch.no_grad.__enter__(mode)),
+        patch.object(torch.inference_mode, "__exit__", lambda mode, *why: torch.no_grad.__exit__(mode, *why)),
         patch("torch.cuda.synchronize", synchronize),
         patch("torch.cuda.Event", _Event),
         patch("coppice.engine.launches._launches", lambda tensor: False),  # Triton launches on a real device only

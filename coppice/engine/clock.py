@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+
+R = TypeVar("R")
 
 
 def _event() -> torch.cuda.Event:
@@ -38,3 +42,24 @@ class Clock:
         """Nanoseconds it ran, once it was stopped. Waits as `wait` does."""
         self.wait()
         return int(self._events[0].elapsed_time(self._events[1]) * 1e6) if self._events else self._ns
+
+
+class Timed:
+    """Runs work on the clock, and adds up how long it took."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._clocks: list[Clock] = []
+
+    def __call__(self, work: Callable[..., R], *inputs: Any) -> R:
+        """What the work returns."""
+        clock = Clock(self._device)
+        outputs = work(*inputs)
+        clock.stop()
+        self._clocks.append(clock)
+        return outputs
+
+    def taken(self) -> int:
+        """Nanoseconds of all work since this was asked; waits until a device is done with it."""
+        took, self._clocks = sum(clock.ns for clock in self._clocks), []
+        return took

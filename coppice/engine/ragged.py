@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -135,7 +136,7 @@ class StepInputs:
     table: (sessions, blocks) int32. keep: (kept,) int64. tiles: (1 + C, 3) int32, of which tiles[0, 0] are in use
     behind the first: first row, end row, and the part of the rows' keys, which is a key block of their tail, or above
     tail_blocks(tail) a split. Padding rows have length 0 and write to the slot `spare`; what is kept is padded with
-    row 0. beside: (rows * BESIDE,) int64, of no interest to the forward, for whoever reads its output. On a CUDA device
+    row 0. beside: int64, of no interest to the forward, for whoever reads its output. On a CUDA device
     they are filled through pinned memory by one copy.
     """
 
@@ -151,9 +152,19 @@ class StepInputs:
     tiles: Tensor
 
     def __init__(
-        self, bucket: Bucket, *, group: int, spare: int, block_size: int, device: torch.device | str = "cpu"
+        self,
+        bucket: Bucket,
+        *,
+        group: int,
+        spare: int,
+        block_size: int,
+        device: torch.device | str = "cpu",
+        beside: int = 0,
     ) -> None:
-        """Inputs of a model of at most `group` query heads a key head; nobody owns the slot `spare`."""
+        """Inputs of a model of at most `group` query heads a key head; nobody owns the slot `spare`.
+
+        beside: how many numbers are sent along at most, by default BESIDE a row.
+        """
         self.bucket, self.group, self.spare = bucket, group, spare
         rows, sessions, tail, blocks, kept = bucket
         tiles = min(rows, (rows + sessions * (tile_rows(group) - 1)) // tile_rows(group))
@@ -167,7 +178,7 @@ class StepInputs:
                 "table": ((sessions, blocks), torch.int32),
                 "keep": ((kept,), torch.int64),
                 "tiles": ((1 + tiles * splits + rows * tail_blocks(tail), 3), torch.int32),
-                "beside": ((rows * BESIDE,), torch.int64),
+                "beside": ((beside or rows * BESIDE,), torch.int64),
             },
             torch.device(device),
         )
@@ -202,6 +213,13 @@ class StepInputs:
         into["beside"][: len(beside)] = beside
         self._twins.copy(self.nbytes + beside.nbytes)
         return self._twins.tensors["beside"][: len(beside)]
+
+    def narrowed(self, rows: int) -> StepInputs:
+        """The same of the first rows alone, for a forward that is not padded."""
+        some = copy(self)
+        for name in ("new_slots", "session", "paged", "length", "tail"):
+            setattr(some, name, getattr(self, name)[:rows])
+        return some
 
     def _tiles(self, ragged: Ragged) -> Ints:
         """(C, 3): the rows and parts of their keys that are worked on together, those of most work first."""

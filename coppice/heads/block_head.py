@@ -21,9 +21,10 @@ from coppice.engine.batch import Tail
 from coppice.heads.base import DraftJob, Growth, with_tree_shape
 from coppice.heads.block_tree import Blocks, BlockTree, row_slices
 from coppice.heads.feature_head import FeatureHead, Output
-from coppice.heads.feature_session import Inputs, Rows, join
+from coppice.heads.feature_session import Rows
 from coppice.heads.last_draft import LastDraft
 from coppice.heads.models.specblock import BUCKETS
+from coppice.heads.row_inputs import Inputs
 from coppice.speculation.sampling_torch import greedy_ids
 
 BLOCKS = 2
@@ -47,6 +48,7 @@ class _Active:
     noise: Tensor | None  # (K * M, draft vocabulary), by depth
     states: Tensor  # (S, K, hidden) of the blocks its starts came from
     last_draft: LastDraft | None
+    first: int = 0  # of these blocks, among those of all trees
 
     def remember(self) -> None:
         """Note the block just added, in a session that wants misses."""
@@ -100,16 +102,16 @@ class BlockHead(FeatureHead):
         numbers = [at for at in range(len(jobs)) if fit[at]]
         if not numbers:
             return
-        output = self._from_roots([jobs[at] for at in numbers])
+        output, noise = self._from_roots([jobs[at] for at in numbers], self.slots * blocks)
         active = [
             _Active(
                 at,
                 BlockTree(jobs[at], self.most_starts(jobs[at]), self.settings.chain, self.worth),
-                self._noise(jobs[at], self.slots * blocks),
+                its_noise,
                 output[0][:0],
                 self._keep_draft(jobs[at]),
             )
-            for at in numbers
+            for at, its_noise in zip(numbers, noise, strict=True)
         ]
         for block in range(1, blocks + 1):
             self._grow(active, output, deeper=block < blocks)
@@ -119,24 +121,27 @@ class BlockHead(FeatureHead):
             active = growing
             if not active:
                 return
-            output = self._from_states(join([self._start_rows(one) for one in active]))
+            output = self._from_states(self._start_rows(active, output[0].flatten(0, 1)))
 
-    def _start_rows(self, one: _Active) -> Rows:
-        """Make a row of each start: it reads its own token and the state of the slot that made it.
+    def _start_rows(self, active: Sequence[_Active], states: Tensor) -> Rows:
+        """Make a row of each tree's starts: it reads its own token and the state of the slot that made it.
 
         It sees what lies on its path.
         """
-        tree, job, slots = one.tree, one.tree.job, self.slots
-        starts, session = tree.starts, self._sessions[job.key]
-        first = job.committed_len - 1
-        deeper = starts.depths if self.model.config.block_rope_advance else [0] * len(starts)
-        states = [row * slots + slot for row, slot in zip(starts.rows, starts.slots, strict=True)]
-        return Rows(
-            one.states.flatten(0, 1).index_select(0, self._tensor(states)),
-            [tree.tokens[node - 1] for node in starts.nodes],
-            [first + depth for depth in deeper],
-            (Tail(session.table, self._entry(session, first), starts.visible(self._own)),),
-        )
+        sources: list[int] = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        tails: list[Tail] = []
+        advance = self.model.config.block_rope_advance
+        for one in active:
+            tree, starts, session = one.tree, one.tree.starts, self._sessions[one.tree.job.key]
+            first = tree.job.committed_len - 1
+            made_by = zip(starts.rows, starts.slots, strict=True)
+            sources += [(one.first + row) * self.slots + slot for row, slot in made_by]
+            tokens += [tree.tokens[node - 1] for node in starts.nodes]
+            positions += [first + depth for depth in starts.depths] if advance else [first] * len(starts)
+            tails.append(Tail(session.table, self._entry(session, first), starts.visible(self._own)))
+        return Rows(states, tokens, positions, tails, sources=sources)
 
     def _read_states(self, states: Tensor) -> Output:
         """Return (S, K, hidden) states with their logits and the (S, K) buckets of their slots."""
@@ -160,7 +165,7 @@ class BlockHead(FeatureHead):
                     end = start + len(list(alike))
                     self.ranking.score(scores[start:end], one.tree.job, one.noise[depth : depth + self.slots])
                     start = end
-            one.states = states[rows]
+            one.states, one.first = states[rows], rows.start
         width = max(1, *self._widths) + coupled  # room for a greedy token that the noise puts behind the others
         tokens, values, more = self.ranking.likeliest(scores, width, branching[..., None], wanted=greedy)
         buckets, spine = more[-1][..., 0], more[0][..., 0] if coupled else np.zeros(scores.shape[:-1], np.int64)

@@ -12,13 +12,11 @@ turns in a draft.
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
-from itertools import accumulate
-from typing import Any, ClassVar, TypeVar
+from functools import lru_cache
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -26,20 +24,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
-from coppice.engine.attention import Scoring
-from coppice.engine.attention_plan import plan_tails
 from coppice.engine.batch import Tail
+from coppice.engine.clock import Timed
 from coppice.engine.engine import DTYPES
 from coppice.engine.kv_cache import KVPool, KVShape, OutOfBlocks
 from coppice.engine.linear import compile_ahead, prepack
 from coppice.errors import InvalidField, Overloaded
 from coppice.heads.base import DraftJob, Growth, Head, Miss, with_tree_shape
 from coppice.heads.checkpoints import load_head
-from coppice.heads.feature_session import FeatureSession, Inputs, Rows, join
+from coppice.heads.feature_session import FeatureSession, Rows, join
 from coppice.heads.last_draft import LastDraft
-from coppice.heads.noise import Noise
+from coppice.heads.noise import NOTHING, Noise, noise_there, places
 from coppice.heads.public_state import public_weights
 from coppice.heads.ranking import Ranking, target_ids
+from coppice.heads.row_inputs import Inputs, RowInputs
 from coppice.heads.weight_swap import VariantModels, WeightSwap
 from coppice.messages.steps import Advance, DraftOpened, Features, HeadDescription, OpenDraft
 from coppice.messages.weights import WeightsHeader
@@ -49,7 +47,6 @@ from coppice.weights.versions import Weights
 
 PREFILL_SLOTS = 1024  # KV entries made in one prefill forward
 
-R = TypeVar("R")
 Output = tuple[Tensor, Tensor, Tensor]
 """of a forward: un-normed states, their logits, and what a kind reads off them beside"""
 
@@ -80,18 +77,19 @@ class FeatureHead(Head):
         device, self.dtype = torch.device(settings.device), DTYPES[settings.dtype]
         self.weights = self._checkpoint = Weights.of(public_weights(loaded.model, config))
         model = loaded.model.to(device, self.dtype).requires_grad_(False).train(False)
-        self.embedding = loaded.embedding.to(device, self.dtype)
         prepack(model)
         model.freeze()
         compile_ahead(model)
         self.variants = VariantModels({0: model}, Routes())
-        self.ranking = Ranking(target_ids(model, config).to(self.device), settings.alpha, settings.beta)
-        self.pool = KVPool(
+        self.ranking = Ranking(target_ids(model, config).to(device), settings.alpha, settings.beta)
+        pool = KVPool(
             layers=[KVShape(config.num_key_value_heads, config.head_dim, config.head_dim)] * config.num_hidden_layers,
             tokens=settings.kv_tokens * self.slots,
             dtype=self.dtype,
-            device=self.device,
+            device=device,
         )
+        embedding = loaded.embedding.to(device, self.dtype)
+        self.row_inputs = RowInputs(pool, embedding, config.group, config.num_hidden_layers)
         self.description = HeadDescription(
             settings.name or self.kind,
             self.kind,
@@ -101,6 +99,7 @@ class FeatureHead(Head):
             expected_acceptance=config.acceptance.by_depth if config.acceptance else (),
         )
         self.deepest = self.settings.depth
+        self.timed = Timed(device)  # parts of the nn forward, their inputs at hand
         self._sessions: dict[int, FeatureSession] = {}
 
     @property
@@ -111,7 +110,22 @@ class FeatureHead(Head):
     @property
     def device(self) -> torch.device:
         """Where it computes."""
-        return self.embedding.device
+        return self.pool.device
+
+    @property
+    def pool(self) -> KVPool:
+        """Keys and values of its rows."""
+        return self.row_inputs.pool
+
+    @property
+    def embedding(self) -> Tensor:
+        """The (vocabulary, hidden) embeddings of tokens."""
+        return self.row_inputs.embedding
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it computes elsewhere than on the CPU."""
+        return self.device.type != "cpu"
 
     def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
         """Make the rows of the prompt's window, chunk by chunk. Raises InvalidField, and Overloaded without KV room."""
@@ -134,6 +148,7 @@ class FeatureHead(Head):
         while session.done < end:
             self._use(session)
             self._prefill(session, min(session.done + chunk, end))
+            self.forward_ns += self.timed.taken()
             session.forget()
             yield
 
@@ -160,6 +175,7 @@ class FeatureHead(Head):
         for numbers in groups.values():
             self._use(self._sessions[jobs[numbers[0]].key])
             for grown in self._draft([jobs[number] for number in numbers]):
+                self.forward_ns += self.timed.taken()
                 yield [replace(part, job=numbers[part.job]) for part in grown]
 
     @abstractmethod
@@ -199,7 +215,7 @@ class FeatureHead(Head):
         if len(features.inline) != features.count * self.config.feature_width * dtype.itemsize:
             raise InvalidField(field, f"{len(features.inline)} bytes are not {features.count} rows of {features.dtype}")
         rows = torch.frombuffer(bytearray(features.inline), dtype=dtype).view(features.count, -1)
-        return features.start, rows.to(self.device, self.dtype)
+        return features.start, rows.to(self.dtype)
 
     def _noise(self, job: DraftJob, depths: int) -> Tensor | None:
         """Return (depths, draft vocabulary) float32 keyed noise of nodes at depth 1.. for a job coupled at T > 0."""
@@ -272,15 +288,14 @@ class FeatureHead(Head):
         """Return (rows * slots, rows * slots): which entries of rows in a row each of them sees."""
         return _earlier(rows, self.slots) if self.config.relaxed else _earlier(rows * self.slots, 1)
 
-    def _query_rows(self, jobs: Sequence[DraftJob]) -> tuple[Rows, Tensor]:
-        """Make all jobs' rows up to the one that reads the root; also returns the (J,) indices of those last ones."""
+    def _query_rows(self, jobs: Sequence[DraftJob]) -> Rows:
+        """Make all jobs' rows up to the one that reads the root; the (J,) last ones are kept."""
         parts = []
         for job in jobs:
             session = self._sessions[job.key]
             session.done = min(session.done, job.committed_len - 1)  # the same draft once more: its row once more
             parts.append(self._committed_rows(session, job.committed_len, job.root))
-        ends = list(accumulate(len(part.tokens) for part in parts))
-        return join(parts), self._tensor(ends) - 1
+        return join(parts)
 
     def _settle(self, jobs: Sequence[DraftJob]) -> None:
         """Note that the jobs' rows are in KV now."""
@@ -297,27 +312,9 @@ class FeatureHead(Head):
         """Return the numbers as int64 on the head's device, in the same shape."""
         return torch.from_numpy(np.asarray(numbers, np.int64)).to(self.device)
 
-    def _inputs(self, rows: Rows) -> Inputs:
-        attend = plan_tails(rows.tails, self.pool, self.config.group).attend
-        return Inputs(
-            rows.features,
-            self.embedding.index_select(0, self._tensor(rows.tokens))[None],
-            self._tensor(rows.positions)[None],
-            [partial(attend, layer, scoring=Scoring()) for layer in range(self.config.num_hidden_layers)],
-        )
-
-    def timed(self, work: Callable[..., R], *inputs: Any) -> R:
-        """Run a part of the nn forward, its inputs at hand, on the head's clock."""
-        began = time.perf_counter_ns()
-        outputs = work(*inputs)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.forward_ns += time.perf_counter_ns() - began
-        return outputs
-
     @torch.inference_mode()
     def _prefill(self, session: FeatureSession, upto: int) -> None:
-        self.timed(self._states, self._inputs(self._committed_rows(session, upto, None)))
+        self.timed(self._states, self.row_inputs.make(self._committed_rows(session, upto, None)))
         session.done = upto
 
     def _states(self, inputs: Inputs) -> Tensor:
@@ -336,14 +333,19 @@ class FeatureHead(Head):
         return states, logits, normed
 
     @torch.inference_mode()
-    def _from_roots(self, jobs: Sequence[DraftJob]) -> Output:
-        """Run the jobs' rows, and read those of the roots."""
-        rows, ends = self._query_rows(jobs)
-        out = self.timed(lambda given: self._read_states(self._states(given).index_select(0, ends)), self._inputs(rows))
+    def _from_roots(self, jobs: Sequence[DraftJob], depths: int) -> tuple[Output, list[Tensor | None]]:
+        """Run the jobs' rows, and read those of the roots; also returns each one's noise of so many depths, if any."""
+        rows, noisy = self._query_rows(jobs), [job for job in jobs if job.noisy]
+        inputs = self.row_inputs.make(rows, places(noisy) if self.on_device else NOTHING)
+        out = self.timed(lambda given: self._read_states(self._states(given).index_select(0, given.kept)), inputs)
         self._settle(jobs)
-        return out
+        if not self.on_device:
+            return out, [self._noise(job, depths) for job in jobs]
+        made = iter(noise_there(inputs.beside, depths, self.ranking.target_ids)) if noisy else iter(())
+        return out, [next(made) if job.noisy else None for job in jobs]
 
     @torch.inference_mode()
     def _from_states(self, rows: Rows) -> Output:
         """Run rows of the head's own states, and read them."""
-        return self.timed(lambda inputs: self._read_states(self._forward(inputs.features, inputs)), self._inputs(rows))
+        inputs = self.row_inputs.make(rows)
+        return self.timed(lambda given: self._read_states(self._forward(given.features, given)), inputs)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 from coppice.engine.batch import Tail
 from coppice.engine.kv_cache import BlockTable
 from coppice.heads.last_draft import LastDraft
-from coppice.heads.models.layers import Attend
 from coppice.heads.noise import Noise
 from coppice.weights.variants import Choice
 
@@ -25,7 +25,7 @@ class FeatureSession:
     table: BlockTable
     ids: list[int]
     start: int  # position of the first row
-    features: Tensor
+    features: Tensor  # in the host's memory
     first: int
     done: int  # rows of the positions before it are in KV
     noise: Noise
@@ -48,29 +48,25 @@ class FeatureSession:
 class Rows:
     """Rows of several sessions for one forward, packed in order: what they read, and what they see."""
 
-    features: Tensor  # (N, F) target features, or (N, hidden) states of the head's own
+    features: (
+        Tensor  # (N, F) target features, in the host's memory; or with sources (M, hidden) states of the head's own
+    )
     tokens: Sequence[int] | NDArray[np.int64]  # (N,)
     positions: Sequence[int] | NDArray[np.int64]  # (N,) where each row's features stand
     tails: Sequence[Tail]
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Rows as the model takes them: all that a forward needs is at hand."""
-
-    features: Tensor
-    embeddings: Tensor  # (1, N, hidden)
-    positions: Tensor  # (1, N)
-    attends: list[Attend]  # one for each layer
+    kept: Sequence[int] = ()  # rows whose states are read
+    sources: Sequence[int] | None = None  # (N,) which of the states each row reads
 
 
 def join(parts: Sequence[Rows]) -> Rows:
-    """Join the rows of several sessions."""
+    """Join the rows of several sessions that read target features; of each the last one's state is read."""
+    kept = [end - 1 for end in accumulate(len(part.tokens) for part in parts)]
     if len(parts) == 1:
-        return parts[0]
+        return replace(parts[0], kept=kept)
     return Rows(
         torch.cat([part.features for part in parts]),
         np.concatenate([part.tokens for part in parts]),
         np.concatenate([part.positions for part in parts]),
         [tail for part in parts for tail in part.tails],
+        kept,
     )

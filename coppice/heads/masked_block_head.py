@@ -73,7 +73,7 @@ class MaskedBlockHead(ParallelHead):
     @torch.inference_mode()
     def _prefill(self, session: FeatureSession, upto: int) -> None:
         positions = torch.arange(session.done, upto, device=self.device)[None]
-        self.timed(self._store, session, session.take(upto), positions)
+        self.timed(self._store, session, session.take(upto).to(self.device), positions)
         session.done = upto
 
     def _store(self, session: FeatureSession, features: Tensor, positions: Tensor) -> None:
@@ -102,7 +102,9 @@ class MaskedBlockHead(ParallelHead):
         tokens = np.full((len(jobs), size), self._mask)
         tokens[:, 0] = [job.root for job in jobs]
         return _Block(
-            torch.cat([session.take(job.committed_len) for job, session in zip(jobs, sessions, strict=True)]),
+            torch.cat([session.take(job.committed_len) for job, session in zip(jobs, sessions, strict=True)]).to(
+                self.device
+            ),
             self.embedding.index_select(0, self._tensor(tokens.ravel()))[None],
             self._tensor(np.concatenate((*context, *blocks)))[None],
             self._attends(tails, counts),

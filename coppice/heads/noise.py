@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from coppice.heads.base import DraftJob
 from coppice.speculation import sampling, sampling_torch
+
+NOTHING = np.zeros(0, np.int64)
+
+
+def places(jobs: Sequence[DraftJob]) -> NDArray[np.int64]:
+    """(2 * J,): the seeds' bits of jobs, and the positions that their first drafted tokens would stand at."""
+    seeds = np.array([job.sampling.seed for job in jobs], np.uint64).view(np.int64)
+    return np.concatenate((seeds, np.array([job.committed_len + 1 for job in jobs], np.int64)))
+
+
+def noise_there(places: Tensor, depths: int, ids: Tensor) -> Tensor:
+    """(J, depths, V) float32 noise of (V,) target ids, made on a device that has the jobs' places."""
+    seeds, firsts = places.view(2, -1, 1)
+    positions = firsts + torch.arange(depths, device=ids.device)
+    made = sampling_torch.noise(seeds.expand_as(positions).flatten(), positions.flatten(), ids)
+    return made.float().view(*positions.shape, -1)
 
 
 class Noise:

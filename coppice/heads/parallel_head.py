@@ -17,7 +17,8 @@ from coppice.engine.batch import Tail
 from coppice.heads.base import DraftJob, Growth
 from coppice.heads.block_tree import BlockTree
 from coppice.heads.feature_head import FeatureHead
-from coppice.heads.feature_session import FeatureSession, Inputs, Rows
+from coppice.heads.feature_session import FeatureSession, Rows
+from coppice.heads.row_inputs import Inputs
 
 
 class ParallelHead(FeatureHead):
@@ -76,8 +77,8 @@ class MedusaHead(ParallelHead):
         session.done = upto  # nothing is kept of a position
 
     def _predict(self, jobs: Sequence[DraftJob]) -> Tensor:
-        rows, ends = self._query_rows(jobs)
-        return self.timed(self._logits, rows.features[ends])
+        rows = self._query_rows(jobs)
+        return self.timed(self._logits, rows.features[list(rows.kept)].to(self.device))
 
     def _logits(self, features: Tensor) -> Tensor:
         states = self.model(features)
@@ -109,9 +110,9 @@ class ParallelSpecHead(ParallelHead):
         )
 
     def _predict(self, jobs: Sequence[DraftJob]) -> Tensor:
-        rows, ends = self._query_rows(jobs)  # of each job the last mask's
-        masks = ends[:, None] + torch.arange(1 - self.deepest, 1, device=self.device)
-        return self.timed(self._logits, self._inputs(rows), masks)
+        inputs = self.row_inputs.make(self._query_rows(jobs))  # of each job the last mask's row is kept
+        masks = inputs.kept[:, None] + torch.arange(1 - self.deepest, 1, device=self.device)
+        return self.timed(self._logits, inputs, masks)
 
     def _logits(self, inputs: Inputs, masks: Tensor) -> Tensor:
         logits: Tensor = self.model.read(self._masked(inputs, masks)[masks])[0]

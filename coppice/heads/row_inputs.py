@@ -1,0 +1,109 @@
+"""What a head's forward reads of its rows: on a CPU from where it lies, on a device by one copy for all sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coppice.engine.attention import Scoring
+from coppice.engine.attention_plan import plan_tails
+from coppice.engine.batch import PackedBatch
+from coppice.engine.kv_cache import KVPool
+from coppice.engine.ragged import Bucket, Ragged, StepInputs, padded
+from coppice.engine.static import StaticPlan
+from coppice.heads.feature_session import Rows
+from coppice.heads.models.layers import Attend
+
+Ints = NDArray[np.int64]
+_NOTHING: Ints = np.zeros(0, np.int64)
+_INPUTS = 16  # that are kept, the latest ones
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Rows as the model takes them: all that a forward needs is at hand."""
+
+    features: Tensor
+    embeddings: Tensor  # (1, N, hidden)
+    positions: Tensor  # (1, N)
+    attends: list[Attend]  # one for each layer
+    kept: Tensor  # (J,) rows whose states are read
+    beside: Tensor  # numbers that came with them
+
+
+class RowInputs:
+    """Makes the inputs of a head whose entries are in a pool."""
+
+    def __init__(self, pool: KVPool, embedding: Tensor, group: int, layers: int) -> None:
+        """group: query heads for each key head."""
+        self.pool, self.embedding, self._group, self._layers = pool, embedding, group, layers
+        self._on_device = lru_cache(_INPUTS)(self._made)
+
+    def make(self, rows: Rows, beside: Ints = _NOTHING) -> Inputs:
+        """Inputs of some rows; `beside` them come further numbers to the device."""
+        return self._here(rows, beside) if self.pool.device.type == "cpu" else self._there(rows, beside)
+
+    def _here(self, rows: Rows, beside: Ints) -> Inputs:
+        attend = plan_tails(rows.tails, self.pool, self._group).attend
+        return Inputs(
+            rows.features if rows.sources is None else rows.features.index_select(0, _tensor(rows.sources)),
+            self.embedding.index_select(0, _tensor(rows.tokens))[None],
+            _tensor(rows.positions)[None],
+            [partial(attend, layer, scoring=Scoring()) for layer in range(self._layers)],
+            _tensor(rows.kept),
+            torch.from_numpy(beside),
+        )
+
+    def _there(self, rows: Rows, beside: Ints) -> Inputs:
+        """One copy: what the rows read and see, and behind it their features, sources and the numbers beside them."""
+        ragged = Ragged.of(rows.tails)
+        entries, tail = len(ragged.session), int((ragged.length - ragged.paged).max())
+        sizes = map(padded, (entries, *ragged.table.shape, max(1, len(rows.kept))))
+        size, sessions, blocks, kept = sizes
+        bucket = Bucket(size, sessions, padded(tail) if tail else 0, blocks, kept)
+        arrived = _as_ints(rows.features) if rows.sources is None else _NOTHING
+        more = (arrived, np.asarray(_NOTHING if rows.sources is None else rows.sources, np.int64), beside)
+        flat = np.concatenate(more)
+        inputs = self._on_device(bucket, padded(max(1, len(flat))))
+        batch = PackedBatch(_tensor(rows.tokens), _tensor(rows.positions), tuple(rows.tails), _tensor(rows.kept))
+        told = inputs.fill(batch, ragged, flat)
+        assert told is not None
+        data, sources, rest = told.split_with_sizes([len(part) for part in more])
+        if rows.sources is None:
+            kind, count = rows.features.dtype, rows.features.numel()
+            features = data.view(torch.uint8)[: count * kind.itemsize].view(kind).view(rows.features.shape)
+        else:
+            features = rows.features.index_select(0, sources)
+        plan = StaticPlan(None, inputs.narrowed(entries), self.pool)
+        return Inputs(
+            features,
+            self.embedding.index_select(0, inputs.tokens[: len(rows.tokens)])[None],
+            inputs.positions[None, : len(rows.tokens)],
+            [partial(plan.attend, layer, scoring=Scoring()) for layer in range(self._layers)],
+            inputs.keep[: len(rows.kept)],
+            rest,
+        )
+
+    def _made(self, bucket: Bucket, beside: int) -> StepInputs:
+        pool = self.pool
+        return StepInputs(
+            bucket, group=self._group, spare=pool.spare, block_size=pool.block_size, device=pool.device, beside=beside
+        )
+
+
+def _tensor(numbers: Sequence[int] | Ints) -> Tensor:
+    return torch.from_numpy(np.asarray(numbers, np.int64))
+
+
+def _as_ints(features: Tensor | None) -> Ints:
+    """The bytes of host features as whole numbers, zeros behind them."""
+    if features is None:
+        return _NOTHING
+    data = features.contiguous().view(torch.uint8).numpy().ravel()
+    return np.pad(data, (0, -len(data) % 8)).view(np.int64)

@@ -1,0 +1,109 @@
+"""Drafts on a device, which is pretended: what they copy and wait for, and that they are the CPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coppice.config.sections import FEATURE_KINDS, DrafterSettings
+from coppice.engine.clock import Timed
+from coppice.engine.kv_cache import KVPool, KVShape
+from coppice.heads.base import DraftJob
+from coppice.heads.feature_head import FeatureHead
+from coppice.heads.ranking import Ranking
+from coppice.heads.registry import served_head
+from coppice.heads.row_inputs import RowInputs
+from coppice.messages.steps import Advance
+from coppice.speculation.sampling import SamplingParams
+from tests.pretend import DEVICE, Counts, move, pretending
+from tests.tiny import make_target
+from tests.unit.test_feature_heads import HIDDEN, VOCAB, Text, assert_same, drafted, opened, save_random
+
+LENGTH, NEW, BUDGET, DEPTH = 40, 3, 30, 4
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8, seed=2**63 + 5)
+SAMPLINGS = {"greedy": [GREEDY], "sampled": [SAMPLED], "mixed": [GREEDY, SAMPLED]}
+COPIES = {"specblock": (2, 2), "falcon": (2, 2), "eagle3": (DEPTH, DEPTH)}
+"""of a draft, to the device and back: one of each for every forward"""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=8, hidden=HIDDEN, tokenizer=False)
+
+
+def head_of(kind: str, folder: Path, target: Path, *, there: bool) -> FeatureHead:
+    """A head on the CPU, or moved to the device of this thread."""
+    torch.set_num_threads(1)
+    path = save_random(folder / kind, kind)
+    settings = DrafterSettings(kind=kind, path=str(path), target=str(target), kv_tokens=4096, depth=DEPTH)
+    with pytest.MonkeyPatch.context() as patch:
+        if there:
+            patch.setattr("coppice.heads.feature_head.prepack", lambda _: None)  # which CPUs alone do
+        head: Any = served_head(settings)
+    if there:
+        config = head.config
+        move(head.model)
+        for part in head.model.modules():
+            if getattr(part, "kept", None) is not None:
+                part.kept = part.kept.to(DEVICE)
+        shapes = [KVShape(config.num_key_value_heads, config.head_dim, config.head_dim)] * config.num_hidden_layers
+        pool = KVPool(layers=shapes, tokens=head.pool.free_tokens, device=DEVICE)
+        head.row_inputs = RowInputs(pool, head.embedding.to(DEVICE), config.group, len(shapes))
+        head.ranking = Ranking(head.ranking.target_ids.to(DEVICE), head.settings.alpha, head.settings.beta)
+        head.timed = Timed(DEVICE)
+    return head  # type: ignore[no-any-return]
+
+
+def drafts(head: FeatureHead, samplings: Sequence[SamplingParams], counts: Counts | None = None) -> list[Any]:
+    """The trees of two steps of a session for each sampling; the device's counts are those of the second."""
+    texts = [Text.random(60 + at, at) for at in range(len(samplings))]
+    for key, text in enumerate(texts):
+        opened(head, key, text, LENGTH + key % 3)
+    trees = []
+    for step in range(2):
+        jobs = []
+        for key, (text, sampling) in enumerate(zip(texts, samplings, strict=True)):
+            length = LENGTH + key % 3 + step * NEW
+            if step:
+                old = length - NEW
+                head.advance(key, Advance(text.ids[old:length], text.inline(old, length)))
+            jobs.append(DraftJob(key, text.ids[length], length, BUDGET, sampling))
+        if counts is not None:
+            drafted(head, jobs)  # the same once more: inputs of this size are made now
+            counts.clear()
+        trees += drafted(head, jobs)
+    for key in range(len(texts)):
+        head.close(key)
+    assert head.forward_ns > 0
+    return trees
+
+
+@pytest.mark.parametrize("kind", FEATURE_KINDS)
+def test_drafts_are_those_of_the_cpu(kind: str, target: Path, tmp_path: Path) -> None:
+    samplings = [SAMPLINGS["mixed"][at % 2].model_copy(update={"seed": at}) for at in range(5)]
+    wanted = drafts(head_of(kind, tmp_path, target, there=False), samplings)
+    with pretending() as counts:
+        found = drafts(head_of(kind, tmp_path, target, there=True), samplings, counts)
+    for tree, other in zip(found, wanted, strict=True):
+        assert_same(tree, other, BUDGET)
+        assert len(tree) > 3
+
+
+@pytest.mark.parametrize("kind", COPIES)
+@pytest.mark.parametrize("sessions", [1, 8, 32])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_a_draft_takes_one_copy_each_way_for_every_forward(
+    kind: str, sessions: int, name: str, target: Path, tmp_path: Path
+) -> None:
+    """The features of all sessions are in the first one."""
+    samplings = [SAMPLINGS[name][at % len(SAMPLINGS[name])] for at in range(sessions)]
+    with pretending() as counts:
+        drafts(head_of(kind, tmp_path, target, there=True), samplings, counts)
+        measured = replace(counts)
+    print(kind, sessions, name, measured.launches, measured.copies, measured.waits)
+    assert (measured.copies, measured.waits) == (COPIES[kind], 0)
