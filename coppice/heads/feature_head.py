@@ -118,11 +118,6 @@ class FeatureHead(Head):
         return self.row_inputs.pool
 
     @property
-    def embedding(self) -> Tensor:
-        """The (vocabulary, hidden) embeddings of tokens."""
-        return self.row_inputs.embedding
-
-    @property
     def on_device(self) -> bool:
         """Whether it computes elsewhere than on the CPU."""
         return self.device.type != "cpu"

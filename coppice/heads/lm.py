@@ -22,7 +22,8 @@ from coppice.errors import Overloaded
 from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
 from coppice.heads.block_tree import BlockTree, row_slices
 from coppice.heads.models.expectation import read_expectation
-from coppice.heads.noise import Noise
+from coppice.heads.noise import Noise, noise_there, places
+from coppice.heads.ranking import on_host
 from coppice.heads.vocabulary import common_width, tokenizer_hash
 from coppice.messages.steps import Advance, HeadDescription, OpenDraft
 from coppice.speculation.sampling import uniform
@@ -45,6 +46,11 @@ class _Tree(BlockTree):
     noise: Tensor | None = None  # (depth, width) of the positions below the root; None: its candidates have none
     positions: list[int] = field(default_factory=list)  # of the nodes that were expanded, the root first
     q_rows: list[NDArray[np.float32]] = field(default_factory=list)
+
+    @property
+    def noisy(self) -> bool:
+        """Whether its candidates are ranked with the target's noise."""
+        return self.job.noisy and not self.job.want_q_rows
 
     def finish(self, number: int) -> Growth:
         """Return the best nodes, and the rows that they were sampled from if they were."""
@@ -91,7 +97,7 @@ class LanguageModelHead(Head):
         session = self._sessions[key] = _Session(table, self._known(opening.ids), Noise(self._ids))
         while session.in_kv < len(ids) - 1:  # the last id's row is the first draft's
             chunk = ids[session.in_kv : session.in_kv + PREFILL_ROWS]
-            self._forward([Piece.chain(table, session.in_kv, chunk)])
+            self.forward_ns += self.engine.forward(pack([Piece.chain(table, session.in_kv, chunk)])).forward_ns
             session.in_kv += len(chunk)
             yield
 
@@ -112,13 +118,20 @@ class LanguageModelHead(Head):
         """Grow all trees level by level; each is sent when it is complete, ranked as a whole."""
         trees = [_Tree(job, self.settings.top_k, session=self._sessions[job.key]) for job in jobs]
         active = [tree for tree in trees if self._start(tree)]
+        noisy = [tree for tree in active if tree.noisy] if self.engine.on_device else []
         depth = 0
         while active:
-            logits = self._forward([self._piece(tree, depth) for tree in active])
+            pieces = pack([self._piece(tree, depth) for tree in active])
+            output = self.engine.forward(pieces, places([tree.job for tree in noisy]) if depth == 0 else None)
             for tree in active:  # only now: a forward that failed wrote nothing
                 tree.session.in_kv = tree.job.committed_len
+            if depth == 0 and noisy and output.beside is not None:
+                made = noise_there(output.beside, self.settings.depth, self._ids)
+                for tree, its_noise in zip(noisy, made, strict=True):
+                    tree.noise = its_noise
             depth += 1
-            self._add_level(active, logits, depth)
+            self._add_level(active, output.logits, depth)
+            self.forward_ns += output.forward_ns
             active = [tree for tree in active if len(tree.starts)]
         yield [tree.finish(number) for number, tree in enumerate(trees)]
 
@@ -132,7 +145,7 @@ class LanguageModelHead(Head):
             self.engine.pool.extend(session.table, max(room, session.table.num_tokens))
         except OutOfBlocks:
             return False
-        if job.noisy and not job.want_q_rows:
+        if tree.noisy and not self.engine.on_device:
             levels = min(self.settings.depth, job.budget)
             tree.noise = session.noise.rows(job.sampling.seed, job.committed_len + 1, levels)
         return True
@@ -164,7 +177,8 @@ class LanguageModelHead(Head):
         scores: list[list[float]] = []
         if not all(tree.job.want_q_rows for tree in trees):
             top = draft_scores(logits, trees, depth).topk(min(self.settings.top_k, self._width))
-            scores, tokens = top.values.tolist(), top.indices.tolist()
+            of_tokens, of_scores = on_host(top.indices, top.values)
+            scores, tokens = of_scores.tolist(), of_tokens.tolist()
         for tree, rows in zip(trees, slices, strict=True):
             deeper = depth < min(self.settings.depth, tree.job.budget)
             if tree.job.want_q_rows:
@@ -181,11 +195,6 @@ class LanguageModelHead(Head):
         token = min(int(np.searchsorted(q.cumsum(), drawn, side="right")), len(q) - 1)
         tree.q_rows.append(np.pad(q.astype(np.float32), (0, self.description.vocab_size - len(q))))
         return token, min(0.0, float(np.log(max(q[token], 1e-30))))
-
-    def _forward(self, pieces: Sequence[Piece]) -> Tensor:
-        output = self.engine.forward(pack(pieces))
-        self.forward_ns += output.forward_ns
-        return output.logits
 
 
 def draft_scores(logits: Tensor, trees: Sequence[_Tree], depth: int) -> Tensor:

@@ -105,7 +105,7 @@ class MaskedBlockHead(ParallelHead):
             torch.cat([session.take(job.committed_len) for job, session in zip(jobs, sessions, strict=True)]).to(
                 self.device
             ),
-            self.embedding.index_select(0, self._tensor(tokens.ravel()))[None],
+            self.row_inputs.embedding.index_select(0, self._tensor(tokens.ravel()))[None],
             self._tensor(np.concatenate((*context, *blocks)))[None],
             self._attends(tails, counts),
         )

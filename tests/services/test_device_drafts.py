@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from coppice.config.sections import FEATURE_KINDS, DrafterSettings
 from coppice.engine.clock import Timed
+from coppice.engine.engine import Engine
 from coppice.engine.kv_cache import KVPool, KVShape
 from coppice.heads.base import DraftJob
 from coppice.heads.feature_head import FeatureHead
+from coppice.heads.lm import LanguageModelHead
 from coppice.heads.ranking import Ranking
 from coppice.heads.registry import served_head
 from coppice.heads.row_inputs import RowInputs
@@ -27,7 +30,7 @@ from tests.unit.test_feature_heads import HIDDEN, VOCAB, Text, assert_same, draf
 LENGTH, NEW, BUDGET, DEPTH = 40, 3, 30, 4
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8, seed=2**63 + 5)
 SAMPLINGS = {"greedy": [GREEDY], "sampled": [SAMPLED], "mixed": [GREEDY, SAMPLED]}
-COPIES = {"specblock": (2, 2), "falcon": (2, 2), "eagle3": (DEPTH, DEPTH)}
+COPIES = {"specblock": (2, 2), "falcon": (2, 2), "eagle3": (DEPTH, DEPTH), "lm": (DEPTH, DEPTH)}
 """of a draft, to the device and back: one of each for every forward"""
 
 
@@ -36,9 +39,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=8, hidden=HIDDEN, tokenizer=False)
 
 
-def head_of(kind: str, folder: Path, target: Path, *, there: bool) -> FeatureHead:
+def head_of(kind: str, folder: Path, target: Path, *, there: bool) -> Any:
     """A head on the CPU, or moved to the device of this thread."""
     torch.set_num_threads(1)
+    if kind == "lm":
+        return language_model(target, there=there)
     path = save_random(folder / kind, kind)
     settings = DrafterSettings(kind=kind, path=str(path), target=str(target), kv_tokens=4096, depth=DEPTH)
     with pytest.MonkeyPatch.context() as patch:
@@ -53,10 +58,23 @@ def head_of(kind: str, folder: Path, target: Path, *, there: bool) -> FeatureHea
                 part.kept = part.kept.to(DEVICE)
         shapes = [KVShape(config.num_key_value_heads, config.head_dim, config.head_dim)] * config.num_hidden_layers
         pool = KVPool(layers=shapes, tokens=head.pool.free_tokens, device=DEVICE)
-        head.row_inputs = RowInputs(pool, head.embedding.to(DEVICE), config.group, len(shapes))
+        head.row_inputs = RowInputs(pool, head.row_inputs.embedding.to(DEVICE), config.group, len(shapes))
         head.ranking = Ranking(head.ranking.target_ids.to(DEVICE), head.settings.alpha, head.settings.beta)
         head.timed = Timed(DEVICE)
-    return head  # type: ignore[no-any-return]
+    return head
+
+
+def language_model(target: Path, *, there: bool) -> Any:
+    """The target as its own drafter."""
+
+    def load(path: str, *, kv_tokens: int, **_: object) -> Engine:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        return Engine(move(model) if there else model, kv_tokens=kv_tokens)
+
+    settings = DrafterSettings(kind="lm", path=str(target), device="cuda" if there else "cpu", depth=DEPTH)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coppice.heads.lm.load_engine", load)
+        return LanguageModelHead(settings)
 
 
 def drafts(head: FeatureHead, samplings: Sequence[SamplingParams], counts: Counts | None = None) -> list[Any]:
@@ -83,7 +101,7 @@ def drafts(head: FeatureHead, samplings: Sequence[SamplingParams], counts: Count
     return trees
 
 
-@pytest.mark.parametrize("kind", FEATURE_KINDS)
+@pytest.mark.parametrize("kind", [*FEATURE_KINDS, "lm"])
 def test_drafts_are_those_of_the_cpu(kind: str, target: Path, tmp_path: Path) -> None:
     samplings = [SAMPLINGS["mixed"][at % 2].model_copy(update={"seed": at}) for at in range(5)]
     wanted = drafts(head_of(kind, tmp_path, target, there=False), samplings)
@@ -105,5 +123,4 @@ def test_a_draft_takes_one_copy_each_way_for_every_forward(
     with pretending() as counts:
         drafts(head_of(kind, tmp_path, target, there=True), samplings, counts)
         measured = replace(counts)
-    print(kind, sessions, name, measured.launches, measured.copies, measured.waits)
     assert (measured.copies, measured.waits) == (COPIES[kind], 0)

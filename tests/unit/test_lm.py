@@ -220,7 +220,7 @@ def test_a_forward_that_failed_spoils_no_later_draft(head: LanguageModelHead, mo
     head.advance(0, Advance([5, 6, 7]))
     job = DraftJob(0, 7, 15, 20, GREEDY)
     with monkeypatch.context() as broken:
-        broken.setattr(head.engine, "forward", lambda batch: 1 / 0)
+        broken.setattr(head.engine, "forward", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             draft(head, job)
     fresh = DraftJob(opened(head, 1, [*text, 5, 6, 7]), 7, 15, 20, GREEDY)
@@ -233,9 +233,9 @@ def test_a_step_computes_what_is_new_and_not_the_text_again(
     rows: list[int] = []
     forward = head.engine.forward
 
-    def counted(batch: PackedBatch) -> ForwardOutput:
+    def counted(batch: PackedBatch, *beside: Any) -> ForwardOutput:
         rows.append(len(batch.tokens))
-        return forward(batch)
+        return forward(batch, *beside)
 
     monkeypatch.setattr(head.engine, "forward", counted)
     opened(head, 0, some_ids(30))
