@@ -64,22 +64,20 @@ class RowInputs:
         """One copy: what the rows read and see, and behind it their features, sources and the numbers beside them."""
         ragged = Ragged.of(rows.tails)
         entries, tail = len(ragged.session), int((ragged.length - ragged.paged).max())
-        sizes = map(padded, (entries, *ragged.table.shape, max(1, len(rows.kept))))
-        size, sessions, blocks, kept = sizes
-        bucket = Bucket(size, sessions, padded(tail) if tail else 0, blocks, kept)
-        arrived = _as_ints(rows.features) if rows.sources is None else _NOTHING
-        more = (arrived, np.asarray(_NOTHING if rows.sources is None else rows.sources, np.int64), beside)
-        flat = np.concatenate(more)
+        sessions, blocks = map(padded, ragged.table.shape)
+        bucket = Bucket(padded(entries), sessions, padded(tail) if tail else 0, blocks, padded(len(rows.kept) or 1))
+        read = _as_ints(rows.features) if rows.sources is None else np.array(rows.sources, np.int64)
+        flat = np.concatenate((read, beside))
         inputs = self._on_device(bucket, padded(max(1, len(flat))))
         batch = PackedBatch(_tensor(rows.tokens), _tensor(rows.positions), tuple(rows.tails), _tensor(rows.kept))
         told = inputs.fill(batch, ragged, flat)
         assert told is not None
-        data, sources, rest = told.split_with_sizes([len(part) for part in more])
+        came, rest = told.split_with_sizes([len(read), len(beside)])
         if rows.sources is None:
-            kind, count = rows.features.dtype, rows.features.numel()
-            features = data.view(torch.uint8)[: count * kind.itemsize].view(kind).view(rows.features.shape)
+            size, kind = rows.features.nbytes, rows.features.dtype
+            features = came.view(torch.uint8)[:size].view(kind).view(rows.features.shape)
         else:
-            features = rows.features.index_select(0, sources)
+            features = rows.features.index_select(0, came)
         plan = StaticPlan(None, inputs.narrowed(entries), self.pool)
         return Inputs(
             features,
@@ -101,9 +99,7 @@ def _tensor(numbers: Sequence[int] | Ints) -> Tensor:
     return torch.from_numpy(np.asarray(numbers, np.int64))
 
 
-def _as_ints(features: Tensor | None) -> Ints:
+def _as_ints(features: Tensor) -> Ints:
     """The bytes of host features as whole numbers, zeros behind them."""
-    if features is None:
-        return _NOTHING
     data = features.contiguous().view(torch.uint8).numpy().ravel()
     return np.pad(data, (0, -len(data) % 8)).view(np.int64)

@@ -112,6 +112,17 @@ def test_drafts_are_those_of_the_cpu(kind: str, target: Path, tmp_path: Path) ->
         assert len(tree) > 3
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", FEATURE_KINDS)
+def test_drafts_on_a_gpu_are_those_of_the_cpu(kind: str, target: Path, tmp_path: Path) -> None:
+    samplings = [SAMPLINGS["mixed"][at % 2].model_copy(update={"seed": at}) for at in range(5)]
+    wanted = drafts(head_of(kind, tmp_path, target, there=False), samplings)
+    told = DrafterSettings(kind=kind, path=str(tmp_path / kind), target=str(target), kv_tokens=4096, depth=DEPTH)
+    head: Any = served_head(told.model_copy(update={"device": "cuda"}))
+    for tree, other in zip(drafts(head, samplings), wanted, strict=True):
+        assert_same(tree, other, BUDGET)
+
+
 @pytest.mark.parametrize("kind", COPIES)
 @pytest.mark.parametrize("sessions", [1, 8, 32])
 @pytest.mark.parametrize("name", SAMPLINGS)
