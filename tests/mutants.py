@@ -194,8 +194,8 @@ def _own(one: Any, ids: list[int]) -> list[int]:
 
 
 def _rows_of_the_next_session(patch: Patch) -> None:
-    def forward(original: Any, engine: Engine, batch: PackedBatch) -> ForwardOutput:
-        output = original(engine, batch)
+    def forward(original: Any, engine: Engine, batch: PackedBatch, *beside: Any) -> ForwardOutput:
+        output = original(engine, batch, *beside)
         return dataclasses.replace(output, logits=output.logits.roll(-1, 0)) if len(batch.tails) > 2 else output
 
     _changed(patch, Engine, "forward", forward)
