@@ -9,7 +9,7 @@ is beside them. That products do add in such chains is the processor's affair: `
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
@@ -21,21 +21,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.engine.attention import Scoring
-from coppice.engine.attention_plan import MOST_PADDED, GroupedPlan, Kind
+from coppice.engine.attention_plan import GroupedPlan, Kind
 from coppice.engine.batch import Tail
 from coppice.engine.invariant import by_rows
-from coppice.engine.kv_cache import BlockTable, KVPool
+from coppice.engine.kv_cache import KVPool
+from coppice.engine.ordered_tiles import SEGMENT, Tile, tiles_of
 
-SEGMENT = 128
-"""positions whose values are summed by themselves; borders are multiples of it"""
-CHAIN = 192
-"""keys up to which a product adds up in one chain: a segment's and those between them that are not seen"""
 LANES = 64
 """numbers of keys that a softmax runs over are multiples of it"""
 QUERIES = 4
 """rows of a product are a multiple of it"""
-TILE = 128
-"""rows of one session that attend at once, at most"""
 
 Ints = NDArray[np.int64]
 
@@ -174,7 +169,7 @@ class OrderedPlan:
 
 def ordered_plans(tails: Sequence[Tail], pool: KVPool, kinds: set[Kind]) -> Mapping[Kind, OrderedPlan | GroupedPlan]:
     """The plans of some rows; those of many attend by themselves, others together."""
-    tiles = [tile for tail in tails for tile in _tiles(tail)]
+    tiles = [tile for tail in tails for tile in tiles_of(tail)]
     groups = [list(some) for _, some in groupby(tiles, lambda tile: id(tile) if tile.many else 0)]
     made = [
         (sum(len(tile.length) for tile in some), {kind: _plan(some, pool, *kind) for kind in kinds}) for some in groups
@@ -184,65 +179,7 @@ def ordered_plans(tails: Sequence[Tail], pool: KVPool, kinds: set[Kind]) -> Mapp
     return {kind: GroupedPlan(kind[0], tuple((rows, plans[kind]) for rows, plans in made)) for kind in kinds}
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """Rows of a session, and what each sees.
-
-    visible: (n, E + n) of the tokens behind the prefix. length: (n,) keys of each row. ordered: each row sees all rows
-    before it.
-    """
-
-    table: BlockTable
-    prefix: int
-    visible: NDArray[np.bool_]
-    length: Ints
-    ordered: bool
-
-    @property
-    def many(self) -> bool:
-        """Whether others would be padded to so many rows."""
-        return len(self.length) > MOST_PADDED
-
-    @property
-    def new_tokens(self) -> Ints:
-        """Where the rows are written, (n,)."""
-        count, columns = self.visible.shape
-        return self.prefix + np.arange(columns - count, columns)
-
-    def behind(self) -> tuple[Ints, Ints]:
-        """Tokens, (R,), from the border on before which all rows see everything, and which of them a row sees at each
-        position there, (n, P); -1 for none.
-        """
-        before = self.prefix % SEGMENT
-        used = np.flatnonzero(self.visible.any(axis=0))
-        row, column = np.nonzero(self.visible[:, used])
-        seen = np.bincount(row, minlength=len(self.length))
-        order = np.full((len(self.length), before + int(seen.max())), -1)
-        order[:, :before] = np.arange(before)
-        order[row, before + np.arange(len(row)) - (np.cumsum(seen) - seen)[row]] = before + column
-        return np.concatenate((np.arange(self.prefix - before, self.prefix), self.prefix + used)), order
-
-
-def _tiles(tail: Tail) -> Iterator[_Tile]:
-    """Cut a session's rows: no tile has more than TILE of them, nor more keys behind its border than a chain."""
-    (count, columns), visible = tail.visible.shape, tail.visible
-    earlier, length = columns - count, tail.prefix + tail.visible.sum(axis=1)
-    ordered = bool((length == tail.prefix + earlier + np.arange(1, count + 1)).all())
-    first = 0
-    while first < count:
-        end = min(count, first + TILE)
-        if ordered:
-            rows = end - first
-            prefix, seen = tail.prefix + earlier + first, np.tri(rows, dtype=np.bool_)
-        else:
-            needed = np.logical_or.accumulate(visible[first:end], axis=0).sum(axis=1)
-            end = first + max(1, int(np.searchsorted(needed, CHAIN - tail.prefix % SEGMENT, side="right")))
-            prefix, seen = tail.prefix, visible[first:end, : earlier + end]
-        yield _Tile(tail.table, prefix, seen, length[first:end], ordered)
-        first = end
-
-
-def _plan(tiles: Sequence[_Tile], pool: KVPool, window: int | None, group: int) -> OrderedPlan:
+def _plan(tiles: Sequence[Tile], pool: KVPool, window: int | None, group: int) -> OrderedPlan:
     counts = np.array([len(tile.length) for tile in tiles])
     step = QUERIES // math.gcd(group, QUERIES)
     rows = -(-int(counts.max()) // step) * step
@@ -291,7 +228,7 @@ def _plan(tiles: Sequence[_Tile], pool: KVPool, window: int | None, group: int) 
     )
 
 
-def _behind(tiles: Sequence[_Tile], local: Ints, low: Ints, length: Ints) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+def _behind(tiles: Sequence[Tile], local: Ints, low: Ints, length: Ints) -> tuple[Ints, Ints, NDArray[np.bool_]]:
     """Of each tile behind its border: the tokens, (S, R + 1), the last one not seen; which one a row sees at each
     position, (S, N, P); and which it sees at all, (S, N, R + 1).
     """

@@ -13,7 +13,7 @@ from torch import Tensor
 from coppice.engine.attention import NAME, UnsupportedModel
 from coppice.engine.batch import Piece, pack
 from coppice.engine.engine import Engine
-from coppice.engine.ordered_plan import SEGMENT
+from coppice.engine.ordered_tiles import SEGMENT
 
 # A tree of 12 rows with four leaves, the root at row 0; siblings and cousins that do not see each other.
 _PARENTS = (-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 8, 9)
