@@ -47,6 +47,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             "orchestrator": {
                 "limits.sessions": SEATS,
                 "limits.queued": 40,
+                "limits.queue_s": 120,  # beside other tests a seat takes a while
                 "limits.max_new_tokens": CONTEXT,
             },
         },

@@ -124,7 +124,8 @@ def test_baseline_heads_leave_the_text_as_it_is(
 ) -> None:
     sizes = {"vocab_size": VOCAB, "draft_vocab_size": DRAFT_VOCAB}
     heads = tuple(HeadSpec(kind, kind, save_random(tmp_path / kind, kind, **sizes)) for kind in BASELINES)
-    spec = StackSpec(target=target, heads=heads, dtype="float32", verifier_threads=1, drafter_threads=1)
+    patient = {"orchestrator": {"orchestrator.draft_deadline_ms": 20_000}}
+    spec = StackSpec(target=target, heads=heads, dtype="float32", verifier_threads=1, drafter_threads=1, extra=patient)
     told: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
     with Stack(spec) as baselines, Client(baselines.address) as drafting:
         prompts = PROMPTS[1:]

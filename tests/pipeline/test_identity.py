@@ -13,7 +13,7 @@ from coppice.bench.cli import app as bench
 from coppice.bench.identity import MEANWHILE
 from tests.tiny_stack import ONE_THREAD_EACH, tiny_stack
 
-IDS = 250
+IDS = 150
 
 
 @pytest.mark.timeout(1200)

@@ -29,7 +29,7 @@ from tests.unit.test_feature_heads import HIDDEN, VOCAB, Text, assert_same, draf
 
 LENGTH, NEW, BUDGET, DEPTH = 40, 3, 30, 4
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8, seed=2**63 + 5)
-SAMPLINGS = {"greedy": [GREEDY], "sampled": [SAMPLED], "mixed": [GREEDY, SAMPLED]}
+SAMPLINGS = {"greedy": [GREEDY], "mixed": [GREEDY, SAMPLED]}
 COPIES = {"specblock": (2, 2), "falcon": (2, 2), "eagle3": (DEPTH, DEPTH), "lm": (DEPTH, DEPTH)}
 """of a draft, to the device and back: one of each for every forward"""
 
@@ -124,13 +124,13 @@ def test_drafts_on_a_gpu_are_those_of_the_cpu(kind: str, target: Path, tmp_path:
 
 
 @pytest.mark.parametrize("kind", COPIES)
-@pytest.mark.parametrize("sessions", [1, 8, 32])
+@pytest.mark.parametrize("sessions", [1, 32])
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_a_draft_takes_one_copy_each_way_for_every_forward(
     kind: str, sessions: int, name: str, target: Path, tmp_path: Path
 ) -> None:
     """The features of all sessions are in the first one."""
-    samplings = [SAMPLINGS[name][at % len(SAMPLINGS[name])] for at in range(sessions)]
+    samplings = [SAMPLINGS[name][-1 - at % len(SAMPLINGS[name])] for at in range(sessions)]
     with pretending() as counts:
         drafts(head_of(kind, tmp_path, target, there=True), samplings, counts)
         measured = replace(counts)
