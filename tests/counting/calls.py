@@ -70,7 +70,10 @@ def count(policies: Sequence[str], heads: Sequence[str] = HEADS) -> dict[str, Ca
     """Calls a step under each policy, by one sampled answer after a few that warm up."""
     found: dict[str, Calls] = {}
     with tempfile.TemporaryDirectory() as name, _counted(Path(name)):
-        spec = StackSpec.demo(heads=tuple(map(HeadSpec.shipped, heads)), verifier_threads=1, drafter_threads=1)
+        patient = {"orchestrator": {"orchestrator.draft_deadline_ms": 5000}}  # late drafts take calls of their own
+        spec = StackSpec.demo(
+            heads=tuple(map(HeadSpec.shipped, heads)), verifier_threads=1, drafter_threads=1, extra=patient
+        )
         with Stack(spec) as stack, Client(stack.address) as client:
             pids = {name: ready.pid for name, ready in stack.services.items()}
             for policy in policies:

@@ -41,7 +41,7 @@ from tests.pushes import Push, altered
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random
 
-MESSAGES = 100_000 if os.environ.get("COPPICE_PROOF") else 500  # to each method of each service
+MESSAGES = 100_000 if os.environ.get("COPPICE_PROOF") else 1_000  # to each method of each service
 AT_ONCE = 8
 ALONE = {"SyncWeights": 2, "Rollback": 2}  # methods that do one thing at a time: more callers would only be refused
 MEMORY = 24 << 20
