@@ -30,7 +30,7 @@ from tests.signals import eventually
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random
 
-VOCAB, NEW, CHATS = 300, 24, 60 * EFFORT
+VOCAB, NEW, CHATS = 300, 24, 1_000 if EFFORT > 1 else 60
 DEMO = Path(__file__).parents[2] / "models" / "demo" / "target"
 CLIENTS = ("alice", "bob")
 POLICIES = ("plain", "single:eagle", "single:lookup", "merge")
