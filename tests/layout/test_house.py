@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import statistics
+import subprocess
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -38,9 +38,11 @@ ENTRANCES = ("coppice/__init__.py", "coppice/cli.py")
 """They stand above everything: what they import, they import when somebody asks for it."""
 
 FILES_AT_THE_TOP = 8
-MOST_LINES, MEDIAN_LINES = 350, 110
-MOST_FIELDS, MOST_FUNCTION_LINES = 14, 60
-"""of a class; of a function that declares no command line"""
+MOST_LINES, MOST_FUNCTION_LINES = 600, 60
+"""of a file; of a function that declares no command line"""
+
+RATCHET = {"Python outside tests": 42_120, "files outside tests": 356, "Python of tests": 39_500, "words of docs": 52_000}
+"""Bounds of the repository's sizes. A landing that makes one smaller writes its figure here; nobody raises one."""
 
 
 def is_entrance(path: str) -> bool:
@@ -108,45 +110,33 @@ def test_few_files_stand_at_the_top() -> None:
     assert len([path for path in sources() if folder(path) == "coppice"]) <= FILES_AT_THE_TOP
 
 
+def tracked(*patterns: str) -> list[Path]:
+    """The files of the repository that match a git pathspec."""
+    listed = subprocess.run(["git", "ls-files", "-z", "--", *patterns], cwd=ROOT, capture_output=True, check=True)
+    return [ROOT / name for name in listed.stdout.decode().split("\0") if name and (ROOT / name).exists()]
+
+
+def sizes() -> dict[str, int]:
+    """The repository's sizes, by what the ratchet calls them."""
+    product = tracked("*.py", ":!tests")
+    lines = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in tracked("*.py")}
+    return {
+        "Python outside tests": sum(lines[file] for file in product),
+        "files outside tests": sum("_pb2" not in file.name for file in product),
+        "Python of tests": sum(lines.values()) - sum(lines[file] for file in product),
+        "words of docs": sum(len(file.read_text(encoding="utf-8").split()) for file in tracked("docs/*.md", "README.md")),
+    }
+
+
+def test_the_repository_does_not_grow() -> None:
+    figures = sizes()
+    print(*(f"{name}: {figures[name]} of {bound}" for name, bound in RATCHET.items()), sep="\n")
+    assert {name: size for name, size in figures.items() if size > RATCHET[name]} == {}
+
+
 def test_files_are_one_noun_each() -> None:
     lengths = {path: len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in sources()}
     assert {path: lines for path, lines in lengths.items() if lines > MOST_LINES} == {}
-    assert statistics.median(lines for path, lines in lengths.items() if not path.endswith("__init__.py")) <= (
-        MEDIAN_LINES
-    )
-
-
-def fields(node: ast.ClassDef) -> set[str]:
-    """The names a class keeps: annotated in its body, or set on self in `__init__`."""
-    found = {
-        item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-    }
-    for item in node.body:
-        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-            for part in ast.walk(item):
-                stored = isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)
-                if stored and isinstance(part.value, ast.Name) and part.value.id == "self":
-                    found.add(part.attr)
-    return found
-
-
-def is_values(node: ast.ClassDef) -> bool:
-    """Whether a class only holds values, as a frozen dataclass, settings, rows of a report and metrics do."""
-    if any("frozen=True" in ast.unparse(one) for one in node.decorator_list):
-        return True
-    methods = [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
-    written = [item for item in methods if not item.decorator_list and not item.name.startswith("__")]
-    return not written or node.name.endswith("Metrics")
-
-
-def test_no_class_is_two_nouns() -> None:
-    large = {
-        f"{path}: {node.name}": len(fields(node))
-        for path, tree in sources().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef) and len(fields(node)) > MOST_FIELDS and not is_values(node)
-    }
-    assert large == {}
 
 
 def declares_a_command(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
