@@ -66,6 +66,11 @@ class HeadLoop:
         """How far the head's streams were read; the inbox moves it on."""
         return self._state.positions
 
+    @property
+    def numbers(self) -> dict[Stream, dict[str, int]]:
+        """The last number that was read of each sender, by stream; the inbox moves them on."""
+        return self._state.numbers
+
     async def start(self) -> None:
         """Take up the weights that were live, and give them to every replica that answers."""
         await self._rollout.start()
