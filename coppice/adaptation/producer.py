@@ -46,10 +46,6 @@ _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 5.0
 _LOG_EVERY = 100  # refused entries of a key
 
 
-def _new_name() -> bytes:
-    return secrets.token_hex(8).encode()
-
-
 class Producer:
     """Sends records to the streams of the heads. `query` and `sample` may be called from any thread."""
 
@@ -63,7 +59,7 @@ class Producer:
         """`heads`: those whose demand for samples is followed."""
         self._demands: dict[str, Demand] = {}
         self._settings, self._metrics, self._heads, self._bounds = settings, metrics, heads, bounds
-        self._name = _new_name()
+        self._name = secrets.token_hex(8).encode()
         self._accepted = Counter[str]()  # the number of the last entry that Redis took, by key
         self._refused = Counter[str]()  # entries that it refused, by key
         self._queue = RecordQueue(bounds)
@@ -168,7 +164,7 @@ class Producer:
                 answers = await pipe.execute(raise_on_error=False)
         finally:
             if not answers:  # Redis may have taken some: a reader must not meet their numbers again
-                self._name, self._accepted = _new_name(), Counter()
+                self._name, self._accepted = secrets.token_hex(8).encode(), Counter()
             for entry, number, answer in zip(batch, numbers, answers, strict=False):
                 if isinstance(answer, Exception):
                     if self._refused[entry.key] % _LOG_EVERY == 0:

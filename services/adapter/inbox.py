@@ -62,14 +62,14 @@ class Inbox:
         for reader in readers:
             self._streams[queries_key(settings.prefix, reader.name).encode()] = reader, "queries"
         self._looked_at = -math.inf
-        self._asked: dict[bytes, tuple[str, float]] = {}
+        self._asked: dict[bytes, str] = {}
         self._refused: set[bytes] = set()  # keys, of streams and of demands
         self._malformed = Counter[tuple[str, Stream]]()
 
     async def begin(self) -> None:
         """Note where the streams end, if Redis answers: what comes from now on will be read."""
         with contextlib.suppress(Unavailable):
-            await self._find_positions()
+            await self._look()
 
     async def run(self) -> None:
         """Read for ever; Redis may come and go."""
@@ -77,8 +77,7 @@ class Inbox:
         while True:
             try:
                 while True:
-                    await self._find_positions()
-                    await self._ask()
+                    await self._look()
                     await self._read()
                     backoff.succeed()
                     connected = True
@@ -92,54 +91,47 @@ class Inbox:
                 await self._connection.close()
             await asyncio.sleep(backoff.fail())
 
-    async def _find_positions(self) -> None:
+    async def _look(self) -> None:
+        """Look where the streams end, every now and then, and tell drafters which samples are wanted, also at changes.
+
+        Each key is asked about by itself, so that one that Redis refuses stops no other. Raises Unavailable.
+        """
+        now, commands = asyncio.get_running_loop().time(), dict[bytes, tuple[Any, ...]]()
+        due = now - self._looked_at >= _EVERY_S
+        if due:
+            commands = {key: ("EVAL", _END, 1, key) for key in self._streams}
+        for reader in self._readers:
+            wanted, key = reader.demand, demand_key(self._settings.prefix, reader.name).encode()
+            if wanted != self._asked.get(key, "") or (wanted and due):
+                commands[key] = ("SET", key, wanted, "EX", _DEMAND_TTL_S) if wanted else ("DEL", key)
+                self._asked[key] = wanted
+        if not commands:
+            return
+        async with self._connection.exchange() as client:
+            pipe = client.pipeline(transaction=False)
+            for command in commands.values():
+                pipe.execute_command(*command)
+            answers: Any = await pipe.execute(raise_on_error=False)
+        self._looked_at = now if due else self._looked_at
+        for key, answer in zip(commands, answers, strict=True):
+            refused = isinstance(answer, RedisError)
+            if refused != (key in self._refused):
+                self._refused ^= {key}
+                log.warning(
+                    "redis refuses a key" if refused else "redis takes a key", key=key.decode(), why=str(answer)
+                )
+            if key in self._streams and not refused:
+                self._place(*self._streams[key], answer.decode())
+
+    def _place(self, reader: HeadLoop, stream: Stream, end: str) -> None:
         """Begin at the end of a stream whose position is not known, and read anew one that ends before its position.
 
         It is not known to an adapter that remembers nothing: what is there may have been learnt before. A stream ends
-        before its position when it was deleted and made again, Redis lost entries, or its clock went back; what was
-        read of it is known by its numbers.
+        before its position when it was made again, Redis lost entries, or its clock went back; what was read of it is
+        known by its numbers.
         """
-        now = asyncio.get_running_loop().time()
-        if now - self._looked_at < _EVERY_S:
-            return
-        ends = await self._answers([("EVAL", _END, 1, key) for key in self._streams])
-        for (key, (reader, stream)), answer in zip(self._streams.items(), ends, strict=True):
-            if not self._refuses(key, answer):
-                end = answer.decode()
-                position = reader.positions.get(stream, end)
-                reader.positions[stream] = position if _order(position) <= _order(end) else _BEGINNING
-        self._looked_at = now
-
-    async def _ask(self) -> None:
-        """Tell drafters which samples are wanted, when that changed and every now and then."""
-        now = asyncio.get_running_loop().time()
-        commands: dict[bytes, tuple[Any, ...]] = {}
-        for reader in self._readers:
-            wanted, key = reader.demand, demand_key(self._settings.prefix, reader.name).encode()
-            asked, asked_at = self._asked.get(key, ("", 0.0))
-            if wanted != asked or (wanted and now - asked_at >= _EVERY_S):
-                commands[key] = ("SET", key, wanted, "EX", _DEMAND_TTL_S) if wanted else ("DEL", key)
-                self._asked[key] = wanted, now
-        for key, answer in zip(commands, await self._answers([*commands.values()]), strict=True):
-            self._refuses(key, answer)
-
-    async def _answers(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Send commands in one exchange; an answer is an exception where Redis refuses. Raises Unavailable."""
-        if not commands:
-            return []
-        async with self._connection.exchange() as client:
-            pipe = client.pipeline(transaction=False)
-            for command in commands:
-                pipe.execute_command(*command)
-            return list(await pipe.execute(raise_on_error=False))
-
-    def _refuses(self, key: bytes, answer: object) -> bool:
-        """Tell whether Redis refused what was asked of a key, and log it when that changes."""
-        refused = isinstance(answer, RedisError)
-        if refused != (key in self._refused):
-            self._refused ^= {key}
-            log.warning("redis refuses" if refused else "redis refuses no longer", key=key.decode(), why=str(answer))
-        return refused
+        position = reader.positions.get(stream, end)
+        reader.positions[stream] = position if _order(position) <= _order(end) else _BEGINNING
 
     async def _read(self) -> None:
         """Hand on one batch of every stream that has entries, but for keys that Redis refuses to read."""
@@ -185,10 +177,9 @@ class Inbox:
         numbers[sender] = max(number, last or 0)  # the newest comes last
         if len(numbers) > _SENDERS:
             del numbers[next(iter(numbers))]
-        if last is None:
-            return True
-        self._metrics.lost.labels(stream).inc(max(0, number - last - 1))
-        return number > last
+        if last is not None:
+            self._metrics.lost.labels(stream).inc(max(0, number - last - 1))
+        return last is None or number > last
 
 
 def _order(entry: str) -> tuple[int, ...]:

@@ -17,9 +17,9 @@ log = structlog.get_logger()
 
 _LOOKS = 5  # in the time of a lease, whoever has it
 
-# A hash names the holder, and its time to live says when the lease ends: Redis prolongs that even while it has no memory
-# for writes. The hash outlasts the lease by this long: a holder that was stopped or cut off takes its own lease again,
-# but not when somebody else had it meanwhile, for then it does not know what drafters use.
+# A hash names the holder, and its time to live says when the lease ends: Redis prolongs that even while it is full. The
+# hash outlasts the lease by this long: a holder that was stopped or cut off takes its own lease again, but not when
+# somebody else had it meanwhile, for then it does not know what drafters use.
 _KEPT_MS = 30 * 24 * 3600 * 1000
 _TAKE = """
 local holder = redis.call('HGET', KEYS[1], 'token')

@@ -392,7 +392,7 @@ async def test_a_full_redis_is_read_and_asked_when_there_is_room(redis: LocalRed
             client.config_set("maxmemory", 0)
             assert await asyncio.to_thread(eventually, lambda: client.get(demand_key("coppice", "a")) == b"text")
     refused = [each["event"] for each in logs if each["key"] == "coppice:a:demand"]
-    assert refused == ["redis refuses", "redis refuses no longer"]
+    assert refused == ["redis refuses a key", "redis takes a key"]
 
 
 async def test_a_key_of_a_wrong_type_stops_its_own_head_alone_and_until_it_is_gone(redis: LocalRedis) -> None:
