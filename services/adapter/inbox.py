@@ -94,7 +94,9 @@ class Inbox:
     async def _look(self) -> None:
         """Look where the streams end, every now and then, and tell drafters which samples are wanted, also at changes.
 
-        Each key is asked about by itself, so that one that Redis refuses stops no other. Raises Unavailable.
+        A stream is read from its end if no position is known, for what is there may have been learnt before. One that
+        ends before its position was made again, or Redis lost entries: it is read anew, and what was read is known by
+        its numbers. A key that Redis refuses stops no other. Raises Unavailable.
         """
         now, commands = asyncio.get_running_loop().time(), dict[bytes, tuple[Any, ...]]()
         due = now - self._looked_at >= _EVERY_S
@@ -121,17 +123,9 @@ class Inbox:
                     "redis refuses a key" if refused else "redis takes a key", key=key.decode(), why=str(answer)
                 )
             if key in self._streams and not refused:
-                self._place(*self._streams[key], answer.decode())
-
-    def _place(self, reader: HeadLoop, stream: Stream, end: str) -> None:
-        """Begin at the end of a stream whose position is not known, and read anew one that ends before its position.
-
-        It is not known to an adapter that remembers nothing: what is there may have been learnt before. A stream ends
-        before its position when it was made again, Redis lost entries, or its clock went back; what was read of it is
-        known by its numbers.
-        """
-        position = reader.positions.get(stream, end)
-        reader.positions[stream] = position if _order(position) <= _order(end) else _BEGINNING
+                (reader, stream), end = self._streams[key], answer.decode()
+                position = reader.positions.get(stream, end)
+                reader.positions[stream] = position if _order(position) <= _order(end) else _BEGINNING
 
     async def _read(self) -> None:
         """Hand on one batch of every stream that has entries, but for keys that Redis refuses to read."""
