@@ -43,6 +43,7 @@ log = structlog.get_logger()
 _PERIOD_S = 0.1  # between two batches
 _POLL_S = 1.0  # between two looks at the demand key
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 5.0
+_LOG_EVERY = 100  # refused entries of a key
 
 
 class Producer:
@@ -59,7 +60,8 @@ class Producer:
         self._demands: dict[str, Demand] = {}
         self._settings, self._metrics, self._heads, self._bounds = settings, metrics, heads, bounds
         self._name = secrets.token_hex(8).encode()
-        self._accepted = Counter[str]()  # entries that Redis took, by key
+        self._accepted = Counter[str]()  # the number of the last entry that Redis took, by key
+        self._refused = Counter[str]()  # entries that it refused, by key
         self._queue = RecordQueue(bounds)
         self._connection = Connection(settings)
         self._polled_at = -math.inf
@@ -150,20 +152,26 @@ class Producer:
     async def _send(self, batch: Sequence[Entry]) -> None:
         """Send a batch in one round trip. It is not sent twice: when its answer is lost it counts as dropped."""
         answers: Sequence[Any] = ()
+        numbers, latest = list[int](), self._accepted.copy()
         try:
             async with self._connection.exchange(self._settings.timeout_s) as client:
                 pipe = client.pipeline(transaction=False)
-                numbers = self._accepted.copy()
                 for entry in batch:
-                    numbers[entry.key] += 1
-                    fields: Any = {**entry.fields, SENDER: self._name, NUMBER: str(numbers[entry.key])}
+                    latest[entry.key] += 1
+                    numbers.append(latest[entry.key])
+                    fields: Any = {**entry.fields, SENDER: self._name, NUMBER: str(numbers[-1])}
                     pipe.xadd(entry.key, fields, maxlen=entry.kept, approximate=True)
                 answers = await pipe.execute(raise_on_error=False)
         finally:
-            for entry, answer in zip(batch, answers, strict=False):
+            if not answers:  # Redis may have taken some: a reader must not meet their numbers again
+                self._name, self._accepted = secrets.token_hex(8).encode(), Counter()
+            for entry, number, answer in zip(batch, numbers, answers, strict=False):
                 if isinstance(answer, Exception):
+                    if self._refused[entry.key] % _LOG_EVERY == 0:
+                        log.warning("redis refuses records", key=entry.key, why=str(answer))
+                    self._refused[entry.key] += 1
                     self._drop([entry], "refused")
                 else:
-                    self._accepted[entry.key] += 1
+                    self._accepted[entry.key] = number
                     self._metrics.sent.labels(entry.stream).inc()
             self._drop(batch[len(answers) :], "redis")

@@ -8,11 +8,11 @@ One component: its Deployment, Service, PodDisruptionBudget, autoscaling, Networ
   calls     roles that it calls
   callers   roles that call it
   weights   list of {path, hub, revision} that it reads
-  redis     variables that are to hold the URL of Redis
+  redis     sections of settings that are to hold the URL of Redis
 */}}
 {{- define "coppice.component" -}}
 {{- $root := .root }}
-{{- $values := include "coppice.layers" (list $root.Values.defaults .values) | fromYaml }}
+{{- $values := include "coppice.values" (list $root .values .component) | fromYaml }}
 {{- $role := index (include "coppice.roles" $root | fromYaml) .role }}
 {{- $name := printf "%s-%s" (include "coppice.name" $root) .component }}
 {{- $tls := $root.Values.tls.enabled | ternary (dict "ca" "/tls/ca.crt" "cert" "/tls/tls.crt" "key" "/tls/tls.key") dict }}
@@ -21,7 +21,13 @@ One component: its Deployment, Service, PodDisruptionBudget, autoscaling, Networ
 {{- if $role.computes }}
 {{- $_ := set $own $role.computes (include "coppice.device" (list .role $values.gpu) | fromYaml) }}
 {{- end }}
+{{- if and $root.Values.tls.enabled $root.Values.redis.enabled }}
+{{- range .redis }}{{ $_ := set $own . (dict "redis_ca" "/tls/ca.crt") }}{{ end }}
+{{- end }}
 {{- $variables := include "coppice.variables" (list $own .settings $root.Values.settings $values.settings) | fromYaml }}
+{{- if and $values.tokensSecret (not $root.Values.tls.enabled) (ne (get $variables "COPPICE_TLS__TOKENS_IN_CLEAR" | lower) "true") }}
+{{- fail "orchestrator.tokensSecret: clients would send tokens without TLS; set tls.enabled, or settings.tls.tokens_in_clear where a mesh encrypts" }}
+{{- end }}
 {{- $context := dict "root" $root "name" $name "role" $role "values" $values "variables" $variables "component" . }}
 {{- $labels := include "coppice.componentLabels" . }}
 apiVersion: apps/v1

@@ -1,6 +1,7 @@
-{{/* What every object's name begins with. */}}
+{{/* What every object's name begins with: the release's, of a long one 21 letters and a hash. */}}
 {{- define "coppice.name" -}}
-{{ .Release.Name | trunc 30 | trimSuffix "-" }}
+{{- $name := .Release.Name }}
+{{- le (len $name) 30 | ternary $name (printf "%s-%s" ($name | trunc 21 | trimSuffix "-") (sha256sum $name | trunc 8)) }}
 {{- end }}
 
 {{- define "coppice.selector" -}}
@@ -53,6 +54,15 @@ redis: {port: {{ .Values.redis.port }}}
 {{- toYaml $all }}
 {{- end }}
 
+{{/* A component's values, over those of `defaults`: (list ROOT VALUES NAME). */}}
+{{- define "coppice.values" -}}
+{{- $values := include "coppice.layers" (list (index . 0).Values.defaults (index . 1)) | fromYaml }}
+{{- with $values.autoscaling }}
+{{- if gt (int .min) (int .max) }}{{ fail (printf "%s.autoscaling: min %v is above max %v" (index $ 2) .min .max) }}{{ end }}
+{{- end }}
+{{- toYaml $values }}
+{{- end }}
+
 {{/* Environment variables of settings {SECTION: {NAME: VALUE}} laid over one another: strings as they are, else JSON. */}}
 {{- define "coppice.variables" -}}
 {{- $all := dict }}
@@ -78,18 +88,18 @@ ranks: {{ $gpus }}
 {{- eq $root.Values.discovery "redis" | ternary "redis" (printf "dns:%s-%s:%v" (include "coppice.name" $root) (index . 1) $role.port) }}
 {{- end }}
 
-{{/* Variables with the URL of Redis for settings: (list ROOT SETTING...). */}}
+{{/* Variables with the URL of Redis for sections of settings: (list ROOT SECTION...). */}}
 {{- define "coppice.redis" -}}
-{{- $redis := (first .).Values.redis }}
+{{- $redis := (first .).Values.redis }}{{ $scheme := (first .).Values.tls.enabled | ternary "rediss" "redis" }}
 {{- $secret := required "redis.secret: the name of a Secret" $redis.secret }}
 {{- if $redis.enabled }}
 - name: REDIS_PASSWORD
   valueFrom: {secretKeyRef: {name: {{ $secret }}, key: password}}
 {{- end }}
 {{- range rest . }}
-- name: {{ . }}
+- name: COPPICE_{{ upper . }}__REDIS
   {{- if $redis.enabled }}
-  value: redis://:$(REDIS_PASSWORD)@{{ include "coppice.name" (first $) }}-redis:{{ $redis.port }}/0
+  value: {{ $scheme }}://:$(REDIS_PASSWORD)@{{ include "coppice.name" (first $) }}-redis:{{ $redis.port }}/0
   {{- else }}
   valueFrom: {secretKeyRef: {name: {{ $secret }}, key: url}}
   {{- end }}
@@ -130,6 +140,16 @@ imagePullSecrets:
   - name: {{ . }}
   {{- end }}
 {{- end }}
+{{- end }}
+
+{{/* What a container takes that only fetches, waits or asks. */}}
+{{- define "coppice.small" -}}
+resources: {requests: {cpu: 100m, memory: 256Mi}, limits: {memory: 2Gi}}
+{{- end }}
+
+{{/* The volume of files that may be lost. */}}
+{{- define "coppice.tmp" -}}
+{name: tmp, emptyDir: {sizeLimit: 16Gi}}
 {{- end }}
 
 {{- define "coppice.container" -}}

@@ -32,6 +32,7 @@ initContainers:
     image: {{ $image }}
     imagePullPolicy: {{ $root.Values.image.pullPolicy }}
     command: [sh, -c, 'until getent hosts "$0"; do sleep 2; done', {{ include "coppice.name" $root }}-verifier]
+    {{- include "coppice.small" . | nindent 4 }}
     {{- include "coppice.container" $root | nindent 4 }}
   {{- end }}
 {{- end }}
@@ -92,7 +93,7 @@ containers:
       - {name: versions, mountPath: /versions}
       {{- end }}
 volumes:
-  - {name: tmp, emptyDir: {}}
+  - {{ include "coppice.tmp" . }}
   {{- if gt (int $values.gpu) 1 }}
   - {name: shm, emptyDir: {medium: Memory, sizeLimit: 1Gi}} # through which NCCL's ranks meet; it counts as the pod's memory
   {{- end }}
@@ -135,6 +136,7 @@ volumes:
   env:
     - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ . }}, key: token}}}
   {{- end }}
+  {{- include "coppice.small" $root | nindent 2 }}
   {{- include "coppice.container" $root | nindent 2 }}
   volumeMounts: [{name: tmp, mountPath: /tmp}, {name: models, mountPath: /models}]
 {{- end }}

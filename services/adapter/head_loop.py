@@ -12,7 +12,6 @@ from pathlib import Path
 import structlog
 
 from coppice.adaptation.atomic import BadFile
-from coppice.adaptation.record_queue import Stream
 from coppice.adaptation.records import Demand, QueryRecord, Sample
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField, StaleFence
@@ -49,6 +48,7 @@ class HeadLoop:
         self.name, self.widths, self.active = name, training.widths, active
         self._settings, self._metrics = settings, metrics
         self._state = State.load(folder)
+        self.positions, self.numbers = self._state.positions, self._state.numbers  # the inbox moves them on
         self._rollout = Rollout(name, training, replicas, self._state, on_thread, metrics)
         policy = Branching if settings.bandit.policy == "bandit" else Overwriting
         self._policy = self._rollout.watcher = policy(self._rollout, settings, self._plan, self._drop)
@@ -60,11 +60,6 @@ class HeadLoop:
     def demand(self) -> Demand:
         """What is wanted of drafters now."""
         return self._policy.demand
-
-    @property
-    def positions(self) -> dict[Stream, str]:
-        """How far the head's streams were read; the inbox moves it on."""
-        return self._state.positions
 
     async def start(self) -> None:
         """Take up the weights that were live, and give them to every replica that answers."""

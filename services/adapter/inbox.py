@@ -1,27 +1,27 @@
 """What comes out of Redis: the streams of all heads are read once, and what was sent and never came is counted.
 
-How far a head's streams were read is part of that head's state, saved with all else that its records changed. After a
-crash the next adapter reads on from what it still knows: no record counts twice, and those since the last save are not
-lost.
+How far a head's streams were read, and each sender's last number, are part of that head's state, saved with all else
+that its records changed. After a crash the next adapter reads on from what it still knows: no record counts twice, and
+those since the last save are not lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import structlog
-from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from coppice import failpoints
 from coppice.adaptation.record_queue import Stream
 from coppice.adaptation.records import (
     NUMBER,
     SENDER,
-    Demand,
     Fields,
     demand_key,
     queries_key,
@@ -42,10 +42,12 @@ log = structlog.get_logger()
 _BATCH = 64  # entries of a stream read at a time
 _BLOCK_MS = 500
 _DEMAND_TTL_S = 10  # an adapter that is gone asks for nothing
-_DEMAND_EVERY_S = 2.0
+_EVERY_S = 2.0  # between two looks at where streams end, and before a demand is repeated
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 5.0
-_SENDERS = 1024  # whose numbers are remembered
+_SENDERS = 256  # of a stream, whose numbers are remembered
+_LOG_EVERY = 100  # malformed records
 _BEGINNING = "0-0"  # the id before all entries
+_END = "local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1] return last and last[1] or '0-0'"
 
 
 class Inbox:
@@ -59,73 +61,89 @@ class Inbox:
             self._streams[samples_key(settings.prefix, reader.name).encode()] = reader, "samples"
         for reader in readers:
             self._streams[queries_key(settings.prefix, reader.name).encode()] = reader, "queries"
-        self._numbers: OrderedDict[tuple[bytes, bytes], int] = OrderedDict()
-        self._asked: dict[str, tuple[Demand, float]] = {}
+        self._looked_at = -math.inf
+        self._asked: dict[bytes, str] = {}
+        self._refused: set[bytes] = set()  # keys, of streams and of demands
+        self._malformed = Counter[tuple[str, Stream]]()
 
     async def begin(self) -> None:
         """Note where the streams end, if Redis answers: what comes from now on will be read."""
         with contextlib.suppress(Unavailable):
-            await self._find_positions()
+            await self._look()
 
     async def run(self) -> None:
         """Read for ever; Redis may come and go."""
         backoff, connected = Backoff(_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S), False
         while True:
             try:
-                await self._find_positions()
-                backoff.succeed()
-                connected = True
                 while True:
-                    async with self._connection.exchange() as client:
-                        await self._ask(client)
-                    async with self._connection.exchange(_BLOCK_MS / 1000) as client:
-                        await self._read(client)
+                    await self._look()
+                    await self._read()
+                    backoff.succeed()
+                    connected = True
             except Unavailable as error:
                 if connected:
                     log.warning("redis is away", why=str(error))
                 connected = False
             finally:
+                self._looked_at = -math.inf
                 self._asked.clear()
                 await self._connection.close()
             await asyncio.sleep(backoff.fail())
 
-    async def _find_positions(self) -> None:
-        """Begin at the end of a stream whose position is not known, or lies ahead of it.
+    async def _look(self) -> None:
+        """Look where the streams end, every now and then, and tell drafters which samples are wanted, also at changes.
 
-        It is not known to an adapter that remembers nothing: what is there may have been learnt before. It lies ahead
-        when Redis lost entries or its clock went back.
+        A stream is read from its end if no position is known, for what is there may have been learnt before. One that
+        ends before its position was made again, or Redis lost entries: it is read anew, and what was read is known by
+        its numbers. A key that Redis refuses stops no other. Raises Unavailable.
         """
-        async with self._connection.exchange() as client:
-            for key, (reader, stream) in self._streams.items():
-                newest: Any = await client.xrevrange(key, count=1)
-                end = newest[0][0].decode() if newest else _BEGINNING
-                reader.positions[stream] = min(reader.positions.get(stream, end), end, key=_order)
-
-    async def _ask(self, client: Redis) -> None:
-        """Tell drafters which samples are wanted, when that changed and every now and then."""
-        now = asyncio.get_running_loop().time()
+        now, commands = asyncio.get_running_loop().time(), dict[bytes, tuple[Any, ...]]()
+        due = now - self._looked_at >= _EVERY_S
+        if due:
+            commands = {key: ("EVAL", _END, 1, key) for key in self._streams}
         for reader in self._readers:
-            wanted, key = reader.demand, demand_key(self._settings.prefix, reader.name)
-            asked, asked_at = self._asked.get(reader.name, ("", 0.0))
-            if wanted == asked and (not wanted or now - asked_at < _DEMAND_EVERY_S):
-                continue
-            if wanted:
-                await client.set(key, wanted, ex=_DEMAND_TTL_S)
-            else:
-                await client.delete(key)
-            self._asked[reader.name] = wanted, now
+            wanted, key = reader.demand, demand_key(self._settings.prefix, reader.name).encode()
+            if wanted != self._asked.get(key, "") or (wanted and due):
+                commands[key] = ("SET", key, wanted, "EX", _DEMAND_TTL_S) if wanted else ("DEL", key)
+                self._asked[key] = wanted
+        if not commands:
+            return
+        async with self._connection.exchange() as client:
+            pipe = client.pipeline(transaction=False)
+            for command in commands.values():
+                pipe.execute_command(*command)
+            answers: Any = await pipe.execute(raise_on_error=False)
+        self._looked_at = now if due else self._looked_at
+        for key, answer in zip(commands, answers, strict=True):
+            refused = isinstance(answer, RedisError)
+            if refused != (key in self._refused):
+                self._refused ^= {key}
+                log.warning(
+                    "redis refuses a key" if refused else "redis takes a key", key=key.decode(), why=str(answer)
+                )
+            if key in self._streams and not refused:
+                (reader, stream), end = self._streams[key], answer.decode()
+                position = reader.positions.get(stream, end)
+                reader.positions[stream] = position if _order(position) <= _order(end) else _BEGINNING
 
-    async def _read(self, client: Redis) -> None:
-        """Hand on one batch of every stream that has entries."""
-        after: Any = {key: reader.positions[stream] for key, (reader, stream) in self._streams.items()}
-        batches: Any = dict(await client.xread(after, count=_BATCH, block=_BLOCK_MS) or ())
+    async def _read(self) -> None:
+        """Hand on one batch of every stream that has entries, but for keys that Redis refuses to read."""
+        after: Any = {
+            key: reader.positions[stream] for key, (reader, stream) in self._streams.items() if key not in self._refused
+        }
+        if not after:
+            await asyncio.sleep(_BLOCK_MS / 1000)
+            return
+        async with self._connection.exchange(_BLOCK_MS / 1000) as client:
+            batches: Any = dict(await client.xread(after, count=_BATCH, block=_BLOCK_MS) or ())
         if batches:
             failpoints.hit("adapter.read")
         for key, (reader, stream) in self._streams.items():
             for entry, fields in batches.get(key, ()):
                 reader.positions[stream] = entry.decode()
-                self._count(key, stream, fields)
-                self._hand_on(reader, stream, fields)
+                if self._is_new(reader, stream, fields):
+                    self._hand_on(reader, stream, fields)
 
     def _hand_on(self, reader: HeadLoop, stream: Stream, fields: Fields) -> None:
         self._metrics.read.labels(reader.name, stream).inc()
@@ -136,19 +154,26 @@ class Inbox:
                 reader.take_sample(read_sample(fields, reader.widths))
         except InvalidField as error:
             self._metrics.malformed.labels(reader.name, stream).inc()
-            log.warning("a record is not what it should be", stream=stream, why=str(error))
+            if self._malformed[reader.name, stream] % _LOG_EVERY == 0:
+                log.warning("a record is not what it should be", head=reader.name, stream=stream, why=str(error))
+            self._malformed[reader.name, stream] += 1
 
-    def _count(self, key: bytes, stream: Stream, fields: Mapping[bytes, bytes]) -> None:
-        """Count what is missing: senders number what Redis took, so a gap was trimmed before anybody read it."""
-        sender, digits = fields.get(SENDER, b"")[:64], fields.get(NUMBER, b"")
+    def _is_new(self, reader: HeadLoop, stream: Stream, fields: Mapping[bytes, bytes]) -> bool:
+        """Tell whether a record was not read before, and count those missing before it.
+
+        Senders number what Redis took: a gap was trimmed before anybody read it.
+        """
+        sender, digits = fields.get(SENDER, b"")[:64].decode("latin-1"), fields.get(NUMBER, b"")
         if not sender or not digits.isdigit() or len(digits) > 18:
-            return
-        number, last = int(digits), self._numbers.pop((key, sender), None)
-        if last is not None and number > last + 1:
-            self._metrics.lost.labels(stream).inc(number - last - 1)
-        self._numbers[key, sender] = max(number, last or 0)
-        if len(self._numbers) > _SENDERS:
-            self._numbers.popitem(last=False)
+            return True
+        numbers = reader.numbers.setdefault(stream, {})
+        number, last = int(digits), numbers.pop(sender, None)
+        numbers[sender] = max(number, last or 0)  # the newest comes last
+        if len(numbers) > _SENDERS:
+            del numbers[next(iter(numbers))]
+        if last is not None:
+            self._metrics.lost.labels(stream).inc(max(0, number - last - 1))
+        return last is None or number > last
 
 
 def _order(entry: str) -> tuple[int, ...]:

@@ -17,20 +17,25 @@ log = structlog.get_logger()
 
 _LOOKS = 5  # in the time of a lease, whoever has it
 
-# One hash: whose it is, and until when. It stays when it is over: a holder that was stopped or cut off takes its own
-# lease again, but not when somebody else had it meanwhile, for then it does not know what drafters use.
+# A hash names the holder, and its time to live says when the lease ends: Redis prolongs that even while it is full. The
+# hash outlasts the lease by this long: a holder that was stopped or cut off takes its own lease again, but not when
+# somebody else had it meanwhile, for then it does not know what drafters use.
+_KEPT_MS = 30 * 24 * 3600 * 1000
 _TAKE = """
-local held = redis.call('HMGET', KEYS[1], 'token', 'until')
-local over = not held[1] or tonumber(held[2]) <= now and ARGV[3] == 'any'
-if held[1] ~= ARGV[1] and not over then return 0 end
-redis.call('HSET', KEYS[1], 'token', ARGV[1], 'until', string.format('%.0f', now + ARGV[2]))
+local holder = redis.call('HGET', KEYS[1], 'token')
+local over = not holder or redis.call('PTTL', KEYS[1]) <= tonumber(ARGV[3]) and ARGV[4] == 'any'
+if holder ~= ARGV[1] then
+  if not over then return 0 end
+  redis.call('HSET', KEYS[1], 'token', ARGV[1])
+end
+redis.call('PEXPIRE', KEYS[1], ARGV[2] + ARGV[3])
 return 1
 """
-_GIVE_BACK = "if redis.call('HGET', KEYS[1], 'token') == ARGV[1] then redis.call('HSET', KEYS[1], 'until', 0) end"
+_GIVE_BACK = "if redis.call('HGET', KEYS[1], 'token') == ARGV[1] then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end"
 
 
 def lease_key(prefix: str) -> str:
-    """Name the hash with the active adapter's `token` and the time `until` its lease ends, in milliseconds."""
+    """Name the hash with the active adapter's `token`, which expires a month after its lease."""
     return f"{prefix}:adapter"
 
 
@@ -80,13 +85,14 @@ class Lease:
         """End the lease, so that another adapter may take it at once."""
         self._until = 0.0
         with contextlib.suppress(Unavailable):
-            await self._connection.run(_GIVE_BACK, self._key, self._token)
+            await self._connection.run(_GIVE_BACK, self._key, self._token, _KEPT_MS)
         await self._connection.close()
 
     async def _take(self, whose: str) -> bool:
         """Ask for the lease. It counts from the asking, which is before Redis counts from."""
         asked = time.monotonic()
-        answer = await self._connection.run(_TAKE, self._key, self._token, round(1000 * self._lease_s), whose)
+        lease_ms = round(1000 * self._lease_s)
+        answer = await self._connection.run(_TAKE, self._key, self._token, lease_ms, _KEPT_MS, whose)
         taken = bool(answer == 1)
         self._until = asked + self._lease_s if taken else 0.0
         return taken

@@ -41,6 +41,8 @@ class State(BaseModel):
     kinds: KindsState = KindsState()
     positions: dict[Stream, Annotated[str, Field(pattern=r"^\d+-\d+$")]] = {}
     """the id of the last entry that was read of each stream"""
+    numbers: dict[Stream, dict[str, int]] = {}
+    """by stream and sender, the highest number of an entry that was read"""
     paused: bool = False
     live: int = 0
     """the version that is to be in use"""

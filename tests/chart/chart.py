@@ -17,6 +17,8 @@ CERTIFIED = ("verifier", "drafter", "orchestrator", "adapter", "operator")
 RELEASE, NAMESPACE = "coppice", "serving"
 FILES = {path.stem.removeprefix("values-"): path for path in sorted(FOLDER.glob("values-*.yaml"))}
 
+BIG = {"requests": {"cpu": 16, "memory": "64Gi"}, "limits": {"memory": "128Gi"}}
+
 # What the files do not say: another cluster's Redis, certificates and claims; the registry; heads in the verifiers'
 # processes, one of them beside a pool of its own; Ray.
 VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,8 +48,8 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "rayService": {
                 "enabled": True,
                 "workers": [
-                    {"name": "gpu", "replicas": 4, "gpu": 4, "resources": {"requests": {"cpu": 16, "memory": "128Gi"}}},
-                    {"name": "cpu", "replicas": 2, "gpu": 0, "resources": {"requests": {"cpu": 16, "memory": "32Gi"}}},
+                    {"name": "gpu", "replicas": 4, "gpu": 4, "resources": BIG},
+                    {"name": "cpu", "replicas": 2, "gpu": 0, "resources": BIG},
                 ],
             },
         },
@@ -101,9 +103,9 @@ def values_of(name: str) -> dict[str, Any]:
     return dict(laid_over(values_of(file), more))
 
 
-def manifests(values: dict[str, Any]) -> dict[str, str]:
+def manifests(values: dict[str, Any], release: str = RELEASE) -> dict[str, str]:
     """What Helm renders, by template. Raises HelmError, as for a key that the schema does not know."""
-    return chart().render(values, name=RELEASE, namespace=NAMESPACE)
+    return chart().render(values, name=release, namespace=NAMESPACE)
 
 
 def objects_in(files: dict[str, str]) -> list[dict[str, Any]]:

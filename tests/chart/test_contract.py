@@ -29,11 +29,13 @@ from tests.chart.chart import (
     component,
     containers,
     environment,
+    laid_over,
     manifests,
     objects,
     objects_in,
     of_kind,
     pods,
+    values_of,
 )
 
 PRE_STOP_S = 5
@@ -50,7 +52,7 @@ def settings_of(container: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> S
         monkeypatch.delenv(name)
     with monkeypatch.context() as patch:
         for name, value in environment(container).items():
-            patch.setenv(name, value)
+            patch.setenv(name, __file__ if name.endswith("__REDIS_CA") else value)  # has to be there
         return load_settings([])
 
 
@@ -120,6 +122,44 @@ def test_pods_may_do_nothing_that_they_need_not(name: str) -> None:
                 "readOnlyRootFilesystem": True,
                 "capabilities": {"drop": ["ALL"]},
             }
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_a_pod_may_take_is_bounded(name: str) -> None:
+    for where, pod in pods(objects(name)).items():
+        for container in containers(pod):
+            taken = container["resources"]
+            assert {"cpu", "memory"} <= taken["requests"].keys(), (where, container["name"])
+            assert "memory" in taken["limits"], (where, container["name"])
+            assert re.fullmatch(r".+:\d+\.\d+\.\d+(-\w+)?", container["image"])
+        for volume in pod["spec"].get("volumes", []):
+            assert "sizeLimit" in volume.get("emptyDir", {"sizeLimit": ""}), (where, volume["name"])
+
+
+@pytest.mark.parametrize("require", [False, True])
+def test_the_test_pod_holds_an_operators_key_only_where_clients_need_one(require: bool) -> None:
+    found = objects_in(manifests(laid_over(values_of("cluster"), {"settings": {"tls": {"require": require}}})))
+    pod = pods(found)["coppice-test"]
+    (volume,) = [each["secret"] for each in pod["spec"]["volumes"] if each["name"] == "tls"]
+    named = {name for name in environment(pod["spec"]["containers"][0]) if name.startswith("COPPICE_TLS__")}
+    if require:
+        assert (volume["secretName"], "items" in volume) == ("coppice-operator-tls", False)
+        assert named == {"COPPICE_TLS__CA", "COPPICE_TLS__CERT", "COPPICE_TLS__KEY"}
+    else:
+        assert [each["key"] for each in volume["items"]] == ["ca.crt"]
+        assert named == {"COPPICE_TLS__CA"}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_redis_is_asked_by_tls_where_there_are_certificates(name: str) -> None:
+    certificates = of_kind(objects(name), "Certificate")
+    for pod in services(objects(name)).values():
+        told = environment(pod["spec"]["containers"][0], redis="rediss://theirs:6379/0")
+        for variable in [each for each in told if each.endswith("__REDIS")]:
+            assert told[variable].startswith("rediss://")
+            host = told[variable].rpartition("@")[2].partition(":")[0]
+            assert host.startswith("rediss") or host in certificates[host]["spec"]["dnsNames"]
+            assert told.get(f"{variable}_CA") == (None if name == "given" else "/tls/ca.crt")
 
 
 @pytest.mark.parametrize("name", PLAIN)

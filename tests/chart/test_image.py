@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib.metadata
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.chart.chart import ALL, ROOT, containers, objects, pods
 
 MODULES = ("services.verifier", "services.drafter", "services.adapter", "orchestrator")
 # What of the image is no folder of ours: commands of its operating system and of Redis' own image.
-SYSTEM = {"sh", "sleep", "redis-server"}
+SYSTEM = {"sh", "sleep"}
 
 
 @cache
@@ -133,3 +137,32 @@ def test_the_hubs_client_takes_the_flags_of_the_init_containers(tmp_path: Path) 
         assert run.returncode == 1, run.stderr
         assert "offline" in run.stderr
         assert "Ignoring" not in run.stderr
+
+
+def required(name: str, extras: frozenset[str], found: set[tuple[str, frozenset[str]]]) -> set[str]:
+    """The names of everything that an installed distribution brings with its extras, itself among it."""
+    if (name, extras) not in found:
+        found.add((name, extras))
+        for each in map(Requirement, importlib.metadata.requires(name) or ()):
+            if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+                required(canonicalize_name(each.name), frozenset(each.extras), found)
+    return {name for name, _ in found}
+
+
+def test_everything_that_is_installed_is_pinned() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line.partition("==") for line in lines if not line.startswith("#")]
+    assert all(re.fullmatch(r"[0-9][0-9a-z.]*", version) for _, _, version in pins), "no build, no path"
+    brought = required("coppice-serve", frozenset({"dev"}), set())
+    assert len(brought) > 100
+    assert brought - {canonicalize_name(name) for name, _, _ in pins} == {"coppice-serve"}
+
+
+def test_a_new_major_version_is_not_installed_unseen() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    serving = [
+        project["dependencies"],
+        *(each for name, each in project["optional-dependencies"].items() if name != "dev"),
+    ]
+    for each in (Requirement(line) for lines in serving for line in lines):
+        assert each.name == "coppice-serve" or "<" in {spec.operator for spec in each.specifier}, str(each)

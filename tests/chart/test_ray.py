@@ -19,6 +19,7 @@ from tests.chart.chart import (
     laid_over,
     manifests,
     objects,
+    objects_in,
     of_kind,
     pods,
     values_of,
@@ -46,6 +47,30 @@ def test_its_pods_are_pods_that_find_the_registry() -> None:
         (container,) = pod["spec"]["containers"]
         assert environment(container)["COPPICE_DIRECTORY__REDIS"] == "redis://:secret@coppice-redis:6379/0"
         assert container["image"].endswith("-cuda" if name.endswith("gpu") else "-cpu")
+
+
+@pytest.mark.parametrize(
+    ("more", "longest_s"),
+    [
+        ({}, 90),
+        ({"settings": {"server": {"grace_s": 600}}}, 600),
+        ({"settings": {"server": {"grace_s": 5}}}, 5),
+        ({"settings": {"server": {"grace_s": 30}}, "verifier": {"settings": {"server": {"grace_s": 200.5}}}}, 201),
+        ({"defaults": {"settings": {"server": {"grace_s": 300}}}}, 300),
+    ],
+)
+def test_its_pods_have_the_grace_of_the_slowest_of_their_processes(more: dict[str, Any], longest_s: int) -> None:
+    for name, pod in pods(objects_in(manifests(laid_over(values_of("ray"), more)))).items():
+        if component(pod) == "ray":
+            assert pod["spec"]["terminationGracePeriodSeconds"] == longest_s + 30, name  # Serve adds 20 s
+
+
+def test_its_nodes_reach_redis() -> None:
+    (rule,) = of_kind(objects("ray"), "NetworkPolicy")["coppice-redis"]["spec"]["ingress"]
+    labels = [peer["podSelector"]["matchLabels"] for peer in rule["from"]]
+    for pod in pods(objects("ray")).values():
+        reaches = any(each.items() <= pod["metadata"]["labels"].items() for each in labels)
+        assert reaches == (component(pod) == "ray")
 
 
 def test_clients_dial_the_grpc_port_of_the_proxies() -> None:
@@ -83,9 +108,10 @@ def test_the_application_takes_its_arguments() -> None:
         {"adapter": {"enabled": True}},
         {"tls": {"enabled": True}},
         {"verifier": {"drafters": [{"name": "a", "kind": "lookup"}]}},
+        {"orchestrator": {"autoscaling": {"min": 5}}},
     ],
-    ids=["adapter", "tls", "beside"],
+    ids=["adapter", "tls", "beside", "autoscaling"],
 )
 def test_what_it_cannot_do_is_refused(more: dict[str, Any]) -> None:
-    with pytest.raises(helm_python.errors.HelmError, match="rayService excludes"):
+    with pytest.raises(helm_python.errors.HelmError, match=r"rayService excludes|min 5 is above max 4"):
         manifests(laid_over(values_of("ray"), more))

@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +19,15 @@ from urllib.request import urlopen
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from redis import AuthenticationError, Redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from coppice.bench.reference import Reference
 from coppice.client.client import Client
 from coppice.speculation.sampling import SamplingParams
+from coppice.stack.redis_server import find_server
+from tests.certificates import Authority
 from tests.chart.chart import component, objects, of_kind, pods
 from tests.processes import Service
 from tests.tiny import make_target
@@ -139,3 +147,43 @@ def test_the_probes_find_every_process(running: dict[str, Service], addresses: d
             request = health_pb2.HealthCheckRequest(service=asked.get("service", ""))
             with grpc.insecure_channel(f"{addresses[name]}:{asked['port']}") as channel:
                 assert health_pb2_grpc.HealthStub(channel).Check(request, timeout=10).status == SERVING
+
+
+@pytest.mark.parametrize("name", ["cluster", "ray"])
+def test_the_charts_redis_takes_its_password_where_nobody_sees_it(name: str, tmp_path: Path) -> None:
+    """It runs here, by the container's own command: with a certificate of ours, and in the clear for Ray."""
+    (container,) = pods(objects(name))["coppice-redis"]["spec"]["containers"]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    options: Any = {"host": "127.0.0.1", "port": port, "socket_timeout": 5, "retry": Retry(NoBackoff(), 0)}
+    if name == "cluster":
+        options |= {"ssl": True, "ssl_ca_certs": str(tmp_path / "ca.crt")}
+        authority = Authority(tmp_path / "authority").folder
+        for ours, theirs in (("ca.pem", "ca.crt"), ("orchestrator.pem", "tls.crt"), ("orchestrator.key", "tls.key")):
+            shutil.copy(authority / ours, tmp_path / theirs)
+    command, ping = (
+        [part.replace("6379", str(port)).replace("/tls/", f"{tmp_path}/") for part in each]
+        for each in (container["command"], container["livenessProbe"]["exec"]["command"])
+    )
+    server = find_server()
+    assert server is not None
+    variables = {"PATH": f"{server.parent}:{os.environ['PATH']}", "REDIS_PASSWORD": "hush"}
+    log = tmp_path / "log"
+    with log.open("w") as written:
+        process = subprocess.Popen(command, env=variables, cwd=tmp_path, stdout=written, stderr=subprocess.STDOUT)
+    try:
+        until = time.monotonic() + 10
+        while subprocess.run(ping, env=variables, capture_output=True, timeout=10).returncode:
+            if process.poll() is not None and "tls-port" in log.read_text(encoding="utf-8"):
+                pytest.skip("requires redis-server with TLS: this one was built without")
+            assert time.monotonic() < until, log.read_text(encoding="utf-8")
+        assert Redis(password="hush", **options).ping()
+        with pytest.raises(AuthenticationError):
+            Redis(**options).ping()
+        arguments = Path(f"/proc/{process.pid}/cmdline").read_text(encoding="utf-8")
+        assert "redis-server" in arguments
+        assert "hush" not in arguments
+    finally:
+        process.kill()
+        process.wait()

@@ -24,31 +24,25 @@ import torch
 from redis import Redis
 
 from coppice.adaptation.client import AdapterClient
-from coppice.adaptation.record_queue import Stream
 from coppice.adaptation.records import (
-    Demand,
     Kind,
     QueryRecord,
     Sample,
-    Widths,
     demand_key,
     queries_key,
     query_to_fields,
     sample_to_fields,
     samples_key,
 )
-from coppice.config.adaptation import AdaptationSettings
 from coppice.config.settings import load_settings
 from coppice.errors import InvalidField, NotFound, StaleFence, Unavailable
 from coppice.messages.adapter import STANDING_BY, HeadStatus
 from coppice.messages.steps import HeadDescription
 from coppice.rpc.channels import Dialer
 from coppice.stack.redis_server import LocalRedis
-from coppice.telemetry import AdapterMetrics
 from coppice.v1 import drafter_pb2
 from coppice.weights.versions import Weights, pack_update
 from services.adapter.__main__ import serve
-from services.adapter.inbox import Inbox
 from services.adapter.push import DrafterLink
 from services.adapter.replicas import MOST_AHEAD
 from services.adapter.state import FILE
@@ -424,39 +418,6 @@ def test_an_adapter_that_is_killed_at_any_moment_leaves_drafters_it_can_take_up_
     assert bench.live()[0].weights_hash == status.weights_hash
     assert status.version >= newest > 0
     bench.until(adapter, lambda now: now.version > status.version, bench.answer)
-
-
-@pytest.mark.parametrize("position", [None, "0-0", "99999999999999-0"])
-async def test_streams_are_read_on_from_a_position_and_from_their_end_without_a_usable_one(
-    position: str | None, redis: LocalRedis
-) -> None:
-    store = Redis.from_url(redis.url, socket_timeout=5)
-    reader = Taken({} if position is None else {"queries": position, "samples": position})
-    store.xadd(queries_key("coppice", HEAD), as_entry(query_to_fields(record("before", 0))))
-    inbox = Inbox(AdaptationSettings(redis=redis.url), [reader], AdapterMetrics())
-    await inbox.begin()
-    reading = asyncio.create_task(inbox.run())
-    store.xadd(queries_key("coppice", HEAD), as_entry(query_to_fields(record("after", 0))))
-    assert await asyncio.to_thread(eventually, lambda: "after" in reader.sessions)
-    assert reader.sessions == (["before", "after"] if position == "0-0" else ["after"])
-    reading.cancel()
-    await asyncio.wait([reading])
-
-
-class Taken:
-    """One head's part of the adapter that keeps the names of the sessions it reads of."""
-
-    name, widths = HEAD, Widths(VOCAB)
-    demand: Demand = ""
-
-    def __init__(self, positions: dict[Stream, str]) -> None:
-        self.positions, self.sessions = positions, list[str]()
-
-    def take_query(self, record: QueryRecord) -> None:
-        self.sessions.append(record.session)
-
-    def take_sample(self, sample: Sample) -> None:
-        raise AssertionError("none is sent")
 
 
 def test_an_adapter_that_is_killed_reads_every_query_once(bench: Bench) -> None:

