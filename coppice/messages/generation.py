@@ -21,10 +21,20 @@ class Origin(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a conversation; role is system, user or assistant."""
+    """One message of a conversation; role is system, user or assistant. What is empty is not there."""
 
     role: str
     content: str
+    reasoning_content: str = ""
+    """what an assistant thought before it answered"""
+    name: str = ""
+    """of who speaks"""
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """The message as chat templates know it."""
+        optional = {"reasoning_content": self.reasoning_content, "name": self.name}
+        return {"role": self.role, "content": self.content, **{key: text for key, text in optional.items() if text}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from coppice.limits import LEAST_REPETITION_PENALTY, MAX_BIAS, MAX_BIASES, MAX_PENALTY, MAX_REPETITION_PENALTY
+from coppice.limits import (
+    LEAST_REPETITION_PENALTY,
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_TOKEN_ID,
+    MAX_UINT32,
+)
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -59,7 +67,7 @@ class SamplingParams(BaseModel):
 
     temperature: Annotated[float, Field(ge=0, description="0 is greedy")] = 0.0
     top_p: Annotated[float, Field(gt=0, le=1, description="nucleus mass kept after top_k")] = 1.0
-    top_k: Annotated[int, Field(ge=0, description="most probable ids kept; 0 keeps all")] = 0
+    top_k: Annotated[int, Field(ge=0, le=MAX_UINT32, description="most probable ids kept; 0 keeps all")] = 0
     min_p: Annotated[float, Field(ge=0, le=1, description="least share of the best id's probability")] = 0.0
     repetition_penalty: Annotated[
         float | None,
@@ -77,7 +85,7 @@ class SamplingParams(BaseModel):
         float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY, description="taken off the logits of ids that were generated")
     ] = 0.0
     logit_bias: Annotated[
-        dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
+        dict[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
         Field(max_length=MAX_BIASES, description="added to the logits of ids"),
     ] = Field(default_factory=dict)
     seed: Annotated[int, Field(ge=0, le=MASK_64, description="seed of the draws; unset, the server draws one")] = 0
