@@ -32,7 +32,6 @@ MAX_HISTORY = 2000  # queries of a head that an adapter remembers
 MAX_TEMPERATURE = 10.0
 MAX_COUNT = 1 << 53  # of anything; JSON keeps numbers up to here
 MAX_TOKEN_ID = (1 << 31) - 1
-MAX_UINT32 = (1 << 32) - 1  # what a number of the wire holds
 LOG_PROB_TOLERANCE = 1e-3  # of sums of log-softmax, nats: rounding may put one a little above 0
 MAX_VERSION = 1 << 53  # of weights
 MAX_VERSION_STEP = 1 << 20  # how far a push may raise the version of a drafter

@@ -14,11 +14,12 @@ from pydantic import ValidationError
 from coppice import limits
 from coppice.errors import InvalidField
 from coppice.messages.generation import ChatMessage, GenerationRequest
-from coppice.speculation.sampling import SamplingParams
+from coppice.speculation.sampling import MAX_UINT32, SamplingParams
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, str]]
 _MESSAGE_KEYS = {field.name for field in fields(ChatMessage)}
 F = TypeVar("F", bound=Callable[..., Any])
+
 
 class Draws(TypedDict, total=False):
     """The fields of SamplingParams, which says what they mean, as options."""
@@ -90,7 +91,7 @@ def build_request(prompt: Prompt, caller: str = "build_request", /, **options: U
             raise InvalidField(str(first["loc"][0]), first["msg"]) from None
     elif draws:
         raise InvalidField("sampling", f"give it or {', '.join(draws)}, not both")
-    limits.check_range("max_new_tokens", given.get("max_new_tokens", 0), 0, limits.MAX_UINT32)
+    limits.check_range("max_new_tokens", given.get("max_new_tokens", 0), 0, MAX_UINT32)
     if given.get("budget") is not None:
         limits.check_range("budget", given["budget"], 0, limits.MAX_TREE_NODES)
     text, ids, chat = _read_prompt(prompt)
@@ -138,6 +139,6 @@ def _read_ids(field: str, ids: Sequence[int]) -> tuple[int, ...]:
     except TypeError:
         raise InvalidField(field, "is neither text, nor token ids, nor messages") from None
     if read:
-        limits.check_range(field, min(read), 0, limits.MAX_UINT32)
-        limits.check_range(field, max(read), 0, limits.MAX_UINT32)
+        limits.check_range(field, min(read), 0, MAX_UINT32)
+        limits.check_range(field, max(read), 0, MAX_UINT32)
     return read

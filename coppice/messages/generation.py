@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import Literal
 
@@ -33,8 +33,7 @@ class ChatMessage:
     @property
     def fields(self) -> dict[str, str]:
         """The message as chat templates know it."""
-        optional = {"reasoning_content": self.reasoning_content, "name": self.name}
-        return {"role": self.role, "content": self.content, **{key: text for key, text in optional.items() if text}}
+        return {key: text for key, text in asdict(self).items() if text or key in ("role", "content")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,15 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from coppice.limits import (
-    LEAST_REPETITION_PENALTY,
-    MAX_BIAS,
-    MAX_BIASES,
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
-    MAX_TOKEN_ID,
-    MAX_UINT32,
-)
+from coppice.limits import LEAST_REPETITION_PENALTY, MAX_BIAS, MAX_BIASES, MAX_PENALTY, MAX_REPETITION_PENALTY
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -44,6 +36,7 @@ GAMMA = 0x9E3779B97F4A7C15
 MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 MULTIPLIER_2 = 0x94D049BB133111EB
 MASK_64 = (1 << 64) - 1
+MAX_UINT32 = (1 << 32) - 1  # as messages hold ids and top_k
 
 # Masses within rounding of top_p count as having reached it, so that numpy, torch and a GPU keep the same ids of a
 # row with equal entries.
@@ -85,7 +78,7 @@ class SamplingParams(BaseModel):
         float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY, description="taken off the logits of ids that were generated")
     ] = 0.0
     logit_bias: Annotated[
-        dict[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
+        dict[Annotated[int, Field(ge=0, le=MAX_UINT32)], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
         Field(max_length=MAX_BIASES, description="added to the logits of ids"),
     ] = Field(default_factory=dict)
     seed: Annotated[int, Field(ge=0, le=MASK_64, description="seed of the draws; unset, the server draws one")] = 0

@@ -103,16 +103,13 @@ def request_to_wire(request: GenerationRequest) -> generation.GenerateRequest:
     if sum(prompt is not None for prompt in (request.text, request.ids, request.chat)) != 1:
         raise InvalidField("prompt", "give exactly one of text, ids and chat")
     rule = generation.ACCEPT_RULE_PQ if request.pq else generation.ACCEPT_RULE_KEYED
-    parts = {**_REQUEST.fields(request), "accept_rule": rule, "uncoupled": not request.coupled}
-    try:
-        return generation.GenerateRequest(**parts)
-    except (TypeError, ValueError):  # which do not say of what
-        for name, part in parts.items():
-            try:
-                generation.GenerateRequest(**{name: part})
-            except (TypeError, ValueError) as error:
-                raise InvalidField(name, f"cannot be sent: {error}") from None
-        raise
+    message = generation.GenerateRequest(accept_rule=rule, uncoupled=not request.coupled)
+    for name, value in _REQUEST.fields(request).items():
+        try:
+            message.MergeFrom(generation.GenerateRequest(**{name: value}))
+        except (TypeError, ValueError) as error:
+            raise InvalidField(name, f"cannot be sent: {error}") from None
+    return message
 
 
 def read_request(message: generation.GenerateRequest, vocab_size: int, bounds: Limits) -> GenerationRequest:
