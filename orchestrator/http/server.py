@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import resource
 import socket
 import ssl
@@ -93,7 +94,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_keep_alive=_IDLE_S,
+            timeout_keep_alive=math.ceil(min(_IDLE_S, settings.limits.idle_s)),
             timeout_graceful_shutdown=int(self._grace_s) + _LAST_WORDS_S,
         )
         self._config.load()
