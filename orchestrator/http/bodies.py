@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
@@ -20,6 +21,7 @@ T = TypeVar("T")
 
 MOST_CHOICES = 16
 _MOST_FIELDS = 64  # of an object: each that is refused is an error to make
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # the only spelling: two keys are two ids
 _COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 _MOST_LOG_PROBS = 2 * MAX_CONTEXT  # that one answer tells: they are a few megabytes of JSON
 
@@ -127,10 +129,7 @@ class Sampled(Body):
     repetition_penalty: float | None = None
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    logit_bias: Annotated[
-        dict[Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")], float],
-        Field(max_length=MAX_BIASES, description="numbers by token id"),
-    ] = {}
+    logit_bias: Annotated[dict[str, Any], Field(description="numbers by token id")] = {}
     seed: Annotated[int, Field(ge=-1, description="of choice 0; choice i has seed + i; -1: one is drawn")] = -1
     stop: Text | List[Text] = []
     min_tokens: Annotated[int, Field(ge=0, description="new tokens before which nothing ends the text")] = 0
@@ -166,6 +165,11 @@ def _options(body: Sampled, limit: str, most: int) -> Options:
         raise InvalidField("min_tokens", f"{body.min_tokens} is more than {limit}, {most}")
     options = cast(Options, {name: value for name, value in body if name in MEANINGS})
     options["top_k"], options["max_new_tokens"] = max(0, body.top_k), most
+    if len(body.logit_bias) > MAX_BIASES:
+        raise InvalidField("logit_bias", f"has {len(body.logit_bias)} entries, allowed are {MAX_BIASES}")
+    for token, value in body.logit_bias.items():
+        if not _TOKEN_ID.fullmatch(token) or type(value) not in (int, float):
+            raise InvalidField("logit_bias", f"{token[:32]!r}: {str(value)[:32]} is not a token id with a number")
     options["logit_bias"] = {int(token): value for token, value in body.logit_bias.items()}
     options["prediction"] = _joined(body.prediction.content) if body.prediction else ""
     return options

@@ -325,14 +325,12 @@ def test_text_never_breaks_inside_a_character(client: openai.OpenAI, grpc_client
         ({"seed": 2**64 - 1, "n": 2}, 400, "seed"),
         ({"top_k": 2**32}, 400, "top_k"),
         ({"min_tokens": 2**32, "max_tokens": 0, "echo": True}, 400, "min_tokens"),
-        *[
-            ({"logit_bias": {key: 1}}, 400, f"logit_bias.{key}")
-            for key in ("x", "", "05", " 5", "+5", "1_0", "٥", "9" * 99)
-        ],
-        *[({"logit_bias": {"1": value}}, 400, "logit_bias.1") for value in ("1", True, [])],
+        *[({"logit_bias": {key: 1}}, 400, "logit_bias") for key in ("x", "", "05", " 5", "+5", "1_0", "٥", "9" * 99)],
+        *[({"logit_bias": {"1": value}}, 400, "logit_bias") for value in ("1", True, [])],
         ({"logit_bias": {"99999999": 1}}, 400, "logit_bias"),
         ({"logit_bias": {"4294967296": 1}}, 400, "logit_bias"),
         ({"logit_bias": dict.fromkeys(map(str, range(2000)), 1)}, 400, "logit_bias"),
+        ({"logit_bias": {"0": 1, "4096": -1.5}}, 200, None),
         ({"stop": ["x"] * 17}, 400, "stop"),
         ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
         ({"stream_options": {"include_usage": False}}, 200, None),
