@@ -6,7 +6,7 @@ import difflib
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, fields
+from dataclasses import astuple
 from typing import Annotated, Any, TypedDict, TypeVar, Unpack, cast, get_type_hints
 
 from pydantic import ValidationError
@@ -17,7 +17,6 @@ from coppice.messages.generation import ChatMessage, GenerationRequest
 from coppice.speculation.sampling import MAX_UINT32, SamplingParams
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, str]]
-_MESSAGE_KEYS = {field.name for field in fields(ChatMessage)}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -123,7 +122,7 @@ def _read_prompt(prompt: Prompt) -> tuple[str | None, tuple[int, ...] | None, tu
     messages = []
     for part in cast(Sequence[ChatMessage | Mapping[str, str]], prompt):
         if isinstance(part, Mapping):
-            if not {"role", "content"} <= part.keys() <= _MESSAGE_KEYS:
+            if not {"role", "content"} <= part.keys() <= ChatMessage.__dataclass_fields__.keys():
                 raise InvalidField("prompt", "a message has role and content, and may have reasoning_content and name")
             part = ChatMessage(**part)
         if not isinstance(part, ChatMessage) or not all(isinstance(text, str) for text in astuple(part)):
@@ -138,7 +137,6 @@ def _read_ids(field: str, ids: Sequence[int]) -> tuple[int, ...]:
         read = tuple(operator.index(token) for token in ids)
     except TypeError:
         raise InvalidField(field, "is neither text, nor token ids, nor messages") from None
-    if read:
-        limits.check_range(field, min(read), 0, MAX_UINT32)
-        limits.check_range(field, max(read), 0, MAX_UINT32)
+    for token in (min(read), max(read)) if read else ():
+        limits.check_range(field, token, 0, MAX_UINT32)
     return read

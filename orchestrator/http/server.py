@@ -66,7 +66,7 @@ class _Connection(H11Protocol):
             min(waiting, key=lambda one: one.timeout_keep_alive_task.when()).transport.abort()
 
     def _unset_keepalive_if_required(self) -> None:
-        if self.conn.their_state is not h11.IDLE:  # a part of a head is no request
+        if self.conn.our_state not in (h11.IDLE, h11.DONE):  # part of a head, or what is left of a body, is no request
             super()._unset_keepalive_if_required()
 
 

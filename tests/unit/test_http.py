@@ -395,8 +395,12 @@ async def test_a_head_that_does_not_come_is_not_waited_for() -> None:
         for part in b"GET /he":
             writer.write(bytes([part]))
         fresh, _ = await asyncio.open_connection(*address)
+        rest, rest_writer = await asyncio.open_connection(*address)
+        rest_writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n")
+        await rest.readuntil(b"\r\n\r\n")
+        rest_writer.write(b" ")
         async with asyncio.timeout(20):
-            assert all(await asyncio.gather(ended(reader), ended(fresh)))
+            assert all(await asyncio.gather(ended(reader), ended(fresh), ended(rest)))
 
 
 async def test_a_process_without_descriptors_logs_it_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
