@@ -42,7 +42,7 @@ class Encoder:
 
         bare: without the special tokens around a prompt.
         """
-        parts = [prompt] if isinstance(prompt, str) else [message.content for message in prompt]
+        parts = [prompt] if isinstance(prompt, str) else ["".join(message.fields.values()) for message in prompt]
         chars = sum(map(len, parts))
         if chars > self._most_ids * self._codec.longest:
             raise InvalidField("prompt", f"{chars} characters are more than {self._most_ids} tokens hold")

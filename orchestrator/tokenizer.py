@@ -72,7 +72,7 @@ class TextCodec:
         special = {
             name: _content(self._config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")
         }
-        plain = [{"role": message.role, "content": message.content} for message in messages]
+        plain = [message.fields for message in messages]
         try:
             text = self._template.render(messages=plain, add_generation_prompt=True, **special)
         except jinja2.TemplateError as error:

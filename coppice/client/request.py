@@ -6,6 +6,7 @@ import difflib
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from typing import Annotated, Any, TypedDict, TypeVar, Unpack, cast, get_type_hints
 
 from pydantic import ValidationError
@@ -13,12 +14,10 @@ from pydantic import ValidationError
 from coppice import limits
 from coppice.errors import InvalidField
 from coppice.messages.generation import ChatMessage, GenerationRequest
-from coppice.speculation.sampling import SamplingParams
+from coppice.speculation.sampling import MAX_UINT32, SamplingParams
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, str]]
 F = TypeVar("F", bound=Callable[..., Any])
-
-_MAX_UINT32 = 2**32 - 1
 
 
 class Draws(TypedDict, total=False):
@@ -91,7 +90,7 @@ def build_request(prompt: Prompt, caller: str = "build_request", /, **options: U
             raise InvalidField(str(first["loc"][0]), first["msg"]) from None
     elif draws:
         raise InvalidField("sampling", f"give it or {', '.join(draws)}, not both")
-    limits.check_range("max_new_tokens", given.get("max_new_tokens", 0), 0, _MAX_UINT32)
+    limits.check_range("max_new_tokens", given.get("max_new_tokens", 0), 0, MAX_UINT32)
     if given.get("budget") is not None:
         limits.check_range("budget", given["budget"], 0, limits.MAX_TREE_NODES)
     text, ids, chat = _read_prompt(prompt)
@@ -123,9 +122,11 @@ def _read_prompt(prompt: Prompt) -> tuple[str | None, tuple[int, ...] | None, tu
     messages = []
     for part in cast(Sequence[ChatMessage | Mapping[str, str]], prompt):
         if isinstance(part, Mapping):
-            if part.keys() != {"role", "content"}:
-                raise InvalidField("prompt", "a message has the keys role and content, no others")
-            part = ChatMessage(part["role"], part["content"])
+            if not {"role", "content"} <= part.keys() <= ChatMessage.__dataclass_fields__.keys():
+                raise InvalidField("prompt", "a message has role and content, and may have reasoning_content and name")
+            part = ChatMessage(**part)
+        if not isinstance(part, ChatMessage) or not all(isinstance(text, str) for text in astuple(part)):
+            raise InvalidField("prompt", "messages consist of texts alone")
         messages.append(part)
     return None, None, tuple(messages)
 
@@ -136,6 +137,6 @@ def _read_ids(field: str, ids: Sequence[int]) -> tuple[int, ...]:
         read = tuple(operator.index(token) for token in ids)
     except TypeError:
         raise InvalidField(field, "is neither text, nor token ids, nor messages") from None
-    for token in read:
-        limits.check_range(field, token, 0, _MAX_UINT32)
+    for token in (min(read), max(read)) if read else ():
+        limits.check_range(field, token, 0, MAX_UINT32)
     return read

@@ -258,6 +258,7 @@ class OrchestratorSettings(Section):
     page: Literal["loopback", "always", "never"] = Field(
         "loopback", description="when the HTTP port serves the page: while server.host is loopback, always, or never"
     )
+    hosts: list[str] = Field(default_factory=list, description="names of this server that HTTP on loopback answers to")
     adapter: str = Field(
         "", description="HOST:PORT of the adapter whose versions and decisions the page shows; empty: none"
     )

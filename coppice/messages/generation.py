@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import Literal
 
@@ -21,10 +21,19 @@ class Origin(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a conversation; role is system, user or assistant."""
+    """One message of a conversation; role is system, user or assistant. What is empty is not there."""
 
     role: str
     content: str
+    reasoning_content: str = ""
+    """what an assistant thought before it answered"""
+    name: str = ""
+    """of who speaks"""
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """The message as chat templates know it."""
+        return {key: text for key, text in asdict(self).items() if text or key in ("role", "content")}
 
 
 @dataclass(frozen=True, slots=True)

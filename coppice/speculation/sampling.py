@@ -36,6 +36,7 @@ GAMMA = 0x9E3779B97F4A7C15
 MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 MULTIPLIER_2 = 0x94D049BB133111EB
 MASK_64 = (1 << 64) - 1
+MAX_UINT32 = (1 << 32) - 1  # as messages hold ids and top_k
 
 # Masses within rounding of top_p count as having reached it, so that numpy, torch and a GPU keep the same ids of a
 # row with equal entries.
@@ -59,7 +60,7 @@ class SamplingParams(BaseModel):
 
     temperature: Annotated[float, Field(ge=0, description="0 is greedy")] = 0.0
     top_p: Annotated[float, Field(gt=0, le=1, description="nucleus mass kept after top_k")] = 1.0
-    top_k: Annotated[int, Field(ge=0, description="most probable ids kept; 0 keeps all")] = 0
+    top_k: Annotated[int, Field(ge=0, le=MAX_UINT32, description="most probable ids kept; 0 keeps all")] = 0
     min_p: Annotated[float, Field(ge=0, le=1, description="least share of the best id's probability")] = 0.0
     repetition_penalty: Annotated[
         float | None,
@@ -77,7 +78,7 @@ class SamplingParams(BaseModel):
         float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY, description="taken off the logits of ids that were generated")
     ] = 0.0
     logit_bias: Annotated[
-        dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
+        dict[Annotated[int, Field(ge=0, le=MAX_UINT32)], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
         Field(max_length=MAX_BIASES, description="added to the logits of ids"),
     ] = Field(default_factory=dict)
     seed: Annotated[int, Field(ge=0, le=MASK_64, description="seed of the draws; unset, the server draws one")] = 0

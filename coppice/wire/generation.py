@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from coppice import limits
@@ -65,14 +65,15 @@ def _read_chat(owner: Any, name: str, path: str) -> tuple[ChatMessage, ...] | No
     for part in parts:
         if part.role not in _ROLES:
             raise InvalidField("chat.messages.role", f"{part.role[:32]!r} is not one of {', '.join(_ROLES)}")
-    return tuple(ChatMessage(part.role, part.content) for part in parts)
+    return tuple(map(_MESSAGE.read, parts))
 
 
+_MESSAGE = Shape(ChatMessage, generation.ChatMessage)
 _REQUEST = Shape(
     GenerationRequest,
     generation.GenerateRequest,
     ids=_ids(1),
-    chat=Part(lambda parts: {"messages": [asdict(part) for part in parts]}, _read_chat),
+    chat=Part(lambda parts: {"messages": list(map(_MESSAGE.fields, parts))}, _read_chat),
     prediction_ids=_ids(0),
     sampling=SAMPLING,
 )
@@ -98,11 +99,17 @@ model_to_wire, read_model = _MODEL.to_wire, _MODEL.read
 
 
 def request_to_wire(request: GenerationRequest) -> generation.GenerateRequest:
-    """GenerationRequest to its message. Raises InvalidField unless exactly one kind of prompt is set."""
+    """GenerationRequest to its message. Raises InvalidField for what it cannot hold, and for no prompt or several."""
     if sum(prompt is not None for prompt in (request.text, request.ids, request.chat)) != 1:
         raise InvalidField("prompt", "give exactly one of text, ids and chat")
     rule = generation.ACCEPT_RULE_PQ if request.pq else generation.ACCEPT_RULE_KEYED
-    return generation.GenerateRequest(**_REQUEST.fields(request), accept_rule=rule, uncoupled=not request.coupled)
+    message = generation.GenerateRequest(accept_rule=rule, uncoupled=not request.coupled)
+    for name, value in _REQUEST.fields(request).items():
+        try:
+            message.MergeFrom(generation.GenerateRequest(**{name: value}))
+        except (TypeError, ValueError) as error:
+            raise InvalidField(name, f"cannot be sent: {error}") from None
+    return message
 
 
 def read_request(message: generation.GenerateRequest, vocab_size: int, bounds: Limits) -> GenerationRequest:
@@ -125,8 +132,8 @@ def read_request(message: generation.GenerateRequest, vocab_size: int, bounds: L
     if request.text is not None:
         limits.check_range("text", len(request.text), 1, bounds.prompt_chars)
     if request.chat is not None:
-        characters = sum(len(part.content) for part in request.chat)
-        limits.check_range("chat.messages", characters, 1, bounds.prompt_chars)
+        characters = sum(len(text) for part in request.chat for text in part.fields.values())
+        limits.check_range("chat.messages", characters, 0, bounds.prompt_chars)
     pq = message.accept_rule == generation.ACCEPT_RULE_PQ
     return replace(request, pq=pq, coupled=not message.uncoupled)
 

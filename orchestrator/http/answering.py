@@ -67,6 +67,7 @@ class Answering:
         running = asyncio.create_task(every())
         self._running.add(running)
         running.add_done_callback(self._running.discard)
+        running.add_done_callback(lambda done: done.cancelled() or done.exception())  # read, whoever left
         try:
             async for event in receive:
                 yield event
@@ -76,7 +77,7 @@ class Answering:
             running.result()
         finally:
             running.cancel()
-            receive.close()
+            running.add_done_callback(lambda _: receive.close())  # not before: choices that still send would fail
 
 
 def _size(event: StreamEvent) -> int:

@@ -14,12 +14,13 @@ from tokenizers import Tokenizer
 
 import coppice
 from coppice.errors import InvalidField, NotFound, Unavailable
+from coppice.limits import check_count, check_ids
 from coppice.messages.generation import GenerationRequest
 
 from . import errors
 from .answering import Answering, Events, unless_gone
 from .answers import Answer, Json, TextOf
-from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, naming_fields_of
+from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, check_log_probs, naming_fields_of
 from .served import Served
 from .sse import streamed
 
@@ -62,10 +63,12 @@ def _add_state(app: FastAPI, served: Served) -> None:
         """Tell Coppice's version."""
         return {"version": coppice.__version__}
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        """Answer what the metrics port answers."""
-        return PlainTextResponse(generate_latest(served.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    if not served.settings.orchestrator.tokens:  # it names all clients
+
+        @app.get("/metrics")
+        async def metrics() -> Response:
+            """Answer what the metrics port answers."""
+            return PlainTextResponse(generate_latest(served.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def _add_models(app: FastAPI, served: Served) -> None:
@@ -103,6 +106,7 @@ def _add_answers(app: FastAPI, served: Served, answering: Answering) -> None:
         check_model(served, body.model)
         with naming_fields_of(body):
             asked = body.requests()
+            check_log_probs(asked, served.target.max_len, served.settings.orchestrator.max_new_tokens)
             echoes = [_echo(one, served.tokenizer) for one in asked] if body.echoes else [""] * len(asked)
             answer = Answer(served.target.name, body, echoes, text_of)
             events = answering.events(asked, request.headers)
@@ -125,7 +129,8 @@ def _add_tokens(app: FastAPI, served: Served) -> None:
         """Tell the tokens of a prompt or of messages, and their count."""
         check_model(served, body.model)
         prompt = [message.plain for message in body.messages] if body.messages else body.prompt or ""
-        ids = await served.encode(prompt)
+        with naming_fields_of(body):
+            ids = await served.encode(prompt)
         return {"tokens": ids, "count": len(ids), "max_model_len": served.target.max_len}
 
     @app.post("/detokenize")
@@ -134,8 +139,8 @@ def _add_tokens(app: FastAPI, served: Served) -> None:
         check_model(served, body.model)
         if served.tokenizer is None:
             raise InvalidField("tokens", "this target has no tokenizer.json")
-        if body.tokens and max(body.tokens) >= served.target.vocab_size:
-            raise InvalidField("tokens", f"{max(body.tokens)} is not below {served.target.vocab_size}")
+        check_count("tokens", len(body.tokens), 0, served.target.max_len)
+        check_ids("tokens", body.tokens, served.target.vocab_size)
         return {"prompt": served.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
 

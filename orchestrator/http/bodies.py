@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
-from coppice.client.request import Options, Prompt, build_request
+from coppice.client.request import MEANINGS, Options, Prompt, build_request
 from coppice.errors import InvalidField
-from coppice.limits import MAX_BIASES, MAX_TOP_LOG_PROBS
+from coppice.limits import MAX_BIASES, MAX_CHAT_MESSAGES, MAX_CONTEXT, MAX_TOP_LOG_PROBS
 from coppice.messages.generation import ChatMessage, GenerationRequest
 from coppice.speculation.sampling import SamplingParams
 
@@ -19,26 +21,9 @@ T = TypeVar("T")
 
 MOST_CHOICES = 16
 _MOST_FIELDS = 64  # of an object: each that is refused is an error to make
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # the only spelling: two keys are two ids
 _COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
-
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "tools": ([],),
-    "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "suffix": ("",),
-    "best_of": (1,),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "metadata": ({},),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-}
-"""Fields that are not served, and their values that ask for nothing: clients send these."""
+_MOST_LOG_PROBS = 2 * MAX_CONTEXT  # that one answer tells: they are a few megabytes of JSON
 
 List = Annotated[list[T], Field(fail_fast=True)]
 """A list of which the first bad entry is told: it may have a million."""
@@ -60,6 +45,8 @@ class Object(BaseModel):
     """A JSON object. A field that is null counts as one that is not there."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    NEUTRAL: ClassVar[dict[str, tuple[object, ...] | None]] = {}
+    """Fields that are not served, and their values that ask for nothing; None: any, as a hint changes no answer"""
 
     @model_validator(mode="before")
     @classmethod
@@ -68,12 +55,16 @@ class Object(BaseModel):
             return fields
         if len(fields) > _MOST_FIELDS:
             raise InvalidField("body", f"an object has {_MOST_FIELDS} fields at most")
-        return {name: value for name, value in fields.items() if value is not None}
+        neutral = {name: cls.NEUTRAL.get(name, ()) or (fields[name],) for name in fields.keys() & cls.NEUTRAL.keys()}
+        return {
+            name: value for name, value in fields.items() if value is not None and value not in neutral.get(name, ())
+        }
 
 
 class StreamOptions(Object):
     """How an answer is streamed."""
 
+    NEUTRAL = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
     include_usage: bool = False
 
 
@@ -82,10 +73,18 @@ class Body(Object):
 
     model: Annotated[Text, Field(description="the served model's name; empty: whichever is served")] = ""
 
+    def name_of(self, field: str) -> str:
+        """What the body calls a field of a request."""
+        prompt = "messages" if getattr(self, "messages", None) else "prompt"
+        limit = "max_completion_tokens" if getattr(self, "max_completion_tokens", None) else "max_tokens"
+        names = {**dict.fromkeys(("text", "ids", "chat", "prompt"), prompt), "max_new_tokens": limit}
+        return names.get(field, field)
+
 
 class TextPart(Object):
     """A part of a message's content or of a prediction."""
 
+    NEUTRAL = {"cache_control": None, "annotations": None}
     type: Literal["text"]
     text: Text
 
@@ -104,6 +103,25 @@ class Prediction(Object):
 class Sampled(Body):
     """What completions and chat completions have in common; SamplingParams bounds the fields of its names."""
 
+    NEUTRAL = {
+        "tools": ([],),
+        "functions": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+        "suffix": ("",),
+        "best_of": (1,),
+        "service_tier": ("auto", "default"),
+        "chat_template_kwargs": ({},),
+        "add_generation_prompt": (True,),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "use_beam_search": (False,),
+        "length_penalty": (1,),
+        **dict.fromkeys(("user", "metadata", "store", "prompt_cache_key", "safety_identifier")),
+        **dict.fromkeys(("reasoning_effort", "verbosity")),
+    }
     temperature: Annotated[float, Field(description="0 is greedy")] = 1.0
     top_p: float = 1.0
     top_k: Annotated[int, Field(ge=-1, description="-1 and 0 keep all ids")] = 0
@@ -112,34 +130,21 @@ class Sampled(Body):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Annotated[dict[str, Any], Field(description="numbers by token id")] = {}
-    seed: Annotated[int | None, Field(description="of choice 0; choice i has seed + i; none: one is drawn")] = None
+    seed: Annotated[int, Field(ge=-1, description="of choice 0; choice i has seed + i; -1: one is drawn")] = -1
     stop: Text | List[Text] = []
     min_tokens: Annotated[int, Field(ge=0, description="new tokens before which nothing ends the text")] = 0
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     stream: bool = False
     stream_options: Annotated[StreamOptions | None, Field(description="only with stream")] = None
     ignore_eos: bool = False
-    user: Annotated[Text, Field(description="taken, and used for nothing")] = ""
     prediction: Annotated[Prediction | None, Field(description="what the answer is expected to be")] = None
     policy: Annotated[Text, Field(description="Coppice's: plain, single:HEAD, route, merge, auto, ...")] = ""
     budget: Annotated[int | None, Field(description="Coppice's: draft nodes verified a step")] = None
     include_metrics: Annotated[bool, Field(description="also answer vLLM's metrics.speculative_decoding")] = False
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_neutral(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            return fields
-        served = cls.model_fields
-        return {
-            name: value
-            for name, value in fields.items()
-            if name in served or name not in NEUTRAL or value not in NEUTRAL[name]
-        }
-
     @model_validator(mode="after")
     def _options_are_of_a_stream(self) -> Sampled:
-        if self.stream_options and not self.stream:
+        if self.usage_in_stream and not self.stream:
             raise InvalidField("stream_options", "are for a stream alone")
         return self
 
@@ -151,43 +156,32 @@ class Sampled(Body):
     @property
     def echoes(self) -> bool:
         """Whether the answer begins with the prompt."""
-        return False
+        return getattr(self, "echo", False)
 
 
 def _options(body: Sampled, limit: str, most: int) -> Options:
     """The options of choice 0, but for its seed. limit: what the body calls the limit of tokens, `most`."""
     if body.min_tokens > most > 0:
         raise InvalidField("min_tokens", f"{body.min_tokens} is more than {limit}, {most}")
+    options = cast(Options, {name: value for name, value in body if name in MEANINGS})
+    options["top_k"], options["max_new_tokens"] = max(0, body.top_k), most
     if len(body.logit_bias) > MAX_BIASES:
         raise InvalidField("logit_bias", f"has {len(body.logit_bias)} entries, allowed are {MAX_BIASES}")
-    try:
-        bias = {int(token): value for token, value in body.logit_bias.items()}
-    except ValueError:
-        raise InvalidField("logit_bias", "has a key that is no token id") from None
-    return {
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": max(0, body.top_k),
-        "min_p": body.min_p,
-        "repetition_penalty": body.repetition_penalty,
-        "frequency_penalty": body.frequency_penalty,
-        "presence_penalty": body.presence_penalty,
-        "logit_bias": bias,
-        "max_new_tokens": most,
-        "stop": body.stop,
-        "ignore_eos": body.ignore_eos,
-        "policy": body.policy,
-        "budget": body.budget,
-        "prediction": _joined(body.prediction.content) if body.prediction else "",
-    }
+    for token, value in body.logit_bias.items():
+        if not _TOKEN_ID.fullmatch(token) or type(value) not in (int, float):
+            raise InvalidField("logit_bias", f"{token[:32]!r}: {str(value)[:32]} is not a token id with a number")
+    options["logit_bias"] = {int(token): value for token, value in body.logit_bias.items()}
+    options["prediction"] = _joined(body.prediction.content) if body.prediction else ""
+    return options
 
 
 def _choices(body: Sampled, prompt: Prompt, options: Options, **told: Any) -> Iterator[GenerationRequest]:
     """The request of each choice of a prompt; a seed is drawn when the body has none. Raises InvalidField."""
-    first = SamplingParams().with_seed().seed if body.seed is None else body.seed
+    first = SamplingParams().with_seed().seed if body.seed == -1 else body.seed
+    options["seed"] = first + body.n - 1  # the largest is checked
+    request = replace(build_request(prompt, **options), min_tokens=body.min_tokens, **told)
     for seed in range(first, first + body.n):
-        options["seed"] = seed
-        yield replace(build_request(prompt, **options), min_tokens=body.min_tokens, **told)
+        yield replace(request, sampling=request.sampling.model_copy(update={"seed": seed}))
 
 
 class CompletionBody(Sampled):
@@ -208,18 +202,9 @@ class CompletionBody(Sampled):
         return self
 
     @property
-    def echoes(self) -> bool:
-        """Whether the answer begins with the prompt."""
-        return self.echo
-
-    @property
     def scored(self) -> bool:
         """Whether log-probabilities are wanted."""
         return self.logprobs is not None
-
-    def name_of(self, field: str) -> str:
-        """What the body calls a field of a request."""
-        return {"text": "prompt", "ids": "prompt", "max_new_tokens": "max_tokens"}.get(field, field)
 
     def prompts(self) -> list[str | list[int]]:
         """Each of the prompts. Raises InvalidField when there is none."""
@@ -239,19 +224,36 @@ class CompletionBody(Sampled):
 class Message(Object):
     """One message of a conversation."""
 
+    NEUTRAL = {"tool_calls": ([],), "annotations": ([],), "refusal": ("",)}
+
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | List[TextPart]
+    content: Annotated[
+        Text | List[TextPart] | None, Field(validate_default=True, description="null is an assistant's alone")
+    ] = None
+    reasoning_content: Annotated[Text, Field(description="what an assistant thought: for the template")] = ""
+    name: Annotated[Text, Field(description="who speaks: for the template")] = ""
+
+    @field_validator("content")
+    @classmethod
+    def _only_an_assistant_says_nothing(cls, content: Any, others: ValidationInfo) -> Any:
+        if content is None and others.data.get("role") != "assistant":
+            raise PydanticCustomError("null", "is null")
+        return content
 
     @property
     def plain(self) -> ChatMessage:
         """The message as templates know it."""
-        return ChatMessage("system" if self.role == "developer" else self.role, _joined(self.content))
+        role = "system" if self.role == "developer" else self.role
+        return ChatMessage(role, _joined(self.content or ""), self.reasoning_content, self.name)
+
+
+Messages = Annotated[List[Message], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)]
 
 
 class ChatBody(Sampled):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[List[Message], Field(min_length=1)]
+    messages: Messages
     max_tokens: Annotated[int | None, Field(ge=1, description="the older name of max_completion_tokens")] = None
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     logprobs: bool = False
@@ -268,11 +270,6 @@ class ChatBody(Sampled):
         """Whether log-probabilities are wanted."""
         return self.logprobs
 
-    def name_of(self, field: str) -> str:
-        """What the body calls a field of a request."""
-        limit = "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
-        return {"chat": "messages", "prompt": "messages", "max_new_tokens": limit}.get(field, field)
-
     def requests(self) -> list[GenerationRequest]:
         """The request of each choice. Raises InvalidField."""
         most = self.max_completion_tokens or self.max_tokens or 0
@@ -285,7 +282,7 @@ class TokenizeBody(Body):
     """The body of POST /tokenize: `prompt` or `messages`."""
 
     prompt: Text | None = None
-    messages: Annotated[List[Message] | None, Field(min_length=1)] = None
+    messages: Messages | None = None
     add_special_tokens: Literal[True] = True
 
     @model_validator(mode="after")
@@ -302,10 +299,21 @@ class DetokenizeBody(Body):
 
 
 @contextlib.contextmanager
-def naming_fields_of(body: CompletionBody | ChatBody) -> Iterator[None]:
+def naming_fields_of(body: Body) -> Iterator[None]:
     """Have every InvalidField inside the block name the body's field."""
     try:
         yield
     except InvalidField as error:
         why = str(error).partition(": ")[2]
         raise InvalidField(body.name_of(error.field.rpartition(".")[2]), why) from None
+
+
+def check_log_probs(requests: Sequence[GenerationRequest], context: int, new_tokens: int) -> None:
+    """Raise InvalidField when choices, of `new_tokens` if they set no limit, may tell too many log-probabilities."""
+    told = 0
+    for request in requests:
+        prompt = len(request.ids or (request.text or "").encode()) if request.want_prompt_log_probs else 0
+        tokens = min(context, prompt + (request.max_new_tokens or new_tokens)) if request.want_log_probs else 0
+        told += tokens * (1 + request.top_log_probs)
+    if told > _MOST_LOG_PROBS:
+        raise InvalidField("logprobs", f"may be {told} in all choices, allowed are {_MOST_LOG_PROBS}")

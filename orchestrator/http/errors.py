@@ -30,21 +30,18 @@ CODES = {
     Status.INTERNAL: 500,
 }
 TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    413: "invalid_request_error",
     429: "rate_limit_error",
 }
-"""By HTTP status; all others are the server's errors."""
+"""By HTTP status; of all others it is the class that counts."""
 
 
 def envelope(code: int, message: str, field: str | None = None) -> dict[str, Any]:
     """OpenAI's body of an error. The message may quote what the caller made up."""
-    kind = TYPES.get(code, "server_error")
+    kind = TYPES.get(code, "invalid_request_error" if code < 500 else "server_error")
     return {"error": {"message": _plain(message), "type": kind, "param": field and _plain(field), "code": code}}
 
 
@@ -64,6 +61,9 @@ def told(error: Exception) -> tuple[int, dict[str, Any]]:
 
 def response(error: Exception) -> JSONResponse:
     """The answer that an error is."""
+    if isinstance(error, HTTPException):
+        detail = "it is not served here; /docs lists what is" if error.status_code == 404 else str(error.detail)
+        return JSONResponse(envelope(error.status_code, detail), error.status_code, error.headers)
     code, body = told(error)
     headers = {}
     if isinstance(error, Overloaded):
@@ -77,20 +77,19 @@ def handle(app: FastAPI) -> None:
     """Have an app answer every error in OpenAI's envelope."""
 
     @app.exception_handler(CoppiceError)
+    @app.exception_handler(HTTPException)
     @app.exception_handler(Exception)
     async def _ours(_: Request, error: Exception) -> JSONResponse:
         return response(error)
 
     @app.exception_handler(RequestValidationError)
-    async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        if "json" not in request.headers.get("content-type", ""):
+            return JSONResponse(envelope(415, "send Content-Type: application/json"), 415)
         first = max(error.errors(), key=lambda one: len(one["loc"]))  # of what was tried there, what went deepest
         field = _path([str(part) for part in first["loc"][1:]])
-        why = "is not served" if first["type"] == "extra_forbidden" else first["msg"]
+        why = "is not served (docs/http.md#fields)" if first["type"] == "extra_forbidden" else first["msg"]
         return JSONResponse(envelope(400, f"{field or 'body'}: {why}", field or None), 400)
-
-    @app.exception_handler(HTTPException)
-    async def _http(_: Request, error: HTTPException) -> JSONResponse:
-        return JSONResponse(envelope(error.status_code, str(error.detail)), error.status_code, error.headers)
 
 
 def _path(parts: list[str]) -> str:

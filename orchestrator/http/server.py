@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import resource
 import socket
 import ssl
+import sys
 from collections.abc import Iterator
+from typing import Any, ClassVar
 
+import h11
 import structlog
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coppice.config.sections import TlsSettings
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField
 from coppice.rpc.access import Access
 from coppice.rpc.certificates import Certificates
+from coppice.rpc.server import most_calls
 
 from .answering import Answering
 from .app import make_app
@@ -26,7 +33,9 @@ from .served import Served
 
 log = structlog.get_logger()
 
-_IDLE_S = 75  # a connection without a request is closed
+_IDLE_S = 75  # a connection on which no whole head of a request comes is closed
+_FILES_A_CALL = 8  # descriptors of the process for each call that is taken at once; connections have half of them
+_BACKLOG = 2048  # connections that wait to be accepted
 _LAST_WORDS_S = 2  # for what is cut to tell its client
 
 
@@ -35,6 +44,30 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to the process: they end gRPC and HTTP together."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let many connections wait, but asyncio accept one at a time: it logs each failure of `backlog` in a row."""
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(_BACKLOG)
+
+
+class _Connection(H11Protocol):
+    """A connection that waits so long for the whole head of a request, and the longest when there are too many."""
+
+    most: ClassVar[int]
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for a request; the connection that waits longest makes room for one too many."""
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
+        if len(self.connections) > self.most:
+            waiting: list[Any] = [one for one in self.connections if getattr(one, "timeout_keep_alive_task", None)]
+            min(waiting, key=lambda one: one.timeout_keep_alive_task.when()).transport.abort()
+
+    def _unset_keepalive_if_required(self) -> None:
+        if self.conn.our_state not in (h11.IDLE, h11.DONE):  # part of a head, or what is left of a body, is no request
+            super()._unset_keepalive_if_required()
 
 
 class HttpServer:
@@ -53,17 +86,23 @@ class HttpServer:
             Door(app, served, access, draining),
             host=settings.server.host,
             port=settings.orchestrator.http_port,
-            http="h11",  # which bounds the bytes of headers
+            http=_Connection,  # h11 bounds the bytes of headers
+            backlog=1,
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_keep_alive=_IDLE_S,
+            timeout_keep_alive=math.ceil(min(_IDLE_S, settings.limits.idle_s)),
             timeout_graceful_shutdown=int(self._grace_s) + _LAST_WORDS_S,
         )
         self._config.load()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        files = min(_FILES_A_CALL * most_calls(settings.limits), hard if hard > 0 else sys.maxsize)
+        if 0 < soft < files:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+        _Connection.most = files // 2
         self._config.ssl = _following(settings.tls) if settings.tls.on else None
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -192,7 +192,8 @@ BOUNDS = {
     "MAX_POLICY_CHARS": "GenerateRequest.policy",
     "MAX_ADDRESS_CHARS": "FeatureRef.verifier",
     "MAX_SALT_CHARS": "OpenDraft.salt OpenSession.salt",
-    "prompt_chars": "GenerateRequest.text GenerateRequest.prediction_text ChatMessage.content",
+    "prompt_chars": "GenerateRequest.text GenerateRequest.prediction_text ChatMessage.content ChatMessage.name "
+    "ChatMessage.reasoning_content",
     "session": """
         FeatureRef.session OpenDraft.session OpenSession.session WeightsHeader.head
         GetStatusRequest.head PauseRequest.head ResumeRequest.head RollbackRequest.head

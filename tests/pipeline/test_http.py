@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -320,13 +321,24 @@ def test_text_never_breaks_inside_a_character(client: openai.OpenAI, grpc_client
         ({"max_tokens": 10**9}, 400, "max_tokens"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"min_tokens": 5}, 400, "min_tokens"),
-        ({"seed": -1}, 400, "seed"),
-        ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
-        ({"logit_bias": {"1": "x"}}, 400, "logit_bias"),
+        ({"seed": -2}, 400, "seed"),
+        ({"seed": 2**64 - 1, "n": 2}, 400, "seed"),
+        ({"top_k": 2**32}, 400, "top_k"),
+        ({"min_tokens": 2**32, "max_tokens": 0, "echo": True}, 400, "min_tokens"),
+        *[({"logit_bias": {key: 1}}, 400, "logit_bias") for key in ("x", "", "05", " 5", "+5", "1_0", "٥", "9" * 99)],
+        *[({"logit_bias": {"1": value}}, 400, "logit_bias") for value in ("1", True, [])],
         ({"logit_bias": {"99999999": 1}}, 400, "logit_bias"),
+        ({"logit_bias": {"4294967296": 1}}, 400, "logit_bias"),
         ({"logit_bias": dict.fromkeys(map(str, range(2000)), 1)}, 400, "logit_bias"),
+        ({"logit_bias": {"0": 1, "4096": -1.5}}, 200, None),
         ({"stop": ["x"] * 17}, 400, "stop"),
-        ({"stream_options": {}}, 400, "stream_options"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
+        ({"stream_options": {"include_usage": False}}, 200, None),
+        ({"stream_options": {}, "seed": -1, "metadata": {"a": "b"}, "store": True, "user": "u"}, 200, None),
+        ({"prompt_cache_key": "k", "safety_identifier": "s", "reasoning_effort": "low", "verbosity": "low"}, 200, None),
+        ({"chat_template_kwargs": {}, "add_generation_prompt": True}, 200, None),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, 400, "chat_template_kwargs"),
+        ({"add_generation_prompt": False}, 400, "add_generation_prompt"),
         ({"stream": True, "policy": "nonsense"}, 400, "policy"),
         ({"model": "gpt-4"}, 404, None),
         ({"tools": [], "suffix": None, "best_of": 1}, 200, None),
@@ -350,9 +362,12 @@ def test_what_is_not_served_is_refused_by_name(
     [
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages.0.name"),
+        ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages.0.name"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
-        ({"messages": [{"role": "user", "content": ""}]}, "messages"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "system"}]}, "messages.0.content"),
+        ({"messages": [*CHAT, {"role": "assistant", "content": None, "tool_calls": [{}]}]}, "messages.2.tool_calls"),
+        ({"messages": [{"role": "user", "content": "x", "audio": {"id": "a"}}]}, "messages.0.audio"),
         ({"messages": [{"role": "user", "content": "x"}] * 300}, "messages"),
         ({"max_completion_tokens": 10**6}, "max_completion_tokens"),
         ({"max_tokens": 10**6}, "max_tokens"),
@@ -363,6 +378,47 @@ def test_what_is_not_served_is_refused_by_name(
 def test_what_is_wrong_in_a_chat_is_named(stack: Stack, change: dict[str, Any], field: str) -> None:
     got, _, data = asked(stack, "/v1/chat/completions", {"messages": CHAT, "max_tokens": 2} | change)
     assert (got, json.loads(data)["error"]["param"]) == (400, field), data
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": None, "tool_calls": [], "refusal": None, "audio": None, "function_call": None},
+        {"role": "assistant"},
+        {"role": "assistant", "content": "", "annotations": [], "refusal": ""},
+        {"role": "assistant", "content": "x", "reasoning_content": "because", "name": "bob"},
+        {"role": "user", "content": "", "name": "eve"},
+        {"role": "user", "content": []},
+        {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "developer", "content": [{"type": "text", "text": "x", "annotations": [1]}]},
+    ],
+)
+def test_a_history_that_openai_takes_is_taken(stack: Stack, message: dict[str, Any]) -> None:
+    for messages in ([message], [*CHAT, message]):
+        got, _, data = asked(stack, "/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+        assert got == 200, data
+        counted = json.loads(asked(stack, "/tokenize", {"messages": messages})[2])["count"]
+        assert json.loads(data)["usage"]["prompt_tokens"] == counted
+
+
+HOSTILE = (
+    ("/v1/completions", b'{"prompt": [' + b"[]," * 400_000),  # none of them ends, so none can be parsed
+    ("/tokenize", b'{"messages": [' + b'{"role":"user","content":""},' * 50_000),
+    ("/detokenize", b'{"tokens": [' + b"5," * 790_000),
+)
+
+
+def test_hostile_bodies_do_not_stop_what_runs_beside_them(stack: Stack) -> None:
+    """Each is refused for its size, though it is no JSON; a stream beside them goes on, and health is told."""
+    running = begun(stack, stream=True)
+    response = running.getresponse()
+    with ThreadPoolExecutor(4) as clients:
+        sent = [clients.submit(asked, stack, path, body) for path, body in HOSTILE * 4]
+        healthy = sum(asked(stack, "/health")[0] == 200 and bool(response.readline()) for _ in range(40))
+        refused = [(status, json.loads(data)["error"]["message"]) for status, _, data in (one.result() for one in sent)]
+    running.close()
+    assert healthy == 40
+    assert set(refused) == {(400, "body: has more lists, objects, strings or entries than any request")}
 
 
 @pytest.mark.parametrize(
@@ -377,6 +433,10 @@ def test_what_is_wrong_in_a_chat_is_named(stack: Stack, change: dict[str, Any], 
         ("/v1/completions", b"x" * (2 << 20), 413),
         ("/v1/completions", None, 405),
         ("/v1/nothing", None, 404),
+        ("/v1/responses", {"input": "x"}, 404),
+        ("/v1/completions", '{"prompt": "a"}'.encode("utf-16"), 400),
+        ("/tokenize", {"messages": [{"role": "user", "content": ""}] * 257}, 400),
+        ("/detokenize", {"tokens": [5] * 5000}, 400),
         ("/health", None, 200),
         ("/ping", None, 200),
         ("/ready", None, 200),
@@ -398,6 +458,8 @@ def test_every_call_is_answered_in_its_form(stack: Stack, path: str, body: Any, 
     assert got == status, data
     if status >= 400:
         assert json.loads(data)["error"]["message"]
+    if status == 404 and path != "/v1/models/other":
+        assert json.loads(data)["error"]["message"] == "it is not served here; /docs lists what is"
     assert "uvicorn" not in headers.get("server", "")
 
 
@@ -424,7 +486,8 @@ def test_a_body_that_is_not_declared_as_json_is_none(stack: Stack) -> None:
     for kind in ({"Content-Type": "text/plain"}, {}):
         connection.request("POST", "/v1/completions", json.dumps({"prompt": PROMPT, "max_tokens": 1}), kind)
         response = connection.getresponse()
-        assert (response.status, response.read()[:9]) == (400, b'{"error":')
+        said = json.loads(response.read())["error"]["message"]
+        assert (response.status, said) == (415, "send Content-Type: application/json")
 
 
 NAMES = (

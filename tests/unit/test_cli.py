@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -364,3 +365,14 @@ def test_the_shipped_target_has_a_chat_template() -> None:
     codec = TextCodec(ROOT / "models" / "demo" / "target")
     ids = codec.encode([ChatMessage("user", "Hi"), ChatMessage("assistant", "Hello."), ChatMessage("user", "Bye")])
     assert codec.tokenizer.decode(ids) == "Hi\nHello.\n\nBye\n"
+
+
+def test_a_template_gets_the_names_and_the_reasoning_that_are_there(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "models" / "demo" / "target" / "tokenizer.json", tmp_path)
+    template = (
+        "{% for m in messages %}{{ m.name or '-' }}{{ m.reasoning_content is defined }}{{ m.content }};{% endfor %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(template)
+    codec = TextCodec(tmp_path)
+    ids = codec.encode([ChatMessage("user", "Hi", name="eve"), ChatMessage("assistant", "", "because")])
+    assert codec.tokenizer.decode(ids) == "eveFalseHi;-True;"

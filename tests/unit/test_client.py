@@ -98,6 +98,8 @@ def test_a_prompt_is_text_ids_or_messages() -> None:
     message = ChatMessage("user", "hi")
     assert build_request([message]).chat == (message,)
     assert build_request([{"role": "user", "content": "hi"}]).chat == (message,)
+    named = {"role": "assistant", "content": "", "reasoning_content": "so", "name": "bob"}
+    assert build_request([named]).chat == (ChatMessage("assistant", "", "so", "bob"),)
 
 
 def test_every_option_reaches_the_request() -> None:
@@ -139,6 +141,14 @@ def test_every_option_reaches_the_request() -> None:
         ([1.5], {}, "prompt"),
         ([-1], {}, "prompt"),
         ([{"role": "user"}], {}, "prompt"),
+        ([{"role": "user", "content": None}], {}, "prompt"),
+        ([{"role": "user", "content": [{"type": "text", "text": "hi"}]}], {}, "prompt"),
+        ([{"role": "user", "content": "hi", "tool_calls": []}], {}, "prompt"),
+        ([ChatMessage("user", 5)], {}, "prompt"),  # type: ignore[arg-type]
+        ([ChatMessage("user", "hi"), "hi"], {}, "prompt"),
+        ("hi", {"top_k": 1 << 32}, "top_k"),
+        ("hi", {"logit_bias": {1 << 32: 1}}, "logit_bias"),
+        ("hi", {"seed": 1 << 64}, "seed"),
         ("hi", {"temperature": -1}, "temperature"),
         ("hi", {"top_p": 0}, "top_p"),
         ("hi", {"repetition_penalty": 0}, "repetition_penalty"),

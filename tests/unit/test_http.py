@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import gc
 import json
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import structlog
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from coppice.client.request import build_request
 from coppice.config.sections import TlsSettings
 from coppice.config.settings import load_settings
-from coppice.errors import NotFound, Overloaded
+from coppice.errors import InvalidField, NotFound, Overloaded
 from coppice.messages.generation import Chunk, Finished, Origin, Started
 from coppice.messages.steps import TargetDescription, TopLogProbs
 from coppice.rpc.access import Access
@@ -24,7 +30,9 @@ from coppice.rpc.tokens import Tokens
 from coppice.telemetry import OrchestratorMetrics
 from orchestrator.http.answering import Answering
 from orchestrator.http.app import make_app
-from orchestrator.http.door import Door
+from orchestrator.http.bodies import check_log_probs
+from orchestrator.http.door import Door, check_parts
+from orchestrator.http.server import HttpServer
 
 TARGET = TargetDescription("target", 300, 512, 2, 8, (0,), "float32", 2**20, 0, 0, 0, 0, 1.0, bytes(32))
 STARTED = Started(1, "plain", (), 0, 7)
@@ -38,8 +46,9 @@ class Service:
     tokenizer = None
     ready = True
 
-    def __init__(self, *events: Any, **limits: Any) -> None:
-        self.settings = load_settings([f for name, value in limits.items() for f in (f"--limits.{name}", str(value))])
+    def __init__(self, *events: Any, flags: Sequence[str] = (), **limits: Any) -> None:
+        bounds = [f for name, value in limits.items() for f in (f"--limits.{name}", str(value))]
+        self.settings = load_settings([*bounds, *flags])
         self.target, self.metrics = TARGET, OrchestratorMetrics()
         self.events, self.full, self.running = events, False, 0
 
@@ -88,12 +97,15 @@ class Front:
         self.draining, self.answering = asyncio.Event(), Answering(service, access)
         self.door = Door(make_app(service, self.answering), service, access, self.draining)
 
-    async def ask(self, method: str, path: str, *parts: dict[str, Any], token: str = "") -> Response:
-        """One call, whose body comes in parts; behind them nothing comes any more."""
+    async def ask(
+        self, method: str, path: str, *parts: dict[str, Any], token: str = "", every_s: float = 0, **more: str
+    ) -> Response:
+        """One call, whose body comes in parts, one `every_s`; behind them nothing comes any more. more: headers"""
         waiting, sent = iter(parts), []
 
         async def receive() -> Any:
             part = next(waiting, None)
+            await asyncio.sleep(every_s)
             return part if part is not None else await asyncio.Event().wait()
 
         async def send(message: Any) -> None:
@@ -101,13 +113,14 @@ class Front:
 
         headers = [(b"content-type", b"application/json")]
         headers += [(b"authorization", f"Bearer {token}".encode())] if token else []
+        headers += [(name.encode(), value.encode()) for name, value in more.items()]
         scope = {"type": "http", "http_version": "1.1", "method": method, "path": path, "query_string": b""}
         await self.door({**scope, "headers": headers}, receive, send)
         told = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
         return Response(sent[0]["status"], told, b"".join(part.get("body", b"") for part in sent).decode())
 
-    async def get(self, path: str) -> Response:
-        return await self.ask("GET", path, {"type": "http.request"})
+    async def get(self, path: str, **headers: str) -> Response:
+        return await self.ask("GET", path, {"type": "http.request"}, **headers)
 
     async def complete(self, token: str = "", **fields: Any) -> Response:
         body = json.dumps({"prompt": "a", **fields}).encode()
@@ -162,8 +175,107 @@ async def test_what_is_cut_is_told_so(stream: bool) -> None:
 
 async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     begun = {"type": "http.request", "body": b"{", "more_body": True}
-    response = await Front(Service(*WHOLE, idle_s=0.1)).ask("POST", "/v1/completions", begun)
-    assert response.error == (408, "no byte of the body for 0.1 s")
+    front = Front(Service(*WHOLE, idle_s=0.1))
+    assert (await front.ask("POST", "/v1/completions", begun)).error[0] == 408
+    slowly = await front.ask("POST", "/tokenize", *[begun] * 99, every_s=0.04)
+    assert slowly.error[0] == 408
+    assert int(slowly.error[1].split()[5]) < 9  # bytes: the whole body has that time, not each part of it
+
+
+BIG = (1 << 17) + (1 << 12)
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        (json.dumps([5] * (1 << 17)), True),
+        (json.dumps([5] * (BIG + 2)), False),
+        (json.dumps([[]] * 4095), True),
+        (json.dumps([[]] * 4096), False),
+        (json.dumps([{}] * 4096), False),
+        ("[" * 5000, False),
+        (json.dumps([""] * (1 << 14)), True),
+        (json.dumps([""] * (1 << 14 | 1)), False),
+        (json.dumps(["[{," * BIG]), True),
+        (json.dumps(['\\"[,"\\' * BIG]), True),
+        (json.dumps(['\\"', [5] * (BIG + 2), "\\"]), False),
+        (json.dumps(["\\", [5] * (BIG + 2), '\\\\"']), False),
+        (json.dumps({"a": 1}, indent=1).encode("utf-16").decode("latin-1"), False),
+        ("", True),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_the_parts_of_a_body_are_counted_outside_of_its_strings(text: str, fits: bool) -> None:
+    with contextlib.nullcontext() if fits else pytest.raises(InvalidField, match="body: "):
+        check_parts(text.encode("latin-1"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.text(alphabet='\\"[{,a'), max_size=6))
+def test_no_string_hides_a_list_from_the_count(texts: list[str]) -> None:
+    check_parts(json.dumps([[text, ",[{" * 50_000] for text in texts]).encode())
+    with pytest.raises(InvalidField):
+        check_parts(json.dumps([*texts, [[]] * 4096, *texts]).encode())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+async def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed(path: str) -> None:
+    body = {"type": "http.request", "body": b'{"prompt": [' + b"[]," * 5000}  # it does not end: it cannot be parsed
+    status, message = (await Front(Service(*WHOLE)).ask("POST", path, body)).error
+    assert (status, message.partition(" has ")[0]) == (400, "body:")
+
+
+def test_log_probabilities_of_all_choices_fit_one_body() -> None:
+    scored: dict[str, Any] = {"log_probs": True, "max_new_tokens": 16}
+    request = replace(build_request([1] * 4000, **scored), want_prompt_log_probs=True, top_log_probs=20)
+    check_log_probs([request] * 3, 4096, 256)
+    check_log_probs([replace(request, top_log_probs=0)] * 16, 4096, 256)
+    check_log_probs([replace(request, want_prompt_log_probs=False)] * 16, 4096, 256)
+    check_log_probs([build_request("x" * 9000)] * 16, 4096, 256)
+    open_ended = build_request("x", log_probs=True)
+    check_log_probs([replace(open_ended, top_log_probs=20)] * 16, 1 << 17, 256)
+    for requests in (
+        [request] * 4,
+        [replace(request, ids=None, text="é" * 2000)] * 4,
+        [replace(open_ended, top_log_probs=20, max_new_tokens=4096)] * 4,
+    ):
+        with pytest.raises(InvalidField, match="logprobs: "):
+            check_log_probs(requests, 1 << 17, 256)
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "flags", "status"),
+    [
+        ("127.0.0.1:8000", None, (), 200),
+        ("localhost", None, (), 200),
+        ("LocalHost:8000", "http://LocalHost:8000", (), 200),
+        ("[::1]:8000", "http://[::1]:8000", (), 200),
+        ("192.168.0.5", None, (), 200),
+        ("evil.example:8000", None, (), 403),
+        ("evil.example:8000", "http://evil.example:8000", (), 403),
+        ("127.0.0.1.evil.example", None, (), 403),
+        ("localhost.evil.example:8000", None, (), 403),
+        ("1::evil:80", None, (), 403),
+        ("", None, (), 403),
+        ("127.0.0.1:8000", "http://evil.example", (), 403),
+        ("127.0.0.1:8000", "http://127.0.0.1:3000", (), 403),
+        ("127.0.0.1:8000", "null", (), 403),
+        ("127.0.0.1:8000", "http://127.0.0.1:8000", (), 200),
+        ("mine.example:8000", None, ("--orchestrator.hosts", '["mine.example"]'), 200),
+        ("127.0.0.1:8000", "https://mine.example", ("--orchestrator.hosts", '["mine.example"]'), 200),
+        ("evil.example", "http://evil.example", ("--server.host", "0.0.0.0"), 200),
+        ("evil.example", None, ("--orchestrator.tokens", "tokens"), 200),
+    ],
+)
+async def test_on_loopback_pages_of_other_sites_are_refused(
+    host: str, origin: str | None, flags: tuple[str, ...], status: int
+) -> None:
+    front = Front(Service(*WHOLE, flags=flags))
+    headers = {"host": host, **({"origin": origin} if origin is not None else {})}
+    assert (await front.get("/v1/models", **headers)).status == status
+    assert (await front.get("/", **headers)).status == (404 if status == 200 else status)  # as everything else
+    body = {"type": "http.request", "body": b'{"prompt": "a"}'}
+    assert (await front.ask("POST", "/v1/completions", body, **headers)).status == status
 
 
 async def test_a_server_that_stops_takes_nothing_new() -> None:
@@ -197,13 +309,117 @@ async def test_only_a_token_opens_and_each_choice_is_a_request_of_its_bearer(tok
         response = await front.complete(wrong, nonsense=1)
         assert response.error == (401, "a valid bearer token is needed")
         assert response.headers["www-authenticate"] == "Bearer"
-        assert (await front.get("/metrics")).status == 401
+        assert (await front.get("/v1/models")).status == 401
     assert (await front.get("/health")).status == 200
     assert (await front.complete("right", n=2)).status == 200
     for stream in (False, True):
         status, message = (await front.complete("right", n=3, stream=stream)).error
         assert (status, "alice has 2 requests running" in message) == (429, True)
     assert (await front.complete("right", n=2)).status == 200  # all places are free again
+    begun = {"type": "http.request", "body": b"{", "more_body": True}
+    paths = ("/tokenize", "/detokenize")
+    slow = [asyncio.create_task(front.ask("POST", path, begun, token="right")) for path in paths]
+    await asyncio.sleep(0)
+    for path in (*paths, "/v1/completions", "/health"):
+        status, message = (await front.ask("POST", path, begun, token="right")).error
+        assert (status, "alice has 2 requests running" in message) == (429, True)
+    for task in slow:
+        task.cancel()
+
+
+async def test_no_client_reads_the_names_of_others(tokens: Tokens) -> None:
+    front = Front(Service(*WHOLE, flags=("--orchestrator.tokens", "tokens")), tokens)
+    asked = await front.ask("GET", "/metrics", {"type": "http.request"}, token="right")
+    assert asked.error == (404, "it is not served here; /docs lists what is")
+    assert "vllm:spec_decode" in (await Front(Service(*WHOLE)).get("/metrics")).text
+
+
+async def test_a_client_that_leaves_several_choices_leaves_no_error() -> None:
+    front, told = Front(Service(STARTED, *[HALF] * 1000)), []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    events = front.answering.events([build_request("a")] * 8, {})
+    for _ in range(20):
+        await anext(events)
+    await events.aclose()
+    await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()})
+    gc.collect()
+    assert told == []
+
+
+@contextlib.asynccontextmanager
+async def listening(service: Service) -> AsyncIterator[tuple[str, int]]:
+    """The address of a real server."""
+    draining = asyncio.Event()
+    server = HttpServer(service.settings, service, Access(TlsSettings()), draining, lambda: asyncio.Future())
+    host, _, port = (await server.start()).rpartition(":")
+    try:
+        yield host, int(port)
+    finally:
+        draining.set()
+        await server.stop()
+
+
+FLAGS = ("--orchestrator.http_port", "0", "--server.grace_s", "0")
+
+
+async def ended(reader: asyncio.StreamReader) -> bool:
+    """Whether a connection was closed without a word."""
+    try:
+        return await reader.read(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+async def test_idle_connections_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (64, 64))
+    begun = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"
+    async with listening(Service(*WHOLE, flags=(*FLAGS, "--orchestrator.hosts", '["a"]'))) as address:
+        busy, busy_writer = await asyncio.open_connection(*address)
+        busy_writer.write(begun)
+        idle = [await asyncio.open_connection(*address) for _ in range(60)]
+        idle[0][1].write(b"GET /health HTT")
+        assert all(await asyncio.gather(*[ended(reader) for reader, _ in idle[:29]]))
+        for reader, writer in (idle[-1], idle[-31]):
+            writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        busy_writer.write(b"        ")
+        assert (await busy.readline()).startswith(b"HTTP/1.1 415")
+
+
+async def test_a_head_that_does_not_come_is_not_waited_for() -> None:
+    async with listening(Service(*WHOLE, idle_s=1, flags=(*FLAGS, "--orchestrator.hosts", '["a"]'))) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        for _ in range(2):  # behind an answer as at first
+            writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+        for part in b"GET /he":
+            writer.write(bytes([part]))
+        fresh, _ = await asyncio.open_connection(*address)
+        rest, rest_writer = await asyncio.open_connection(*address)
+        rest_writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n")
+        await rest.readuntil(b"\r\n\r\n")
+        rest_writer.write(b" ")
+        async with asyncio.timeout(20):
+            assert all(await asyncio.gather(ended(reader), ended(fresh), ended(rest)))
+
+
+async def test_a_process_without_descriptors_logs_it_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    failed = asyncio.Event()
+
+    def fail(_: Any) -> None:
+        failed.set()
+        raise OSError(errno.EMFILE, "too many open files")
+
+    async with listening(Service(*WHOLE, flags=FLAGS)) as address:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        with monkeypatch.context() as patched:
+            patched.setattr("socket.socket.accept", fail)
+            _, writer = await asyncio.open_connection(*address)
+            await failed.wait()
+            await asyncio.sleep(0)
+        writer.close()
+    assert len(told) == 1
 
 
 async def test_json_has_no_infinity() -> None:

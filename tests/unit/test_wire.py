@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,7 @@ BY_REF = Features(3, 9, "float32", ref=REF)
 COMMIT = Commit(FENCE, (5, 99), 0, INLINE)  # of the positions 10 and 11
 Q_ROWS = np.arange(12, dtype=np.float32).reshape(3, 4) + 1
 TIMES = VerifyTimings(1, 2, 3, 4, 5, 6, 7)
-CHAT = (ChatMessage("system", "be short"), ChatMessage("user", "hé"))
+CHAT = (ChatMessage("system", "be short"), ChatMessage("user", "hé"), ChatMessage("assistant", "", "so", "bob"))
 REQUEST = GenerationRequest(
     ids=(1, 2),
     resume_ids=(3, 4),
@@ -691,7 +692,6 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("request of text", "text", "", "text"),
     ("request of text", "text", "x" * ((1 << 20) + 1), "text"),
     ("request of a chat", "chat.messages", [], "chat.messages"),
-    ("request of a chat", "chat.messages", [generation_pb2.ChatMessage(role="user")], "chat.messages"),
     (
         "request of a chat",
         "chat.messages",
@@ -701,7 +701,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     (
         "request of a chat",
         "chat.messages",
-        [generation_pb2.ChatMessage(role="user", content="x" * (1 << 20))] * 2,
+        [generation_pb2.ChatMessage(role="user", reasoning_content="x" * (1 << 19), name="x" * (1 << 19))] * 2,
         "chat.messages",
     ),
     (
@@ -780,3 +780,23 @@ def test_an_unset_message_of_sampling_is_greedy() -> None:
     opened = read_verify(verifier_pb2.VerifyRequest(open={"session": "s", "ids": [1], "max_len": 2}))
     assert isinstance(opened, OpenSession)
     assert opened.sampling == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ids", (1 << 32,)),
+        ("resume_ids", (-1,)),
+        ("max_new_tokens", 1 << 32),
+        ("min_tokens", -1),
+        ("budget", 0.5),
+        ("policy", 5),
+        ("stop", (5,)),
+        ("sampling", SamplingParams().model_copy(update={"top_k": 1 << 32})),
+    ],
+)
+def test_what_a_message_cannot_hold_is_refused_by_name(name: str, value: Any) -> None:
+    request = replace(GenerationRequest(ids=(1,)), **{name: value})
+    with pytest.raises(InvalidField) as refused:
+        generation.request_to_wire(request)
+    assert refused.value.field == name
