@@ -96,7 +96,7 @@ class Slow:
     async def Verify(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         async for _ in requests:
             await asyncio.sleep(0.5)
-            yield verifier_pb2.VerifyResponse(opened=verifier_pb2.SessionOpened(next={"drawn_id": 5}))
+            yield verifier_pb2.VerifyResponse(opened={"next": {"drawn_id": 5}, "fence": {"committed_len": 1}})
 
     async def FetchFeatures(self, request: Any, context: Any) -> AsyncIterator[Any]:
         raise NotImplementedError
