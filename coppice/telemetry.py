@@ -6,6 +6,7 @@ speculative decoding shows an orchestrator as it is. Everything else begins with
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -92,6 +93,11 @@ class _MetricsHandler(WSGIRequestHandler):
     """Answers a scrape, and waits for a request no longer than a scrape may take."""
 
     timeout = SCRAPE_S
+
+    def handle(self) -> None:
+        """Answer one; a caller that sends nothing or leaves is no error of the server's."""
+        with contextlib.suppress(OSError):
+            super().handle()
 
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are not logged."""
@@ -256,6 +262,7 @@ class SessionMetrics:
         histogram = partial(Histogram, registry=self.registry, namespace="coppice", subsystem=role)
         self.opened = counter("sessions_opened", "sessions opened")
         self.closed = counter("sessions_closed", "sessions closed")
+        self.too_long = counter("sessions_too_long", "sessions whose text became longer than the head drafts for")
         self.forwards = counter("forwards", "packed forwards")
         self.rows = counter("rows", "rows of packed forwards")
         self.forward_seconds = histogram("forward_seconds", "time of a forward", buckets=_STEP_BUCKETS)

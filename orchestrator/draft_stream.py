@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import structlog
 
-from coppice.errors import CoppiceError
+from coppice.errors import CoppiceError, InternalError, InvalidField, Unavailable, from_rpc_error
 from coppice.messages.steps import DraftOpened, TreeDelta
 from coppice.rpc.tracing import metadata
 from coppice.v1 import drafter_pb2
@@ -28,9 +28,9 @@ class DraftStream:
         head: str,
         replica: DrafterReplica,
         heard: Callable[[TreeDelta | DraftOpened], None],
-        lost: Callable[[], None],
+        lost: Callable[[CoppiceError], None],
     ) -> None:
-        """head: its name in logs. `heard` takes every answer, `lost` is called unless `close` ended the stream."""
+        """head: its name in logs. `heard` takes every answer, `lost` what ended the stream unless `close` did."""
         self.replica = replica
         self._head, self._heard, self._lost = head, heard, lost
         self._closed = False
@@ -53,6 +53,8 @@ class DraftStream:
         """End the stream; the drafter frees the session."""
         self._closed = True
         self._call.cancel()
+        for task in self._tasks - {asyncio.current_task()}:
+            task.cancel()
         self.replica.released()
 
     async def _send(self, earlier: asyncio.Task[None] | None, message: drafter_pb2.DraftRequest) -> None:
@@ -65,17 +67,28 @@ class DraftStream:
                 return  # the listener hears of it too and deals with it
 
     async def _listen(self) -> None:
+        end: CoppiceError = Unavailable("the drafter ended the session")
         try:
             async for message in self._call:
-                self._heard(drafter.read_draft_response(message))
-        except (grpc.RpcError, CoppiceError, asyncio.CancelledError) as error:
-            if not self._closed:
-                log.warning("head lost", head=self._head, why=str(error)[:200])
+                self._heard(_read(message))
+        except grpc.RpcError as error:
+            end = from_rpc_error(error)
+        except CoppiceError as error:
+            end = error
         if not self._closed:
-            self._lost()
+            log.warning("head lost", head=self._head, why=str(end)[:200])
+            self._lost(end)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _read(message: drafter_pb2.DraftResponse) -> TreeDelta | DraftOpened:
+    """An answer. Raises InternalError for one that cannot be read: that is no refusal of a text."""
+    try:
+        return drafter.read_draft_response(message)
+    except InvalidField as error:
+        raise InternalError(f"the drafter answered wrongly: {error}") from None

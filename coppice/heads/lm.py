@@ -82,7 +82,8 @@ class LanguageModelHead(Head):
             "lm",
             target_width or self._width,
             expected_acceptance=read_expectation(settings.path),
-            tokenizer_hash=tokenizer_hash(settings.path),
+            # Of the target's, where the two were compared: they may differ in added tokens.
+            tokenizer_hash=tokenizer_hash(settings.path) and tokenizer_hash(settings.target or settings.path),
         )
         self.max_context = min(settings.max_context or info.max_context, info.max_context)
         self._sessions: dict[int, _Session] = {}
