@@ -145,7 +145,7 @@ class OrchestratorMetrics:
         self.routed_accepted = counter("routed_accepted_tokens", "draft nodes accepted in these steps", ["head"])
         self.replicas_fit = gauge("replicas_fit", "replicas that may get a session", ["pool"])
         self.unfit = counter("heads_unfit", "replicas found to serve what the target cannot use", ["head"])
-        self.suspect = gauge("head_suspect", "replicas that draft far below what they were trained to", ["head"])
+        self.suspect = gauge("head_suspect", "replicas that draft far below what is expected of them", ["head"])
         self.auto_choices = counter("auto_choices", "steps of the policy auto by what it chose", ["choice"])
         self.reopened = counter("verifier_sessions_reopened", "sessions re-opened on a verifier")
         self.prefix_routed = counter(
