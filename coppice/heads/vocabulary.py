@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import structlog
 from tokenizers import Tokenizer
 from transformers import AutoConfig
 
@@ -14,8 +13,6 @@ from coppice.engine.attention import one_line
 from coppice.engine.context import Context
 from coppice.errors import InvalidField
 from coppice.messages.steps import vocabulary_hash
-
-log = structlog.get_logger()
 
 _TOKENIZER = "tokenizer.json"
 
@@ -39,8 +36,6 @@ def common_width(folder: str | Path, target: str | Path) -> int:
             why = f"its tokenizer is not the target's: they differ in token {token!r}, id {number}"
             raise InvalidField("drafter.path", f"{folder}: {why}")
         tokens = max((first[token] for token in first.keys() & second.keys()), default=-1) + 1
-    elif not mine:
-        log.warning("nothing says that the draft model's ids mean the target's words", missing=f"{folder}/{_TOKENIZER}")
     if own != wanted and not 0 < tokens <= min(own, wanted):
         raise InvalidField("drafter.path", f"{folder}: vocab_size is {own}, the target's is {wanted}")
     return int(wanted)

@@ -75,7 +75,8 @@ class Tokens:
     def admit(self, metadata: Iterable[tuple[str, str | bytes]], counted: bool) -> Iterator[bytes]:
         """Let a call in for the length of the block; `counted` ones count towards the limit of their name.
 
-        Gives what tells that name apart from others, which only those know who have the file. Raises Unauthenticated, the same for every wrong token and for none, and Overloaded beyond the limit.
+        Gives what tells that name apart from others: it, and the hashes of its tokens, which are in the file alone.
+        Raises Unauthenticated, the same for every wrong token and for none, and Overloaded beyond the limit.
         """
         self._reread()
         entry = self._find(_bearer(metadata))

@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 
 from coppice.client.client import AsyncClient
 from coppice.config.settings import Settings
+from coppice.errors import InvalidField
 from coppice.messages.generation import Chunk, GenerationRequest
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
@@ -278,6 +279,14 @@ async def test_a_verifier_that_answers_nonsense_is_left_for_another_one(
         first, second = two.verifiers.replicas
         assert (first.fit, second.fit) == (False, True)
         assert first.cooling_until
+
+
+async def test_a_text_that_one_verifier_refuses_is_asked_of_another_one(honest: Service, truth: list[int]) -> None:
+    def refuse(answer: Any) -> None:
+        raise InvalidField("open.ids", "are not to my liking")
+
+    async with lied_to(honest.address, truth, "opened", refuse) as (_, two):
+        assert await two.generate() == truth[len(IDS) :][:NEW]
 
 
 async def test_extremes_in_every_number_of_a_verifier_fail_no_request(honest: Service, truth: list[int]) -> None:

@@ -411,7 +411,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused_before_it_is_loaded(tmp_
     assert tokenizer_hash(padded) == b""
     with pytest.raises(InvalidField, match="vocab_size is 21, the target's is 24"), capture_logs() as logs:
         build_head(DrafterSettings(kind="lm", path=str(padded), target=str(target)))
-    assert [line["missing"] for line in logs] == [f"{padded}/tokenizer.json"]
+    assert [(line["event"][:17], line["folder"]) for line in logs] == [("no tokenizer.json", str(padded))]
 
 
 def test_a_draft_model_padded_otherwise_drafts_for_the_target(tmp_path: Path) -> None:
