@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import structlog
 
-from coppice.errors import CoppiceError, InternalError, InvalidField, Unavailable, from_rpc_error
+from coppice.errors import CoppiceError, InternalError, Unavailable, from_rpc_error
 from coppice.messages.steps import DraftOpened, TreeDelta
 from coppice.rpc.tracing import metadata
 from coppice.v1 import drafter_pb2
@@ -70,11 +70,11 @@ class DraftStream:
         end: CoppiceError = Unavailable("the drafter ended the session")
         try:
             async for message in self._call:
-                self._heard(_read(message))
+                self._heard(drafter.read_draft_response(message))
         except grpc.RpcError as error:
             end = from_rpc_error(error)
-        except CoppiceError as error:
-            end = error
+        except CoppiceError as error:  # of an answer: no refusal of a text
+            end = InternalError(f"the drafter answered wrongly: {error}")
         if not self._closed:
             log.warning("head lost", head=self._head, why=str(end)[:200])
             self._lost(end)
@@ -84,11 +84,3 @@ class DraftStream:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _read(message: drafter_pb2.DraftResponse) -> TreeDelta | DraftOpened:
-    """An answer. Raises InternalError for one that cannot be read: that is no refusal of a text."""
-    try:
-        return drafter.read_draft_response(message)
-    except InvalidField as error:
-        raise InternalError(f"the drafter answered wrongly: {error}") from None

@@ -281,7 +281,7 @@ class HeadSession:
         question.add(answer)
         if answer.last:
             self.pool.moving.discard(self)
-            if question.budget:
+            if len(question.draft.tree):  # an empty answer says nothing of how long drafts take
                 self.pool.drafted(time.perf_counter() - question.asked_at)
             question.answer.set_result(None)
 
