@@ -27,6 +27,7 @@ MAX_HIDDEN = 65_536  # width of a head's states, and of one layer's features
 MAX_CHAT_MESSAGES = 256
 MAX_POLICY_CHARS = 80
 MAX_ADDRESS_CHARS = 256
+MAX_NAME_CHARS = 256  # of a target, of a head
 MAX_SALT_CHARS = 64
 MAX_HISTORY = 2000  # queries of a head that an adapter remembers
 MAX_TEMPERATURE = 10.0

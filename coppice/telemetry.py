@@ -6,6 +6,7 @@ speculative decoding shows an orchestrator as it is. Everything else begins with
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -93,6 +94,11 @@ class _MetricsHandler(WSGIRequestHandler):
 
     timeout = SCRAPE_S
 
+    def handle(self) -> None:
+        """Answer one; a caller that sends nothing or leaves is no error of the server's."""
+        with contextlib.suppress(OSError):
+            super().handle()
+
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are not logged."""
 
@@ -139,7 +145,7 @@ class OrchestratorMetrics:
         self.routed_accepted = counter("routed_accepted_tokens", "draft nodes accepted in these steps", ["head"])
         self.replicas_fit = gauge("replicas_fit", "replicas that may get a session", ["pool"])
         self.unfit = counter("heads_unfit", "replicas found to serve what the target cannot use", ["head"])
-        self.suspect = gauge("head_suspect", "replicas that draft far below what they were trained to", ["head"])
+        self.suspect = gauge("head_suspect", "replicas that draft far below what is expected of them", ["head"])
         self.auto_choices = counter("auto_choices", "steps of the policy auto by what it chose", ["choice"])
         self.reopened = counter("verifier_sessions_reopened", "sessions re-opened on a verifier")
         self.prefix_routed = counter(
@@ -256,6 +262,7 @@ class SessionMetrics:
         histogram = partial(Histogram, registry=self.registry, namespace="coppice", subsystem=role)
         self.opened = counter("sessions_opened", "sessions opened")
         self.closed = counter("sessions_closed", "sessions closed")
+        self.too_long = counter("sessions_too_long", "sessions whose text became longer than the head drafts for")
         self.forwards = counter("forwards", "packed forwards")
         self.rows = counter("rows", "rows of packed forwards")
         self.forward_seconds = histogram("forward_seconds", "time of a forward", buckets=_STEP_BUCKETS)

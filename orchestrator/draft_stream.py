@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import structlog
 
-from coppice.errors import CoppiceError
+from coppice.errors import CoppiceError, InternalError, Unavailable, from_rpc_error
 from coppice.messages.steps import DraftOpened, TreeDelta
 from coppice.rpc.tracing import metadata
 from coppice.v1 import drafter_pb2
@@ -28,9 +28,9 @@ class DraftStream:
         head: str,
         replica: DrafterReplica,
         heard: Callable[[TreeDelta | DraftOpened], None],
-        lost: Callable[[], None],
+        lost: Callable[[CoppiceError], None],
     ) -> None:
-        """head: its name in logs. `heard` takes every answer, `lost` is called unless `close` ended the stream."""
+        """head: its name in logs. `heard` takes every answer, `lost` what ended the stream unless `close` did."""
         self.replica = replica
         self._head, self._heard, self._lost = head, heard, lost
         self._closed = False
@@ -53,6 +53,8 @@ class DraftStream:
         """End the stream; the drafter frees the session."""
         self._closed = True
         self._call.cancel()
+        for task in self._tasks - {asyncio.current_task()}:
+            task.cancel()
         self.replica.released()
 
     async def _send(self, earlier: asyncio.Task[None] | None, message: drafter_pb2.DraftRequest) -> None:
@@ -65,14 +67,17 @@ class DraftStream:
                 return  # the listener hears of it too and deals with it
 
     async def _listen(self) -> None:
+        end: CoppiceError = Unavailable("the drafter ended the session")
         try:
             async for message in self._call:
                 self._heard(drafter.read_draft_response(message))
-        except (grpc.RpcError, CoppiceError, asyncio.CancelledError) as error:
-            if not self._closed:
-                log.warning("head lost", head=self._head, why=str(error)[:200])
+        except grpc.RpcError as error:
+            end = from_rpc_error(error)
+        except CoppiceError as error:  # of an answer: no refusal of a text
+            end = InternalError(f"the drafter answered wrongly: {error}")
         if not self._closed:
-            self._lost()
+            log.warning("head lost", head=self._head, why=str(end)[:200])
+            self._lost(end)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

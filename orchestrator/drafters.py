@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import structlog
@@ -15,7 +15,7 @@ from coppice.limits import MAX_FEATURE_LAYERS
 from coppice.messages.steps import HeadDescription
 from coppice.rpc.channels import Dialer
 from coppice.speculation.calibration import Calibration
-from coppice.speculation.watch import AcceptanceWatch
+from coppice.speculation.watch import USELESS, AcceptanceWatch
 from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import drafter_pb2
 from coppice.v1.drafter_pb2_grpc import DrafterServiceStub
@@ -37,15 +37,16 @@ class DrafterReplica(Replica):
         super().__init__(address, dialer)
         self.stub = DrafterServiceStub(self.channel)
         self.watch = AcceptanceWatch(())
-        """whether it drafts as it was trained to; of one that nobody measured nothing is expected"""
+        """whether it drafts as it was trained to, or of one that nobody measured whether it is of any use"""
         self.weights_version = 0
         """in use when it was last looked at"""
 
     def told(self, head: HeadDescription) -> None:
         """Take in what is expected of the head. A replica that has older weights than before was started anew."""
         self.weights_version = head.weights_version
-        if head.expected_acceptance != self.watch.expected or head.weights_version < self.watch.version:
-            self.watch = AcceptanceWatch(head.expected_acceptance)
+        expected = head.expected_acceptance or ((USELESS,) if head.vocab_size else ())
+        if expected != self.watch.expected or head.weights_version < self.watch.version:
+            self.watch = AcceptanceWatch(expected)
 
 
 class HeadPool(Pool[DrafterReplica]):
@@ -114,7 +115,7 @@ class HeadPool(Pool[DrafterReplica]):
         if not watch.observe(path, version):
             return
         log.error(
-            "head drafts far below what it was trained to",
+            "head drafts far below what is expected of it",
             head=self.name,
             replica=replica.address,
             expected=[round(share, 3) for share in watch.expected],
@@ -127,9 +128,9 @@ class HeadPool(Pool[DrafterReplica]):
         if replica.cool_down():
             self.metrics.benched.labels(self.name).inc()
 
-    def has_better(self, replica: DrafterReplica) -> bool:
+    def has_better(self, replica: DrafterReplica, avoid: Collection[DrafterReplica]) -> bool:
         """Whether a session of `replica` should go on at the least loaded one: that evens out how many they have."""
-        best = self.pick()
+        best = self.pick(avoid)
         return best is not None and best.sessions + 1 < replica.sessions and len(self.moving) < _MOST_MOVING
 
     async def learn(self) -> None:

@@ -6,12 +6,14 @@ Drafts are advice. Whatever goes wrong here ends in an empty tree, never in an e
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from coppice.errors import CoppiceError, InvalidField, Overloaded
 from coppice.limits import MAX_HEAD_NODES, MAX_TREE_DEPTH, MAX_TREE_NODES
 from coppice.messages.steps import Advance, DraftOpened, DraftStep, Features, Fence, OpenDraft, Rejection, TreeDelta
 from coppice.speculation.routing import first_miss
@@ -19,7 +21,7 @@ from coppice.speculation.tree import DraftTree, TreeError, extend, validate
 from coppice.wire import drafter
 
 from .draft_stream import DraftStream
-from .drafters import HeadPool
+from .drafters import DrafterReplica, HeadPool
 from .prediction import PredictionUse
 from .step import NO_DRAFT, Committed, Draft
 
@@ -121,6 +123,8 @@ class HeadSession:
         self._opened = False
         self._waited_to_open = False
         self._misses = 0.0
+        self._refused: dict[DrafterReplica, float] = {}
+        """by replicas that refused the text until when they are not asked again, of `monotonic`"""
 
     def open(self, ids: list[int]) -> None:
         """Start a stream on the committed ids unless there is one, every replica is cooling down or features are
@@ -128,12 +132,12 @@ class HeadSession:
         """
         if self._stream is not None or self._layers is None or (self._layers and self._window is None):
             return
-        replica = self.pool.pick()
+        replica = self.pool.pick(self._refusing())
         if replica is None:
             return
         self._opened, self._misses = False, 0.0
         self._unsent, self.signal.owed = _Unsent(len(ids)), 0  # this drafter knows no earlier tree
-        self._stream = DraftStream(self.pool.name, replica, self._heard, self._cool_down)
+        self._stream = DraftStream(self.pool.name, replica, self._heard, self._ended)
         start = self._window.start if self._window else 0
         opening = replace(self.opening, ids=ids, features=self._features(start, len(ids) - start))
         self._stream.write(drafter.draft_request_to_wire(opening))
@@ -158,7 +162,8 @@ class HeadSession:
     def ask(self, fence: Fence, root: int, ids: list[int], budget: int) -> asyncio.Future[None] | None:
         """Ask for a tree below `root`; the future is done when it is complete. None when the head sits this out."""
         # A step that asks for no node is to hear of the last tree's miss, which only this replica knows.
-        if budget and self._opened and self._stream is not None and self.pool.has_better(self._stream.replica):
+        stream = self._stream
+        if budget and self._opened and stream and self.pool.has_better(stream.replica, self._refusing()):
             self.close()
             self._waited_to_open = True  # it had drafts until now
             self.pool.moving.add(self)
@@ -241,6 +246,20 @@ class HeadSession:
         if missed and self._misses >= _MISSES_TO_COOL_DOWN:
             self._cool_down()
 
+    def _ended(self, error: CoppiceError) -> None:
+        """Leave this replica: for this session alone where it refuses the text or is full, else for all."""
+        if self._stream is not None and isinstance(error, InvalidField | Overloaded):
+            pause_s = error.retry_after_s if isinstance(error, Overloaded) else math.inf
+            self._refused[self._stream.replica] = time.monotonic() + pause_s
+            self.close()
+        else:
+            self._cool_down()
+
+    def _refusing(self) -> list[DrafterReplica]:
+        """Replicas that this session is not to ask now."""
+        now = time.monotonic()
+        return [replica for replica, until in self._refused.items() if until > now]
+
     def _cool_down(self) -> None:
         """Leave this replica, and have the pool ask it nothing for a while."""
         if self._stream is not None:
@@ -262,7 +281,7 @@ class HeadSession:
         question.add(answer)
         if answer.last:
             self.pool.moving.discard(self)
-            if question.budget:
+            if len(question.draft.tree):  # an empty answer says nothing of how long drafts take
                 self.pool.drafted(time.perf_counter() - question.asked_at)
             question.answer.set_result(None)
 

@@ -135,14 +135,10 @@ class Committed:
         self.ids = ids
         self._hash = committed_hash(ids)
 
-    def append(self, tokens: list[int]) -> None:
-        """Commit further tokens."""
+    def append(self, tokens: list[int], fence: Fence) -> None:
+        """Commit further tokens, behind which the text has a checked fence."""
         self.ids += tokens
-        self._hash = committed_hash(tokens, self._hash)
-
-    def matches(self, fence: Fence) -> bool:
-        """Whether a fence is about these tokens."""
-        return (fence.committed_len, fence.committed_hash) == (len(self.ids), self._hash)
+        self._hash = fence.committed_hash
 
     def fence(self, step: int, deadline_s: float, weights_version: int = 0) -> Fence:
         """What a message of a step says about the text that it continues."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from coppice.errors import CoppiceError, InternalError
+from coppice.errors import CoppiceError
 from coppice.messages.generation import Finished, GenerationRequest, StepTree
 from coppice.messages.steps import NextRoot, SessionOpened, VerifyStep
 from coppice.speculation.policy import Policy
@@ -134,9 +134,7 @@ class Decoding:
     def _commit(self, step: Step) -> int:
         """Commit the root and the accepted path, and draw the next root; returns it, -1 when the text has ended."""
         verdict, accepted = step.judged, step.accepted
-        self.text.append([step.root, *accepted])
-        if not self.text.matches(verdict.fence):
-            raise InternalError("the verifier committed other tokens than it accepted")
+        self.text.append([step.root, *accepted], verdict.fence)
         root = None if verdict.next is None else self._next_root(verdict.next)
         step.offered = tuple(accepted) if root is None else (*accepted, root[0])
         self.drafting.settle(step)

@@ -21,12 +21,14 @@ from coppice.errors import (
     CoppiceError,
     DeadlineExceeded,
     InternalError,
+    InvalidField,
     NotFound,
     Overloaded,
     StaleFence,
     Unavailable,
     from_rpc_error,
 )
+from coppice.limits import MAX_TOKEN_ID
 from coppice.messages.steps import OpenSession, SessionOpened, TargetDescription, Verdict, VerifyStep
 from coppice.rpc.channels import Dialer
 from coppice.rpc.sessions import end_waits
@@ -90,9 +92,10 @@ class TargetPool(Pool[VerifierReplica]):
         replica.prefix_cache_tokens = told.prefix_cache_tokens
         same = _identity(told) == _identity(self.target)
         bits = f", bits {told.bits_hash.hex()[:12] or 'not promised'}"
-        replica.unfit = "" if same else f"it serves {told.name}, weights {told.weights_hash.hex()[:12]}{bits}"
-        if replica.unfit:
-            log.error("a verifier serves another target", replica=replica.address, why=replica.unfit)
+        unfit = "" if same else f"it serves {told.name}, weights {told.weights_hash.hex()[:12]}{bits}"
+        if unfit and unfit != replica.unfit:
+            log.error("a verifier serves another target", replica=replica.address, why=unfit)
+        replica.unfit = unfit
 
     async def first_target(self) -> TargetDescription:
         """What the first replica that answers serves. Raises Unavailable."""
@@ -184,7 +187,7 @@ class TargetSession:
                 continue
             try:
                 opened = await self._open_on(replica, ids)
-            except Overloaded as error:
+            except (Overloaded, InvalidField) as error:
                 refused.add(replica)
                 last = error
             except LOST as error:
@@ -213,10 +216,9 @@ class TargetSession:
         """One tree. Raises one of LOST when the session is to be opened again."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        fence = replace(step.fence, step=step.fence.step - self._steps_before)
-        answer = await self._exchange(verifier.verify_request_to_wire(replace(step, fence=fence)), self.deadline_s)
-        if not isinstance(answer, Verdict) or answer.fence.step != fence.step:
-            raise InternalError("the verifier answered another step")
+        step = replace(step, fence=replace(step.fence, step=step.fence.step - self._steps_before))
+        answer = await self._exchange(step, self._opening, self.deadline_s)
+        assert isinstance(answer, Verdict)
         assert self._replica
         self._losses = 0
         took = loop.time() - began
@@ -238,16 +240,19 @@ class TargetSession:
         opening = replace(self._opening, session=f"{self._opening.session}.{self._streams}", ids=list(ids))
         self._replica, self._call = replica, replica.stub.Verify(metadata=metadata())
         replica.taken()
-        answer = await self._exchange(verifier.verify_request_to_wire(opening), self._pool.prefill_s)
-        if not isinstance(answer, SessionOpened):
-            raise InternalError("the verifier answered open with a verdict")
+        answer = await self._exchange(opening, opening, self._pool.prefill_s)
+        assert isinstance(answer, SessionOpened)
         self._opening = replace(self._opening, want_prompt_log_probs=False)  # they are needed once
         return answer
 
-    async def _exchange(self, message: verifier_pb2.VerifyRequest, timeout_s: float) -> SessionOpened | Verdict:
-        call, replica = self._call, self._replica
+    async def _exchange(
+        self, question: OpenSession | VerifyStep, opening: OpenSession, timeout_s: float
+    ) -> SessionOpened | Verdict:
+        """Ask and return an answer of the question's kind. One that does not fit the question is InternalError."""
+        call, replica, target = self._call, self._replica, self._pool.target
         if call is None or replica is None:
             raise Unavailable("the session is not open")
+        message = verifier.verify_request_to_wire(question)
         try:
             async with asyncio.timeout(timeout_s) as wait:
                 replica.waiting.add(wait)
@@ -267,7 +272,12 @@ class TargetSession:
         if answer is grpc.aio.EOF:
             raise await _ending(call)
         self.exchanged = sent, time.perf_counter_ns()
-        return verifier.read_verify_response(answer)
+        try:
+            read = verifier.read_verify_response(answer)
+            verifier.check_answer(read, question, opening, target.vocab_size if target else MAX_TOKEN_ID + 1)
+        except InvalidField as error:
+            raise InternalError(f"the verifier at {replica.address} answered wrongly: {error}") from None
+        return read
 
 
 async def _ending(call: grpc.aio.StreamStreamCall) -> CoppiceError:

@@ -22,7 +22,7 @@ Page = dict[tuple[str, str], float]
 """the values of one page by metric and head (or pool), each the sum over all other labels"""
 
 ALARMS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    ("coppice_head_suspect", lambda value: value > 0, "{} drafts far below what it was trained to"),
+    ("coppice_head_suspect", lambda value: value > 0, "{} drafts far below what is expected of it"),
     ("coppice_replicas_fit", lambda value: value == 0, "no replica of {} can be used"),
     ("coppice_adapter_replicas_stale", lambda value: value > 0, "a drafter of {} does not take its new weights"),
     ("vllm:kv_cache_usage_perc", lambda value: value > 0.9, "KV is nearly full: sessions will wait"),

@@ -106,6 +106,8 @@ class Head(ABC):
     forward_ns: int = 0
     remembered: int = 0
     """tokens of ended sessions' texts that it holds"""
+    max_context: int = 0
+    """positions of a text behind which it drafts nothing; 0: it has no limit"""
 
     @abstractmethod
     def open(self, key: int, opening: OpenDraft) -> Iterator[None]:

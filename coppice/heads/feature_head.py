@@ -99,6 +99,7 @@ class FeatureHead(Head):
             expected_acceptance=config.acceptance.by_depth if config.acceptance else (),
         )
         self.deepest = self.settings.depth
+        self.max_context = settings.max_context or config.max_position_embeddings
         self.timed = Timed(device)  # parts of the nn forward, their inputs at hand
         self._sessions: dict[int, FeatureSession] = {}
 
@@ -261,8 +262,7 @@ class FeatureHead(Head):
     def _room(self, job: DraftJob, extra: int) -> bool:
         """Take KV room for a job's rows and `extra` entries behind them; returns whether there is anything to draft."""
         session = self._sessions[job.key]
-        longest = self.settings.max_context or self.config.max_position_embeddings
-        if job.budget == 0 or job.committed_len + 1 + self.deepest > longest:
+        if job.budget == 0 or job.committed_len + 1 + self.deepest > self.max_context:
             return False
         entries = self._entry(session, job.committed_len) + extra
         try:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -27,6 +28,8 @@ from coppice.heads.ranking import on_host
 from coppice.heads.vocabulary import common_width, tokenizer_hash
 from coppice.messages.steps import Advance, HeadDescription, OpenDraft
 from coppice.speculation.sampling import uniform
+
+log = structlog.get_logger()
 
 PREFILL_ROWS = 512
 _CHAIN_STREAM = 3  # randomness of the sampled chains of the p/q rule
@@ -66,6 +69,9 @@ class LanguageModelHead(Head):
         Raises what load_engine raises, and InvalidField where the vocabulary is not that of a `settings.target`.
         """
         settings = with_tree_shape(settings)
+        own_hash = tokenizer_hash(settings.path)
+        if not own_hash:
+            log.warning("no tokenizer.json: nothing says whether its ids mean the target's words", folder=settings.path)
         target_width = common_width(settings.path, settings.target) if settings.target else 0
         if settings.threads:
             torch.set_num_threads(settings.threads)
@@ -82,7 +88,8 @@ class LanguageModelHead(Head):
             "lm",
             target_width or self._width,
             expected_acceptance=read_expectation(settings.path),
-            tokenizer_hash=tokenizer_hash(settings.path),
+            # Of the target's, where the two were compared: they may differ in added tokens.
+            tokenizer_hash=own_hash and tokenizer_hash(settings.target or settings.path),
         )
         self.max_context = min(settings.max_context or info.max_context, info.max_context)
         self._sessions: dict[int, _Session] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig
 
 from coppice.engine.attention import one_line
+from coppice.engine.context import Context
 from coppice.errors import InvalidField
 from coppice.messages.steps import vocabulary_hash
 
@@ -20,24 +20,30 @@ _TOKENIZER = "tokenizer.json"
 def common_width(folder: str | Path, target: str | Path) -> int:
     """Return the target's vocabulary width, in logits, for a draft model with the same vocabulary.
 
-    Where both folders have a tokenizer.json, ids must name the same tokens in both. Then the widths may differ in rows
-    that no token has: a family's small models are often padded otherwise than its large ones. Raises InvalidField.
+    Where both folders have a tokenizer.json, ids must name the same tokens in both, but for added tokens that one of
+    them does not have. Then the widths may differ in rows that no common token has: a family's small models are often
+    padded otherwise than its large ones. Raises InvalidField.
     """
-    own, wanted = _width(folder), _width(target)
-    mine, theirs = (Path(place) / _TOKENIZER for place in (folder, target))
+    own, wanted = _config(folder).vocab_size, _config(target).vocab_size
     tokens = 0
-    if mine.is_file() and theirs.is_file():
-        first = _read(mine, Tokenizer.from_file, str(mine)).get_vocab()
-        if not filecmp.cmp(mine, theirs, shallow=False):
-            second = _read(theirs, Tokenizer.from_file, str(theirs)).get_vocab()
-            if first != second:
-                odd = sorted(first.items() ^ second.items(), key=lambda item: (item[1], item[0]))[0]
-                why = f"its tokenizer is not the target's: they differ in token {odd[0]!r}, id {odd[1]}"
-                raise InvalidField("drafter.path", f"{folder}: {why}")
-        tokens = max(first.values(), default=-1) + 1
+    if (mine := _tokenizer(folder)) and (theirs := _tokenizer(target)):
+        first, second = mine.get_vocab(), theirs.get_vocab()
+        of_one = {*mine.get_vocab(with_added_tokens=False)} ^ {*theirs.get_vocab(with_added_tokens=False)}
+        odd = [token for token in first.keys() | second.keys() if first.get(token) != second.get(token)]
+        odd = [token for token in odd if token in of_one or (token in first and token in second)]
+        if odd:
+            number, token = min((first.get(token, second.get(token, 0)), token) for token in odd)
+            why = f"its tokenizer is not the target's: they differ in token {token!r}, id {number}"
+            raise InvalidField("drafter.path", f"{folder}: {why}")
+        tokens = max((first[token] for token in first.keys() & second.keys()), default=-1) + 1
     if own != wanted and not 0 < tokens <= min(own, wanted):
         raise InvalidField("drafter.path", f"{folder}: vocab_size is {own}, the target's is {wanted}")
-    return wanted
+    return int(wanted)
+
+
+def context_of(folder: str | Path, otherwise: int) -> int:
+    """Return how many tokens a target's texts may have; `otherwise` where it names no limit. Raises InvalidField."""
+    return Context.of(_config(folder), otherwise).tokens
 
 
 def tokenizer_hash(folder: str | Path) -> bytes:
@@ -45,13 +51,18 @@ def tokenizer_hash(folder: str | Path) -> bytes:
 
     Raises InvalidField.
     """
+    tokenizer = _tokenizer(folder)
+    return vocabulary_hash(tokenizer.get_vocab()) if tokenizer else b""
+
+
+def _tokenizer(folder: str | Path) -> Tokenizer | None:
     file = Path(folder) / _TOKENIZER
-    return vocabulary_hash(_read(file, Tokenizer.from_file, str(file)).get_vocab()) if file.is_file() else b""
+    return _read(file, Tokenizer.from_file, str(file)) if file.is_file() else None
 
 
-def _width(folder: str | Path) -> int:
+def _config(folder: str | Path) -> Any:
     config = _read(folder, AutoConfig.from_pretrained, folder, local_files_only=True, trust_remote_code=False)
-    return int(config.get_text_config().vocab_size)
+    return config.get_text_config()
 
 
 def _read(place: str | Path, read: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

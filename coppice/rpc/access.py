@@ -60,7 +60,7 @@ ACCESS = {
 _OPERATED = "coppice.v1.AdapterService"
 _WRONG_TOKEN_S = 0.5  # before a wrong token is refused
 _MOST_SLOWED = 64
-_CLIENT: ContextVar[str] = ContextVar("client", default="")
+_CLIENT: ContextVar[bytes] = ContextVar("client", default=b"")
 
 
 def needs_certificates(service: str) -> bool:
@@ -69,11 +69,12 @@ def needs_certificates(service: str) -> bool:
 
 
 def client_salt() -> str:
-    """A hash that tells the clients of generation apart: of the name of the token that the call in hand came with.
+    """A hash that tells the clients of generation apart: of the name of the token that the call in hand came with, and
+    of the hashes of all tokens of that name, so that nobody can make it who knows the name alone.
 
     All tokens of a name make the same, and all calls do where none is needed.
     """
-    return sha256(_CLIENT.get().encode()).hexdigest()
+    return sha256(_CLIENT.get()).hexdigest()
 
 
 class Access:

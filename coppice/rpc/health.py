@@ -23,7 +23,9 @@ BEAT_S = 0.2
 NOT_READY_S = 2.0  # without a turn of the server's loop: calls wait for so long, so others should get them
 NOT_ALIVE_S = 30.0  # it hangs
 MOST_CALLS = 64  # at once of the health port, and of each method on the service port
-MESSAGE_S = 5.0  # how long the service port waits for a call's message
+MESSAGE_S = 5.0  # how long a service port waits for the message of a call that has one
+PINGS = (("grpc.http2.min_ping_interval_without_data_ms", 5000), ("grpc.keepalive_permit_without_calls", 1))
+"""channel arguments of every server: callers may ping a quiet connection this often"""
 SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _THREADS = 4
 
@@ -54,7 +56,7 @@ class Health:
 
     def __init__(self) -> None:
         threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="health")
-        self.server = grpc.server(threads, maximum_concurrent_rpcs=MOST_CALLS)
+        self.server = grpc.server(threads, options=PINGS, maximum_concurrent_rpcs=MOST_CALLS)
         self._servicer = _Servicer(threads)
         self._beating: asyncio.Task[None] | None = None
         self._states: dict[str, health_pb2.HealthCheckResponse] = {}

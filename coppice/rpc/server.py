@@ -120,6 +120,7 @@ class Door:
 def _rpc_handler(method: MethodDescriptor, behaviour: Handler, door: Door) -> grpc.RpcMethodHandler:
     """Every request is read as a stream: what a call brings is then ours to bound, one message or many."""
     idle_s = door.limits.idle_s
+    message_s = min(idle_s, health.MESSAGE_S)
 
     @contextlib.asynccontextmanager
     async def admitted(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
@@ -137,7 +138,7 @@ def _rpc_handler(method: MethodDescriptor, behaviour: Handler, door: Door) -> gr
 
     async def called(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
         checked = _checked(requests)
-        return behaviour(checked if method.client_streaming else await _only(checked, idle_s), context)
+        return behaviour(checked if method.client_streaming else await _only(checked, message_s), context)
 
     async def unary(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
         async with admitted(requests, context):
@@ -176,8 +177,9 @@ def add_service(
     """Register `servicer`, whose methods are named as in the proto, behind the guard and `door` (None: open to all).
 
     Unary answers are awaitables, streamed ones async generators of messages or of their bytes; they raise CoppiceError
-    to refuse. A caller that neither sends the message of a unary call nor reads its answers for `limits.idle_s` seconds
-    is refused too, and so is what a call would still do after `limits.call_s`. A method that it lacks is UNIMPLEMENTED.
+    to refuse. A caller that does not send the one message of a call within `health.MESSAGE_S`, or reads no answer for
+    `limits.idle_s`, is refused too, and so is what a call would still do after `limits.call_s`. A method that it lacks
+    is UNIMPLEMENTED.
     """
     door = door or Door()
     methods = [method for method in service.methods if hasattr(servicer, method.name)]
@@ -196,8 +198,7 @@ def server_options(limits: Limits, role: str) -> list[tuple[str, int]]:
         ("grpc.max_metadata_size", 16 << 10),
         ("grpc.absolute_max_metadata_size", 16 << 10),  # between the two gRPC would refuse at random
         ("grpc.so_reuseport", 0),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-        ("grpc.keepalive_permit_without_calls", 1),
+        *health.PINGS,
     ]
 
 
@@ -260,8 +261,7 @@ class Serving:
         services = {service: servicer, **beside}
         for each, its in services.items():
             add_service(self.server, each, its, Door(self.access, self.limits, full))
-        soon = self.limits.model_copy(update={"idle_s": min(self.limits.idle_s, health.MESSAGE_S)})
-        add_service(self.server, health.SERVICE, self.health, Door(self.health, soon))
+        add_service(self.server, health.SERVICE, self.health, Door(self.health, self.limits))
         self._services = [each.full_name for each in services]
         host = self.settings.host
         require = self._tls.require or needs_certificates(service.full_name)

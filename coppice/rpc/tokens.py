@@ -72,10 +72,10 @@ class Tokens:
         self._running: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def admit(self, metadata: Iterable[tuple[str, str | bytes]], counted: bool) -> Iterator[str]:
+    def admit(self, metadata: Iterable[tuple[str, str | bytes]], counted: bool) -> Iterator[bytes]:
         """Let a call in for the length of the block; `counted` ones count towards the limit of their name.
 
-        Gives that name.
+        Gives what tells that name apart from others: it, and the hashes of its tokens, which are in the file alone.
         Raises Unauthenticated, the same for every wrong token and for none, and Overloaded beyond the limit.
         """
         self._reread()
@@ -89,7 +89,9 @@ class Tokens:
         self._requests.labels(entry.name, "admitted").inc()
         self._running[entry.name] += counted
         try:
-            yield entry.name
+            yield entry.name.encode() + b"".join(
+                sorted(each.digest for each in self._entries if each.name == entry.name)
+            )
         finally:
             self._running[entry.name] -= counted
 

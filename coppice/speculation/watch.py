@@ -15,6 +15,8 @@ from coppice.speculation.tree import DraftTree
 
 FALSE_ALARMS = 1e-6
 """chance that a head which reaches what is expected is ever suspected, however long it serves"""
+USELESS = 0.05
+"""share of right first tokens that a head has to reach to be of any use; expected of one that nobody measured"""
 _SHARES = (1 / 2, 1 / 8, 1 / 64)  # of what is expected: what a faulty head may reach
 _MOST = 0.999  # a head that is always right proves nothing with its first miss
 

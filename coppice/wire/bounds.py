@@ -80,6 +80,8 @@ BOUNDS: dict[str, dict[str, Bound]] = {
         **dict.fromkeys(("rows", "sessions"), _COUNT),
     },
     "DescribeTargetResponse": {
+        **dict.fromkeys(("name", "dtype"), (0, limits.MAX_NAME_CHARS)),
+        **dict.fromkeys(("weights_hash", "bits_hash"), (0, limits.HASH_BYTES)),
         "vocab_size": (1, limits.MAX_TOKEN_ID + 1),
         "max_len": (1, limits.MAX_CONTEXT),
         "layers": (1, limits.MAX_LAYERS),
@@ -105,6 +107,8 @@ BOUNDS: dict[str, dict[str, Bound]] = {
     },
     "TreeDelta": {"miss": (0, 1), "forward_ns": _TIME, "total_ns": _TIME, "predicted": _NODES, "made": _NODES},
     "DescribeHeadResponse": {
+        **dict.fromkeys(("name", "kind"), (0, limits.MAX_NAME_CHARS)),
+        **dict.fromkeys(("weights_hash", "tokenizer_hash"), (0, limits.HASH_BYTES)),
         "vocab_size": (0, limits.MAX_TOKEN_ID + 1),
         "weights_version": _VERSION,
         "feature_layers": (0, limits.MAX_FEATURE_LAYERS),

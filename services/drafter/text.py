@@ -29,6 +29,8 @@ class Text:
     window: Window | None  # what samples are cut from, when any may be wanted
     length: int = 0
     hash: int = committed_hash(())
+    too_long: bool = False
+    """longer than the head drafts for, so that the head does not hold it"""
 
     def append(self, ids: Sequence[int]) -> None:
         """Commit ids."""

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from coppice import failpoints, limits
+from coppice import failpoints
 from coppice.engine.batching import BatchingThread, settle
-from coppice.errors import InvalidField, Unavailable
+from coppice.errors import Unavailable
 from coppice.heads.base import DraftJob, Growth, Head
-from coppice.messages.steps import DraftStep, Fence, HeadDescription, OpenDraft, TreeDelta
+from coppice.limits import MAX_CONTEXT
+from coppice.messages.steps import DraftOpened, DraftStep, Fence, HeadDescription, OpenDraft, TreeDelta
 from coppice.messages.weights import WeightsHeader
+from coppice.speculation.tree import DraftTree
 from coppice.telemetry import SessionMetrics
 
 from .garbage import garbage
@@ -44,13 +46,13 @@ class Worker(BatchingThread):
         samples: Samples | None = None,
         host: BatchingThread | None = None,
     ) -> None:
-        """`build` runs on the thread; `max_context` 0 leaves the bound on a session's length to limits and head.
+        """`build` runs on the thread. Behind `max_context` positions of a text nothing is drafted; 0: the head's limit.
 
         host: whose thread it is, see BatchingThread.
         """
         super().__init__("head", host=host)
         self._build, self._metrics, self._samples = build, metrics, samples
-        self._max_context = max_context or limits.MAX_CONTEXT
+        self._max_context = max_context or MAX_CONTEXT
         # Each has one writer, the loop and the thread; a session counts as closed when the head has let go of it.
         self._opened = self._closed = self._remembered = 0
         self._texts: dict[Session, Text] = {}
@@ -103,6 +105,7 @@ class Worker(BatchingThread):
     def load(self) -> None:
         """Build the head."""
         self._head = self._build()
+        self._max_context = min(self._max_context, self._head.max_context or MAX_CONTEXT)
 
     def idle(self) -> bool:
         """Whether neither a step nor an opening waits."""
@@ -128,12 +131,12 @@ class Worker(BatchingThread):
 
     def _opening(self, session: Session, opening: OpenDraft) -> Iterator[None]:
         """Hash the prompt and let the head take it, a chunk at a time."""
-        self._check_length("open.ids", len(opening.ids))
         text = self._texts[session]
         for start in range(0, len(opening.ids), HASH_CHUNK):
             text.append(opening.ids[start : start + HASH_CHUNK])
             yield
-        yield from self._head.open(session.key, opening)
+        if not self._is_too_long(session, text):
+            yield from self._head.open(session.key, opening)
         if text.window is not None and opening.features is not None:
             text.window.append(opening.ids, opening.features)
 
@@ -143,7 +146,9 @@ class Worker(BatchingThread):
         try:
             next(opening)
         except StopIteration:
-            self._post([(session, self._head.opened(session.key))])
+            head, too_long = self._head, self._texts[session].too_long
+            opened = DraftOpened(head.description.weights_version) if too_long else head.opened(session.key)
+            self._post([(session, opened)])
         except Exception as error:
             self._fail(session, error)
         else:
@@ -160,6 +165,9 @@ class Worker(BatchingThread):
         except Exception as error:
             self._fail(session, error)
             return
+        if text.too_long:
+            self._post([(session, TreeDelta(step.fence, DraftTree.empty(), last=True))])
+            return
         self._rejoin.came(session, arrived_ns / 1e9)
         job = DraftJob(session.key, step.root, text.length, step.budget, text.sampling, text.coupled, text.want_q_rows)
         self._waiting[session] = Waiting(session, step.fence, arrived_ns, job, missed)
@@ -167,9 +175,8 @@ class Worker(BatchingThread):
     def _advance(self, session: Session, text: Text, step: DraftStep) -> Missed | None:
         """Commit what the step says was committed; returns what the session's last draft missed by."""
         advance = step.advance
-        self._check_length("step.advance.ids", text.length + len(advance.ids))
         text.advance(step, covered=bool(self._head.description.feature_layers))
-        miss = self._head.advance(session.key, advance)
+        miss = None if self._is_too_long(session, text) else self._head.advance(session.key, advance)
         if advance.ids and text.window is not None and advance.features is not None:
             text.window.append(advance.ids, advance.features)
             self._offer_text(text)
@@ -177,9 +184,13 @@ class Worker(BatchingThread):
             return None
         return Missed(miss, advance.rejection, self._head.description.weights_version)
 
-    def _check_length(self, field: str, length: int) -> None:
-        if length > self._max_context:
-            raise InvalidField(field, f"make {length} positions, this drafter holds {self._max_context}")
+    def _is_too_long(self, session: Session, text: Text) -> bool:
+        """Whether nothing is drafted for a text any more; the head then holds nothing of it."""
+        if not text.too_long and text.length > self._max_context:
+            text.too_long = True
+            self._head.close(session.key)
+            self._metrics.too_long.inc()
+        return text.too_long
 
     def _take_close(self, session: Session) -> None:
         text = self._texts.get(session)

@@ -219,6 +219,8 @@ def test_idle_connections_do_not_keep_metrics_from_being_read(stack: Stack) -> N
         assert b"coppice_requests" in page.read()
     for connection in idle:
         connection.close()
+    assert stack.log_dir
+    assert "Traceback" not in (stack.log_dir / "orchestrator.log").read_text()
 
 
 def _asked(address: str, service: str, answers: list[tuple[int, float]], count: int) -> None:

@@ -143,7 +143,7 @@ def alarms(head: Eagle3Head, draws: Draws, most: int) -> tuple[int, list[Any], f
         for step, (path, version) in zip(range(1, most + 1), draws, strict=False):
             pool.judge(replica, path, version)
             at = at or step * replica.watch.suspect
-    lines = [line for line in logs if line["event"] == "head drafts far below what it was trained to"]
+    lines = [line for line in logs if line["event"] == "head drafts far below what is expected of it"]
     return at, lines, metrics.registry.get_sample_value("coppice_head_suspect", {"head": "tiny"}) or 0.0
 
 

@@ -1,18 +1,34 @@
-"""A drafter that lies: extremes in every number of every message cost drafts, never a request and never a token."""
+"""Services that lie, in every number of every message: a drafter costs drafts and a verifier is left for another one,
+never a request and never a token.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
+import grpc.aio
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from coppice.client.client import AsyncClient
-from coppice.v1 import drafter_pb2
+from coppice.config.settings import Settings
+from coppice.errors import InvalidField
+from coppice.messages.generation import Chunk, GenerationRequest
+from coppice.rpc.channels import Dialer
+from coppice.speculation.sampling import SamplingParams
+from coppice.telemetry import OrchestratorMetrics
+from coppice.v1 import drafter_pb2, verifier_pb2
+from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
+from coppice.wire.generation import request_to_wire
+from orchestrator.drafters import HeadPool
+from orchestrator.service import GenerationServicer
+from orchestrator.verifiers import TargetPool
 from tests.processes import Service
 from tests.recorder import server_of
 from tests.services.test_features import IDS, model, start_verifier, target, truth, verifier
@@ -37,7 +53,7 @@ Lie = tuple[str, Path, Any]
 def numbers_in(message: Message, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Every number of a message and of the messages in it, with each of its extremes."""
     for field in message.DESCRIPTOR.fields:
-        if field.message_type is not None and message.HasField(field.name):
+        if field.message_type is not None and not field.is_repeated and message.HasField(field.name):
             yield from numbers_in(getattr(message, field.name), (*path, field.name))
         for extreme in EXTREMES.get(field.cpp_type, ()):
             yield (*path, field.name), extreme
@@ -133,3 +149,157 @@ async def test_extremes_in_every_number_fail_no_request(
         assert all(liar.told for liar in liars[1:])
         assert "unexpected error" not in service.log
         await asyncio.to_thread(service.stop)
+
+
+class LyingVerifier:
+    """Passes everything on to an honest one, and lies in all answers of a kind."""
+
+    def __init__(self, honest: VerifierServiceStub, kind: str, lie: Callable[[Any], object]) -> None:
+        self.honest, self.kind, self.lie, self.told = honest, kind, lie, 0
+
+    async def Verify(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        call = self.honest.Verify()
+        async for request in requests:
+            await call.write(request)
+            answer = await call.read()
+            if answer is grpc.aio.EOF:
+                return
+            if answer.WhichOneof("kind") == self.kind:
+                self.lie(answer)
+                self.told += 1
+            yield answer
+        await call.done_writing()
+        await call.read()
+
+    async def FetchFeatures(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        async for part in self.honest.FetchFeatures(request):
+            yield part
+
+    async def DescribeTarget(self, request: Any, context: Any) -> Any:
+        answer = await self.honest.DescribeTarget(request)
+        if self.kind == "target":
+            self.lie(answer)
+        return answer
+
+
+def copied(message: Any) -> Any:
+    return type(message).FromString(message.SerializeToString())
+
+
+def changed(**fields: Any) -> Callable[[Any], object]:
+    """A lie that puts fields of a verdict, None: unset."""
+
+    def lie(answer: Any) -> None:
+        for name in fields:
+            answer.verdict.ClearField(name)
+        answer.verdict.MergeFrom(type(answer.verdict)(**fields))
+
+    return lie
+
+
+TABLE: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "another fence": ("verdict", changed(fence={"step": 1, "committed_len": 50, "committed_hash": 7})),
+    "a node that is not in the tree": ("verdict", changed(accepted=[200])),
+    "nodes that are no path": ("verdict", changed(accepted=[2, 1])),
+    "the wrong node": ("verdict", changed(accepted=[2])),
+    "nothing verified": ("verdict", changed(pruned=True, verified=[77])),
+    "an empty message": ("verdict", lambda answer: answer.Clear()),
+    "another kind of message": ("verdict", lambda answer: answer.opened.next.MergeFrom(answer.verdict.next)),
+    "an id beyond the width": ("verdict", changed(next={"drawn_id": (1 << 31) - 1})),
+    "a row beyond the width": ("verdict", changed(next={"row": {"ids": [5, 1 << 30], "log_probs": [-1, -1]}})),
+    "a row out of order": ("verdict", changed(next={"row": {"ids": [7, 5], "log_probs": [-1, -1]}})),
+    "an end in the middle": ("verdict", changed(next=None)),
+    "log-probabilities of more tokens": ("verdict", changed(log_probs=[-1.0] * 9)),
+    "no log-probabilities": ("verdict", changed(log_probs=[])),
+    "best ids nobody asked for": ("verdict", changed(top=[{"ids": [1], "log_probs": [-1]}])),
+    "an empty opening": ("opened", lambda answer: answer.Clear()),
+    "an opening of another text": ("opened", lambda answer: answer.opened.fence.MergeFrom(_SHORTER)),
+    "a root beyond the width": ("opened", lambda answer: answer.opened.next.MergeFrom(_BEYOND)),
+    "a verdict for an opening": ("opened", lambda answer: answer.verdict.SetInParent()),
+    "features behind the text": ("opened", lambda answer: answer.opened.features.MergeFrom(_FEATURES)),
+}
+_SHORTER = verifier_pb2.SessionOpened(fence={"committed_len": 3}).fence
+_BEYOND = verifier_pb2.SessionOpened(next={"drawn_id": 1 << 30}).next
+_FEATURES = verifier_pb2.SessionOpened(features={"start": 1000, "count": 4, "dtype": "float32"}).features
+
+
+class Two:
+    """An orchestrator in this process that has a lying verifier, which it prefers, and an honest one."""
+
+    def __init__(self, addresses: list[str], drafter: str) -> None:
+        self.metrics, self.verifiers = OrchestratorMetrics(), TargetPool(addresses, Dialer(), failover_s=10)
+        self.heads = {"head": HeadPool("head", [drafter], Dialer(), self.metrics, 6)}
+
+    async def __aenter__(self) -> Two:
+        target = await self.verifiers.first_target()
+        settings = Settings()
+        settings = settings.model_copy(
+            update={"orchestrator": settings.orchestrator.model_copy(update={"draft_deadline_ms": 2000.0})}
+        )
+        self.service = GenerationServicer(settings, target, self.verifiers, self.heads, None, self.metrics)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for replica in (*self.verifiers.replicas, *self.heads["head"].replicas):
+            await replica.channel.close()
+
+    async def generate(self, policy: str = "single:head", **more: Any) -> list[int]:
+        """The ids of an answer."""
+        request = GenerationRequest(
+            ids=tuple(IDS), max_new_tokens=NEW, sampling=SamplingParams(temperature=0), policy=policy, **more
+        )
+        answer = self.service.answer(request_to_wire(request), lambda event: event, lambda _: 0)
+        return [token for event in [event async for event in answer] if isinstance(event, Chunk) for token in event.ids]
+
+
+@asynccontextmanager
+async def lied_to(honest: str, truth: list[int], kind: str, lie: Callable[[Any], object]) -> AsyncIterator[Any]:
+    service = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"]
+    async with Dialer().open(honest) as channel, server_of(SERVICE, Liar(truth)) as drafter:
+        liar = LyingVerifier(VerifierServiceStub(channel), kind, lie)
+        async with server_of(service, liar) as lying, Two([lying.address, honest], drafter.address) as two:
+            yield liar, two
+
+
+@pytest.fixture(scope="module")
+def honest(start_verifier: Callable[..., Service]) -> Service:
+    """Without a prefix cache: the first address is preferred."""
+    return start_verifier("--verifier.prefix_cache", "0")
+
+
+@pytest.mark.parametrize("lie", TABLE)
+async def test_a_verifier_that_answers_nonsense_is_left_for_another_one(
+    honest: Service, truth: list[int], lie: str
+) -> None:
+    expected = truth[len(IDS) :][:NEW]
+    async with lied_to(honest.address, truth, *TABLE[lie]) as (liar, two):
+        answers = await asyncio.gather(*(two.generate(want_log_probs=True) for _ in range(4)))
+        assert answers == [expected] * 4
+        assert liar.told
+        first, second = two.verifiers.replicas
+        assert (first.fit, second.fit) == (False, True)
+        assert first.cooling_until
+
+
+async def test_a_text_that_one_verifier_refuses_is_asked_of_another_one(honest: Service, truth: list[int]) -> None:
+    def refuse(answer: Any) -> None:
+        raise InvalidField("open.ids", "are not to my liking")
+
+    async with lied_to(honest.address, truth, "opened", refuse) as (_, two):
+        assert await two.generate() == truth[len(IDS) :][:NEW]
+
+
+async def test_extremes_in_every_number_of_a_verifier_fail_no_request(honest: Service, truth: list[int]) -> None:
+    """An answer may hold a number that says nothing of the text; all else costs a prefill."""
+    heard: list[Message] = []
+    async with lied_to(honest.address, truth, "opened", lambda answer: heard.append(copied(answer))) as (liar, two):
+        await two.generate()
+        liar.kind = "verdict"
+        await two.generate()
+    lies = [(at > 0, *each) for at, message in enumerate(heard[:2]) for each in numbers_in(message)]
+    assert len(lies) > 60
+    for is_verdict, path, extreme in lies:
+        lie = partial(with_extreme, path=path, extreme=extreme)
+        async with lied_to(honest.address, truth, ("opened", "verdict")[is_verdict], lie) as (liar, two):
+            assert await two.generate() == truth[len(IDS) :][:NEW], (path, extreme)
+            assert liar.told

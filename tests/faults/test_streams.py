@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
@@ -13,13 +15,17 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from grpc._cython import cygrpc
+from grpc_health.v1 import health_pb2
 
 from coppice.config.sections import DrafterSettings
 from coppice.errors import CALL_ENDED, InvalidField, Unavailable, from_rpc_error
 from coppice.heads.registry import served_head
 from coppice.limits import Limits
 from coppice.messages.steps import Advance, DraftStep, Fence, OpenDraft, committed_hash
-from coppice.rpc.channels import Dialer
+from coppice.rpc import health
+from coppice.rpc.access import ACCESS
+from coppice.rpc.channels import Dialer, channel_options
 from coppice.rpc.server import MAX_DETAILS, Door, add_service, server_options
 from coppice.rpc.sessions import StreamWaits
 from coppice.speculation.sampling import SamplingParams
@@ -30,6 +36,7 @@ from coppice.wire.drafter import draft_request_to_wire
 from services.drafter.features import FeatureSource
 from services.drafter.service import DrafterServicer
 from services.drafter.worker import Worker
+from tests.fake_service import SERVICES
 from tests.faults.test_fuzz import State, described, eventually
 from tests.processes import Service
 from tests.tiny import make_target
@@ -40,6 +47,8 @@ OPEN = draft_request_to_wire(OpenDraft("s", [1, 2, 3], SamplingParams())).Serial
 STEP = draft_request_to_wire(DraftStep(Fence(1, 3, committed_hash([1, 2, 3])), 1, 4, Advance())).SerializeToString()
 STREAMS = 2000
 READ_OR_LEAVE = Limits(idle_s=IDLE_S)
+QUIET_S, FASTER = (300.0, 1) if os.environ.get("COPPICE_PROOF") else (5.5, 10)  # no client pings twice a second
+PINGS_MS = 10_000  # as often as gRPC's other implementations let a client ping
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +78,15 @@ async def test_a_call_that_is_never_written_to_ends(lookup: Ready, method: str) 
         assert await call.code() is grpc.StatusCode.UNAVAILABLE
         assert await call.details() == f"no message for {IDLE_S:g} s"
     assert IDLE_S <= time.monotonic() - began < IDLE_S + 2
+
+
+async def test_the_one_message_of_a_call_is_not_waited_for_as_long_as_a_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(health, "MESSAGE_S", IDLE_S)
+    async with careless(Limits(idle_s=300)) as (_, address), called(address, "DescribeHead") as call:
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        assert await call.details() == f"no message for {IDLE_S:g} s"
 
 
 @pytest.mark.parametrize(("said", "answers"), [((), 0), ((OPEN,), 1), ((OPEN, STEP), 2)])
@@ -277,3 +295,60 @@ def test_a_write_that_finds_the_call_ended_is_a_lost_server() -> None:
     nothing = grpc.aio.Metadata()
     error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, CALL_ENDED)
     assert type(from_rpc_error(error)) is Unavailable
+
+
+class Quiet:
+    """Answers nothing, whatever it is asked."""
+
+    def __getattr__(self, name: str) -> Any:
+        async def wait(_: Any, context: Any) -> None:
+            await asyncio.Event().wait()
+
+        async def stream(_: Any, context: Any) -> AsyncIterator[Any]:
+            await asyncio.Event().wait()
+            yield
+
+        return stream if name in ("Generate", "Verify", "FetchFeatures", "Draft") else wait
+
+
+def faster(options: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    return [(name, value // FASTER if name.endswith("_ms") else value) for name, value in options]
+
+
+async def test_a_quiet_call_outlives_the_pings_of_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every method, and a Watch on both ports, each on a connection of its own. All times are scaled alike."""
+    monkeypatch.setattr(health, "PINGS", faster(health.PINGS))
+    server, watched = grpc.aio.server(options=server_options(Limits(), "orchestrator")), health.Health()
+    for service in SERVICES.values():
+        add_service(server, service, Quiet())
+    add_service(server, health.SERVICE, watched, Door(watched))
+    port, health_port = (each.add_insecure_port("127.0.0.1:0") for each in (server, watched.server))
+    await server.start()
+    watched.start()
+    methods = [(f"/{service}/{method}", port) for service, access in ACCESS.items() for method in access.callers]
+    watch, pings = "/grpc.health.v1.Health/Watch", [("grpc.keepalive_time_ms", PINGS_MS)]
+    options = faster([*(option for option in channel_options(1 << 20) if option[0] != pings[0][0]), *pings])
+    channels, calls = [], []
+    for method, at in [*methods, (watch, port), (watch, health_port)]:
+        channels.append(grpc.aio.insecure_channel(f"127.0.0.1:{at}", options=options))
+        calls.append(channels[-1].unary_stream(method)(health_pb2.HealthCheckRequest().SerializeToString()))
+    reading = [asyncio.create_task(read_all(call)) for call in calls]
+    done, _ = await asyncio.wait(reading, timeout=QUIET_S, return_when=asyncio.FIRST_COMPLETED)
+    assert not [task.exception() for task in done]
+    assert not done
+    for channel in channels:
+        await channel.close()
+    await asyncio.wait(reading)
+    await server.stop(0)
+    await watched.stop()
+
+
+def test_gRPC_knows_every_channel_argument_that_is_set() -> None:
+    """It ignores others without a word."""
+    root, known = Path(__file__).resolve().parents[2], Path(cygrpc.__file__).read_bytes()
+    sources = [
+        file.read_text() for part in ("coppice", "orchestrator", "services") for file in root.glob(f"{part}/**/*.py")
+    ]
+    names = {name for source in sources for name in re.findall(r'\("(grpc\.[a-z0-9_.]+)", ', source)}
+    assert len(names) > 10
+    assert not [name for name in names if name.encode() not in known]

@@ -481,17 +481,24 @@ async def test_a_head_far_below_what_it_promises_raises_the_alarm_and_an_honest_
     honest, wrong = Recorder(layers=(), truth=truth), Recorder(layers=(), truth=[0] * len(truth))
     for head in (honest, wrong):
         head.description = replace(head.description, expected_acceptance=(0.75, 0.5))
-    async with drafter_of(honest) as first, drafter_of(wrong) as second:
+    useless = Recorder(layers=(), truth=[0] * len(truth))  # and nobody measured it
+    useless.description = replace(useless.description, vocab_size=VOCAB)
+    async with drafter_of(honest) as first, drafter_of(wrong) as second, drafter_of(useless) as third:
         flags = ["--orchestrator.verifiers", verifier.address]
-        for head in (f"honest={first.address}", f"wrong={second.address}"):
+        for head in (f"honest={first.address}", f"wrong={second.address}", f"useless={third.address}"):
             flags += ["--orchestrator.heads", head]
         service = await asyncio.to_thread(start_service, "orchestrator", *flags)
         async with AsyncClient(service.address) as client:
             for policy in ("single:honest", "single:wrong"):
                 answer = await client.generate(IDS, policy=policy, max_new_tokens=60, ignore_eos=True)
                 assert list(answer.ids) == truth[len(IDS) :][:60]
+            await asyncio.gather(
+                *(client.generate(IDS, policy="single:useless", max_new_tokens=250, ignore_eos=True) for _ in range(2))
+            )
         url = f"http://{service.metrics}/metrics"
         text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
         assert 'coppice_head_suspect{head="honest"} 0.0' in text
         assert 'coppice_head_suspect{head="wrong"} 1.0' in text
+        assert 'coppice_head_suspect{head="useless"} 1.0' in text
+        assert "head drafts far below what is expected of it" in service.log
         await asyncio.to_thread(service.stop)

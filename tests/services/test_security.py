@@ -27,7 +27,7 @@ from coppice.config.settings import load_settings
 from coppice.errors import CoppiceError, InvalidField, NotFound, Overloaded, PermissionDenied, Unauthenticated
 from coppice.limits import Limits
 from coppice.messages.generation import ModelDescription
-from coppice.rpc.access import ACCESS
+from coppice.rpc.access import ACCESS, Access, client_salt
 from coppice.rpc.certificates import Certificates
 from coppice.rpc.channels import Dialer
 from coppice.rpc.health import MOST_CALLS
@@ -330,6 +330,19 @@ def door(tmp_path: Path) -> Door:
 async def described(address: str, token: str) -> str:
     async with AsyncClient(address, dialer=Dialer(token=token)) as client:
         return (await client.describe()).name
+
+
+async def test_what_tells_clients_apart_cannot_be_made_of_a_name(door: Door) -> None:
+    async def salt(token: str) -> str:
+        async with Access(TlsSettings(), door.tokens).client([("authorization", f"Bearer {token}")], counted=False):
+            return client_salt()
+
+    door.write(line("alice", TOKEN), line("alice", "another"), line("bob", OTHER))
+    alice = await salt(TOKEN)
+    assert alice == await salt("another")
+    assert alice not in (await salt(OTHER), sha256(b"alice").hexdigest())
+    door.write(line("alice", TOKEN), line("bob", OTHER))
+    assert await salt(TOKEN) != alice
 
 
 async def test_health_asks_for_no_token_and_takes_no_place_that_others_need(door: Door) -> None:

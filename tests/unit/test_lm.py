@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 from tokenizers import Tokenizer as Codec
 from tokenizers.models import BPE
 from torch import Tensor
@@ -22,7 +23,7 @@ from coppice.engine.engine import ForwardOutput
 from coppice.errors import InvalidField, Overloaded
 from coppice.heads.base import DraftJob, Growth
 from coppice.heads.lm import PREFILL_ROWS, LanguageModelHead
-from coppice.heads.registry import build_head
+from coppice.heads.registry import build_head, served_head
 from coppice.heads.vocabulary import common_width, tokenizer_hash
 from coppice.messages.steps import Advance, OpenDraft
 from coppice.speculation.sampling import SamplingParams, noise
@@ -380,31 +381,49 @@ def with_vocabulary(folder: Path, width: int, tokens: int, first: str = "a") -> 
     return folder
 
 
+def with_marks(folder: Path, *marks: str) -> None:
+    """Add tokens behind the others to a folder's tokenizer."""
+    codec = Codec.from_file(str(folder / "tokenizer.json"))
+    codec.add_special_tokens(list(marks))
+    codec.save(str(folder / "tokenizer.json"))
+
+
 def test_a_draft_model_of_another_vocabulary_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
     target = with_vocabulary(tmp_path / "target", 24, 20)
     same = with_vocabulary(tmp_path / "same", 24, 20)
-    padded = with_vocabulary(tmp_path / "padded", 20, 20)
+    padded = with_vocabulary(tmp_path / "padded", 21, 20)
     other = with_vocabulary(tmp_path / "other", 24, 20, "b")
+    with_marks(target, "<user>", "<end>")
+    with_marks(same, "<user>")
+    with_marks(padded, "<user>", "<stop>")
+    swapped = with_vocabulary(tmp_path / "swapped", 24, 20)
+    with_marks(swapped, "<end>", "<user>")
     assert [common_width(folder, target) for folder in (same, padded)] == [24, 24]
+    with pytest.raises(InvalidField, match=r"they differ in token '<end>', id 20$"):
+        common_width(swapped, target)
     with pytest.raises(InvalidField, match=r"tokenizer is not the target's: they differ in token 'a', id 0$"):
         build_head(DrafterSettings(kind="lm", path=str(other), target=str(target)))
-    assert tokenizer_hash(same) == tokenizer_hash(target) != tokenizer_hash(other)
+    assert tokenizer_hash(other) != tokenizer_hash(target)
     (same / "config.json").write_text("{}")
     with pytest.raises(InvalidField, match=r"drafter.path: .*same cannot be read: ValueError: .*model_type"):
         build_head(DrafterSettings(kind="lm", path=str(same), target=str(target)))
     (padded / "tokenizer.json").unlink()
     assert tokenizer_hash(padded) == b""
-    with pytest.raises(InvalidField, match="vocab_size is 20, the target's is 24"):
+    with pytest.raises(InvalidField, match="vocab_size is 21, the target's is 24"), capture_logs() as logs:
         build_head(DrafterSettings(kind="lm", path=str(padded), target=str(target)))
+    assert [(line["event"][:17], line["folder"]) for line in logs] == [("no tokenizer.json", str(padded))]
 
 
 def test_a_draft_model_padded_otherwise_drafts_for_the_target(tmp_path: Path) -> None:
     small = make_target(tmp_path / "small", 260, max_len=256)
-    large = make_target(tmp_path / "large", 300, max_len=256)
+    large = make_target(tmp_path / "large", 300, max_len=512)
     settings = DrafterSettings(kind="lm", path=str(small), target=str(large), kv_tokens=2048, threads=1)
-    head = build_head(settings)
+    with capture_logs() as logs:
+        head = served_head(settings)
+    assert [(line["tokens"], line["target"]) for line in logs if "longer texts" in line["event"]] == [(256, 512)]
     assert isinstance(head, LanguageModelHead)
     assert head.description.vocab_size == 300
+    assert head.description.tokenizer_hash == tokenizer_hash(large)
     opened(head, 0, [1, 299, 3], want_q_rows=True)  # 299: a row that no token has
     (growth,) = drafts(head, [DraftJob(0, 298, 3, 4, SAMPLED, want_q_rows=True)])
     assert growth.q_rows is not None

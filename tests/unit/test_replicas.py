@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from coppice.errors import DeadlineExceeded, Unavailable
-from coppice.messages.steps import OpenSession, TargetDescription
+from coppice.messages.steps import OpenDraft, OpenSession, TargetDescription
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.v1 import verifier_pb2
+from coppice.wire.drafter import draft_request_to_wire
 from coppice.wire.verifier import target_to_wire
 from orchestrator import replicas, verifiers
+from orchestrator.draft_stream import DraftStream
+from orchestrator.drafters import DrafterReplica
 from orchestrator.replicas import Replica
 from orchestrator.verifiers import TargetPool, TargetSession, VerifierReplica
 from tests.recorder import server_of
@@ -58,6 +63,22 @@ async def test_a_verifier_may_be_lost_in_the_very_turn_in_which_a_wait_for_it_en
     await replica.channel.close()
 
 
+async def test_a_draft_that_is_given_up_before_it_was_sent_leaves_no_task() -> None:
+    before = asyncio.all_tasks()
+    opening = draft_request_to_wire(OpenDraft("s", [1], SamplingParams()))
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # connects, and says nothing
+        replica = DrafterReplica(f"127.0.0.1:{mute.getsockname()[1]}", Dialer())
+        for _ in range(5):
+            stream = DraftStream("head", replica, lambda answer: None, lambda error: None)
+            stream.write(opening)
+            stream.write(opening)
+            await asyncio.sleep(0)
+            stream.close()
+        _, pending = await asyncio.wait(asyncio.all_tasks() - before, timeout=5)
+        assert not pending
+        await replica.channel.close()
+
+
 class Verifiers:
     """What verifiers at two addresses say that they serve."""
 
@@ -82,9 +103,11 @@ async def test_a_verifier_that_loaded_something_else_serves_nobody(change: dict[
     first = TargetDescription("t", 100, 512, 6, 32, (0,), "float32", 4096, weights_hash=bytes(32))
     described = Verifiers(first, replace(first, **change))
     pool = TargetPool(list(described.told), Dialer())
-    for replica in pool.replicas:
-        replica.stub = SimpleNamespace(DescribeTarget=lambda *_, replica=replica, **__: described.answer(replica))
-        await pool.describe(replica)
+    with capture_logs() as logs:
+        for replica in pool.replicas * 2:
+            replica.stub = SimpleNamespace(DescribeTarget=lambda *_, replica=replica, **__: described.answer(replica))
+            await pool.describe(replica)
+    assert [line["event"] for line in logs] == ["a verifier serves another target"] * (not fit)
     assert [not replica.unfit for replica in pool.replicas] == [True, fit]
     for replica in pool.replicas:
         await replica.channel.close()
@@ -96,7 +119,7 @@ class Slow:
     async def Verify(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         async for _ in requests:
             await asyncio.sleep(0.5)
-            yield verifier_pb2.VerifyResponse(opened=verifier_pb2.SessionOpened(next={"drawn_id": 5}))
+            yield verifier_pb2.VerifyResponse(opened={"next": {"drawn_id": 5}, "fence": {"committed_len": 1}})
 
     async def FetchFeatures(self, request: Any, context: Any) -> AsyncIterator[Any]:
         raise NotImplementedError
