@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from datetime import datetime
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+from tokenizers.models import BPE
 
 from coppice.errors import InvalidField
 from coppice.messages.generation import ChatMessage
 from coppice.messages.steps import vocabulary_hash
 
 _PRIMING_IDS = 8  # of the prompt, so that a decoder that drops a text's leading space sees this is no beginning
+_ASSISTANT = "Hello."  # what the assistant says in the chat that tells how a template ends a turn
 
 
 class TextCodec:
@@ -32,18 +31,17 @@ class TextCodec:
         except Exception as error:
             raise InvalidField("orchestrator.target", f"{folder / 'tokenizer.json'}: {error}") from None
         config = folder / "tokenizer_config.json"
-        self._config: dict[str, Any] = json.loads(config.read_text()) if config.is_file() else {}
-        self._template = _chat_template(folder, self._config)
+        self.has_chat_template = (
+            (folder / "chat_template.jinja").is_file()
+            or any(folder.glob("additional_chat_templates/*.jinja"))
+            or (config.is_file() and b'"chat_template"' in config.read_bytes())
+        )
+        """whether the folder has one, usable or not"""
 
     @classmethod
     def find(cls, folder: str) -> TextCodec | None:
         """The codec of a target's folder; None when it has no tokenizer.json, so that only ids work."""
         return cls(Path(folder)) if folder and (Path(folder) / "tokenizer.json").is_file() else None
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether chat prompts work."""
-        return self._template is not None
 
     @cached_property
     def vocabulary_hash(self) -> bytes:
@@ -56,58 +54,64 @@ class TextCodec:
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     def encode(self, prompt: str | Sequence[ChatMessage], bare: bool = False) -> list[int]:
-        """Ids of a text, with the special tokens the tokenizer puts around a prompt, or of a conversation.
+        """Ids of a text, with the special tokens the tokenizer puts around a prompt, or of a conversation up to where
+        the assistant answers.
 
         `bare` is a text without them. The interpreter's lock is held all the time. Raises InvalidField.
         """
-        if not isinstance(prompt, str):
-            return self._encode_chat(prompt)
-        ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=not bare).ids
+        text, special = (prompt, not bare) if isinstance(prompt, str) else (self.render(prompt), False)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
-    def _encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Ids of a conversation up to where the assistant answers. Raises InvalidField."""
-        if self._template is None:
+    def render(self, messages: Sequence[ChatMessage], ask: bool = True) -> str:
+        """The text that transformers' `apply_chat_template` makes of a conversation. Raises InvalidField.
+
+        ask: up to where the assistant answers. A template may take any time and memory.
+        """
+        if not self.has_chat_template:
             raise InvalidField("chat", "this target has no chat template")
-        special = {
-            name: _content(self._config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-        }
-        plain = [{"role": message.role, "content": message.content} for message in messages]
+        filled = [
+            {name: value for name, value in asdict(message).items() if value or name in ("role", "content")}
+            for message in messages
+        ]
         try:
-            text = self._template.render(messages=plain, add_generation_prompt=True, **special)
-        except jinja2.TemplateError as error:
-            raise InvalidField("chat.messages", str(error)) from None
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+            text: str = self._template.apply_chat_template(filled, tokenize=False, add_generation_prompt=ask)
+        except Exception as error:  # templates come with models and can raise anything
+            first = str(error).partition("\n")[0]
+            refused = type(error).__name__ == "TemplateError"  # what raise_exception in a template raises
+            reason = first if refused else f"{type(error).__name__}: {first}"
+            raise InvalidField(
+                "chat.messages", reason if refused else f"this target's chat template cannot be used: {reason}"
+            ) from None
+        return text
+
+    @cached_property
+    def _template(self) -> Any:
+        """transformers' own reading of the folder's templates and special tokens, without a second vocabulary."""
+        from transformers import PreTrainedTokenizerFast  # takes half a second, but no torch
+
+        empty = Tokenizer(BPE())
+        if self.tokenizer.padding:  # its token is the default
+            empty.enable_padding(**self.tokenizer.padding)
+        return PreTrainedTokenizerFast.from_pretrained(self.folder, tokenizer_object=empty, local_files_only=True)
+
+    def turn_end(self) -> int | None:
+        """The special id with which the chat template ends an assistant's turn, if it is one. Raises InvalidField."""
+        question = ChatMessage("user", "Hi")
+        self.render([question])
+        try:
+            text = self.render([question, ChatMessage("assistant", _ASSISTANT)], ask=False)
+        except InvalidField:
+            return None
+        _, answered, rest = text.rpartition(_ASSISTANT)
+        ids = self.tokenizer.encode(rest.strip(), add_special_tokens=False).ids
+        special = {token for token, added in self.tokenizer.get_added_tokens_decoder().items() if added.special}
+        return ids[0] if answered and ids and ids[0] in special else None
 
 
 def no_room(tokens: int, context: int) -> InvalidField:
     """The refusal of a prompt that fills the context."""
     return InvalidField("prompt", f"{tokens} tokens leave no room in a context of {context}")
-
-
-def _content(token: str | dict[str, Any] | None) -> str:
-    """A special token's text, which tokenizer_config.json holds plainly or as an object."""
-    return str(token.get("content", "")) if isinstance(token, dict) else token or ""
-
-
-def _chat_template(folder: Path, config: dict[str, Any]) -> jinja2.Template | None:
-    file = folder / "chat_template.jinja"
-    source = file.read_text() if file.is_file() else config.get("chat_template")
-    if isinstance(source, list):  # several named ones
-        source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
-    if not source:
-        return None
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
 
 
 class TextStream:
