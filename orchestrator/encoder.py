@@ -1,10 +1,10 @@
-"""Encodes prompts: chats and long texts in processes of their own, since a tokenizer holds the interpreter's lock while
-it works, and a chat template is a program that came with a model.
+"""Encodes prompts. Chats are rendered in a process of their own, since a chat template is a program that comes with a
+model, and long texts are encoded in another, since a tokenizer holds the interpreter's lock while it works.
 
-`python -m orchestrator.encoder FOLDER MOST_IDS NICENESS` is such a process. It reads questions from standard input and
-answers on standard output, each behind its length in four bytes: a text or, as JSON, a conversation; then ids as 32-bit
-numbers, or why there are none. Before the first question it says, a line each, what is wrong with the folder's chat
-template. It ends with its input.
+`python -m orchestrator.encoder ROLE FOLDER` is such a process. As `render` and `encode` it reads questions from
+standard input, a conversation as JSON or a text, and answers on standard output: the text, the ids as 32-bit numbers,
+or why there are none. Each stands behind its length in four bytes; an empty answer comes first, when all is loaded. It
+ends with its input. As `check` it prints what is wrong with the folder's chat template, a line each.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-
-import structlog
 
 from coppice.config.model_folder import ends_line, text_ends
 from coppice.errors import InvalidField, Unavailable
@@ -32,74 +30,79 @@ from coppice.messages.generation import ChatMessage
 from coppice.rpc.access import client_salt
 from coppice.rpc.admission import Admission
 
-from .tokenizer import TextCodec, no_room
-
-log = structlog.get_logger()
+from .tokenizer import ChatTemplate, TextCodec, no_room
 
 SHORT_CHARS = 4096  # a text of this length is encoded in a few milliseconds
-TEMPLATE_S = 2.0  # for a chat template to render a conversation
-_START_S, _ANSWER_S, _ANSWER_S_A_MIB = 60.0, 5.0, 10.0
-_MOST_BYTES = 4 << 30  # of such a process
-_NICENESS = 5  # running sessions come first
+ANSWER_S = 5.0  # for an exchange with a process, and _ANSWER_S_A_MIB more for each MiB of the question
+TEMPLATE_S = 1.0  # of computing, for a chat template to render a conversation
+_START_S, _ANSWER_S_A_MIB = 60.0, 10.0
+_MOST_BYTES = 4 << 30  # of a process
+_NICENESS = 5  # of the one for long texts: running sessions come first
 _LENGTH = struct.Struct("<I")
-_TEXT, _BARE, _CHAT, _IDS, _TOO_LONG, _INVALID = b"t", b"b", b"c", b"i", b"l", b"x"
+_TEXT, _BARE, _DONE, _INVALID = b"t", b"b", b"d", b"x"
 
 
 class Encoder:
-    """A target's tokenizer for prompts of any length. For one event loop."""
+    """A target's tokenizer and chat template for prompts of any length. For one event loop."""
 
-    def __init__(self, codec: TextCodec, most_ids: int, limits: Limits) -> None:
-        """most_ids: of a prompt that the target has room for. limits: how many may wait for the processes, how long."""
+    def __init__(self, codec: TextCodec, most_ids: int, limits: Limits, answer_s: float = ANSWER_S) -> None:
+        """most_ids: of a prompt that the target has room for. limits: how many may wait for a process, and how long."""
         self._codec, self._most_ids = codec, most_ids
-        # No short chat waits behind a long prompt.
-        self._short, self._long = (_Process(codec.folder, most_ids, niceness, limits) for niceness in (0, _NICENESS))
+        self._render, self._encode = (
+            _Process((role, str(codec.folder)), limits, answer_s) for role in ("render", "encode")
+        )
 
     async def start(self) -> None:
-        """Start the process for short chats, if there will be any; it loads in the background."""
+        """Start the process for chats, if there will be any; it loads in the background."""
         if self._codec.has_chat_template:
-            await self._short.start()
+            await self._render.start()
 
     async def encode(self, prompt: str | Sequence[ChatMessage], bare: bool = False) -> list[int]:
-        """Ids of a text or of a conversation; the clients that `client_salt` tells apart take turns at long ones.
+        """Ids of a text or of a conversation; the clients that `client_salt` tells apart take turns at the processes.
 
         bare: without the special tokens around a prompt. Raises InvalidField, before any work when it is hopelessly
         long, Overloaded and Unavailable.
         """
-        parts, chat = [prompt], False
         if not isinstance(prompt, str):
             check_count("chat.messages", len(prompt), 1, MAX_CHAT_MESSAGES)
-            parts, chat = [message.content for message in prompt], self._codec.has_chat_template
-        chars = sum(map(len, parts))
-        if chars > self._most_ids * self._codec.longest:
-            raise InvalidField("prompt", f"{chars} characters are more than {self._most_ids} tokens hold")
-        short = chars <= SHORT_CHARS
-        if short and not chat:
+            self._check_length(sum(len(message.content) for message in prompt))
+            prompt, bare = await self._rendered(prompt), True
+        self._check_length(len(prompt))
+        if len(prompt) <= SHORT_CHARS:
             return self._codec.encode(prompt, bare)
         try:
-            answer = await (self._short if short else self._long).ask(_question(prompt, bare))
+            answer = await self._encode.ask((_BARE if bare else _TEXT) + prompt.encode())
         except TimeoutError:
-            if chat:
-                raise InvalidField("chat.messages", "this target's chat template does not end") from None
             raise Unavailable("the tokenizer's process does not answer") from None
-        kind, rest = answer[:1], answer[1:]
-        if kind == _IDS:
-            return array.array("I", rest).tolist()
-        if kind == _TOO_LONG:
-            raise no_room(int(rest), self._most_ids)
-        field, _, reason = rest.decode().partition(": ")
-        raise InvalidField(field, reason)
+        ids = array.array("I", answer).tolist()
+        if len(ids) >= self._most_ids:
+            raise no_room(len(ids), self._most_ids)
+        return ids
+
+    async def _rendered(self, messages: Sequence[ChatMessage]) -> str:
+        if not self._codec.has_chat_template:
+            raise InvalidField("chat", "this target has no chat template")
+        try:
+            question = json.dumps([asdict(message) for message in messages]).encode()
+            return (await self._render.ask(question)).decode()
+        except TimeoutError:
+            raise InvalidField("chat.messages", "this target's chat template does not end") from None
+
+    def _check_length(self, chars: int) -> None:
+        if chars > self._most_ids * self._codec.longest:
+            raise InvalidField("prompt", f"{chars} characters are more than {self._most_ids} tokens hold")
 
     async def stop(self) -> None:
         """End the processes."""
-        await self._short.stop()
-        await self._long.stop()
+        await self._render.stop()
+        await self._encode.stop()
 
 
 class _Process:
     """A process that answers one question after another; who asks waits for a turn."""
 
-    def __init__(self, folder: Path, most_ids: int, niceness: int, limits: Limits) -> None:
-        self._arguments = str(folder), str(most_ids), str(niceness)
+    def __init__(self, arguments: Sequence[str], limits: Limits, answer_s: float) -> None:
+        self._arguments, self._answer_s = arguments, answer_s
         self._turns = Admission("turns of the tokenizer's process", 1, limits.queued, limits.queue_s)
         self._process: asyncio.subprocess.Process | None = None
         self._loaded = False
@@ -126,30 +129,33 @@ class _Process:
     async def ask(self, question: bytes) -> bytes:
         """The answer. Who leaves before its turn leaves the line; a question that was asked is answered in any case.
 
-        Raises Overloaded, Unavailable, TimeoutError.
+        Raises InvalidField, Overloaded, Unavailable, and TimeoutError when two processes do not answer in time.
         """
         asked = asyncio.Event()
-        answer = asyncio.create_task(self._ask_in_turn(question, asked))
-        answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+        answering = asyncio.create_task(self._ask_in_turn(question, asked))
+        answering.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            return await asyncio.shield(answer)
+            answer = await asyncio.shield(answering)
         except asyncio.CancelledError:
             if not asked.is_set():
-                answer.cancel()
+                answering.cancel()
             raise
+        if answer[:1] == _INVALID:
+            field, _, reason = answer[1:].decode().partition(": ")
+            raise InvalidField(field, reason)
+        return answer[1:]
 
     async def _ask_in_turn(self, question: bytes, asked: asyncio.Event) -> bytes:
         async with self._turns.admit(client=client_salt()):
             asked.set()
-            for last in (False, True):  # it may have been killed, or hang
+            for _ in range(2):  # it may have been killed, or hang
                 try:
                     return await self._exchange(question)
-                except TimeoutError:
+                except (OSError, asyncio.IncompleteReadError) as error:
+                    late = isinstance(error, TimeoutError)
                     await self.stop()
-                    if last:
-                        raise
-                except (OSError, asyncio.IncompleteReadError):
-                    await self.stop()
+        if late:
+            raise TimeoutError
         raise Unavailable("the tokenizer's process ended")
 
     async def _exchange(self, question: bytes) -> bytes:
@@ -159,10 +165,9 @@ class _Process:
         assert stdout
         if not self._loaded:
             async with asyncio.timeout(_START_S):
-                for line in (await _read(stdout)).decode().splitlines():
-                    log.warning(line)
+                await _read(stdout)
             self._loaded = True
-        async with asyncio.timeout(_ANSWER_S + _ANSWER_S_A_MIB * len(question) / 2**20):
+        async with asyncio.timeout(self._answer_s + _ANSWER_S_A_MIB * len(question) / 2**20):
             stdin.write(_LENGTH.pack(len(question)) + question)
             await stdin.drain()
             return await _read(stdout)
@@ -173,44 +178,20 @@ async def _read(stdout: asyncio.StreamReader) -> bytes:
     return await stdout.readexactly(length)
 
 
-def _question(prompt: str | Sequence[ChatMessage], bare: bool) -> bytes:
-    if isinstance(prompt, str):
-        return (_BARE if bare else _TEXT) + prompt.encode()
-    return _CHAT + json.dumps([asdict(message) for message in prompt]).encode()
+def _renderer(folder: Path) -> Callable[[bytes], bytes]:
+    template = ChatTemplate(folder)
 
-
-def _answered(codec: TextCodec, question: bytes, most_ids: int) -> bytes:
-    kind, rest = question[:1], question[1:].decode()
-    try:
-        text = rest
-        if kind == _CHAT:
-            messages = [ChatMessage(**message) for message in json.loads(rest)]
-            with _in_time():
-                text = codec.render(messages)
-        ids = codec.tokenizer.encode(text, add_special_tokens=kind == _TEXT).ids
-    except InvalidField as error:
-        return _INVALID + str(error).encode()
-    except BaseException as error:  # as the panic of a tokenizer is
-        return _INVALID + f"prompt: the tokenizer fails: {error}".encode()
-    if len(ids) >= most_ids:
-        return _TOO_LONG + str(len(ids)).encode()
-    return _IDS + array.array("I", ids).tobytes()
-
-
-def _template_faults(codec: TextCodec) -> Iterator[str]:
-    """What is wrong with the chat template of a folder, a line each."""
-    if not codec.has_chat_template:
-        return
-    try:
+    def render(question: bytes) -> bytes:
         with _in_time():
-            end = codec.turn_end()
-    except InvalidField as error:
-        yield f"chats will be refused: {error}"
-        return
-    ends = text_ends(codec.folder)
-    if end is not None and end not in next(iter(ends.values()), (end,)):
-        token = codec.tokenizer.id_to_token(end)
-        yield f"the chat template ends turns with {token} ({end}), but {ends_line(ends)}: answers go on behind it"
+            return template.render([ChatMessage(**message) for message in json.loads(question)]).encode()
+
+    return render
+
+
+def _encoder(folder: Path) -> Callable[[bytes], bytes]:
+    os.nice(_NICENESS)
+    codec = TextCodec(folder)
+    return lambda question: array.array("I", codec.encode(question[1:].decode(), question[:1] == _BARE)).tobytes()
 
 
 @contextmanager
@@ -227,22 +208,50 @@ def _too_slow(number: int, frame: FrameType | None) -> None:
     raise TimeoutError(f"it computes for more than {TEMPLATE_S:g} s")
 
 
-def main(folder: str, most_ids: str, niceness: str) -> None:
+def _answer_all(answer: Callable[[bytes], bytes]) -> None:
     """Answer until the input ends."""
-    os.nice(int(niceness))
+    questions, answers, reply = sys.stdin.buffer, sys.stdout.buffer, b""
+    while True:
+        answers.write(_LENGTH.pack(len(reply)) + reply)
+        answers.flush()
+        if not (length := questions.read(_LENGTH.size)):
+            return
+        try:
+            reply = _DONE + answer(questions.read(*_LENGTH.unpack(length)))
+        except InvalidField as error:
+            reply = _INVALID + str(error).encode()
+        except BaseException as error:  # as the panic of a tokenizer is
+            reply = _INVALID + f"prompt: the tokenizer fails: {error}".encode()
+
+
+def _check(folder: Path) -> Iterator[str]:
+    """What is wrong with a folder's chat template, a line each."""
+    codec = TextCodec(folder)
+    if not codec.has_chat_template:
+        return
+    template = ChatTemplate(folder)
+    try:
+        with _in_time():
+            end = template.turn_end(codec.tokenizer)
+    except InvalidField as error:
+        yield f"chats will be refused: {error}"
+        return
+    ends = text_ends(folder)
+    if end is not None and end not in next(iter(ends.values()), (end,)):
+        token = codec.tokenizer.id_to_token(end)
+        yield f"the chat template ends turns with {token} ({end}), but {ends_line(ends)}: answers go on behind it"
+
+
+def main(role: str, folder: str) -> None:
+    """Do what the role is for, without more time and memory than one question may take."""
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES if most < 0 else min(most, _MOST_BYTES), most))
     signal.signal(signal.SIGPROF, _too_slow)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on a terminal it goes to the whole group
-    codec = TextCodec(Path(folder))
-    questions, answers = sys.stdin.buffer, sys.stdout.buffer
-    answer = "\n".join(_template_faults(codec)).encode()
-    while True:
-        answers.write(_LENGTH.pack(len(answer)) + answer)
-        answers.flush()
-        if not (length := questions.read(_LENGTH.size)):
-            return
-        answer = _answered(codec, questions.read(*_LENGTH.unpack(length)), int(most_ids))
+    if role == "check":
+        print(*_check(Path(folder)), sep="\n")
+    else:
+        _answer_all((_renderer if role == "render" else _encoder)(Path(folder)))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,65 @@ _PRIMING_IDS = 8  # of the prompt, so that a decoder that drops a text's leading
 _ASSISTANT = "Hello."  # what the assistant says in the chat that tells how a template ends a turn
 
 
+class ChatTemplate:
+    """The chat template of a folder, rendered by transformers."""
+
+    def __init__(self, folder: Path) -> None:
+        """Does not fail: what is wrong with the folder's files is raised by `render`. Takes half a second, no torch."""
+        from transformers import PreTrainedTokenizerFast
+
+        self._error: Exception | None = None
+        try:  # its templates and special tokens, without its vocabulary
+            self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(
+                folder, tokenizer_object=Tokenizer(BPE()), local_files_only=True
+            )
+        except Exception as error:
+            self._error = error
+
+    @staticmethod
+    def is_in(folder: Path) -> bool:
+        """Whether a folder has one, usable or not."""
+        config = folder / "tokenizer_config.json"
+        return (
+            (folder / "chat_template.jinja").is_file()
+            or any(folder.glob("additional_chat_templates/*.jinja"))
+            or (config.is_file() and b'"chat_template"' in config.read_bytes())
+        )
+
+    def render(self, messages: Sequence[ChatMessage], ask: bool = True) -> str:
+        """The text that `apply_chat_template` makes of a conversation. Raises InvalidField.
+
+        ask: up to where the assistant answers. A template may take any time and memory.
+        """
+        filled = [
+            {name: value for name, value in asdict(message).items() if value or name in ("role", "content")}
+            for message in messages
+        ]
+        try:
+            if self._error:
+                raise self._error
+            text: str = self._tokenizer.apply_chat_template(filled, tokenize=False, add_generation_prompt=ask)
+            text.encode()
+        except Exception as error:  # templates come with models and can raise anything
+            reason = str(error).partition("\n")[0]
+            if type(error).__name__ != "TemplateError":  # which is what a template's raise_exception raises
+                reason = f"this target's chat template cannot be used: {type(error).__name__}: {reason}"
+            raise InvalidField("chat.messages", reason) from None
+        return text
+
+    def turn_end(self, tokenizer: Tokenizer) -> int | None:
+        """The added token with which an assistant's turn ends, if it is one. Raises InvalidField."""
+        question = ChatMessage("user", "Hi")
+        self.render([question])
+        try:
+            text = self.render([question, ChatMessage("assistant", _ASSISTANT)], ask=False)
+        except InvalidField:
+            return None
+        _, answered, rest = text.rpartition(_ASSISTANT)
+        ids: list[int] = tokenizer.encode(rest.strip(), add_special_tokens=False).ids
+        return ids[0] if answered and ids and ids[0] in tokenizer.get_added_tokens_decoder() else None
+
+
 class TextCodec:
     """A target's tokenizer.json and, if it has one, its chat template."""
 
@@ -30,13 +89,9 @@ class TextCodec:
             self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:
             raise InvalidField("orchestrator.target", f"{folder / 'tokenizer.json'}: {error}") from None
-        config = folder / "tokenizer_config.json"
-        self.has_chat_template = (
-            (folder / "chat_template.jinja").is_file()
-            or any(folder.glob("additional_chat_templates/*.jinja"))
-            or (config.is_file() and b'"chat_template"' in config.read_bytes())
-        )
-        """whether the folder has one, usable or not"""
+        self.tokenizer.no_padding()  # of batches; a prompt is itself
+        self.tokenizer.no_truncation()
+        self.has_chat_template = ChatTemplate.is_in(folder)
 
     @classmethod
     def find(cls, folder: str) -> TextCodec | None:
@@ -53,60 +108,13 @@ class TextCodec:
         """Characters of the longest token."""
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
-    def encode(self, prompt: str | Sequence[ChatMessage], bare: bool = False) -> list[int]:
-        """Ids of a text, with the special tokens the tokenizer puts around a prompt, or of a conversation up to where
-        the assistant answers.
+    def encode(self, text: str, bare: bool = False) -> list[int]:
+        """Ids of a text, with the special tokens that the tokenizer puts around a prompt, or `bare` without them.
 
-        `bare` is a text without them. The interpreter's lock is held all the time. Raises InvalidField.
+        The interpreter's lock is held all the time.
         """
-        text, special = (prompt, not bare) if isinstance(prompt, str) else (self.render(prompt), False)
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=not bare).ids
         return ids
-
-    def render(self, messages: Sequence[ChatMessage], ask: bool = True) -> str:
-        """The text that transformers' `apply_chat_template` makes of a conversation. Raises InvalidField.
-
-        ask: up to where the assistant answers. A template may take any time and memory.
-        """
-        if not self.has_chat_template:
-            raise InvalidField("chat", "this target has no chat template")
-        filled = [
-            {name: value for name, value in asdict(message).items() if value or name in ("role", "content")}
-            for message in messages
-        ]
-        try:
-            text: str = self._template.apply_chat_template(filled, tokenize=False, add_generation_prompt=ask)
-        except Exception as error:  # templates come with models and can raise anything
-            first = str(error).partition("\n")[0]
-            refused = type(error).__name__ == "TemplateError"  # what raise_exception in a template raises
-            reason = first if refused else f"{type(error).__name__}: {first}"
-            raise InvalidField(
-                "chat.messages", reason if refused else f"this target's chat template cannot be used: {reason}"
-            ) from None
-        return text
-
-    @cached_property
-    def _template(self) -> Any:
-        """transformers' own reading of the folder's templates and special tokens, without a second vocabulary."""
-        from transformers import PreTrainedTokenizerFast  # takes half a second, but no torch
-
-        empty = Tokenizer(BPE())
-        if self.tokenizer.padding:  # its token is the default
-            empty.enable_padding(**self.tokenizer.padding)
-        return PreTrainedTokenizerFast.from_pretrained(self.folder, tokenizer_object=empty, local_files_only=True)
-
-    def turn_end(self) -> int | None:
-        """The special id with which the chat template ends an assistant's turn, if it is one. Raises InvalidField."""
-        question = ChatMessage("user", "Hi")
-        self.render([question])
-        try:
-            text = self.render([question, ChatMessage("assistant", _ASSISTANT)], ask=False)
-        except InvalidField:
-            return None
-        _, answered, rest = text.rpartition(_ASSISTANT)
-        ids = self.tokenizer.encode(rest.strip(), add_special_tokens=False).ids
-        special = {token for token, added in self.tokenizer.get_added_tokens_decoder().items() if added.special}
-        return ids[0] if answered and ids and ids[0] in special else None
 
 
 def no_room(tokens: int, context: int) -> InvalidField:

@@ -26,7 +26,7 @@ class Admission:
         self._next_back = 0.0  # when the latest who was refused is to come back
         self._waiting: list[tuple[int, asyncio.Event]] = []  # with the round each is served in
         self._round = 0  # of the latest who was served
-        self._next_round: dict[str, int] = {}  # by client, while anybody waits
+        self._next_round: dict[str, int] = {}  # by client; forgotten while nobody waits
 
     @property
     def waiting(self) -> int:
@@ -77,6 +77,7 @@ class Admission:
         """
         if self.check(units):
             self.used += units
+            self._next_round = {client: self._round + 1}
             return
         called = asyncio.Event()
         place = max(self._round, self._next_round.get(client, 0)), called

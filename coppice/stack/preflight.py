@@ -47,13 +47,10 @@ def target_warnings(folder: Path) -> Iterator[str]:
     yield from disagreements(folder)
     if not (folder / "tokenizer.json").is_file():
         return
-    # The orchestrator's own process for chats says it before the first question.
-    command = [sys.executable, "-m", module_of("orchestrator.encoder"), str(folder.resolve()), "0", "0"]
+    command = [sys.executable, "-m", module_of("orchestrator.encoder"), "check", str(folder.resolve())]
     try:
-        process = subprocess.run(
-            command, input=b"", capture_output=True, timeout=_TEMPLATE_S, env=environment(checkout())
-        )
-        yield from process.stdout[4:].decode().splitlines()
+        checked = subprocess.run(command, capture_output=True, timeout=_TEMPLATE_S, env=environment(checkout()))
+        yield from filter(None, checked.stdout.decode().splitlines())
     except subprocess.TimeoutExpired:
         yield "chats will be refused: this target's chat template does not end"
 

@@ -19,7 +19,7 @@ from coppice.commands.serve import ROLES
 from coppice.config.settings import Settings
 from coppice.messages.generation import ChatMessage
 from coppice.stack.spec import SHIPPED_HEADS
-from orchestrator.tokenizer import TextCodec
+from orchestrator.tokenizer import ChatTemplate
 from tests.fake_service import MAX_LEN, echo_server
 
 ROOT = Path(__file__).parents[2]
@@ -361,6 +361,6 @@ def test_doctor_lists_the_models_and_says_what_to_do(
 
 
 def test_the_shipped_target_has_a_chat_template() -> None:
-    codec = TextCodec(ROOT / "models" / "demo" / "target")
-    ids = codec.encode([ChatMessage("user", "Hi"), ChatMessage("assistant", "Hello."), ChatMessage("user", "Bye")])
-    assert codec.tokenizer.decode(ids) == "Hi\nHello.\n\nBye\n"
+    template = ChatTemplate(ROOT / "models" / "demo" / "target")
+    chat = [ChatMessage("user", "Hi"), ChatMessage("assistant", "Hello."), ChatMessage("user", "Bye")]
+    assert template.render(chat) == "Hi\nHello.\n\nBye\n"
