@@ -90,7 +90,7 @@ def disagreements(folder: str | Path) -> Iterator[str]:
     twice = sorted((config.keys() & nested.keys()) - _EACH)
     for name, value, counts, other in (
         *((name, config[name], NESTED, nested[name]) for name in twice),
-        *((f"rope_parameters, {name}", rope[name], "rope_scaling", rotation.get(name, "nothing")) for name in rope),
+        *((f"rope_parameters, {name}", rope[name], "rope_scaling", rotation.get(name) or "nothing") for name in rope),
         ("rope_theta", text.get("rope_theta"), "rope_parameters", rotation.get("rope_theta")),
         ("torch_dtype", text.get("torch_dtype"), "dtype", text.get("dtype")),
         (f"model_max_length ({TOKENIZER})", length, "max_position_embeddings", text.get("max_position_embeddings")),
