@@ -1,27 +1,25 @@
 """Encodes prompts. Chats are rendered in a process of their own, since a chat template is a program that comes with a
 model, and long texts are encoded in another, since a tokenizer holds the interpreter's lock while it works.
 
-`python -m orchestrator.encoder ROLE FOLDER` is such a process. As `render` and `encode` it reads questions from
-standard input, a conversation as JSON or a text, and answers on standard output: the text, the ids as 32-bit numbers,
-or why there are none. Each stands behind its length in four bytes; an empty answer comes first, when all is loaded. It
-ends with its input. As `check` it prints what is wrong with the folder's chat template, a line each.
+`python -m orchestrator.encoder ROLE FOLDER` is such a process. As `render` or `encode` it writes a line when it has
+loaded, and answers each line of its input, both in JSON, until the input ends. As `check` it prints what is wrong with
+the folder's chat template, a line each.
 """
 
 from __future__ import annotations
 
-import array
 import asyncio
 import json
 import os
 import resource
 import signal
-import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from coppice.config.model_folder import ends_line, text_ends
 from coppice.errors import InvalidField, Unavailable
@@ -38,8 +36,7 @@ TEMPLATE_S = 1.0  # of computing, for a chat template to render a conversation
 _START_S, _ANSWER_S_A_MIB = 60.0, 10.0
 _MOST_BYTES = 4 << 30  # of a process
 _NICENESS = 5  # of the one for long texts: running sessions come first
-_LENGTH = struct.Struct("<I")
-_TEXT, _BARE, _DONE, _INVALID = b"t", b"b", b"d", b"x"
+_LONGEST_LINE = 1 << 28  # bytes of an answer
 
 
 class Encoder:
@@ -66,27 +63,23 @@ class Encoder:
         if not isinstance(prompt, str):
             check_count("chat.messages", len(prompt), 1, MAX_CHAT_MESSAGES)
             self._check_length(sum(len(message.content) for message in prompt))
-            prompt, bare = await self._rendered(prompt), True
+            if not self._codec.has_chat_template:
+                raise InvalidField("chat", "this target has no chat template")
+            try:
+                text: str = await self._render.ask([asdict(message) for message in prompt])
+            except TimeoutError:
+                raise InvalidField("chat.messages", "this target's chat template does not end") from None
+            prompt, bare = text, True
         self._check_length(len(prompt))
         if len(prompt) <= SHORT_CHARS:
             return self._codec.encode(prompt, bare)
         try:
-            answer = await self._encode.ask((_BARE if bare else _TEXT) + prompt.encode())
+            ids: list[int] = await self._encode.ask([prompt, bare])
         except TimeoutError:
             raise Unavailable("the tokenizer's process does not answer") from None
-        ids = array.array("I", answer).tolist()
         if len(ids) >= self._most_ids:
             raise no_room(len(ids), self._most_ids)
         return ids
-
-    async def _rendered(self, messages: Sequence[ChatMessage]) -> str:
-        if not self._codec.has_chat_template:
-            raise InvalidField("chat", "this target has no chat template")
-        try:
-            question = json.dumps([asdict(message) for message in messages]).encode()
-            return (await self._render.ask(question)).decode()
-        except TimeoutError:
-            raise InvalidField("chat.messages", "this target's chat template does not end") from None
 
     def _check_length(self, chars: int) -> None:
         if chars > self._most_ids * self._codec.longest:
@@ -116,6 +109,7 @@ class _Process:
                 *("-m", __name__, *self._arguments),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
+                limit=_LONGEST_LINE,
             )
         return self._process
 
@@ -126,24 +120,23 @@ class _Process:
             process.kill()
             await process.wait()
 
-    async def ask(self, question: bytes) -> bytes:
+    async def ask(self, question: object) -> Any:
         """The answer. Who leaves before its turn leaves the line; a question that was asked is answered in any case.
 
         Raises InvalidField, Overloaded, Unavailable, and TimeoutError when two processes do not answer in time.
         """
         asked = asyncio.Event()
-        answering = asyncio.create_task(self._ask_in_turn(question, asked))
+        answering = asyncio.create_task(self._ask_in_turn(json.dumps(question).encode() + b"\n", asked))
         answering.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            answer = await asyncio.shield(answering)
+            answer, *refused = json.loads(await asyncio.shield(answering))
         except asyncio.CancelledError:
             if not asked.is_set():
                 answering.cancel()
             raise
-        if answer[:1] == _INVALID:
-            field, _, reason = answer[1:].decode().partition(": ")
-            raise InvalidField(field, reason)
-        return answer[1:]
+        if refused:
+            raise InvalidField(*refused)
+        return answer
 
     async def _ask_in_turn(self, question: bytes, asked: asyncio.Event) -> bytes:
         async with self._turns.admit(client=client_salt()):
@@ -151,7 +144,7 @@ class _Process:
             for _ in range(2):  # it may have been killed, or hang
                 try:
                     return await self._exchange(question)
-                except (OSError, asyncio.IncompleteReadError) as error:
+                except (OSError, EOFError) as error:
                     late = isinstance(error, TimeoutError)
                     await self.stop()
         if late:
@@ -165,33 +158,12 @@ class _Process:
         assert stdout
         if not self._loaded:
             async with asyncio.timeout(_START_S):
-                await _read(stdout)
+                await stdout.readuntil()
             self._loaded = True
         async with asyncio.timeout(self._answer_s + _ANSWER_S_A_MIB * len(question) / 2**20):
-            stdin.write(_LENGTH.pack(len(question)) + question)
+            stdin.write(question)
             await stdin.drain()
-            return await _read(stdout)
-
-
-async def _read(stdout: asyncio.StreamReader) -> bytes:
-    (length,) = _LENGTH.unpack(await stdout.readexactly(_LENGTH.size))
-    return await stdout.readexactly(length)
-
-
-def _renderer(folder: Path) -> Callable[[bytes], bytes]:
-    template = ChatTemplate(folder)
-
-    def render(question: bytes) -> bytes:
-        with _in_time():
-            return template.render([ChatMessage(**message) for message in json.loads(question)]).encode()
-
-    return render
-
-
-def _encoder(folder: Path) -> Callable[[bytes], bytes]:
-    os.nice(_NICENESS)
-    codec = TextCodec(folder)
-    return lambda question: array.array("I", codec.encode(question[1:].decode(), question[:1] == _BARE)).tobytes()
+            return await stdout.readuntil()
 
 
 @contextmanager
@@ -206,22 +178,6 @@ def _in_time() -> Iterator[None]:
 
 def _too_slow(number: int, frame: FrameType | None) -> None:
     raise TimeoutError(f"it computes for more than {TEMPLATE_S:g} s")
-
-
-def _answer_all(answer: Callable[[bytes], bytes]) -> None:
-    """Answer until the input ends."""
-    questions, answers, reply = sys.stdin.buffer, sys.stdout.buffer, b""
-    while True:
-        answers.write(_LENGTH.pack(len(reply)) + reply)
-        answers.flush()
-        if not (length := questions.read(_LENGTH.size)):
-            return
-        try:
-            reply = _DONE + answer(questions.read(*_LENGTH.unpack(length)))
-        except InvalidField as error:
-            reply = _INVALID + str(error).encode()
-        except BaseException as error:  # as the panic of a tokenizer is
-            reply = _INVALID + f"prompt: the tokenizer fails: {error}".encode()
 
 
 def _check(folder: Path) -> Iterator[str]:
@@ -242,16 +198,40 @@ def _check(folder: Path) -> Iterator[str]:
         yield f"the chat template ends turns with {token} ({end}), but {ends_line(ends)}: answers go on behind it"
 
 
+def _answers(role: str, folder: Path) -> Callable[[Any], str | list[int]]:
+    """What answers the questions of a role."""
+    if role == "encode":
+        os.nice(_NICENESS)
+        codec = TextCodec(folder)
+        return lambda question: codec.encode(*question)
+    template = ChatTemplate(folder)
+
+    def render(question: list[dict[str, str]]) -> str:
+        with _in_time():
+            return template.render([ChatMessage(**message) for message in question])
+
+    return render
+
+
 def main(role: str, folder: str) -> None:
-    """Do what the role is for, without more time and memory than one question may take."""
+    """Do what the role is for, without more memory than one question may take."""
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES if most < 0 else min(most, _MOST_BYTES), most))
     signal.signal(signal.SIGPROF, _too_slow)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on a terminal it goes to the whole group
     if role == "check":
         print(*_check(Path(folder)), sep="\n")
-    else:
-        _answer_all((_renderer if role == "render" else _encoder)(Path(folder)))
+        return
+    answer, reply = _answers(role, Path(folder)), list[object]()
+    print(flush=True)
+    for question in sys.stdin:
+        try:
+            reply = [answer(json.loads(question))]
+        except InvalidField as error:
+            reply = [None, error.field, str(error).removeprefix(f"{error.field}: ")]
+        except BaseException as error:  # as the panic of a tokenizer is
+            reply = [None, "prompt", f"the tokenizer fails: {error}"]
+        print(json.dumps(reply), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from coppice.messages.generation import ChatMessage
 from coppice.messages.steps import vocabulary_hash
 
 _PRIMING_IDS = 8  # of the prompt, so that a decoder that drops a text's leading space sees this is no beginning
+_MOST_BYTES = 16 << 20  # of a rendered chat
 _ASSISTANT = "Hello."  # what the assistant says in the chat that tells how a template ends a turn
 
 
@@ -58,7 +59,8 @@ class ChatTemplate:
             if self._error:
                 raise self._error
             text: str = self._tokenizer.apply_chat_template(filled, tokenize=False, add_generation_prompt=ask)
-            text.encode()
+            if len(text.encode()) > _MOST_BYTES:
+                raise ValueError(f"a text of {len(text)} characters")
         except Exception as error:  # templates come with models and can raise anything
             reason = str(error).partition("\n")[0]
             if type(error).__name__ != "TemplateError":  # which is what a template's raise_exception raises

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from coppice.errors import InvalidField
-from coppice.limits import MAX_STOP_IDS, MAX_TOKEN_ID
+from coppice.limits import MAX_STOP_IDS, MAX_TOKEN_ID, check_count
 
 CONFIG, GENERATION, NESTED = "config.json", "generation_config.json", "text_config of config.json"
 TOKENIZER, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
@@ -50,11 +50,9 @@ def text_ends(folder: str | Path) -> dict[str, tuple[int, ...]]:
     for place, values in ((GENERATION, _read(folder, GENERATION)), (CONFIG, config), (NESTED, _nested(config))):
         named = values.get("eos_token_id")
         ids = tuple(named) if isinstance(named, list) else () if named is None else (named,)
-        for token in ids:
-            if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
-                raise InvalidField("eos_token_id", f"{token!r} in {folder}, {place}, is not in 0..{MAX_TOKEN_ID}")
-        if len(ids) > MAX_STOP_IDS:
-            raise InvalidField("eos_token_id", f"{len(ids)} ids in {folder}, {place}, at most {MAX_STOP_IDS} may be")
+        check_count(f"eos_token_id in {folder}, {place}", len(ids), 0, MAX_STOP_IDS)
+        if odd := [token for token in ids if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID]:
+            raise InvalidField("eos_token_id", f"{odd[0]!r} in {folder}, {place}, is not in 0..{MAX_TOKEN_ID}")
         ends[place] = ids
     for place in (TOKENIZER, SPECIAL):
         token = _special_id(folder, place, "eos_token")

@@ -178,6 +178,7 @@ BROKEN: dict[str, str | bytes] = {
     "forbidden": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "no end of calls": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
     "lone surrogate": "{{ '\\ud800' }}",
+    "a text too long": "{{ 'x' * 10**8 }}",
     "memory": "{{ ('x' * 10**10) | length }}",
     LOOPS: "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
 }
