@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from coppice.config.model_folder import ends_line, text_ends
+from coppice.config.model_folder import added_tokens, ends_line, text_ends
 from coppice.errors import InvalidField, Unavailable
 from coppice.limits import MAX_CHAT_MESSAGES, Limits, check_count
 from coppice.messages.generation import ChatMessage
@@ -182,20 +182,19 @@ def _too_slow(number: int, frame: FrameType | None) -> None:
 
 def _check(folder: Path) -> Iterator[str]:
     """What is wrong with a folder's chat template, a line each."""
-    codec = TextCodec(folder)
-    if not codec.has_chat_template:
+    if not ChatTemplate.is_in(folder):
         return
-    template = ChatTemplate(folder)
+    template, tokens = ChatTemplate(folder), added_tokens(folder)
     try:
         with _in_time():
-            end = template.turn_end(codec.tokenizer)
+            token = template.turn_end(tokens)
     except InvalidField as error:
         yield f"chats will be refused: {error}"
         return
     ends = text_ends(folder)
-    if end is not None and end not in next(iter(ends.values()), (end,)):
-        token = codec.tokenizer.id_to_token(end)
-        yield f"the chat template ends turns with {token} ({end}), but {ends_line(ends)}: answers go on behind it"
+    if token and tokens[token] not in next(iter(ends.values()), (tokens[token],)):
+        line = f"the chat template ends turns with {token} ({tokens[token]})"
+        yield f"{line}, but {ends_line(ends)}: answers go on behind it"
 
 
 def _answers(role: str, folder: Path) -> Callable[[Any], str | list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -68,17 +68,16 @@ class ChatTemplate:
             raise InvalidField("chat.messages", reason) from None
         return text
 
-    def turn_end(self, tokenizer: Tokenizer) -> int | None:
-        """The added token with which an assistant's turn ends, if it is one. Raises InvalidField."""
+    def turn_end(self, tokens: Iterable[str]) -> str:
+        """With which of some tokens an assistant's turn ends; empty: with none of them. Raises InvalidField."""
         question = ChatMessage("user", "Hi")
         self.render([question])
         try:
             text = self.render([question, ChatMessage("assistant", _ASSISTANT)], ask=False)
         except InvalidField:
-            return None
+            return ""
         _, answered, rest = text.rpartition(_ASSISTANT)
-        ids: list[int] = tokenizer.encode(rest.strip(), add_special_tokens=False).ids
-        return ids[0] if answered and ids and ids[0] in tokenizer.get_added_tokens_decoder() else None
+        return max((token for token in tokens if answered and rest.strip().startswith(token)), key=len, default="")
 
 
 class TextCodec:

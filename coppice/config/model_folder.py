@@ -124,12 +124,12 @@ def _special_id(folder: str | Path, name: str, role: str) -> int | None:
     """The id of a special token that a file names, such as "eos_token"."""
     token = _read(folder, name).get(role)
     content = token.get("content") if isinstance(token, dict) else token
-    return _added_tokens(Path(folder) / "tokenizer.json").get(content) if isinstance(content, str) else None
+    return added_tokens(folder).get(content) if isinstance(content, str) else None
 
 
-def _added_tokens(file: Path) -> dict[str, int]:
+def added_tokens(folder: str | Path) -> dict[str, int]:
     """Ids of the tokens that tokenizer.json names before its vocabulary, which is not read."""
     with suppress(OSError, ValueError, TypeError, KeyError):
-        _, _, rest = file.read_text(encoding="utf-8").partition('"added_tokens":')
+        _, _, rest = (Path(folder) / "tokenizer.json").read_text(encoding="utf-8").partition('"added_tokens":')
         return {token["content"]: token["id"] for token in json.JSONDecoder().raw_decode(rest.lstrip())[0]}
     return {}
