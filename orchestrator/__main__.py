@@ -86,6 +86,8 @@ async def serve(settings: Settings) -> int:
     if signals is not None:
         producer.start()
     servicer = GenerationServicer(settings, target, verifiers, heads, codec, metrics, signals)
+    if servicer.encoder is not None:
+        await servicer.encoder.start()
     _gauge(metrics, servicer)
     tokens = Tokens(told.tokens, metrics.client_requests) if told.tokens else None
     serving = Serving(settings.server, settings.limits, "orchestrator", settings.tls, tokens)

@@ -64,7 +64,7 @@ class GenerationServicer:
         self.settings, self.target, self.verifiers = settings, target, verifiers
         self.signals = signals
         self.heads, self.codec, self.metrics = heads, codec, metrics
-        self.encoder = Encoder(codec, target.max_len) if codec else None
+        self.encoder = Encoder(codec, target.max_len, settings.limits) if codec else None
         wanted = settings.orchestrator.policy
         self.default_policy = Policy.parse(wanted, list(heads)) if wanted else Policy.default(list(heads))
         names = list(heads)

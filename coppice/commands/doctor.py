@@ -16,9 +16,10 @@ from rich.table import Table
 
 from coppice import __version__
 from coppice.client.client import Client, default_address
+from coppice.config.model_folder import ends_line, text_ends
 from coppice.errors import CoppiceError, DeadlineExceeded, InvalidField, Unavailable
 from coppice.machine import PROMISES, default_dtype, this_machine
-from coppice.stack.preflight import check_target, why_no_port
+from coppice.stack.preflight import check_target, target_warnings, why_no_port
 from coppice.stack.redis_server import find_server
 from coppice.stack.spec import COUNTING_KINDS, DEFAULT_PORT, SHIPPED_HEADS, StackSpec, checkout
 
@@ -79,7 +80,7 @@ def find(address: str | None, target: Path | None = None) -> Iterator[Finding]:
         yield _package(name, needed=root is not None)
     yield from _hardware()
     if target:
-        yield _target(target)
+        yield from _target(target)
     if root:
         yield from _models(root / "models" / "demo")
     yield Finding("redis-server", str(find_server() or "none: needed by coppice up --adapt"), None)
@@ -99,17 +100,23 @@ def _models(folder: Path) -> Iterator[Finding]:
             yield Finding(f"model {name}", kind if here else f"{kind}: not in {folder}", here)
 
 
-def _target(folder: Path) -> Finding:
-    """Whether `coppice up` would find room for a model here, with the settings that it would have."""
+def _target(folder: Path) -> Iterator[Finding]:
+    """Whether `coppice up` would find room for a model here, with the settings that it would have, what ends a text of
+    it, and what is odd about its files.
+    """
     try:
         spec = StackSpec(target=folder)
         settings = spec.settings()
         check_target(spec, settings)
     except InvalidField as error:
-        return Finding("target", str(error), False)
+        yield Finding("target", str(error), False)
+        return
     verifier = settings.verifier
     kept = f"{verifier.kv_tokens} KV tokens in {verifier.dtype}"
-    return Finding("target", f"{folder} fits {verifier.ranks} x {verifier.device} with {kept}", True)
+    yield Finding("target", f"{folder} fits {verifier.ranks} x {verifier.device} with {kept}", True)
+    yield Finding("end of texts", ends_line(text_ends(folder)), None)
+    for warning in target_warnings(folder):
+        yield Finding("target's files", warning, None)
 
 
 def _package(name: str, needed: bool) -> Finding:

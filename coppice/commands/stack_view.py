@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from coppice.config.model_folder import ends_line, text_ends
 from coppice.machine import INVARIANT, PROMISES
 from coppice.rpc.certificates import is_loopback
 from coppice.speculation.policy import Policy
@@ -86,6 +87,7 @@ def facts(stack: Stack, logs_stay: bool) -> Iterator[str]:
     name = f"{verifier.name} ({spec.target})" if verifier.name else str(spec.target)
     placed = _placed(verifier.dtype, verifier.device, verifier.threads)
     yield f"target   {name}, {placed}, KV of {verifier.kv_tokens} tokens"
+    yield ends_line(text_ends(spec.target))
     yield f"{verifier.dtype}: {INVARIANT if verifier.invariant else PROMISES[verifier.dtype]}"
     if heads := [_head(head) for head in spec.heads]:
         yield f"heads    {', '.join(heads)}; each {_placed(drafter.dtype, drafter.device, drafter.threads)}"

@@ -116,12 +116,15 @@ def _run(stack: "Stack", ready_file: Path | None) -> None:
 
     from coppice.commands.stack_view import ServiceLines
     from coppice.stack.launch import ANSWERS_S
+    from coppice.stack.preflight import target_warnings
     from coppice.stack.process import ProcessFailed
 
     console, logs_stay = Console(), stack.log_dir is not None
     try:
         if ready_file:
             _partial(ready_file).touch()  # an impossible path is known before anything loads
+        for warning in target_warnings(stack.spec.target):
+            print(f"coppice: {warning}", file=sys.stderr)
         with ServiceLines(console, stack):
             stack.start()
         _announce(stack, console, logs_stay)

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from coppice.config.model_folder import disagreements, ends_line, text_config, text_ends
 from coppice.engine.attention import UnsupportedModel, one_line
 from coppice.engine.engine import DTYPES, Engine
 from coppice.engine.kv_layout import read_layout
@@ -52,7 +53,13 @@ def load_engine(
     folder = Path(path)
     with _quiet(folder):
         _check_layout(folder)
+        ends = text_ends(folder)
+        log.info(ends_line(ends), folder=str(folder))
+        for line in disagreements(folder):
+            log.warning(line)
         model = _load(folder, device, dtype, ranks)
+        if ends and model.generation_config is not None:
+            model.generation_config.eos_token_id = list(next(iter(ends.values())))
         if torch.device(device).type == "cuda" and (index := torch.device(device).index) is not None:
             torch.cuda.set_device(index)  # kernels are launched on the thread's device
         engine = Engine(model, kv_tokens=kv_tokens, invariant=invariant)
@@ -83,6 +90,11 @@ def _quiet(folder: Path) -> Iterator[None]:
 def _check_layout(folder: Path) -> None:
     """Ask the model's class, without weights, whether it can run packed. Raises UnsupportedModel."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    fields = text_config(folder)
+    for name, other in config.get_text_config().attribute_map.items():  # two names of one field
+        value, again = fields.get(name), fields.get(other)
+        if None not in (value, again) and value != again:
+            raise UnusableFolder(f"{folder}: config.json says {name} {value} and {other} {again}, which are one thing")
     build: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
         # Products of experts run without values in bfloat16 alone; shapes are the same in every dtype.

@@ -142,6 +142,13 @@ def layout_of(folder: str | Path) -> str:
 def _announced(folder: Path) -> tuple[str, str, dict[str, Any]]:
     """Return the layout and the kind of head that a folder's config.json announces, and what it says of the head."""
     layout, config = layout_of(folder), _read_config(folder)
+    inner = config.get(_NESTED.get(layout, "")) or {}
+    once = {**inner, "feature_layers": config.get(_FEATURES)} if isinstance(inner, dict) else {}
+    for name in sorted(once.keys() & config.keys() & HeadConfig.model_fields.keys()):
+        if None not in (config[name], once[name]) and config[name] != once[name]:
+            raise InvalidField(
+                _PATH, f"{folder / CONFIG} contradicts itself: {name} is {config[name]} and {once[name]}"
+            )
     if layout in masked_blocks.KINDS or config.get("speculators_model_type", "eagle3") != "eagle3":
         given = masked_blocks.read(layout, config)
         return layout, masked_blocks.kind_of(given), given

@@ -1,11 +1,11 @@
-"""Admission to a bounded resource: first come first served, a bounded queue, a bounded wait."""
+"""Admission to a bounded resource: clients take turns, a bounded queue, a bounded wait."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections import deque
+from bisect import bisect_right
 from collections.abc import AsyncIterator
 
 from coppice.errors import Overloaded
@@ -15,14 +15,18 @@ _TRIES = 4  # of those who were refused, for each place that becomes free
 
 
 class Admission:
-    """`capacity` units (sessions, KV tokens); callers wait in order for theirs. For one event loop."""
+    """`capacity` units (sessions, KV tokens); callers wait in order for theirs, and clients take turns (start-time fair
+    queueing). For one event loop.
+    """
 
     def __init__(self, what: str, capacity: int, queued: int, wait_s: float) -> None:
         self.what, self.capacity, self.queued, self.wait_s = what, capacity, queued, wait_s
         self.used = 0
         self._held_s = 0.0  # moving average of how long units are held
         self._next_back = 0.0  # when the latest who was refused is to come back
-        self._waiting: deque[asyncio.Event] = deque()
+        self._waiting: list[tuple[int, asyncio.Event]] = []  # with the round each is served in
+        self._round = 0  # of the latest who was served
+        self._next_round: dict[str, int] = {}  # by client; forgotten while nobody waits
 
     @property
     def waiting(self) -> int:
@@ -30,12 +34,12 @@ class Admission:
         return len(self._waiting)
 
     @contextlib.asynccontextmanager
-    async def admit(self, units: int = 1) -> AsyncIterator[None]:
-        """Hold `units` inside the block.
+    async def admit(self, units: int = 1, client: str = "") -> AsyncIterator[None]:
+        """Hold `units` inside the block; who waits does so behind those of the same client.
 
         Raises Overloaded at once when they can never fit or the queue is full, or after `wait_s` in the queue.
         """
-        await self._acquire(units)
+        await self._acquire(units, client)
         began = time.monotonic()
         try:
             yield
@@ -65,7 +69,7 @@ class Admission:
             raise self._full(units, f"no {self.what} free and {len(self._waiting)} requests waiting")
         return False
 
-    async def _acquire(self, units: int) -> None:
+    async def _acquire(self, units: int, client: str) -> None:
         """Wait for this caller's turn and take its units.
 
         A caller takes them itself, in the same turn of the loop in which it sees that they are there, and leaves the
@@ -73,22 +77,28 @@ class Admission:
         """
         if self.check(units):
             self.used += units
+            self._next_round = {client: self._round + 1}
             return
         called = asyncio.Event()
-        self._waiting.append(called)
+        place = max(self._round, self._next_round.get(client, 0)), called
+        self._next_round[client] = place[0] + 1
+        self._waiting.insert(bisect_right(self._waiting, place[0], key=lambda waiting: waiting[0]), place)
         try:
             async with asyncio.timeout(self.wait_s):
-                while self._waiting[0] is not called or self.used + units > self.capacity:
+                while self._waiting[0] is not place or self.used + units > self.capacity:
                     called.clear()
                     await called.wait()
             self.used += units
+            self._round = place[0]
         except TimeoutError:
             raise self._full(units, f"no {self.what} became free within {self.wait_s:g} s") from None
         finally:
-            self._waiting.remove(called)
+            self._waiting.remove(place)
+            if not self._waiting:
+                self._next_round.clear()
             self._wake()
 
     def _wake(self) -> None:
         """Have the first in the queue look whether its units are there."""
         if self._waiting:
-            self._waiting[0].set()
+            self._waiting[0][1].set()

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+from coppice.config.model_folder import disagreements, text_ends
 from coppice.config.model_size import ModelSize, free_memory
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField
-from coppice.stack.spec import HTTP_PORT, StackSpec
+from coppice.stack.process import environment
+from coppice.stack.spec import HTTP_PORT, StackSpec, checkout, module_of
+
+_TEMPLATE_S = 30  # to say what is wrong with a chat template
 
 
 def preflight(spec: StackSpec, settings: Settings) -> None:
@@ -21,15 +28,31 @@ def preflight(spec: StackSpec, settings: Settings) -> None:
 
 
 def check_target(spec: StackSpec, settings: Settings) -> None:
-    """Raise InvalidField over a device of the verifiers that is not here, or a target that theirs cannot hold."""
+    """Raise InvalidField over a device of the verifiers that is not here, or a target that theirs cannot hold or whose
+    texts would not end.
+    """
     verifier, told = settings.verifier, spec.extra.get("verifier", {})
     ranks = int(told.get("verifier.ranks", verifier.ranks))
     kv_tokens = int(told.get("verifier.kv_tokens", verifier.kv_tokens))
     _check_device("verifier.device", verifier.device, ranks)
+    text_ends(spec.target)
     size = ModelSize.of(spec.target, verifier.dtype, wide_kv=verifier.invariant and verifier.device == "cpu")
     size.check_ranks(ranks)
     if (room := device_memory(verifier.device)) is not None:
         size.check_room(kv_tokens, verifier.device, room, ranks=ranks, copies=spec.verifiers)
+
+
+def target_warnings(folder: Path) -> Iterator[str]:
+    """What is odd about a target's files and can be served nevertheless, a line each. Raises InvalidField."""
+    yield from disagreements(folder)
+    if not (folder / "tokenizer.json").is_file():
+        return
+    command = [sys.executable, "-m", module_of("orchestrator.encoder"), "check", str(folder.resolve())]
+    try:
+        checked = subprocess.run(command, capture_output=True, timeout=_TEMPLATE_S, env=environment(checkout()))
+        yield from filter(None, checked.stdout.decode().splitlines())
+    except subprocess.TimeoutExpired:
+        yield "chats will be refused: this target's chat template does not end"
 
 
 def _ports(spec: StackSpec, settings: Settings) -> Iterator[tuple[str, str, int]]:

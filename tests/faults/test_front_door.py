@@ -180,7 +180,9 @@ async def test_a_tokenizer_process_that_is_killed_is_started_again(stack: Stack)
     text = "once upon a time " * 300
     async with AsyncClient(stack.address) as client:
         first = await client.generate(text, max_new_tokens=4)
-        (child,) = psutil.Process(stack.orchestrator.pid).children()
+        (child,) = [
+            process for process in psutil.Process(stack.orchestrator.pid).children() if "encode" in process.cmdline()
+        ]
         child.kill()
         child.wait(5)
         assert (await client.generate(text, max_new_tokens=4)).ids == first.ids

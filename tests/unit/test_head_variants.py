@@ -139,7 +139,7 @@ def bias(tensors: dict[str, Tensor], prefix: str) -> None:
 LINEAR = {"type": "linear", "factor": 4.0}
 CONFIGURED: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
     "as it is": ({}, {}),
-    "legacy rope_scaling": ({"rope_scaling": LINEAR}, {}),
+    "legacy rope_scaling": ({"rope_scaling": LINEAR, "rope_parameters": LINEAR}, {}),
     "norm_output": ({"norm_output": True}, {"norm_output": True}),
     "Qwen3's layers": ({"model_type": "qwen3"}, {"qk_norm": True}),
     "attention_bias": ({"attention_bias": True}, {}),
@@ -204,6 +204,19 @@ def test_the_default_tree_of_a_sharp_head_is_the_published_one(seed: int, target
         ({"rope_scaling": {"type": "su", "factor": 2.0}}, "unknown type 'su'"),
         ({"rope_scaling": {"type": "linear"}}, "Missing required keys.*'factor'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        (
+            {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "rope_scaling and rope_parameters contradict each other",
+        ),
+        (
+            {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"rope_theta": 1e6}},
+            "rope_scaling and rope_parameters contradict each other",
+        ),
+        ({"eagle_config": {"hidden_size": 8}}, "contradicts itself: hidden_size is 32 and 8"),
+        (
+            {"feature_layers": [1, 2], "eagle_aux_hidden_state_layer_ids": [1, 3]},
+            r"contradicts itself: feature_layers is \[1, 2\] and \[1, 3\]",
+        ),
         ({"fc_norm": True}, "fc_norm is true"),
         ({"mlp_bias": True}, "mlp_bias is true"),
         ({"is_causal": False}, "is_causal is false"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -11,13 +13,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from coppice.cli import main
 from coppice.commands.doctor import find
+from coppice.config.model_folder import disagreements, ends_line, text_ends
 from coppice.config.model_size import ModelSize
+from coppice.engine.loading import UnusableFolder, load_engine
 from coppice.errors import InvalidField
-from coppice.stack.preflight import preflight
+from coppice.stack.preflight import preflight, target_warnings
 from coppice.stack.spec import HeadSpec, StackSpec
 from tests.tiny import make_target
 
@@ -211,3 +216,186 @@ def test_doctor_says_the_same_of_a_target(llama_70b: Path, monkeypatch: pytest.M
     monkeypatch.setenv("COPPICE_VERIFIER__RANKS", "2")
     (enough,) = (finding for finding in find(None, llama_70b) if finding.name == "target")
     assert (enough.ok, enough.value) == (True, f"{llama_70b} fits 2 x cuda with 65536 KV tokens in bfloat16")
+
+
+def with_files(folder: Path, **files: object) -> Path:
+    """The folder, with what is given of its JSON files put over what they hold."""
+    for name, values in files.items():
+        file = folder / f"{name}.json"
+        old = json.loads(file.read_text(encoding="utf-8")) if file.is_file() and isinstance(values, dict) else {}
+        file.write_text(json.dumps(old | values if isinstance(values, dict) else values), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def chatty(tmp_path: Path) -> Path:
+    """A target with a tokenizer, whose id 0 is <|end|>, and a chat template."""
+    return make_target(tmp_path / "chatty")
+
+
+ENDS: dict[str, tuple[dict[str, object], str]] = {
+    "all say the same": ({}, "a text ends at 0, by generation_config.json"),
+    "generation_config.json counts": (
+        {"generation_config": {"eos_token_id": [5, 0]}, "config": {"eos_token_id": 7}},
+        "a text ends at 0, 5, by generation_config.json; config.json says 7; tokenizer_config.json says 0",
+    ),
+    "else config.json": (
+        {
+            "generation_config": {"eos_token_id": None},
+            "config": {"eos_token_id": [7], "text_config": {"eos_token_id": 8}},
+        },
+        "a text ends at 7, by config.json; text_config of config.json says 8; tokenizer_config.json says 0",
+    ),
+    "else the tokenizer's": (
+        {"generation_config": {"eos_token_id": None}, "config": {"eos_token_id": None}},
+        "a text ends at 0, by tokenizer_config.json",
+    ),
+    "else the older map": (
+        {
+            "generation_config": {"eos_token_id": None},
+            "config": {"eos_token_id": None},
+            "tokenizer_config": {"eos_token": None},
+            "special_tokens_map": {"eos_token": {"content": "<|end|>"}},
+        },
+        "a text ends at 0, by special_tokens_map.json",
+    ),
+    "nobody": (
+        {
+            "generation_config": {"eos_token_id": None},
+            "config": {"eos_token_id": None},
+            "tokenizer_config": {"eos_token": "not in the vocabulary"},
+        },
+        "no file of the model names an id that ends a text",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_what_ends_a_text_is_decided_from_all_files_and_said(case: str, chatty: Path) -> None:
+    files, line = ENDS[case]
+    ends = text_ends(with_files(chatty, **files))
+    assert ends_line(ends) == line
+    if case in ("generation_config.json counts", "else the tokenizer's"):
+        assert [finding.value for finding in find("127.0.0.1:1", chatty) if finding.name == "end of texts"] == [line]
+        assert list(load_engine(chatty, kv_tokens=512).info.eos_ids) == list(next(iter(ends.values())))
+
+
+@pytest.mark.parametrize(
+    ("eos", "reason"),
+    [
+        (list(range(200_000)), " in .*, generation_config.json: has 200000 entries, allowed are 0 to 64"),
+        ([0, 2**31], ": 2147483648 in .*, generation_config.json, is not in 0..2147483647"),
+        (-1, ": -1 in .*, is not in 0..2147483647"),
+        ("2", ": '2' in .*, is not in 0..2147483647"),
+        ([[1]], r": \[1\] in .*, is not in 0..2147483647"),
+        (True, ": True in .*, is not in 0..2147483647"),
+    ],
+)
+def test_ends_that_no_service_takes_are_refused_before_anything_loads(
+    eos: object,
+    reason: str,
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = with_files(Path(shutil.copytree(target, tmp_path / "copy")), generation_config={"eos_token_id": eos})
+    line = refused(monkeypatch, capsys, folder, "--port", 0)
+    assert re.fullmatch(f"coppice: eos_token_id{reason}\n", line)
+    with pytest.raises(InvalidField, match=f"^eos_token_id{reason}"):
+        load_engine(folder, kv_tokens=512)
+
+
+def test_a_generation_config_that_is_no_json_is_not_passed_over(target: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(target, tmp_path / "copy"))
+    (folder / "generation_config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(InvalidField, match=r"^target: .*generation_config.json is no JSON object"):
+        load_engine(folder, kv_tokens=512)
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+DISAGREE: dict[str, tuple[dict[str, object], list[str]]] = {
+    "nothing": ({"config": {"rope_scaling": None, "torch_dtype": "float32", "rope_theta": 1e4}}, []),
+    "the same in older words": (
+        {"config": {"rope_parameters": LINEAR, "rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 1e4}},
+        [],
+    ),
+    "rotations": (
+        {"config": {"rope_scaling": {"type": "linear", "factor": 8.0, "rope_theta": 1e4}, "rope_parameters": LINEAR}},
+        ["rope_parameters, factor is 4.0, but rope_scaling says 8.0, which counts"],
+    ),
+    "a rotation that is lost": (
+        {"config": {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": LINEAR}},
+        ["rope_parameters, rope_theta is 10000.0, but rope_scaling says nothing, which counts"],
+    ),
+    "a base": (
+        {"config": {"rope_theta": 5e5}},
+        ["rope_theta is 500000.0, but rope_parameters says 10000.0, which counts"],
+    ),
+    "dtypes": (
+        {"config": {"torch_dtype": "float16"}},
+        ["torch_dtype is float16, but dtype says float32, which counts"],
+    ),
+    "lengths": (
+        {"tokenizer_config": {"model_max_length": 4096}},
+        ["model_max_length (tokenizer_config.json) is 4096, but max_position_embeddings says 512, which counts"],
+    ),
+    "a tokenizer without a length": ({"tokenizer_config": {"model_max_length": int(1e30)}}, []),
+    "beginnings": (
+        {"config": {"bos_token_id": 4}},
+        ["bos_token_id is 4, but tokenizer_config.json says 0, which counts"],
+    ),
+    "a model in another": (
+        {"config": {"text_config": {"vocab_size": 999, "model_type": "other", "hidden_size": 32}}},
+        ["vocab_size is 300, but text_config of config.json says 999, which counts"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DISAGREE)
+def test_what_two_fields_say_differently_is_said(case: str, chatty: Path) -> None:
+    files, lines = DISAGREE[case]
+    assert list(disagreements(with_files(chatty, **files))) == [f"{chatty}: {line}" for line in lines]
+    if case == "lengths":
+        warnings = [finding.value for finding in find("127.0.0.1:1", chatty) if finding.name == "target's files"]
+        assert warnings == [f"{chatty}: {line}" for line in lines]
+
+
+def test_two_names_of_one_field_that_differ_are_refused(tmp_path: Path) -> None:
+    """`n_embd` is what GPT-2 calls its hidden_size."""
+    GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=40, n_positions=64)).save_pretrained(tmp_path)
+    with_files(tmp_path, config={"hidden_size": 64})
+    with pytest.raises(UnusableFolder, match=r"config\.json says hidden_size 64 and n_embd 32, which are one thing"):
+        load_engine(tmp_path, kv_tokens=64)
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+CHATS = {
+    "a template that fails": (
+        "{% for m in messages %}",
+        "chats will be refused: chat.messages: this target's chat template cannot be used: TemplateSyntaxError: ",
+    ),
+    "one that loops": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "chats will be refused: chat.messages: this target's chat template cannot be used: TimeoutError: ",
+    ),
+    "a turn that ends no text": (
+        CHATML,
+        "the chat template ends turns with <|im_end|> (257), but a text ends at 0, by generation_config.json: ",
+    ),
+    "a turn that ends a text": (CHATML.replace("im_end", "end"), ""),
+    "none": ("", ""),
+}
+
+
+@pytest.mark.parametrize("case", CHATS)
+def test_a_chat_template_is_tried_before_anything_loads(case: str, chatty: Path) -> None:
+    template, line = CHATS[case]
+    tokenizer = Tokenizer.from_file(str(chatty / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    tokenizer.save(str(chatty / "tokenizer.json"))
+    (chatty / "chat_template.jinja").write_text(template, encoding="utf-8")
+    if not template:
+        (chatty / "chat_template.jinja").unlink()
+    warnings = list(target_warnings(chatty))
+    assert [warning[: len(line)] for warning in warnings] == ([line] if line else [])

@@ -40,6 +40,9 @@ class RotaryConfig(BaseModel):
         kind, legacy = self.rope["rope_type"], (self.rope_scaling or self.rope_parameters or {}).get("type")
         if legacy not in (None, kind):
             raise ValueError(f"rope_scaling says type {legacy!r} and rope_type {kind!r}")
+        turned = {"type": legacy, "rope_theta": self.rope_theta, **self.rope}
+        if any(turned.get(name) != value for name, value in (self.rope_parameters or {}).items()):
+            raise ValueError("rope_scaling and rope_parameters contradict each other")
         if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
             raise ValueError(f"rope_scaling has the unknown type {kind!r}")
         if layered := [name for name, value in self.rope.items() if isinstance(value, dict)]:

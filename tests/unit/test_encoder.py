@@ -1,0 +1,306 @@
+"""Prompts become ids: chats are what transformers makes of them, and no client or template stops others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import AutoTokenizer
+
+from coppice.config.sections import TlsSettings
+from coppice.errors import InvalidField, Overloaded
+from coppice.limits import MAX_CHAT_MESSAGES, Limits
+from coppice.messages.generation import ChatMessage
+from coppice.rpc.access import Access
+from coppice.rpc.tokens import Tokens
+from coppice.telemetry import OrchestratorMetrics
+from orchestrator.encoder import SHORT_CHARS, Encoder
+from orchestrator.tokenizer import ChatTemplate, TextCodec
+from tests.tiny import make_target
+
+TEMPLATES = sorted((Path(__file__).parents[1] / "chat_templates").glob("*.jinja"))
+LONG = "a" * (SHORT_CHARS + 1)
+LOOPS = "no end of loops"
+
+
+def turns(*texts: str, system: str = "") -> list[ChatMessage]:
+    """User and assistant by turns, behind a system message if there is one."""
+    roles = ("user", "assistant") * len(texts)
+    first = [ChatMessage("system", system)] if system else []
+    return [*first, *(ChatMessage(role, text) for role, text in zip(roles, texts, strict=False))]
+
+
+CONVERSATIONS = {
+    "a question": turns("Hi"),
+    "a system's": turns("Who are you?", system="You are terse. /no_think"),
+    "three turns": turns("One", "1", "Two", "2", "Three"),
+    "spaces and signs": turns(" spaces \n", "\n\nlines\t", "more", system="  Be <brief> & 'clear' \"always\"\n"),
+    "an answer last": turns("Go on", "Yes, and"),
+    "thoughts": turns("Why?", "<think>\nBecause.\n</think>\n\nSo.", "And?", "<think>x</think>y", "?"),
+    "scripts": turns("žluťoučký кот 猫 🐈‍⬛ \u200b\u2028", "ꦲꦏ꧀ꦱꦫ", "\x00\x1f\u00a0"),
+    "nothing": turns("", "", ""),
+    "tokens in text": turns("<|end|><s></s>[INST]", "{{ bos_token }}{% x %}", "<end_of_turn>"),
+    "wrong order": [ChatMessage("assistant", "I begin"), ChatMessage("user", "a"), ChatMessage("user", "b")],
+}
+ADDED = {"0": {"content": "<|end|>", "special": True}}
+BOS = {"content": "<s>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "plain": {"tokenizer_config.json": {"bos_token": "<s>", "eos_token": "</s>", "image_token": "<image>"}},
+    "objects": {"tokenizer_config.json": {"bos_token": BOS | {"__type": "AddedToken"}, "eos_token": "</s>"}},
+    "null": {"tokenizer_config.json": {"bos_token": None, "eos_token": "</s>", "add_bos_token": True}},
+    "map": {"special_tokens_map.json": {"bos_token": "<s>", "eos_token": BOS | {"content": "</s>"}}},
+    "map over config": {
+        "tokenizer_config.json": {"bos_token": "<b>", "unk_token": "<unk>"},
+        "special_tokens_map.json": {"bos_token": "<s>", "additional_special_tokens": ["<image>"]},
+    },
+    "map beside added tokens": {
+        "tokenizer_config.json": {"eos_token": "</s>", "added_tokens_decoder": ADDED},
+        "special_tokens_map.json": {"bos_token": "<s>"},
+    },
+    "extra": {"tokenizer_config.json": {"extra_special_tokens": {"image_token": "<image>"}, "sep_token": "<sep>"}},
+    "no file": {},
+}
+EVERY_TOKEN = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}|{{ sep_token }}|{{ image_token }}"
+KEPT: dict[str, Any] = {
+    "text": "config {{ messages[0].content }}",
+    "named": [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}"}],
+    "object": {"default": "object {{ messages[0].content }}", "rag": "no"},
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), chat=False)
+
+
+def folder(target: Path, path: Path, template: str | bytes | None, **files: dict[str, Any]) -> Path:
+    """A copy of a target without its weights, and with other files of its tokenizer."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(target / name, path / name)
+    if template is not None:
+        (path / "chat_template.jinja").write_bytes(template if isinstance(template, bytes) else template.encode())
+    for name, values in files.items():
+        (path / name).write_text(json.dumps(values), encoding="utf-8")
+    return path
+
+
+def same(path: Path, messages: Sequence[ChatMessage]) -> None:
+    """Check that the text is the one of transformers, or refused where transformers raises."""
+    plain = [{"role": message.role, "content": message.content} for message in messages]
+    theirs = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    try:
+        expected = theirs.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+    except Exception as error:
+        reason = str(error)
+        with pytest.raises(InvalidField) as refused:
+            ChatTemplate(path).render(messages)
+        assert refused.value.field == "chat.messages"
+        assert reason.partition("\n")[0] in str(refused.value)
+        return
+    assert ChatTemplate.is_in(path)
+    assert ChatTemplate(path).render(messages) == expected
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda file: file.stem)
+def test_every_style_is_rendered_as_transformers_does(target: Path, tmp_path: Path, template: Path) -> None:
+    path = folder(target, tmp_path, template.read_bytes())
+    for messages in CONVERSATIONS.values():
+        same(path, messages)
+
+
+@pytest.mark.parametrize("case", SPECIAL)
+def test_special_tokens_come_from_every_file_that_names_them(target: Path, tmp_path: Path, case: str) -> None:
+    path = folder(target, tmp_path, EVERY_TOKEN)
+    (path / "tokenizer_config.json").unlink()
+    for name, values in SPECIAL[case].items():
+        (path / name).write_text(json.dumps({"tokenizer_class": "TokenizersBackend", **values}), encoding="utf-8")
+    config = json.loads((path / "config.json").read_text(encoding="utf-8")) | {"tokenizer_class": "TokenizersBackend"}
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    same(path, CONVERSATIONS["a question"])
+
+
+@pytest.mark.parametrize("beside", [None, "file {{ messages[0].content }}"])
+@pytest.mark.parametrize("case", KEPT)
+def test_a_template_is_found_wherever_it_is_kept(target: Path, tmp_path: Path, case: str, beside: str | None) -> None:
+    same(folder(target, tmp_path, beside, **{"tokenizer_config.json": {"chat_template": KEPT[case]}}), turns("Hi"))
+
+
+def test_templates_may_be_files_of_their_own_and_lack_a_default(target: Path, tmp_path: Path) -> None:
+    path = folder(target, tmp_path, None)
+    (path / "additional_chat_templates").mkdir()
+    for name in ("tool_use", "default"):
+        (path / "additional_chat_templates" / f"{name}.jinja").write_text(name, encoding="utf-8")
+        same(path, turns("Hi"))
+
+
+def test_padding_and_truncation_of_a_tokenizer_are_for_batches(target: Path, tmp_path: Path) -> None:
+    tokenizer = TextCodec(target).tokenizer
+    tokenizer.enable_padding(length=64)
+    tokenizer.enable_truncation(4)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert len(TextCodec(tmp_path).encode("Hi there")) == 8
+
+
+@contextlib.asynccontextmanager
+async def encoder(path: Path, **options: Any) -> AsyncIterator[Encoder]:
+    """An encoder that is stopped behind the block."""
+    limits = Limits(**{name: options.pop(name) for name in ("queued", "queue_s") if name in options})
+    made = Encoder(TextCodec(path), 1_000_000, limits, **options)
+    try:
+        yield made
+    finally:
+        await made.stop()
+
+
+def processes() -> list[psutil.Process]:
+    """The tokenizer's processes of this one."""
+    return [child for child in psutil.Process().children() if "orchestrator.encoder" in " ".join(child.cmdline())]
+
+
+BROKEN: dict[str, str | bytes] = {
+    "no end": "{% for m in messages %}",
+    "unknown tag": "{% do x %}",
+    "unknown filter": "{{ messages | nothing }}",
+    "not UTF-8": b"caf\xe9",
+    "wrong types": "{{ messages[0].content + 3 }}",
+    "no number": "{{ 1 // 0 }}",
+    "another file": "{% include 'x' %}",
+    "forbidden": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "no end of calls": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+    "lone surrogate": "{{ '\\ud800' }}",
+    "a text too long": "{{ 'x' * 10**8 }}",
+    "memory": "{{ ('x' * 10**10) | length }}",
+    LOOPS: "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("case", [name for name in BROKEN if name not in ("memory", LOOPS)])
+def test_a_template_that_fails_refuses_chats(target: Path, tmp_path: Path, case: str) -> None:
+    template = ChatTemplate(folder(target, tmp_path, BROKEN[case]))
+    with pytest.raises(InvalidField, match=r"^chat\.messages: .*cannot be used: \w+: [^\n]+$"):
+        template.render(turns("Hi"))
+
+
+@pytest.mark.parametrize("config", ['{"chat_template": ', '{"chat_template": "x", "bos_token": 3}', "[]"])
+def test_a_config_of_the_tokenizer_that_cannot_be_read_refuses_chats(target: Path, tmp_path: Path, config: str) -> None:
+    path = folder(target, tmp_path, None if "chat" in config else "x")
+    (path / "tokenizer_config.json").write_text(config, encoding="utf-8")
+    assert ChatTemplate.is_in(path)
+    with pytest.raises(InvalidField, match=r"^chat\.messages: .*cannot be used"):
+        ChatTemplate(path).render(turns("Hi"))
+    assert len(TextCodec(path).encode("Hi")) == 2
+
+
+async def test_no_question_ends_the_tokenizers_process_or_stops_the_others(target: Path, tmp_path: Path) -> None:
+    """Whatever a template does, the loop goes on, chats are refused, and the same process answers the next one."""
+    bad = {name: BROKEN[name] for name in ("wrong types", "no end of calls", "lone surrogate", "memory", LOOPS)}
+    of_content = "".join(f"{{% elif content == '{name}' %}}{template}" for name, template in bad.items())
+    template = f"{{% set content = messages[0].content.strip() %}}{{% if content == 'Hi' %}}Hi{of_content}{{% endif %}}"
+    async with encoder(folder(target, tmp_path, template), answer_s=90) as encoding:
+        await encoding.start()
+        (process,) = processes()
+        for name in bad:
+            refused = asyncio.create_task(encoding.encode(turns(name)))
+            while not refused.done():
+                began = time.monotonic()
+                await asyncio.sleep(0.02)
+                assert time.monotonic() - began < 2, "the event loop stood still"
+            with pytest.raises(InvalidField, match=r"^chat\.messages: .*cannot be used"):
+                await refused
+        assert await encoding.encode(turns("Hi")) == await encoding.encode("Hi")
+        assert [child.pid for child in processes()] == [process.pid]
+
+
+async def test_a_process_that_hangs_or_dies_costs_one_question_a_moment(target: Path) -> None:
+    """The faults encoder-stop and encoder-kill."""
+    async with encoder(target, answer_s=0.5) as encoding:
+        ids = await encoding.encode(LONG)
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            (process,) = processes()
+            process.send_signal(number)
+            assert await encoding.encode(LONG) == ids
+            assert [child.pid for child in processes()] != [process.pid]
+
+
+async def test_a_template_that_cannot_be_interrupted_refuses_chats_alone(target: Path, tmp_path: Path) -> None:
+    """Already while it is compiled: constants are computed then."""
+    async with encoder(folder(target, tmp_path, "{{ 7 ** 99999999 % 7 }}"), answer_s=0.3) as encoding:
+        with pytest.raises(InvalidField, match=r"^chat\.messages: this target's chat template does not end"):
+            await encoding.encode(turns("x"))
+        assert len(await encoding.encode(LONG)) == len(LONG)
+
+
+async def test_a_chat_is_its_text_whatever_its_length(target: Path, tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ bos_token }}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    async with encoder(folder(target, tmp_path, template)) as encoding:
+        for content in ("Hi", LONG):
+            ids = await encoding.encode(turns(content, "Yes"))
+            assert ids == [0, *TextCodec(target).encode(content), 0, *TextCodec(target).encode("Yes")]
+
+
+async def asked(encoding: Encoder, count: int) -> list[asyncio.Task[list[int]]]:
+    """So many long prompts under way, the first of them before the process, which stands still."""
+    await encoding.encode(LONG)
+    processes()[0].suspend()
+    tasks = [asyncio.create_task(encoding.encode(LONG)) for _ in range(count)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # they stand in line
+    return tasks
+
+
+async def test_the_line_is_bounded_and_whoever_leaves_is_out_of_it(target: Path) -> None:
+    async with encoder(target, answer_s=60, queued=3) as encoding:
+        tasks = await asked(encoding, 4)
+        with pytest.raises(Overloaded, match="3 requests waiting"):
+            await encoding.encode(LONG)
+        for task in tasks:  # also the one whose question was asked: it is answered to nobody
+            task.cancel()
+        assert all(
+            isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*tasks, return_exceptions=True)
+        )
+        again = [asyncio.create_task(encoding.encode(LONG)) for _ in range(3)]
+        await asyncio.sleep(0)
+        processes()[0].resume()
+        assert {len(ids) for ids in await asyncio.gather(*again)} == {len(LONG)}
+
+
+async def test_clients_take_turns(target: Path, tmp_path: Path) -> None:
+    """Six prompts of one client are in line when another's comes: it is the second to be answered."""
+    names = ("alice", "bob")
+    lines = [f"{name} {hashlib.sha256(name.encode()).hexdigest()}" for name in names]
+    (tmp_path / "tokens").write_text("\n".join(lines), encoding="utf-8")
+    tokens = Tokens(str(tmp_path / "tokens"), OrchestratorMetrics().client_requests)
+    access, order = Access(TlsSettings(), tokens), list[str]()
+
+    async def ask(encoding: Encoder, name: str) -> None:
+        async with access.client([("authorization", f"Bearer {name}")], counted=False):
+            await encoding.encode(LONG)
+            order.append(name)
+
+    async with encoder(target, answer_s=60) as encoding:
+        await asked(encoding, 0)
+        alices = [asyncio.create_task(ask(encoding, "alice")) for _ in range(6)]
+        await asyncio.sleep(0.05)
+        bob = asyncio.create_task(ask(encoding, "bob"))
+        await asyncio.sleep(0.05)
+        processes()[0].resume()
+        await asyncio.gather(bob, *alices)
+    assert order == ["alice", "bob", *["alice"] * 5]
+
+
+async def test_chats_are_bounded_before_anything_is_done(target: Path, tmp_path: Path) -> None:
+    async with encoder(folder(target, tmp_path, "x")) as encoding:
+        for count in (0, MAX_CHAT_MESSAGES + 1, 55_000):
+            with pytest.raises(InvalidField, match=rf"^chat.messages: has {count} entries"):
+                await encoding.encode([ChatMessage("user", "")] * count)
+        assert processes() == []
