@@ -25,6 +25,7 @@ from coppice.telemetry import OrchestratorMetrics
 from orchestrator.http.answering import Answering
 from orchestrator.http.app import make_app
 from orchestrator.http.door import Door
+from orchestrator.text import TokenBytes
 
 TARGET = TargetDescription("target", 300, 512, 2, 8, (0,), "float32", 2**20, 0, 0, 0, 0, 1.0, bytes(32))
 STARTED = Started(1, "plain", (), 0, 7)
@@ -35,7 +36,7 @@ WHOLE = (STARTED, HALF, Finished("length", 1, 1, [], [], []))
 class Service:
     """A service whose answers are these events; an exception among them is raised, a number waited for."""
 
-    tokenizer = None
+    token_bytes = TokenBytes(None)
     ready = True
 
     def __init__(self, *events: Any, **limits: Any) -> None:
