@@ -213,3 +213,14 @@ async def test_json_has_no_infinity() -> None:
     front = Front(Service(STARTED, chunk, WHOLE[-1]))
     log_probs = json.loads((await front.complete(logprobs=2)).text)["choices"][0]["logprobs"]
     assert log_probs["token_logprobs"] == [-9999.0]
+
+
+async def test_a_requests_metrics_count_the_drafts_in_its_text() -> None:
+    """The last step of a text that ends amid a block has no root."""
+    root, draft = Origin.ROOT, Origin.DRAFT
+    steps = [(root,), (draft, draft, root), (draft, draft)]
+    chunks = [Chunk("a" * len(step), (65,) * len(step), step, ("a",) * len(step)) for step in steps]
+    front = Front(Service(STARTED, *chunks, Finished("stop", 1, 6, [3, 2], [0, 0], [4, 9])))
+    figures = json.loads((await front.complete(include_metrics=True)).text)["metrics"]["speculative_decoding"]
+    assert (figures["num_accepted_draft_tokens"], figures["num_draft_tokens"]) == (4, 13)
+    assert (figures["acceptance_histogram"], figures["mean_acceptance_length"]) == ([0, 0, 2], 3.0)
