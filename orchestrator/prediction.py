@@ -28,7 +28,7 @@ class PredictionUse:
         self._accepted: set[int] = set()
 
     def learn(self, step: Step, draft: Draft) -> None:
-        """Take in what of a head's draft the step verified and the text took; its tree is in the one that was chosen."""
+        """Take in what the step verified, and its text took, of a head's draft that was chosen or is part of it."""
         drafted = dict(zip(paths(draft.tree), draft.predicted, strict=False))
         places = [drafted.get(path, 0) for path in paths(step.choice.tree)]
         self._verified |= {places[node - 1] for node in step.verified.tolist()} - {0}

@@ -26,7 +26,8 @@ class TokenBytes:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
-        self._added = tokenizer.get_added_tokens_decoder() if tokenizer else {}
+        added = tokenizer.get_added_tokens_decoder() if tokenizer else {}
+        self._special = {number for number, token in added.items() if token.special}
         decoder = tokenizer.decoder if tokenizer else None
         self.join = decoder.decode if decoder else " ".join  # pieces of the vocabulary to text
         state = json.loads(decoder.__getstate__()) if decoder else {"type": "Fuse"}
@@ -40,7 +41,7 @@ class TokenBytes:
 
     def piece(self, token: int, special: bool = False) -> str:
         """An id's piece of the vocabulary; "" above it, and of a special token unless `special`."""
-        if self.tokenizer is None or (not special and token in self._added and self._added[token].special):
+        if self.tokenizer is None or (token in self._special and not special):
             return ""
         return self.tokenizer.id_to_token(token) or ""
 
@@ -61,7 +62,7 @@ class TokenBytes:
         """The bytes of each id of a prompt, special ones too, but for those that are not in the `text` it came as."""
         result, first = list[bytes](), True
         for token in ids:
-            special = text is None or self.piece(token, True) in text
+            special = text is None or token not in self._special or self.piece(token, True) in text
             result.append(self.of(token, special, first))
             first = first and not self.of(token, special)
         return result

@@ -302,6 +302,13 @@ def made_of(family: str, body: CompletionBody | ChatBody, events: Sequence[Any])
     return answer.whole()
 
 
+def test_an_added_token_is_its_content() -> None:
+    tokenizer = byte_level()
+    tokenizer.add_tokens(["<é Ġ>"])
+    spelled = TokenBytes(tokenizer).of(tokenizer.token_to_id("<é Ġ>") or 0)
+    assert spelled.decode() == "<é Ġ>"
+
+
 @pytest.mark.parametrize("mark", ["<tool>", "<|end|>"])
 def test_an_id_that_ends_a_text_is_no_part_of_it(mark: str) -> None:
     tokenizer, _ = made("byte-level")
