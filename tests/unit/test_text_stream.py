@@ -137,7 +137,7 @@ def decoded(family: str, tokens: Sequence[int]) -> str:
 
 @pytest.mark.parametrize("family", MAKERS)
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_text_is_what_the_tokenizer_decodes_and_comes_while_it_is_made(family: str, data: st.DataObject) -> None:
     """Where it differs, bytes of ByteFallback are no UTF-8 (docs/http.md), or an unknown decoder looks ahead."""
     tokens = data.draw(ids(family))
@@ -171,7 +171,7 @@ def test_a_stop_string_is_found_wherever_it_stands(family: str, data: st.DataObj
 
 
 @given(st.text("ab", max_size=24), st.lists(st.text("ab", min_size=1, max_size=6), max_size=4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_a_text_ends_before_the_first_stop_string_however_it_is_cut_into_tokens(text: str, stops: list[str]) -> None:
     ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
     read = text[: ends[0]] if ends else text
@@ -225,7 +225,7 @@ def test_no_stop_strings_make_a_long_answer_slow() -> None:
 
 @pytest.mark.parametrize("family", [family for family in MAKERS if family != "strips both ends"])
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_prompt_is_what_the_tokenizer_decodes(family: str, data: st.DataObject) -> None:
     tokenizer, tokens = made(family)
     prompt = data.draw(ids(family))
@@ -238,7 +238,7 @@ PROMPTS = ["the cat", " the cat", "<|end|>the <tool>cat's", ""]
 
 @pytest.mark.parametrize("family", KNOWN)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_log_probs_stand_where_their_text_is_answered(family: str, data: st.DataObject) -> None:
     """Behind an echo of ids and of a text, in front of which the tokenizer puts a special token."""
     tokenizer, tokens = made(family)
