@@ -56,7 +56,7 @@ class Account:
 
     def step(self, step: Step, head: str, tokens: int) -> None:
         """Count a step that has just ended. head: whose tree was verified, empty for none or several."""
-        accepted = len(step.judged.accepted)
+        accepted = step.num_accepted
         self.metrics.step(self.policy, step.num_verified, accepted, tokens, step.took_ns / 1e9)
         if head:
             self.metrics.routed.labels(head).inc()
@@ -80,13 +80,12 @@ class Account:
         self.metrics.requests.labels(outcome).inc()
         if result is not None and outcome == result.finish_reason:
             self.metrics.request_seconds.observe(seconds)
-        lengths = result.accept_lengths if result else []
         facts: Facts = {
             "id": self.id,
             "policy": self.policy,
             "prompt_tokens": result.prompt_tokens if result else 0,
             "new_tokens": result.new_tokens if result else 0,
-            "tau": round(sum(lengths) / len(lengths), 2) if lengths else 0.0,
+            "tau": round(result.tau, 2) if result else 1.0,
             "seconds": round(seconds, 4),
             "finish_reason": outcome,
         }

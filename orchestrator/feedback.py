@@ -63,7 +63,7 @@ def _record(session: str, decoding: Decoding, head: HeadSession, load: float) ->
         session=session,
         s=signal.s,
         rejections=signal.rejections,
-        tau=sum(result.accept_lengths) / max(1, steps),
+        tau=result.tau,
         new_tokens=result.new_tokens,
         steps=steps,
         tokens_per_s=result.new_tokens / max(1, timings.decode_ns) * 1e9,

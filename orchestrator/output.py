@@ -9,7 +9,7 @@ from coppice.messages.generation import Chunk, Finished, FinishReason, Generatio
 from coppice.messages.steps import TopLogProbs
 
 from .step import Step
-from .tokenizer import TextStream
+from .text import TextStream
 
 Scored = tuple[int, float]
 """a token and its raw log-probability"""
@@ -44,15 +44,16 @@ class Output:
 
     def _push(self, token: int) -> str:
         """Take one token; returns the text that became certain."""
-        piece, stopped = self._text.push(token)
         self._left -= 1
-        if token in self._stop_ids:
-            self.finish = "eos"
-        elif stopped:
+        # An id that ends the text is no part of it, whatever the tokenizer calls it.
+        text, stopped = self._text.push(token) if token not in self._stop_ids else ("", False)
+        if token in self._stop_ids or (self._left <= 0 and not stopped):
+            self.finish = "eos" if token in self._stop_ids else "length"
+            rest, stopped = self._text.flush()
+            text += rest
+        if stopped:
             self.finish = "stop"
-        elif self._left <= 0:
-            self.finish = "length"
-        return piece
+        return text
 
     def commit(
         self,
@@ -73,8 +74,6 @@ class Output:
             pieces.append(self._push(token))
             if self.finish is not None:
                 break
-        if self.finish in ("eos", "length"):
-            pieces[-1] += self._text.flush()
         taken = new[: len(pieces)]
         self._chunk = Chunk(
             text="".join(pieces),
@@ -97,7 +96,7 @@ class Output:
 
     def piece(self, token: int) -> str:
         """The text of a token by itself."""
-        return self._text.alone(token)
+        return self._text.tokens.of(token, True).decode(errors="replace")
 
     def account(self, step: Step) -> None:
         """Add where the step's time went and what it verified."""

@@ -28,11 +28,11 @@ class PredictionUse:
         self._accepted: set[int] = set()
 
     def learn(self, step: Step, draft: Draft) -> None:
-        """Take in what the step verified and accepted of the head's draft, whose tree was chosen or is part of it."""
+        """Take in what the step verified, and its text took, of a head's draft that was chosen or is part of it."""
         drafted = dict(zip(paths(draft.tree), draft.predicted, strict=False))
         places = [drafted.get(path, 0) for path in paths(step.choice.tree)]
         self._verified |= {places[node - 1] for node in step.verified.tolist()} - {0}
-        self._accepted |= {places[node - 1] for node in step.judged.accepted} - {0}
+        self._accepted |= {places[node - 1] for node in step.judged.accepted[: step.num_accepted]} - {0}
 
     @property
     def accepted(self) -> int:

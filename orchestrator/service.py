@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TypeVar
 
 import grpc
-from tokenizers import Tokenizer
 
 import coppice
 from coppice.client.completion import StreamEvent
@@ -39,7 +38,8 @@ from .policies import FixedPolicy, StepPolicy
 from .prediction import KIND, check_usable
 from .step import Committed
 from .step_loop import Decoding, Plan
-from .tokenizer import TextCodec, TextStream, no_room
+from .text import TextStream, TokenBytes
+from .tokenizer import TextCodec, no_room
 from .verifiers import TargetPool, TargetSession
 
 P = TypeVar("P")
@@ -65,6 +65,7 @@ class GenerationServicer:
         self.signals = signals
         self.heads, self.codec, self.metrics = heads, codec, metrics
         self.encoder = Encoder(codec, target.max_len, settings.limits) if codec else None
+        self.token_bytes = TokenBytes(codec.tokenizer if codec else None)
         wanted = settings.orchestrator.policy
         self.default_policy = Policy.parse(wanted, list(heads)) if wanted else Policy.default(list(heads))
         names = list(heads)
@@ -87,11 +88,6 @@ class GenerationServicer:
     def ready(self) -> bool:
         """Whether a verifier can be asked."""
         return any(replica.fit for replica in self.verifiers.replicas)
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The target's; None where it has none and only ids work."""
-        return self.codec.tokenizer if self.codec else None
 
     async def encode(self, prompt: str | Sequence[ChatMessage], bare: bool = False) -> list[int]:
         """Ids of a text, without special tokens around it if `bare`, or of a conversation. Raises InvalidField."""
@@ -200,7 +196,7 @@ class GenerationServicer:
         chunks = Chunks(send, 0 if request.want_trees else self.settings.orchestrator.chunk_tokens)
         started = Started(prompt_tokens, plan.policy.name, plan.policy.heads, plan.budget, request.sampling.seed)
 
-        stream = TextStream(self.codec, ids[:prompt_tokens], request.stop, request.min_tokens)
+        stream = TextStream(self.token_bytes, request.stop, request.min_tokens)
         output = Output(request, prompt_tokens, stream, plan.stop_ids, plan.max_new_tokens, chunks.add)
         verifier = TargetSession(self.verifiers, opening)
         policy = self._policy(request, plan, ids[:prompt_tokens])

@@ -79,6 +79,8 @@ class Step:
     verdict: Verdict | None = None
     offered: tuple[int, ...] = ()
     """what the target said behind the root: the accepted drafts, and the next root unless the text has ended"""
+    num_accepted: int = 0
+    """accepted drafts that the text took; it may have ended before the last ones"""
     at: Instants = field(default_factory=lambda: Instants(time.perf_counter_ns()))
 
     @property

@@ -141,6 +141,7 @@ class Decoding:
         log_probs = verdict.log_probs or (0.0,) * len(accepted)
         shown = self._shown(step) if self.request.want_trees else ()
         taken = self.output.commit(list(zip(accepted, log_probs, strict=True)), root, verdict.top, shown)
+        step.num_accepted = min(taken, len(accepted))
         self.output.result.accept_lengths.append(taken)
         return -1 if root is None else root[0]
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back: the target's own tokenizer and chat template, whole characters, stop strings."""
+"""Text to token ids: the target's own tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
 
 from coppice.errors import InvalidField
 from coppice.messages.generation import ChatMessage
 from coppice.messages.steps import vocabulary_hash
 
-_PRIMING_IDS = 8  # of the prompt, so that a decoder that drops a text's leading space sees this is no beginning
 _MOST_BYTES = 16 << 20  # of a rendered chat
 _ASSISTANT = "Hello."  # what the assistant says in the chat that tells how a template ends a turn
 
@@ -117,60 +115,3 @@ class TextCodec:
 def no_room(tokens: int, context: int) -> InvalidField:
     """The refusal of a prompt that fills the context."""
     return InvalidField("prompt", f"{tokens} tokens leave no room in a context of {context}")
-
-
-class TextStream:
-    """Turns one answer's ids into text, whole characters only, and watches for stop strings."""
-
-    def __init__(self, codec: TextCodec | None, before: Sequence[int], stops: Sequence[str], least: int = 0) -> None:
-        """`before`: the ids in front of the answer. No stop string ends its first `least` tokens."""
-        self._codec, self._stops, self._least = codec, stops, least
-        self._decoder = DecodeStream(skip_special_tokens=True)
-        self._pending: list[int] = []  # ids whose characters are not complete
-        self._held = ""  # text that may turn out to begin a stop string
-        if codec is not None:
-            for token in before[-_PRIMING_IDS:]:
-                self._decoder.step(codec.tokenizer, token)
-
-    def push(self, token: int) -> tuple[str, bool]:
-        """Text that is certain now that `token` came, and whether a stop string was met (and cut off)."""
-        if self._codec is None:
-            return "", False
-        self._least -= 1
-        self._pending.append(token)
-        piece = self._decoder.step(self._codec.tokenizer, token)
-        if piece is None:
-            return "", False
-        self._pending.clear()
-        if self._least >= 0:
-            return piece, False
-        return self._release(self._held + piece)
-
-    def alone(self, token: int) -> str:
-        """The text of one id by itself."""
-        text: str = self._codec.tokenizer.decode([token], skip_special_tokens=False) if self._codec else ""
-        return text
-
-    def _release(self, text: str) -> tuple[str, bool]:
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            self._held = ""
-            return text[: min(found)], True
-        keep = _overlap(text, self._stops)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
-
-    def flush(self) -> str:
-        """What is left when the answer ends elsewhere than at a stop string."""
-        rest = self._codec.tokenizer.decode(self._pending, skip_special_tokens=True) if self._codec else ""
-        return self._held + rest
-
-
-def _overlap(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of `text` that begins one of `stops`, none of which is in it as a whole.
-
-    Over an answer it takes a time in proportion to its text: beyond what was held before only new characters are tried.
-    """
-    longest = min(len(text), max(map(len, stops), default=1) - 1)
-    ends = (text[len(text) - size :] for size in range(longest, 0, -1))
-    return next((len(end) for end in ends if any(stop.startswith(end) for stop in stops)), 0)

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from coppice.client.completion import Accumulator, Completion, StreamEvent
-from coppice.messages.generation import Chunk, Finished, FinishReason, Started
+from coppice.messages.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, Started
 from coppice.messages.steps import TopLogProbs
 
 from .bodies import ChatBody, CompletionBody
+from .served import Served, TokenBytes
 
 Json = dict[str, Any]
-TextOf = Callable[[int], str]
-"""The text of an id by itself"""
 
 REASONS: dict[FinishReason, str] = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
 LEAST_LOG_PROB = -9999.0
 """as OpenAI has it: JSON has no infinity"""
-_BROKEN = "\ufffd"  # stands for bytes that are no character yet
+_BROKEN = "\ufffd"  # stands for bytes that are no character
 
 
-class Told(NamedTuple):
-    """A token as clients are told of it: its text, its log-probability (None at the prompt's begin), the best ones."""
+class Scored(NamedTuple):
+    """A token with its log-probability, None at the prompt's beginning, and the best ones in its place."""
 
-    text: str
+    spelled: bytes
+    """what it adds to the text; b"" when it is left out"""
+    offset: int
+    """in the text, characters"""
     log_prob: float | None
-    top: list[tuple[str, float]]
+    top: list[tuple[bytes, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,65 +61,87 @@ class Shape:
             said = {"delta": {"content": text}} if part else {"message": {"role": "assistant", "content": text}}
         return {"index": index, **said, "logprobs": log_probs, "finish_reason": reason}
 
-    def log_probs(self, tokens: Sequence[Told], offset: int) -> Json | None:
-        """The log-probabilities of tokens, of which the first one's text begins at `offset`."""
+    def log_probs(self, tokens: Sequence[Scored]) -> Json:
+        """The log-probabilities of tokens."""
         if self.chat:
             content = [
-                {**_entry(one.text, one.log_prob), "top_logprobs": [_entry(*best) for best in one.top]}
-                for one in tokens
+                {**_entry(token.spelled, token.log_prob), "top_logprobs": [_entry(*best) for best in token.top]}
+                for token in tokens
             ]
             return {"content": content, "refusal": None}
-        offsets = itertools.accumulate((len(one.text) for one in tokens[:-1]), initial=offset)
         return {
-            "tokens": [one.text for one in tokens],
-            "token_logprobs": [one.log_prob for one in tokens],
-            "top_logprobs": [dict(reversed(one.top)) if one.top else None for one in tokens],
-            "text_offset": list(offsets) if tokens else [],
+            "tokens": [_printed(token.spelled) for token in tokens],
+            "token_logprobs": [token.log_prob for token in tokens],
+            "top_logprobs": [
+                {_printed(best): value for best, value in reversed(token.top)} or None for token in tokens
+            ],
+            "text_offset": [token.offset for token in tokens],
         }
 
 
-def _entry(text: str, log_prob: float | None) -> Json:
-    return {"token": text, "logprob": log_prob, "bytes": None if _BROKEN in text else list(text.encode())}
+def _entry(spelled: bytes, log_prob: float | None) -> Json:
+    return {"token": _printed(spelled), "logprob": log_prob, "bytes": list(spelled)}
+
+
+def _printed(spelled: bytes) -> str:
+    """A token as text. One that is no whole characters is spelled out, and so differs from others."""
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
 class Choice:
     """One answer as its events come in."""
 
-    def __init__(self, echo: str, text_of: TextOf) -> None:
-        """echo: the text of the prompt, if the answer begins with it."""
+    def __init__(self, prompt: str | Sequence[int], tokens: TokenBytes, ends: Collection[int]) -> None:
+        """prompt: what the answer begins with, "" for nothing. ends: ids that end a text and are no part of it."""
         self.folded = Accumulator()
-        self.echo, self._text_of = echo, text_of
-        self.prompt: list[Told] = []
-        self.tokens: list[Told] = []
-        self.chars = 0
-        """of the texts of all tokens whose log-probabilities were told, the prompt's too"""
+        self.echo = prompt if isinstance(prompt, str) else tokens.decode(prompt)
+        self.prompt: list[Scored] = []
+        self.tokens: list[Scored] = []
+        self._prompt, self._bytes, self._ends = prompt, tokens, ends
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
 
-    def add(self, event: StreamEvent) -> list[Told]:
+    def add(self, event: StreamEvent) -> list[Scored]:
         """Take in an event; returns what its tokens' log-probabilities are, when they are wanted."""
         self.folded.add(event)
         if isinstance(event, Started) and event.prompt_ids:
-            top = (None, *event.prompt_top) if event.prompt_top else ()
-            new = self.prompt = self._told(event.prompt_ids, (None, *event.prompt_log_probs), top)
-        elif isinstance(event, Chunk) and event.log_probs:
-            new = self._told(event.ids, event.log_probs, event.top)
+            text = self._prompt if isinstance(self._prompt, str) else None
+            spelled = self._bytes.of_prompt(event.prompt_ids, text)
+            self.echo = b"".join(spelled).decode(errors="replace")
+            self.prompt = self._scored(spelled, (None, *event.prompt_log_probs), (None, *event.prompt_top))
+            self._utf8.reset()
+            self._offset = len(self.echo)
+            return self.prompt
+        if isinstance(event, Chunk) and event.log_probs:
+            spelled = [b"" if token in self._ends else self._bytes.of(token) for token in event.ids]
+            new = self._scored(spelled, event.log_probs, event.top)
             self.tokens += new
-        else:
-            return []
-        self.chars += sum(len(one.text) for one in new)
-        return new
+            return new
+        return []
 
-    def _told(
-        self, ids: Sequence[int], log_probs: Sequence[float | None], top: Sequence[TopLogProbs | None]
-    ) -> list[Told]:
+    def _scored(
+        self, spelled: Sequence[bytes], log_probs: Sequence[float | None], top: Sequence[TopLogProbs | None]
+    ) -> list[Scored]:
+        rows = itertools.islice(itertools.chain(top, itertools.repeat(None)), len(spelled))
         return [
-            Told(self._text_of(token), None if value is None else _finite(value), self._best(row))
-            for token, value, row in zip(ids, log_probs, top or itertools.repeat(None, len(ids)), strict=True)
+            Scored(added, self._place(added), None if value is None else _finite(value), self._best(row))
+            for added, value, row in zip(spelled, log_probs, rows, strict=True)
         ]
 
-    def _best(self, row: TopLogProbs | None) -> list[tuple[str, float]]:
+    def _place(self, spelled: bytes) -> int:
+        """Where in the text the bytes behind those before stand; half a character stands where the whole one will."""
+        begun, text = bool(self._utf8.getstate()[0]), self._utf8.decode(spelled)
+        self._offset += len(text)
+        return self._offset - len(text) + (begun and text.startswith(_BROKEN))
+
+    def _best(self, row: TopLogProbs | None) -> list[tuple[bytes, float]]:
         if row is None:
             return []
-        return list(zip(map(self._text_of, row.ids.tolist()), map(_finite, row.log_probs.tolist()), strict=True))
+        spelled = [self._bytes.of(token, True) for token in row.ids.tolist()]
+        return list(zip(spelled, map(_finite, row.log_probs.tolist()), strict=True))
 
 
 def _finite(log_prob: float) -> float:
@@ -126,14 +151,16 @@ def _finite(log_prob: float) -> float:
 class Answer:
     """An HTTP request's answer: its choices in one body, or as parts of a stream."""
 
-    def __init__(self, model: str, body: CompletionBody | ChatBody, echoes: Sequence[str], text_of: TextOf) -> None:
-        """echoes: what each choice's text begins with."""
+    def __init__(self, served: Served, body: CompletionBody | ChatBody, requests: Sequence[GenerationRequest]) -> None:
+        """requests: the body's, one a choice."""
         self.shape, self._body = Shape(isinstance(body, ChatBody)), body
         self._only_prompt = body.echoes and body.max_tokens == 0
-        self.choices = [Choice(echo, text_of) for echo in echoes]
+        ends, model = () if body.ignore_eos else served.target.eos_ids, served.target.name
+        prompts = [(request.ids or request.text or "") if body.echoes else "" for request in requests]
+        self.choices = [Choice(prompt, served.token_bytes, ends) for prompt in prompts]
         self._head: Json = {"id": self.shape.prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model}
 
-    def add(self, index: int, event: StreamEvent) -> list[Told]:
+    def add(self, index: int, event: StreamEvent) -> list[Scored]:
         """Take in an event of a choice."""
         return self.choices[index].add(event)
 
@@ -145,15 +172,14 @@ class Answer:
             text, tokens, reason = answer.text, choice.tokens, REASONS[answer.finish_reason]
             if self._only_prompt:
                 text, tokens, reason = "", [], "length"
-            log_probs = self.shape.log_probs([*choice.prompt, *tokens], 0) if self._body.scored else None
+            log_probs = self.shape.log_probs([*choice.prompt, *tokens]) if self._body.scored else None
             choices.append(self.shape.choice(index, choice.echo + text, log_probs, reason, part=False))
         head = {"object": self.shape.kind(part=False), **self._head, "choices": choices}
         return {**head, "usage": self._usage(answers), **self._ours(answers)}
 
     def parts(self, index: int, event: StreamEvent) -> Iterator[Json]:
         """Take in an event of a choice, and make the parts of the stream that it is."""
-        choice, before = self.choices[index], self.choices[index].chars
-        new = self.add(index, event)
+        choice, new = self.choices[index], self.add(index, event)
         null: Json = {"usage": None} if self._body.usage_in_stream else {}  # in every part but the last one
         if isinstance(event, Started) and self.shape.chat:
             opened = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
@@ -166,7 +192,7 @@ class Answer:
             yield {**self._part([ended]), **self._ours([choice.folded.completion()]), **null}
         elif isinstance(event, Started) or not self._only_prompt:
             text = choice.echo if isinstance(event, Started) else event.text
-            log_probs = self.shape.log_probs(new, before) if self._body.scored else None
+            log_probs = self.shape.log_probs(new) if self._body.scored else None
             if text or new:
                 yield {**self._part([self.shape.choice(index, text, log_probs, None, part=True)]), **null}
 
@@ -210,12 +236,12 @@ class Answer:
 
 def speculative_decoding(answers: Sequence[Completion]) -> Json:
     """vLLM's metrics of a request: steps that verified drafts, and how many drafts they accepted."""
-    steps = [
-        (length - 1, nodes)
-        for answer in answers
-        for length, nodes in zip(answer.accept_lengths, answer.verified_nodes, strict=True)
-        if nodes
-    ]
+    steps = []
+    for answer in answers:
+        origins = iter(answer.origins[1:])
+        for length, nodes in zip(answer.accept_lengths, answer.verified_nodes, strict=True):
+            accepted_drafts = list(itertools.islice(origins, length)).count(Origin.DRAFT)
+            steps += [(accepted_drafts, nodes)] if nodes else []
     accepted, drafted = sum(length for length, _ in steps), sum(nodes for _, nodes in steps)
     counts = Counter(length for length, _ in steps)
     return {

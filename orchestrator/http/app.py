@@ -5,26 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from functools import lru_cache
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from tokenizers import Tokenizer
 
 import coppice
 from coppice.errors import InvalidField, NotFound, Unavailable
 from coppice.limits import check_count, check_ids
-from coppice.messages.generation import GenerationRequest
 
 from . import errors
 from .answering import Answering, Events, unless_gone
-from .answers import Answer, Json, TextOf
+from .answers import Answer, Json
 from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, check_log_probs, naming_fields_of
 from .served import Served
 from .sse import streamed
-
-_KNOWN_TEXTS = 1 << 14  # of ids
 
 
 def make_app(served: Served, answering: Answering) -> FastAPI:
@@ -89,8 +84,6 @@ def _add_models(app: FastAPI, served: Served) -> None:
 
 
 def _add_answers(app: FastAPI, served: Served, answering: Answering) -> None:
-    text_of = _texts(served.tokenizer)
-
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Complete a prompt, whole or as server-sent events."""
@@ -107,8 +100,7 @@ def _add_answers(app: FastAPI, served: Served, answering: Answering) -> None:
         with naming_fields_of(body):
             asked = body.requests()
             check_log_probs(asked, served.target.max_len, served.settings.orchestrator.max_new_tokens)
-            echoes = [_echo(one, served.tokenizer) for one in asked] if body.echoes else [""] * len(asked)
-            answer = Answer(served.target.name, body, echoes, text_of)
+            answer = Answer(served, body, asked)
             events = answering.events(asked, request.headers)
             if not body.stream:
                 return await unless_gone(request, _whole(answer, events))
@@ -137,34 +129,17 @@ def _add_tokens(app: FastAPI, served: Served) -> None:
     async def detokenize(body: DetokenizeBody) -> Json:
         """Tell the prompt that tokens are."""
         check_model(served, body.model)
-        if served.tokenizer is None:
+        if served.token_bytes.tokenizer is None:
             raise InvalidField("tokens", "this target has no tokenizer.json")
         check_count("tokens", len(body.tokens), 0, served.target.max_len)
         check_ids("tokens", body.tokens, served.target.vocab_size)
-        return {"prompt": served.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        return {"prompt": served.token_bytes.decode(body.tokens)}
 
 
 def check_model(served: Served, name: str) -> None:
     """Raise NotFound unless a body names the served model, or none."""
     if name and name != served.target.name:
         raise NotFound(f"the model {name!r} does not exist here; {served.target.name!r} is served")
-
-
-def _texts(tokenizer: Tokenizer | None) -> TextOf:
-    """The text of each id by itself."""
-
-    @lru_cache(_KNOWN_TEXTS)
-    def text_of(token: int) -> str:
-        return tokenizer.decode([token], skip_special_tokens=False) if tokenizer else ""
-
-    return text_of
-
-
-def _echo(request: GenerationRequest, tokenizer: Tokenizer | None) -> str:
-    """The text of a prompt."""
-    if request.text is not None:
-        return request.text
-    return tokenizer.decode(list(request.ids or ()), skip_special_tokens=False) if tokenizer else ""
 
 
 async def _whole(answer: Answer, events: Events) -> Response:

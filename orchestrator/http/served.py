@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from tokenizers import Tokenizer
-
 from coppice.client.completion import StreamEvent
 from coppice.config.settings import Settings
 from coppice.messages.generation import ChatMessage
@@ -14,6 +12,19 @@ from coppice.messages.steps import TargetDescription
 from coppice.telemetry import OrchestratorMetrics
 
 P = TypeVar("P")
+
+
+class TokenBytes(Protocol):
+    """The orchestrator's TokenBytes, which says what each of these is."""
+
+    @property
+    def tokenizer(self) -> object: ...
+
+    def of(self, token: int, special: bool = False, /) -> bytes: ...
+
+    def of_prompt(self, ids: Sequence[int], text: str | None = None) -> list[bytes]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class Served(Protocol):
@@ -24,10 +35,10 @@ class Served(Protocol):
     metrics: OrchestratorMetrics
 
     @property
-    def ready(self) -> bool: ...
+    def token_bytes(self) -> TokenBytes: ...
 
     @property
-    def tokenizer(self) -> Tokenizer | None: ...
+    def ready(self) -> bool: ...
 
     def check_seats(self) -> None: ...
 

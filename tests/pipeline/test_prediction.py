@@ -92,6 +92,16 @@ def test_tokens_of_the_prediction_are_counted_and_no_others(client: Client, temp
     assert 0 < useless.rejected_prediction_tokens <= len(never)
 
 
+def test_drafts_behind_the_texts_end_are_not_counted(client: Client) -> None:
+    """A stop string ends the text amid a block, whose other drafts were accepted too."""
+    plain = client.generate("hello", policy="plain", **TOLD)
+    stop = plain.text[10:14]
+    answer = client.generate("hello", prediction=plain.ids, policy="single:lookup", stop=stop, **TOLD)
+    assert (answer.finish_reason, plain.text[: len(answer.text)]) == ("stop", answer.text)
+    assert 0 < answer.accepted_prediction_tokens <= accepted_drafts(answer) < answer.new_tokens
+    assert answer.rejected_prediction_tokens > 0  # they did not appear in the answer
+
+
 def test_a_resumed_answer_goes_on_in_its_prediction(client: Client) -> None:
     whole = client.generate(PROMPTS[1], policy="plain", temperature=1.0, **TOLD).ids
     told = {"policy": "single:lookup", "temperature": 1.0, "prediction": whole, **TOLD}

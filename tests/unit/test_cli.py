@@ -369,9 +369,7 @@ def test_the_shipped_target_has_a_chat_template() -> None:
 
 def test_a_template_gets_the_names_and_the_reasoning_that_are_there(tmp_path: Path) -> None:
     shutil.copy(ROOT / "models" / "demo" / "target" / "tokenizer.json", tmp_path)
-    source = (
-        "{% for m in messages %}{{ m.name or '-' }}{{ m.reasoning_content is defined }}{{ m.content }};{%endfor%}"
-    )
+    source = "{% for m in messages %}{{ m.name or '-' }}{{ m.reasoning_content is defined }}{{ m.content }};{%endfor%}"
     (tmp_path / "chat_template.jinja").write_text(source)
     chat = [ChatMessage("user", "Hi", name="eve"), ChatMessage("assistant", "", "because")]
     assert ChatTemplate(tmp_path).render(chat) == "eveFalseHi;-True;"

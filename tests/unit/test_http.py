@@ -33,6 +33,7 @@ from orchestrator.http.app import make_app
 from orchestrator.http.bodies import check_log_probs
 from orchestrator.http.door import Door, check_parts
 from orchestrator.http.server import HttpServer
+from orchestrator.text import TokenBytes
 
 TARGET = TargetDescription("target", 300, 512, 2, 8, (0,), "float32", 2**20, 0, 0, 0, 0, 1.0, bytes(32))
 STARTED = Started(1, "plain", (), 0, 7)
@@ -43,7 +44,7 @@ WHOLE = (STARTED, HALF, Finished("length", 1, 1, [], [], []))
 class Service:
     """A service whose answers are these events; an exception among them is raised, a number waited for."""
 
-    tokenizer = None
+    token_bytes = TokenBytes(None)
     ready = True
 
     def __init__(self, *events: Any, flags: Sequence[str] = (), **limits: Any) -> None:
@@ -428,3 +429,14 @@ async def test_json_has_no_infinity() -> None:
     front = Front(Service(STARTED, chunk, WHOLE[-1]))
     log_probs = json.loads((await front.complete(logprobs=2)).text)["choices"][0]["logprobs"]
     assert log_probs["token_logprobs"] == [-9999.0]
+
+
+async def test_a_requests_metrics_count_the_drafts_in_its_text() -> None:
+    """The last step of a text that ends amid a block has no root."""
+    root, draft = Origin.ROOT, Origin.DRAFT
+    steps = [(root,), (draft, draft, root), (draft, draft)]
+    chunks = [Chunk("a" * len(step), (65,) * len(step), step, ("a",) * len(step)) for step in steps]
+    front = Front(Service(STARTED, *chunks, Finished("stop", 1, 6, [3, 2], [0, 0], [4, 9])))
+    figures = json.loads((await front.complete(include_metrics=True)).text)["metrics"]["speculative_decoding"]
+    assert (figures["num_accepted_draft_tokens"], figures["num_draft_tokens"]) == (4, 13)
+    assert (figures["acceptance_histogram"], figures["mean_acceptance_length"]) == ([0, 0, 2], 3.0)

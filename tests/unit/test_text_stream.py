@@ -1,51 +1,324 @@
-"""Text of an answer as its ids come: stop strings cut it wherever they begin, in a time that no request can raise."""
+"""Text of ids: one function of them for every family of tokenizers, whatever comes, and stop strings in it."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+import json
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import chain, product
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from orchestrator.tokenizer import TextCodec, TextStream
-from tests.tiny import make_target
+from coppice.messages.generation import Chunk, Finished, GenerationRequest, Origin, Started
+from coppice.messages.steps import TopLogProbs
+from orchestrator.http.answers import Answer
+from orchestrator.http.bodies import ChatBody, CompletionBody
+from orchestrator.output import Output
+from orchestrator.text import TextStream, TokenBytes
+
+CORPUS = [
+    "the cat saw the dog's hat, didn't it?",
+    "a man can't see. The end!",
+    "naïve café über 語の猫 🙂 ok",
+    "\t\n  two",
+] * 3
+SPECIAL = ["<s>", "</s>", "<unk>"]
+SPACED = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
 
 
-@pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    return TextCodec(make_target(tmp_path_factory.mktemp("target")))
+def byte_level(decoder: Any = None) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.decoder = decoder or decoders.ByteLevel()
+    return tokenizer
 
 
-def pushed(codec: TextCodec, text: str, stops: Sequence[str]) -> tuple[list[str], bool]:
+def sentence_piece(decoder: Any) -> Tokenizer:
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trained.train_from_iterator(CORPUS[:2], trainers.BpeTrainer(vocab_size=80))
+    model = json.loads(trained.to_str())["model"]
+    pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁▁", *model["vocab"]]
+    ids = {piece: number for number, piece in enumerate(pieces)}
+    merges = [tuple(pair) for pair in model["merges"]]
+    tokenizer = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.add_tokens([AddedToken("▁▁", normalized=False)])  # as Gemma's are
+    return tokenizer
+
+
+def word_piece(decoder: Any) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=120, special_tokens=SPECIAL))
+    tokenizer.decoder = decoder
+    return tokenizer
+
+
+def unigram() -> Tokenizer:
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=70, special_tokens=SPECIAL, unk_token="<unk>")
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
+MAKERS: dict[str, Callable[[], Tokenizer]] = {
+    "byte-level": byte_level,
+    "llama": lambda: sentence_piece(decoders.Sequence([*SPACED, decoders.Strip(" ", 1, 0)])),
+    "gemma": lambda: sentence_piece(decoders.Sequence(SPACED)),
+    "WordPiece": lambda: word_piece(decoders.WordPiece()),
+    "Unigram": unigram,
+    "no decoder": lambda: word_piece(None),
+    "strips both ends": lambda: sentence_piece(decoders.Sequence([*SPACED, decoders.Strip(" ", 1, 1)])),
+    "behind byte-level": lambda: byte_level(decoders.Sequence([decoders.ByteLevel(), decoders.Replace("e", "E")])),
+}
+KNOWN = list(MAKERS)[:6]
+WORDS = ["".join(word) for size in (1, 2, 3) for word in product("ab", repeat=size)]
+TWO_LETTERS = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token=""))
+TWO_LETTERS.decoder = decoders.Fuse()
+
+
+@cache
+def made(family: str) -> tuple[Tokenizer, TokenBytes]:
+    """A small tokenizer with an added token of each kind."""
+    tokenizer = MAKERS[family]()
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokens = TokenBytes(tokenizer)
+    assert tokens.context_free == (family in KNOWN)
+    return tokenizer, tokens
+
+
+def ids(family: str) -> st.SearchStrategy[list[int]]:
+    """Of a family: texts, ids at random, special ones, and some above the tokenizer's."""
+    tokenizer, _ = made(family)
+    size = tokenizer.get_vocab_size()
+    words = st.text("the cat's ïé語🙂猫,!  \n", max_size=12).map(lambda text: tokenizer.encode(text).ids)
+    some = st.lists(st.integers(0, size + 8), max_size=12) | st.lists(st.integers(size - 4, size + 4), max_size=4)
+    return st.lists(words | some, max_size=4).map(lambda parts: [*chain(*parts)])
+
+
+def pieces_of(stream: TextStream, tokens: Sequence[int]) -> tuple[list[str], bool]:
     """The pieces of a text whose ids come one by one, and whether a stop string ended it."""
-    stream, pieces = TextStream(codec, [], stops), []
-    for token in codec.encode(text):
+    pieces = []
+    for token in tokens:
         piece, stopped = stream.push(token)
         pieces.append(piece)
         if stopped:
             return pieces, True
-    return [*pieces, stream.flush()], False
+    rest, stopped = stream.flush()
+    return [*pieces, rest], stopped
 
 
-@given(st.text("ab", max_size=24), st.lists(st.text("ab", min_size=1, max_size=6), max_size=4))
-@settings(max_examples=300, deadline=None)
-def test_a_text_ends_before_the_first_stop_string(codec: TextCodec, text: str, stops: list[str]) -> None:
-    pieces, stopped = pushed(codec, text, stops)
+def text_of(family: str, tokens: Sequence[int]) -> str:
+    return "".join(pieces_of(TextStream(made(family)[1]), tokens)[0])
+
+
+def decoded(family: str, tokens: Sequence[int]) -> str:
+    """What the tokenizer says that ids add behind another one, special tokens left out."""
+    tokenizer, _ = made(family)
+    before = tokenizer.encode("a").ids
+    return tokenizer.decode([*before, *tokens])[len(tokenizer.decode(before)) :]
+
+
+@pytest.mark.parametrize("family", MAKERS)
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_text_is_what_the_tokenizer_decodes_and_comes_while_it_is_made(family: str, data: st.DataObject) -> None:
+    """Where it differs, bytes of ByteFallback are no UTF-8 (docs/http.md), or an unknown decoder looks ahead."""
+    tokens = data.draw(ids(family))
+    whole, wanted = text_of(family, tokens), decoded(family, tokens)
+    if family == "byte-level" or "\ufffd" not in wanted:
+        assert whole == wanted or family == "strips both ends"
+    if family in KNOWN:
+        pieces, _ = pieces_of(TextStream(made(family)[1]), tokens)
+        for at in range(1, len(tokens)):
+            begun = text_of(family, tokens[:at])
+            assert len(begun) - 3 <= len("".join(pieces[:at])) <= len(begun)
+        spelled = b"".join(map(made(family)[1].of, tokens))
+        assert spelled.decode(errors="replace") == whole
+
+
+@pytest.mark.parametrize("family", MAKERS)
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_stop_string_is_found_wherever_it_stands(family: str, data: st.DataObject) -> None:
+    tokens = data.draw(ids(family))
+    text = text_of(family, tokens)
+    places = st.tuples(st.integers(0, max(0, len(text) - 1)), st.integers(1, 6))
+    stops = [text[at : at + size] for at, size in data.draw(st.lists(places, max_size=3))] if text else []
+    pieces, stopped = pieces_of(TextStream(made(family)[1], [*stops, "never in it"]), tokens)
     ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
     assert stopped == bool(ends)
     read = text[: ends[0]] if ends else text
+    assert (
+        "".join(pieces) == read[: min([len(read) - len(stop) for stop in stops if read.endswith(stop)] or [len(read)])]
+    )
+
+
+@given(st.text("ab", max_size=24), st.lists(st.text("ab", min_size=1, max_size=6), max_size=4))
+@settings(max_examples=150, deadline=None)
+def test_a_text_ends_before_the_first_stop_string_however_it_is_cut_into_tokens(text: str, stops: list[str]) -> None:
+    ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+    read = text[: ends[0]] if ends else text
     starts = [len(read) - len(stop) for stop in stops if ends and read.endswith(stop)]
-    assert "".join(pieces) == read[: min(starts, default=len(read))]
+    for size in (1, 3):
+        cut = [WORDS.index(text[at : at + size]) for at in range(0, len(text), size)]
+        pieces, stopped = pieces_of(TextStream(TokenBytes(TWO_LETTERS), stops), cut)
+        assert stopped == bool(ends)
+        assert "".join(pieces) == read[: min(starts, default=len(read))]
 
 
-def test_no_stop_strings_make_a_long_answer_slow(codec: TextCodec) -> None:
+def work(family: str, token: int, count: int, stops: Sequence[str] = ()) -> int:
+    """Calls and joined pieces of an answer of one id."""
+    tokens, total = TokenBytes(made(family)[0]), 0
+    join = tokens.join
+
+    def counting(pieces: list[str]) -> str:
+        nonlocal total
+        total += len(pieces)
+        return join(pieces)
+
+    def profile(frame: object, event: str, argument: object) -> None:
+        nonlocal total
+        total += event in ("call", "c_call")
+
+    tokens.join = counting
+    sys.setprofile(profile)
+    try:
+        pieces_of(TextStream(tokens, stops), [token] * count)
+    finally:
+        sys.setprofile(None)
+    return total
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_ids_that_make_no_character_cost_what_others_cost(family: str) -> None:
+    tokenizer, tokens = made(family)
+    half = next((number for number in range(tokenizer.get_vocab_size()) if tokens.of(number) == b"\xa9"), 5)
+    pieces, _ = pieces_of(TextStream(tokens), [half] * 9)
+    assert any(pieces[:4])
+    assert work(family, half, 2000) < 2.1 * work(family, half, 1000)
+    assert work(family, half, 1000) < 4 * work(family, tokenizer.encode("a").ids[0], 1000)
+
+
+def test_no_stop_strings_make_a_long_answer_slow() -> None:
     """One of them is held back all the time, and the others are compared with what is held."""
+    a = made("byte-level")[0].token_to_id("a") or 0
+    held = [*["b" * 256] * 15, "a" * 255 + "b"]
+    assert work("byte-level", a, 4096, held) < 10 * work("byte-level", a, 4096, ["b" * 256] * 16)
 
-    def seconds(stops: Sequence[str]) -> float:
-        began = time.process_time()
-        pushed(codec, "a" * 4096, stops)
-        return time.process_time() - began
 
-    assert seconds([*["b" * 256] * 15, "a" * 255 + "b"]) < 10 * seconds(["b" * 256] * 16)
+@pytest.mark.parametrize("family", [family for family in MAKERS if family != "strips both ends"])
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_prompt_is_what_the_tokenizer_decodes(family: str, data: st.DataObject) -> None:
+    tokenizer, tokens = made(family)
+    prompt = data.draw(ids(family))
+    wanted = tokenizer.decode(prompt, skip_special_tokens=False)
+    assert tokens.decode(prompt) == wanted or (family != "byte-level" and "\ufffd" in wanted)
+
+
+PROMPTS = ["the cat", " the cat", "<|end|>the <tool>cat's", ""]
+
+
+@pytest.mark.parametrize("family", KNOWN)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_log_probs_stand_where_their_text_is_answered(family: str, data: st.DataObject) -> None:
+    """Behind an echo of ids and of a text, in front of which the tokenizer puts a special token."""
+    tokenizer, tokens = made(family)
+    given_ids, text, answer_ids = data.draw(ids(family)), data.draw(st.sampled_from(PROMPTS)), data.draw(ids(family))
+    as_text = data.draw(st.booleans())
+    prompt_ids = [0, *tokenizer.encode(text).ids] if as_text else [*given_ids, 3]
+    told = {"prompt": text or "a" if as_text else prompt_ids, "echo": True, "logprobs": 1, "ignore_eos": True}
+    body, chat = CompletionBody.model_validate(told), ChatBody.model_validate({**CHAT, "ignore_eos": True})
+    chunks, _ = answered(family, [*answer_ids, 5], frozenset())
+    started = Started(1, "plain", (), 0, 7, tuple(prompt_ids), (-1.0,) * (len(prompt_ids) - 1))
+    whole, whole_chat = made_of(family, body, [started, *chunks]), made_of(family, chat, chunks)
+    scored = whole["choices"][0]["logprobs"]
+    printed = whole["choices"][0]["text"]
+    for token, offset in zip(scored["tokens"], scored["text_offset"], strict=True):
+        if not token.startswith("bytes:"):
+            assert printed[offset : offset + len(token)] == token
+    assert scored["text_offset"] == sorted(scored["text_offset"])
+    assert max(scored["text_offset"]) <= len(printed)
+    if as_text and tokens.decode(prompt_ids[1:]) == text:
+        assert printed.startswith(text)
+    (choice,) = whole_chat["choices"]
+    spelled = [byte for entry in choice["logprobs"]["content"] for byte in entry["bytes"]]
+    assert bytes(spelled).decode(errors="replace") == choice["message"]["content"]
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_alternatives_that_print_alike_stay_apart(family: str) -> None:
+    tokenizer, tokens = made(family)
+    numbers = range(tokenizer.get_vocab_size())
+    top = TopLogProbs(np.array(numbers, np.int64), np.full(len(numbers), -1.0, np.float32))
+    chunk = Chunk("", (5,), (Origin.ROOT,), ("",), (-1.0,), top=(top,))
+    body = CompletionBody.model_validate({"prompt": "a", "logprobs": 1})
+    (best,) = made_of(family, body, [chunk])["choices"][0]["logprobs"]["top_logprobs"]
+    assert len(best) == len({tokens.of(number, True) for number in numbers})
+    (entry,) = made_of(family, ChatBody.model_validate(CHAT), [chunk])["choices"][0]["logprobs"]["content"]
+    assert [bytes(other["bytes"]) for other in entry["top_logprobs"]] == [tokens.of(number, True) for number in numbers]
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}], "logprobs": True}
+
+
+def answered(family: str, tokens: Sequence[int], ends: frozenset[int], **told: Any) -> tuple[list[Chunk], Output]:
+    """An answer of these ids."""
+    chunks: list[Chunk] = []
+    request = GenerationRequest(text="a", want_log_probs=True, **told)
+    stream = TextStream(made(family)[1], request.stop, request.min_tokens)
+    output = Output(request, 1, stream, ends, len(tokens), chunks.append)
+    for token in tokens:
+        if output.finish is None:
+            output.commit([], (token, -1.0), ())
+            output.flush()
+    return chunks, output
+
+
+def made_of(family: str, body: CompletionBody | ChatBody, events: Sequence[Any]) -> dict[str, Any]:
+    """The body of an answer."""
+    served: Any = SimpleNamespace(target=SimpleNamespace(name="", eos_ids=(0,)), token_bytes=made(family)[1])
+    answer = Answer(served, body, body.requests())
+    for event in [*events, Finished("length", 1, 1, [], [], [])]:
+        answer.add(0, event)
+    return answer.whole()
+
+
+def test_an_added_token_is_its_content() -> None:
+    tokenizer = byte_level()
+    tokenizer.add_tokens(["<é Ġ>"])
+    spelled = TokenBytes(tokenizer).of(tokenizer.token_to_id("<é Ġ>") or 0)
+    assert spelled.decode() == "<é Ġ>"
+
+
+@pytest.mark.parametrize("mark", ["<tool>", "<|end|>"])
+def test_an_id_that_ends_a_text_is_no_part_of_it(mark: str) -> None:
+    tokenizer, _ = made("byte-level")
+    end, a, half = (tokenizer.token_to_id(piece) or 0 for piece in (mark, "a", "Ã"))
+    for before, text in (([a, a], "aa"), ([a, half], "a\ufffd"), ([], "")):
+        for stops in ((), ("tool", ">", "end")):
+            chunks, output = answered("byte-level", [*before, end], frozenset([end]), stop=stops)
+            assert ("".join(chunk.text for chunk in chunks), output.finish) == (text, "eos")
+            assert "".join(piece for chunk in chunks for piece in chunk.pieces) == text
+    chunks, output = answered("byte-level", [a, half, end], frozenset([end]), stop=("\ufffd",))
+    assert ("".join(chunk.text for chunk in chunks), output.finish) == ("a", "stop")  # of what is flushed, too
+    chunks, output = answered("byte-level", [a, half], frozenset([end]), stop=("\ufffd",), min_tokens=2)
+    assert ("".join(chunk.text for chunk in chunks), output.finish) == ("a\ufffd", "length")
