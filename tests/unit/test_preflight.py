@@ -71,6 +71,13 @@ def test_http_goes_elsewhere_when_its_usual_port_is_taken_and_nobody_asked_for_i
     assert refused(monkeypatch, capsys, target, "--port", 0, http_port=taken) == named
 
 
+def test_two_services_on_one_port_are_one_line(
+    target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(monkeypatch, capsys, target, "--port", 50999, "--http-port", 50999)
+    assert said.startswith("coppice: orchestrator.http_port: 127.0.0.1:50999 cannot be used (two of these services")
+
+
 @pytest.mark.parametrize("name", ["server.port", "server.health_port", "server.metrics_port", "orchestrator.http_port"])
 @pytest.mark.parametrize("role", ["orchestrator", "adapter"])
 def test_every_fixed_port_is_tried(target: Path, taken: int, role: str, name: str) -> None:
