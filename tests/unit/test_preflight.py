@@ -147,6 +147,19 @@ def test_a_folder_without_a_usable_config_is_a_usage_error(
     assert "holds no model" in said
 
 
+@pytest.mark.parametrize(("file", "why"), [("m.gguf", "m.gguf is a GGUF file"), ("pytorch_model.bin", "are pickles")])
+def test_weights_in_a_form_that_is_not_loaded_are_one_line(
+    file: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    (tmp_path / file).touch()
+    if file.endswith(".bin"):
+        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert why in refused(monkeypatch, capsys, tmp_path)
+    if file.endswith(".gguf"):
+        assert why in refused(monkeypatch, capsys, tmp_path / file)
+
+
 @pytest.mark.parametrize(
     ("option", "path"), [("--ready-file", "missing/ready"), ("--ready-file", "file/ready"), ("--log-dir", "file/logs")]
 )
