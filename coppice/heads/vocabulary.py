@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def common_width(folder: str | Path, target: str | Path) -> int:
     that no token has: a family's small models are often padded otherwise than its large ones. Raises InvalidField.
     """
     own, wanted = _width(folder), _width(target)
-    mine, theirs = (Path(place) / _TOKENIZER for place in (folder, target))
+    mine, theirs = (_tokenizer_file(place) for place in (folder, target))
     tokens = 0
     if mine.is_file() and theirs.is_file():
         first = _read(mine, Tokenizer.from_file, str(mine)).get_vocab()
@@ -45,8 +46,17 @@ def tokenizer_hash(folder: str | Path) -> bytes:
 
     Raises InvalidField.
     """
-    file = Path(folder) / _TOKENIZER
+    file = _tokenizer_file(folder)
     return vocabulary_hash(_read(file, Tokenizer.from_file, str(file)).get_vocab()) if file.is_file() else b""
+
+
+def _tokenizer_file(folder: str | Path) -> Path:
+    """A folder's tokenizer.json, or that of the folder which its config.json names as `tokenizer`, to save a copy."""
+    own = Path(folder) / _TOKENIZER
+    if own.is_file():
+        return own
+    config = _read(folder, json.loads, (Path(folder) / "config.json").read_text(encoding="utf-8"))
+    return Path(folder, str(config.get("tokenizer", "")), _TOKENIZER)
 
 
 def _width(folder: str | Path) -> int:
