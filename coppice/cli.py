@@ -60,17 +60,18 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in SERVE_PACKAGES:
             raise
-        _fail(f"{error.name} is not installed: pip install 'coppice-serve[serve]' (or [train])", USAGE)
+        _fail(f"{error.name} is not installed: in a checkout pip install '.[serve]' (or '.[train]')", USAGE)
     except OSError as error:
         if error.filename is None:
             raise
         _fail(f"{error.filename}: {error.strerror}", USAGE)
     except Exception as error:
-        from coppice.errors import CoppiceError
+        from coppice.errors import NOBODY, CoppiceError
 
         if not isinstance(error, CoppiceError):
             raise
-        _fail(str(error), exit_code(error))
+        hint = "; start one with `coppice up`, or name yours with --address" if str(error).startswith(NOBODY) else ""
+        _fail(f"{error}{hint}", exit_code(error))
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from enum import Enum, auto
 from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
 if TYPE_CHECKING:
     import grpc
@@ -115,12 +117,16 @@ RETRY_HINT = "grpc-retry-pushback-ms"
 """the trailing metadata, gRPC's own, that says when to come back"""
 CALL_ENDED = "Internal error from Core"
 """what grpc.aio says, with INTERNAL, when a write finds the call ended: the status it ended with is lost then"""
+NOBODY = "no server answers at"
+_NOBODY = re.compile(r"(?:ipv[46]:|errors resolving )(.+?): (?:.*Connection refused|\[)")
 _BROKEN = (CALL_ENDED, "RST_STREAM", "Stream removed", "GOAWAY")  # in the details of a connection that broke
 
 
 def from_rpc_error(error: grpc.RpcError) -> CoppiceError:
     """The typed error for what a call ended with; a connection that broke is Unavailable whatever gRPC calls it."""
     status, details = error.code(), error.details() or ""
+    if nobody := _NOBODY.search(details):
+        return Unavailable(f"{NOBODY} {unquote(nobody[1])}")
     if status.name in ("INTERNAL", "UNKNOWN") and any(sign in details for sign in _BROKEN):
         return Unavailable(details)
     if status.name == Overloaded.status.name:

@@ -228,7 +228,7 @@ def run(options: Options) -> None:
     with measuring("bench run", spec, options) as bench:
         if left_out:
             bench.report.figures["left_out"] = left_out
-        measured = run_methods(bench, plan, options.target is None)
+        measured = run_methods(bench, plan)
         if options.plots:
             draw_all(measured, options.plots)
 

@@ -60,7 +60,7 @@ def run_prediction(bench: Bench, prompts: Sequence[Ids], methods: Sequence[str])
         "tokens of predictions, each counted once",
         [_counts(way, its, predictions[way[1]]) for way, its in answers.items() if way[1]],
     )
-    bench.report.checks += exactness_checks(rows, bench.report.dtype, bench.options.target is None, new_tokens)
+    bench.report.checks += exactness_checks(rows, bench.report.dtype, new_tokens)
     bench.report.goals += (
         Check.at_least(f"{row.method}, x plain", row.speedup, LEAST[what])
         for (_, what), row in zip(answers, with_speedups(rows), strict=True)

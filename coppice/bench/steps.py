@@ -113,7 +113,7 @@ def account(report: Report, folder: Path, methods: Sequence[str], picture: Path 
     medians = {method: median_step(steps[method]) for method in methods if method in steps}
     if not medians:
         report.notes.append(
-            "where a step's time goes is measured with the extra otel: pip install 'coppice-serve[otel]'"
+            "where a step's time goes is measured with the extra otel: in a checkout pip install '.[otel]'"
         )
         return
     longest = max(medians.values(), key=len)

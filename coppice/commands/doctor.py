@@ -49,7 +49,7 @@ def doctor(console: Console, address: str | None = None, target: Path | None = N
         table.add_row(finding.name, finding.value, sign)
     console.print(table)
     (server,) = (finding for finding in findings if finding.name == SERVER)
-    console.print(f"try: {_next_step(bool(server.ok))}", highlight=False, soft_wrap=True)
+    console.print(f"try: {_next_step(bool(server.ok))}", highlight=False, soft_wrap=True, markup=False)
     if server.ok is False:
         raise Unavailable(server.value)
     return all(finding.ok is not False for finding in findings)
@@ -60,7 +60,7 @@ def _next_step(answers: bool) -> str:
     if answers:
         return 'coppice generate "Once upon a time"'
     if find_spec("torch") is None:
-        return "pip install 'coppice-serve[serve]'"
+        return "pip install '.[serve]', in a checkout"
     return "coppice up" if checkout() else "coppice up MODEL, a folder or a name on the Hugging Face Hub"
 
 

@@ -93,6 +93,7 @@ def facts(stack: Stack, logs_stay: bool) -> Iterator[str]:
         yield f"heads    {', '.join(heads)}; each {_placed(drafter.dtype, drafter.device, drafter.threads)}"
     policy = settings.orchestrator.policy or Policy.default([head.name for head in spec.heads]).name
     yield f"policy   {policy}, budget {settings.orchestrator.budget}"
+    yield f"failover a request waits up to {stack.failover_s:.0f} s for a verifier that died and loads again"
     yield f"logs     {stack.log_dir}{'' if logs_stay else ', deleted at the end; --log-dir FOLDER keeps them'}"
     yield f"ready at {stack.address}; Ctrl-C stops it"
     usual = stack.address == f"127.0.0.1:{DEFAULT_PORT}"

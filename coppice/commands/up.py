@@ -59,7 +59,10 @@ def up(
         Path | None, typer.Option(dir_okay=False, help="File to write addresses to once healthy.")
     ] = None,
 ) -> None:
-    """Start verifiers, drafters and orchestrators here, and start again what dies, until Ctrl-C."""
+    """Start verifiers, drafters and orchestrators here, and start again what dies, until Ctrl-C.
+
+    A script stops it with SIGTERM: in the background of a shell (`coppice up &`) Ctrl-C's signal is ignored.
+    """
     from coppice.commands.hub import find_model
     from coppice.stack.launch import Stack
     from coppice.stack.options import stack_spec

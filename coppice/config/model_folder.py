@@ -22,9 +22,13 @@ def why_no_model(folder: str | Path | None, typed: bool = False) -> str:
     """Why a folder's config.json is not a model's; empty when it is. `typed`: it must say the model's type."""
     if not folder:
         return "names no model folder"
+    path = Path(folder)
     try:
-        config = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        for file in (path, *path.glob("*")):
+            if file.suffix == ".gguf":
+                return f"{file} is a GGUF file of llama.cpp; what is loaded is safetensors with a config.json"
         return f"{folder} holds no model (no config.json)"
     except OSError as error:
         return f"{folder} holds no model (config.json: {error.strerror})"
@@ -32,6 +36,8 @@ def why_no_model(folder: str | Path | None, typed: bool = False) -> str:
         return f"{folder} holds no model (config.json is no JSON)"
     if not isinstance(config, dict) or (typed and not isinstance(config.get("model_type"), str)):
         return f"{folder} holds no model (config.json has no model_type)"
+    if typed and any(path.glob("*.bin")) and not any(path.glob("*.safetensors")):
+        return f"{folder} holds no model that is loaded (its weights are pickles, *.bin, and no safetensors)"
     return ""
 
 

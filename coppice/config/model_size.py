@@ -14,7 +14,7 @@ GIB = 2**30
 RESERVE = 2 * GIB
 """bytes of a CUDA device beside weights and KV: CUDA itself, its libraries, and a forward of some hundred rows"""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = ("F64", "F32", "F16", "BF16")
 """dtypes of safetensors that become the served one; others, as quantised weights have, stay"""
 _BITS = {"I64": 64, "U64": 64, "I32": 32, "U32": 32, "I16": 16, "U16": 16, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
@@ -102,7 +102,7 @@ def _weights(folder: Path, config: dict[str, Any], each: int) -> int:
                         continue
                     if unpacked and name.endswith(".weight_shape"):
                         total += prod(map(int, tensors.get_tensor(name))) * each
-                    elif dtype in _FLOATS or (unpacked and name.endswith(".weight")):
+                    elif dtype in FLOATS or (unpacked and name.endswith(".weight")):
                         total += count * each
                     else:
                         total += count * _BITS.get(dtype, 8) // 8

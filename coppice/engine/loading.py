@@ -10,10 +10,12 @@ from typing import Any
 
 import structlog
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from coppice.config.model_folder import disagreements, ends_line, text_config, text_ends
+from coppice.config.model_size import FLOATS
 from coppice.engine.attention import UnsupportedModel, one_line
 from coppice.engine.engine import DTYPES, Engine
 from coppice.engine.kv_layout import read_layout
@@ -131,6 +133,7 @@ def _load(folder: Path, device: str, dtype: str, ranks: int) -> PreTrainedModel:
         ("lacks", found["missing_keys"]),
         ("holds, but the model has no place for,", found["unexpected_keys"]),
         ("holds in another shape", {key for key, *_ in found["mismatched_keys"]}),
+        ("is not quantised, but holds no floating numbers in", set() if _is_quantised(folder) else _unscaled(folder)),
     ):
         if keys:
             shown, more = sorted(keys)[:_SHOWN], len(keys) - _SHOWN
@@ -142,6 +145,16 @@ def _load(folder: Path, device: str, dtype: str, ranks: int) -> PreTrainedModel:
         model = model.to(torch.float32)  # quantised numbers became bfloat16 where nothing multiplies them
     placed: PreTrainedModel = model
     return placed
+
+
+def _unscaled(folder: Path) -> set[str]:
+    """Weights that a scale would be needed for: transformers casts them in silence."""
+    names = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            weights = (name for name in tensors.keys() if name.endswith(".weight"))  # noqa: SIM118
+            names |= {name for name in weights if tensors.get_slice(name).get_dtype() not in FLOATS}
+    return names
 
 
 def _is_quantised(folder: Path) -> bool:

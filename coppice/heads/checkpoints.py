@@ -294,6 +294,8 @@ def _check(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], file: Path
         if tensor.shape != wanted[name].shape:
             has, wants = list(tensor.shape), list(wanted[name].shape)
             raise InvalidField(_PATH, f"{file}: {name} has shape {has}, expected {wants}")
+        if tensor.is_floating_point() != wanted[name].is_floating_point():
+            raise InvalidField(_PATH, f"{file}: {name} is {tensor.dtype}, expected {wanted[name].dtype}")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise InvalidField(_PATH, f"{file}: {name} is not finite")
 

@@ -44,7 +44,7 @@ def start(settings: TelemetrySettings, service: str) -> None:
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         from opentelemetry.trace import set_tracer_provider
     except ImportError:
-        raise InvalidField("telemetry.otlp_endpoint", "needs the extra: pip install 'coppice-serve[otel]'") from None
+        raise InvalidField("telemetry.otlp_endpoint", "needs the extra: in a checkout pip install '.[otel]'") from None
     _step_interval = settings.step_interval
     resource = Resource.create({"service.name": f"coppice-{service}", "service.version": coppice.__version__})
     sampler = ParentBased(TraceIdRatioBased(settings.sample))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from coppice.config.sections import FEATURE_KINDS, DrafterSettings, VerifierSettings
-from coppice.stack.preflight import preflight
+from coppice.stack.preflight import PORTS, preflight, reserve
 from coppice.stack.process import ProcessFailed, Ready, ServiceProcess
 from coppice.stack.redis_server import LocalRedis
 from coppice.stack.spec import HTTP_PORT, HeadSpec, StackSpec, as_flags, checkout, module_of
@@ -31,6 +34,8 @@ SERVICES = {
 STOP_GRACE_S = 15.0
 ANSWERS_S = 5
 """how long running answers have when a whole stack is stopped"""
+FAILOVER_LOADS = 3
+"""loads of the slowest verifier that an orchestrator waits for one at least: one that died has to load again"""
 _CALLERS = ("orchestrator", "adapter")  # stopped before those whom they call
 ADAPTER, REDIS = "adapter", "redis"
 # Only the first orchestrator is for others; what settings say of listening is meant for it.
@@ -45,12 +50,11 @@ _LOOPBACK = {
 
 @dataclass(slots=True)
 class _Part:
-    """One process, what it was started with, and the ports it has to come back on."""
+    """One process and what it was started with."""
 
     role: str
     flags: Mapping[str, Any]
     process: ServiceProcess
-    ports: Mapping[str, int] = field(default_factory=dict)
 
 
 class Stack:
@@ -75,10 +79,13 @@ class Stack:
         self.spec = spec
         self.settings = spec.settings()
         self.unclean: list[str] = []
+        self.failover_s = self.settings.orchestrator.failover_s
+        """how long a request waits for a verifier; once started, long enough for one that died to load again"""
         self._modules, self._root, self._via, self._ready_s = modules, checkout(), via, ready_s
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self.log_dir = log_dir
         self._parts: dict[str, _Part] = {}  # by name, in the order of their start
+        self._reserved: list[socket.socket] = []  # the ports of all, which nobody else gets while one is dead
         self.redis: LocalRedis | None = None  # its own, when signals need one
         self._signals: dict[str, Any] = {}
 
@@ -119,6 +126,9 @@ class Stack:
         if spec.one_process:
             heads = [f"{head.name}={target}" for head in spec.heads for target in targets]
         flags = {**self._orchestrator_flags(), "orchestrator.verifiers": targets, "orchestrator.heads": heads}
+        loads = [process.state[1] for process in verifiers if process.state]
+        self.failover_s = max(self.failover_s, FAILOVER_LOADS * max(loads, default=0.0))
+        flags["orchestrator.failover_s"] = self.failover_s
         if spec.adapted:
             adapter = self._launch(ADAPTER, "adapter", self._adapter_flags(heads))
             flags["orchestrator.adapter"] = self._reached(adapter, deadline)
@@ -141,9 +151,8 @@ class Stack:
         What still runs of it is stopped before; whether that ended well.
         """
         part = self._parts[name]
-        part.ports = _ports(part.process.ready) if part.process.ready else part.ports
         ended_well = part.process.stop(STOP_GRACE_S)
-        part.process.arguments = self._arguments(part.role, part.flags, {**part.ports, **(flags or {})})
+        part.process.arguments = as_flags({**part.flags, **(flags or {})})
         part.process.start()
         return ended_well
 
@@ -157,6 +166,8 @@ class Stack:
                 if not process.stop(STOP_GRACE_S):
                     self.unclean.append(name)
                 del self._parts[name]
+        while self._reserved:
+            self._reserved.pop().close()
         if self.redis:
             self.redis.stop()
             self.redis = None
@@ -213,17 +224,26 @@ class Stack:
 
     def _launch(self, name: str, role: str, flags: Mapping[str, Any]) -> ServiceProcess:
         assert self.log_dir
-        arguments = self._arguments(role, flags)
-        process = ServiceProcess(name, self._modules[role], SERVICES[role], arguments, self.log_dir, self._root)
+        flags = {"server.grace_s": ANSWERS_S, **flags, **self._signals, **self.spec.extra.get(role, {})}
+        flags |= self._reserve(flags)
+        process = ServiceProcess(name, self._modules[role], SERVICES[role], as_flags(flags), self.log_dir, self._root)
         process.log_file.unlink(missing_ok=True)  # of another stack
         self._parts[name] = _Part(role, flags, process)
         process.start()
         return process
 
-    def _arguments(self, role: str, flags: Mapping[str, Any], last: Mapping[str, Any] | None = None) -> list[str]:
-        return as_flags(
-            {"server.grace_s": ANSWERS_S, **flags, **self._signals, **self.spec.extra.get(role, {}), **(last or {})}
-        )
+    def _reserve(self, flags: Mapping[str, Any]) -> dict[str, int]:
+        """The ports of a process, reserved for as long as the stack runs: it comes back on them."""
+        ports, host = {}, flags.get("server.host", self.settings.server.host)
+        for name in PORTS:
+            if (port := int(flags.get(name, -1))) >= 0:
+                with contextlib.suppress(OSError):  # the process says why it cannot listen
+                    held = reserve(host, port)
+                    ports[name] = held.getsockname()[1]
+                    self._reserved.append(held)
+                    if sys.platform != "linux":  # two sockets cannot share a port there
+                        held.close()
+        return ports
 
     def _reached(self, process: ServiceProcess, deadline: float) -> str:
         """Where a process is to be reached, once it is ready."""
@@ -266,7 +286,7 @@ class Stack:
             "orchestrator.target": self.spec.target,
             "orchestrator.budget": self.settings.orchestrator.budget,
             HTTP_PORT: self.settings.orchestrator.http_port,
-            "server.port": self.settings.server.port,
+            **{f"server.{name}": value for name, value in self.settings.server if f"server.{name}" in PORTS},
         }
         policy = self.settings.orchestrator.policy
         return {**flags, "orchestrator.policy": policy} if policy else flags
@@ -279,14 +299,3 @@ def _placed(role: str, settings: VerifierSettings | DrafterSettings) -> dict[str
 
 def _names(stem: str, count: int) -> list[str]:
     return [stem] if count == 1 else [f"{stem}-{number}" for number in range(count)]
-
-
-def _ports(ready: Ready) -> dict[str, int]:
-    """The ports a process took, as its flags."""
-    addresses = {
-        "server.port": ready.address,
-        "server.health_port": ready.health,
-        "server.metrics_port": ready.metrics,
-        HTTP_PORT: ready.http,
-    }
-    return {name: int(address.rpartition(":")[2]) for name, address in addresses.items() if address}

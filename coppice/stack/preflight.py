@@ -17,11 +17,16 @@ from coppice.stack.spec import HTTP_PORT, StackSpec, checkout, module_of
 
 _TEMPLATE_S = 30  # to say what is wrong with a chat template
 
+PORTS = ("server.port", "server.health_port", "server.metrics_port", HTTP_PORT)
+
 
 def preflight(spec: StackSpec, settings: Settings) -> None:
     """Raise InvalidField over a port that is taken, a device that is not here, or a target that memory cannot hold."""
+    taken: set[int] = set()
     for field, host, port in _ports(spec, settings):
-        if why := why_no_port(host, port):
+        why = f"two of these services would listen on {port}" if port in taken else why_no_port(host, port)
+        taken.add(port)
+        if why:
             raise InvalidField(field, f"{host}:{port} cannot be used ({why}); choose another port, or 0 for a free one")
     check_target(spec, settings)
     _check_device("drafter.device", settings.drafter.device)
@@ -57,26 +62,37 @@ def target_warnings(folder: Path) -> Iterator[str]:
 
 def _ports(spec: StackSpec, settings: Settings) -> Iterator[tuple[str, str, int]]:
     """Setting, host and number of every port that is not just any free one: of the first orchestrator, the adapter."""
-    names = ("server.port", "server.health_port", "server.metrics_port", HTTP_PORT)
     first = {f"server.{name}": value for name, value in settings.server}
     first |= {HTTP_PORT: settings.orchestrator.http_port, **spec.extra.get("orchestrator", {})}
     adapter = spec.extra.get("adapter", {}) if spec.adapted else {}
     for flags in (first, {"server.host": "127.0.0.1", **adapter}):
-        for name in names:
+        for name in PORTS:
             if (port := int(flags.get(name, 0))) > 0:
                 yield name, flags["server.host"], port
 
 
 def why_no_port(host: str, port: int) -> str:
     """Why nobody can listen there; empty when one can."""
-    bare = host.strip("[]")
-    with socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((bare, port))
-        except OSError as error:
-            return (error.strerror or str(error)).lower()
+    try:
+        reserve(host, port).close()
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
     return ""
+
+
+def reserve(host: str, port: int) -> socket.socket:
+    """A socket bound to a port, 0 for a free one, that does not listen: a server that sets SO_REUSEADDR can listen
+    there, and while none does, no outgoing connection and no server that takes any port gets it. Raises OSError.
+    """
+    bare = host.strip("[]")
+    held = socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        held.bind((bare, port))
+    except OSError:
+        held.close()
+        raise
+    return held
 
 
 def _check_device(field: str, device: str, ranks: int = 1) -> None:

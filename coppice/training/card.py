@@ -43,7 +43,7 @@ def write_head_card(folder: Path, kind: str, model: nn.Module, acceptance: Accep
     places = range(1, len(acceptance.alphas) + 1)
     table = (
         "## Acceptance\nOn held-out text, how often the k-th greedy draft token is right when those before it were; "
-        f"a greedy chain would commit {acceptance.length:.2f} tokens a step (report.json, report.png).\n\n"
+        f"a greedy chain would commit {acceptance.length:.2f} tokens a step (report.json).\n\n"
         f"| k | {' | '.join(map(str, places))} |\n|---|{'---|' * len(places)}\n| alpha | {alphas} |"
     )
     (folder / "README.md").write_text("\n\n".join([what, _training(run), _data(run), table]) + "\n", encoding="utf-8")

@@ -29,7 +29,7 @@ def check_devices(settings: VerifierSettings, rank: int = 0) -> None:
 def _check_ranks(device: str, ranks: int) -> None:
     devices = torch.cuda.device_count()
     if find_spec("accelerate") is None:
-        why = "need the package accelerate, which is not installed: pip install 'coppice-serve[ranks]'"
+        why = "need the package accelerate, which is not installed: in a checkout pip install '.[ranks]'"
     elif device == "cuda" and devices < ranks:
         why = f"take a CUDA device each, and torch finds {devices}"
     elif device == "cpu" and devices:

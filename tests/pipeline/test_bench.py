@@ -45,7 +45,7 @@ def test_every_method_is_timed_and_judged(
     warm_up = () if peers else (Question((7, 8, 9), "a"),)
     plan = RunPlan(methods, (6,), (0.0, 1.0), sessions, NEW, QUESTIONS, warm_up)
     report = Report("bench run", "float32", 1)
-    measured = run_methods(Bench(stack, client, report, Options(), reference), plan, False)
+    measured = run_methods(Bench(stack, client, report, Options(), reference), plan)
     rows = {(row.row.method, row.cell.temperature, row.cell.sessions): row for row in measured}
     assert list(rows) == [(method, t, count) for t in (0.0, 1.0) for count in sessions for method in methods]
     assert [row["method"] for row in report.rows] == [row.row.method for row in measured]
@@ -92,7 +92,7 @@ def test_what_was_answered_before_a_failure_is_reported(
     plan = RunPlan(methods_of(["lookup"], stack.spec.heads, (1,)), (6,), (0.0, 1.0), (1,), 16, QUESTIONS)
     report = Report("bench run", "float32", 1)
     with pytest.raises(Unavailable):
-        run_methods(Bench(stack, client, report, Options(), reference), plan, False)
+        run_methods(Bench(stack, client, report, Options(), reference), plan)
     assert [(row["method"], row["prompts"]) for row in report.rows] == [("plain", 2), ("single:lookup", 2)]
     assert report.tables
 
@@ -111,7 +111,7 @@ def test_every_turn_of_a_conversation_is_asked_behind_the_earlier_answers(
         answers=tmp_path,
     )
     report = Report("bench run", "float32", 1)
-    rows = run_methods(Bench(stack, client, report, Options(), reference), plan, False)
+    rows = run_methods(Bench(stack, client, report, Options(), reference), plan)
     assert [(row.row.prompts, row.row.verdicts.wrong, row.row.verdicts.ties) for row in rows] == [
         (12, 0, 0)
     ] * 2  # the last group is filled up

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -148,6 +149,10 @@ def test_a_restarted_process_comes_back_where_it_was(
         before = stack.services["verifier"]
         if number:
             os.kill(before.pid, number)
+            assert _ends(before.pid)
+            for address in (before.address, before.health):  # whoever takes any port cannot get it meanwhile
+                with pytest.raises(OSError, match="in use"), socket.socket() as other:
+                    other.bind(("127.0.0.1", int(address.rpartition(":")[2])))
         assert stack.restart("verifier", {"verifier.kv_tokens": 4096}) == (number is None)
         after = stack.services["verifier"]
         assert (after.address, after.health) == (before.address, before.health)

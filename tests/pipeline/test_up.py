@@ -20,11 +20,17 @@ from coppice.client.client import Client
 from coppice.commands.stack_view import ServiceLines, facts, metrics_pages, services_table
 from coppice.commands.top import Monitor
 from coppice.messages.generation import Chunk
-from coppice.stack.launch import Stack
+from coppice.stack.launch import MODULES, Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.stack.supervisor import Supervisor
 from tests.signals import eventually
 
+LOAD_S = 2
+SLOW = f"""
+import runpy, time
+time.sleep({LOAD_S})
+runpy.run_module("services.verifier", run_name="__main__", alter_sys=True)
+"""
 PROMPT = tuple(range(7, 40))
 NEW = 200
 
@@ -41,9 +47,11 @@ def supervised(stack: Stack) -> Iterator[list[str]]:
 
     thread = threading.Thread(target=look)
     thread.start()
-    yield lines
-    done.set()
-    thread.join()
+    try:
+        yield lines
+    finally:
+        done.set()
+        thread.join()
 
 
 def struck(client: Client, pid: int, policy: str) -> tuple[int, ...]:
@@ -75,6 +83,19 @@ def test_what_is_killed_under_a_request_comes_back_and_the_text_is_plains(
     if name != "verifier":  # it drafts again
         head = name.removeprefix("drafter-")
         assert eventually(lambda: drafts(client, head), 20)
+
+
+def test_an_answer_waits_for_the_only_verifier_as_long_as_that_takes_to_load(
+    target: Path, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("COPPICE_ORCHESTRATOR__FAILOVER_S", "1")
+    spec = StackSpec(target=target, heads=(), dtype="float32", verifier_threads=1)
+    with Stack(spec, {**MODULES, "verifier": "slow"}) as stack, supervised(stack), Client(stack.address) as client:
+        killed = stack.services["verifier"].pid
+        assert struck(client, killed, "plain") == reference.greedy(PROMPT, NEW).ids
+        assert stack.failover_s > 3 * LOAD_S
 
 
 def drafts(client: Client, head: str) -> bool:

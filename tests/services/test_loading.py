@@ -66,6 +66,10 @@ def narrower(tensors: Tensors) -> Tensors:
     return {**tensors, "lm_head.weight": tensors["lm_head.weight"][:, :16].contiguous()}
 
 
+def in_integers(tensors: Tensors) -> Tensors:
+    return {**tensors, "lm_head.weight": (100 * tensors["lm_head.weight"]).to(torch.int8)}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -73,6 +77,7 @@ def narrower(tensors: Tensors) -> Tensors:
         (renamed, "lacks .* and 17 more"),
         (one_more, "has no place for, model.layers.0.self_attn.q_proj.bias"),
         (narrower, "in another shape lm_head.weight"),
+        (in_integers, "not quantised, but holds no floating numbers in lm_head.weight"),
     ],
 )
 def test_a_checkpoint_that_is_not_the_whole_model_is_refused(

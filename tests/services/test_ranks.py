@@ -216,7 +216,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
 ) -> None:
     monkeypatch.setattr(devices, "find_spec", lambda name: None)
     with pytest.raises(
-        InvalidField, match=r"verifier.ranks: 2 ranks need the package accelerate.*coppice-serve\[ranks"
+        InvalidField, match=r"verifier.ranks: 2 ranks need the package accelerate.*pip install '\.\[ranks\]'"
     ):
         check_devices(settings(target))
     check_devices(settings(target, ranks=1))

@@ -295,9 +295,12 @@ def test_what_a_block_head_keeps_when_sampled_is_checked_by_budget() -> None:
 
 def test_few_pairs_are_called_weak_and_missing_methods_have_no_checks() -> None:
     pairs = _pairs(14)
-    few = [check for check in speed_goals(pairs, _rows(pairs), KINDS) if "tokens/s" in check.name]
+    goals = speed_goals(pairs, _rows(pairs), KINDS)
+    few = [check for check in goals if "tokens/s" in check.name]
     assert few
     assert all("weak: " in check.note for check in few)
+    assert any(not check.ok for check in goals)
+    assert not any(check.failed for check in goals)
     some = Pairs(ONE, {"plain": pairs.answers["plain"], "single:s": pairs.answers["single:s"]}, 0)
     assert speed_goals(some, _rows(some), KINDS) == []
     looping = Pairs(ONE, {"plain": pairs.answers["plain"][-1:]}, 0)

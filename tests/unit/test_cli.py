@@ -174,8 +174,12 @@ def test_nobody_at_the_address_is_exit_code_3(
 ) -> None:
     code, out, err = run(monkeypatch, capsys, "generate", "hi", "--address", "127.0.0.1:1")
     assert (code, out) == (3, "")
-    assert err.count("\n") == 1
-    assert "127.0.0.1:1" in err
+    start = "start one with `coppice up`, or name yours with --address"
+    assert err == f"coppice: no server answers at 127.0.0.1:1; {start}\n"
+    for words in (("adapter", "status"), ("chat",)):
+        assert run(monkeypatch, capsys, *words, "--address", "127.0.0.1:1") == (3, "", err)
+    code, _, err = run(monkeypatch, capsys, "generate", "hi", "--address", "nobody.invalid:1")
+    assert (code, err) == (3, f"coppice: no server answers at nobody.invalid:1; {start}\n")
 
 
 def test_generate_prints_the_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,7 +304,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr("coppice.cli.import_module", missing)
     code, _, err = run(monkeypatch, capsys, "train", "target")
     assert code == 2
-    assert "coppice-serve[serve]" in err
+    assert "pip install '.[serve]'" in err
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -356,6 +360,8 @@ def test_doctor_lists_the_models_and_says_what_to_do(
         assert re.search(rf"model {name} .*{kind}", out)
     assert re.search(r"memory .*GiB, [\d.]+ free", out)
     assert "try: coppice up\n" in out
+    monkeypatch.setattr("coppice.commands.doctor.find_spec", lambda name: None)
+    assert "try: pip install '.[serve]', in a checkout\n" in run(monkeypatch, capsys, "doctor")[1]
     with echo_server() as (address, _):
         code, out, _ = run(monkeypatch, capsys, "doctor", "--address", address)
     assert (code, 'try: coppice generate "Once upon a time"\n' in out) == (0, True)

@@ -181,6 +181,11 @@ def put(key: str, value: Any) -> Callable[[dict[str, Any], Tensors], None]:
     ("name", "spoil", "why"),
     [
         ("eagle3", dropped("fc.weight"), "fc.weight is missing"),
+        (
+            "eagle3",
+            put("norm.weight", torch.ones(H).to(torch.int8)),
+            "norm.weight is torch.int8, expected torch.float32",
+        ),
         ("eagle3", put("extra.weight", torch.ones(3)), "extra.weight is unknown"),
         ("eagle3", put("norm.weight", torch.ones(H + 1)), r"norm.weight has shape \[33\], expected \[32\]"),
         ("eagle3", put("norm.weight", torch.full((H,), torch.nan)), "norm.weight is not finite"),

@@ -76,6 +76,13 @@ def test_http_goes_elsewhere_when_its_usual_port_is_taken_and_nobody_asked_for_i
     assert refused(monkeypatch, capsys, target, "--port", 0, http_port=taken) == named
 
 
+def test_two_services_on_one_port_are_one_line(
+    target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(monkeypatch, capsys, target, "--port", 50999, "--http-port", 50999)
+    assert said.startswith("coppice: orchestrator.http_port: 127.0.0.1:50999 cannot be used (two of these services")
+
+
 @pytest.mark.parametrize("name", ["server.port", "server.health_port", "server.metrics_port", "orchestrator.http_port"])
 @pytest.mark.parametrize("role", ["orchestrator", "adapter"])
 def test_every_fixed_port_is_tried(target: Path, taken: int, role: str, name: str) -> None:
@@ -143,6 +150,19 @@ def test_a_folder_without_a_usable_config_is_a_usage_error(
     said = refused(monkeypatch, capsys, *arguments)
     assert f"--{what}" in said
     assert "holds no model" in said
+
+
+@pytest.mark.parametrize(("file", "why"), [("m.gguf", "m.gguf is a GGUF file"), ("pytorch_model.bin", "are pickles")])
+def test_weights_in_a_form_that_is_not_loaded_are_one_line(
+    file: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    (tmp_path / file).touch()
+    if file.endswith(".bin"):
+        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert why in refused(monkeypatch, capsys, tmp_path)
+    if file.endswith(".gguf"):
+        assert why in refused(monkeypatch, capsys, tmp_path / file)
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,15 @@ import pytest
 from tests.faults.campaign.report import FaultRow
 from tests.proof import CAMPAIGNS, RESULT, ROOT, prove
 
-# Counts its runs; fails while a file `FOLDER/fail` is there.
+# Counts its runs; fails while a file `FOLDER/fail` is there, proves nothing while `FOLDER/weak` is.
 FAKE = """
 import os, sys
 from pathlib import Path
 folder = Path(sys.argv[1])
 folder.mkdir(exist_ok=True)
 (folder / "runs").open("a").write(os.environ["COPPICE_PROOF"])
-print("FAILED a check" if (folder / "fail").exists() else "ok", "1 | 2", "", sep="\\n")
+sign = "FAILED a check" if (folder / "fail").exists() else "weak a bound" if (folder / "weak").exists() else "ok"
+print(sign, "1 | 2", "", sep="\\n")
 sys.exit((folder / "fail").exists())
 """
 
@@ -64,6 +65,13 @@ def test_a_commit_runs_again_what_failed_and_a_changed_tree_runs_all(root: Path)
     for _ in range(2):
         prove(fakes(root), root)
     assert runs(root) == [5, 4]
+
+
+def test_a_campaign_that_was_too_small_to_prove_anything_is_not_ok(root: Path) -> None:
+    (root / "a").mkdir()
+    (root / "a" / "weak").touch()
+    assert not prove(fakes(root), root)
+    assert "| FAILED | 0.00 | weak a bound |" in (root / RESULT).read_text()
 
 
 def test_an_interruption_loses_the_campaign_that_was_interrupted_only(root: Path) -> None:

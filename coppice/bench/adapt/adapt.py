@@ -126,7 +126,7 @@ def report_lanes(
     report.rows += (row.to_json() for row in rows)
     title = f"{report.command}: tau (tokens/s) by part, updates counted in; {report.dtype}, {report.threads} threads"
     report.tables.append(adapt_table(rows, title))
-    report.checks += exactness_checks([row.row for row in rows], report.dtype, False, NEW_TOKENS)
+    report.checks += exactness_checks([row.row for row in rows], report.dtype, NEW_TOKENS)
     parts = {query.part for query in stream}
     if AGAIN in parts:
         report.goals += shift_goals(rows)

@@ -42,7 +42,9 @@ class _Compared:
         if ratio is not None:
             told = f"95%: {ratio.low:.2f} to {ratio.high:.2f}; median pair: {ratio.median:.2f}"
             note = "; ".join(part for part in (note, self.weak, told) if part)
-            yield Check.at_least(f"tokens/s of {method} over {over}{self.where}", ratio.value, bound, note)
+            yield Check.at_least(
+                f"tokens/s of {method} over {over}{self.where}", ratio.value, bound, note, bool(self.weak)
+            )
 
 
 def speed_goals(pairs: Pairs, rows: Iterable[RunRow], kinds: Mapping[str, str], where: str = "") -> list[Check]:
@@ -65,7 +67,8 @@ def speed_goals(pairs: Pairs, rows: Iterable[RunRow], kinds: Mapping[str, str], 
         block = compared.best("specblock")
         if block and pairs.cell.sessions == 1:
             efficiency = by_method[block].figures[name].efficiency or 0.0
-            goals.append(Check.at_least(f"efficiency of {block}{compared.where}", efficiency, 0.9, compared.weak))
+            name, weak = f"efficiency of {block}{compared.where}", compared.weak
+            goals.append(Check.at_least(name, efficiency, 0.9, weak, bool(weak)))
         for method, over, bound in (
             ("plain", HF_GENERATE, 0.95),
             (block or "", compared.best("eagle3"), 1.0),

@@ -69,11 +69,8 @@ class RunPlan:
         return budget + (f", {cell.sessions} sessions" if len(self.sessions) > 1 else "")
 
 
-def run_methods(bench: Bench, plan: RunPlan, trained: bool) -> list[RunRow]:
-    """Measure every cell; the report gets rows, tables, checks and goals. Returns the rows.
-
-    `trained`: heads too weak to prove anything are a failure.
-    """
+def run_methods(bench: Bench, plan: RunPlan) -> list[RunRow]:
+    """Measure every cell; the report gets rows, tables, checks and goals. Returns the rows."""
     spec, report = bench.stack.spec, bench.report
     kinds = {head.name: head.kind for head in spec.heads}
     measured: list[RunRow] = []
@@ -97,7 +94,7 @@ def run_methods(bench: Bench, plan: RunPlan, trained: bool) -> list[RunRow]:
         report.tables += tables(measured, report, len(plan.warm_up))
         report.goals += kept_goals(measured, kinds)
         ours = [row.row for row in measured if row.row.method not in PEERS]
-        report.checks += exactness_checks(ours, report.dtype, trained, plan.new_tokens)
+        report.checks += exactness_checks(ours, report.dtype, plan.new_tokens)
     return measured
 
 
