@@ -61,6 +61,8 @@ def up(
 ) -> None:
     """Start verifiers, drafters and orchestrators here, and start again what dies, until Ctrl-C."""
     from coppice.commands.hub import find_model
+    from coppice.config.sections import HEAD_KINDS
+    from coppice.heads.models.expectation import warning_of
     from coppice.stack.launch import Stack
     from coppice.stack.options import stack_spec
     from coppice.stack.spec import DEFAULT_ADAPTER_PORT
@@ -75,6 +77,9 @@ def up(
     extra = {"adapter": {"server.port": 0 if port == 0 else DEFAULT_ADAPTER_PORT}}
     folder, name = find_model(model, target, revision)
     spec = stack_spec(folder, head, name=name, **options, **replicas, extra=extra)
+    for each in spec.heads:
+        if each.path and each.kind in HEAD_KINDS and (warning := warning_of(each.path)):
+            print(f"coppice: head {each.name}: {warning}", file=sys.stderr)
     _run(Stack(spec, log_dir=log_dir), ready_file)
 
 

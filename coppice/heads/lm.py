@@ -81,7 +81,7 @@ class LanguageModelHead(Head):
             settings.name or "lm",
             "lm",
             target_width or self._width,
-            expected_acceptance=read_expectation(settings.path),
+            expected_acceptance=read_expectation(settings.path).by_depth,
             tokenizer_hash=tokenizer_hash(settings.path),
         )
         self.max_context = min(settings.max_context or info.max_context, info.max_context)

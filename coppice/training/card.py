@@ -14,6 +14,7 @@ from coppice.training.data.tokenizer import load_tokenizer
 from coppice.training.losses.acceptance import Acceptance
 from coppice.training.run_folder import Run
 
+CARD = "README.md"
 SAMPLE_TOKENS = 96
 SAMPLE_TEMPERATURE = 0.7
 SAMPLE_PROMPTS = {
@@ -26,27 +27,32 @@ SAMPLE_PROMPTS = {
 
 def write_card(folder: Path, model: PreTrainedModel, run: Run) -> None:
     """Write README.md into the model folder."""
-    title = f"# A small {'target' if run.title == 'target' else 'draft'} model of Coppice's demo"
+    title = "# A small target model" if run.title == "target" else f"# A small draft model for {run.target}"
     parts = [title, _what(model), _training(run), _data(run), _samples(folder, model)]
-    (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    (folder / CARD).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def write_head_card(folder: Path, kind: str, model: nn.Module, acceptance: Acceptance, run: Run) -> None:
-    """Write README.md into the folder of a head that reads the target's features."""
-    parameters = sum(p.numel() for p in model.parameters())
-    layout = "a layout of Coppice's own" if kind in OWN else f"the layout others publish {kind} heads in"
+def write_head_card(folder: Path, kind: str, model: nn.Module, acceptance: Acceptance | None, run: Run) -> None:
+    """Write README.md into a head's folder. `acceptance` is that of a kind of ours that reads the target's features."""
     what = (
-        f"# A {kind} draft head of Coppice's demo\n\n{parameters / 1e6:.1f}M parameters, bfloat16 safetensors in "
-        f"{layout}; the token embedding is the target's."
+        f"# A {kind} draft head for {run.target}\n\n{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters"
     )
+    parts = [_training(run), _data(run)]
+    if acceptance is not None:
+        layout = "a layout of Coppice's own" if kind in OWN else f"the layout others publish {kind} heads in"
+        what += f", bfloat16 safetensors in {layout}; the token embedding is the target's"
+        parts.append(_table(acceptance))
+    (folder / CARD).write_text("\n\n".join([f"{what}.", *parts]) + "\n", encoding="utf-8")
+
+
+def _table(acceptance: Acceptance) -> str:
     alphas = " | ".join(f"{alpha:.3f}" for alpha in acceptance.alphas.values())
     places = range(1, len(acceptance.alphas) + 1)
-    table = (
+    return (
         "## Acceptance\nOn held-out text, how often the k-th greedy draft token is right when those before it were; "
         f"a greedy chain would commit {acceptance.length:.2f} tokens a step (report.json, report.png).\n\n"
         f"| k | {' | '.join(map(str, places))} |\n|---|{'---|' * len(places)}\n| alpha | {alphas} |"
     )
-    (folder / "README.md").write_text("\n\n".join([what, _training(run), _data(run), table]) + "\n", encoding="utf-8")
 
 
 def _what(model: PreTrainedModel) -> str:

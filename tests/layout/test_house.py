@@ -41,7 +41,12 @@ FILES_AT_THE_TOP = 8
 MOST_LINES, MOST_FUNCTION_LINES = 600, 60
 """of a file; of a function that declares no command line"""
 
-RATCHET = {"Python outside tests": 42_120, "files outside tests": 356, "Python of tests": 39_500, "words of docs": 52_000}
+RATCHET = {
+    "Python outside tests": 42_120,
+    "files outside tests": 356,
+    "Python of tests": 39_500,
+    "words of docs": 52_000,
+}
 """Bounds of the repository's sizes. A landing that makes one smaller writes its figure here; nobody raises one."""
 
 
@@ -124,7 +129,9 @@ def sizes() -> dict[str, int]:
         "Python outside tests": sum(lines[file] for file in product),
         "files outside tests": sum("_pb2" not in file.name for file in product),
         "Python of tests": sum(lines.values()) - sum(lines[file] for file in product),
-        "words of docs": sum(len(file.read_text(encoding="utf-8").split()) for file in tracked("docs/*.md", "README.md")),
+        "words of docs": sum(
+            len(file.read_text(encoding="utf-8").split()) for file in tracked("docs/*.md", "README.md")
+        ),
     }
 
 

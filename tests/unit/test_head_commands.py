@@ -27,12 +27,13 @@ from coppice.training import feature_heads
 from coppice.training.cli import app as train
 from coppice.training.data.answerer import Answer
 from coppice.training.data.target_answers import AnswerPlan, record_answers
+from coppice.training.heads import TrainingConfig, export_head, train_head
 from coppice.training.run_folder import checkpoints, write_run
 from coppice.training.schedule import Schedule
 from coppice.training.trainer import RunOptions
 from tests.tiny import make_target
 
-SMALL = AnswerPlan(128, length=64, sessions=2, held_out_sessions=1)
+SMALL = AnswerPlan(128, length=64, sessions=2)
 WORDS = ["the cat saw one red bird", "a dog ran", "two birds sang to the cat and the dog all day long"]
 
 
@@ -56,6 +57,15 @@ def short(tokens: int) -> Schedule:
     """The schedule of a head in rows that fit into SMALL texts."""
     rows = {"length": 32, "long_length": 32, "small_batch": 64}
     return feature_heads.head_schedule(tokens).model_copy(update=rows)
+
+
+def taught(
+    config: TrainingConfig, tokens: int, **more: Any
+) -> tuple[feature_heads.FeatureHeadInTraining, TrainingConfig]:
+    """A head of a configuration after a whole run."""
+    student = feature_heads.FeatureHeadInTraining(config, **more)
+    assert train_head(student, config, short(tokens), feature_heads.RATES)
+    return student, config
 
 
 def head(place: Path, kind: str, *flags: str) -> Path:
@@ -90,10 +100,9 @@ def test_a_specblock_head_is_trained_written_and_drafts(place: Path) -> None:
 def test_a_head_is_trained_for_a_shallow_target(place: Path, tmp_path: Path) -> None:
     target, work = make_target(tmp_path / "target", layers=2), tmp_path / "run"
     answers = record_answers([f"words={place}/words.txt"], target, tmp_path / "lessons", SMALL)
-    assert feature_heads.train_feature_head("eagle3", answers, target, work, short(128))
     write_run(work, "head", [f"words={place}/words.txt"], {"kind": "eagle3"})
     answers.describe(work / "data")
-    feature_heads.export_feature_head(work, tmp_path / "head", answers, target)
+    export_head(*taught(TrainingConfig("eagle3", target, answers, work), 128), tmp_path / "head")
     assert load_head("eagle3", tmp_path / "head", target).config.feature_layers == (0, 1, 1)
 
 
@@ -140,8 +149,7 @@ def test_the_draft_vocabulary_stays_when_a_resumed_run_has_more_answers(place: P
     for tokens in (128, 1024):
         plan = replace(SMALL, tokens=tokens)
         answers = record_answers([f"words={place}/words.txt"], target, tmp_path / "lessons", plan)
-        teach = feature_heads.train_feature_head
-        assert teach("eagle3", answers, target, work, short(tokens), draft_vocab=40, options=options)
+        taught(TrainingConfig("eagle3", target, answers, work, options=options), tokens, draft_vocab=40)
         vocabularies.append(json.loads((work / "head.json").read_text())["draft_ids"])
         fresh = feature_heads.draft_vocabulary(answers, 300, 40).tolist()
     assert vocabularies[0] == vocabularies[1] != fresh
@@ -200,15 +208,16 @@ def test_a_shape_that_may_be_trained_is_read_as_it_was_written(place: Path, tmp_
 
 
 def test_answers_of_other_layers_teach_no_head_that_was_begun(place: Path, tmp_path: Path) -> None:
-    target, work, schedule = place / "target", tmp_path / "run", short(128)
+    target, work = place / "target", tmp_path / "run"
     for layers in ((4,), (3,)):
         answers = record_answers([f"words={place}/words.txt"], target, tmp_path / str(layers), SMALL, layers=layers)
         options = RunOptions(resume=layers == (3,))
+        config = TrainingConfig("eagle3", target, answers, work, options=options)
         if options.resume:
             with pytest.raises(InvalidField, match=r"--lessons: .*layers \(3,\), the head reads \(4,\)"):
-                feature_heads.train_feature_head("eagle3", answers, target, work, schedule, options=options)
+                taught(config, 128)
         else:
-            assert feature_heads.train_feature_head("eagle3", answers, target, work, schedule, options=options)
+            taught(config, 128)
 
 
 def test_rank_reports_the_rank_head_and_the_trees(place: Path, tmp_path: Path) -> None:

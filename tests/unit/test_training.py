@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from coppice.errors import InvalidField
-from coppice.training import cli, export, lm_head, run_folder, target, trainer
+from coppice.training import cli, export, heads, run_folder, target, trainer
 from coppice.training.data.corpora import is_held_out, load_corpus, parse_spec, parse_specs
 from coppice.training.data.packing import MAX_EPOCHS, Packed, Reader
 from coppice.training.data.target_answers import AnswerPlan, record_answers
@@ -221,14 +221,17 @@ def test_a_target_and_its_head_are_trained_and_exported(text: Path, tmp_path: Pa
 
     head_work, head_out = tmp_path / "lm.work", tmp_path / "lm"
     run_folder.write_run(head_work, "head", lines, {"kind": "lm", "target": out.name, "out": "lm", "tokens": "512"})
-    plan = AnswerPlan(tokens=700, length=32, sessions=4, held_out_sessions=2)
+    plan = AnswerPlan(tokens=700, length=32, sessions=4)
     done: list[tuple[int, int]] = []
     answers = record_answers(lines, out, head_work / "lessons", plan, progress=lambda *told: done.append(told))
     assert done == sorted(set(done))
-    assert done[-1] == (len(answers.ids()) + 4 * 2 * 32, done[0][1])  # held-out shards, one a temperature, too
+    assert done[0] == (0, done[-1][0])
+    assert done[-1] == (len(answers.ids()) + 4 * 32, done[0][1])  # held-out texts, one a temperature, too
     answers.describe(head_work / "data")
-    assert lm_head.train_lm(answers, out, head_work, schedule(512), shape=HEAD_SHAPE, rates=RATES)
-    export.export(head_work, head_out)
+    config = heads.TrainingConfig("lm", out, answers, head_work)
+    student = heads.LanguageModelInTraining(config, HEAD_SHAPE)
+    assert heads.train_head(student, config, schedule(512), RATES)
+    heads.export_head(student, config, head_out)
     head = AutoModelForCausalLM.from_pretrained(head_out)
     assert head.config.vocab_size == model.config.vocab_size
     assert (head_out / "tokenizer.json").read_bytes() == (out / "tokenizer.json").read_bytes()
