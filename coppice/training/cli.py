@@ -1,17 +1,15 @@
 """`coppice train target|head`. Heavy imports wait until a command runs."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from coppice.config.sections import FEATURE_KINDS
+from coppice.heads.models.expectation import read_expectation, warning_of
 from coppice.limits import MAX_FEATURE_LAYERS
 from coppice.machine import extension, extensions, usable_cores
 from coppice.training.run_folder import stop_signal, work_folder, write_run
-
-if TYPE_CHECKING:
-    from coppice.training.data.target_answers import AnswerPlan, TargetAnswers
 
 app = typer.Typer(
     help="Train a target of your own, or a draft head for a target.", no_args_is_help=True, add_completion=False
@@ -124,11 +122,12 @@ def train_head(
     if not (target / "config.json").is_file():
         raise typer.BadParameter(f"{target} is not a model folder: it has no config.json", param_hint="--target")
     from coppice.training import feature_heads, heads
-    from coppice.training.data.target_answers import AnswerPlan
-    from coppice.training.dtype import usable_device
+    from coppice.training.data.target_answers import READ_TIMES, AnswerPlan, RecordingStopped, record_answers
+    from coppice.training.dtype import fast_dtype, usable_device
+    from coppice.training.progress import Progress
     from coppice.training.trainer import RunOptions
 
-    usable_device(device)
+    dtype = str(fast_dtype(usable_device(device))).removeprefix("torch.")
     read, fields = _layers(layers, kind), _fields(shape, kind)
     if loss not in ("", "soft", "l1", "coupled") or (loss and kind not in FEATURE_KINDS):
         raise typer.BadParameter(f"{loss!r} is not soft, l1 or coupled, or {kind} has none", param_hint="--loss")
@@ -142,60 +141,33 @@ def train_head(
     flags |= {"layers": ",".join(map(str, read))} if read else {}
     flags |= {name: value for name, value in (("shape", shape), ("loss", loss)) if value}
     write_run(work, "head", data, flags | ({"adamw": ""} if adamw else {}))
-    plan = AnswerPlan.of_run(tokens, seed)
-    if (recorded := _record(data, target, answers or work / "lessons", plan, device, read)) is None:
-        return
+    with stop_signal() as stopping, Progress("tokens") as progress:
+        progress.say("recording the target's answers")
+        how: Any = {
+            "device": device,
+            "dtype": dtype,
+            "layers": read,
+            "progress": progress.reach,
+            "stopped": stopping.is_set,
+        }
+        try:
+            plan = AnswerPlan(tokens // READ_TIMES, seed=seed)
+            recorded = record_answers(data, target, answers or work / "lessons", plan, **how)
+        except RecordingStopped as stop:
+            progress.print(f"recorded {stop} tokens, go on with the same command")
+            return
     recorded.describe(work / "data")
     options = RunOptions(resume, device, _threads(workers, device), seed)
     config = heads.TrainingConfig(kind, target, recorded, work, fields, loss, options)
-    head = build(config)
-    rates = feature_heads.ADAMW_RATES if adamw else feature_heads.RATES
-    schedule = feature_heads.head_schedule(tokens)
+    rates, schedule = feature_heads.ADAMW_RATES if adamw else feature_heads.RATES, feature_heads.head_schedule(tokens)
     if kind == "lm":
         rates, schedule = heads.LM_RATES, heads.lm_schedule(tokens)
-    if heads.train_head(head, config, schedule, rates):
+    if heads.train_head(head := build(config), config, schedule, rates):
         heads.export_head(head, config, out)
-        _say_what_to_do(kind, target, out)
-
-
-def _record(
-    data: list[str], target: Path, folder: Path, plan: "AnswerPlan", device: str, layers: tuple[int, ...]
-) -> "TargetAnswers | None":
-    """Record answers; None when a signal stopped that."""
-    from coppice.training.data.target_answers import RecordingStopped, record_answers
-    from coppice.training.dtype import fast_dtype, usable_device
-    from coppice.training.progress import Progress
-
-    dtype = str(fast_dtype(usable_device(device))).removeprefix("torch.")
-    with stop_signal() as stopping, Progress("tokens") as progress:
-        progress.say("recording the target's answers")
-        try:
-            return record_answers(
-                data,
-                target,
-                folder,
-                plan,
-                device=device,
-                dtype=dtype,
-                layers=layers,
-                progress=progress.reach,
-                stopped=stopping.is_set,
-            )
-        except RecordingStopped as stop:
-            progress.print(f"recorded {stop} tokens, go on with the same command")
-            return None
-
-
-def _say_what_to_do(kind: str, target: Path, out: Path) -> None:
-    """Say what was written, how good it is where its folder tells, and what to type next."""
-    from coppice.heads.models.expectation import read_expectation, warning_of
-
-    lengths = read_expectation(out).lengths if kind in FEATURE_KINDS else {}
-    told = ", ".join(f"{length:.2f} on {name}" for name, length in lengths.items())
-    typer.echo(f"wrote {out}, accepted length {told}" if told else f"wrote {out}")
-    if lengths and (warning := warning_of(out)):
-        typer.echo(f"warning: {warning}; more --tokens may help")
-    typer.echo(f"try: coppice up --target {target} --head mine={kind}:{out}")
+        lengths = read_expectation(out).lengths if kind in FEATURE_KINDS else {}
+        figures = "".join(f", accepted length {length:.2f} on {name}" for name, length in lengths.items())
+        warning = f"\nwarning: {why}; more --tokens may help" if lengths and (why := warning_of(out)) else ""
+        typer.echo(f"wrote {out}{figures}{warning}\ntry: coppice up --target {target} --head mine={kind}:{out}")
 
 
 def _layers(told: str, kind: str) -> tuple[int, ...]:

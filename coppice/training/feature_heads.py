@@ -79,7 +79,7 @@ def head_schedule(tokens: int) -> Schedule:
     return Schedule(
         tokens=tokens,
         cosine=True,
-        warmup=20_000,
+        warmup=min(20_000, -(-tokens // 10)),
         small_batch=512,
         batch=1024,
         length=128,

@@ -104,7 +104,7 @@ def export_head(head: HeadInTraining, config: TrainingConfig, out: Path) -> None
 
 def lm_schedule(tokens: int) -> Schedule:
     """Return a short run in small steps."""
-    return Schedule(tokens=tokens, warmup=20_000, batch=2048, length=128, long_length=256)
+    return Schedule(tokens=tokens, warmup=min(20_000, -(-tokens // 10)), batch=2048, length=128, long_length=256)
 
 
 def build_student(config: Any, embedding: Tensor, shape: Shape, seed: int = 0) -> LlamaForCausalLM:

@@ -89,8 +89,9 @@ class Answerer:
     ) -> list[Answer]:
         """Write a text of lengths[n] tokens from each prompt n; end-of-text ids are tokens like any other.
 
-        `temperature` is that of all texts, or one of each. `following` gives the prompt behind an end of text. `keyed`: text n is drawn with the noise of
-        requests whose seed is `seed` + n. Raises OutOfBlocks when the pool is too small for all.
+        `temperature` is that of all texts, or of each. `following` gives the prompt behind an end of text. `keyed`:
+        text n is drawn with the noise of requests whose seed is `seed` + n. Raises OutOfBlocks when the pool is too
+        small for all.
         """
         temperatures = [temperature] * len(prompts) if isinstance(temperature, int | float) else temperature
         noise = None if keyed else torch.Generator(self.engine.model.device).manual_seed(seed)

@@ -7,7 +7,6 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,8 @@ CHAT_FIELDS = ("messages", "conversations")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 Messages = list[dict[str, Any]]
 ANSWER_FIELDS = (("question", "answer"), ("problem", "solution"))
-PURE_PACKAGES = ("typer", "click", "rich", "packaging", "h11", "anyio", "markdown-it-py", "Jinja2")
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo"}
 SKIPPED_FOLDERS |= {"site-packages", "__pycache__", "pydoc_data", "encodings"}
-# Tables written by programs: megabytes of code points teach a language model nothing.
-GENERATED = re.compile(r"^(.*_data|.*_tables?|entities|stringprep|_unicode_.*|_emoji_.*|_cell_widths)\.py$")
 CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
 
 
@@ -61,11 +57,6 @@ class Corpus:
     sources: list[str] = field(default_factory=list)
     of_prompts: bool = False
     """whether documents are chats up to an answer, in a template"""
-
-    @property
-    def num_bytes(self) -> int:
-        """The UTF-8 bytes of all documents, held-out ones included."""
-        return sum(len(text.encode()) for text in self.train + self.held_out)
 
 
 def parse_spec(line: str) -> DataSpec:
@@ -104,9 +95,9 @@ def is_held_out(text: str) -> bool:
 
 
 def load_corpus(spec: DataSpec, render: Callable[[Messages], str] | None = None) -> Corpus:
-    """Read and split one domain. `render` gives a chat up to an answer in the template of the model that will answer.
+    """Read and split one domain. `render` gives a chat up to an answer in the target's template.
 
-    A chat is a prompt for each of its users' turns, all of which are held out or none. Raises DataError for no files, an
+    A chat is a prompt for each turn of its user; all of them are held out or none. Raises DataError for no files, an
     unreadable one, a bad row, chats where there is no template, and chats beside texts.
     """
     corpus, where = Corpus(spec.name, spec.weight), f"{spec.name}={spec.pattern}"
@@ -135,10 +126,11 @@ def load_corpus(spec: DataSpec, render: Callable[[Messages], str] | None = None)
 
 
 def _documents(spec: DataSpec, sources: list[str]) -> Iterator[str | Messages]:
-    if spec.pattern == STDLIB_GLOB:
-        yield from _python_documents(sources)
-        return
-    paths = [path for path in map(Path, sorted(glob.glob(spec.pattern, recursive=True))) if path.is_file()]
+    pattern, skipped = spec.pattern, set[str]()
+    if pattern == STDLIB_GLOB:
+        pattern, skipped = f"{sysconfig.get_path('stdlib')}/**/*.py", SKIPPED_FOLDERS
+    files = (path for path in map(Path, sorted(glob.glob(pattern, recursive=True))) if path.is_file())
+    paths = [path for path in files if not skipped & set(path.parts)]
     if not paths:
         raise DataError(f"{spec.name}={spec.pattern}: no file matches")
     sources.extend(path.name for path in paths[:20])
@@ -207,40 +199,3 @@ def _messages(given: Any, where: str) -> Messages:
     ):
         raise DataError(f"{where}: message {number} has no role")
     return messages
-
-
-def _python_documents(sources: list[str]) -> Iterator[str]:
-    """Yield each file of the standard library and of those PURE_PACKAGES that are installed."""
-    version = ".".join(sysconfig.get_python_version().split(".")[:2])
-    sources.append(f"Python {version} standard library")
-    yield from _python_files(Path(sysconfig.get_paths()["stdlib"]))
-    for package in PURE_PACKAGES:
-        try:
-            files = metadata.files(package) or []
-            sources.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            continue
-        for file in sorted(files, key=str):
-            if file.suffix == ".py" and _keep_python(Path(str(file))):
-                yield from _python_text(Path(str(file.locate())))
-
-
-def _python_files(root: Path) -> Iterator[str]:
-    for path in sorted(root.rglob("*.py")):
-        if _keep_python(path.relative_to(root)):
-            yield from _python_text(path)
-
-
-def _keep_python(relative: Path) -> bool:
-    folders = set(relative.parts[:-1])
-    return not (folders & SKIPPED_FOLDERS) and ".." not in folders and not GENERATED.match(relative.name)
-
-
-def _python_text(path: Path) -> Iterator[str]:
-    """Yield one file's text, unless it is short, not UTF-8 (a few old modules) or long lines of generated data."""
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return
-    if len(text) > 200 and len(text) / (text.count("\n") + 1) < 100:
-        yield text

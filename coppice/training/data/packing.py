@@ -151,7 +151,6 @@ def prepare(corpora: list[Corpus], tokenizer: Tokenizer, folder: Path, end: int 
         facts[corpus.name] = {
             "weight": corpus.weight,
             "sources": corpus.sources,
-            "bytes": corpus.num_bytes,
             "documents": len(corpus.train),
             "held_out_documents": len(corpus.held_out),
             "tokens": len(packed.train),

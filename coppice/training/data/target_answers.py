@@ -44,6 +44,7 @@ HELD_OUT_SHARE = 8
 SAVE_S = 1.0
 """between two files of the ids that are recorded so far"""
 READ_TIMES = 3
+"""how often a run reads a recorded token"""
 LINES = "lines.json"
 """in the data folder of answers: what they were made from"""
 
@@ -57,11 +58,6 @@ class AnswerPlan:
     sessions: int = 32
     """most texts of a shard"""
     seed: int = 0
-
-    @classmethod
-    def of_run(cls, tokens: int, seed: int) -> AnswerPlan:
-        """Return what a run over so many tokens records: it reads each three times."""
-        return cls(tokens // READ_TIMES, seed=seed)
 
     def texts(self, held_out: bool, domains: int) -> int:
         """Return how many texts a new shard has: few tokens make small ones, with a text of each temperature."""
@@ -193,7 +189,9 @@ def record_answers(
         done, stop = before + sum(map(len, ids)), stopped()
         progress(max(done, recorded), total)
         if done >= recorded and (stop or time.monotonic() - saved > SAVE_S):  # before, the file has more
-            _replace(folder / shard.begun, json.dumps(ids))
+            file = folder / f"{shard.begun}.partial"
+            file.write_text(json.dumps(ids), encoding="utf-8")
+            file.rename(folder / shard.begun)
             saved = time.monotonic()
         if stop:
             raise RecordingStopped(max(done, recorded))
@@ -210,13 +208,6 @@ def _begun(folder: Path, shard: _Shard) -> list[list[int]]:
     file = folder / shard.begun
     ids: list[list[int]] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
     return ids
-
-
-def _replace(file: Path, text: str) -> None:
-    """Write a file, whole at any moment."""
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.rename(file)
 
 
 def _planned(domains: Sequence[Packed], plan: AnswerPlan, folder: Path) -> list[_Shard]:
@@ -255,7 +246,12 @@ def _prepare(
         if held != source:
             raise DataError(f"{folder.parent} holds target answers made from {held}; these would be from {source}")
         return open_prepared(folder)
-    corpora = [load_corpus(spec, partial(_rendered, target)) for spec in parse_specs(lines)]
+    tokenizer = lru_cache(1)(partial(AutoTokenizer.from_pretrained, target, local_files_only=True))
+
+    def render(messages: Messages) -> Any:
+        return tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    corpora = [load_corpus(spec, render) for spec in parse_specs(lines)]
     folder.mkdir(parents=True, exist_ok=True)
     copy_tokenizer(target, folder)
     eos = AutoConfig.from_pretrained(target, local_files_only=True).get_text_config().eos_token_id
@@ -266,17 +262,6 @@ def _prepare(
     check_held_out(domains, LEAST_HELD_OUT)
     record.write_text(json.dumps(source) + "\n", encoding="utf-8")
     return domains
-
-
-@lru_cache(1)
-def _tokenizer(target: Path) -> Any:
-    return AutoTokenizer.from_pretrained(target, local_files_only=True)
-
-
-def _rendered(target: Path, messages: Messages) -> str:
-    """Return a chat up to an answer, as the target reads it."""
-    text: str = _tokenizer(target).apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return text
 
 
 def _record(answerer: Answerer, plan: AnswerPlan, domain: Packed, shard: _Shard, folder: Path) -> None:
