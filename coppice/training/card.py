@@ -2,36 +2,20 @@
 
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
-from coppice.heads.checkpoints import OWN
 from coppice.training.losses.acceptance import Acceptance
 from coppice.training.run_folder import Run
 
 CARD = "README.md"
 
 
-def write_card(folder: Path, model: PreTrainedModel, run: Run) -> None:
-    """Write README.md into the model folder."""
-    title = "# A small target model" if run.title == "target" else f"# A small draft model for {run.target}"
-    parts = [title, _what(model), _training(run), _data(run)]
+def write_card(folder: Path, title: str, model: nn.Module, run: Run, acceptance: Acceptance | None = None) -> None:
+    """Write README.md into a model's folder."""
+    what = f"# {title}\n\n{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters."
+    parts = [what, _training(run), _data(run), *([] if acceptance is None else [_table(acceptance)])]
     (folder / CARD).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-
-
-def write_head_card(folder: Path, kind: str, model: nn.Module, acceptance: Acceptance | None, run: Run) -> None:
-    """Write README.md into a head's folder. `acceptance` is that of a kind of ours that reads the target's features."""
-    what = (
-        f"# A {kind} draft head for {run.target}\n\n{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters"
-    )
-    parts = [_training(run), _data(run)]
-    if acceptance is not None:
-        layout = "a layout of Coppice's own" if kind in OWN else f"the layout others publish {kind} heads in"
-        what += f", bfloat16 safetensors in {layout}; the token embedding is the target's"
-        parts.append(_table(acceptance))
-    (folder / CARD).write_text("\n\n".join([f"{what}.", *parts]) + "\n", encoding="utf-8")
 
 
 def _table(acceptance: Acceptance) -> str:
@@ -41,16 +25,6 @@ def _table(acceptance: Acceptance) -> str:
         "## Acceptance\nOn held-out text, how often the k-th greedy draft token is right when those before it were; "
         f"a greedy chain would commit {acceptance.length:.2f} tokens a step (report.json, report.png).\n\n"
         f"| k | {' | '.join(map(str, places))} |\n|---|{'---|' * len(places)}\n| alpha | {alphas} |"
-    )
-
-
-def _what(model: PreTrainedModel) -> str:
-    config: Any = model.config
-    parameters = sum(p.numel() for p in model.parameters())
-    return (
-        f"A {config.model_type} causal language model with {parameters / 1e6:.1f}M parameters: width "
-        f"{config.hidden_size}, {config.num_hidden_layers} layers, {config.vocab_size} tokens, tied "
-        "embeddings, bfloat16 safetensors."
     )
 
 
@@ -74,7 +48,7 @@ def _training(run: Run) -> str:
 def _data(run: Run) -> str:
     """Return a table with size, epochs and held-out loss of every domain, and a list of their sources."""
     rows = [
-        f"| domain | documents | held out | tokens | epochs | held-out loss ({run.loss}) |",
+        "| domain | documents | held out | tokens | epochs | held-out loss |",
         "|---|---|---|---|---|---|",
     ]
     for name, fact in run.data.items():

@@ -25,7 +25,8 @@ def write_model(folder: Path, model: Any, work: Path) -> None:
     model.to(torch.bfloat16)
     model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
     copy_tokenizer(work / "data", folder)
-    write_card(folder, model, read_run(work))
+    run = read_run(work)
+    write_card(folder, f"A small draft model for {run.target}" if run.target else "A small target model", model, run)
 
 
 def best_model(work: Path) -> Any:

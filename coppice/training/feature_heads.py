@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -21,7 +20,7 @@ from coppice.heads import masked_block_layouts as masked_blocks
 from coppice.heads.checkpoints import SHAPES, TargetParts, kind_of, read_output, read_target, save_head
 from coppice.heads.models.expectation import expectation
 from coppice.heads.models.layers import HeadConfig
-from coppice.training.card import write_head_card
+from coppice.training.card import write_card
 from coppice.training.data.packing import held_out_batches
 from coppice.training.data.target_answers import TargetAnswers
 from coppice.training.data.teacher import Teacher
@@ -60,14 +59,6 @@ LOSSES: Mapping[str, dict[str, Any]] = {
 }
 """what a kind of head learns by"""
 MEASURED_ROWS = 12
-LOSS_IS = {
-    "specblock": "nats, all slots of two blocks",
-    "falcon": "nats, all slots of two blocks",
-    "eagle3": "nats a token, mean of seven steps",
-    "medusa": "nats a token, mean of all slots, each weighing 0.8 of the one before",
-    "parallelspec": "nats a token, mean of all slots, each weighing 0.8 of the one before",
-    **dict.fromkeys(masked_blocks.KINDS, "mean of all slots, each weighing 0.78 of the one before, 0.1 CE + 0.9 L1"),
-}
 LENGTH = "accepted length"
 """the figure that the best weights have the highest of"""
 HEAD = "head.json"
@@ -187,12 +178,8 @@ class FeatureHeadInTraining(Student, HeadInTraining):
 
     best_by = LENGTH
 
-    def __init__(
-        self, config: TrainingConfig, draft_vocab: int = DRAFT_VOCAB, learning: Mapping[str, Any] = MappingProxyType({})
-    ) -> None:
-        """`learning` changes fields of the kind's loss. Raises InvalidField as `head_config` does, and for answers of
-        other layers than those of a head that a resumed run trains.
-        """
+    def __init__(self, config: TrainingConfig, draft_vocab: int = DRAFT_VOCAB) -> None:
+        """Raises InvalidField as `head_config` does, and for answers of other layers than a resumed run's head."""
         kind, answers, options = config.kind, config.answers, config.options
         parts, output = read_target(config.target), read_output(config.target)
         draft_ids = draft_vocabulary(answers, parts.vocab_size, draft_vocab)
@@ -211,8 +198,8 @@ class FeatureHeadInTraining(Student, HeadInTraining):
         config.work.mkdir(parents=True, exist_ok=True)
         (config.work / HEAD).write_text(json.dumps(record) + "\n", encoding="utf-8")
         self.config, self.teacher = config, Teacher(answers.read, output.to(options.device), draft_ids)
-        objective = {"objective": config.objective} if config.objective else {}
-        self.trained = HeadLoss(self.teacher, **{**LOSSES[kind], **objective, **learning})
+        chosen = {"objective": config.objective} if config.objective else {}
+        self.trained = HeadLoss(self.teacher, **{**LOSSES[kind], **chosen})
         # The mask admits more and harder rows as a head learns, so a masked loss rises when the head gets better.
         self.judge = replace(self.trained.whole(sizes.slots, STEPS), valid_prefix=False, rank_on=lambda: False)
         self.texts = held_out(answers, options.device)
@@ -245,7 +232,7 @@ class FeatureHeadInTraining(Student, HeadInTraining):
         log = [json.loads(line) for line in (self.config.work / "log.jsonl").read_text(encoding="utf-8").splitlines()]
         save_head(folder, model.cpu().bfloat16(), model.config.model_copy(update={"acceptance": expected}), kind)
         write_report(folder, acceptance, log)
-        write_head_card(folder, kind, model, acceptance, replace(run, loss=LOSS_IS[kind]))
+        write_card(folder, f"A {kind} draft head for {run.target}", model, run, acceptance)
 
 
 def _check_layers(config: Mapping[str, Any], answers: TargetAnswers) -> None:

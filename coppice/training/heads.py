@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, LlamaForCausalLM
 
 from coppice.heads.checkpoints import read_output, read_target
-from coppice.training.card import CARD, write_head_card
+from coppice.training.card import CARD, write_card
 from coppice.training.checkpoint import load_weights
 from coppice.training.data.target_answers import TargetAnswers
 from coppice.training.export import write_model
@@ -99,7 +99,8 @@ def export_head(head: HeadInTraining, config: TrainingConfig, out: Path) -> None
     with replacing(out) as partial:
         head.export(partial)
         if not (partial / CARD).exists():
-            write_head_card(partial, config.kind, head, None, read_run(config.work))
+            run = read_run(config.work)
+            write_card(partial, f"A {config.kind} draft head for {run.target}", head, run)
 
 
 def lm_schedule(tokens: int) -> Schedule:

@@ -30,8 +30,6 @@ class Run:
     """held-out loss of each domain"""
     target: str = ""
     """the name of a head's target"""
-    loss: str = "nats a token"
-    """what a held-out loss is"""
 
 
 def work_folder(out: Path) -> Path:
