@@ -267,7 +267,7 @@ def _prepare(
 def _record(answerer: Answerer, plan: AnswerPlan, domain: Packed, shard: _Shard, folder: Path) -> None:
     """Write one shard."""
     own, begun = int.from_bytes(domain.name.encode(), "little") % 2**32, _begun(folder, shard)
-    rng = np.random.default_rng([plan.seed, shard.number, shard.held_out, own, *([sum(map(len, begun))] * bool(begun))])
+    rng = np.random.default_rng([plan.seed, shard.number, shard.held_out, own, sum(map(len, begun))])
     seed = int(rng.integers(2**62))
     source = domain.held_out if shard.held_out else domain.train
     ends = np.flatnonzero(np.isin(source, [PROMPT_END] if domain.of_prompts else answerer.engine.info.eos_ids))
