@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|end|>"
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -24,15 +24,16 @@ def make_target(
     chat: bool = True,
     dtype: torch.dtype = torch.float32,
     window: int = 0,
+    gemma: bool = False,
 ) -> Path:
     """Write a random Llama with `vocab` logits into `folder` and return it. Id 0 ends a text, 1 to 256 are bytes.
 
-    With a `window` it is a Mistral, whose rows see so many positions.
+    With a `window` it is a Mistral, whose rows see so many positions; a `gemma` turns positions by kinds of layers.
 
     Weights are larger than a fresh model's, so that its rows have a clear best token and its text does not stand still.
     """
-    shape = {"sliding_window": window} if window else {}
-    config = (MistralConfig if window else LlamaConfig)(
+    shape = {"sliding_window": window or 64, "head_dim": 8} if window or gemma else {}
+    config = (Gemma3TextConfig if gemma else MistralConfig if window else LlamaConfig)(
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=2 * hidden,

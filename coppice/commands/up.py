@@ -64,6 +64,8 @@ def up(
     A script stops it with SIGTERM: in the background of a shell (`coppice up &`) Ctrl-C's signal is ignored.
     """
     from coppice.commands.hub import find_model
+    from coppice.config.sections import HEAD_KINDS
+    from coppice.heads.models.expectation import warning_of
     from coppice.stack.launch import Stack
     from coppice.stack.options import stack_spec
     from coppice.stack.spec import DEFAULT_ADAPTER_PORT
@@ -78,6 +80,9 @@ def up(
     extra = {"adapter": {"server.port": 0 if port == 0 else DEFAULT_ADAPTER_PORT}}
     folder, name = find_model(model, target, revision)
     spec = stack_spec(folder, head, name=name, **options, **replicas, extra=extra)
+    for each in spec.heads:
+        if each.path and each.kind in HEAD_KINDS and (warning := warning_of(each.path)):
+            print(f"coppice: head {each.name}: {warning}", file=sys.stderr)
     _run(Stack(spec, log_dir=log_dir), ready_file)
 
 

@@ -92,8 +92,16 @@ class TargetParts:
     vocab_size: int
     layers: int
     embedding: Tensor
-    scales: bool
-    """whether the first layer reads a multiple of the embedding"""
+    scale: float
+    """what the target's embedding module multiplies a row by"""
+
+    def embedding_of(self, kind: str) -> Tensor:
+        """Return what a head of a kind reads: a block of masks what the target's module gives, others the rows as they
+        are stored, as the published loaders do.
+        """
+        if self.scale == 1 or kind not in masked_blocks.KINDS:
+            return self.embedding
+        return self.embedding * torch.tensor(self.scale, dtype=self.embedding.dtype)
 
 
 def read_target(folder: str | Path) -> TargetParts:
@@ -104,8 +112,8 @@ def read_target(folder: str | Path) -> TargetParts:
     embedding = _find_tensor(path, _EMBEDDINGS)
     if embedding is None:
         raise InvalidField("drafter.target", f"{folder} holds no token embedding in safetensors")
-    scales = "gemma" in config.model_type or getattr(config, "embedding_multiplier", 1) != 1
-    return TargetParts(config.hidden_size, len(embedding), config.num_hidden_layers, embedding, scales)
+    scale = config.hidden_size**0.5 if "gemma" in config.model_type else 1.0  # others scale behind their module
+    return TargetParts(config.hidden_size, len(embedding), config.num_hidden_layers, embedding, scale)
 
 
 def read_output(folder: str | Path) -> Tensor:
@@ -177,10 +185,7 @@ def load_head(kind: str, folder: str | Path, target: str | Path) -> Loaded:
         raise InvalidField(
             _PATH, f"{folder} is a {_TITLES.get(has, has)} checkpoint, not one of {_TITLES.get(kind, kind)}"
         )
-    parts = read_target(target)
-    loaded = _for_target(path, model, parts)
-    if parts.scales and kind in masked_blocks.KINDS and model.own_embedding is None:  # their loaders call its module
-        raise InvalidField("drafter.target", f"{target} scales its token embedding, and the head has none of its own")
+    loaded = _for_target(path, model, read_target(target))
     if not model.own_output:
         draft_ids = torch.arange(model.config.draft_vocab_size) + model.d2t
         model.lm_head.weight = read_output(target)[draft_ids].float()
@@ -239,7 +244,7 @@ def _check_flags(file: Path, given: Mapping[str, Any], shape: type[HeadConfig]) 
 def _for_target(folder: Path, model: Any, target: TargetParts) -> Loaded:
     """Join a head and what it takes from its target, which it must fit."""
     config: HeadConfig = model.config
-    embedding = target.embedding if model.own_embedding is None else model.own_embedding
+    embedding = target.embedding_of(kind_of(config)) if model.own_embedding is None else model.own_embedding
     for name, has, wants in (
         ("vocab_size", config.vocab_size, target.vocab_size),
         ("target_hidden_size", config.target_hidden_size, target.hidden_size),

@@ -87,7 +87,7 @@ class LanguageModelHead(Head):
             settings.name or "lm",
             "lm",
             target_width or self._width,
-            expected_acceptance=read_expectation(settings.path),
+            expected_acceptance=read_expectation(settings.path).by_depth,
             # Of the target's, where the two were compared: they may differ in added tokens.
             tokenizer_hash=own_hash and tokenizer_hash(settings.target or settings.path),
         )

@@ -1,63 +1,30 @@
-"""The model card: what a shipped model was trained on, by which command, how good it is and what it writes."""
+"""The model card: what a shipped model was trained on, by which command and how good it is."""
 
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-import torch
-from tokenizers import Tokenizer
 from torch import nn
-from transformers import PreTrainedModel
 
-from coppice.heads.checkpoints import OWN
-from coppice.training.data.tokenizer import load_tokenizer
 from coppice.training.losses.acceptance import Acceptance
 from coppice.training.run_folder import Run
 
-SAMPLE_TOKENS = 96
-SAMPLE_TEMPERATURE = 0.7
-SAMPLE_PROMPTS = {
-    "code": 'def read_lines(path, encoding="utf-8"):\n    """Return the lines of a text file as a list."""',
-    "maths": "Question: Rosa has 4 boxes with 6 pencils in each box. She gives 5 pencils to her brother. "
-    "How many pencils does she have left?\nAnswer:",
-    "story": "Once upon a time, there was a small owl who was afraid of the dark.",
-}
+CARD = "README.md"
 
 
-def write_card(folder: Path, model: PreTrainedModel, run: Run) -> None:
-    """Write README.md into the model folder."""
-    title = f"# A small {'target' if run.title == 'target' else 'draft'} model of Coppice's demo"
-    parts = [title, _what(model), _training(run), _data(run), _samples(folder, model)]
-    (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+def write_card(folder: Path, title: str, model: nn.Module, run: Run, acceptance: Acceptance | None = None) -> None:
+    """Write README.md into a model's folder."""
+    what = f"# {title}\n\n{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters."
+    parts = [what, _training(run), _data(run), *([] if acceptance is None else [_table(acceptance)])]
+    (folder / CARD).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def write_head_card(folder: Path, kind: str, model: nn.Module, acceptance: Acceptance, run: Run) -> None:
-    """Write README.md into the folder of a head that reads the target's features."""
-    parameters = sum(p.numel() for p in model.parameters())
-    layout = "a layout of Coppice's own" if kind in OWN else f"the layout others publish {kind} heads in"
-    what = (
-        f"# A {kind} draft head of Coppice's demo\n\n{parameters / 1e6:.1f}M parameters, bfloat16 safetensors in "
-        f"{layout}; the token embedding is the target's."
-    )
+def _table(acceptance: Acceptance) -> str:
     alphas = " | ".join(f"{alpha:.3f}" for alpha in acceptance.alphas.values())
     places = range(1, len(acceptance.alphas) + 1)
-    table = (
+    return (
         "## Acceptance\nOn held-out text, how often the k-th greedy draft token is right when those before it were; "
         f"a greedy chain would commit {acceptance.length:.2f} tokens a step (report.json).\n\n"
         f"| k | {' | '.join(map(str, places))} |\n|---|{'---|' * len(places)}\n| alpha | {alphas} |"
-    )
-    (folder / "README.md").write_text("\n\n".join([what, _training(run), _data(run), table]) + "\n", encoding="utf-8")
-
-
-def _what(model: PreTrainedModel) -> str:
-    config: Any = model.config
-    parameters = sum(p.numel() for p in model.parameters())
-    return (
-        f"A {config.model_type} causal language model with {parameters / 1e6:.1f}M parameters: width "
-        f"{config.hidden_size}, {config.num_hidden_layers} layers, {config.vocab_size} tokens, tied "
-        "embeddings, bfloat16 safetensors.\n"
-        "It is small enough to be trained on two CPU cores. It is there to show that a decoder changes nothing of "
-        "what a model says; what it says is not to be relied on."
     )
 
 
@@ -81,39 +48,14 @@ def _training(run: Run) -> str:
 def _data(run: Run) -> str:
     """Return a table with size, epochs and held-out loss of every domain, and a list of their sources."""
     rows = [
-        f"| domain | bytes | documents | held out | tokens | epochs | held-out loss ({run.loss}) |",
-        "|---|---|---|---|---|---|---|",
+        "| domain | documents | held out | tokens | epochs | held-out loss |",
+        "|---|---|---|---|---|---|",
     ]
     for name, fact in run.data.items():
-        counts = " | ".join(f"{fact[key]:,}" for key in ("bytes", "documents", "held_out_documents", "tokens"))
+        counts = " | ".join(f"{fact[key]:,}" for key in ("documents", "held_out_documents", "tokens"))
         epochs = run.state["drawn"].get(name, 0) / max(1, fact.get("answered", fact["tokens"]))
         loss = f"{run.held_out[name]:.3f}" if name in run.held_out else "none held out"
         rows.append(f"| {name} | {counts} | {epochs:.2f} | {loss} |")
     sources = [f"- {name}: {', '.join(fact['sources'])}" for name, fact in run.data.items()]
     rule = "A document is held out when the SHA-256 of its text, taken modulo 20, is 0."
     return "\n".join(["## Data", *rows, "", *sources, "", rule])
-
-
-def _samples(folder: Path, model: PreTrainedModel) -> str:
-    """Return one greedy and one sampled continuation of each sample prompt."""
-    tokenizer: Tokenizer = load_tokenizer(folder)
-    parts = ["## Samples", f"The prompt, then {SAMPLE_TOKENS} tokens at most."]
-    for name, prompt in SAMPLE_PROMPTS.items():
-        ids = torch.tensor([tokenizer.encode(prompt).ids])
-        for temperature in (0.0, SAMPLE_TEMPERATURE):
-            answer = _continue(model, ids, temperature)
-            label = f"T={temperature:g}" if temperature else "greedy"
-            parts.append(f"**{name}, {label}**\n~~~~text\n{tokenizer.decode(answer)}\n~~~~")
-    return "\n\n".join(parts)
-
-
-def _continue(model: Any, ids: torch.Tensor, temperature: float) -> list[int]:
-    """Return `ids` (1, T) and the model's seeded continuation."""
-    torch.manual_seed(0)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-    with torch.inference_mode():
-        answer = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=SAMPLE_TOKENS, **(sampling or {"do_sample": False})
-        )
-    out: list[int] = answer[0].tolist()
-    return out

@@ -1,25 +1,31 @@
 """`coppice train target|head`. Heavy imports wait until a command runs."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from coppice.config.sections import FEATURE_KINDS
+from coppice.heads.models.expectation import read_expectation, warning_of
 from coppice.limits import MAX_FEATURE_LAYERS
-from coppice.machine import usable_cores
-from coppice.training.run_folder import work_folder, write_run
+from coppice.machine import extension, extensions, usable_cores
+from coppice.training.run_folder import stop_signal, work_folder, write_run
 
 app = typer.Typer(
     help="Train a target of your own, or a draft head for a target.", no_args_is_help=True, add_completion=False
 )
 
-HEAD_KINDS = (*FEATURE_KINDS, "lm")
+TRAINED_KINDS = (*FEATURE_KINDS, "lm")
+TRAINING = "coppice.training"
+"""the entry points under which packages add kinds of heads that can be trained (coppice/training/heads.py)"""
 TARGET_TOKENS, HEAD_TOKENS = 4_000_000, 400_000
 
 Data = Annotated[
     list[str],
-    typer.Option("--data", help="NAME=GLOB[:WEIGHT], repeatable; the GLOB python:stdlib is installed Python source."),
+    typer.Option(
+        "--data",
+        help="NAME=GLOB[:WEIGHT], repeatable, of text or of JSON lines; python:stdlib is installed Python source.",
+    ),
 ]
 Out = Annotated[Path, typer.Option("--out", help="Model folder to write; OUT.work holds packed data and checkpoints.")]
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens of the whole run; may be changed on --resume.")]
@@ -74,8 +80,18 @@ def train_head(
     data: Data,
     out: Out,
     target: Annotated[Path, typer.Option("--target", help="Model folder of the target that teaches.")],
-    tokens: Tokens = HEAD_TOKENS,
-    kind: Annotated[str, typer.Option("--kind", help=f"Kind of head: {', '.join(HEAD_KINDS)}.")] = "lm",
+    tokens: Annotated[
+        int,
+        typer.Option(
+            "--tokens",
+            min=1,
+            help="Tokens of the whole run; may be changed on --resume. A third of them is recorded first, for every "
+            "--data at least 1,024, and an eighth of that (1,024 to 8,192) is held out beside it.",
+        ),
+    ] = HEAD_TOKENS,
+    kind: Annotated[
+        str, typer.Option("--kind", help=f"Kind of head: {', '.join(TRAINED_KINDS)}, or one that a package adds.")
+    ] = "lm",
     resume: Resume = False,
     device: Device = "cpu",
     workers: Workers = None,
@@ -101,14 +117,13 @@ def train_head(
     ] = False,
 ) -> None:
     """Record a target's answers, train a draft head on its distributions there, then write the head's folder."""
-    if kind not in HEAD_KINDS:
-        raise typer.BadParameter(f"unknown kind {kind!r}; known: {', '.join(HEAD_KINDS)}", param_hint="--kind")
+    if kind not in (kinds := (*TRAINED_KINDS, *extensions(TRAINING))):
+        raise typer.BadParameter(f"unknown kind {kind!r}; known: {', '.join(kinds)}", param_hint="--kind")
     if not (target / "config.json").is_file():
         raise typer.BadParameter(f"{target} is not a model folder: it has no config.json", param_hint="--target")
-    from coppice.training import feature_heads, lm_head
-    from coppice.training.data.target_answers import ANSWERS_SHARE, AnswerPlan, record_answers
+    from coppice.training import feature_heads, heads
+    from coppice.training.data.target_answers import READ_TIMES, AnswerPlan, RecordingStopped, record_answers
     from coppice.training.dtype import fast_dtype, usable_device
-    from coppice.training.export import export
     from coppice.training.progress import Progress
     from coppice.training.trainer import RunOptions
 
@@ -116,50 +131,48 @@ def train_head(
     read, fields = _layers(layers, kind), _fields(shape, kind)
     if loss not in ("", "soft", "l1", "coupled") or (loss and kind not in FEATURE_KINDS):
         raise typer.BadParameter(f"{loss!r} is not soft, l1 or coupled, or {kind} has none", param_hint="--loss")
-    if kind in FEATURE_KINDS:
-        feature_heads.check_shape(kind, target, read, fields)
+    build = {"lm": heads.LanguageModelInTraining}.get(kind, feature_heads.FeatureHeadInTraining)
+    if kind not in TRAINED_KINDS:
+        build = extension(TRAINING, kind, "--kind")
+    elif kind in FEATURE_KINDS and (note := feature_heads.check_shape(kind, target, read, fields)):
+        typer.echo(note)
     work = own_folder(out, resume)
-    flags = {"kind": kind, "target": target.name, "out": out.name, "tokens": str(tokens)}
+    flags = {"kind": kind, "target": target.resolve().name, "out": out.name, "tokens": str(tokens)}
     flags |= {"layers": ",".join(map(str, read))} if read else {}
     flags |= {name: value for name, value in (("shape", shape), ("loss", loss)) if value}
     write_run(work, "head", data, flags | ({"adamw": ""} if adamw else {}))
-    plan = AnswerPlan(int(tokens * ANSWERS_SHARE), seed=seed)
-    with Progress("tokens") as progress:
+    with stop_signal() as stopping, Progress("tokens") as progress:
         progress.say("recording the target's answers")
-        recorded = record_answers(
-            data,
-            target,
-            answers or work / "lessons",
-            plan,
-            device=device,
-            dtype=dtype,
-            layers=read,
-            progress=progress.reach,
-        )
+        how: Any = {
+            "device": device,
+            "dtype": dtype,
+            "layers": read,
+            "progress": progress.reach,
+            "stopped": stopping.is_set,
+        }
+        try:
+            plan = AnswerPlan(tokens // READ_TIMES, seed=seed)
+            recorded = record_answers(data, target, answers or work / "lessons", plan, **how)
+        except RecordingStopped as stop:
+            progress.print(f"recorded {stop} tokens, go on with the same command")
+            return
     recorded.describe(work / "data")
     options = RunOptions(resume, device, _threads(workers, device), seed)
+    config = heads.TrainingConfig(kind, target, recorded, work, fields, loss, options)
+    rates, schedule = feature_heads.ADAMW_RATES if adamw else feature_heads.RATES, feature_heads.head_schedule(tokens)
     if kind == "lm":
-        if lm_head.train_lm(recorded, target, work, lm_head.lm_schedule(tokens), options=options):
-            export(work, out)
-        return
-    done = feature_heads.train_feature_head(
-        kind,
-        recorded,
-        target,
-        work,
-        feature_heads.head_schedule(tokens),
-        rates=feature_heads.ADAMW_RATES if adamw else feature_heads.RATES,
-        learning={"objective": loss} if loss else {},
-        shape=fields,
-        options=options,
-    )
-    if done:
-        feature_heads.export_feature_head(work, out, recorded, target, device)
+        rates, schedule = heads.LM_RATES, heads.lm_schedule(tokens)
+    if heads.train_head(head := build(config), config, schedule, rates):
+        heads.export_head(head, config, out)
+        lengths = read_expectation(out).lengths if kind in FEATURE_KINDS else {}
+        figures = "".join(f", accepted length {length:.2f} on {name}" for name, length in lengths.items())
+        warning = f"\nwarning: {why}; more --tokens may help" if lengths and (why := warning_of(out)) else ""
+        typer.echo(f"wrote {out}{figures}{warning}\ntry: coppice up --target {target} --head mine={kind}:{out}")
 
 
 def _layers(told: str, kind: str) -> tuple[int, ...]:
     """Read the layers of a head. Raises BadParameter."""
-    if told and kind not in FEATURE_KINDS:
+    if told and kind == "lm":
         raise typer.BadParameter(f"a head of kind {kind} reads no features", param_hint="--layers")
     parts = [part.strip() for part in told.split(",")] if told else []
     if not all(part.isdecimal() for part in parts) or len(parts) > MAX_FEATURE_LAYERS:
@@ -173,7 +186,7 @@ def _fields(told: str, kind: str) -> dict[str, int]:
     fields: dict[str, int] = {}
     for part in filter(None, told.split(",")):
         name, _, value = part.partition("=")
-        if kind not in FEATURE_KINDS or not name.isidentifier() or not value.isdecimal():
+        if kind == "lm" or not name.isidentifier() or not value.isdecimal():
             raise typer.BadParameter(f"{part!r} is not NAME=NUMBER of a head's configuration", param_hint="--shape")
         fields[name] = int(value)
     return fields

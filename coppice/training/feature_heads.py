@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +20,17 @@ from coppice.heads import masked_block_layouts as masked_blocks
 from coppice.heads.checkpoints import SHAPES, TargetParts, kind_of, read_output, read_target, save_head
 from coppice.heads.models.expectation import expectation
 from coppice.heads.models.layers import HeadConfig
-from coppice.training.card import write_head_card
-from coppice.training.checkpoint import load_weights
+from coppice.training.card import write_card
 from coppice.training.data.packing import held_out_batches
 from coppice.training.data.target_answers import TargetAnswers
 from coppice.training.data.teacher import Teacher
+from coppice.training.heads import HeadInTraining, TrainingConfig
 from coppice.training.losses.acceptance import Acceptance, measure
 from coppice.training.losses.feature_losses import DECAY, HeadLoss, Student
 from coppice.training.report import write_report
-from coppice.training.run_folder import read_run, replacing
+from coppice.training.run_folder import read_run
 from coppice.training.schedule import Schedule
-from coppice.training.trainer import DEFAULTS, Rates, RunOptions, Trainer
+from coppice.training.trainer import Rates
 
 RATES = Rates(muon=0.02, adam=2e-3, clip=0.5, eval_tokens=100_000, eval_rows=8, micro_tokens=256)
 ADAMW_RATES = replace(RATES, muon=0.0, adam=1e-3)
@@ -59,18 +59,10 @@ LOSSES: Mapping[str, dict[str, Any]] = {
 }
 """what a kind of head learns by"""
 MEASURED_ROWS = 12
-LOSS_IS = {
-    "specblock": "nats, all slots of two blocks",
-    "falcon": "nats, all slots of two blocks",
-    "eagle3": "nats a token, mean of seven steps",
-    "medusa": "nats a token, mean of all slots, each weighing 0.8 of the one before",
-    "parallelspec": "nats a token, mean of all slots, each weighing 0.8 of the one before",
-    **dict.fromkeys(masked_blocks.KINDS, "mean of all slots, each weighing 0.78 of the one before, 0.1 CE + 0.9 L1"),
-}
 LENGTH = "accepted length"
 """the figure that the best weights have the highest of"""
 HEAD = "head.json"
-"""in a run's work folder: kind, configuration and draft vocabulary"""
+"""in a run's work folder: configuration and draft vocabulary"""
 
 
 def head_schedule(tokens: int) -> Schedule:
@@ -78,7 +70,7 @@ def head_schedule(tokens: int) -> Schedule:
     return Schedule(
         tokens=tokens,
         cosine=True,
-        warmup=20_000,
+        warmup=min(20_000, -(-tokens // 10)),
         small_batch=512,
         batch=1024,
         length=128,
@@ -110,7 +102,7 @@ def head_config(
         "head_dim": getattr(config, "head_dim", None) or parts.hidden_size // config.num_attention_heads,
         "rms_norm_eps": config.rms_norm_eps,
         "max_position_embeddings": config.max_position_embeddings,
-        "rope_parameters": config.rope_parameters,
+        "rope_parameters": head_rope(config) | {name: more[name] for name in ("rope_theta",) if name in more},
     }
     if kind == "specblock":
         shape |= {"rank_norm_topk": None, "block_rope_advance": True, "prefix_broadcast": True}
@@ -124,6 +116,15 @@ def head_config(
     return made
 
 
+def head_rope(config: Any) -> dict[str, Any]:
+    """Return how a new head for a target turns positions: all of a state, as the target does or its full attention."""
+    given = getattr(config, "rope_parameters", None) or {}
+    if any(isinstance(value, dict) for value in given.values()):
+        given = given.get("full_attention") or {}
+    partial = given.get("partial_rotary_factor") not in (None, 1)
+    return {"rope_theta": given.get("rope_theta", 10_000.0)} if partial or not given else dict(given)
+
+
 def _check_layout(kind: str, config: HeadConfig) -> None:
     """Raise InvalidField unless a head that fills a block of masks would be written, and read again as its kind."""
     values = config.model_dump()
@@ -135,9 +136,16 @@ def _check_layout(kind: str, config: HeadConfig) -> None:
         raise InvalidField("--shape", f"markov_rank: a {kind} head with 0 would be read as {read}")
 
 
-def check_shape(kind: str, target: Path, layers: tuple[int, ...], shape: Mapping[str, Any]) -> None:
-    """Raise InvalidField unless a head of this shape, that reads these layers, can be made for the target."""
-    head_config(kind, AutoConfig.from_pretrained(target), read_target(target), DRAFT_VOCAB, layers, **shape)
+def check_shape(kind: str, target: Path, layers: tuple[int, ...], shape: Mapping[str, Any]) -> str:
+    """Raise InvalidField unless a head of this shape, that reads these layers, can be made for the target.
+
+    Returns what else to know: where it does not turn positions as the target does.
+    """
+    config = AutoConfig.from_pretrained(target).get_text_config()
+    made = head_config(kind, config, read_target(target), DRAFT_VOCAB, layers, **shape)
+    if made.rope_parameters == getattr(config, "rope_parameters", None):
+        return ""
+    return f"the target's layers do not all turn positions alike; the head's rope_parameters: {made.rope_parameters}"
 
 
 def build_student(config: HeadConfig, embedding: Tensor, output: Tensor, draft_ids: Tensor, seed: int) -> Student:
@@ -165,80 +173,66 @@ def build_student(config: HeadConfig, embedding: Tensor, output: Tensor, draft_i
     return Student(model, embedding.float())
 
 
-def train_feature_head(
-    kind: str,
-    answers: TargetAnswers,
-    target: Path,
-    work: Path,
-    schedule: Schedule,
-    *,
-    rates: Rates = RATES,
-    draft_vocab: int = DRAFT_VOCAB,
-    learning: Mapping[str, Any] = {},
-    shape: Mapping[str, Any] = {},
-    options: RunOptions = DEFAULTS,
-) -> bool:
-    """Train into `work` a head that reads the answers' layers; False when a signal stopped the run before its end.
+class FeatureHeadInTraining(Student, HeadInTraining):
+    """A head that reads the answers' layers, of a kind of ours."""
 
-    `learning` changes fields of the kind's loss, `shape` those of its configuration.
-    """
-    parts, output = read_target(target), read_output(target)
-    draft_ids = draft_vocabulary(answers, parts.vocab_size, draft_vocab)
-    if options.resume and (work / HEAD).exists():  # more answers may be there now, but the head's vocabulary stays
-        begun = json.loads((work / HEAD).read_text(encoding="utf-8"))
-        _check_layers(begun["config"], answers)
-        draft_ids = torch.tensor(begun["draft_ids"])
-    more = dict(shape)
-    if kind in masked_blocks.KINDS:  # the row of the embedding that the text needs least
-        more = {"mask_token_id": int(torch.bincount(answers.ids(), minlength=parts.vocab_size).argmin())} | more
-    config = head_config(kind, AutoConfig.from_pretrained(target), parts, len(draft_ids), answers.layers, **more)
-    student = build_student(config, parts.embedding, output, draft_ids, options.seed).to(options.device)
-    teacher = Teacher(answers.read, output.to(options.device), draft_ids)
-    record = {"kind": kind, "config": config.model_dump(by_alias=True), "draft_ids": draft_ids.tolist()}
-    work.mkdir(parents=True, exist_ok=True)
-    (work / HEAD).write_text(json.dumps(record) + "\n", encoding="utf-8")
-    loss = HeadLoss(teacher, **{**LOSSES[kind], **learning})
-    # The mask admits more and harder rows as a head learns, so a masked loss rises when the head gets better.
-    everywhere = replace(loss.whole(config.slots, STEPS), valid_prefix=False, rank_on=lambda: False)
-    texts = list(chain.from_iterable(held_out(answers, options.device).values()))
+    best_by = LENGTH
 
-    def figures() -> dict[str, float]:
-        return {LENGTH: measure(student, loss, texts).length}
+    def __init__(self, config: TrainingConfig, draft_vocab: int = DRAFT_VOCAB) -> None:
+        """Raises InvalidField as `head_config` does, and for answers of other layers than a resumed run's head."""
+        kind, answers, options = config.kind, config.answers, config.options
+        parts, output = read_target(config.target), read_output(config.target)
+        draft_ids = draft_vocabulary(answers, parts.vocab_size, draft_vocab)
+        if options.resume and (config.work / HEAD).exists():  # more answers may be there now, but the vocabulary stays
+            begun = json.loads((config.work / HEAD).read_text(encoding="utf-8"))
+            _check_layers(begun["config"], answers)
+            draft_ids = torch.tensor(begun["draft_ids"])
+        more = dict(config.shape)
+        if kind in masked_blocks.KINDS:  # the row of the embedding that the text needs least
+            more = {"mask_token_id": int(torch.bincount(answers.ids(), minlength=parts.vocab_size).argmin())} | more
+        target = AutoConfig.from_pretrained(config.target).get_text_config()
+        sizes = head_config(kind, target, parts, len(draft_ids), answers.layers, **more)
+        fresh = build_student(sizes, parts.embedding_of(kind), output, draft_ids, options.seed)
+        super().__init__(fresh.model, cast(Tensor, fresh.embedding))
+        record = {"config": sizes.model_dump(by_alias=True), "draft_ids": draft_ids.tolist()}
+        config.work.mkdir(parents=True, exist_ok=True)
+        (config.work / HEAD).write_text(json.dumps(record) + "\n", encoding="utf-8")
+        self.config, self.teacher = config, Teacher(answers.read, output.to(options.device), draft_ids)
+        chosen = {"objective": config.objective} if config.objective else {}
+        self.trained = HeadLoss(self.teacher, **{**LOSSES[kind], **chosen})
+        # The mask admits more and harder rows as a head learns, so a masked loss rises when the head gets better.
+        self.judge = replace(self.trained.whole(sizes.slots, STEPS), valid_prefix=False, rank_on=lambda: False)
+        self.texts = held_out(answers, options.device)
 
-    domains = answers.domains()
-    trainer = Trainer(student, loss, domains, schedule, work, rates, options, everywhere, figures, LENGTH)
+    def begin(self, share: Callable[[], float]) -> None:
+        """Let the rank head and the mask start when so much of the run is done."""
+        self.trained.rank_on = lambda: share() >= RANK_AFTER
+        self.trained.mask_on = lambda: share() >= MASK_AFTER
 
-    def after(share: float) -> bool:
-        return trainer.counters.tokens >= share * schedule.tokens
+    def loss(self, answers: TargetAnswers, rows: Tensor) -> Tensor:
+        """Return the kind's loss."""
+        return self.trained(self, rows, rows)
 
-    loss.rank_on = lambda: after(RANK_AFTER)
-    loss.mask_on = lambda: after(MASK_AFTER)
-    return trainer.train(kind)
+    def held_out_loss(self, answers: TargetAnswers, rows: Tensor) -> Tensor:
+        """Return the loss without a mask."""
+        return self.judge(self, rows, rows)
 
+    def figures(self) -> dict[str, float]:
+        """Measure the accepted length."""
+        return {LENGTH: measure(self, self.trained, list(chain.from_iterable(self.texts.values()))).length}
 
-def export_feature_head(work: Path, out: Path, answers: TargetAnswers, target: Path, device: str = "cpu") -> None:
-    """Write the head folder `out` from the best weights in `work`, in its public layout, with card and report."""
-    record = json.loads((work / HEAD).read_text(encoding="utf-8"))
-    _check_layers(record["config"], answers)
-    kind, draft_ids = record["kind"], torch.tensor(record["draft_ids"])
-    config = SHAPES[kind][0].model_validate(record["config"])
-    output = read_output(target)
-    student = build_student(config, read_target(target).embedding, output, draft_ids, 0)
-    load_weights(work / "best.safetensors", dict(student.named_parameters()))
-    student.bfloat16().float()  # what is measured is what is shipped: the rounded weights
-    teacher = Teacher(answers.read, output.to(device), draft_ids)
-    student.to(device)
-    domains = {
-        name: [measure(student, HeadLoss(teacher), [text]) for text in texts]
-        for name, texts in held_out(answers, device).items()
-    }
-    acceptance = sum((one for texts in domains.values() for one in texts), Acceptance())
-    expected = expectation({name: [one.counts for one in texts] for name, texts in domains.items()})
-    log = [json.loads(line) for line in (work / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-    with replacing(out) as partial:
-        save_head(partial, student.model.cpu().bfloat16(), config.model_copy(update={"acceptance": expected}), kind)
-        write_report(partial, acceptance, log)
-        write_head_card(partial, kind, student.model, acceptance, replace(read_run(work), loss=LOSS_IS[kind]))
+    def export(self, folder: Path) -> None:
+        """Write the head in its public layout, with card and report."""
+        kind, run = self.config.kind, read_run(self.config.work)
+        self.bfloat16().float()  # what is measured is what is shipped: the rounded weights
+        loss, model = HeadLoss(self.teacher), cast(Any, self.model)
+        domains = {name: [measure(self, loss, [text]) for text in texts] for name, texts in self.texts.items()}
+        acceptance = sum((one for texts in domains.values() for one in texts), Acceptance())
+        expected = expectation({name: [one.counts for one in texts] for name, texts in domains.items()})
+        log = [json.loads(line) for line in (self.config.work / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+        save_head(folder, model.cpu().bfloat16(), model.config.model_copy(update={"acceptance": expected}), kind)
+        write_report(folder, acceptance, log)
+        write_card(folder, f"A {kind} draft head for {run.target}", model, run, acceptance)
 
 
 def _check_layers(config: Mapping[str, Any], answers: TargetAnswers) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from threading import Event, Thread
 from types import TracebackType
 from typing import Self
@@ -24,13 +23,14 @@ class Progress:
         self._console, self._unit, self._ended = Console(), unit, Event()
         self._bar = Bar(
             *columns,
+            TextColumn("{task.fields[rate]}"),
             TimeRemainingColumn(),
             console=self._console,
             transient=True,
             speed_estimate_period=3600,
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task("starting", total=total)
+        self._task = self._bar.add_task("starting", total=total, rate="")
         self._lines = Thread(target=self._print_lines, daemon=True)
 
     def say(self, doing: str) -> None:
@@ -42,8 +42,10 @@ class Progress:
         self._bar.advance(self._task, count)
 
     def reach(self, done: int, total: int) -> None:
-        """Say how many are done, of so many."""
-        self._bar.update(self._task, completed=done, total=total)
+        """Say how many are done, of so many; the first call says how many were done before."""
+        self._bar.update(self._task, completed=min(done, total), total=total)
+        speed = self._bar.tasks[0].speed
+        self._bar.update(self._task, rate=f"{speed:.1f} {self._unit}/s" if speed else "")
 
     def print(self, line: str) -> None:
         """Print a line that stays."""
@@ -60,12 +62,11 @@ class Progress:
         self._bar.stop()
 
     def _print_lines(self) -> None:
-        began = time.monotonic()
         while not self._ended.wait(LINE_S):
             (task,) = self._bar.tasks
-            line, took = f"{task.description}: {task.completed:.0f} {self._unit}", time.monotonic() - began
+            line = f"{task.description}: {task.completed:.0f} {self._unit}"
             if task.total:
                 line = f"{task.description}: {task.completed:.0f} of {task.total:.0f} {self._unit}"
-                if 0 < task.completed < task.total:
-                    line += f", {took * (task.total - task.completed) / task.completed:.0f} s left"
-            self.print(line)
+                if seconds := task.time_remaining:
+                    line += f", {seconds} s left"
+            self.print(", ".join(filter(None, (line, task.fields["rate"]))))

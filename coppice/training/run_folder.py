@@ -2,13 +2,18 @@
 
 import json
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from coppice.training.data.corpora import parse_spec
+
+BEST = "best.safetensors"
+"""in a run's work folder: the weights to export"""
 
 
 @dataclass(frozen=True)
@@ -23,8 +28,8 @@ class Run:
     """as in the newest checkpoint"""
     held_out: dict[str, float]
     """held-out loss of each domain"""
-    loss: str = "nats a token"
-    """what a held-out loss is"""
+    target: str = ""
+    """the name of a head's target"""
 
 
 def work_folder(out: Path) -> Path:
@@ -42,7 +47,7 @@ def write_run(work: Path, title: str, lines: list[str], flags: dict[str, str]) -
     parts = [f"--data '{parse_spec(line).public}'" for line in lines]
     parts += [f"--{name} {value}".strip() for name, value in flags.items()]
     work.mkdir(parents=True, exist_ok=True)
-    run = {"title": title, "command": f"coppice train {title} " + " ".join(parts)}
+    run = {"title": title, "command": f"coppice train {title} " + " ".join(parts), "target": flags.get("target", "")}
     (work / "run.json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
 
 
@@ -52,6 +57,17 @@ def read_run(work: Path) -> Run:
     run = json.loads((work / "run.json").read_text(encoding="utf-8"))
     facts = json.loads((work / "data" / "data.json").read_text(encoding="utf-8"))
     return Run(**run, data=facts, state=state, held_out=state["held_out"])
+
+
+@contextmanager
+def stop_signal() -> Iterator[Event]:
+    """Let SIGTERM set an event, so that what works can end at a place to go on from."""
+    stopping = Event()
+    previous = signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+    try:
+        yield stopping
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager

@@ -2,12 +2,10 @@
 
 import json
 import re
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 import torch
 
@@ -16,7 +14,7 @@ from coppice.training.checkpoint import Named, load_checkpoint, save_checkpoint,
 from coppice.training.data.packing import Packed, Reader, check_held_out, held_out_batches
 from coppice.training.muon import Muon
 from coppice.training.progress import Progress
-from coppice.training.run_folder import checkpoints
+from coppice.training.run_folder import BEST, checkpoints, stop_signal
 from coppice.training.schedule import Schedule
 from coppice.training.workers import LossFunction, Workers
 
@@ -117,7 +115,7 @@ class Trainer:
         self.optimisers = make_optimisers(model, self.rates)
         self.counters = Counters()
         self.reader = Reader(domains, options.seed, max(schedule.length, schedule.long_length))
-        self.resume, self.stopping = options.resume, False
+        self.resume = options.resume
         folder.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -156,11 +154,10 @@ class Trainer:
         """
         if self.resume:
             self._load_newest()
-        previous = signal.signal(signal.SIGTERM, self._stop)
         last_checkpoint, smooth = time.monotonic(), 0.0
         try:
-            with Progress("tokens", self.schedule.tokens) as progress:
-                while self.counters.tokens < self.schedule.tokens and not self.stopping and not self._stale:
+            with stop_signal() as stopping, Progress("tokens", self.schedule.tokens) as progress:
+                while self.counters.tokens < self.schedule.tokens and not stopping.is_set() and not self._stale:
                     started = time.monotonic()
                     before = self.counters.tokens
                     loss = self._step()
@@ -175,13 +172,14 @@ class Trainer:
                     if time.monotonic() - last_checkpoint > self.rates.checkpoint_seconds:
                         self.checkpoint()
                         last_checkpoint = time.monotonic()
-                if not self.stopping:
+                if stopping.is_set():
+                    progress.print(f"trained on {self.counters.tokens:,} tokens, go on with --resume")
+                else:
                     self._evaluate(None, progress)
                 self.checkpoint()
         finally:
             self.workers.close()
-            signal.signal(signal.SIGTERM, previous)
-        return not self.stopping
+        return not stopping.is_set()
 
     def _step(self) -> float | None:
         rows, length = self.schedule.shape(self.counters.tokens)
@@ -212,12 +210,9 @@ class Trainer:
         score = -measured[self.best_by] if self.best_by else mean
         if score < self.counters.best:
             self.counters.best, self.counters.best_loss, self.counters.best_tokens = score, mean, self.counters.tokens
-            save_weights(self.folder / "best.safetensors", self.named)
+            save_weights(self.folder / BEST, self.named)
         told = "  ".join(f"{name} {value:.3f}" for name, value in (held_out | measured).items())
         progress.print(f"held out after {self.counters.tokens:,} tokens: {mean:.3f} ({told})")
         row = measured | {"tokens": self.counters.tokens, "seconds": round(self.counters.seconds, 1), "loss": loss}
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as log:
             log.write(json.dumps(row | {"held_out": held_out}) + "\n")
-
-    def _stop(self, _signal: int, _frame: FrameType | None) -> None:
-        self.stopping = True

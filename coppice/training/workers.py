@@ -20,8 +20,11 @@ LossFunction = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 def share_weights(model: nn.Module) -> nn.Module:
-    """Return a replica with gradients of its own over the same weight storage."""
-    replica = copy.deepcopy(model)
+    """Return a replica with gradients of its own over the same weight storage, which shares all that is not trained."""
+    shared = {id(buffer): buffer for buffer in model.buffers()}
+    for part in model.modules():
+        shared |= {id(value): value for name, value in vars(part).items() if not name.startswith("_")}
+    replica = copy.deepcopy(model, shared)
     for mine, theirs in zip(replica.parameters(), model.parameters(), strict=True):
         mine.data = theirs.data
     return replica

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -50,9 +51,10 @@ def beside(folder: Path) -> dict[str, str]:
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the page's package is installed, with its tests."""
     folder = tmp_path_factory.mktemp("packages")
-    code, test = blocks("python")
-    (folder / "coppice_repeat.py").write_text(code)
-    (folder / "test_repeat.py").write_text(test)
+    *modules, test = blocks("python")
+    for code in modules:
+        (folder / code.partition(":")[0].strip('"')).write_text(code)
+    (folder / "test_heads.py").write_text(test)
     (project,) = (tomllib.loads(text)["project"] for text in blocks("toml"))
     install(folder, "coppice_repeat", project["entry-points"])
     return folder
@@ -64,19 +66,43 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def address(package: Path, target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A stack with the package's head and policy beside a head of ours."""
+def trained(package: Path, target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of the package's head that is trained, and what the command said."""
+    folder = tmp_path_factory.mktemp("trained")
+    texts = "<|endoftext|>".join(f"one two three four {number}" for number in range(300))
+    (folder / "texts.txt").write_text(texts)
+    options = ("--data", f"words={folder / 'texts.txt'}", "--target", str(target), "--out", str(folder / "linear"))
+    command = [*COPPICE, "train", "head", "--kind", "linear", "--tokens", "4096", "--workers", "2", *options]
+    run = subprocess.run(command, env=beside(package), capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return folder / "linear", run.stdout
+
+
+@pytest.fixture(scope="module")
+def address(
+    package: Path, target: Path, trained: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """A stack with the package's heads and policy beside a head of ours."""
     ready = tmp_path_factory.mktemp("up") / "ready.json"
-    told = ("--target", str(target), "--head", "mine=repeat", "--head", "lookup=lookup", "--policy", "deepest")
+    heads = ("mine=repeat", "lookup=lookup", "pairs=pairs", f"linear=linear:{trained[0]}")
+    told = ["--target", str(target), "--policy", "deepest", *(part for head in heads for part in ("--head", head))]
     with up([*COPPICE, "up", *told], ready, beside(package)):
         yield json.loads(ready.read_text())["address"]
 
 
-def test_the_head_keeps_the_contract(package: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_repeat.py"]
+def test_a_head_of_a_package_is_trained(trained: tuple[Path, str]) -> None:
+    folder, told = trained
+    losses = [float(loss) for loss in re.findall(r"held out after .* tokens: ([\d.]+)", told)]
+    assert losses[-1] < math.log(300) - 0.1  # that of a head that learnt nothing
+    assert f"wrote {folder}\ntry: coppice up" in told
+    assert "# A linear draft head for target" in (folder / "README.md").read_text()
+
+
+def test_the_heads_keep_the_contract(package: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_heads.py"]
     run = subprocess.run(command, cwd=package, env=beside(package), capture_output=True, text=True)
     assert run.returncode == 0, run.stdout
-    assert re.search(r"\b8 passed", run.stdout)
+    assert re.search(r"\b24 passed", run.stdout)
 
 
 def test_texts_are_exact_under_both(address: str, target: Path) -> None:
@@ -88,17 +114,17 @@ def test_texts_are_exact_under_both(address: str, target: Path) -> None:
         told = {"max_new_tokens": NEW, "ignore_eos": True, "budget": 8}  # all of it is verified, whether or not it pays
         sampled = client.generate(PROMPT, policy="plain", temperature=1.0, seed=3, **told).ids
         verified = {}
-        for policy in ("", "single:mine", "deepest:mine/lookup", "merge", "auto"):
+        for policy in ("", "single:mine", "single:pairs", "single:linear", "deepest:mine/lookup", "merge", "auto"):
             answer = client.generate(PROMPT, policy=policy, **told)
             assert answer.ids == expected, policy
             assert client.generate(PROMPT, policy=policy, temperature=1.0, seed=3, **told).ids == sampled, policy
             verified[answer.policy] = sum(answer.verified_nodes)
-        assert min(verified["deepest"], verified["single:mine"]) > 0
+        assert min(verified[name] for name in ("deepest", "single:mine", "single:pairs", "single:linear")) > 0
 
 
 @pytest.mark.parametrize(
     ("option", "listed"),
-    [(("--head", "a=oracle"), "dspark, repeat"), (("--policy", "best"), "auto, deepest, single:HEAD")],
+    [(("--head", "a=oracle"), "dspark, repeat, pairs, linear"), (("--policy", "best"), "auto, deepest, single:HEAD")],
 )
 def test_a_name_that_nobody_adds_is_refused_with_a_list(
     option: tuple[str, str], listed: str, package: Path, target: Path

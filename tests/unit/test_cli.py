@@ -140,6 +140,16 @@ def test_a_bad_value_beside_a_good_target_is_named_too(
     assert option[0] in err
 
 
+def test_up_warns_of_a_head_that_does_not_pay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"model_type": "llama", "acceptance": {"texts": {"code": [0.02]}}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = ("--target", str(tmp_path), "--head", f"mine=dspark:{tmp_path}", "--ready-file", str(tmp_path / "no" / "x"))
+    _, _, err = run(monkeypatch, capsys, "up", *told)
+    assert "coppice: head mine: expected tau 1.02: drafting with it costs time\n" in err
+
+
 def test_a_file_that_cannot_be_made_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,36 +3,44 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from coppice.bench.cli import app as bench
 from coppice.bench.paper.replay import replay
-from coppice.config.sections import DrafterSettings
+from coppice.config.sections import FEATURE_KINDS, DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth
 from coppice.heads.block_head import Eagle3Head, SpecBlockHead
 from coppice.heads.checkpoints import load_head, read_target, save_head
+from coppice.heads.registry import build_head
 from coppice.messages.steps import Advance, OpenDraft
+from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
-from coppice.training import feature_heads
+from coppice.training import feature_heads, progress
 from coppice.training.cli import app as train
 from coppice.training.data.answerer import Answer
 from coppice.training.data.target_answers import AnswerPlan, record_answers
+from coppice.training.heads import TrainingConfig, export_head, train_head
 from coppice.training.run_folder import checkpoints, write_run
 from coppice.training.schedule import Schedule
 from coppice.training.trainer import RunOptions
 from tests.tiny import make_target
 
-SMALL = AnswerPlan(128, length=64, sessions=2, held_out_sessions=1)
+SMALL = AnswerPlan(128, length=64, sessions=2)
 WORDS = ["the cat saw one red bird", "a dog ran", "two birds sang to the cat and the dog all day long"]
 
 
@@ -56,6 +64,15 @@ def short(tokens: int) -> Schedule:
     """The schedule of a head in rows that fit into SMALL texts."""
     rows = {"length": 32, "long_length": 32, "small_batch": 64}
     return feature_heads.head_schedule(tokens).model_copy(update=rows)
+
+
+def taught(
+    config: TrainingConfig, tokens: int, **more: Any
+) -> tuple[feature_heads.FeatureHeadInTraining, TrainingConfig]:
+    """A head of a configuration after a whole run."""
+    student = feature_heads.FeatureHeadInTraining(config, **more)
+    assert train_head(student, config, short(tokens), feature_heads.RATES)
+    return student, config
 
 
 def head(place: Path, kind: str, *flags: str) -> Path:
@@ -89,10 +106,9 @@ def test_a_specblock_head_is_trained_written_and_drafts(place: Path) -> None:
 def test_a_head_is_trained_for_a_shallow_target(place: Path, tmp_path: Path) -> None:
     target, work = make_target(tmp_path / "target", layers=2), tmp_path / "run"
     answers = record_answers([f"words={place}/words.txt"], target, tmp_path / "lessons", SMALL)
-    assert feature_heads.train_feature_head("eagle3", answers, target, work, short(128))
     write_run(work, "head", [f"words={place}/words.txt"], {"kind": "eagle3"})
     answers.describe(work / "data")
-    feature_heads.export_feature_head(work, tmp_path / "head", answers, target)
+    export_head(*taught(TrainingConfig("eagle3", target, answers, work), 128), tmp_path / "head")
     assert load_head("eagle3", tmp_path / "head", target).config.feature_layers == (0, 1, 1)
 
 
@@ -109,6 +125,131 @@ def test_every_kind_is_trained_on_the_same_answers_and_written(place: Path, kind
     assert all(0 <= alpha <= 1 for alpha in json.loads((folder / "report.json").read_text())["alpha"])
     assert load_head(kind, folder, place / "target").config.slots > 1
     assert f"--kind {kind}" in (folder / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def gemma(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a target whose full attention turns positions otherwise than its sliding windows do."""
+    folder = tmp_path_factory.mktemp("gemma")
+    config = json.loads((make_target(folder / "target", layers=6, gemma=True) / "config.json").read_text())
+    assert {"full_attention", "sliding_attention"} <= config["rope_parameters"].keys()
+    (folder / "words.txt").write_text((place / "words.txt").read_text())
+    return folder
+
+
+@pytest.mark.parametrize("kind", FEATURE_KINDS)
+def test_every_kind_is_trained_for_a_target_whose_layers_turn_positions_otherwise(gemma: Path, kind: str) -> None:
+    out = gemma / kind
+    flags = ("--kind", kind, "--tokens", "512", "--workers", "1", "--lessons", str(gemma / "lessons"))
+    told = run(train, gemma, "head", *flags, "--out", str(out), ends=(0,))
+    assert "rope_parameters: {'rope_theta': 1000000.0, 'rope_type': 'default'}" in told
+    assert f"wrote {out}, accepted length 1." in told
+    assert f"try: coppice up --target {gemma / 'target'} --head mine={kind}:{out}" in told
+    settings = DrafterSettings(kind=kind, path=str(out), target=str(gemma / "target"))
+    drafter = build_head(settings)
+    opening = OpenDraft("", [5, 6, 7, 8], SamplingParams(), features=drafter.blank_features(0, 4))
+    assert list(drafter.open(1, opening))
+    nodes = [grown.nodes for part in drafter.draft([DraftJob(1, 9, 4, 8, SamplingParams())]) for grown in part]
+    assert sum(map(len, nodes)) >= 1
+
+
+def test_a_head_whose_own_layers_turn_positions_otherwise_is_refused(gemma: Path, tmp_path: Path) -> None:
+    target, parts = AutoConfig.from_pretrained(gemma / "target"), read_target(gemma / "target")
+    config = feature_heads.head_config("eagle3", target, parts, 300)
+    student = feature_heads.build_student(config, parts.embedding, parts.embedding, torch.arange(300), 0)
+    save_head(tmp_path, student.model, config, "eagle3")  # type: ignore[arg-type]
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"rope_parameters": target.rope_parameters}))
+    with pytest.raises(InvalidField, match="rope_parameters of several kinds of layers"):
+        load_head("eagle3", tmp_path, gemma / "target")
+
+
+@pytest.mark.parametrize(
+    ("rope", "turns"),
+    [
+        ({"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}, {"rope_theta": 5e5}),
+        ({"sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}, {"rope_theta": 1e4}),
+        (
+            {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0},
+            {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0},
+        ),
+        (None, {"rope_theta": 1e4}),
+    ],
+)
+def test_a_new_head_turns_all_of_a_state(rope: Any, turns: dict[str, Any]) -> None:
+    assert feature_heads.head_rope(SimpleNamespace(rope_parameters=rope)) == turns
+
+
+def test_the_rotation_of_a_new_head_can_be_chosen(gemma: Path) -> None:
+    target, parts = AutoConfig.from_pretrained(gemma / "target"), read_target(gemma / "target")
+    assert feature_heads.head_config("dspark", target, parts, 300, rope_theta=20_000).rope["rope_theta"] == 20_000
+
+
+def tokens_in(folder: Path, name: str = "*") -> int:
+    """Tokens of the shards in a folder of answers."""
+    return sum(len(load_file(file)["ids"]) for file in folder.glob(f"{name}.safetensors"))
+
+
+def test_few_tokens_record_little_of_every_kind_of_text(place: Path, tmp_path: Path) -> None:
+    more = ("--data", f"others={place}/words.txt", "--tokens", "3000", "--workers", "1")
+    run(train, place, "head", "--kind", "medusa", *more, "--out", str(tmp_path / "head"), ends=(0,))
+    recorded = tmp_path / "head.work" / "lessons"
+    assert {name: tokens_in(recorded, f"{name}-*") for name in ("words-train", "words-held-out", "others-train")} == {
+        "words-train": 1024,
+        "words-held-out": 1024,
+        "others-train": 1024,
+    }
+    card = json.loads((tmp_path / "head.work" / "run.json").read_text())
+    assert card["target"] == "target"
+    assert (tmp_path / "head" / "README.md").read_text().startswith("# A medusa draft head for target\n")
+
+
+def test_a_recording_that_is_stopped_says_how_to_go_on(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Stopper(progress.Progress):
+        def reach(self, done: int, total: int) -> None:
+            seen.append((done, total))
+            if done >= 600 and len(seen) > 1 and seen[0][0] == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(progress, "Progress", Stopper)
+    flags = ("head", "--kind", "medusa", "--tokens", "512", "--workers", "1", "--out", str(tmp_path / "head"))
+    told = run(train, place, *flags, ends=(0,))
+    assert f"recorded {seen[-1][0]} tokens, go on with the same command" in told
+    assert not (tmp_path / "head").exists()
+    assert seen[0] == (0, 2048)
+    stopped, _ = seen[-1]
+    seen.clear()
+    assert "wrote" in run(train, place, *flags, ends=(0,))
+    assert seen[0] == (stopped, 2048)
+    assert seen[-1] == (2048, 2048)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert not list((tmp_path / "head.work" / "lessons").glob(".*"))
+
+
+def test_a_recording_that_is_killed_loses_no_token(place: Path, tmp_path: Path) -> None:
+    lines, plan, seen = [f"words={place}/words.txt"], replace(SMALL, tokens=256, sessions=4), list[tuple[int, int]]()
+    child = (
+        "import os, signal; from pathlib import Path; from coppice.training.data import target_answers as t\n"
+        "def progress(done, total):\n    if done >= 450: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"t.SAVE_S = 0\nt.record_answers({lines!r}, Path({str(place / 'target')!r}), Path({str(tmp_path)!r}), "
+        f"t.AnswerPlan(256, length=64, sessions=4), progress=progress)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    (begun,) = tmp_path.glob(".*.json")
+    ids = json.loads(begun.read_text())
+    answers = record_answers(lines, place / "target", tmp_path, plan, progress=lambda *told: seen.append(told))
+    assert 446 <= seen[0][0] < 450  # of the forward that was under way, a token a text is missing
+    assert seen[0][0] == 256 + sum(map(len, ids))
+    texts = answers.ids().view(4, 64)
+    assert [texts[number, : len(begun)].tolist() for number, begun in enumerate(ids)] == ids
+    model = AutoModelForCausalLM.from_pretrained(place / "target")
+    final = answers.read(torch.from_numpy(answers.domains()[0].train[:64])[None]).final
+    assert torch.allclose(final, model.model(texts[:1]).last_hidden_state, rtol=0.02, atol=0.02)
 
 
 def test_a_specblock_head_is_trained_without_one_of_its_parts(place: Path) -> None:
@@ -139,8 +280,7 @@ def test_the_draft_vocabulary_stays_when_a_resumed_run_has_more_answers(place: P
     for tokens in (128, 1024):
         plan = replace(SMALL, tokens=tokens)
         answers = record_answers([f"words={place}/words.txt"], target, tmp_path / "lessons", plan)
-        teach = feature_heads.train_feature_head
-        assert teach("eagle3", answers, target, work, short(tokens), draft_vocab=40, options=options)
+        taught(TrainingConfig("eagle3", target, answers, work, options=options), tokens, draft_vocab=40)
         vocabularies.append(json.loads((work / "head.json").read_text())["draft_ids"])
         fresh = feature_heads.draft_vocabulary(answers, 300, 40).tolist()
     assert vocabularies[0] == vocabularies[1] != fresh
@@ -199,15 +339,16 @@ def test_a_shape_that_may_be_trained_is_read_as_it_was_written(place: Path, tmp_
 
 
 def test_answers_of_other_layers_teach_no_head_that_was_begun(place: Path, tmp_path: Path) -> None:
-    target, work, schedule = place / "target", tmp_path / "run", short(128)
+    target, work = place / "target", tmp_path / "run"
     for layers in ((4,), (3,)):
         answers = record_answers([f"words={place}/words.txt"], target, tmp_path / str(layers), SMALL, layers=layers)
         options = RunOptions(resume=layers == (3,))
+        config = TrainingConfig("eagle3", target, answers, work, options=options)
         if options.resume:
             with pytest.raises(InvalidField, match=r"--lessons: .*layers \(3,\), the head reads \(4,\)"):
-                feature_heads.train_feature_head("eagle3", answers, target, work, schedule, options=options)
+                taught(config, 128)
         else:
-            assert feature_heads.train_feature_head("eagle3", answers, target, work, schedule, options=options)
+            taught(config, 128)
 
 
 def test_rank_reports_the_rank_head_and_the_trees(place: Path, tmp_path: Path) -> None:

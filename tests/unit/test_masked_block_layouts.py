@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from coppice.commands.convert import HEAD_LAYOUTS, app
@@ -396,14 +397,18 @@ def test_a_head_without_an_output_layer_reads_the_targets_rows_of_its_vocabulary
     assert torch.equal(loaded.model.lm_head.weight, theirs["model.embed_tokens.weight"][ids])
 
 
-def test_a_target_that_scales_its_embedding_takes_heads_with_one_of_their_own(target: Path, tmp_path: Path) -> None:
+def test_a_block_reads_what_the_embedding_module_of_the_target_gives(target: Path, tmp_path: Path) -> None:
     scaling = make_target(tmp_path / "gemma", VOCAB, layers=LAYERS, hidden=H, tokenizer=False)
     config = json.loads((scaling / "config.json").read_text())
     config |= {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}
     (scaling / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InvalidField, match="scales its token embedding"):
-        load_head("dflash", written(tmp_path / "zlab", zlab()), scaling)
-    assert load_head("dspark", written(tmp_path / "deepspec", deepspec()), scaling).embedding.shape == (VOCAB, H)
+    module = AutoModelForCausalLM.from_pretrained(scaling).get_input_embeddings()
+    given = module(torch.arange(VOCAB)).detach()
+    assert not torch.equal(given, module.weight)
+    assert torch.allclose(load_head("dflash", written(tmp_path / "zlab", zlab()), scaling).embedding, given)
+    own = deepspec()
+    loaded = load_head("dspark", written(tmp_path / "deepspec", own), scaling)
+    assert torch.equal(loaded.embedding, own[1]["embed_tokens.weight"].float())
 
 
 def test_speculators_learn_how_many_tokens_a_block_drafts(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from coppice.errors import InvalidField
-from coppice.training import cli, export, lm_head, run_folder, target, trainer
+from coppice.heads.models.expectation import warning_of
+from coppice.training import cli, export, heads, progress, run_folder, target, trainer
 from coppice.training.data.corpora import is_held_out, load_corpus, parse_spec, parse_specs
 from coppice.training.data.packing import MAX_EPOCHS, Packed, Reader
 from coppice.training.data.target_answers import AnswerPlan, record_answers
@@ -24,6 +26,7 @@ from coppice.training.losses.chunked import next_token_loss, soft_target_loss
 from coppice.training.muon import Muon
 from coppice.training.schedule import Schedule
 from coppice.training.trainer import Rates, RunOptions
+from tests.tiny import make_target
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "small", "birds", "near", "my", "old", "tree")
 SHAPE = target.Shape(vocab=300, hidden=32, layers=2, intermediate=48, heads=2, kv_heads=1, head_dim=16, positions=128)
@@ -221,14 +224,17 @@ def test_a_target_and_its_head_are_trained_and_exported(text: Path, tmp_path: Pa
 
     head_work, head_out = tmp_path / "lm.work", tmp_path / "lm"
     run_folder.write_run(head_work, "head", lines, {"kind": "lm", "target": out.name, "out": "lm", "tokens": "512"})
-    plan = AnswerPlan(tokens=700, length=32, sessions=4, held_out_sessions=2)
+    plan = AnswerPlan(tokens=700, length=32, sessions=4)
     done: list[tuple[int, int]] = []
     answers = record_answers(lines, out, head_work / "lessons", plan, progress=lambda *told: done.append(told))
     assert done == sorted(set(done))
-    assert done[-1] == (len(answers.ids()) + 4 * 2 * 32, done[0][1])  # held-out shards, one a temperature, too
+    assert done[0] == (0, done[-1][0])
+    assert done[-1] == (len(answers.ids()) + 4 * 32, done[0][1])  # held-out texts, one a temperature, too
     answers.describe(head_work / "data")
-    assert lm_head.train_lm(answers, out, head_work, schedule(512), shape=HEAD_SHAPE, rates=RATES)
-    export.export(head_work, head_out)
+    config = heads.TrainingConfig("lm", out, answers, head_work)
+    student = heads.LanguageModelInTraining(config, HEAD_SHAPE)
+    assert heads.train_head(student, config, schedule(512), RATES)
+    heads.export_head(student, config, head_out)
     head = AutoModelForCausalLM.from_pretrained(head_out)
     assert head.config.vocab_size == model.config.vocab_size
     assert (head_out / "tokenizer.json").read_bytes() == (out / "tokenizer.json").read_bytes()
@@ -247,3 +253,116 @@ def test_the_shipped_prompts_are_sixty_in_three_kinds() -> None:
     assert [row["question_id"] for row in rows] == list(range(1, 61))
     assert [sum(row["category"] == kind for row in rows) for kind in ("code", "maths", "story")] == [20, 20, 20]
     assert all(len(row["turns"]) == 1 and row["turns"][0] == row["turns"][0].strip() for row in rows)
+
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "no"}]} for n in range(60)
+] + [
+    {
+        "conversations": [
+            {"from": "system", "value": "be short"},
+            {"from": "human", "value": f"first {n}"},
+            {"from": "gpt", "value": "an answer"},
+            {"from": "human", "value": f"second {n}"},
+            {"from": "gpt", "value": "another one"},
+        ]
+    }
+    for n in range(60)
+]
+
+
+def test_a_chat_is_a_prompt_for_each_turn_of_its_user_which_the_target_answers(tmp_path: Path) -> None:
+    path, folder = tmp_path / "chats.jsonl", make_target(tmp_path / "target")
+    path.write_text("\n".join(map(json.dumps, CHATS)), encoding="utf-8")
+    plan = AnswerPlan(tokens=2048, length=128, sessions=16)
+    answers = record_answers([f"chat={path}"], folder, tmp_path / "lessons", plan)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = {f"user: say {n}\nassistant:" for n in range(60)}
+    prompts |= {f"system: be short\nuser: first {n}\nassistant:" for n in range(60)}
+    ends = {f"assistant: an answer\nuser: second {n}\nassistant:" for n in range(60)}
+    texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in answers.ids().view(-1, 128)]
+    begun = [re.match(r".*\nassistant:(?! an answer\nuser)", text, re.DOTALL) for text in texts]
+    assert all(begun)
+    found = [next((p for p in prompts if text.startswith(p)), "") for text in texts]
+    later = [text for text in texts if any(end in text[:128] for end in ends)]
+    assert len(set(found)) > 5
+    assert later
+    assert "no" not in {text[len(prompt) :].strip() for text, prompt in zip(texts, found, strict=True)}
+    corpus = load_corpus(parse_spec(f"chat={path}"), lambda messages: "|".join(m["content"] for m in messages))
+    assert len(corpus.train) + len(corpus.held_out) == 60 + 2 * 60
+    held = {text.split("|")[1] for text in corpus.held_out if "|" in text}
+    assert held
+    assert not held & {text.split("|")[1] for text in corpus.train if "|" in text}
+
+
+def test_the_end_of_a_long_chat_is_read_and_no_more_than_half_a_text(tmp_path: Path) -> None:
+    path, folder = tmp_path / "chats.jsonl", make_target(tmp_path / "target")
+    rows = [{"messages": [{"role": "user", "content": f"{'long ' * 50}{n}"}]} for n in range(60)]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    plan = AnswerPlan(tokens=256, length=64, sessions=4)
+    answers = record_answers([f"chat={path}"], folder, tmp_path / "lessons", plan)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    begun = [tokenizer.decode(ids[:32]) for ids in answers.ids().view(4, 64)]
+    assert all(re.search(r"long \d+\nassistant:$", text) for text in begun), begun
+
+
+def refuse(messages: object) -> str:
+    raise ValueError("roles must alternate\nhere")
+
+
+@pytest.mark.parametrize(
+    ("rows", "render", "why"),
+    [
+        ([{"messages": []}], str, "line 1: field 'messages' has no message of a user"),
+        ([{"messages": "hello"}], str, "line 1: field 'messages' must be a list of messages"),
+        ([{"messages": [{"role": "user", "content": "a"}, {"content": "b"}]}], str, "message 2 has no role"),
+        ([{"conversations": [{"from": "gpt", "value": "a"}]}], str, "'conversations' has no message of a user"),
+        (CHATS[:1], refuse, "words=.*: the target's chat template: roles must alternate$"),
+        (CHATS[:1], None, "chats teach heads"),
+        ([*CHATS[:1], {"text": "words"}], str, "holds chats and texts"),
+        ([{"nothing": 1}], str, "none of the fields messages, conversations, text"),
+    ],
+)
+def test_chats_that_cannot_be_used_are_errors_that_name_the_place(
+    rows: list[object], render: object, why: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    with pytest.raises(InvalidField, match=why) as caught:
+        load_corpus(parse_spec(f"words={path}"), render)
+    assert caught.value.field == "--data"
+
+
+def test_a_target_without_a_template_takes_no_chats(tmp_path: Path) -> None:
+    path, folder = tmp_path / "chats.jsonl", make_target(tmp_path / "target", chat=False)
+    path.write_text("\n".join(map(json.dumps, CHATS)), encoding="utf-8")
+    with pytest.raises(InvalidField, match=r"--data: chat=.*the target's chat template: .*chat_template"):
+        record_answers([f"chat={path}"], folder, tmp_path / "lessons", AnswerPlan(tokens=256))
+    assert not list((tmp_path / "lessons").glob("*.safetensors"))
+
+
+def test_progress_stays_within_its_total_and_counts_the_rate_of_this_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LINE_S", 0.01)
+    told, deadline = "", time.monotonic() + 20
+    with progress.Progress("tokens") as shown:
+        shown.say("working")
+        shown.reach(2_000, 3_000)
+        shown.reach(2_001, 3_000)
+        while "tokens/s" not in told and time.monotonic() < deadline:
+            told += capsys.readouterr().out
+        shown.reach(3_072, 3_000)
+        while "3000 of" not in told and time.monotonic() < deadline:
+            told += capsys.readouterr().out
+    assert re.search(r"working: 2001 of 3000 tokens, .*tokens/s", told)
+    assert "3072" not in told
+
+
+@pytest.mark.parametrize(
+    ("texts", "warns"), [({}, False), ({"chat": [0.02, 0.0]}, True), ({"chat": [0.0], "code": [0.5, 0.5]}, False)]
+)
+def test_a_head_that_does_not_pay_is_warned_of(texts: dict[str, list[float]], warns: bool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"acceptance": {"texts": texts}}))
+    assert warning_of(tmp_path) == ("expected tau 1.02: drafting with it costs time" if warns else "")
+    assert warning_of(tmp_path / "nowhere") == ""

@@ -106,9 +106,9 @@ def test_what_is_expected_is_the_least_of_all_kinds_of_text(tmp_path: Path) -> N
     assert found.texts == {"code": (0.8, 0.75, 0.6897), "story": (0.53, 0.8032, 0.9)}
     assert expectation({"code": [[(LEAST_TRIALS - 2, LEAST_TRIALS - 1)]]}) == Expectation(texts={"code": (0.9655,)})
     (tmp_path / "config.json").write_text('{"hidden_size": 3}')
-    assert read_expectation(tmp_path) == ()
+    assert read_expectation(tmp_path).by_depth == ()
     write_expectation(tmp_path, found)
-    assert read_expectation(tmp_path) == found.by_depth
+    assert read_expectation(tmp_path) == found
     assert json.loads((tmp_path / "config.json").read_text())["hidden_size"] == 3
     (tmp_path / "config.json").write_text('{"acceptance": {"by_depth": [2]}}')
     with pytest.raises(InvalidField, match="acceptance"):

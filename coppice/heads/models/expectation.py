@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
+from operator import mul
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,8 @@ from coppice.limits import MAX_TREE_DEPTH
 
 LEAST_TRIALS = 30
 """of a depth on each kind of text: of deeper ones nothing is expected, and of a text with fewer its kind counts"""
+LEAST_LENGTH = 1.1
+"""tokens a step below which no draft pays"""
 _Z = 2.58
 _CONFIG, _NAME = "config.json", "acceptance"
 
@@ -36,6 +39,11 @@ class Expectation(BaseModel):
     """at least, on every text that was measured"""
     texts: dict[str, tuple[Share, ...]] = {}
     """the shares measured on each kind of text"""
+
+    @property
+    def lengths(self) -> dict[str, float]:
+        """Tokens that a step commits with a chain of the head's best tokens, the root's included, by kind of text."""
+        return {kind: 1 + sum(accumulate(shares, mul)) for kind, shares in self.texts.items()}
 
 
 def expectation(measured: Mapping[str, Sequence[Counts]]) -> Expectation:
@@ -68,13 +76,20 @@ def _lower_end(right: int, tried: int) -> float:
     return max(0.0, (share + z2 / 2 - math.sqrt(z2 * (share * (1 - share) + z2 / 4))) / (1 + z2))
 
 
-def read_expectation(folder: str | Path) -> tuple[float, ...]:
-    """Return the shares by depth that a model's folder expects; none if it says nothing. Raises InvalidField."""
+def read_expectation(folder: str | Path) -> Expectation:
+    """Return what a model's folder expects, nothing if it does not say. Raises InvalidField."""
     file = Path(folder) / _CONFIG
     try:
-        return Expectation.model_validate(json.loads(file.read_text(encoding="utf-8")).get(_NAME) or {}).by_depth
+        return Expectation.model_validate(json.loads(file.read_text(encoding="utf-8")).get(_NAME) or {})
     except (OSError, ValueError, ValidationError) as error:
         raise InvalidField("drafter.path", f"{file}: {_NAME}: {str(error).splitlines()[0]}") from None
+
+
+def warning_of(folder: Path) -> str:
+    """Return why not to serve a head; empty when it may pay, or its folder is not there. Raises InvalidField."""
+    lengths = read_expectation(folder).lengths.values() if (folder / _CONFIG).exists() else ()
+    best = max(lengths, default=LEAST_LENGTH)
+    return "" if best >= LEAST_LENGTH else f"expected tau {best:.2f}: drafting with it costs time"
 
 
 def write_expectation(folder: Path, expected: Expectation) -> None:

@@ -15,6 +15,11 @@ from coppice.engine.engine import Engine
 from coppice.engine.kv_cache import BlockTable
 from coppice.speculation.sampling_torch import draw
 
+LONGEST_CHUNK = 128
+"""ids of a text in a forward: the logits of all of them are computed"""
+COLDEST = 1e-3
+"""temperature of the draws of greedy texts, which nobody looks at"""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -42,6 +47,7 @@ class _Text:
     table: BlockTable
     waiting: deque[int]
     length: int
+    temperature: float
     seed: int
     ids: list[int] = field(default_factory=list)
     features: list[Tensor] = field(default_factory=list)
@@ -49,7 +55,7 @@ class _Text:
 
     def chunk(self) -> list[int]:
         """Take the ids to feed next."""
-        room = self.length - len(self.ids)
+        room = min(self.length - len(self.ids), LONGEST_CHUNK)
         return [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
 
     def answer(self) -> Answer:
@@ -61,9 +67,9 @@ class Answerer:
     """Lets a target go on with prompts, many at once, and keeps its hidden states."""
 
     def __init__(
-        self, engine: Engine, fed: Callable[[int], None] = lambda tokens: None, layers: tuple[int, ...] = ()
+        self, engine: Engine, fed: Callable[[list[list[int]]], None] = lambda ids: None, layers: tuple[int, ...] = ()
     ) -> None:
-        """fed: called after each forward with the tokens of the texts that were in it.
+        """fed: called after each forward with the ids of all texts so far.
 
         layers: those whose features are kept; empty: the engine's own.
         """
@@ -76,23 +82,26 @@ class Answerer:
         self,
         prompts: Sequence[Sequence[int]],
         lengths: Sequence[int],
-        temperature: float = 0.0,
+        temperature: float | Sequence[float] = 0.0,
         seed: int = 0,
         following: Callable[[], Sequence[int]] | None = None,
         keyed: bool = False,
     ) -> list[Answer]:
         """Write a text of lengths[n] tokens from each prompt n; end-of-text ids are tokens like any other.
 
-        `following` gives the prompt behind an end of text. `keyed`: text n is drawn with the noise of
-        requests whose seed is `seed` + n. Raises OutOfBlocks when the pool is too small for all.
+        `temperature` is that of all texts, or of each. `following` gives the prompt behind an end of text. `keyed`:
+        text n is drawn with the noise of requests whose seed is `seed` + n. Raises OutOfBlocks when the pool is too
+        small for all.
         """
+        temperatures = [temperature] * len(prompts) if isinstance(temperature, int | float) else temperature
         noise = None if keyed else torch.Generator(self.engine.model.device).manual_seed(seed)
         pool, texts = self.engine.pool, list[_Text]()
         try:
-            for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-                texts.append(_Text(pool.allocate(str(number), length), deque(prompt), length, seed + number))
+            for number, (prompt, length, heat) in enumerate(zip(prompts, lengths, temperatures, strict=True)):
+                texts.append(_Text(pool.allocate(str(number), length), deque(prompt), length, heat, seed + number))
             while live := [text for text in texts if len(text.ids) < text.length]:
-                self._forward(live, temperature, noise, following)
+                self._forward(live, noise, following)
+                self._fed([text.ids for text in texts])
         finally:
             for text in texts:
                 pool.free(text.table)
@@ -102,7 +111,6 @@ class Answerer:
     def _forward(
         self,
         live: list[_Text],
-        temperature: float,
         noise: torch.Generator | None,
         following: Callable[[], Sequence[int]] | None,
     ) -> None:
@@ -118,21 +126,25 @@ class Answerer:
         features = final[:, :0] if out.features is None else out.features
         lengths = [len(chunk) for chunk in chunks]
         logits = out.logits[torch.tensor(lengths).cumsum(0) - 1].float()
-        if not temperature:
-            drawn = logits.argmax(-1).tolist()
-        elif noise is None:
-            places = [(text.seed, len(text.ids) + len(chunk)) for text, chunk in zip(live, chunks, strict=True)]
-            seeds, positions = torch.tensor(places, device=logits.device).unbind(1)
-            ids = torch.arange(logits.shape[1], device=logits.device)
-            drawn = draw(ids, logits.double() / temperature, seeds, positions).tolist()
-        else:
-            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=noise)[:, 0].tolist()
+        tokens = logits.argmax(-1)
+        heat = torch.tensor([text.temperature for text in live], dtype=torch.float64, device=logits.device)[:, None]
+        if bool(heat.any()):
+            divisor = heat.clamp_min(COLDEST)
+            if noise is None:
+                places = [(text.seed, len(text.ids) + len(chunk)) for text, chunk in zip(live, chunks, strict=True)]
+                seeds, positions = torch.tensor(places, device=logits.device).unbind(1)
+                ids = torch.arange(logits.shape[1], device=logits.device)
+                drawn = draw(ids, logits.double() / divisor, seeds, positions)
+            else:
+                drawn = torch.multinomial((logits / divisor.float()).softmax(-1), 1, generator=noise)[:, 0]
+            tokens = torch.where(heat[:, 0] > 0, drawn, tokens)
         parts = zip(torch.split(features, lengths), torch.split(final, lengths), strict=True)
-        for text, chunk, token, (features, final) in zip(live, chunks, drawn, parts, strict=True):
+        for text, chunk, token, (features, final) in zip(live, chunks, tokens.tolist(), parts, strict=True):
             text.features.append(features)
             text.final.append(final)
             text.ids += chunk
+            if text.waiting:
+                continue
             text.waiting.append(token)
             if following is not None and token in self.engine.info.eos_ids:
                 text.waiting += following()
-        self._fed(sum(lengths))

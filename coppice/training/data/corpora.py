@@ -5,10 +5,10 @@ import hashlib
 import json
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from coppice.errors import InvalidField
 
@@ -16,12 +16,12 @@ END_OF_TEXT = "<|endoftext|>"
 STDLIB_GLOB = "python:stdlib"
 HELD_OUT_MODULUS = 20
 TEXT_FIELDS = ("text", "content", "story", "prompt")
+CHAT_FIELDS = ("messages", "conversations")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+Messages = list[dict[str, Any]]
 ANSWER_FIELDS = (("question", "answer"), ("problem", "solution"))
-PURE_PACKAGES = ("typer", "click", "rich", "packaging", "h11", "anyio", "markdown-it-py", "Jinja2")
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo"}
 SKIPPED_FOLDERS |= {"site-packages", "__pycache__", "pydoc_data", "encodings"}
-# Tables written by programs: megabytes of code points teach a language model nothing.
-GENERATED = re.compile(r"^(.*_data|.*_tables?|entities|stringprep|_unicode_.*|_emoji_.*|_cell_widths)\.py$")
 CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
 
 
@@ -55,11 +55,8 @@ class Corpus:
     train: list[str] = field(default_factory=list)
     held_out: list[str] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
-
-    @property
-    def num_bytes(self) -> int:
-        """The UTF-8 bytes of all documents, held-out ones included."""
-        return sum(len(text.encode()) for text in self.train + self.held_out)
+    of_prompts: bool = False
+    """whether documents are chats up to an answer, in a template"""
 
 
 def parse_spec(line: str) -> DataSpec:
@@ -97,57 +94,85 @@ def is_held_out(text: str) -> bool:
     return int.from_bytes(digest, "big") % HELD_OUT_MODULUS == 0
 
 
-def load_corpus(spec: DataSpec) -> Corpus:
-    """Read and split one domain. Raises DataError for no files, an unreadable one or a bad row."""
-    corpus = Corpus(spec.name, spec.weight)
-    if spec.pattern == STDLIB_GLOB:
-        documents = _python_documents(corpus.sources)
-    else:
-        paths = [path for path in map(Path, sorted(glob.glob(spec.pattern, recursive=True))) if path.is_file()]
-        if not paths:
-            raise DataError(f"{spec.name}={spec.pattern}: no file matches")
-        corpus.sources.extend(path.name for path in paths[:20])
-        if len(paths) > 20:
-            corpus.sources.append(f"and {len(paths) - 20} more files")
-        documents = (text for path in paths for text in read_documents(path))
+def load_corpus(spec: DataSpec, render: Callable[[Messages], str] | None = None) -> Corpus:
+    """Read and split one domain. `render` gives a chat up to an answer in the target's template.
+
+    A chat is a prompt for each turn of its user; all of them are held out or none. Raises DataError for no files, an
+    unreadable one, a bad row, chats where there is no template, and chats beside texts.
+    """
+    corpus, where = Corpus(spec.name, spec.weight), f"{spec.name}={spec.pattern}"
     seen: set[str] = set()
-    for text in documents:
-        if text in seen:
+    for document in _documents(spec, corpus.sources):
+        if isinstance(document, str):
+            texts = [document]
+        elif render is None:
+            raise DataError(f"{where}: chats teach heads, whose target has a template, and no targets")
+        else:
+            ends = [at for at, message in enumerate(document, start=1) if message["role"] == "user"]
+            try:
+                texts = [render(document[:end]) for end in ends]
+            except Exception as error:  # a template may raise anything
+                raise DataError(f"{where}: the target's chat template: {str(error).splitlines()[0]}") from error
+        if (of_prompts := document is not texts[0]) is not corpus.of_prompts and seen:
+            raise DataError(f"{where}: holds chats and texts; give each a line of its own")
+        corpus.of_prompts = of_prompts
+        if texts[0] in seen:
             continue
-        seen.add(text)
-        (corpus.held_out if is_held_out(text) else corpus.train).append(text)
+        seen.add(texts[0])
+        (corpus.held_out if is_held_out(texts[0]) else corpus.train).extend(texts)
     if not corpus.train:
-        raise DataError(f"{spec.name}={spec.pattern}: no training document in it")
+        raise DataError(f"{where}: no training document in it")
     return corpus
 
 
-def read_documents(path: Path) -> Iterator[str]:
-    """Yield a .txt, .md, .py or .jsonl file's stripped, non-empty documents. Raises DataError for an unreadable one."""
+def _documents(spec: DataSpec, sources: list[str]) -> Iterator[str | Messages]:
+    pattern, skipped = spec.pattern, set[str]()
+    if pattern == STDLIB_GLOB:
+        pattern, skipped = f"{sysconfig.get_path('stdlib')}/**/*.py", SKIPPED_FOLDERS
+    files = (path for path in map(Path, sorted(glob.glob(pattern, recursive=True))) if path.is_file())
+    paths = [path for path in files if not skipped & set(path.parts)]
+    if not paths:
+        raise DataError(f"{spec.name}={spec.pattern}: no file matches")
+    sources.extend(path.name for path in paths[:20])
+    if len(paths) > 20:
+        sources.append(f"and {len(paths) - 20} more files")
+    for path in paths:
+        yield from read_documents(path)
+
+
+def read_documents(path: Path) -> Iterator[str | Messages]:
+    """Yield a .txt, .md, .py or .jsonl file's stripped, non-empty documents, and a .jsonl file's chats as messages.
+
+    Raises DataError for an unreadable one.
+    """
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as UTF-8 text ({error})") from None
     if path.suffix == ".jsonl":
-        for number, line in enumerate(content.splitlines(), start=1):
+        for number, line in enumerate(content.split("\n"), start=1):
             if line.strip():
-                yield _row_text(line, f"{path}, line {number}")
+                yield _row(line, f"{path}, line {number}")
         return
     for part in content.split(END_OF_TEXT):
         if part.strip():
             yield part.strip()
 
 
-def _row_text(line: str, where: str) -> str:
+def _row(line: str, where: str) -> str | Messages:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON ({error})") from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object")
+    if name := next((name for name in CHAT_FIELDS if name in row), None):
+        return _messages(row[name], f"{where}: field {name!r}")
     known: tuple[tuple[str, ...], ...] = (*ANSWER_FIELDS, *((name,) for name in TEXT_FIELDS))
     names = next((names for names in known if names[0] in row), None)
     if names is None:
-        raise DataError(f"{where}: none of the fields {', '.join(TEXT_FIELDS)} or question and answer is there")
+        fields = ", ".join((*CHAT_FIELDS, *TEXT_FIELDS))
+        raise DataError(f"{where}: none of the fields {fields} or question and answer is there")
     for name in names:
         if not isinstance(row.get(name), str) or not row[name].strip():
             raise DataError(f"{where}: field {name!r} must be a non-empty string")
@@ -157,38 +182,20 @@ def _row_text(line: str, where: str) -> str:
     return f"Question: {question}\nAnswer: {answer}"
 
 
-def _python_documents(sources: list[str]) -> Iterator[str]:
-    """Yield each file of the standard library and of those PURE_PACKAGES that are installed."""
-    version = ".".join(sysconfig.get_python_version().split(".")[:2])
-    sources.append(f"Python {version} standard library")
-    yield from _python_files(Path(sysconfig.get_paths()["stdlib"]))
-    for package in PURE_PACKAGES:
-        try:
-            files = metadata.files(package) or []
-            sources.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            continue
-        for file in sorted(files, key=str):
-            if file.suffix == ".py" and _keep_python(Path(str(file))):
-                yield from _python_text(Path(str(file.locate())))
-
-
-def _python_files(root: Path) -> Iterator[str]:
-    for path in sorted(root.rglob("*.py")):
-        if _keep_python(path.relative_to(root)):
-            yield from _python_text(path)
-
-
-def _keep_python(relative: Path) -> bool:
-    folders = set(relative.parts[:-1])
-    return not (folders & SKIPPED_FOLDERS) and ".." not in folders and not GENERATED.match(relative.name)
-
-
-def _python_text(path: Path) -> Iterator[str]:
-    """Yield one file's text, unless it is short, not UTF-8 (a few old modules) or long lines of generated data."""
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return
-    if len(text) > 200 and len(text) / (text.count("\n") + 1) < 100:
-        yield text
+def _messages(given: Any, where: str) -> Messages:
+    """Read OpenAI's messages or ShareGPT's, which have other names for a role and for its text."""
+    if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
+        raise DataError(f"{where} must be a list of messages")
+    messages = [
+        {**message, "role": SHAREGPT_ROLES.get(message["from"], message["from"]), "content": message.get("value")}
+        if isinstance(message.get("from"), str)
+        else message
+        for message in given
+    ]
+    if not any(message.get("role") == "user" for message in messages):
+        raise DataError(f"{where} has no message of a user")
+    if number := next(
+        (n for n, message in enumerate(messages, start=1) if not isinstance(message.get("role"), str)), 0
+    ):
+        raise DataError(f"{where}: message {number} has no role")
+    return messages

@@ -15,6 +15,7 @@ from torch import Tensor
 from coppice.training.data.corpora import END_OF_TEXT, HELD_OUT_MODULUS, Corpus, DataError
 
 MAX_EPOCHS = 8
+PROMPT_END = -1
 Ids = NDArray[np.uint16] | NDArray[np.int64]
 
 
@@ -29,11 +30,18 @@ class Packed:
     aligned: bool = False
     """whether rows begin at multiples of their length, never in between"""
 
+    @property
+    def of_prompts(self) -> bool:
+        """Whether documents are prompts of chats, each followed by PROMPT_END."""
+        return len(self.train) > 0 and int(self.train[-1]) == PROMPT_END
+
 
 def pack_texts(texts: Iterable[str], tokenizer: Tokenizer, end: int) -> Ids:
-    """Encode documents into one flat array, each followed by `end`."""
-    dtype: Any = np.uint16 if max(end + 1, tokenizer.get_vocab_size()) <= 1 << 16 else np.int64
-    parts = [np.array([*encoding.ids, end], dtype=dtype) for encoding in tokenizer.encode_batch(list(texts))]
+    """Encode documents into one flat array, each followed by `end`. Prompts have their template's special tokens."""
+    small, prompts = max(end + 1, tokenizer.get_vocab_size()) <= 1 << 16, end == PROMPT_END
+    dtype: Any = np.uint16 if small and not prompts else np.int64
+    encodings = tokenizer.encode_batch(list(texts), add_special_tokens=not prompts)
+    parts = [np.array([*encoding.ids, end], dtype=dtype) for encoding in encodings]
     return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
 
 
@@ -138,12 +146,11 @@ def prepare(corpora: list[Corpus], tokenizer: Tokenizer, folder: Path, end: int 
     last: Any = tokenizer.token_to_id(END_OF_TEXT) if end is None else end
     facts = {}
     for corpus in corpora:
-        save_packed(corpus, tokenizer, folder, last)
+        save_packed(corpus, tokenizer, folder, PROMPT_END if corpus.of_prompts else last)
         packed = load_packed(corpus.name, corpus.weight, folder)
         facts[corpus.name] = {
             "weight": corpus.weight,
             "sources": corpus.sources,
-            "bytes": corpus.num_bytes,
             "documents": len(corpus.train),
             "held_out_documents": len(corpus.held_out),
             "tokens": len(packed.train),

@@ -1,16 +1,21 @@
 """What heads learn from: the target's own answers to prompts, with its hidden states, in bounded safetensors shards.
 
 A shard is one batch of answers through the packed verifier engine. Every text has as many tokens: a prefix of a
-training document, the target's continuation and, behind an end of text, the next prefix. Beside the ids a shard has the
-target's features and final hidden states; distributions are computed from the latter when they are needed.
+training document or a chat up to an answer, the target's continuation and, behind an end of text, the next prefix.
+Beside the ids a shard has the target's features and final hidden states; distributions are computed from the latter
+when they are needed. While a shard is recorded, the ids of its texts are kept in a file, from which it goes on.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +25,44 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from coppice.engine.engine import default_feature_layers
 from coppice.engine.loading import load_engine
 from coppice.errors import InvalidField
 from coppice.training.data.answerer import Answer, Answerer
-from coppice.training.data.corpora import DataError, load_corpus, parse_specs
-from coppice.training.data.packing import Ids, Packed, check_held_out, open_prepared, prepare
+from coppice.training.data.corpora import DataError, Messages, load_corpus, parse_specs
+from coppice.training.data.packing import PROMPT_END, Ids, Packed, check_held_out, open_prepared, prepare
 from coppice.training.data.tokenizer import copy_tokenizer, load_tokenizer
 
 TEMPERATURES = (1.0, 0.0, 1.0, 0.7)
-"""of a domain's answers, in turn: greedy ones of a small target loop and teach little, so half are its own samples"""
+"""of a shard's texts, in turn: greedy ones of a small target loop and teach little, so half are its own samples"""
 PREFIX_LENGTHS = (16, 32, 64, 96)
 LEAST_HELD_OUT = 2 * max(PREFIX_LENGTHS) + 1  # tokens of a domain that are answered
-ANSWERS_SHARE = 1 / 3
-"""tokens to record for a token of training: each is read three times"""
+HELD_OUT_SHARE = 8
+"""texts of training for a held-out one"""
+SAVE_S = 1.0
+"""between two files of the ids that are recorded so far"""
+READ_TIMES = 3
+"""how often a run reads a recorded token"""
 LINES = "lines.json"
 """in the data folder of answers: what they were made from"""
 
 
 @dataclass(frozen=True)
 class AnswerPlan:
-    """At least `tokens` tokens in texts of `length`; `sessions` of them make a shard, fewer a held-out one."""
+    """At least `tokens` tokens in texts of `length`, of each domain a held-out shard and at least one of training."""
 
     tokens: int
     length: int = 256
     sessions: int = 32
-    held_out_sessions: int = 8
+    """most texts of a shard"""
     seed: int = 0
 
-    def shard_tokens(self, held_out: bool) -> int:
-        """Return how many tokens a shard has."""
-        return self.length * (self.held_out_sessions if held_out else self.sessions)
+    def texts(self, held_out: bool, domains: int) -> int:
+        """Return how many texts a new shard has: few tokens make small ones, with a text of each temperature."""
+        texts = -(-self.tokens // self.length)
+        return min(self.sessions, max(len(TEMPERATURES), texts // HELD_OUT_SHARE if held_out else -(-texts // domains)))
 
 
 @dataclass(frozen=True)
@@ -60,11 +70,16 @@ class _Shard:
     domain: str
     held_out: bool
     number: int
-    temperature: float
+    texts: int
 
     @property
     def name(self) -> str:
         return f"{self.domain}-{'held-out' if self.held_out else 'train'}-{self.number:05}.safetensors"
+
+    @property
+    def begun(self) -> str:
+        """The file of the ids that are recorded so far."""
+        return f".{self.name}.json"
 
 
 @dataclass
@@ -82,7 +97,7 @@ class TargetAnswers:
 
     def __post_init__(self) -> None:
         for shard in self.shards:
-            self._starts.append(self._starts[-1] + self.plan.shard_tokens(shard.held_out))
+            self._starts.append(self._starts[-1] + shard.texts * self.plan.length)
 
     def domains(self) -> list[Packed]:
         """Return each domain's positions, to be drawn as ids are."""
@@ -98,6 +113,11 @@ class TargetAnswers:
         for domain in self.domains():
             facts[domain.name]["answered"] = len(domain.train)
         (folder / "data.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+    @property
+    def tokens(self) -> int:
+        """All tokens, held-out ones included."""
+        return self._starts[-1]
 
     def ids(self) -> Tensor:
         """Return all training ids, int64."""
@@ -124,6 +144,10 @@ class TargetAnswers:
         return np.concatenate(own) if own else np.zeros(0, dtype=np.int64)
 
 
+class RecordingStopped(Exception):
+    """A recording was stopped after so many tokens."""
+
+
 def record_answers(
     lines: list[str],
     target: Path,
@@ -134,11 +158,13 @@ def record_answers(
     dtype: str = "float32",
     layers: tuple[int, ...] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> TargetAnswers:
     """Record a target's answers into `folder`, going on from the shards that it holds.
 
     layers: those whose features are recorded; empty: the three that heads read by default.
-    progress: called after each forward with the tokens recorded, and with those to record in all.
+    progress: called before the first forward and after each one with the tokens recorded, and with those of all.
+    stopped: asked after each forward; then RecordingStopped is raised, and the same call goes on where this one ended.
     Raises DataError for bad `lines` and for a folder that holds answers of another target, other data, another seed,
     other temperatures or with features of other layers. Raises InvalidField for layers that the target does not have.
     """
@@ -147,38 +173,59 @@ def record_answers(
     if max(layers) >= depth:
         raise InvalidField("--layers", f"{max(layers)} is not among 0..{depth - 1} of the target")
     domains = _prepare(lines, target, folder / "data", plan, layers)
-    weights = {domain.name: domain.weight for domain in domains}
-    shards = _planned(domains, plan)
+    shards = _planned(domains, plan, folder)
+    answers = TargetAnswers(folder, plan, {domain.name: domain.weight for domain in domains}, shards, layers)
     missing = [shard for shard in shards if not (folder / shard.name).exists()]
-    if missing:
-        engine = load_engine(target, device=device, dtype=dtype, kv_tokens=plan.sessions * (plan.length + 32))
-        done, total = 0, sum(plan.shard_tokens(shard.held_out) for shard in missing)
+    total, before = answers.tokens, answers.tokens - sum(shard.texts for shard in missing) * plan.length
+    recorded = before + sum(map(len, chain.from_iterable(_begun(folder, shard) for shard in missing)))
+    progress(recorded, total)
+    if not missing:
+        return answers
+    engine = load_engine(target, device=device, dtype=dtype, kv_tokens=plan.sessions * (plan.length + 32))
+    saved = 0.0
 
-        def fed(tokens: int) -> None:
-            nonlocal done
-            done += tokens
-            progress(done, total)
+    def fed(ids: list[list[int]]) -> None:
+        nonlocal saved
+        done, stop = before + sum(map(len, ids)), stopped()
+        progress(max(done, recorded), total)
+        if done >= recorded and (stop or time.monotonic() - saved > SAVE_S):  # before, the file has more
+            file = folder / f"{shard.begun}.partial"
+            file.write_text(json.dumps(ids), encoding="utf-8")
+            file.rename(folder / shard.begun)
+            saved = time.monotonic()
+        if stop:
+            raise RecordingStopped(max(done, recorded))
 
-        answerer = Answerer(engine, fed, layers)
-        for shard in missing:
-            domain = next(d for d in domains if d.name == shard.domain)
-            _record(answerer, plan, domain, shard, folder)
-    return TargetAnswers(folder, plan, weights, shards, layers)
+    answerer = Answerer(engine, fed, layers)
+    for shard in missing:
+        _record(answerer, plan, next(d for d in domains if d.name == shard.domain), shard, folder)
+        before += shard.texts * plan.length
+    return answers
 
 
-def _planned(domains: Sequence[Packed], plan: AnswerPlan) -> list[_Shard]:
-    """List held-out shards of every temperature, then training shards in the domains' proportions."""
-    shards = [
-        _Shard(domain.name, True, number, temperature)
-        for domain in domains
-        if len(domain.held_out) >= LEAST_HELD_OUT
-        for number, temperature in enumerate(TEMPERATURES)
-    ]
-    drawn = dict.fromkeys((domain.name for domain in domains), 0)
-    for _ in range(-(-plan.tokens // (plan.sessions * plan.length))):
-        domain = min(domains, key=lambda d: (drawn[d.name] + 1) / d.weight)
-        number = drawn[domain.name]
-        shards.append(_Shard(domain.name, False, number, TEMPERATURES[number % len(TEMPERATURES)]))
+def _begun(folder: Path, shard: _Shard) -> list[list[int]]:
+    """Return the ids of a shard's texts that an earlier recording wrote; none if it did not begin."""
+    file = folder / shard.begun
+    ids: list[list[int]] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    return ids
+
+
+def _planned(domains: Sequence[Packed], plan: AnswerPlan, folder: Path) -> list[_Shard]:
+    """List held-out shards, then training shards in the domains' proportions; those in `folder` stay as they are."""
+
+    def shard(domain: Packed, held_out: bool, number: int) -> _Shard:
+        fresh = _Shard(domain.name, held_out, number, plan.texts(held_out, len(domains)))
+        if not (folder / fresh.name).exists():
+            return replace(fresh, texts=len(_begun(folder, fresh)) or fresh.texts)
+        with safe_open(folder / fresh.name, framework="pt") as file:
+            return replace(fresh, texts=file.get_slice("ids").get_shape()[0] // plan.length)
+
+    shards = [shard(domain, True, 0) for domain in domains if len(domain.held_out) >= LEAST_HELD_OUT]
+    texts, drawn = dict.fromkeys((domain.name for domain in domains), 0), Counter[str]()
+    while sum(texts.values()) * plan.length < plan.tokens or not all(texts.values()):
+        domain = min(domains, key=lambda d: (texts[d.name] > 0, texts[d.name] / d.weight))
+        shards.append(shard(domain, False, drawn[domain.name]))
+        texts[domain.name] += shards[-1].texts
         drawn[domain.name] += 1
     return shards
 
@@ -199,7 +246,12 @@ def _prepare(
         if held != source:
             raise DataError(f"{folder.parent} holds target answers made from {held}; these would be from {source}")
         return open_prepared(folder)
-    corpora = [load_corpus(spec) for spec in parse_specs(lines)]
+    tokenizer = lru_cache(1)(partial(AutoTokenizer.from_pretrained, target, local_files_only=True))
+
+    def render(messages: Messages) -> Any:
+        return tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    corpora = [load_corpus(spec, render) for spec in parse_specs(lines)]
     folder.mkdir(parents=True, exist_ok=True)
     copy_tokenizer(target, folder)
     eos = AutoConfig.from_pretrained(target, local_files_only=True).get_text_config().eos_token_id
@@ -214,26 +266,27 @@ def _prepare(
 
 def _record(answerer: Answerer, plan: AnswerPlan, domain: Packed, shard: _Shard, folder: Path) -> None:
     """Write one shard."""
-    own = [plan.seed, shard.number, shard.held_out, int.from_bytes(domain.name.encode(), "little") % 2**32]
-    rng = np.random.default_rng(own)
+    own, begun = int.from_bytes(domain.name.encode(), "little") % 2**32, _begun(folder, shard)
+    rng = np.random.default_rng([plan.seed, shard.number, shard.held_out, own, sum(map(len, begun))])
     seed = int(rng.integers(2**62))
     source = domain.held_out if shard.held_out else domain.train
-    sessions = plan.held_out_sessions if shard.held_out else plan.sessions
-    ends = np.flatnonzero(np.isin(source, answerer.engine.info.eos_ids))
+    ends = np.flatnonzero(np.isin(source, [PROMPT_END] if domain.of_prompts else answerer.engine.info.eos_ids))
 
     def following() -> list[int]:
-        return _prefix(source, ends, rng)
+        return _prompt(source, ends, plan.length // 2, rng) if domain.of_prompts else _prefix(source, ends, rng)
 
-    prefixes = [following() for _ in range(sessions)]
-    texts = answerer.answer(prefixes, [plan.length] * sessions, shard.temperature, seed, following)
+    heat = list(islice(cycle(TEMPERATURES), shard.texts))
+    prefixes = begun or [following() for _ in range(shard.texts)]
+    texts = answerer.answer(prefixes, [plan.length] * shard.texts, heat, seed, following)
     tensors = {
         "ids": torch.cat([text.ids for text in texts]).int(),
         "features": torch.cat([text.features for text in texts]).bfloat16().cpu(),
         "final": torch.cat([text.final for text in texts]).bfloat16().cpu(),
     }
     partial = folder / f".{shard.name}.partial"
-    save_file(tensors, partial, {"temperature": str(shard.temperature)})
+    save_file(tensors, partial)
     partial.rename(folder / shard.name)
+    (folder / shard.begun).unlink(missing_ok=True)
 
 
 def _prefix(source: Ids, ends: NDArray[np.int64], rng: np.random.Generator) -> list[int]:
@@ -245,3 +298,11 @@ def _prefix(source: Ids, ends: NDArray[np.int64], rng: np.random.Generator) -> l
     start = int(rng.choice(beginnings) if rng.random() < 0.5 else rng.integers(0, latest))
     prefix: list[int] = source[start : start + length].tolist()
     return prefix
+
+
+def _prompt(source: Ids, ends: NDArray[np.int64], longest: int, rng: np.random.Generator) -> list[int]:
+    """Draw a prompt of a chat; of a long one its end."""
+    number = int(rng.integers(len(ends)))
+    start = int(ends[number - 1]) + 1 if number else 0
+    prompt: list[int] = source[max(start, int(ends[number]) - longest) : ends[number]].tolist()
+    return prompt
