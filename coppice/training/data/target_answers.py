@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
+from coppice.config.model_folder import text_ends
 from coppice.engine.engine import default_feature_layers
 from coppice.engine.loading import load_engine
 from coppice.errors import InvalidField
@@ -254,11 +255,10 @@ def _prepare(
     corpora = [load_corpus(spec, render) for spec in parse_specs(lines)]
     folder.mkdir(parents=True, exist_ok=True)
     copy_tokenizer(target, folder)
-    eos = AutoConfig.from_pretrained(target, local_files_only=True).get_text_config().eos_token_id
-    if eos is None:
-        raise DataError(f"{target}: its config.json names no eos_token_id, so texts cannot be told apart")
-    end = int(eos[0] if isinstance(eos, list) else eos)
-    domains = prepare(corpora, load_tokenizer(folder), folder, end)
+    ends = text_ends(target)
+    if not ends:
+        raise DataError(f"{target}: no file of it names an id that ends a text, so texts cannot be told apart")
+    domains = prepare(corpora, load_tokenizer(folder), folder, next(iter(ends.values()))[0])
     check_held_out(domains, LEAST_HELD_OUT)
     record.write_text(json.dumps(source) + "\n", encoding="utf-8")
     return domains
