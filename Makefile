@@ -12,9 +12,9 @@ VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' coppice/__init__.py)
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-$(BIN)/.installed: pyproject.toml constraints.txt
+$(BIN)/.installed: pyproject.toml lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' --editable lab
 	@touch $@
 
 setup: $(BIN)/.installed ## make .venv with everything the services, training and tests need
@@ -31,15 +31,14 @@ ray: setup ## the Ray Serve application on a real local Ray, which takes minutes
 proof: setup ## the same checks at full counts, resumable; writes docs/proof.md and .json
 	$(BIN)/python -m tests.proof
 
-bench: setup ## exactness, step costs and rows of a forward on the shipped models
+bench: setup ## exactness and step costs on the shipped models
 	$(BIN)/coppice bench exact --n 2
 	$(BIN)/coppice bench steps
-	$(BIN)/coppice bench rows
 
 lint: setup ## ruff, mypy, the wire contract
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy coppice services orchestrator
+	$(BIN)/mypy coppice services orchestrator lab
 	cd protos && $(BUF) lint
 	@if git rev-parse --verify --quiet main >/dev/null; then cd protos && $(BUF) breaking --against '../.git#branch=main,subdir=protos'; fi
 

@@ -9,9 +9,10 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from coppice import __version__
-from coppice.commands.checks import demo, doctor
+from coppice.commands.checks import doctor
 from coppice.commands.generate import chat, generate
 from coppice.commands.up import top, up
+from coppice.machine import extension, extensions
 
 CHECK_FAILED, USAGE, UNREACHABLE = 1, 2, 3
 # What a missing one of these means to people: the extra that brings it.
@@ -29,19 +30,25 @@ SERVE_PACKAGES = (
 LATE = {
     "serve": ("coppice.commands.serve", "Run one service in this process."),
     "train": ("coppice.training.cli", "Train a target or a head."),
-    "bench": ("coppice.bench.cli", "Measure speed and exactness."),
     "adapter": ("coppice.adaptation.cli", "Look at the adapter, and steer it."),
     "convert": ("coppice.commands.convert", "Convert a head between public layouts."),
 }
 
 
+COMMANDS = "coppice.commands"
+"""Entry points of packages that add commands: NAME = MODULE:APP, a Typer app. Coppice's own such package is lab/."""
+LAB = {"bench": "Measure speed and exactness.", "demo": "Start everything, stream three answers, compare the policies."}
+
+
 class _Commands(TyperGroup):
-    """All commands. Those of LATE are stand-ins, with no more than a help, until somebody asks for one."""
+    """All commands. Those of LATE and of packages are stand-ins, with no more than a help, until one is called."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
         if name in LATE:
             command = get_command(import_module(LATE[name][0]).app)
+        elif name is not None and name in extensions(COMMANDS):
+            command = get_command(extension(COMMANDS, name, "command"))
         return name, command, rest
 
 
@@ -121,6 +128,7 @@ def _faults() -> None:
 app.command()(generate)
 app.command()(chat)
 app.command()(doctor)
-app.command()(demo)
 for _name, (_, _help) in LATE.items():
     app.command(_name, help=_help)(lambda: None)
+for _name in extensions(COMMANDS):
+    app.command(_name, help=LAB.get(_name))(lambda: None)

@@ -17,7 +17,6 @@ from coppice.rpc.tokens import Tokens
 from coppice.telemetry import OrchestratorMetrics, SignalMetrics, serve_metrics
 from coppice.v1 import generation_pb2
 
-from .deployment import Deployment
 from .drafters import HeadPool, feature_layers
 from .feedback import Signals
 from .replicas import Pool
@@ -50,13 +49,11 @@ def _fit(pool: Pool[Any]) -> int:
     return sum(replica.fit for replica in pool.replicas)
 
 
-def _http_server(
-    settings: Settings, servicer: GenerationServicer, serving: Serving, deployment: Deployment
-) -> HttpServer:
+def _http_server(settings: Settings, servicer: GenerationServicer, serving: Serving) -> HttpServer:
     """The server of OpenAI's API, whose packages nobody else needs."""
     from .http.server import HttpServer
 
-    return HttpServer(settings, servicer, serving.access, serving.draining, deployment.look)
+    return HttpServer(settings, servicer, serving.access, serving.draining)
 
 
 async def serve(settings: Settings) -> int:
@@ -92,8 +89,7 @@ async def serve(settings: Settings) -> int:
     tokens = Tokens(told.tokens, metrics.client_requests) if told.tokens else None
     serving = Serving(settings.server, settings.limits, "orchestrator", settings.tls, tokens)
     port = serve_metrics(metrics.registry, settings.server.host, settings.server.metrics_port)
-    deployment = Deployment(servicer, dialer)
-    http = _http_server(settings, servicer, serving, deployment) if told.http_port >= 0 else None
+    http = _http_server(settings, servicer, serving) if told.http_port >= 0 else None
     if http is not None:
         serving.others["http"] = await http.start()
     await serving.start(

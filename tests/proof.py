@@ -43,7 +43,6 @@ CAMPAIGNS: dict[str, tuple[str, ...]] = {
     "law of every rule": (sys.executable, "-m", "tests.law"),
     "sampled law": (*PYTEST, "tests/unit/test_law.py", "tests/pipeline/test_sampled_sessions.py"),
     "bench steps": (*BENCH, "steps", "--goals"),
-    "bench rows": (*BENCH, "rows", "--goals"),
     "weight syncs": (*PYTEST, *3 * ("tests/services/test_weight_sync.py",)),
     "adapter": (*PYTEST, *3 * ("tests/services/test_adapter.py", "tests/services/test_signal_stream.py")),
     "adaptation": (*PYTEST, *3 * ("tests/pipeline/test_adaptation.py",)),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import cache
 from typing import TypeVar
@@ -200,3 +202,36 @@ def check_pool(pool: KVPool) -> None:
         assert table.num_tokens <= table.capacity, table
         assert table.consecutive == bool((np.diff(table.blocks) == 1).all()), table
     assert not owners.any(), f"blocks leaked or owned twice: {np.flatnonzero(owners).tolist()}"
+
+
+# Predictions.
+
+EDITS = ("rename", "insert", "constant")
+SHARE = 0.1
+"""of an answer's places that are edited"""
+LINE = 6
+"""ids of an inserted line"""
+
+
+def edited(ids: Text, kind: str, rng: random.Random) -> Text:
+    """A version of an answer with edits of a kind in SHARE of its places: ids replaced by others of the answer, some of
+    them everywhere alike (rename) or each by itself (constant), or as many lines of LINE ids inserted.
+    """
+    count = round(SHARE * len(ids))
+    if kind == "rename":
+        often, renamed, left = Counter(ids), dict[int, int](), count
+        for token in rng.sample(sorted(often), len(often)):
+            if often[token] <= left:
+                renamed[token] = rng.choice([other for other in ids if other != token] or ids)
+                left -= often[token]
+        return tuple(renamed.get(token, token) for token in ids)
+    places = set(rng.sample(range(len(ids)), count))
+    made: list[int] = []
+    for at, token in enumerate(ids):
+        if at not in places:
+            made.append(token)
+        elif kind == "insert":
+            made += [*rng.choices(ids, k=LINE), token]
+        else:
+            made.append(rng.choice([other for other in ids if other != token] or ids))
+    return tuple(made)

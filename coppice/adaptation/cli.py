@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coppice.bench.options import picture
+from coppice.commands.options import picture
 
 if TYPE_CHECKING:
     from coppice.adaptation.client import AdapterClient

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coppice.bench.options import names, picture
+from coppice.commands.options import names, picture
 
 if TYPE_CHECKING:
     from coppice.client.client import Options

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coppice.bench.options import Heads
+from coppice.commands.options import Heads
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -259,9 +259,6 @@ class OrchestratorSettings(Section):
         "loopback", description="when the HTTP port serves the page: while server.host is loopback, always, or never"
     )
     hosts: list[str] = Field(default_factory=list, description="names of this server that HTTP on loopback answers to")
-    adapter: str = Field(
-        "", description="HOST:PORT of the adapter whose versions and decisions the page shows; empty: none"
-    )
     tokens: str = Field(
         "", description="file of clients' bearer tokens, NAME SHA256HEX [SESSIONS] a line; empty: anyone may ask"
     )

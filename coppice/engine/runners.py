@@ -47,16 +47,6 @@ class Eager:
         self.step: Callable[[Bucket, tuple[int, ...]], Step] = lru_cache(_STEPS)(make)
 
 
-class Compiled:
-    """Steps whose forward torch.compile makes one full graph of.
-
-    For 16 bits only: a fused operator rounds once where eager ones round twice.
-    """
-
-    def __init__(self, make: Make, backend: str = "inductor") -> None:
-        self.step = lru_cache(_STEPS)(lambda bucket, layers: CompiledStep(make(bucket, layers), backend))
-
-
 class CompiledStep:
     """A static step whose forward is compiled when it first runs."""
 

@@ -6,8 +6,6 @@ bit and are masked.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,8 +16,6 @@ from coppice.speculation.sampling import (
     MULTIPLIER_1,
     MULTIPLIER_2,
     TOKEN_STREAM,
-    TOP_P_SLACK,
-    SamplingParams,
     position_key,
 )
 
@@ -30,44 +26,6 @@ def greedy_ids(rows: Tensor) -> Tensor:
     On a CPU numpy's: torch's takes three to seven times as long there.
     """
     return rows.argmax(-1) if rows.is_cuda else torch.from_numpy(np.asarray(rows.float().numpy().argmax(-1)))
-
-
-def decode_row(logits_row: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """G of a (V,) row of logits: (K,) int64 ids, ascending, and their (K,) float64 log-probabilities.
-
-    See `sampling.decode_row` for the rules. Raises ValueError on a row with NaN, with +inf or nothing finite.
-    """
-    best = logits_row.argmax()
-    highest = logits_row[best].double()
-    if not torch.isfinite(highest):
-        raise ValueError(f"the highest logit of the row is {highest.item()}")
-    if params.temperature == 0:
-        return best.reshape(1), highest.new_zeros(1)
-    keep = logits_row > -torch.inf
-    if 0 < params.top_k < logits_row.numel():
-        keep &= logits_row >= logits_row.topk(params.top_k).values[-1]
-    ids = keep.nonzero().squeeze(1)
-    scores = (logits_row[ids].double() - highest) / params.temperature
-    if params.top_p < 1:
-        kept = _nucleus(scores, params.top_p)
-        ids, scores = ids[kept], scores[kept]
-    if params.min_p > 0:
-        likely = scores >= math.log(params.min_p)
-        ids, scores = ids[likely], scores[likely]
-    log_probs = scores - scores.exp().sum().log()
-    possible = log_probs > -torch.inf
-    return ids[possible], log_probs[possible]
-
-
-def _nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Indices, ascending, of the fewest most probable of (K,) scores whose mass reaches top_p."""
-    probs = scores.exp()
-    probs /= probs.sum()
-    likely = (probs > (1 - top_p - TOP_P_SLACK) / probs.numel()).nonzero().squeeze(1)
-    sorted_probs, order = probs[likely].sort(descending=True, stable=True)
-    mass_before = sorted_probs.cumsum(0) - sorted_probs
-    count = max(1, int((mass_before < top_p - TOP_P_SLACK).sum()))
-    return likely[order[:count]].sort().values
 
 
 def hash_u64(seed: int | Tensor, positions: Tensor, token_ids: Tensor, stream: int = TOKEN_STREAM) -> Tensor:

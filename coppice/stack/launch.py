@@ -130,8 +130,7 @@ class Stack:
         self.failover_s = max(self.failover_s, FAILOVER_LOADS * max(loads, default=0.0))
         flags["orchestrator.failover_s"] = self.failover_s
         if spec.adapted:
-            adapter = self._launch(ADAPTER, "adapter", self._adapter_flags(heads))
-            flags["orchestrator.adapter"] = self._reached(adapter, deadline)
+            self._reached(self._launch(ADAPTER, "adapter", self._adapter_flags(heads)), deadline)
         first, *others = _names("orchestrator", spec.orchestrators)
         orchestrators = [self._launch(first, "orchestrator", flags)]
         flags = {**flags, **_LOOPBACK, HTTP_PORT: min(0, flags[HTTP_PORT])}

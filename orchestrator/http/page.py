@@ -1,10 +1,10 @@
-"""The page: its files, the stream of one answer's trace, and what it shows of the deployment."""
+"""The page: its files, the stream of one answer's trace, and the model that it names."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,11 @@ from coppice.messages.generation import Chunk
 from coppice.rpc.certificates import is_loopback
 
 from .answering import Answering
-from .answers import LEAST_LOG_PROB, Json
+from .answers import LEAST_LOG_PROB
 from .app import check_model
 from .bodies import ChatBody, CompletionBody, naming_fields_of
 from .served import Served
 from .sse import streamed
-
-Look = Callable[[], Awaitable[Json]]
-"""What the deployment does; dataclasses in it are written field by field."""
 
 _FOLDER = Path(__file__).parent / "page"
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -47,7 +44,7 @@ def is_served(settings: Settings) -> bool:
     return wanted == "always" or (wanted == "loopback" and is_loopback(settings.server.host))
 
 
-def add_page(app: FastAPI, served: Served, answering: Answering, look: Look) -> None:
+def add_page(app: FastAPI, served: Served, answering: Answering) -> None:
     """Add what the page asks of a service to the application."""
 
     @app.post("/trace/completions")
@@ -72,10 +69,11 @@ def add_page(app: FastAPI, served: Served, answering: Answering, look: Look) -> 
             idle_s = served.settings.limits.idle_s
             return await streamed(request, events, idle_s, lambda _, event: (_event(event),), tuple, ())
 
-    @app.get("/deployment")
-    async def deployment() -> Response:
-        """Tell what the deployment view shows."""
-        return Response(_json(await look()), media_type="application/json")
+    @app.get("/model")
+    async def model() -> Response:
+        """Describe the served model as gRPC's DescribeModel does, and its dtype."""
+        described = {"model": served.describe(), "dtype": served.target.dtype}
+        return Response(_json(described), media_type="application/json")
 
 
 def add_files(app: FastAPI, paths: Iterable[str]) -> None:

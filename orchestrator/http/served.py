@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from coppice.client.completion import StreamEvent
 from coppice.config.settings import Settings
-from coppice.messages.generation import ChatMessage
+from coppice.messages.generation import ChatMessage, ModelDescription
 from coppice.messages.steps import TargetDescription
 from coppice.telemetry import OrchestratorMetrics
 
@@ -39,6 +39,8 @@ class Served(Protocol):
 
     @property
     def ready(self) -> bool: ...
+
+    def describe(self) -> ModelDescription: ...
 
     def check_seats(self) -> None: ...
 

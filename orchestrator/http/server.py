@@ -28,7 +28,7 @@ from .answering import Answering
 from .app import make_app
 from .docs import LOADED, add_docs
 from .door import Door
-from .page import FILES, Look, add_files, add_page, is_served
+from .page import FILES, add_files, add_page, is_served
 from .served import Served
 
 log = structlog.get_logger()
@@ -73,15 +73,15 @@ class _Connection(H11Protocol):
 class HttpServer:
     """OpenAI's API on one port."""
 
-    def __init__(self, settings: Settings, served: Served, access: Access, draining: asyncio.Event, look: Look) -> None:
-        """look: what the page shows of the deployment. Raises InvalidField for bad certificates."""
+    def __init__(self, settings: Settings, served: Served, access: Access, draining: asyncio.Event) -> None:
+        """Raises InvalidField for bad certificates."""
         self._grace_s, self._draining = settings.server.grace_s, draining
         self._answering = Answering(served, access)
         app = make_app(served, self._answering)
         add_docs(app)
         add_files(app, FILES if is_served(settings) else LOADED)
         if is_served(settings):
-            add_page(app, served, self._answering, look)
+            add_page(app, served, self._answering)
         self._config = uvicorn.Config(
             Door(app, served, access, draining),
             host=settings.server.host,

@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from coppice import failpoints
-from coppice.adaptation.fitting import passes_over
 from coppice.adaptation.records import Demand, QueryRecord, Sample
 from coppice.config.settings import Settings
 from coppice.messages.adapter import ActionStatus, KindStatus
@@ -20,6 +19,7 @@ from coppice.weights.versions import Weights
 
 from .buffers import Drop
 from .cpu_share import CpuShare
+from .fitting import passes_over
 from .kinds import Kinds
 from .rollout import Rollout
 from .sorting import Sorting

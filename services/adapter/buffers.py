@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 
-from coppice.adaptation.bandit import Action
 from coppice.adaptation.records import Kind, Sample
+
+from .bandit import Action
 
 KINDS: dict[Action, Kind] = {Action.HEAD: "head", Action.FULL: "full"}
 Drop = Callable[[int, str], None]

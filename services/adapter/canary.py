@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from coppice.adaptation.bandit import Trigger
 from coppice.adaptation.records import QueryRecord
 from coppice.config.adaptation import DriftSettings
 from coppice.weights.versions import Weights
 
+from .bandit import Trigger
 from .drift import mean_and_error
 
 Verdict = Literal["undecided", "promote", "reject"]

@@ -1,6 +1,6 @@
 """Drift control: has an update made drafts worse? (SpecBlock, section 3.4; algorithm 1, lines 22 to 24)
 
-Pure and deterministic, with JSON state, as `coppice.adaptation.bandit`. tau is a query's mean accepted length, tokens
+Pure and deterministic, with JSON state, as `services.adapter.bandit`. tau is a query's mean accepted length, tokens
 committed by one verifier call; a head that is never right has 1.
 """
 
@@ -56,7 +56,7 @@ class Drift:
     def observe(self, tau: float, version: int | None) -> Alarm | None:
         """Take a query; returns an alarm if it closes a window and accepted length has fallen (line 22).
 
-        `version`: as in `coppice.adaptation.bandit.Query`.
+        `version`: as in `services.adapter.bandit.Query`.
         """
         state, settings = self.state, self.settings
         state.taus.append(tau)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import structlog
 
-from coppice.adaptation.atomic import BadFile
 from coppice.adaptation.records import Demand, QueryRecord, Sample
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField, StaleFence
 from coppice.messages.adapter import STANDING_BY, HeadStatus, VersionStatus
 from coppice.telemetry import AdapterMetrics
 
+from .atomic import BadFile
 from .branching import Branching
 from .overwriting import Overwriting
 from .replicas import Replicas

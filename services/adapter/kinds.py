@@ -1,6 +1,6 @@
 """Kinds of text: what traffic there is, what is to be learnt of each kind, and whether its variant pays.
 
-Pure and deterministic, with JSON state, as `coppice.adaptation.bandit`. A kind is a centre in the space of sketches
+Pure and deterministic, with JSON state, as `services.adapter.bandit`. A kind is a centre in the space of sketches
 (coppice/weights/variants.py): texts whose sketches are near it. Each kind may have a variant of the head. A new one is
 young: it drafts for YOUNG_SHARE of the texts, and what drafted before drafts for the others. Both are measured in
 the same minutes. A variant that is surely better drafts for PROVEN_SHARE, and the deployed weights for the rest.

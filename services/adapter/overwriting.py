@@ -8,13 +8,13 @@ from functools import partial
 import structlog
 
 from coppice import failpoints
-from coppice.adaptation.atomic import BadFile
-from coppice.adaptation.bandit import Action, Bandit, Query, Trigger
 from coppice.adaptation.records import Demand, Kind, QueryRecord, Sample
 from coppice.config.settings import Settings
 from coppice.messages.adapter import ActionStatus, KindStatus
 from coppice.weights.versions import Weights
 
+from .atomic import BadFile
+from .bandit import Action, Bandit, Query, Trigger
 from .buffers import KINDS, Buffers, Drop
 from .canary import Canary
 from .drift import Drift

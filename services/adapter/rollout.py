@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import structlog
 from torch import Tensor
 
-from coppice.adaptation.learner import Interrupted
 from coppice.messages.adapter import Change
 from coppice.telemetry import AdapterMetrics
 from coppice.weights.versions import Weights
 
 from .canary import Canary
+from .learner import Interrupted
 from .replicas import Replicas
 from .state import State
 from .training_copy import TrainingCopy

@@ -9,14 +9,14 @@ from typing import Annotated, Self
 import structlog
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 
-from coppice.adaptation.atomic import replace_file
-from coppice.adaptation.bandit import BanditState
 from coppice.adaptation.record_queue import Stream
 from coppice.adaptation.records import QueryRecord
 from coppice.limits import MAX_HISTORY
 from coppice.messages.adapter import Change, QueryPoint
 from coppice.weights.versions import Weights
 
+from .atomic import replace_file
+from .bandit import BanditState
 from .drift import DriftState
 from .kind_state import KindsState
 

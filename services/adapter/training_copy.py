@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from coppice.adaptation.atomic import BadFile
-from coppice.adaptation.fitting import Fit, fit
-from coppice.adaptation.learner import Learner, Update
 from coppice.adaptation.records import Widths
 from coppice.weights.variants import in_deployed, variant_name
 from coppice.weights.versions import Weights
 
+from .atomic import BadFile
+from .fitting import Fit, fit
+from .learner import Learner, Update
 from .versions import Versions
 
 if TYPE_CHECKING:

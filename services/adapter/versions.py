@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from coppice.adaptation.atomic import BadFile, read_safetensors, replace_safetensors
 from coppice.weights.versions import Weights
+
+from .atomic import BadFile, read_safetensors, replace_safetensors
 
 _NAME = re.compile(r"version-(\d{8,})\.safetensors")
 

@@ -23,10 +23,10 @@ from redis import AuthenticationError, Redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from coppice.bench.reference import Reference
 from coppice.client.client import Client
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.redis_server import find_server
+from coppice.testing.reference import Reference
 from tests.certificates import Authority
 from tests.chart.chart import component, objects, of_kind, pods
 from tests.processes import Service

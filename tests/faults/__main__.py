@@ -11,11 +11,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from coppice.bench.measuring import finish, report_of
-from coppice.bench.options import Heads, JsonFile, Options
-from coppice.bench.report import table
 from coppice.cli import exit_code
 from coppice.errors import CoppiceError
+from lab.measuring import finish, report_of
+from lab.options import Heads, JsonFile, Options
+from lab.report import table
 from tests.certificates import Authority
 from tests.faults.campaign.ledger import Ledger
 from tests.faults.campaign.rig import Plan

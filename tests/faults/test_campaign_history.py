@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from coppice.bench.report import Check, Report
 from coppice.errors import InvalidField
 from coppice.speculation.sampling import SamplingParams
+from lab.report import Check, Report
 from tests.fake_service import echo_server
 from tests.faults.campaign.history import Event, History
 from tests.faults.campaign.ledger import Ledger

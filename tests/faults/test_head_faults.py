@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from coppice.bench.bare import wire_features
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob
@@ -32,6 +31,7 @@ from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.watch import best_path
 from coppice.telemetry import OrchestratorMetrics
+from lab.bare import wire_features
 from orchestrator.drafters import HeadPool
 from tests.pushes import Push
 from tests.tiny import make_target

@@ -21,13 +21,13 @@ from coppice.wire.bounds import BOUNDS as BOUNDS_TABLE
 from coppice.wire.bounds import ELEMENTS
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("coppice", "services", "orchestrator")
+PACKAGES = ("coppice", "services", "orchestrator", "lab")
 SERVICES = sorted(folder.name for folder in (ROOT / "services").iterdir() if (folder / "__main__.py").exists())
 PURE = (
     "coppice/speculation/",
     "orchestrator/auto/",
     "services/verifier/node_budget.py",
-    "coppice/adaptation/bandit.py",
+    "services/adapter/bandit.py",
 )
 """Folders and files that load no framework, but for the twin of sampling that runs on tensors."""
 HEAVY = ("torch", "transformers", "tokenizers", "ray", "redis")
@@ -101,6 +101,10 @@ def test_services_and_the_orchestrator_import_their_own_modules_relatively() -> 
 
 def test_coppice_imports_neither_services_nor_the_orchestrator() -> None:
     assert importing("coppice", "services", "orchestrator", "tests") == set()
+
+
+def test_nothing_imports_the_laboratory() -> None:
+    assert {path for package in PACKAGES[:-1] for path, _ in importing(package, "lab")} == set()
 
 
 def test_one_file_knows_of_ray() -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from coppice.bench.reference import Reference
 from coppice.client.client import Client
 from coppice.rpc.channels import Dialer
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.testing.reference import Reference
 from coppice.v1 import verifier_pb2
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from tests.tiny import make_target

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import expect
 
 from coppice.adaptation.client import AdapterClient
 from coppice.client.client import AsyncClient, Client
@@ -28,11 +26,9 @@ from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.weights.variants import ROUTES, Route, Routes, variant_name
 from coppice.weights.versions import Weights, pack_update
 from services.adapter.push import DrafterLink
-from tests.browser import CHROMIUM, chromium, visiting
 from tests.faults.campaign.adaptation import QUICK
 from tests.pipeline.test_feature_heads import KINDS, PROMPTS, heads, target
 from tests.pushes import altered
-from tests.signals import eventually
 
 __all__ = ["heads", "target"]  # fixtures
 
@@ -104,33 +100,6 @@ def test_texts_are_plains_while_both_heads_are_adapted(
         assert one.queries == len(one.history) or one.queries > 100
         assert {change.what for change in one.changes} <= {"head", "full", "revert"}
         assert all(replica.current for replica in one.replicas)
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-def test_the_page_shows_the_versions_and_the_latest_decisions_of_the_adapter(stack: Stack) -> None:
-    with AdapterClient(stack.services["adapter"].address) as adapter:
-        adapter.pause()
-        assert eventually(lambda: {one.doing for one in adapter.status()} == {"idle"})
-        for _ in range(2):
-            adapter.rollback("block", 0)
-        with chromium() as browser, visiting(browser, f"http://{stack.orchestrator.http}/#deployment") as page:
-            told = adapter.status()
-            for one in told:
-                row = page.locator("#adapter tr").filter(has_text=one.head)
-                cells = [one.head, "idle, paused", str(one.version), re.compile(r"[1-9]\d*"), str(one.reverts)]
-                expect(row.get_by_role("cell")).to_have_text(cells)
-                (replica,) = one.replicas  # which keeps its version when it has the same weights already
-                version = page.locator("#heads tr").filter(has_text=one.head).get_by_role("cell").last
-                expect(version).to_have_text(str(replica.version), timeout=15_000)
-            shown = page.locator("#decisions li").all_inner_texts()
-        adapter.resume()
-    assert len(shown) == min(12, sum(len(one.changes) for one in told))
-    for one in told:
-        lines = [line for line in shown if line.startswith(f"{one.head}: ")]
-        assert lines == [
-            f"{one.head}: {change.what}, version {change.version}, after query {change.query} ({change.why})"
-            for change in one.changes[: -len(lines) - 1 : -1]
-        ]
 
 
 def test_texts_are_plains_beside_pushes(

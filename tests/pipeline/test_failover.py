@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from coppice.bench.reference import Reference
 from coppice.client.client import Client
 from coppice.messages.generation import Chunk
 from coppice.stack.launch import Stack
 from coppice.stack.redis_server import LocalRedis
 from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.testing.reference import Reference
 from tests.processes import Service
 from tests.signals import eventually
 

@@ -25,10 +25,10 @@ from hypothesis import strategies as st
 from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
-from coppice.bench.reference import Reference
 from coppice.client.client import Client
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.testing.reference import Reference
 from orchestrator.http.page import HEADERS
 from tests.node import node_modules
 from tests.signals import eventually

@@ -16,8 +16,8 @@ from typing import ClassVar
 
 import pytest
 
-from coppice.bench.reference import Reference
 from coppice.client.client import Client
+from coppice.testing.reference import Reference
 from tests.tiny import make_target
 from tests.up import up
 

@@ -17,7 +17,6 @@ import pytest
 from playwright.sync_api import expect
 
 from coppice.adaptation.client import AdapterClient
-from coppice.bench.reference import Reference
 from coppice.client.client import Client
 from coppice.errors import CoppiceError, PermissionDenied, Unauthenticated, Unavailable
 from coppice.heads.checkpoints import load_head
@@ -25,6 +24,7 @@ from coppice.heads.public_state import public_weights
 from coppice.rpc.channels import Dialer
 from coppice.stack.launch import SERVICES, Stack
 from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.testing.reference import Reference
 from coppice.weights.versions import Weights
 from coppice.wire.drafter import weights_to_wire
 from services.adapter.push import DrafterLink

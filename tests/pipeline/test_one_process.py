@@ -9,7 +9,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coppice.bench.reference import Reference
 from coppice.client.client import Client
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField, StaleFence
@@ -19,6 +18,7 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import SERVICES, Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.telemetry import metric
+from coppice.testing.reference import Reference
 from services.adapter.push import DrafterLink
 from tests.pushes import Push, altered
 from tests.tiny import make_target

@@ -15,7 +15,6 @@ import pytest
 from redis import Redis
 
 from coppice.adaptation.client import AdapterClient
-from coppice.bench.reference import Reference
 from coppice.client.client import Client
 from coppice.errors import Unavailable
 from coppice.messages.generation import Chunk
@@ -27,6 +26,7 @@ from coppice.stack.redis_server import LocalRedis
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.store.registry import registry_key
 from coppice.telemetry import metric, scrape
+from coppice.testing.reference import Reference
 from services.adapter.push import DrafterLink
 from tests.certificates import Authority
 from tests.faults.campaign.adaptation import QUICK

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
@@ -20,7 +18,7 @@ from coppice.config.settings import load_settings
 from coppice.pictures.style import looks
 from coppice.stack.launch import Stack
 from orchestrator.http.page import FILES, HEADERS, is_served
-from tests.browser import CHROMIUM, HEADS, chromium, page_stack, until, visiting
+from tests.browser import CHROMIUM, chromium, page_stack, until, visiting
 from tests.node import node_modules
 
 ROOT = Path(__file__).parents[2]
@@ -338,11 +336,9 @@ def test_nothing_serious_stands_in_the_way_of_people_who_cannot_see_well(
         expect(page.locator("#model")).to_contain_text("float32")
         generate(page, tokens="16")
         page.evaluate(axe)
-        for view in ("playground", "compare", "deployment"):
+        for view in ("playground", "compare"):
             page.goto(f"http://{stack.orchestrator.http}/#{view}")
             expect(page.locator(f"#{view}")).to_be_visible()
-            if view == "deployment":
-                expect(page.locator("#heads")).to_contain_text(HEADS[0])
             found = page.evaluate("axe.run()")["violations"]
             serious = {
                 (view, one["id"], node["html"][:120], node["failureSummary"][:200])
@@ -359,7 +355,7 @@ def test_no_width_scrolls_sideways(browser: Browser, stack: Stack, width: int) -
     with visiting(browser, f"http://{stack.orchestrator.http}/", viewport=size) as page:
         expect(page.locator("#model")).to_contain_text("float32")
         open_trace(page, made_trace(["word " * 30], [f"node{at}" for at in range(20)]))
-        for view in ("playground", "compare", "deployment"):
+        for view in ("playground", "compare"):
             page.goto(f"http://{stack.orchestrator.http}/#{view}")
             expect(page.locator(f"#{view}")).to_be_visible()
             assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -396,28 +392,6 @@ def test_an_error_is_told_in_the_servers_words(browser: Browser, stack: Stack) -
     expect(page.locator("#ask-error")).to_have_text(json.loads(body)["error"]["message"])
     expect(form.get_by_role("button", name="Generate")).to_be_enabled()
     page.close()
-
-
-def test_the_deployment_is_shown_and_a_fault_as_it_happens(page: Page, stack: Stack) -> None:
-    generate(page)
-    page.get_by_role("link", name="Deployment").click()
-    for name in HEADS:
-        expect(page.locator("#heads")).to_contain_text(name)
-    addresses = [ready.address for ready in stack.services.values() if ready.role in ("verifier", "drafter")]
-    for address in addresses:
-        expect(page.locator("#replicas")).to_contain_text(address)
-    expect(page.locator("#replicas .ill")).to_have_count(0)
-    told = json.loads(asked(stack, "/deployment")[2])
-    assert told["adapter"] is None
-    assert told["metrics"]["vllm:generation_tokens_total"][""] > 0
-    assert float(page.locator("#figures dd").nth(1).inner_text()) >= 1  # tau
-    drafter = stack.services[f"drafter-{HEADS[1]}"]
-    os.kill(drafter.pid, signal.SIGSTOP)
-    try:
-        expect(page.locator("#faults")).to_contain_text(f"{drafter.address}: does not answer", timeout=15_000)
-    finally:
-        os.kill(drafter.pid, signal.SIGCONT)
-    expect(page.locator("#faults")).to_contain_text(f"{drafter.address}: ready again", timeout=15_000)
 
 
 def test_every_file_is_served_under_a_strict_policy(stack: Stack) -> None:

@@ -14,16 +14,12 @@ from typing import Any
 
 import pytest
 
-from coppice.bench.exact import run_exact
-from coppice.bench.measuring import Bench
-from coppice.bench.options import Options
-from coppice.bench.reference import Reference
-from coppice.bench.report import Report
 from coppice.client.client import Client
 from coppice.messages.generation import Chunk
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.testing.reference import Reference
 from tests.pipeline.conftest import VOCAB
 from tests.tiny import make_target
 
@@ -166,18 +162,6 @@ def test_the_targets_own_penalty_is_the_default(pair: Stack, penalised: Path) ->
         sampled = client.generate(PROMPTS[0], temperature=0.8, seed=3, policy="merge", **TOLD)
         verdict = reference.judge(PROMPTS[0], sampled.ids, SamplingParams(temperature=0.8, seed=3))
         assert verdict == "identical"
-
-
-def test_bench_exact_compares_with_the_folders_own_configuration(pair: Stack, penalised: Path) -> None:
-    reference, report = Reference(penalised, "float32", threads=1), Report("bench exact", "float32", 1)
-    with Client(pair.address) as client:
-        bench = Bench(pair, client, report, Options(max_new_tokens=NEW), reference)
-        rows = run_exact(bench, PROMPTS, ("plain", "merge"), (8,), (0.0, 0.8))
-    assert [row.verdicts.identical for row in rows] == [len(PROMPTS)] * 4
-    for prompt in PROMPTS:  # what it would say to a deployment without the penalty
-        with Client(pair.address) as client:
-            other = client.generate(prompt, repetition_penalty=1.0, **TOLD)
-        assert reference.judge(prompt, other.ids, SamplingParams(), reference.greedy(prompt, NEW).ids) == "wrong"
 
 
 def reopened(stack: Stack) -> float:

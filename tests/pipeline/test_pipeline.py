@@ -10,12 +10,12 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
-from coppice.bench.reference import Reference
 from coppice.client.client import AsyncClient, Client
 from coppice.errors import InvalidField, Overloaded
 from coppice.messages.generation import Chunk, Origin, Timings
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
+from coppice.testing.reference import Reference
 from coppice.v1 import generation_pb2
 from coppice.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.pipeline.conftest import VOCAB, described

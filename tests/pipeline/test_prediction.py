@@ -10,11 +10,6 @@ from typing import Any
 import openai
 import pytest
 
-from coppice.bench.measuring import Bench
-from coppice.bench.options import Options
-from coppice.bench.prediction import KINDS, edited, run_prediction
-from coppice.bench.reference import Reference
-from coppice.bench.report import Report
 from coppice.client.client import Client
 from coppice.client.completion import Completion
 from coppice.errors import InvalidField
@@ -22,6 +17,7 @@ from coppice.messages.generation import Chunk, Origin, StepTree
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from tests.pipeline.conftest import VOCAB
+from tests.reference import EDITS, edited
 
 PROMPTS = [tuple(random.Random(n).randrange(1, VOCAB) for _ in range(6 + 9 * n)) for n in range(3)]
 POLICIES = ("single:lookup", "route", "route-sum", "merge", "merge-dedup", "merge-full", "auto")
@@ -60,7 +56,7 @@ def test_the_text_is_plains_whatever_is_predicted(client: Client, temperature: f
         rng = random.Random(number)
         predictions = [
             plain.ids,
-            edited(plain.ids, KINDS[number], rng),
+            edited(plain.ids, EDITS[number], rng),
             tuple(rng.randrange(VOCAB) for _ in range(NEW)),
             plain.ids[20:],
             (plain.ids[0],),
@@ -157,16 +153,3 @@ def test_http_predicts_in_text_and_parts(stack: Stack, client: Client) -> None:
         for wrong in ({"type": "text", "content": "x"}, {"type": "content"}, {"type": "content", "content": [1]}):
             with pytest.raises(openai.BadRequestError, match="prediction"):
                 asking.chat.completions.create(messages=messages, prediction=wrong, **told)  # type: ignore[arg-type]
-
-
-def test_the_bench_measures_both_predictions(stack: Stack, client: Client, reference: Reference) -> None:
-    report = Report("bench prediction", "float32", 1)
-    bench = Bench(stack, client, report, Options(target=Path("tiny"), max_new_tokens=48), reference)
-    run_prediction(bench, PROMPTS, ("single:lookup",))
-    rows = {row["method"]: row for row in report.rows}
-    assert list(rows) == ["plain", "single:lookup", "single:lookup fits", "single:lookup useless"]
-    assert rows["single:lookup fits"]["tau"] > max(2.5, rows["single:lookup"]["tau"])
-    assert all((row["wrong"], row["ties"]) == (0, 0) for row in rows.values())
-    fits, useless = report.figures["predictions"]
-    assert fits["accepted"] > 0.5 * fits["predicted"] > useless["accepted"]
-    assert [goal.bound for goal in report.goals] == [">= 3", ">= 0.97"]

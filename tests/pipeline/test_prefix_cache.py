@@ -15,7 +15,6 @@ from typing import Any
 import openai
 import pytest
 
-from coppice.bench.reference import Reference
 from coppice.client.client import AsyncClient, Client
 from coppice.client.completion import Completion
 from coppice.messages.generation import Chunk
@@ -24,6 +23,7 @@ from coppice.rpc.channels import Dialer
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.telemetry import metric
+from coppice.testing.reference import Reference
 from tests.pipeline.conftest import described
 from tests.reference import EFFORT
 from tests.signals import eventually

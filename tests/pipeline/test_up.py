@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from coppice.bench.reference import Reference
 from coppice.cli import main
 from coppice.client.client import Client
 from coppice.commands.stack_view import ServiceLines, facts, metrics_pages, services_table
@@ -23,6 +22,7 @@ from coppice.messages.generation import Chunk
 from coppice.stack.launch import MODULES, Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.stack.supervisor import Supervisor
+from coppice.testing.reference import Reference
 from tests.signals import eventually
 
 LOAD_S = 2

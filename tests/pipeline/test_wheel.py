@@ -15,8 +15,8 @@ import psutil
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
-from coppice.bench.reference import Reference
 from coppice.stack.launch import MODULES
+from coppice.testing.reference import Reference
 from tests.chart.chart import ROOT
 from tests.tiny import make_target
 from tests.up import up

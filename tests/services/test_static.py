@@ -6,6 +6,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -18,7 +19,6 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
-from coppice.commands.tiny_models import VOCAB, save_tiny
 from coppice.engine import engine as engine_module
 from coppice.engine import graphs, launches, launches_triton, runners
 from coppice.engine.batch import PackedBatch, Piece, pack
@@ -27,7 +27,8 @@ from coppice.engine.graphs import Graphs, best_runner, graph_buckets, why_no_gra
 from coppice.engine.launches import merge_launches
 from coppice.engine.linear import fuse
 from coppice.engine.ragged import Bucket, Ragged
-from coppice.engine.runners import Compiled, Eager
+from coppice.engine.runners import CompiledStep, Eager, Make
+from coppice.testing.tiny_models import VOCAB, save_tiny
 from tests.reference import EFFORT
 from tests.services.test_engine import Tree
 
@@ -78,6 +79,13 @@ class Held:
 
     def __call__(self) -> Any:
         return self.run()
+
+
+class Compiled:
+    """Steps whose forward torch.compile makes one full graph of."""
+
+    def __init__(self, make: Make, backend: str = "inductor") -> None:
+        self.step = cache(lambda bucket, layers: CompiledStep(make(bucket, layers), backend))
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,27 +13,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coppice.adaptation.atomic import BadFile
-from coppice.adaptation.learner import Learner, Recipe
 from coppice.adaptation.records import Kind, Sample
-from coppice.adaptation.windows import Windows
-from coppice.bench.paper.rank import answers
-from coppice.bench.paper.replay import replay_all
 from coppice.config.adaptation import AdapterSettings, LearnerSettings
-from coppice.config.sections import DrafterSettings
 from coppice.config.settings import Settings
-from coppice.heads.block_head import SpecBlockHead
-from coppice.heads.checkpoints import load_head, read_output, save_head
-from coppice.prompts.files import demo_prompts
-from coppice.training.data.answerer import Answer
-from coppice.training.data.tokenizer import load_tokenizer
+from coppice.heads.checkpoints import load_head, save_head
 from coppice.training.losses.feature_losses import Anchor, divergence
 from coppice.training.losses.walk import Targets
 from coppice.weights.versions import Weights
+from services.adapter.atomic import BadFile
 from services.adapter.buffers import Buffers
+from services.adapter.learner import Learner, Recipe
 from services.adapter.training_copy import TrainingCopy
 from services.adapter.versions import Versions
-from tests.pushes import swap
+from services.adapter.windows import Windows
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import HIDDEN, VOCAB, save_random
 
@@ -493,49 +484,3 @@ def test_a_damaged_version_is_passed_over_for_the_good_one_and_then_for_the_depl
 
 
 # --- a real head ---
-
-
-def window_samples(texts: Sequence[tuple[Answer, int]], width: int, stride: int, output: Tensor) -> list[Sample]:
-    """Full samples of at most `width` positions behind every `stride`-th token of the answers.
-
-    They are what a drafter would send that missed there; output: (V, H), the target's output matrix.
-    """
-    samples = []
-    for text, prompt in texts:
-        for position in range(prompt + stride, len(text.ids), stride):
-            start = max(0, position - width)
-            log_probs, ids = (text.final[position - 1].float() @ output.T).log_softmax(-1).topk(16)
-            samples.append(
-                Sample(
-                    kind="full",
-                    version=0,
-                    session="replay",
-                    position=position,
-                    target_id=int(text.ids[position]),
-                    miss=1.0,
-                    tail=float(1 - log_probs.exp().sum()),
-                    top_ids=ids.numpy(),
-                    top_log_probs=log_probs.numpy(),
-                    hidden=np.zeros(1, np.float32),
-                    tokens=text.ids[start : position + 1].numpy().astype(np.int64),
-                    features=text.features[start:position].float().numpy().tobytes(),
-                )
-            )
-    return samples
-
-
-def test_the_demo_head_of_code_learns_stories() -> None:
-    """Two updates from windows of three stories, drafting along the same stories."""
-    prompts = [prompt.prompt for prompt in demo_prompts() if prompt.category == "story"][:3]
-    tokenizer = load_tokenizer(DEMO / "target")
-    texts = answers(DEMO / "target", [tokenizer.encode(str(prompt)).ids for prompt in prompts], 64)
-    made = Learner(DEMO / "specblock-code", DEMO / "target", recipe=Recipe(batch=4))
-    samples = window_samples(texts, 32, 16, read_output(DEMO / "target").float())
-    head = SpecBlockHead(
-        DrafterSettings(kind="specblock", path=str(DEMO / "specblock-code"), target=str(DEMO / "target"), threads=1)
-    )
-    before = replay_all(head, texts, 12).tau
-    updates = [made.step("full", samples) for _ in range(2)]
-    assert updates[-1].loss_after < updates[0].loss_before - 5  # nats, of eight slots together
-    swap(head, head.weights.changed(made.changed(), 1))
-    assert replay_all(head, texts, 12).tau > before + 0.3

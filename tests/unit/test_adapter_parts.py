@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,25 +11,7 @@ import torch
 from rich.console import Console
 
 from coppice.adaptation import picture
-from coppice.adaptation.bandit import Action, Bandit, BanditState, Query, Trigger
 from coppice.adaptation.records import Kind, QueryRecord, Sample
-from coppice.bench.adapt.adapt import (
-    DEMO_FLAGS,
-    AdaptRow,
-    Part,
-    adapt_row,
-    adapt_table,
-    draw,
-    judged_lanes,
-    shift_goals,
-    spec_for,
-    turn_goals,
-)
-from coppice.bench.adapt.lanes import Lane
-from coppice.bench.adapt.shift import TURN, programs, shifted, stories, turning
-from coppice.bench.reference import Reference
-from coppice.bench.report import Row, Verdicts
-from coppice.client.completion import Accumulator, Completion
 from coppice.config.adaptation import BanditSettings
 from coppice.errors import InvalidField
 from coppice.limits import MAX_HISTORY
@@ -43,15 +24,13 @@ from coppice.messages.adapter import (
     ReplicaStatus,
     VersionStatus,
 )
-from coppice.messages.generation import Chunk, Finished, Origin, Started, Timings
-from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.v1 import adapter_pb2
 from coppice.weights.versions import Weights
 from coppice.wire import adapter
+from services.adapter.bandit import Action, Bandit, BanditState, Query, Trigger
 from services.adapter.buffers import Buffers
 from services.adapter.sorting import SAMPLES, SESSIONS, Sorting
 from services.adapter.state import FILE, State
-from tests.tiny import make_target
 from tests.unit.test_records import sample
 
 RECORD = QueryRecord("s", 1.0, 2, 3.0, 4, 5, 6.0, 7, 8, (9, 9), 1.0, "route")
@@ -250,109 +229,3 @@ def test_a_status_is_shown_and_drawn(tmp_path: Path) -> None:
 def test_a_moving_mean() -> None:
     assert picture.moving_mean([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
     assert picture.moving_mean([]) == []
-
-
-# --- bench adapt ---
-
-
-def test_streams_are_different_prompts_in_the_same_order() -> None:
-    assert len(set(stories())) == len(stories()) > 400
-    assert len(set(programs())) == len(programs()) > 400
-    stream = shifted(300)
-    assert stream == shifted(300)
-    assert [query.part for query in stream] == ["stories"] * 240 + ["code again"] * 60
-    assert len({query.prompt for query in stream}) == 300
-
-
-def row(method: str, tau: float, tokens_per_s: float, updates: list[int]) -> AdaptRow:
-    parts = [
-        Part("stories", 60, tau, 1.0, 0),
-        Part("stories, last third", 20, tau, 1.0, 0),
-        Part("code", 40, 3.0, 1.0, 0),
-    ]
-    return AdaptRow(
-        Row(method, ("a",), 12, 1, 100, 4800, tau, tokens_per_s),
-        updates=len(updates),
-        parts=parts,
-        query_tau=[tau] * 100,
-        query_tokens_per_s=[tokens_per_s] * 100,
-        changes=[{"query": query, "what": "full", "version": 1, "train_s": 1.0} for query in updates],
-    )
-
-
-@pytest.mark.parametrize(
-    ("gain", "speed", "wanted"),
-    [
-        (0.6, 40.0, [True, True, True, True]),
-        (0.4, 40.0, [False, True, True, True]),
-        (0.6, 30.0, [True, False, True, False]),
-    ],
-)
-def test_the_bandit_is_judged(gain: float, speed: float, wanted: list[bool]) -> None:
-    rows = [row("never", 1.8, 35.0, []), row("always", 2.3, 36.0, [8, 16]), row("bandit", 1.8 + gain, speed, [10])]
-    assert [goal.ok for goal in shift_goals(rows)] == wanted
-    assert shift_goals(rows[:2]) == []
-
-
-def test_a_stream_that_turns_comes_back_to_every_kind_with_other_prompts() -> None:
-    stream = turning(7 * TURN + 5)
-    assert [stream[at].part for at in range(0, len(stream), TURN)] == [
-        *("code", "stories", "maths") * 2,
-        *("code", "stories"),
-    ]
-    assert len({query.prompt for query in stream}) == len(stream) == 7 * TURN + 5
-
-
-@pytest.mark.parametrize(("kept", "wanted"), [(1.0, [True, True]), (0.9, [True, False])])
-def test_what_was_learnt_of_a_kind_is_to_be_there_when_it_comes_back(kept: float, wanted: list[bool]) -> None:
-    stream = turning(4 * TURN)
-    taus = [3.0] * TURN + [2.2] * TURN + [3.0] * TURN + [3.0 * kept] * (TURN // 2) + [3.0] * (TURN // 2)
-    never = replace(row("never", 1.8, 35.0, []), query_tau=[3.0] * TURN + [2.0] * TURN + [3.0] * 2 * TURN)
-    bandit = row("bandit", 2.0, 40.0, [])
-    bandit = replace(bandit, row=replace(bandit.row, speedup=40 / 35), query_tau=taus)
-    assert [goal.ok for goal in turn_goals([never, bandit], stream)] == wanted
-    assert turn_goals([never], stream) == []
-
-
-def answer(ids: tuple[int, ...]) -> Completion:
-    told = Accumulator()
-    told.add(Started(3, "single:a", ("a",), 8))
-    told.add(Chunk("", ids, (Origin.ROOT,) * len(ids), ("",) * len(ids)))
-    steps = len(ids) - 1
-    told.add(Finished("length", 3, len(ids), [1] * steps, [0] * steps, [0] * steps, 0, 0, Timings(decode_ns=10**9)))
-    return told.completion()
-
-
-def test_answers_that_differ_by_rounding_are_ties_and_others_are_wrong(tmp_path: Path) -> None:
-    reference, stream = Reference(make_target(tmp_path), "float32", threads=1), shifted(5)
-    own = [reference.greedy(reference.text.encode(query.prompt), 8).ids for query in stream]
-    lanes = [Lane(name, StackSpec.demo()) for name in ("never", "bandit")]
-    lanes[0].answers = [answer(ids) for ids in own]
-    other = (own[0][0] + 1) % 300
-    lanes[1].answers = [answer((other, *ids[1:]) if at == 0 else ids) for at, ids in enumerate(own)]
-    verdicts = judged_lanes(lanes, stream, reference)
-    rows = [adapt_row(lane, stream, None, verdicts[lane.name]) for lane in lanes]
-    assert [row.row.verdicts for row in rows] == [Verdicts(5, 0, 0), Verdicts(4, 0, 1)]
-
-
-def test_rows_are_shown_drawn_and_written(tmp_path: Path) -> None:
-    rows = [row("never", 1.8, 35.0, []), row("bandit", 2.4, 40.0, [10])]
-    assert adapt_table(rows, "by part").row_count == 2
-    draw(rows, shifted(100), tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    told = json.loads(json.dumps(rows[1].to_json()))
-    assert (told["method"], told["tau"], told["changes"][0]["query"]) == ("bandit", 2.4, 10)
-
-
-def test_never_has_no_adapter_and_settings_go_where_they_are_read() -> None:
-    base = StackSpec.demo(dtype="float32")
-    never = spec_for("never", HeadSpec.shipped("specblock-code"), base)
-    assert (never.adapt, never.adapted) == (False, ())
-    always = spec_for("always", HeadSpec.shipped("specblock-code"), base)
-    assert [head.name for head in always.adapted] == ["specblock-code"]
-    assert always.extra["adapter"] == DEMO_FLAGS | {"bandit.policy": "always"}
-    assert (
-        always.extra["drafter"] == always.extra["orchestrator"] == {"adaptation.window": "32", "adaptation.stride": "8"}
-    )
-    with pytest.raises(InvalidField, match="no head can be adapted"):
-        StackSpec.demo(heads=(HeadSpec("lookup", "lookup"),), adapt=True)

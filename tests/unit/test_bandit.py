@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.adaptation.bandit import (
+from coppice.config.adaptation import BanditSettings, PolicyName
+from services.adapter.bandit import (
     ALWAYS_QUERIES,
     BLOCKED_QUERIES,
     EPSILON,
@@ -24,7 +25,6 @@ from coppice.adaptation.bandit import (
     Trigger,
     Value,
 )
-from coppice.config.adaptation import BanditSettings, PolicyName
 from tests.reference import EFFORT
 
 SKIP, HEAD, FULL = Action

@@ -55,7 +55,7 @@ def loads(words: list[str], modules: tuple[str, ...], **variables: str) -> tuple
     return told.stdout, told.stderr.split()
 
 
-@pytest.mark.parametrize("words", [[], ["generate"], ["chat"], ["demo"], ["doctor"], ["up"]])
+@pytest.mark.parametrize("words", [[], ["generate"], ["chat"], ["doctor"], ["up"]])
 def test_help_imports_nothing_heavy(words: list[str]) -> None:
     own = () if words else ("pydantic",)  # typer itself imports it to show some kinds of options
     out, loaded = loads([*words, "--help"], ("numpy", "grpc", *own, *LIGHT))
@@ -64,7 +64,14 @@ def test_help_imports_nothing_heavy(words: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["bench", "run"], ["bench", "paper", "rank"], ["train", "head"], ["adapter", "status"], ["convert", "head"]],
+    [
+        ["demo"],
+        ["bench", "run"],
+        ["bench", "paper", "rank"],
+        ["train", "head"],
+        ["adapter", "status"],
+        ["convert", "head"],
+    ],
 )
 def test_help_of_every_group_needs_no_framework(words: list[str]) -> None:
     out, loaded = loads([*words, "--help"], LIGHT)

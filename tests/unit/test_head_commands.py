@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,20 +19,16 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from coppice.bench.cli import app as bench
-from coppice.bench.paper.replay import replay
 from coppice.config.sections import FEATURE_KINDS, DrafterSettings
 from coppice.errors import InvalidField
-from coppice.heads.base import DraftJob, Growth
+from coppice.heads.base import DraftJob
 from coppice.heads.block_head import Eagle3Head, SpecBlockHead
 from coppice.heads.checkpoints import load_head, read_target, save_head
 from coppice.heads.registry import build_head
-from coppice.messages.steps import Advance, OpenDraft
+from coppice.messages.steps import OpenDraft
 from coppice.speculation.sampling import SamplingParams
-from coppice.speculation.tree import DraftTree
 from coppice.training import feature_heads, progress
 from coppice.training.cli import app as train
-from coppice.training.data.answerer import Answer
 from coppice.training.data.target_answers import AnswerPlan, record_answers
 from coppice.training.heads import TrainingConfig, export_head, train_head
 from coppice.training.run_folder import checkpoints, write_run
@@ -349,67 +345,3 @@ def test_answers_of_other_layers_teach_no_head_that_was_begun(place: Path, tmp_p
                 taught(config, 128)
         else:
             taught(config, 128)
-
-
-def test_rank_reports_the_rank_head_and_the_trees(place: Path, tmp_path: Path) -> None:
-    folder = head(place, "specblock")
-    flags = ["paper", "rank", "--target", str(place / "target"), "--head", f"sb=specblock:{folder}", "--n", "2"]
-    told = CliRunner().invoke(bench, [*flags, "--max-new-tokens", "16", "--json", str(tmp_path / "rank.json")])
-    assert told.exit_code == 0, told.output
-    figures = json.loads((tmp_path / "rank.json").read_text())["figures"]
-    assert sum(line["frequency"] for line in figures["rank_head"]) == pytest.approx(1)
-    assert len(figures["trees"]) == 5
-    assert all(line["tau"] >= 1 for line in figures["trees"])
-    none = CliRunner().invoke(bench, ["paper", "rank", "--target", str(place / "target"), "--head", "l=lookup"])
-    assert isinstance(none.exception, InvalidField)
-
-
-def test_calibrate_fits_every_head_at_every_temperature(place: Path, tmp_path: Path) -> None:
-    heads = [f"{kind}={kind}:{head(place, kind, *flags)}" for kind, *flags in (("specblock",), ("eagle3", "--adamw"))]
-    flags = ["calibrate", "--target", str(place / "target"), "--head", ",".join(heads), "--temperatures", "0.7,1"]
-    more = ["--n", "3", "--max-new-tokens", "32", "--json", str(tmp_path / "fits.json")]
-    told = CliRunner().invoke(bench, [*flags, *more])
-    assert told.exit_code == 0, told.output
-    lines = json.loads((tmp_path / "fits.json").read_text())["figures"]["calibration"]
-    wanted = [(kind, temperature) for kind in ("specblock", "eagle3") for temperature in (0.7, 1.0)]
-    assert [(line["head"], line["temperature"]) for line in lines] == wanted
-    for line in lines:
-        assert line["nats"] <= line["nats_at_one"]
-        assert line["rows"] + line["outside"] >= 3 * 31
-        assert 0 < line["alpha_error"] < 10
-
-
-class Knowing:
-    """Drafts the next `right` tokens of a text, and beside each a wrong one."""
-
-    def __init__(self, ids: list[int], right: int) -> None:
-        self.ids, self.right, self.known = ids, right, 0
-
-    def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
-        self.known = len(opening.ids)
-        return iter(())
-
-    def close(self, key: int) -> None: ...
-
-    def advance(self, key: int, advance: Advance) -> None:
-        assert advance.ids == self.ids[self.known : self.known + len(advance.ids)]
-        assert advance.features is not None
-        assert (advance.features.start, advance.features.count) == (self.known, len(advance.ids))
-        self.known += len(advance.ids)
-
-    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
-        (job,) = jobs
-        assert (job.root, job.committed_len) == (self.ids[self.known], self.known)
-        after = self.ids[self.known + 1 : self.known + 1 + self.right]
-        tokens = [token for right in after for token in (right, 999)]
-        parents = [max(0, 2 * (at // 2) - 1) for at in range(len(tokens))]
-        scores = [-0.1 * (at // 2 + 1) for at in range(len(tokens))]
-        yield [Growth(0, DraftTree(tokens, parents, scores), last=True)]  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("right", "budget", "steps"), [(0, 8, 20), (3, 8, 5), (3, 4, 7)])
-def test_a_replay_commits_what_the_text_follows(right: int, budget: int, steps: int) -> None:
-    text = Answer(torch.arange(100, 125), torch.zeros(25, 6), torch.zeros(25, 2))
-    found = replay(Knowing(text.ids.tolist(), right), text, 4, budget)  # type: ignore[arg-type]
-    assert found.tokens == 20
-    assert found.steps == steps

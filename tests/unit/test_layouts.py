@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from coppice.adaptation.learner import Learner
 from coppice.commands.convert import app
 from coppice.errors import InvalidField
 from coppice.heads.checkpoints import (
@@ -24,6 +23,7 @@ from coppice.heads.checkpoints import (
     save_head,
 )
 from coppice.heads.public_state import public_state
+from services.adapter.learner import Learner
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random
 

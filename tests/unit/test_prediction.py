@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.bench.prediction import KINDS, SHARE, edited
 from coppice.config.sections import DrafterSettings
 from coppice.heads.base import DraftJob, Growth, Head
 from coppice.heads.registry import build_head
@@ -18,7 +17,7 @@ from coppice.messages.steps import Advance, OpenDraft
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import paths, validate
 from orchestrator.auto.chooser import Chooser
-from tests.reference import EFFORT
+from tests.reference import EDITS, EFFORT, SHARE, edited
 from tests.unit.test_auto import Session, live
 
 VOCAB = 400
@@ -82,7 +81,7 @@ def test_a_prediction_that_fits_is_drafted_as_deep_as_the_budget() -> None:
     assert len(decoded.places) - decoded.places.count(0) > 0.95 * decoded.accepted
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EDITS)
 def test_drafts_go_on_behind_edits(kind: str) -> None:
     taus = []
     for seed in range(6):

@@ -248,7 +248,7 @@ def test_ids_that_tie_with_the_kth_are_kept_as_in_transformers() -> None:
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), *PARAMS], ids=["greedy", *IDS])
-def test_the_decoding_operator_agrees_between_numpy_and_torch(params: SamplingParams) -> None:
+def test_the_decoding_operator_gives_ascending_ids_and_a_distribution(params: SamplingParams) -> None:
     rng = np.random.default_rng(7)
     for case in range(60 * EFFORT):
         logits = large_logits(rng, case) if case < 10 else random_logits(rng, int(rng.integers(1, 400)))
@@ -257,10 +257,7 @@ def test_the_decoding_operator_agrees_between_numpy_and_torch(params: SamplingPa
         if case % 4 == 0:
             logits[1:][rng.random(logits.size - 1) < 0.3] = -np.inf
         ids, log_probs = decode_row(logits, params)
-        twin_ids, twin_log_probs = sampling_torch.decode_row(torch.from_numpy(logits), params)
-        assert ids.tolist() == twin_ids.tolist()
         assert (np.diff(ids) > 0).all()
-        np.testing.assert_allclose(log_probs, twin_log_probs.numpy(), rtol=1e-12, atol=1e-12)
         assert dense((ids, log_probs), logits.size).sum() == pytest.approx(1)
 
 
@@ -269,7 +266,6 @@ def test_a_uniform_row_keeps_the_lowest_ids_up_to_the_nucleus_mass() -> None:
     for top_p, kept in ((0.9, 9), (0.5, 5), (0.55, 6), (1e-12, 1), (1.0, 10)):
         params = SamplingParams(temperature=1.0, top_p=top_p)
         assert decode_row(logits, params)[0].tolist() == list(range(kept))
-        assert sampling_torch.decode_row(torch.from_numpy(logits), params)[0].tolist() == list(range(kept))
 
 
 def test_greedy_keeps_the_lowest_of_the_best_ids_with_certainty() -> None:
@@ -282,8 +278,6 @@ def test_an_extreme_temperature_stays_a_distribution(temperature: float) -> None
     logits, params = np.array([1, 5, 5, 2], np.float32), SamplingParams(temperature=temperature)
     expected = [0, 0.5, 0.5, 0] if temperature < 1 else [0.25] * 4
     np.testing.assert_allclose(dense(decode_row(logits, params), 4), expected)
-    ids, log_probs = sampling_torch.decode_row(torch.from_numpy(logits), params)
-    np.testing.assert_allclose(dense((ids.numpy(), log_probs.numpy()), 4), expected)
 
 
 @pytest.mark.parametrize("bad", [[1.0, np.nan], [np.inf, 0.0], [-np.inf, -np.inf]])
@@ -294,8 +288,6 @@ def test_a_row_without_a_highest_finite_logit_is_refused(bad: list[float], tempe
         decode_row(logits, params)
     with pytest.raises(ValueError, match="logit"):
         draw_logits(logits, params, 0)
-    with pytest.raises(ValueError, match="logit"):
-        sampling_torch.decode_row(torch.from_numpy(logits), params)
 
 
 @pytest.mark.parametrize(

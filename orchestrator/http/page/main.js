@@ -134,8 +134,7 @@ function verdictOn(one, other) {
 
 // --- views ---
 
-const VIEWS = ["playground", "compare", "deployment"];
-const deployment = new DeploymentView();
+const VIEWS = ["playground", "compare"];
 const viewNow = () => VIEWS.find((name) => `#${name}` === location.hash) ?? VIEWS[0];
 
 function showView() {
@@ -146,7 +145,6 @@ function showView() {
     else link.removeAttribute("aria-current");
   }
   scrollTo(0, 0);
-  if (served) deployment.watch(() => viewNow() === "deployment");
 }
 
 addEventListener("hashchange", showView);
@@ -159,7 +157,7 @@ async function learnModel() {
     for (const control of document.querySelectorAll(".ask .main")) control.disabled = true;
     return;
   }
-  model = await (await call("deployment")).json();
+  model = await (await call("model")).json();
   const { name, policies, default_policy: usual, has_chat_template: chats, heads } = model.model;
   $("model").textContent = `${name} · ${model.dtype}`;
   heads.forEach(classOf);

@@ -15,7 +15,6 @@ import torch
 from redis import Redis
 
 from coppice.adaptation.client import AdapterClient
-from coppice.bench.report import Check
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import CoppiceError
 from coppice.heads.checkpoints import load_head
@@ -26,6 +25,7 @@ from coppice.stack.process import ProcessFailed
 from coppice.stack.spec import HeadSpec
 from coppice.telemetry import metric
 from coppice.weights.versions import Weights, pack_update
+from lab.report import Check
 from services.adapter.push import DrafterLink
 from tests.faults.campaign.report import FaultRow
 from tests.faults.campaign.rig import Rig, Run, Scenario

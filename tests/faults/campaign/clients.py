@@ -8,12 +8,12 @@ import sys
 import time
 from itertools import cycle, islice
 
-from coppice.bench.report import Check
 from coppice.client.completion import StreamEvent
 from coppice.client.request import build_request
 from coppice.errors import CoppiceError, Overloaded
 from coppice.messages.generation import Started
 from coppice.wire.generation import request_to_wire
+from lab.report import Check
 from tests.faults.campaign.calls import Direct
 from tests.faults.campaign.load import REQUEST_S, HistoryClient, Question, Stream, ask
 from tests.faults.campaign.report import FaultRow, percentile

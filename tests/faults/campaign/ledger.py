@@ -9,8 +9,8 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from coppice.bench.report import Check, Report
 from coppice.errors import InvalidField
+from lab.report import Check, Report
 from tests.faults.campaign.report import FaultRow, add_faults
 
 

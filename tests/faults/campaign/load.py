@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from coppice.bench.questions import own_prompts
 from coppice.client.client import AsyncClient, Client, Options, Prompt
 from coppice.client.completion import Accumulator, StreamEvent
 from coppice.client.resume import Attempts
 from coppice.errors import CoppiceError
 from coppice.messages.generation import Chunk, Finished, Origin
 from coppice.speculation.sampling import SamplingParams
+from lab.questions import own_prompts
 from tests.faults.campaign.history import History
 
 PROMPT_LENGTH = 48  # characters or ids

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from coppice.bench.report import Check, Report, table
+from lab.report import Check, Report, table
 from tests.faults.campaign.load import Stream
 
 LIMIT_S = 5.0

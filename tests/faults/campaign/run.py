@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from coppice.bench.measuring import clean_check
-from coppice.bench.report import Check
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import InvalidField
 from coppice.stack.spec import StackSpec
+from lab.measuring import clean_check
+from lab.report import Check
 from tests.faults.campaign import adaptation, clients, scenarios
 from tests.faults.campaign.ledger import Ledger
 from tests.faults.campaign.rig import Plan, Rig, Scenario, proxied

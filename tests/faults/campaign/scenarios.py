@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 from itertools import cycle, islice
 
-from coppice.bench.report import Check
 from coppice.telemetry import metric
+from lab.report import Check
 from tests.faults.campaign.report import FaultRow, percentile
 from tests.faults.campaign.rig import WINDOW_S, Fault, Rig, Run, Scenario
 

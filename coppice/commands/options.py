@@ -1,0 +1,72 @@
+"""Options that several commands take. What they name is checked before the work begins."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Option
+
+PICTURES = (".png", ".svg")
+
+
+def split(texts: list[Any] | None) -> list[Any] | None:
+    """The names, or paths, of an option that may be given several times, with commas between them."""
+    return [type(text)(name) for text in texts for name in str(text).split(",")] if texts else None
+
+
+def _writable(path: Path | None) -> Path | None:
+    """A path that will be written. Raises BadParameter where that cannot be done."""
+    if path:
+        there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+        if not os.access(there, os.W_OK) or not (there.is_dir() or there == path.absolute()):
+            raise typer.BadParameter(f"{path} cannot be written")
+    return path
+
+
+def _in_folder(path: Path | None) -> Path | None:
+    """A file that will be written into a folder that is there. Raises BadParameter where that cannot be done."""
+    if path and not path.parent.is_dir():
+        raise typer.BadParameter(f"{path} cannot be written: {path.parent} is no folder")
+    return _writable(path)
+
+
+def _drawable(path: Path | None) -> Path | None:
+    """The same for a picture."""
+    if path and path.suffix not in PICTURES:
+        raise typer.BadParameter(f"{path} does not end in {' or '.join(PICTURES)}")
+    return _in_folder(path)
+
+
+def names(what: str, *flags: str, metavar: str = "NAME,...") -> Any:
+    """An option that takes several names: it may be repeated, and commas separate names too."""
+    return Option(*flags, metavar=metavar, callback=split, help=what)
+
+
+def folder(what: str) -> Any:
+    """An option that names a folder to write."""
+    return Option(metavar="DIR", file_okay=False, callback=_writable, help=what)
+
+
+def file(flag: str, what: str) -> Any:
+    """An option that names a file to write; the path is checked before the work."""
+    return Option(flag, metavar="FILE", dir_okay=False, callback=_in_folder, help=what)
+
+
+def picture(flag: str, what: str) -> Any:
+    """The same for a picture, whose format is the file's suffix."""
+    return Option(flag, metavar="FILE", dir_okay=False, callback=_drawable, help=f"{what} ({', '.join(PICTURES)}).")
+
+
+Heads = Annotated[
+    list[str] | None,
+    names(
+        "Draft heads; KIND is bigram, lookup, lm, eagle3, specblock, medusa, parallelspec, falcon, dflash, jetspec or "
+        "dspark.",
+        "--head",
+        metavar="NAME=KIND[:DIR],...",
+    ),
+]
+JsonFile = Annotated[Path | None, file("--json", "Also write the figures as JSON.")]

@@ -1,0 +1,224 @@
+"""What the target says without Coppice: transformers' `generate`, and the verdict on an answer that differs from it.
+
+Needs the `serve` extra; torch and transformers are imported when a Reference is made, on the thread that will use it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coppice.client.completion import Completion
+from coppice.messages.generation import Origin
+from coppice.speculation.penalties import Penalties
+from coppice.speculation.sampling import SamplingParams, decode_row, draw, noise
+from coppice.testing.target_text import TargetText
+
+Verdict = Literal["identical", "tie", "wrong"]
+# How far an emitted token may lie below the best one and still be a tie, in logits at temperature 1. In bfloat16 a
+# row's logits depend on how many rows are computed together and on where its keys lie, and some rows of a deep model
+# are more sensitive than others: on a CPU with AMX one row's logits moved by 1.2 between transformers' own ways to
+# compute it. What decides moves less. Of 34,128 decisions that transformers made row by row or 13 rows at once, 385
+# were others than in one forward over the text, by at most 0.185; of some 50,000 at T = 1 two were, by 0.423 and 0.533.
+# Those of ours are as far from float32's logits as transformers' are: along 30 sampled answers the largest error of a
+# row is 0.140 in the mean and 0.82 at most, of transformers' 0.140 and 0.75. In float32 nothing may differ; a tie
+# there is reported as one and fails.
+EPS = 0.8
+_SAMPLED_ONLY = ("temperature", "top_k", "top_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+
+
+class _TokenClock:
+    """A streamer of `generate`: it gets the prompt, then what each forward made; notes when, and how many tokens."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.counts: list[int] = []
+
+    def put(self, tokens: Any) -> None:
+        self.times.append(time.perf_counter())
+        self.counts.append(tokens.numel())
+
+    def end(self) -> None:
+        pass
+
+
+class Reference:
+    """The target in plain transformers, stock attention."""
+
+    def __init__(self, target: Path, dtype: str, device: str = "cpu", threads: int = 0) -> None:
+        """Load it; `threads` 0 lets torch choose."""
+        import torch
+
+        if threads:
+            torch.set_num_threads(threads)
+        self._torch, self._placed = torch, (dtype, device)
+        self.text = TargetText(target)
+        self._model = self._load(target)
+        self._assistants: dict[Path, Any] = {}
+
+    def _load(self, folder: Path) -> Any:
+        """A transformers model of the reference's dtype, on its device; its text never ends by itself."""
+        transformers: Any = import_module("transformers")
+        transformers.logging.disable_progress_bar()
+        transformers.logging.set_verbosity_error()  # assisted generation warns of its own calls
+        dtype, device = self._placed
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        model = load(folder, dtype=getattr(self._torch, dtype), local_files_only=True).to(device).eval()
+        # What a folder's own configuration changes in greedy decoding stays. A request says how it is sampled and how
+        # long it is; None for an id means that nothing ends or pads the text (an id that pads would be hidden from an
+        # assistant wherever the text holds it).
+        unset = ("eos_token_id", "pad_token_id", "max_length", "max_new_tokens", "min_p", *_SAMPLED_ONLY)
+        model.generation_config.update(do_sample=False, **dict.fromkeys(unset))
+        return model
+
+    def greedy(self, ids: Sequence[int], max_new_tokens: int) -> Completion:
+        """`generate(do_sample=False)` of exactly `max_new_tokens`, end-of-text ids included like any other."""
+        return self.generate(ids, max_new_tokens, SamplingParams())
+
+    def generate(
+        self,
+        ids: Sequence[int],
+        max_new_tokens: int,
+        sampling: SamplingParams,
+        assistant: Path | None = None,
+        drafting: Mapping[str, float] | None = None,
+    ) -> Completion:
+        """`generate` of exactly `max_new_tokens`, sampled at T > 0 with torch's own noise from the seed.
+
+        A step is a forward behind the prefill; one that is assisted may make several tokens. What the prefill's own
+        forward made is not counted as decoded. `generate` knows of a bias and of the repetition penalty alone.
+        `assistant`: the folder of a small model that drafts; `drafting`: how much is drafted, in transformers' own
+        words.
+        """
+        torch, clock = self._torch, _TokenClock()
+        options = self._drafting(assistant, drafting or {})
+        if sampling.repetition_penalty is not None:
+            options["repetition_penalty"] = sampling.repetition_penalty
+        if sampling.logit_bias:
+            options["sequence_bias"] = {(token,): bias for token, bias in sampling.logit_bias.items()}
+        if sampling.temperature > 0:
+            torch.manual_seed(sampling.seed)
+            options |= {"do_sample": True, **sampling.model_dump(include={"temperature", "top_k", "top_p", "min_p"})}
+        prompt = torch.tensor([list(ids)], device=self._model.device)
+        called = time.perf_counter()
+        output = self._model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, streamer=clock, **options
+        )
+        _, first, *_, last = (*clock.times, clock.times[-1])
+        new, counts = tuple(output[0, len(ids) :].tolist()), clock.counts[2:]
+        return Completion(
+            text="",
+            ids=new,
+            log_probs=(),
+            origins=(Origin.ROOT,) * len(new),
+            finish_reason="length",
+            prompt_tokens=len(ids),
+            new_tokens=len(new),
+            accept_lengths=counts,
+            routed=[-1] * len(counts),
+            verified_nodes=[0] * len(counts),
+            policy="",
+            heads=(),
+            seed=sampling.seed,
+            ttft_s=first - called,
+            decode_s=last - first,
+        )
+
+    def _drafting(self, assistant: Path | None, drafting: Mapping[str, float]) -> dict[str, Any]:
+        """The options of a `generate` that is assisted; without an assistant it looks its drafts up."""
+        if assistant is None:
+            return dict(drafting)
+        if assistant not in self._assistants:
+            self._assistants[assistant] = self._load(assistant)
+        model = self._assistants[assistant]
+        # transformers looks for them there
+        model.generation_config.update(**drafting, num_assistant_tokens_schedule="constant")
+        return {"assistant_model": model}
+
+    def judge(
+        self, prompt: Sequence[int], ids: Sequence[int], sampling: SamplingParams, expected: Sequence[int] | None = None
+    ) -> Verdict:
+        """Whether an answer is what the target says.
+
+        It is if it equals `expected`. Otherwise one plain forward over prompt + answer re-scores it: "identical" only
+        without `expected` when every token is the row's own (greedy: the argmax, else the argmax with the same noise),
+        "tie" when every token is within EPS of it.
+        """
+        if expected is not None and tuple(ids) == tuple(expected):
+            return "identical"
+        rows: NDArray[np.float32] = self._rows(prompt, ids).numpy()
+        sampling = sampling.with_defaults(self._model.generation_config.repetition_penalty or 1.0)
+        if (penalties := Penalties.of(sampling, len(prompt), rows.shape[1])) is not None:
+            penalties.append(prompt)
+            rows = np.stack([penalties.adjusted(row, ids[:number]) for number, row in enumerate(rows)])
+        verdicts = {
+            judge_token(row, token, sampling, position)
+            for position, (row, token) in enumerate(zip(rows, ids, strict=True), start=len(prompt))
+        }
+        if "wrong" in verdicts:
+            return "wrong"
+        return "tie" if "tie" in verdicts or expected is not None else "identical"
+
+    def redraw(self, prompt: Sequence[int], ids: Sequence[int], sampling: SamplingParams) -> tuple[list[int], float]:
+        """What one plain forward over prompt + answer draws at each position of the answer, and the least margin.
+
+        Nothing of Coppice's but the keyed noise takes part: temperature, top-k and top-p are transformers' own. The
+        margin is how far, in logits, the best token lies above the second: rounding decides where it is tiny.
+        """
+        scores, temperature = self._rows(prompt, ids).double(), sampling.temperature or 1.0
+        if sampling.temperature:
+            warpers: Any = import_module("transformers.generation.logits_process")
+            told = [warpers.TemperatureLogitsWarper(temperature)]
+            told += [warpers.TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+            told += [warpers.TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+            for warper in told:
+                scores = warper(None, scores)
+            every = np.arange(scores.shape[1])
+            drawn_with = [noise(sampling.seed, len(prompt) + at, every) for at in range(len(ids))]
+            scores = scores + self._torch.from_numpy(np.stack(drawn_with))
+        best, second = scores.topk(2).values.unbind(-1)
+        return scores.argmax(-1).tolist(), float((best - second).min()) * temperature
+
+    def _rows(self, prompt: Sequence[int], ids: Sequence[int]) -> Any:
+        """(n, V) float32 logits on the CPU of one plain forward, a row for each token of the answer."""
+        with self._torch.inference_mode():
+            text = self._torch.tensor([[*prompt, *ids]], device=self._model.device)
+            return self._model(text, logits_to_keep=len(ids) + 1).logits[0, :-1].float().cpu()
+
+
+def judge_token(row: NDArray[np.float32], token: int, sampling: SamplingParams, position: int) -> Verdict:
+    """Whether `token` is what `sampling` draws from a (V,) row of logits at an absolute position, up to EPS.
+
+    Rounding also moves ids across the edges of top-k and top-p. A tie must lie in the widest support that EPS allows,
+    and within EPS of the best of the narrowest.
+    """
+    if sampling.temperature == 0:
+        gap = float(row.max() - row[token])
+        return "identical" if int(row.argmax()) == token else "tie" if gap <= EPS else "wrong"
+    if draw(*decode_row(row, sampling), sampling.seed, position) == token:
+        return "identical"
+    slack = EPS / sampling.temperature
+    widest, _ = decode_row(row, _with_odds(sampling, slack))
+    if row[token] < row[widest].min() - EPS:
+        return "wrong"
+    kept, _ = decode_row(row, _with_odds(sampling, -slack))
+    if kept.size < row.size:
+        kept = kept[row[kept] > row[kept].min() + EPS]
+
+    def scores(ids: NDArray[np.int64]) -> NDArray[np.float64]:
+        return row[ids] / sampling.temperature + noise(sampling.seed, position, ids)
+
+    return "tie" if scores(np.array([token]))[0] >= scores(kept).max(initial=-np.inf) - slack else "wrong"
+
+
+def _with_odds(sampling: SamplingParams, slack: float) -> SamplingParams:
+    """The same with top_p where it would be if the odds of every id were e^slack times what they are."""
+    odds = sampling.top_p * math.exp(slack)
+    return sampling.model_copy(update={"top_p": odds / (odds + 1 - sampling.top_p)})

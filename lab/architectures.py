@@ -1,0 +1,225 @@
+"""`coppice bench architectures`: which causal LM classes the engine serves, found out on tiny random ones."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from coppice import __version__
+from coppice.engine.attention import one_line
+from coppice.engine.batch import Piece, pack
+from coppice.engine.engine import Engine
+from coppice.engine.loading import load_engine
+from coppice.engine.self_check import TOLERANCE
+from coppice.errors import CoppiceError
+from coppice.testing.tiny_models import NotTiny, model_types, save_tiny, variants
+
+EXACT, REFUSED, WRONG, FAILED, NOT_MADE = "exact", "refused", "wrong", "failed", "not made"
+_PROMPT, _NEW = 30, 24
+_LIMIT_S = 180.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one tiny model; `why` is empty for an exact one that says what `generate` says."""
+
+    kind: str
+    variant: str
+    name: str
+    """of the class"""
+    verdict: str
+    why: str = ""
+
+
+def architectures(console: Console, markdown: Path | None = None, kinds: Iterable[str] | None = None) -> bool:
+    """Try every class, print a line for each and a table; whether none was wrong and none failed.
+
+    With `markdown` the table is written there. A run that was interrupted goes on from FILE.partial.
+    """
+    findings = {(one.kind, one.variant): one for one in _read(markdown)}
+    wanted = [(kind, variant) for kind in (kinds or sorted(model_types())) for variant in variants(kind)]
+    for number, (kind, variant) in enumerate(wanted, 1):
+        if (kind, variant) not in findings:
+            one = findings[kind, variant] = try_one(kind, variant)
+            line = f"{number}/{len(wanted)} {kind} {variant}: {one.verdict} {one.why}"
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
+            _keep(one, markdown)
+    told = [findings[key] for key in wanted]
+    console.print(_table(told))
+    console.print(_counts(told), highlight=False)
+    if markdown:
+        markdown.write_text(_markdown(told) + _sections(markdown), encoding="utf-8")
+        _partial(markdown).unlink(missing_ok=True)
+    return not any(one.verdict in (WRONG, FAILED) for one in told)
+
+
+def try_one(kind: str, variant: str) -> Finding:
+    """Make a tiny model and serve it, in a process of its own: what ends that ends nothing else."""
+    here, there = multiprocessing.Pipe(duplex=False)
+    # The server of forks has one thread and knows torch, whose import takes longer than a tiny model.
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload([__name__])
+    child = forks.Process(target=examine, args=(kind, variant, there), daemon=True)
+    child.start()
+    there.close()
+    try:
+        if not here.poll(_LIMIT_S):
+            return Finding(kind, variant, model_types()[kind], FAILED, f"not done after {_LIMIT_S:.0f} s")
+        return Finding(*here.recv())
+    except EOFError:
+        child.join()
+        return Finding(kind, variant, model_types()[kind], FAILED, f"the process ended with {child.exitcode}")
+    finally:
+        child.kill()
+        child.join()
+
+
+def examine(kind: str, variant: str, answer: Connection) -> None:
+    """Make a tiny model, serve it and send what became of it: what the forked process does."""
+    torch.set_num_threads(1)
+    logging: Any = transformers.logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    name = model_types()[kind]
+    with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
+        try:
+            name = save_tiny(kind, variant, Path(folder))
+            verdict, why = _serve(Path(folder))
+        except NotTiny as error:
+            verdict, why = NOT_MADE, str(error)
+        except CoppiceError as error:
+            verdict, why = REFUSED, str(error).replace(folder, "the folder")
+        except Exception as error:
+            verdict, why = FAILED, one_line(error)
+    answer.send((kind, variant, name, verdict, why))
+
+
+def _serve(folder: Path) -> tuple[str, str]:
+    """Decode greedily through trees, and compare with the stock model's forward and with `generate`."""
+    engine = load_engine(folder, kv_tokens=1024)
+    prompt = list(range(3, 3 + 4 * _PROMPT, 4))
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    stock = load(folder, local_files_only=True, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        try:
+            text = stock.generate(torch.tensor([prompt]), max_new_tokens=_NEW, do_sample=False)[0, _PROMPT:].tolist()
+            why = ""
+        except Exception as error:  # it is not what is tried here: the forward below says the same
+            text, why = [0] * _NEW, f"generate fails: {type(error).__name__}"
+        spoken = _decode(engine, prompt, text)
+        logits = stock(torch.tensor([prompt + spoken]), use_cache=False).logits[0, _PROMPT - 1 : -1]
+    if not _says(logits, spoken):
+        return WRONG, "a token is not the argmax of transformers' forward"
+    return EXACT, why or ("" if spoken == text else "generate says something else than its own forward")
+
+
+def _says(logits: Tensor, ids: list[int]) -> bool:
+    """Whether each id is the argmax of its row, of (n, V), but for rounding."""
+    gaps = logits.amax(-1) - logits.gather(-1, torch.tensor(ids)[:, None])[:, 0]
+    spread = (logits - logits.mean(-1, keepdim=True)).abs().amax(-1)
+    return bool((gaps <= TOLERANCE[torch.float32] * spread).all())
+
+
+def _decode(engine: Engine, prompt: list[int], guess: list[int]) -> list[int]:
+    """The engine's greedy text, as long as `guess`; each step verifies a tree of what the guess says and of others."""
+    table = engine.pool.allocate("text", len(prompt))
+    logits = engine.forward(pack([Piece.chain(table, 0, prompt, [len(prompt) - 1])])).logits
+    ids = [int(logits[0].argmax())]
+    while len(ids) < len(guess):
+        # Below the root: two wrong children, of whom the second has a child, then the guessed path.
+        ahead = guess[len(ids) : len(ids) + 3]
+        tokens = [ids[-1], 5, 6, 7, *ahead]
+        parents = [-1, 0, 0, 2, *([0, 4, 5][: len(ahead)])]
+        depths = [0, 1, 1, 2, *range(1, len(ahead) + 1)]
+        base = len(prompt) + len(ids) - 1
+        engine.pool.extend(table, base + len(tokens))
+        best = engine.forward(pack([Piece(table, base, tokens, parents, depths, range(len(tokens)))])).logits.argmax(-1)
+        path = [0]
+        while children := [
+            row for row, parent in enumerate(parents) if parent == path[-1] and tokens[row] == int(best[path[-1]])
+        ]:
+            path.append(children[-1])
+        engine.pool.compact(table, base, path)
+        ids += [*(tokens[row] for row in path[1:]), int(best[path[-1]])]
+    return ids[: len(guess)]
+
+
+def _partial(markdown: Path) -> Path:
+    return markdown.with_name(markdown.name + ".partial")
+
+
+def _read(markdown: Path | None) -> list[Finding]:
+    """What an interrupted run found."""
+    if markdown is None or not _partial(markdown).exists():
+        return []
+    return [Finding(**json.loads(line)) for line in _partial(markdown).read_text(encoding="utf-8").splitlines()]
+
+
+def _keep(one: Finding, markdown: Path | None) -> None:
+    if markdown:
+        with _partial(markdown).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(one)) + "\n")
+
+
+def _rows(findings: Iterable[Finding]) -> list[tuple[str, str, str]]:
+    """(class, verdict, variants and reason) for each class and verdict."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for one in findings:
+        rows.setdefault((one.name, one.verdict, one.why), []).append(" ".join(filter(None, (one.kind, one.variant))))
+    return [(name, verdict, "; ".join(filter(None, (", ".join(of), why)))) for (name, verdict, why), of in rows.items()]
+
+
+def _table(findings: Iterable[Finding]) -> Table:
+    table = Table("class", "verdict", "models, and why")
+    for row in _rows(findings):
+        table.add_row(*row)
+    return table
+
+
+def _counts(findings: Iterable[Finding]) -> str:
+    """One line: how many models and classes got each verdict."""
+    models, classes = Counter[str](), Counter[str]()
+    for name, verdict in {(one.name, one.verdict) for one in findings}:
+        classes[verdict] += bool(name)
+    models.update(one.verdict for one in findings)
+    return ", ".join(f"{models[verdict]} {verdict} ({classes[verdict]} classes)" for verdict in models)
+
+
+def _sections(markdown: Path) -> str:
+    """What people wrote below the table of a file, from its first section on."""
+    text = markdown.read_text(encoding="utf-8") if markdown.is_file() else ""
+    _, heading, rest = text.partition("\n## ")
+    return heading + rest
+
+
+def _markdown(findings: list[Finding]) -> str:
+    versions = f"Coppice {__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
+    lines = [
+        "# Models",
+        "",
+        "Which causal LM classes of transformers the engine serves: `coppice bench architectures --markdown FILE`",
+        f"with {versions}.",
+        "For each class it makes tiny random models, loads them as a verifier does, decodes greedily through trees,",
+        "and asks whether each token is the argmax of transformers' own forward in float32. What is refused is",
+        "refused at load, in one line. Where transformers cannot make a class so small, nothing is known.",
+        "",
+        f"{_counts(findings)}.",
+        "",
+        "| class | verdict | models, and why |",
+        "|---|---|---|",
+        *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in _rows(findings)),
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,284 @@
+"""`coppice bench` and `coppice demo`. A command starts a stack of its own and prints tables; a failed check exits 1.
+
+A command imports what measures when it is called: --help is to be quick.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from coppice.commands.options import Heads, JsonFile, file
+from lab.measuring import Bench, measuring, reference_of, reporting, running
+from lab.options import ASKED, Options, command, numbers, read_methods, with_heads
+
+if TYPE_CHECKING:
+    from coppice.stack.spec import StackSpec
+    from lab.report import Report
+    from lab.synthetic.measure import SyntheticPlan
+
+app = typer.Typer(
+    help="Measure: speed, exactness, the cost of a step, rows of a forward, adaptation, the papers' tables.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+paper = typer.Typer(help="The papers' tables, measured on these models.", no_args_is_help=True)
+app.add_typer(paper, name="paper")
+demo_app = typer.Typer(add_completion=False)
+
+
+@demo_app.command()
+def demo(
+    target: Annotated[Path | None, typer.Option(help="Model folder; default: the shipped models.")] = None,
+    head: Heads = None,
+    json_file: JsonFile = None,
+    svg: Annotated[Path | None, file("--svg", "Also save what is shown as a picture.")] = None,
+) -> None:
+    """Start everything, with the shipped models if you name none, stream three answers, compare the policies."""
+    from rich.console import Console
+
+    from lab.demo import demo as run
+
+    console = Console(record=svg is not None)
+    good = run(console, json_file, target, head)
+    if svg:
+        console.save_svg(str(svg), title="coppice demo")
+    raise typer.Exit(0 if good else 1)
+
+
+@app.command()
+def architectures(
+    markdown: Annotated[Path | None, file("--markdown", "Write the table here; goes on after a stop.")] = None,
+) -> None:
+    """Try a tiny random model of every causal LM class: which does the engine serve?"""
+    from rich.console import Console
+
+    from lab.architectures import architectures as try_all
+
+    raise typer.Exit(0 if try_all(Console(), markdown) else 1)
+
+
+@command(app, *ASKED, "methods", max_new_tokens=64, budgets="0,1,8,31,60", temperatures="0,0.7,1", dtype="float32", n=8)
+def exact(options: Options) -> None:
+    """Every policy, head and budget against `generate`, and at T>0 against plain decoding with the same seed."""
+    from lab.exact import run_exact
+    from lab.questions import prompt_ids
+
+    spec = options.spec()
+    methods, budgets = read_methods(options.methods, spec.heads), options.budgets_asked()
+    temperatures, asked = options.temperatures_asked(), prompt_ids(options, spec)
+    with measuring("bench exact", spec, options) as bench:
+        run_exact(bench, asked, methods, budgets, temperatures)
+
+
+@command(app, "target", "heads", "methods", "ids", "dtype", max_new_tokens=192)
+def identity(options: Options) -> None:
+    """One SHA-256 of ids for every policy, head, budget and batch mix, beside kills and weight syncs: all plain's."""
+    from coppice.config.sections import ADAPTED_KINDS
+    from coppice.training.progress import Progress
+    from lab.identity import QUICK, SPARE, Identity, questions, two_of_each, ways_of
+    from lab.questions import prompt_ids
+
+    dtype = options.dtype or "float32"
+    spec = two_of_each(replace(options, dtype=dtype).spec())
+    ways, syncing = ways_of(read_methods(options.methods, spec.heads)[1:], dtype)
+    syncing = syncing if any(head.kind in ADAPTED_KINDS for head in spec.heads) else []
+    count, new_tokens = -(-options.ids // options.max_new_tokens), options.max_new_tokens
+    asked = questions(prompt_ids(replace(options, n=60), spec), int(SPARE * count) + 1)
+    with measuring("bench identity", spec, options) as bench:
+        with Progress("ids", (1 + len(ways) + len(syncing)) * count * new_tokens) as progress:
+            run = Identity(asked, new_tokens, progress.add, progress.print)
+            run.begin(bench.stack, bench.reference, count, dtype)
+            for way in ways:
+                progress.say(str(way))
+                run.run(bench.stack, way)
+            if syncing:
+                with running(
+                    replace(spec, adapt=True, extra={**spec.extra, "adapter": QUICK}), bench.report
+                ) as adapting:
+                    for way in syncing:
+                        progress.say(str(way))
+                        run.run(adapting, way)
+        run.report(bench.report, options.ids)
+
+
+@command(app, *ASKED, "methods", "goals", "plot", "one_process", n=4, max_new_tokens=64)
+def steps(options: Options) -> None:
+    """The split's own cost a step at one session, and where each part of a step's time goes.
+
+    With --one-process a second stack, whose heads have processes of their own, answers in turns with the first one.
+    """
+    from coppice.client.client import Client
+    from lab.questions import prompt_ids
+    from lab.steps import account, run_steps, traced
+
+    spec = options.spec()
+    methods, asked = read_methods(options.methods, spec.heads), prompt_ids(options, spec)
+    with (
+        reporting("bench steps", spec, options) as report,
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory() as beside,
+    ):
+        with ExitStack() as ended:
+            apart = replace(spec, one_process=False)
+            other = ended.enter_context(running(traced(apart, Path(beside)), report)) if options.one_process else None
+            stack = ended.enter_context(running(traced(spec, Path(folder)), report))
+            client, reference = ended.enter_context(Client(stack.address)), ended.enter_context(reference_of(spec))
+            run_steps(Bench(stack, client, report, options, reference), asked, methods, other)
+        account(report, Path(folder), methods, options.plot)
+
+
+@command(app, "t_m", "t_d", "temperatures", "goals", n=4, max_new_tokens=256, sessions="1,8,32,64", budget=60)
+def services(options: Options) -> None:
+    """What the services alone cost: a step's time and each process's CPU, on a target and a head that sleep.
+
+    The target's vocabulary and features are an 8B one's. One answer a session, and at least --n of them.
+    """
+    from coppice.limits import Limits
+    from lab.services.asleep import Asleep
+    from lab.services.measure import ASLEEP, run_services, spec_of
+
+    sessions = numbers("sessions", options.sessions, int, 1, Limits().sessions)
+    temperatures = options.temperatures_asked(most=1)
+    with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
+        asleep = Asleep(options.t_m, options.t_d)
+        spec = spec_of(asleep, Path(folder), sessions, options.max_new_tokens)
+        with measuring("bench services", spec, options, ASLEEP) as bench:
+            run_services(bench, asleep, sessions, temperatures)
+
+
+@command(app, *ASKED, "temperatures", "write", "max_new_tokens", n=30)
+def acceptance(options: Options) -> None:
+    """How often each head's best token is right, by depth: the orchestrator raises an alarm about a head far below."""
+    from lab.acceptance import run_acceptance
+    from lab.questions import read_all
+
+    spec, temperatures = options.spec(), options.temperatures_asked(most=1)
+    questions, _, _ = read_all(options, spec)
+    with measuring("bench acceptance", spec, options) as bench:
+        run_acceptance(bench, questions, temperatures)
+
+
+@command(
+    app,
+    *ASKED,
+    "warm_up",
+    "methods",
+    "temperatures",
+    "sessions",
+    "budgets",
+    "answers",
+    "plots",
+    "goals",
+    "max_new_tokens",
+    n=16,
+)
+def run(options: Options) -> None:
+    """Speed of every method on the same prompts, in alternating order, against plain decoding and transformers.
+
+    Methods are policies (route:A/B between the heads named), head names, hf-generate, hf-assisted and hf-lookup; by
+    default plain, all heads, route, merge and hf-generate. Of a conversation all turns are asked.
+
+    In the table `tau` is the mean of tokens that a step commits, its own root included: Spec-Bench's mean accepted
+    tokens and SPEED-Bench's acceptance length. `drafts` is the mean of accepted draft tokens alone, tau - 1.
+    """
+    from lab.questions import read_all
+    from lab.run.measure import RunPlan, run_methods
+    from lab.run.peers import methods_of
+    from lab.run.plots import draw_all
+
+    spec = options.spec(options.shipped_heads())
+    sessions = numbers("sessions", options.sessions, int, 1, spec.settings().limits.sessions)
+    methods, temperatures = methods_of(options.methods, spec.heads, sessions), options.temperatures_asked()
+    budgets = options.budgets_asked() if options.budgets else (spec.settings().orchestrator.budget,)
+    asked, warm_up, left_out = read_all(options, spec)
+    plan = RunPlan(
+        methods, budgets, temperatures, sessions, options.max_new_tokens, tuple(asked), tuple(warm_up), options.answers
+    )
+    with measuring("bench run", spec, options) as bench:
+        if left_out:
+            bench.report.figures["left_out"] = left_out
+        measured = run_methods(bench, plan)
+        if options.plots:
+            draw_all(measured, options.plots)
+
+
+@command(app, "what", "target", "head", "methods", "dtype", "plot", "goals", n=300)
+def adapt(options: Options) -> None:
+    """What adaptation gains and costs on a stream that changes, every policy on the same stream in the same minutes.
+
+    Methods are policies of adaptation: never, paper, always, full-only, head-only and bandit.
+    """
+    from lab.adapt.adapt import draw, lanes_of, report_lanes
+    from lab.adapt.lanes import run_lanes
+
+    base, lanes, stream = lanes_of(options)
+    with reporting(f"bench adapt --what {options.what}", base, options) as report:
+        run_lanes(lanes, stream, report.calm)
+        measured = report_lanes(lanes, stream, base, report)
+        if options.plot:
+            draw(measured, stream, options.plot)
+
+
+@command(paper, "target", "heads", "prompts", "category", "chat", "skip_long", "budget", n=12, max_new_tokens=96)
+def rank(options: Options) -> None:
+    """The rank head of a SpecBlock head along the target's answers, and what its trees gain (table 3)."""
+    from lab.paper.rank import run_rank
+    from lab.questions import prompt_ids
+
+    spec = with_heads(replace(options, dtype="float32"), ("specblock",))
+    asked = prompt_ids(options, spec)
+    with reporting("bench paper rank", spec, options) as report:
+        run_rank(spec, report, asked, options.max_new_tokens, options.budget)
+
+
+SHAPED = ("shape", "kinds", "profile", "sessions", "device", "dtype", "cache")
+
+
+@command(app, *SHAPED, "pipeline", budget=60)
+def synthetic(options: Options) -> None:
+    """Size a deployment without trained weights: times on random ones, gains from a profile of acceptance."""
+    from lab.synthetic.measure import run_synthetic
+
+    with shaped("bench synthetic", options) as (spec, plan, report):
+        run_synthetic(spec, plan, report, options)
+
+
+@command(app, *SHAPED, "goals", shape="qwen3-8b", profile="qwen3-8b", device="cuda", budget=60)
+def gpu(options: Options) -> None:
+    """What a device makes of a target: forwards beside its memory's speed, drafts, and steps of the services.
+
+    Weights are random. transformers decodes in the same run, with a cache of fixed size.
+    """
+    from lab.synthetic.roofline import run_gpu
+
+    with shaped("bench gpu", options) as (spec, plan, report):
+        run_gpu(spec, plan, report)
+
+
+@contextmanager
+def shaped(name: str, options: Options) -> Iterator[tuple[StackSpec, SyntheticPlan, Report]]:
+    """A target and heads of a shape with random weights, what is measured of them, and a report: see `reporting`."""
+    from coppice.machine import default_dtype
+    from coppice.stack.spec import StackSpec
+    from coppice.training.dtype import usable_device
+    from lab.synthetic.measure import SyntheticPlan, room
+    from lab.synthetic.profiles import read_profile
+    from lab.synthetic.shapes import make_weights, read_shape
+
+    usable_device(options.device)
+    config, kinds = read_shape(options.shape), options.kinds or ["eagle3", "specblock"]
+    sessions, dtype = numbers("sessions", options.sessions, int, 1, 128), options.dtype or default_dtype(options.device)
+    vocab_size, alphas = config.get_text_config().vocab_size, read_profile(options.profile, kinds)
+    plan = SyntheticPlan(sessions, options.budget, alphas, vocab_size)
+    with ExitStack() as ended:
+        folder = options.cache or Path(ended.enter_context(tempfile.TemporaryDirectory(prefix="coppice-")))
+        target, heads = make_weights(folder, config, kinds, dtype, options.device, 0)
+        spec = StackSpec(target=target, heads=heads, device=options.device, dtype=dtype, extra=room())  # type: ignore[arg-type]
+        yield spec, plan, ended.enter_context(reporting(name, spec, options))

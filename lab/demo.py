@@ -1,0 +1,119 @@
+"""`coppice demo`: the whole pipeline on one machine, three answers in colour, then what each policy gains, and proof.
+
+Green tokens were drafted and accepted, red ones are roots, sampled from the target (SpecBlock, figure 6).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from coppice.adaptation.client import AdapterClient
+from coppice.client.client import Client
+from coppice.client.completion import Accumulator, Completion
+from coppice.client.request import Draws
+from coppice.commands.answers import figures
+from coppice.commands.tree_picture import longest, show
+from coppice.config.sections import ADAPTED_KINDS
+from coppice.machine import usable_cores
+from coppice.messages.generation import Chunk, Origin
+from coppice.prompts.files import FilePrompt, demo_prompts
+from coppice.stack.launch import ADAPTER, Stack
+from coppice.stack.options import stack_spec
+from coppice.stack.redis_server import find_server
+from coppice.testing.reference import Reference
+from coppice.training.progress import Progress
+from lab.asking import GREEDY, Ask, asking, judged
+from lab.measuring import clean_check, reference_of, report_of
+from lab.report import HF_GENERATE, Report, exactness_checks, make_row
+from lab.turns import compare
+
+NEW_TOKENS = 64
+BUDGET = 8  # in float32 on a CPU every row of a forward costs: a small tree gains more than the default one
+PROMPTS = (10, 24, 41)  # shipped ones by number, one of each category, that are short
+SHOWN_TOKENS = 32
+SHOWN: Draws = {"temperature": 0.7, "seed": 3}
+"""of the answers that are streamed: greedy ones of so small a target soon repeat themselves"""
+STYLES = {Origin.DRAFT: "green", Origin.ROOT: "red"}
+
+
+def demo(
+    console: Console, json_file: Path | None = None, target: Path | None = None, heads: list[str] | None = None
+) -> bool:
+    """Start a target, by default the shipped one, in float32, stream three answers, compare the policies, stop it all.
+
+    Returns whether every check held.
+    """
+    spec = stack_spec(
+        target,
+        heads,
+        dtype="float32",
+        policy="route",
+        budget=BUDGET,
+        verifier_threads=usable_cores(),  # the adapter does not train here
+    )
+    adaptable = any(head.kind in ADAPTED_KINDS for head in spec.heads)
+    spec = replace(spec, adapt=adaptable and find_server() is not None)
+    prompts = [prompt for prompt in demo_prompts() if prompt.question_id in PROMPTS]
+    more = ", Redis, an adapter" if spec.adapt else ""
+    Console(stderr=True).print(f"starting a verifier, {len(spec.heads)} drafter pools{more} and an orchestrator ...")
+    with Stack(spec) as stack, Client(stack.address) as client, reference_of(spec) as reference:
+        for number, prompt in enumerate(prompts):
+            stream_coloured(console, client, prompt, trees=number == 0)
+        ready = stack.services.get(ADAPTER)
+        with AdapterClient(ready.address) if ready else contextlib.nullcontext() as adapter:
+            if adapter:
+                adapter.pause()  # policies are compared on the same weights
+            report = _compare(stack, client, prompts, reference)
+            if adapter:
+                heard = ", ".join(f"{head.queries} queries of {head.head}" for head in adapter.status())
+                console.print(f"\nthe adapter, paused meanwhile, heard {heard}", highlight=False, soft_wrap=True)
+    report.checks.append(clean_check(stack))
+    report.print(console)
+    if json_file:
+        report.write(json_file)
+    return report.ok
+
+
+def stream_coloured(console: Console, client: Client, prompt: FilePrompt, trees: bool = False) -> Completion:
+    """Print one sampled answer as it comes: accepted drafts green, roots red, and its figures below it.
+
+    trees: also draw the draft tree of the step that accepted most.
+    """
+    console.print(Text(f"\n{prompt.category or 'prompt'}: {prompt.prompt}", style="bold"))
+    answer = Accumulator()
+    for event in client.stream(prompt.prompt, max_new_tokens=SHOWN_TOKENS, trees=trees, **SHOWN):
+        answer.add(event)
+        if isinstance(event, Chunk):
+            for piece, origin in zip(event.pieces, event.origins, strict=True):
+                console.print(Text(piece, style=STYLES[origin]), end="", soft_wrap=True)
+    completion = answer.completion()
+    console.print(Text(f"\n{figures(completion)}"), style="dim")
+    if completion.trees:
+        console.print("the draft tree of the step that accepted most:", style="dim")
+        show(longest(completion.trees), console)
+    return completion
+
+
+def _compare(stack: Stack, client: Client, prompts: Sequence[FilePrompt], reference: Reference) -> Report:
+    """Every method on every prompt in alternating order, each answer judged by transformers' own."""
+    Console(stderr=True).print("\nloading the target once more, in plain transformers, to compare with ...")
+    report = report_of("demo", stack.spec)
+    asked = [(reference.text.encode(str(prompt.prompt)), GREEDY) for prompt in prompts]
+    methods = ["plain", *(f"single:{head.name}" for head in stack.spec.heads), "route", "merge"]
+    ways: dict[str, Ask] = {HF_GENERATE: lambda several, _: [reference.greedy(ids, NEW_TOKENS) for ids in several]}
+    ways |= {method: asking(client, NEW_TOKENS, policy=method) for method in methods}
+    with Progress("answers", len(ways) * (1 + len(asked))) as progress:
+        answers = compare(ways, [([ids], sampling) for ids, sampling in asked], progress, report.calm)
+    stack.check()
+    budget = stack.settings.orchestrator.budget
+    verdicts = judged(reference, asked, answers, [answer.ids for answer in answers[HF_GENERATE]])
+    rows = [make_row(method, its, verdicts[method], budget if its[0].heads else 0) for method, its in answers.items()]
+    report.add_methods(rows)
+    report.checks = exactness_checks(rows, report.dtype, NEW_TOKENS)
+    return report

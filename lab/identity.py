@@ -1,0 +1,245 @@
+"""`coppice bench identity`: one SHA-256 of greedy and sampled ids for every way to decode, and all are plain's.
+
+In float32, what plain says is compared with what transformers draws along it, so that a fault that all ways share is
+seen too. In bfloat16 rounding decides too often for that: verifiers are invariant, and one session's plain text is what
+all others must say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import product, starmap
+
+import numpy as np
+
+from coppice.adaptation.client import AdapterClient
+from coppice.client.client import AsyncClient
+from coppice.errors import CoppiceError
+from coppice.machine import usable_cores
+from coppice.speculation.sampling import SamplingParams
+from coppice.stack.launch import Stack
+from coppice.stack.spec import StackSpec
+from coppice.testing.reference import Reference
+from lab.report import Check, Report
+
+VERIFIERS = ORCHESTRATORS = 2
+MARGIN = 2e-4
+"""logits between the two best tokens of a row below which float32's rounding may decide; such answers are left out"""
+SPARE = 1.2
+"""times as many answers are asked for as are wanted"""
+QUICK = {"bandit.policy": "always", "adapter.head_samples": 16, "adapter.full_samples": 8, "adapter.canary": False}
+"""of an adapter that trains after every query with a miss"""
+KILLS, SYNCS, BOTH = MEANWHILE = ("kills", "weight syncs", "kills and weight syncs")
+SAMPLINGS = (
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1.0, top_k=20, top_p=0.95),
+)
+BUDGETS, SESSIONS = {"float32": (8, 60), "bfloat16": (0, 1, 8, 31)}, (8, 1)
+_KILLED = ("drafter", "verifier", "orchestrator")
+KILL_EVERY_S = 3.0
+_LEAST_HAPPENED, _HAPPENS_S = len(_KILLED), 600.0
+
+Ids = tuple[int, ...]
+Question = tuple[Ids, SamplingParams]
+Heard = Callable[[int], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to decode. A budget of None is the deployment's own; so many sessions are open on each verifier."""
+
+    method: str
+    budget: int | None = None
+    sessions: int = 8
+    during: str = ""
+    """one of MEANWHILE, or nothing"""
+
+    def __str__(self) -> str:
+        budget = "" if self.budget is None else f" B={self.budget}"
+        return f"{self.method}{budget} sessions={self.sessions}" + (f", {self.during}" if self.during else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What one way said: how many ids, their hash, and where it first left what was expected."""
+
+    way: str
+    ids: int
+    sha256: str
+    happened: int
+    """kills or weight syncs meanwhile"""
+    difference: str = ""
+    compared: int = 0
+    """ids up to the difference, that one included"""
+
+
+def two_of_each(spec: StackSpec) -> StackSpec:
+    """The same stack with verifiers and orchestrators that take one another's place."""
+    threads = max(1, usable_cores() // VERIFIERS)
+    told = {"verifiers": VERIFIERS, "orchestrators": ORCHESTRATORS, "verifier_threads": threads, "drafter_threads": 1}
+    extra = {} if spec.dtype == "float32" else {"verifier": {"verifier.invariant": True}}
+    return replace(spec, **told, extra=extra)  # type: ignore[arg-type]
+
+
+def ways_of(methods: Sequence[str], dtype: str) -> tuple[list[Way], list[Way]]:
+    """Plain decoding, every method, budget and batch mix, and every method beside kills; then what needs an adapter."""
+    ways = [Way("plain", None, sessions) for sessions in SESSIONS]
+    ways += starmap(Way, product(methods, BUDGETS[dtype], SESSIONS))
+    ways += (Way(method, during=KILLS) for method in methods)
+    syncing = [*(Way(method, during=SYNCS) for method in methods[-1:]), *(Way(one, during=BOTH) for one in methods)]
+    return ways, syncing
+
+
+def questions(prompts: Sequence[Ids], count: int, seed: int = 1) -> list[Question]:
+    """Parts of the prompts, each drawn in one of the SAMPLINGS with a seed of its own."""
+    asked = []
+    for number in range(count):
+        turn, at = divmod(number, len(prompts))
+        part = prompts[at][turn % 8 :][: 8 + (5 * turn + at) % 40] or prompts[at]
+        asked.append((part, SAMPLINGS[(turn + at) % len(SAMPLINGS)].model_copy(update={"seed": seed + number})))
+    return asked
+
+
+def sha256(answers: Iterable[Ids]) -> str:
+    """Of all ids, eight bytes each, every answer behind its length."""
+    digest = hashlib.sha256()
+    for ids in answers:
+        digest.update(np.array([len(ids), *ids], "<i8").tobytes())
+    return digest.hexdigest()
+
+
+def compare(way: str, expected: Sequence[Ids], said: Sequence[Ids | str], happened: int = 0) -> Line:
+    """The line of a way; an answer that is text is the error that it failed with."""
+    whole, compared = [ids for ids in said if not isinstance(ids, str)], 0
+    line = (way, sum(map(len, whole)), sha256(whole), happened)
+    for number, (wanted, ids) in enumerate(zip(expected, said, strict=True)):
+        if isinstance(ids, str):
+            return Line(*line, f"prompt {number} failed: {ids}", compared + 1)
+        for position, (one, other) in enumerate(itertools.zip_longest(wanted, ids)):
+            compared += 1
+            if one != other:
+                return Line(*line, f"prompt {number}, token {position}: {other} instead of {one}", compared)
+    return Line(*line)
+
+
+def drawn_by(reference: Reference, question: Question, ids: Ids | str) -> Ids | None:
+    """What transformers draws along an answer; None where rounding may decide a token of it."""
+    drawn, margin = ([], MARGIN) if isinstance(ids, str) else reference.redraw(question[0], ids, question[1])
+    return tuple(drawn) if margin >= MARGIN else None
+
+
+async def ask(
+    address: str, asked: Sequence[Question], way: Way, new_tokens: int, heard: Heard = int
+) -> list[Ids | str]:
+    """The answer to each question, or why it failed; `heard` is told how many ids came."""
+    gate = asyncio.Semaphore(way.sessions * VERIFIERS)
+    async with AsyncClient(address) as client:
+
+        async def one(prompt: Ids, sampling: SamplingParams) -> Ids | str:
+            options = {"policy": way.method, "budget": way.budget, "sampling": sampling, "max_new_tokens": new_tokens}
+            try:
+                async with gate:
+                    answer = await client.generate(prompt, **options, ignore_eos=True)  # type: ignore[arg-type]
+            except CoppiceError as error:
+                return f"{error.status.name}: {error}"[:200]
+            heard(answer.new_tokens)
+            return answer.ids
+
+        return list(await asyncio.gather(*(one(*question) for question in asked)))
+
+
+@asynccontextmanager
+async def meanwhile(stack: Stack, during: str) -> AsyncIterator[Callable[[], int]]:
+    """Kills or weight syncs or both as long as this is open; gives how often each has happened at least."""
+    counts = list[Callable[[], int]]()
+    done, killed = asyncio.Event(), list[str]()
+    async with AsyncExitStack() as close:
+        if SYNCS in during:
+            adapter = close.enter_context(AdapterClient(stack.services["adapter"].address))
+            counts.append(lambda: sum(head.version for head in adapter.status()))
+        if KILLS in during:
+            counts.append(lambda: len(killed))
+            killing = asyncio.create_task(_kill(stack, done, killed))
+
+            async def end() -> None:
+                done.set()
+                await killing
+
+            close.push_async_callback(end)
+        yield lambda: min((count() for count in counts), default=0)
+
+
+async def _kill(stack: Stack, done: asyncio.Event, killed: list[str]) -> None:
+    """SIGKILL a process of each role in turns, and start it anew."""
+    by_role = [[name for name, one in stack.services.items() if one.role == role] for role in _KILLED]
+    for turn in itertools.count():
+        for names in filter(None, by_role):
+            await asyncio.sleep(KILL_EVERY_S)
+            if done.is_set():
+                return
+            name = names[turn % len(names)]
+            os.kill(stack.services[name].pid, signal.SIGKILL)
+            await asyncio.to_thread(stack.restart, name)
+            killed.append(name)
+
+
+class Identity:
+    """The questions of a run, what is expected, and the lines so far; each is shown as it ends."""
+
+    def __init__(self, asked: Sequence[Question], new_tokens: int, heard: Heard, show: Callable[[str], object]) -> None:
+        self.asked, self.new_tokens, self.heard, self.show = list(asked), new_tokens, heard, show
+        self.expected: list[Ids] = []
+        self.lines: list[Line] = []
+
+    def begin(self, stack: Stack, reference: Reference, count: int, dtype: str) -> None:
+        """Ask plain decoding, and keep `count` of the questions; in float32 of those that rounding does not decide."""
+        if dtype != "float32":
+            self.asked, alone = self.asked[:count], Way("plain", None, 1)
+            said = asyncio.run(ask(stack.address, self.asked, alone, self.new_tokens, self.heard))
+            self.expected = [() if isinstance(ids, str) else ids for ids in said]
+            return self._add(compare("plain, first", self.expected, said))
+        said = asyncio.run(ask(stack.address, self.asked, Way("plain"), self.new_tokens, self.heard))
+        pairs = zip(self.asked, said, strict=True)
+        drawn = [(*pair, ids) for pair in pairs if (ids := drawn_by(reference, *pair)) is not None][:count]
+        self.asked, self.expected = [question for question, *_ in drawn], [ids for *_, ids in drawn]
+        return self._add(compare("plain, by transformers", self.expected, [ids for _, ids, _ in drawn]))
+
+    def run(self, stack: Stack, way: Way) -> None:
+        """Ask everything one way; all again until what is to happen meanwhile has happened as often as it must."""
+        self._add(asyncio.run(self._run(stack, way)))
+
+    async def _run(self, stack: Stack, way: Way) -> Line:
+        until = time.monotonic() + _HAPPENS_S
+        async with meanwhile(stack, way.during) as happened:
+            while True:
+                said = await ask(stack.address, self.asked, way, self.new_tokens, self.heard)
+                line = compare(str(way), self.expected, said, happened())
+                if line.difference or not way.during or line.happened >= _LEAST_HAPPENED or time.monotonic() > until:
+                    return line
+
+    def _add(self, line: Line) -> None:
+        self.lines.append(line)
+        told = f"FAILED {line.difference}" if line.difference else f"{line.happened} times" if line.happened else ""
+        self.show(f"{line.sha256}  {line.ids} ids  {line.way}  {told}".rstrip())
+
+    def report(self, report: Report, ids: int) -> None:
+        """Add the lines, and checks that all are equal, long enough, and that what was to happen did."""
+        report.rows += [asdict(line) for line in self.lines]
+        differ = [line for line in self.lines if line.difference]
+        note = "; ".join(f"{line.way}: {line.difference}" for line in differ[:3])
+        report.checks.append(Check("ways that differ", len(differ), "0", not differ, note))
+        report.checks.append(Check.at_least("ids of a line", min(line.ids for line in self.lines), ids, weak=True))
+        idle = [line.way for line in self.lines if line.way.endswith(MEANWHILE) and line.happened < _LEAST_HAPPENED]
+        note = ", ".join(idle)
+        report.checks.append(Check("ways that nothing happened to", len(idle), "0", not idle, note, weak=True))

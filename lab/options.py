@@ -1,0 +1,187 @@
+"""The options of `coppice bench`, each once: a command takes some of them, with defaults of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+
+import typer
+from typer import Option
+
+from coppice.commands.options import Heads, JsonFile, folder, names, picture, split
+from coppice.errors import InvalidField
+
+if TYPE_CHECKING:
+    from coppice.stack.spec import HeadSpec, StackSpec
+
+T = TypeVar("T", int, float)
+ASKED = ("target", "heads", "prompts", "category", "chat", "skip_long", "dtype")
+"""the options of commands that ask a stack"""
+TRAINED = ("dspark-code", "specblock-code", "eagle3-code")
+
+
+Target = Annotated[Path | None, Option(help="Model folder; default: the demo's target and heads.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """All options; those that a command does not take are as they stand here."""
+
+    target: Target = None
+    heads: Heads = None
+    head: Annotated[str, Option(metavar="NAME=KIND[:DIR]", help="The head.")] = "specblock-code"
+    prompts: Annotated[
+        list[Path] | None,
+        Option(
+            metavar="FILE,...",
+            callback=split,
+            help="JSON lines (Spec-Bench's, SPEED-Bench's) or .txt, a benchmark each if there are several. "
+            "Default: the prompts that come with Coppice.",
+        ),
+    ] = None
+    category: Annotated[list[str] | None, names("Keep prompts of these categories, such as code,maths.")] = None
+    n: Annotated[int, Option("--n", min=1, help="Prompts of each file, or queries.")] = 8
+    warm_up: Annotated[int, Option(min=0, help="Prompts after --n that every method answers first, uncounted.")] = 0
+    chat: Annotated[bool, Option("--chat", help="Send each text as a user's message.")] = False
+    max_new_tokens: Annotated[int, Option(min=2, help="Tokens made for each prompt, past end-of-text ids too.")] = 128
+    skip_long: Annotated[bool, Option("--skip-long", help="Leave out prompts too long for the context.")] = False
+    methods: Annotated[list[str] | None, names("Policies or head names; default: all of them.")] = None
+    budgets: Annotated[str, Option(help="Draft nodes verified a step, comma-separated; default: the server's.")] = ""
+    budget: Annotated[int, Option(min=1, max=64, help="Draft nodes of every tree.")] = 31
+    temperatures: Annotated[str, Option(help="Comma-separated.")] = "0,1"
+    sessions: Annotated[str, Option(help="Prompts answered at once, comma-separated.")] = "1"
+    t_m: Annotated[float, Option(min=0, help="Milliseconds of a forward of the target.")] = 6.0
+    t_d: Annotated[float, Option(min=0, help="Milliseconds of a draft, or of a batch of them.")] = 2.0
+    ids: Annotated[int, Option(min=1, help="Token ids of each line, at least.")] = 100_000
+    write: Annotated[bool, Option("--write", help="Put what is expected of heads into their config.json.")] = False
+    what: Annotated[
+        str,
+        Option(help="shift: stories, then code again; turns: code, stories and maths, again and again."),
+    ] = "shift"
+    shape: Annotated[
+        str, Option(metavar="NAME|DIR", help="demo, 0.5b, llama-3.1-8b, qwen3-8b, or a folder with config.json.")
+    ] = "demo"
+    kinds: Annotated[
+        list[str] | None, names("Kinds of heads; default: eagle3,specblock.", "--head", metavar="KIND,...")
+    ] = None
+    profile: Annotated[
+        str,
+        Option(
+            help="Acceptance by depth, such as 0.8,0.7,0.6, or that of a target in SpecBlock's table 1: llama-3.1-8b, "
+            "llama-3.1-8b-t1, qwen3-8b, qwen3-8b-t1."
+        ),
+    ] = "llama-3.1-8b"
+    pipeline: Annotated[bool, Option(help="Also time steps of the real services, at one session.")] = True
+    cache: Annotated[Path | None, folder("What is made is kept here, and used again.")] = None
+    device: Annotated[str, Option(help="A torch device.")] = "cpu"
+    dtype: Annotated[str | None, Option(help="float32 or bfloat16.")] = None
+    one_process: Annotated[bool, Option("--one-process", help="Let the heads live in the verifier's process.")] = False
+    answers: Annotated[Path | None, folder("Also write each method's answers, as Spec-Bench does.")] = None
+    plots: Annotated[Path | None, folder("Also draw PNGs here.")] = None
+    plot: Annotated[Path | None, picture("--plot", "Also draw it")] = None
+    json_file: JsonFile = None
+    goals: Annotated[bool, Option("--goals", help="Exit 1 also when one of the project's own goals is missed.")] = False
+
+    def spec(self, default: Sequence[str] = ()) -> StackSpec:
+        """The stack that the options describe; unusable ones are a usage error that names the option.
+
+        `default`: heads beside the demo's target, none for the demo's own.
+        """
+        from coppice.stack.options import stack_spec
+
+        heads = self.heads or (list(default) if self.target is None else None)
+        spec = stack_spec(self.target, heads, dtype=self.dtype, port=0)
+        return replace(spec, one_process=self.one_process)
+
+    def shipped_heads(self) -> list[str]:
+        """The shipped heads that methods name."""
+        from coppice.stack.spec import SHIPPED_HEADS
+
+        named = {head for method in self.methods or () for head in re.split("[:/]", method)}
+        return [head for head in SHIPPED_HEADS if head in named or (head == "lm" and "hf-assisted" in named)]
+
+    def temperatures_asked(self, most: float = float("inf")) -> tuple[float, ...]:
+        """The temperatures. Raises InvalidField."""
+        return numbers("temperatures", self.temperatures, float, 0, most)
+
+    def budgets_asked(self) -> tuple[int, ...]:
+        """The budgets. Raises InvalidField."""
+        from coppice.limits import MAX_TREE_NODES
+
+        return numbers("budgets", self.budgets, int, 0, MAX_TREE_NODES)
+
+
+def command(app: typer.Typer, *names: str, **defaults: Any) -> Callable[[Callable[[Options], None]], None]:
+    """Make a function a command with the options of these names; `defaults` has those whose defaults differ."""
+    hints = get_type_hints(Options, include_extras=True)
+    parameters = [
+        Parameter(
+            name, Parameter.KEYWORD_ONLY, default=defaults.get(name, getattr(Options, name)), annotation=hints[name]
+        )
+        for name in hints
+        if name in (*names, *defaults, "json_file")
+    ]
+
+    def register(function: Callable[[Options], None]) -> None:
+        def called(**given: Any) -> None:
+            function(Options(**given))
+
+        called.__doc__ = function.__doc__
+        called.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        app.command(function.__name__)(called)
+
+    return register
+
+
+def numbers(option: str, text: str, kind: type[T], low: float, high: float) -> tuple[T, ...]:
+    """The numbers of an option that takes several, with commas between. Raises InvalidField, which names the option."""
+    from coppice.limits import check_range
+
+    try:
+        found = tuple(kind(part) for part in text.split(","))
+        for number in found:
+            check_range(option, number, low, high)
+    except ValueError:
+        raise InvalidField(option, f"{text!r} is not a list of numbers") from None
+    return found
+
+
+def read_methods(
+    wanted: Sequence[str] | None, heads: Sequence[HeadSpec], others: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """The policies of a stack with these heads that are wanted, plain first; HEAD is short for single:HEAD.
+
+    Without any all policies. `others`: what may be wanted too. Raises InvalidField, before anything is started.
+    """
+    from coppice.speculation.policy import POLICIES, Policy
+
+    names = [head.name for head in heads]
+    methods = ["plain"]
+    for text in wanted or (*names, *(POLICIES[1:] if names else ())):
+        method = f"single:{text}" if text in names else text
+        if text not in others:
+            if wanted and len(names) < 2 and method in POLICIES and method.startswith(("route", "merge")):
+                raise InvalidField("methods", f"{text} needs at least two heads, there are {len(names)}")
+            try:
+                Policy.parse(method, names)
+            except InvalidField as error:
+                raise InvalidField("methods", f"{text!r}: {str(error).partition(': ')[2]}") from None
+        methods.append(method)
+    return tuple(dict.fromkeys(methods))
+
+
+def with_heads(options: Options, kinds: Sequence[str], default: Sequence[str] = ()) -> StackSpec:
+    """The stack of the options with its heads of these kinds. Raises InvalidField when there are none.
+
+    `default`: the heads beside the demo's target.
+    """
+    spec = options.spec(default)
+    chosen = tuple(head for head in spec.heads if head.kind in kinds)
+    if not chosen:
+        raise InvalidField("head", f"none is of kind {', '.join(kinds)}")
+    return replace(spec, heads=chosen)

@@ -1,0 +1,98 @@
+"""How well a SpecBlock head knows where it will be right, and what trees gain from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from coppice.config.sections import DrafterSettings
+from coppice.engine.loading import load_engine
+from coppice.heads.block_head import SpecBlockHead
+from coppice.heads.checkpoints import load_head, read_output
+from coppice.heads.ranking import target_ids
+from coppice.stack.spec import StackSpec
+from coppice.training.data.answerer import Answer, Answerer, as_positions
+from coppice.training.data.teacher import Teacher
+from coppice.training.losses.acceptance import Acceptance, measure
+from coppice.training.losses.feature_losses import HeadLoss, Student
+from coppice.training.progress import Progress
+from lab.paper.replay import Replay, replay_all
+from lab.report import Report
+
+Line = dict[str, Any]
+BUCKETS = ("rank 1", "rank 2-4", "rank 5-10", "beyond 10")
+TREES: dict[str, tuple[tuple[int, int, int, int], bool]] = {
+    "rank-guided 2,4,10,0 (paper)": ((2, 4, 10, 0), True),
+    "rank-guided 2,4,6,4 (released)": ((2, 4, 6, 4), True),
+    "rank-guided 2,4,6,10": ((2, 4, 6, 10), True),
+    "uniform 4": ((4, 4, 4, 4), False),
+    "cumulative score alone, 10 a slot": ((10, 10, 10, 10), False),
+}
+"""widths, and whether the rank head is asked; every tree is pruned to the same number of nodes"""
+
+
+def run_rank(spec: StackSpec, report: Report, prompts: Sequence[Sequence[int]], new_tokens: int, budget: int) -> None:
+    """Measure the rank head of each SpecBlock head along the target's greedy answers, and its trees."""
+    ranks, alphas, trees = list[Line](), list[Line](), list[Line]()
+    read: dict[tuple[int, ...], list[tuple[Answer, int]]] = {}
+    with Progress("heads", len(spec.heads)) as progress:
+        for head in spec.heads:
+            assert head.path is not None
+            layers = load_head("specblock", head.path, spec.target).config.feature_layers
+            if layers not in read:
+                progress.say("the target answers")
+                read[layers] = answers(spec.target, prompts, new_tokens, layers)
+            texts, name = read[layers], {"head": head.name}
+            progress.say(f"{head.name} drafts along the answers")
+            accepted = accepted_along(head.path, spec.target, [text for text, _ in texts])
+            ranks += [name | {"bucket": at, **row} for at, row in zip(BUCKETS, accepted.ranks(), strict=True)]
+            places = {f"{block + 1}.{slot + 1}": alpha for (block, slot), alpha in accepted.alphas.items()}
+            alphas.append(name | places | {"chain": accepted.length})
+            for tree, gain in tree_gains(head.path, spec.target, texts, budget).items():
+                told = {"tree": tree, "tau": gain.tau, "nodes": gain.nodes / max(1, gain.steps), "steps": gain.steps}
+                trees.append(name | told)
+            progress.add()
+    shares = dict.fromkeys(("frequency", "precision", "recall", "f1"), ".1%")
+    report.add_figures("rank_head", "does the rank head know where it is right?", ranks, shares)
+    title = "alpha by block and slot along a greedy chain, and what it would commit"
+    report.add_figures("alpha", title, alphas, dict.fromkeys(alphas[0].keys() - {"head", "chain"}, ".3f"))
+    title = f"trees of at most {budget} nodes along the target's greedy answers"
+    report.add_figures("trees", title, trees, {"tau": ".3f", "nodes": ".1f"})
+
+
+def answers(
+    target: Path,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    layers: tuple[int, ...] = (),
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> list[tuple[Answer, int]]:
+    """The target's answers, in float32, with the features of `layers` (empty: the default ones), and each prompt's
+    length.
+
+    At T > 0 the n-th is the answer to a request with the n-th seed from `seed` on.
+    """
+    lengths = [len(prompt) + new_tokens for prompt in prompts]
+    engine = load_engine(target, kv_tokens=sum(lengths) + 32 * len(lengths))
+    texts = Answerer(engine, layers=layers).answer(prompts, lengths, temperature, seed, keyed=True)
+    return list(zip(texts, map(len, prompts), strict=True))
+
+
+def accepted_along(folder: Path, target: Path, texts: Sequence[Answer]) -> Acceptance:
+    """How often a SpecBlock head is right along whole texts, prompts included."""
+    loaded = load_head("specblock", folder, target)
+    read, positions = as_positions(texts)
+    teacher = Teacher(read, read_output(target).float(), target_ids(loaded.model, loaded.config))
+    return measure(Student(loaded.model, loaded.embedding.float()), HeadLoss(teacher), positions)
+
+
+def tree_gains(folder: Path, target: Path, texts: Sequence[tuple[Answer, int]], budget: int) -> dict[str, Replay]:
+    """Each kind of tree along the same texts at the same budget of nodes."""
+    settings = DrafterSettings(kind="specblock", path=str(folder), target=str(target))
+    gains = {}
+    for name, (widths, guided) in TREES.items():
+        head = SpecBlockHead(settings, widths, guided)
+        gains[name] = replay_all(head, texts, budget)
+    return gains

@@ -1,0 +1,137 @@
+"""Prompts as a target's ids: known, and checked against its context, before anything is started."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+
+from coppice.engine.context import Context
+from coppice.errors import InvalidField
+from coppice.messages.generation import ModelDescription
+from coppice.prompts.files import FilePrompt, demo_prompts, read_prompts
+from coppice.stack.spec import StackSpec
+from coppice.testing.target_text import TargetText
+from lab.options import Options
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One prompt as ids; the benchmark is its file where there are several files, else its category."""
+
+    ids: tuple[int, ...]
+    benchmark: str = ""
+    source: FilePrompt | None = None
+    later: tuple[tuple[int, ...], ...] = ()
+    """of a conversation: what stands between this answer and the next, and so on"""
+    turn: int = 0
+
+    def longest(self, new_tokens: int) -> int:
+        """Tokens of the whole conversation, at most."""
+        return len(self.ids) + new_tokens + sum(len(between) + new_tokens for between in self.later)
+
+    def next(self, answer: Sequence[int]) -> Question:
+        """The conversation's next question, behind the answer to this one."""
+        between, *later = self.later
+        return replace(self, ids=(*self.ids, *answer, *between), later=tuple(later), turn=self.turn + 1)
+
+
+def prompt_ids(options: Options, spec: StackSpec) -> list[tuple[int, ...]]:
+    """The ids of the prompts that are asked; of a conversation, of its first turn. Raises InvalidField."""
+    return [question.ids for question in read_all(options, spec)[0]]
+
+
+def read_all(options: Options, spec: StackSpec) -> tuple[list[Question], list[Question], list[str]]:
+    """See `read_questions`; those that are left out are named on stderr. Raises InvalidField."""
+    text = TargetText(spec.target)
+    context = text.context(spec.settings().verifier.kv_tokens)
+    asked, warming, long = read_questions(options, text, context)
+    for line in long:
+        print(f"coppice: left out, a context holds {context}: {line}", file=sys.stderr)
+    return asked, warming, long
+
+
+def read_questions(
+    wanted: Options, text: TargetText, context: Context
+) -> tuple[list[Question], list[Question], list[str]]:
+    """Those that are asked, those to warm up with, and what is said of those that are too long and left out.
+
+    Raises InvalidField: for a target without a chat template, too few questions, and, unless they are to be left out,
+    those that do not fit into the context with all their answers, which it names.
+    """
+    if wanted.chat and not text.has_chat_template:
+        raise InvalidField("chat", "this target has no chat template")
+    asked: list[Question] = []
+    warming: list[Question] = []
+    long: list[str] = []
+    names = benchmark_names(wanted.prompts) if wanted.prompts else ["prompts"]
+    number = wanted.n + wanted.warm_up
+    for file, name in zip(wanted.prompts or (None,), names, strict=True):
+        fit: list[Question] = []
+        known = len(long)
+        for question in _questions(file, name, wanted, text):
+            if len(fit) + (0 if wanted.skip_long else len(long) - known) == number:
+                break
+            tokens = question.longest(wanted.max_new_tokens)
+            if tokens <= context.tokens:
+                fit.append(question)
+            else:
+                long.append(f"{question.source.name if question.source else name}: {tokens} tokens")
+        if wanted.warm_up and len(fit) < number and (wanted.skip_long or not long):
+            why = f"there are {len(fit)} prompts in {name}, too few for {wanted.n} and {wanted.warm_up} to warm up"
+            raise InvalidField("warm_up", f"{why} with")
+        asked += fit[: wanted.n]
+        warming += fit[wanted.n :]
+    if long and not (asked and wanted.skip_long):
+        many = f"{len(long)} prompts do" if len(long) > 1 else "a prompt does"
+        why = f"{many} not fit, with {wanted.max_new_tokens} new tokens an answer, into a context of {context}"
+        raise InvalidField("prompts", f"{why}; --skip-long goes on without: {'; '.join(long)}")
+    if not asked:
+        raise InvalidField("category", f"no prompt is of {', '.join(wanted.category or ())}")
+    return asked, warming, long
+
+
+def _questions(file: Path | None, name: str, wanted: Options, text: TargetText) -> Iterator[Question]:
+    """A file's questions in order, or of Coppice's own as many as are wanted."""
+    categories = wanted.category or ()
+    for one in read_prompts(file) if file else own_prompts(text, wanted.n + wanted.warm_up, categories):
+        if categories and one.category not in categories:
+            continue
+        benchmark = name if len(wanted.prompts or ()) > 1 else one.category or name
+        if isinstance(one.prompt, tuple):
+            yield Question(one.prompt, benchmark, one)
+            continue
+        turns = (one.prompt, *one.later)
+        between = [
+            text.encode_between(before, after, wanted.chat) for before, after in zip(turns, one.later, strict=False)
+        ]
+        yield Question(text.encode(one.prompt, wanted.chat), benchmark, one, tuple(between))
+
+
+def own_prompts(text: TargetText | ModelDescription, count: int, categories: Sequence[str] = ()) -> list[FilePrompt]:
+    """`count` of Coppice's own prompts, of all categories in turn; random ids for a target without a tokenizer."""
+    if text.has_tokenizer:
+        return spread([one for one in demo_prompts() if not categories or one.category in categories])[:count]
+    rng = random.Random(0)  # noqa: S311
+    return [
+        FilePrompt(tuple(rng.randrange(text.vocab_size) for _ in range(8 + 5 * number)), where=f"random {number + 1}")
+        for number in range(count)
+    ]
+
+
+def spread(prompts: Sequence[FilePrompt]) -> list[FilePrompt]:
+    """Prompts of all categories in turn."""
+    by_category: dict[str, list[FilePrompt]] = {}
+    for prompt in prompts:
+        by_category.setdefault(prompt.category, []).append(prompt)
+    return [prompt for turn in zip_longest(*by_category.values()) for prompt in turn if prompt is not None]
+
+
+def benchmark_names(files: Sequence[Path]) -> list[str]:
+    """A name for each file: its own, or its folder's where several are called alike (gsm8k/question.jsonl), or all."""
+    full = [file.resolve() for file in files]
+    ways = [file.stem for file in full], [file.parent.name for file in full], list(map(str, full))
+    return next(names for names in ways if len(set(names)) == len(set(full)))

@@ -1,0 +1,330 @@
+"""What a measuring command says: tables for people, the same as JSON (docs/protocol.md), and its checks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from coppice import __version__
+from coppice.client.completion import Completion
+from coppice.machine import this_machine
+from lab.calm import Calm
+
+if TYPE_CHECKING:
+    from coppice.testing.reference import Verdict
+
+HF_GENERATE = "hf-generate"
+WIDEST = 10_000  # columns of a table, whatever the terminal's
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """How many answers are the reference's, differ from it by rounding alone, and are wrong."""
+
+    identical: int = 0
+    ties: int = 0
+    wrong: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.identical}/{self.ties}/{self.wrong}" if self.identical + self.ties + self.wrong else "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One method's figures over all its prompts."""
+
+    method: str
+    heads: tuple[str, ...]
+    budget: int
+    sessions: int
+    prompts: int
+    tokens: int
+    tau: float
+    tokens_per_s: float
+    """Of all sessions; the prefill is left out."""
+    speedup: float = 0.0
+    """Over plain in the same run; 0 without plain."""
+    draft_share: float = 0.0
+    """Time that steps wait for drafts over the time of all steps."""
+    verified_nodes: float = 0.0
+    """Mean of a step."""
+    late_drafts: int = 0
+    verdicts: Verdicts = Verdicts()
+    repeat_share: float = 0.0
+    """Share of an answer's 4-grams that occurred in it before, mean over answers: loops flatter every drafter."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as `--json` holds it: flat."""
+        row = asdict(self)
+        verdicts: dict[str, int] = row.pop("verdicts")
+        return row | verdicts
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A promise, or a goal, and whether it held."""
+
+    name: str
+    value: float
+    bound: str
+    ok: bool
+    note: str = ""
+    """for people only"""
+    weak: bool = False
+    """whether too little was measured to prove it: then a missed bound is a note, not a failure"""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the bound was missed by what was measured."""
+        return not (self.ok or self.weak)
+
+    def to_json(self) -> dict[str, Any]:
+        """The check as `--json` holds it."""
+        return {key: getattr(self, key) for key in ("name", "value", "bound", "ok")}
+
+    @classmethod
+    def at_least(cls, name: str, value: float, bound: float, note: str = "", weak: bool = False) -> Check:
+        """A check that a value reaches a bound; the value is shown with three digits."""
+        return cls(name, round(value, 3), f">= {bound:g}", value >= bound, note, weak)
+
+    @classmethod
+    def at_most(cls, name: str, value: float, bound: float, note: str = "") -> Check:
+        """A check that a value does not exceed a bound; the value is shown with three digits."""
+        return cls(name, round(value, 3), f"<= {bound:g}", value <= bound, note)
+
+
+class WholeTable(Table):
+    """A table under a heading of any length; it is never cut, but wider than the terminal if it must be."""
+
+    def __init__(self, heading: str) -> None:
+        super().__init__(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        self.heading, self.below = heading, ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(self.heading, style="italic")
+        yield from super().__rich_console__(console, options.update(max_width=WIDEST))
+        if self.below:
+            yield Text(self.below, style="dim")
+
+
+@dataclass(slots=True)
+class Report:
+    """One run of a measuring command."""
+
+    command: str
+    dtype: str
+    threads: int
+    device: str = "cpu"
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """What was measured, as `--json` holds it."""
+    tables: list[Table] = field(default_factory=list)
+    """What was measured, for people."""
+    notes: list[str] = field(default_factory=list)
+    """Lines below the tables, which are not wrapped: they may be copied."""
+    checks: list[Check] = field(default_factory=list)
+    """Of correctness."""
+    goals: list[Check] = field(default_factory=list)
+    """What the project wants to reach."""
+    strict: bool = False
+    """Whether goals are checks, too."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """What else `--json` holds."""
+    calm: Calm = field(default_factory=Calm)
+    """Of what was timed."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check failed."""
+        return not any(check.failed for check in self._decisive)
+
+    @property
+    def _decisive(self) -> list[Check]:
+        return self.checks + (self.goals if self.strict else [])
+
+    def add_methods(self, rows: Sequence[Row]) -> None:
+        """Add a row for each method with its speedup over plain, and their table."""
+        rows = with_speedups(rows)
+        self.rows += (row.to_json() for row in rows)
+        self.tables.append(method_table(f"{self.command}: {self.dtype}, {self.threads} threads", rows))
+
+    def add_figures(
+        self, name: str, title: str, rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str] | None = None
+    ) -> None:
+        """Add lines of one kind: as `figures[name]`, and as a table."""
+        self.figures[name] = [dict(row) for row in rows]
+        self.tables.append(table(title, rows, formats))
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of `--json FILE`."""
+        return {
+            "command": self.command,
+            "version": __version__,
+            "commit": commit(),
+            "machine": machine_line(self.device),
+            "dtype": self.dtype,
+            "threads": self.threads,
+            "rows": self.rows,
+            "checks": [check.to_json() for check in self.checks],
+            "ok": self.ok,
+        } | {
+            name: value
+            for name, value in (
+                ("goals", [goal.to_json() for goal in self.goals]),
+                ("figures", self.figures),
+                ("calm", asdict(self.calm) if self.calm.answers else None),
+            )
+            if value
+        }
+
+    def write(self, file: Path) -> None:
+        """Write the JSON object to a file."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    def print(self, console: Console) -> None:
+        """Print the tables, and the checks below them."""
+        goals = [
+            {
+                "goal": goal.name,
+                "measured": f"{goal.value:g}",
+                "wanted": goal.bound,
+                "reached": "yes" if goal.ok else "[yellow]no[/]",
+                "note": goal.note or None,
+            }
+            for goal in self.goals
+        ]
+        for each in [*self.tables, *([table("goals", goals)] if goals else [])]:
+            console.print(each, crop=False, no_wrap=True, overflow="ignore")
+        for note in [*self.notes, *([str(self.calm)] if self.calm.answers else [])]:
+            console.print(note, soft_wrap=True, highlight=False)
+        for check in self._decisive:
+            note = f" ({check.note})" if check.note else ""
+            sign = "[red]FAILED[/]" if check.failed else "[green]ok[/]" if check.ok else "[yellow]weak[/]"
+            line = f"{sign} {check.name}: {check.value:g}, bound {check.bound}{note}"
+            console.print(line, highlight=False, soft_wrap=True)
+
+
+def table(heading: str, rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str] | None = None) -> WholeTable:
+    """A table with a column for each key that a row has a value for.
+
+    A float has two digits unless `formats` gives its key another format; None is a dash.
+    """
+    keys = list(dict.fromkeys(key for row in rows for key, value in row.items() if value is not None))
+    made = WholeTable(heading)
+    for key in keys:
+        words = all(isinstance(row.get(key), str) for row in rows)
+        made.add_column(key, justify="left" if words else "right", no_wrap=True)
+    for row in rows:
+        made.add_row(*(_cell(row.get(key), (formats or {}).get(key, "")) for key in keys))
+    return made
+
+
+def method_table(title: str, rows: Sequence[Row]) -> Table:
+    """A line for each method."""
+    peer = next((row.tokens_per_s for row in rows if row.method == HF_GENERATE), 0.0)
+    lines = [
+        {
+            "method": row.method.removeprefix("single:"),
+            "budget": row.budget or None,
+            "tau": row.tau,
+            "drafts": row.tau - 1,
+            "tokens/s": row.tokens_per_s,
+            "x plain": row.speedup or None,
+            "x hf": row.tokens_per_s / peer if peer else None,
+            "draft": row.draft_share if row.heads else None,
+            "nodes": row.verified_nodes if row.heads else None,
+            "same/tie/wrong": str(row.verdicts),
+        }
+        for row in rows
+    ]
+    title = f"{title}, prefill left out; x hf is over transformers"
+    return table(title, lines, {"draft": ".0%", "nodes": ".1f"})
+
+
+def _cell(value: Any, form: str) -> str:
+    if value is None:
+        return "-"
+    return format(value, form or (".2f" if isinstance(value, float) else ""))
+
+
+def make_row(
+    method: str, completions: Sequence[Completion], verdicts: Sequence[Verdict], budget: int, sessions: int = 1
+) -> Row:
+    """One method's row. Raises ValueError without an answer."""
+    if not completions:
+        raise ValueError(f"{method} has no answers")
+    steps = sum(answer.steps for answer in completions)
+    behind_first = sum(sum(answer.accept_lengths) for answer in completions)
+    decode_s = sum(answer.decode_s for answer in completions)
+    step_ns = sum(sum(answer.timings.step_ns) for answer in completions)
+    counts = Counter(verdicts)
+    return Row(
+        method=method,
+        heads=completions[0].heads,
+        budget=budget,
+        sessions=sessions,
+        prompts=len(completions),
+        tokens=sum(answer.new_tokens for answer in completions),
+        tau=behind_first / steps if steps else 1.0,
+        tokens_per_s=sessions * behind_first / decode_s if decode_s else 0.0,
+        draft_share=sum(answer.timings.draft_ns for answer in completions) / step_ns if step_ns else 0.0,
+        verified_nodes=sum(sum(answer.verified_nodes) for answer in completions) / steps if steps else 0.0,
+        late_drafts=sum(answer.late_drafts for answer in completions),
+        verdicts=Verdicts(counts["identical"], counts["tie"], counts["wrong"]),
+        repeat_share=sum(repeat_share(answer.ids) for answer in completions) / len(completions),
+    )
+
+
+def with_speedups(rows: Sequence[Row]) -> list[Row]:
+    """The rows with their speedup over plain; the answers are equally long, so speeds compare as times do."""
+    plain = next((row.tokens_per_s for row in rows if row.method == "plain"), 0.0)
+    return [replace(row, speedup=row.tokens_per_s / plain if plain else 0.0) for row in rows]
+
+
+def exactness_checks(rows: Sequence[Row], dtype: str, tokens_each: int) -> list[Check]:
+    """Nothing wrong, in float32 no ties either; and whether that is enough evidence: long answers, accepted drafts."""
+    wrong, ties = sum(row.verdicts.wrong for row in rows), sum(row.verdicts.ties for row in rows)
+    checks = [Check("wrong answers", wrong, "0", wrong == 0)]
+    if dtype == "float32":
+        checks.append(Check("ties", ties, "0", ties == 0))
+    best = max((row.tau for row in rows if row.heads), default=1.0)
+    strong = best > 1.3 and tokens_each >= 64
+    note = "" if strong else "too few drafts accepted, or answers too short, to prove much"
+    checks.append(Check("best tau", best, "> 1.3 at 64 tokens a prompt", strong, note, weak=True))
+    return checks
+
+
+def repeat_share(ids: Sequence[int]) -> float:
+    """Share of the 4-grams that occurred before."""
+    grams = [tuple(ids[at : at + 4]) for at in range(len(ids) - 3)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def commit() -> str:
+    """The checkout's commit, with "-dirty" behind it when files differ; empty outside one."""
+    root, git = Path(__file__).resolve().parents[2], shutil.which("git")
+    if git is None or not (root / ".git").exists():
+        return ""
+    command = [git, "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def machine_line(device: str) -> str:
+    """The machine, and the accelerator if one is used."""
+    line = this_machine().describe()
+    if not device.startswith("cuda"):
+        return line
+    import torch
+
+    return f"{line}, {torch.cuda.get_device_name(device)}"

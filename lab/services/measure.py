@@ -1,0 +1,136 @@
+"""Steps of the services on a target and a head that sleep: what is added to T_M and T_D, and each process's CPU."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coppice.client.completion import Completion
+from coppice.limits import TREE_ROOM
+from coppice.speculation.sampling import SamplingParams
+from coppice.stack.launch import MODULES, Stack
+from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.training.progress import Progress
+from lab.asking import Ids, asking
+from lab.measuring import Bench
+from lab.report import Check
+from lab.services.asleep import Asleep
+
+HEAD = "asleep"
+ASLEEP = {**MODULES, "verifier": "lab.services.verifier", "drafter": "lab.services.drafter"}
+"""what is run for each role"""
+BESIDE_MS = {"plain": 0.6, f"single:{HEAD}": 1.0}
+"""what a step of one session may take beside T_M and T_D, by method"""
+BESIDE_P99_MS = 2.0
+"""how much more the 99th percentile may be"""
+SESSIONS_A_CORE = 64
+PROMPT = 32  # ids
+
+Line = dict[str, Any]
+
+
+def spec_of(asleep: Asleep, folder: Path, sessions: Sequence[int], new_tokens: int) -> StackSpec:
+    """A stack whose target and head sleep, with KV for so many sessions; what they agree on is put into `folder`."""
+    asleep.write(folder)
+    return StackSpec(
+        target=folder,
+        name=HEAD,
+        heads=(HeadSpec(HEAD, "eagle3", folder),),  # a kind that is given features; the sleeping head is built for any
+        dtype="bfloat16",
+        verifier_threads=1,
+        drafter_threads=1,
+        extra={"verifier": {"verifier.kv_tokens": max(sessions) * (PROMPT + new_tokens + 2 * TREE_ROOM)}},
+    )
+
+
+def run_services(bench: Bench, asleep: Asleep, sessions: Sequence[int], temperatures: Sequence[float]) -> None:
+    """Add a line for each temperature, number of sessions and method to the report, and goals at the first one."""
+    report, lines, wrong = bench.report, list[Line](), 0
+    cells = list(product(temperatures, sessions, BESIDE_MS))
+    with Progress("cells", len(cells)) as progress:
+        for temperature, count, method in cells:
+            progress.say(f"{method}, T={temperature:g}, {count} sessions")
+            line, mistaken = measured(bench, asleep, method, count, SamplingParams(temperature=temperature))
+            lines.append({"method": method, "T": temperature, "sessions": count, **line})
+            wrong += mistaken
+            progress.add()
+    title = f"""T_M {asleep.t_m_ms:g} ms, T_D {asleep.t_d_ms:g} ms: medians of steps, ms; beside: without T_M and T_D
+client, verifier, drafter, orchestrator: CPU of a step of one session, ms"""
+    report.add_figures("services", title, lines, {"T": "g", "steps/s": ".0f", "sessions/core": ".0f"})
+    report.checks.append(Check("wrong answers", wrong, "0", not wrong))
+    report.goals += goals(lines)
+
+
+def measured(bench: Bench, asleep: Asleep, method: str, sessions: int, sampling: SamplingParams) -> tuple[Line, int]:
+    """A line of the table, and how many answers were wrong: one answer a session, at least --n of them.
+
+    Trees are verified whole, as who names a budget has them: what a sleeping forward's rows cost is noise.
+    """
+    options = bench.options
+    prompts = [_prompt(seed, asleep.vocab_size) for seed in range(max(options.n, sessions))]
+    ask = asking(bench.client, options.max_new_tokens, sessions, policy=method, budget=options.budget)
+    ask(prompts[:1], sampling)
+    before, began = _cpu_ns(bench.stack), time.perf_counter()
+    answers = ask(prompts, sampling)
+    wall_s, after = time.perf_counter() - began, _cpu_ns(bench.stack)
+    wrong = sum(
+        answer.ids != asleep.text(prompt, options.max_new_tokens)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    )
+    return line_of(asleep, answers, wall_s, {name: after[name] - before[name] for name in before}), wrong
+
+
+def line_of(asleep: Asleep, answers: Sequence[Completion], wall_s: float, used_ns: dict[str, int]) -> Line:
+    """What some answers, made together in `wall_s` seconds, tell of a step; used_ns: CPU of each process meanwhile."""
+    timings = [answer.timings for answer in answers]
+    steps = sum(answer.steps for answer in answers)
+    beside = np.array([split for timing in timings for split in timing.split_ns]) / 1e6
+    t_m, t_d = (
+        sum(getattr(timing, f"{part}_forward_ns") for timing in timings) / steps / 1e6 for part in ("target", "head")
+    )
+    used = {name: its / steps / 1e6 for name, its in used_ns.items()}
+    return {
+        "tau": sum(sum(answer.accept_lengths) for answer in answers) / steps,
+        "nodes": sum(sum(answer.verified_nodes) for answer in answers) / steps,
+        "step": statistics.median(step for timing in timings for step in timing.step_ns) / 1e6,
+        "T_M": t_m,
+        "T_D": t_d,
+        "beside": float(np.median(beside)),
+        "p99": float(np.percentile(beside, 99)),
+        "steps/s": steps / wall_s,
+        **used,
+        "sessions/core": (asleep.t_m_ms + asleep.t_d_ms * (t_d > 0)) / used["orchestrator"],
+    }
+
+
+def goals(lines: Sequence[Line]) -> list[Check]:
+    """What is wanted at the first temperature: of a step of one session, and of the orchestrator under most load."""
+    first = [line for line in lines if line["T"] == lines[0]["T"]]
+    found = []
+    for line in first:
+        method, sessions = line["method"], line["sessions"]
+        if sessions == 1:
+            bound, name = BESIDE_MS[method], f"one session's step of {method} beside T_M and T_D, ms"
+            found.append(Check.at_most(name, line["beside"], bound))
+            found.append(Check.at_most(f"{name}, 99th percentile", line["p99"], bound + BESIDE_P99_MS))
+        if sessions == first[-1]["sessions"]:
+            name = f"sessions that fill a core of the orchestrator, {method} at {sessions}"
+            found.append(Check.at_least(name, line["sessions/core"], SESSIONS_A_CORE))
+    return found
+
+
+def _prompt(seed: int, vocab_size: int) -> Ids:
+    return tuple(random.Random(seed).choices(range(vocab_size), k=PROMPT))  # noqa: S311
+
+
+def _cpu_ns(stack: Stack) -> dict[str, int]:
+    """CPU time that each role's process, and this one, has used, in all threads. Linux has a clock for each process."""
+    used = {ready.role: time.clock_gettime_ns(~ready.pid << 3 | 2) for ready in stack.services.values()}
+    return {**used, "client": time.process_time_ns()}

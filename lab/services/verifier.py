@@ -1,0 +1,127 @@
+"""`python -m lab.services.verifier`: services.verifier, with a target that sleeps instead of computing."""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import time
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from coppice.config.sections import VerifierSettings
+from coppice.engine.batch import PackedBatch
+from coppice.engine.clock import Clock
+from coppice.engine.context import Context
+from coppice.engine.engine import DTYPES, Engine, EngineInfo, ForwardOutput, default_feature_layers
+from coppice.engine.kv_cache import KVPool, KVShape
+from coppice.limits import HASH_BYTES
+from coppice.stack.spec import module_of
+from lab.services.asleep import Asleep, sleep_out
+
+HIGHEST = 64.0
+"""the logit of each row's token, exact in bfloat16; all others are far below, so that it is drawn at T = 1, too"""
+_aten = torch.ops.aten
+
+
+class SleepingLogits(Tensor):
+    """(R, V) logits as a service finds them on a GPU: which id is drawn from a row is known when it asks.
+
+    A row is a view of one prebuilt vector, of 2 V - 1 logits with the highest in the middle. Any other operation makes
+    all rows, on the CPU.
+    """
+
+    ids: Tensor
+    around: Tensor
+
+    @staticmethod
+    def __new__(cls, ids: Tensor, around: Tensor) -> Self:
+        """ids: (R,), each row's best. around: (2 V - 1,), HIGHEST in the middle."""
+        made: Any = Tensor._make_wrapper_subclass(cls, (len(ids), (len(around) + 1) // 2), dtype=around.dtype)
+        made.ids, made.around = ids, around
+        return made  # type: ignore[no-any-return]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """What a verifier asks of logits: one row, and the rows of one session."""
+        match operation, *args:
+            case _aten.select.int, SleepingLogits() as logits, 0, row:
+                return logits.row(row)
+            case _aten.slice.Tensor, SleepingLogits() as logits, 0, *bounds:
+                return cls(logits.ids[slice(*bounds)], logits.around)
+        made = tree_map_only(cls, cls.dense, (args, kwargs or {}))
+        return operation(*made[0], **made[1])
+
+    def row(self, number: int) -> Tensor:
+        """(V,) logits of one row."""
+        middle = self.shape[1] - 1
+        return self.around.narrow(0, middle - int(self.ids[number]), middle + 1)
+
+    def dense(self) -> Tensor:
+        """All rows."""
+        return torch.stack([self.row(number) for number in range(len(self.ids))])
+
+
+class SleepingEngine(Engine):
+    """A target whose forward sleeps, and hands out the made-up text as logits, and features of zeros.
+
+    What an Engine computes on the CPU beside its model, the plan of a forward, and what a GPU computes of logits, the
+    draws, belong to the time slept. A pool of one number a token stands for the KV.
+    """
+
+    def __init__(self, asleep: Asleep, dtype: str, kv_tokens: int) -> None:
+        self.asleep, kind = asleep, DTYPES[dtype]
+        self.pool = KVPool(layers=[KVShape(1, 1, 1)], tokens=kv_tokens, dtype=kind)
+        self.info = EngineInfo(
+            vocab_size=asleep.vocab_size,
+            context=Context(kv_tokens),
+            layers=asleep.layers,
+            hidden_size=asleep.hidden_size,
+            eos_ids=(),
+            dtype=dtype,
+            feature_layers=default_feature_layers(asleep.layers),
+            weights_hash=bytes(HASH_BYTES),
+        )
+        self._around = torch.randn(2 * asleep.vocab_size - 1, generator=torch.Generator().manual_seed(0)).to(kind)
+        self._around[asleep.vocab_size - 1] = HIGHEST
+        self._zeros = torch.zeros(1, dtype=kind)
+
+    @property
+    def on_device(self) -> bool:
+        """As on a GPU."""
+        return True
+
+    def forward(self, batch: PackedBatch, beside: NDArray[np.int64] | None = None) -> ForwardOutput:
+        """Sleep for T_M, whatever the rows."""
+        clock, began_ns, kept = Clock(self.pool.device), time.perf_counter_ns(), batch.logits_to_keep
+        ids = self.asleep.next(batch.tokens[kept], batch.positions[kept])
+        width = len(batch.feature_layers) * self.asleep.hidden_size
+        features = self._zeros.expand(len(batch.tokens), width) if width else None
+        logits = SleepingLogits(ids, self._around)
+        sleep_out(began_ns, self.asleep.t_m_ms)
+        clock.stop()
+        return ForwardOutput(logits, features, clock, None if beside is None else torch.from_numpy(beside))
+
+
+def load_engine(settings: VerifierSettings) -> Engine:
+    """The engine of a folder that Asleep wrote."""
+    return SleepingEngine(Asleep.read(settings.target), settings.dtype, settings.kv_tokens)
+
+
+def draw_rows(logits: SleepingLogits, draws: object) -> Tensor:
+    """(R,) ids: the highest logit of a row is drawn at every temperature."""
+    return logits.ids
+
+
+if __name__ == "__main__":
+    worker: Any = importlib.import_module(module_of("services.verifier.worker"))
+    worker.load, worker.check_devices = load_engine, lambda settings: None
+    readout: Any = importlib.import_module(module_of("services.verifier.readout"))
+    readout.draw_rows = draw_rows
+    runpy.run_module(module_of("services.verifier"), run_name="__main__", alter_sys=True)

@@ -1,0 +1,117 @@
+"""The sweep over classes: what it finds, that it survives them, and that it goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from torch import Tensor
+
+from coppice.engine import loading
+from coppice.engine.attention_plan import ViewPlan
+from coppice.testing import tiny_models
+from coppice.testing.tiny_models import model_types, variants
+from lab import architectures as sweep
+from lab.architectures import (
+    EXACT,
+    FAILED,
+    NOT_MADE,
+    REFUSED,
+    WRONG,
+    Finding,
+    architectures,
+    examine,
+    try_one,
+)
+
+
+@pytest.fixture
+def console() -> Console:
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        yield Console(file=nowhere)
+
+
+@pytest.mark.parametrize(
+    ("kind", "variant", "verdict"),
+    [
+        ("llama", "one key head", EXACT),
+        ("gpt_oss", "window", EXACT),
+        ("deepseek_v2", "", EXACT),
+        ("gemma3", "", EXACT),
+        ("afmoe", "window", EXACT),
+        ("bloom", "", REFUSED),
+    ],
+)
+def test_a_class_gets_its_verdict(kind: str, variant: str, verdict: str) -> None:
+    one = try_one(kind, variant)
+    assert (one.verdict, one.name) == (verdict, model_types()[kind])
+    assert bool(one.why) == (verdict == REFUSED)
+
+
+def spoiled(kind: str, variant: str, answer: Connection) -> None:
+    """Examine, in a process of its own, an engine that attends with the wrong sign."""
+
+    def wrong(plan: ViewPlan, layer: int, query: Tensor, *inputs: object) -> Tensor:
+        return attend(plan, layer, -query, *inputs)  # type: ignore[arg-type]
+
+    attend, ViewPlan.attend = ViewPlan.attend, wrong  # type: ignore[method-assign]
+    loading.self_check = lambda _: None  # type: ignore[assignment,return-value]
+    examine(kind, variant, answer)
+
+
+def ended(*_: object) -> None:
+    """End the process that should answer."""
+    os._exit(9)
+
+
+def too_large(kind: str, variant: str, answer: Connection) -> None:
+    """Examine under a bound that no model keeps."""
+    tiny_models.MOST_PARAMETERS = 10
+    examine(kind, variant, answer)
+
+
+def test_wrong_text_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "examine", spoiled)
+    assert try_one("llama", "").verdict == WRONG
+
+
+def test_a_crash_and_a_class_that_cannot_be_made_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "examine", ended)
+    assert try_one("llama", "") == Finding("llama", "", "LlamaForCausalLM", FAILED, "the process ended with 9")
+    monkeypatch.setattr(sweep, "examine", too_large)
+    assert try_one("llama", "").verdict == NOT_MADE
+
+
+def test_a_run_goes_on_where_it_was_stopped(console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[str, str]] = []
+
+    def stop_after_one(kind: str, variant: str) -> Finding:
+        if len(tried) == 1:
+            raise KeyboardInterrupt
+        tried.append((kind, variant))
+        return Finding(kind, variant, "Llama", EXACT)
+
+    monkeypatch.setattr(sweep, "try_one", stop_after_one)
+    table = tmp_path / "models.md"
+    with pytest.raises(KeyboardInterrupt):
+        architectures(console, table, ["llama"])
+    (line,) = table.with_name("models.md.partial").read_text().splitlines()
+    assert json.loads(line)["verdict"] == EXACT
+    monkeypatch.setattr(sweep, "try_one", lambda kind, variant: Finding(kind, variant, "Llama", REFUSED, "no | more"))
+    assert architectures(console, table, ["llama"])
+    assert variants("llama") == ["", "one key head"]
+    assert [path.name for path in tmp_path.iterdir()] == ["models.md"]
+    assert "1 exact (1 classes), 1 refused (1 classes)." in table.read_text()
+    assert "| Llama | refused | llama one key head; no \\| more |" in table.read_text()
+
+
+@pytest.mark.parametrize(("verdict", "good"), [(EXACT, True), (REFUSED, True), (WRONG, False), (FAILED, False)])
+def test_a_wrong_or_failed_model_fails_the_run(
+    verdict: str, good: bool, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "try_one", lambda kind, variant: Finding(kind, variant, "Llama", verdict))
+    assert architectures(console, None, ["llama"]) is good

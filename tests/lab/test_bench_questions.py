@@ -1,0 +1,233 @@
+"""Questions of `bench run`: checked against the target's context before a start, all turns, answers as files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coppice.cli import main
+from coppice.client.completion import Accumulator, Completion
+from coppice.engine.context import Context
+from coppice.errors import InvalidField, Unavailable
+from coppice.messages.generation import Chunk, Finished, Origin, Started
+from coppice.prompts.files import FilePrompt, read_prompts
+from coppice.stack.launch import Stack
+from coppice.testing.target_text import TargetText
+from lab import measuring
+from lab.options import Options
+from lab.questions import Question, own_prompts, prompt_ids, read_questions
+from lab.report import Report
+from lab.run.answers import write_answers
+from lab.run.pairs import Cell, Pairs
+from tests.tiny import make_target
+
+CONTEXT = 100
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte a token, and room for a hundred."""
+    return make_target(tmp_path_factory.mktemp("target"), max_len=CONTEXT)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Five questions of which the second and, for its turns, the fourth are too long."""
+    made = tmp_path / "question.jsonl"
+    turns = [["a"], ["b" * 90], ["c"], ["d" * 20, "e" * 20], ["f", "g"]]
+    lines = [{"question_id": 81 + at, "category": "qa", "turns": each} for at, each in enumerate(turns)]
+    made.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return made
+
+
+def read(
+    target: Path, file: Path, count: int, context: int = CONTEXT, **changes: Any
+) -> tuple[list[Question], list[Question], list[str]]:
+    wanted = Options(prompts=[file], n=count, max_new_tokens=30, **changes)
+    return read_questions(wanted, TargetText(target), Context(context))
+
+
+def test_what_does_not_fit_is_named_before_anything_starts(target: Path, file: Path) -> None:
+    with pytest.raises(InvalidField) as refused:
+        read(target, file, 5)
+    said = str(refused.value)
+    assert f"{file} line 2 (question 82): 120 tokens; {file} line 4 (question 84): 103 tokens" in said
+    assert "2 prompts do not fit" in said
+    assert "line 5" not in said
+    assert [len(part) for part in read(target, file, 1)] == [1, 0, 0]  # what is not asked may be long
+
+
+def test_long_ones_are_skipped_when_told_and_the_next_ones_take_their_places(target: Path, file: Path) -> None:
+    asked, warming, left_out = read(target, file, 2, warm_up=1, skip_long=True)
+    assert [question.source.question_id for question in asked if question.source] == [81, 83]
+    assert [question.source.question_id for question in warming if question.source] == [85]
+    assert len(left_out) == 2
+    with pytest.raises(InvalidField, match="too few for 3 and 2"):
+        read(target, file, 3, warm_up=2, skip_long=True)
+    with pytest.raises(InvalidField, match="5 prompts do not fit"):
+        read(target, file, 5, context=8, skip_long=True)
+
+
+def test_bench_run_refuses_long_prompts_without_a_stack(
+    target: Path, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def started(stack: Stack) -> None:
+        raise AssertionError("the stack was started")
+
+    monkeypatch.setattr(Stack, "start", started)
+    command = ["coppice", "bench", "run", "--target", str(target), "--prompts", str(file), "--max-new-tokens", "30"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "line 2 (question 82)" in told
+    assert f"a context of {CONTEXT} tokens" in told
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_conversation_goes_on_behind_its_answers(target: Path, file: Path, chat: bool) -> None:
+    text = TargetText(target)
+    asked, _, _ = read(target, file, 5, context=1000, chat=chat)
+    last = asked[-1]
+    assert (last.turn, len(last.later)) == (0, 1)
+    answer = text.encode("why")
+    on = last.next(answer)
+    said = "user: f\nassistant:why\nuser: g\nassistant:" if chat else "fwhy\n\ng\n"
+    assert (text.decode(on.ids), on.turn, on.later) == (said, 1, ())
+    assert on.longest(30) == last.longest(30) - 30 + len(answer)
+
+
+def test_an_answer_ends_at_the_end_of_text(target: Path) -> None:
+    text = TargetText(target)
+    assert text.eos_ids == {0}
+    assert [text.ended(ids) for ids in ((5, 6, 0, 7), (5, 6), (0,))] == [(5, 6), (5, 6), ()]
+
+
+def rope(kind: str, first: int | None) -> dict[str, Any]:
+    return {"rope_type": kind, "original_max_position_embeddings": first}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "tokens", "why"),
+    [
+        ({}, 131072, ""),
+        (rope("yarn", 4096), 131072, ""),
+        (rope("longrope", 4096), 4096, "rope kind longrope"),
+        (rope("dynamic", None), 131072, ""),
+        ({"full": rope("default", None), "sliding": rope("dynamic", 8192)}, 8192, "rope kind dynamic"),
+    ],
+)
+def test_a_rope_kind_that_cuts_the_context_says_so(parameters: dict[str, Any], tokens: int, why: str) -> None:
+    context = Context.of(SimpleNamespace(max_position_embeddings=131072, rope_parameters=parameters), 7)
+    assert (context.tokens, why in context.cut_by, why in str(context)) == (tokens, True, True)
+    assert context.served(1 << 20) == context
+    assert str(context.served(1000)) == "992 tokens (verifier.kv_tokens is 1000)"
+
+
+def test_figures_that_were_measured_survive_what_comes_later(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextmanager
+    def running(*told: object) -> Iterator[Any]:
+        yield SimpleNamespace(address="127.0.0.1:1")
+
+    monkeypatch.setattr(measuring, "running", running)
+    options = Options(target=target, dtype="float32", json_file=tmp_path / "run.json")
+
+    def broken_off() -> None:
+        with measuring.measuring("bench run", options.spec(), options) as bench:
+            bench.report.add_figures("speed", "what was measured", [{"method": "plain", "tokens/s": 7.0}])
+            raise Unavailable("the verifier is gone")
+
+    with pytest.raises(Unavailable):
+        broken_off()
+    told = json.loads((tmp_path / "run.json").read_text())
+    assert told["figures"] == {"speed": [{"method": "plain", "tokens/s": 7.0}]}
+    assert told["ok"] is False
+    out = capsys.readouterr().out
+    assert "plain" in out
+    assert "broken off" in out
+
+
+def answer(ids: tuple[int, ...], lengths: list[int]) -> Completion:
+    made = Accumulator()
+    made.add(Started(3, "single:a", ("a",), 8))
+    made.add(Chunk("", ids, (Origin.ROOT,) * len(ids), ("",) * len(ids)))
+    made.add(Finished("length", 3, len(ids), lengths, [0] * len(lengths), [7] * len(lengths)))
+    return made.completion()
+
+
+def test_answers_are_written_as_spec_bench_reads_them(tmp_path: Path, target: Path) -> None:
+    text = TargetText(target)
+    talk, other = FilePrompt("f", "qa", 85, ("g",)), FilePrompt("h", "story", where="demo line 2")
+    first = Question((1, 2), "qa", talk, ((9,),))
+    questions = [first, Question((3,), "story", other), first.next((8,)), first]  # the last one fills up a group
+    hi = text.encode("hi")
+    answers = [answer((*hi, 0, 40), [1, 3]), answer(hi, [2]), answer(hi, [1, 1]), answer(hi, [9])]
+    pairs = Pairs(Cell(0.0, 8, 2), {"single:a": answers}, 0, questions)
+    (written,) = write_answers(tmp_path, pairs, text, "tiny")
+    assert written.name == "a-T0-budget8-sessions2.jsonl"
+    one, two = map(json.loads, written.read_text().splitlines())
+    (choice,) = one["choices"]
+    assert (one["question_id"], one["category"], one["turns"]) == (85, "qa", ["f", "g"])
+    assert (choice["turns"], choice["new_tokens"], choice["decoding_steps"]) == (["hi", "hi"], [4, 2], [2, 2])
+    assert (choice["accept_lengths"], one["acceptance_lengths"]) == ([1, 3, 1, 1], [1, 1])
+    assert len(choice["wall_time"]) == 2
+    assert (two["question_id"], two["turns"], two["acceptance_lengths"]) == (2, ["h"], [1])
+
+
+def test_speed_benchs_placeholders_and_parquet_are_refused_with_a_way_out(tmp_path: Path) -> None:
+    line = {
+        "question_id": "ab12",
+        "category": "coding",
+        "sub_category": "x",
+        "multiturn": True,
+        "turns": ["one", "two"],
+    }
+    file = tmp_path / "speed.jsonl"
+    file.write_text(json.dumps(line))
+    (one,) = read_prompts(file)
+    assert (one.question_id, one.category, one.prompt, one.later) == ("ab12", "coding", "one", ("two",))
+    file.write_text(json.dumps(line | {"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING X\n"]}))
+    with pytest.raises(InvalidField, match=r"line 1: a placeholder; SPEED-Bench's prepare_data.py"):
+        read_prompts(file)
+    with pytest.raises(InvalidField, match="to_json"):
+        read_prompts(tmp_path / "test.parquet")
+
+
+def test_other_benchmarks_name_long_prompts_too(tmp_path: Path, target: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"short\n{'x' * CONTEXT}\n{'y' * (CONTEXT - 8)}\n")
+    some = Options(target=target, prompts=[file], n=1, max_new_tokens=16)
+    assert prompt_ids(some, some.spec()) == [TargetText(target).encode("short")]
+    every = replace(some, n=3)
+    with pytest.raises(InvalidField, match=rf"context of {CONTEXT} tokens.*{file} line 2") as refused:
+        prompt_ids(every, every.spec())
+    assert "line 3" in str(refused.value)
+
+
+def test_a_category_without_prompts_is_named(target: Path, file: Path) -> None:
+    assert len(read(target, file, 1, category=["qa", "maths"])[0]) == 1
+    with pytest.raises(InvalidField, match="category: no prompt is of maths, story"):
+        read(target, file, 1, category=["maths", "story"])
+    text = TargetText(target)
+    assert [one.category for one in own_prompts(text, 4, ["story", "code"])] == ["code", "story"] * 2
+
+
+def test_both_conventions_of_tau_are_in_the_table() -> None:
+    from lab.report import Row
+
+    report = Report("bench exact", "float32", 1)
+    report.add_methods([Row("single:a", ("a",), 8, 1, 1, 10, 3.5, 7.0)])
+    (made,) = report.tables
+    columns = {str(column.header): list(column.cells) for column in made.columns}
+    assert (columns["tau"], columns["drafts"]) == (["3.50"], ["2.50"])

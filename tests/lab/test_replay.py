@@ -1,0 +1,130 @@
+"""Drafting along a recorded text, as the tables of SpecBlock's rank head do it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from coppice.adaptation.records import Sample
+from coppice.config.sections import DrafterSettings
+from coppice.errors import InvalidField
+from coppice.heads.base import DraftJob, Growth
+from coppice.heads.block_head import SpecBlockHead
+from coppice.heads.checkpoints import read_output
+from coppice.messages.steps import Advance, OpenDraft
+from coppice.prompts.files import demo_prompts
+from coppice.speculation.tree import DraftTree
+from coppice.training.data.answerer import Answer
+from coppice.training.data.tokenizer import load_tokenizer
+from lab.cli import app as bench
+from lab.paper.rank import answers
+from lab.paper.replay import replay, replay_all
+from services.adapter.learner import Learner, Recipe
+from tests.pushes import swap
+from tests.unit.test_head_commands import head, place
+
+__all__ = ["place"]
+
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+
+
+class Knowing:
+    """Drafts the next `right` tokens of a text, and beside each a wrong one."""
+
+    def __init__(self, ids: list[int], right: int) -> None:
+        self.ids, self.right, self.known = ids, right, 0
+
+    def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
+        self.known = len(opening.ids)
+        return iter(())
+
+    def close(self, key: int) -> None: ...
+
+    def advance(self, key: int, advance: Advance) -> None:
+        assert advance.ids == self.ids[self.known : self.known + len(advance.ids)]
+        assert advance.features is not None
+        assert (advance.features.start, advance.features.count) == (self.known, len(advance.ids))
+        self.known += len(advance.ids)
+
+    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        (job,) = jobs
+        assert (job.root, job.committed_len) == (self.ids[self.known], self.known)
+        after = self.ids[self.known + 1 : self.known + 1 + self.right]
+        tokens = [token for right in after for token in (right, 999)]
+        parents = [max(0, 2 * (at // 2) - 1) for at in range(len(tokens))]
+        scores = [-0.1 * (at // 2 + 1) for at in range(len(tokens))]
+        yield [Growth(0, DraftTree(tokens, parents, scores), last=True)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("right", "budget", "steps"), [(0, 8, 20), (3, 8, 5), (3, 4, 7)])
+def test_a_replay_commits_what_the_text_follows(right: int, budget: int, steps: int) -> None:
+    text = Answer(torch.arange(100, 125), torch.zeros(25, 6), torch.zeros(25, 2))
+    found = replay(Knowing(text.ids.tolist(), right), text, 4, budget)  # type: ignore[arg-type]
+    assert found.tokens == 20
+    assert found.steps == steps
+
+
+def window_samples(texts: Sequence[tuple[Answer, int]], width: int, stride: int, output: Tensor) -> list[Sample]:
+    """Full samples of at most `width` positions behind every `stride`-th token of the answers.
+
+    They are what a drafter would send that missed there; output: (V, H), the target's output matrix.
+    """
+    samples = []
+    for text, prompt in texts:
+        for position in range(prompt + stride, len(text.ids), stride):
+            start = max(0, position - width)
+            log_probs, ids = (text.final[position - 1].float() @ output.T).log_softmax(-1).topk(16)
+            samples.append(
+                Sample(
+                    kind="full",
+                    version=0,
+                    session="replay",
+                    position=position,
+                    target_id=int(text.ids[position]),
+                    miss=1.0,
+                    tail=float(1 - log_probs.exp().sum()),
+                    top_ids=ids.numpy(),
+                    top_log_probs=log_probs.numpy(),
+                    hidden=np.zeros(1, np.float32),
+                    tokens=text.ids[start : position + 1].numpy().astype(np.int64),
+                    features=text.features[start:position].float().numpy().tobytes(),
+                )
+            )
+    return samples
+
+
+def test_the_demo_head_of_code_learns_stories() -> None:
+    """Two updates from windows of three stories, drafting along the same stories."""
+    prompts = [prompt.prompt for prompt in demo_prompts() if prompt.category == "story"][:3]
+    tokenizer = load_tokenizer(DEMO / "target")
+    texts = answers(DEMO / "target", [tokenizer.encode(str(prompt)).ids for prompt in prompts], 64)
+    made = Learner(DEMO / "specblock-code", DEMO / "target", recipe=Recipe(batch=4))
+    samples = window_samples(texts, 32, 16, read_output(DEMO / "target").float())
+    head = SpecBlockHead(
+        DrafterSettings(kind="specblock", path=str(DEMO / "specblock-code"), target=str(DEMO / "target"), threads=1)
+    )
+    before = replay_all(head, texts, 12).tau
+    updates = [made.step("full", samples) for _ in range(2)]
+    assert updates[-1].loss_after < updates[0].loss_before - 5  # nats, of eight slots together
+    swap(head, head.weights.changed(made.changed(), 1))
+    assert replay_all(head, texts, 12).tau > before + 0.3
+
+
+def test_rank_reports_the_rank_head_and_the_trees(place: Path, tmp_path: Path) -> None:
+    folder = head(place, "specblock")
+    flags = ["paper", "rank", "--target", str(place / "target"), "--head", f"sb=specblock:{folder}", "--n", "2"]
+    told = CliRunner().invoke(bench, [*flags, "--max-new-tokens", "16", "--json", str(tmp_path / "rank.json")])
+    assert told.exit_code == 0, told.output
+    figures = json.loads((tmp_path / "rank.json").read_text())["figures"]
+    assert sum(line["frequency"] for line in figures["rank_head"]) == pytest.approx(1)
+    assert len(figures["trees"]) == 5
+    assert all(line["tau"] >= 1 for line in figures["trees"])
+    none = CliRunner().invoke(bench, ["paper", "rank", "--target", str(place / "target"), "--head", "l=lookup"])
+    assert isinstance(none.exception, InvalidField)

@@ -1,0 +1,193 @@
+"""`bench synthetic`: profiles of acceptance, random weights of any shape, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from coppice.cli import main
+from coppice.errors import InvalidField
+from coppice.heads.checkpoints import read_target
+from coppice.stack.spec import StackSpec
+from lab.bare import BareDraft
+from lab.synthetic import measure, roofline
+from lab.synthetic.measure import NOTE, BareTimes, SyntheticPlan, expected_lines
+from lab.synthetic.profiles import PROFILES, expected_tau, read_profile
+from lab.synthetic.shapes import SHAPES, make_weights, read_shape
+
+KINDS = ("eagle3", "specblock")
+MODELS = Path(__file__).parents[2] / "models" / "demo"
+
+
+# --- profiles ---
+
+
+TAUS = {
+    "llama-3.1-8b": {"specblock": 4.41, "eagle3": 5.89},
+    "llama-3.1-8b-t1": {"specblock": 3.73, "eagle3": 4.67},
+    "qwen3-8b": {"specblock": 3.47, "eagle3": 4.14},
+    "qwen3-8b-t1": {"specblock": 3.37, "eagle3": 3.98},
+}
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_preset_has_the_published_tau_and_depth(name: str) -> None:
+    for kind, alphas in read_profile(name, KINDS).items():
+        assert len(alphas) == {"specblock": 8, "eagle3": 7}[kind]
+        assert expected_tau(alphas) == pytest.approx(TAUS[name][kind], abs=2e-3)
+        assert list(alphas) == sorted(alphas, reverse=True)
+
+
+def test_the_rates_of_specblock_are_those_of_figure_5() -> None:
+    for name, last in (("llama-3.1-8b", 0.544), ("qwen3-8b", 0.369)):
+        first, *_, deepest = read_profile(name, ["specblock"])["specblock"]
+        assert first > 0.8
+        assert deepest == pytest.approx(last)
+
+
+def test_given_rates_are_every_heads() -> None:
+    assert read_profile("0.5,0.2", KINDS) == {"eagle3": (0.5, 0.2), "specblock": (0.5, 0.2)}
+    assert expected_tau((0.5, 0.2)) == pytest.approx(1.6)
+    assert expected_tau(()) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [("best", "neither rates"), ("0.5,1.2", "not between 0 and 1"), ("qwen3-8b", "nothing of lm")]
+)
+def test_an_unusable_profile_says_why(text: str, why: str) -> None:
+    with pytest.raises(InvalidField, match=why):
+        read_profile(text, ["lm"])
+
+
+# --- shapes ---
+
+
+def test_the_demo_preset_is_the_demos_shape() -> None:
+    shipped = json.loads((MODELS / "target" / "config.json").read_text())
+    assert SHAPES["demo"] == {name: shipped[name] for name in SHAPES["demo"]}
+    assert read_shape("demo").head_dim == shipped["head_dim"]
+
+
+@pytest.mark.parametrize(("name", "billions"), [("0.5b", 0.494), ("llama-3.1-8b", 8.03), ("qwen3-8b", 8.19)])
+def test_presets_have_as_many_parameters_as_the_models_they_are_named_for(name: str, billions: float) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(read_shape(name))
+    assert model.num_parameters() / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_a_shape_that_is_none_is_named() -> None:
+    with pytest.raises(InvalidField, match="'huge' is neither a folder"):
+        read_shape("huge")
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with nothing but a tiny configuration."""
+    folder = tmp_path_factory.mktemp("shape")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=200, num_hidden_layers=8, max_position_embeddings=512, eos_token_id=0, **sizes)
+    config.save_pretrained(folder)
+    return folder
+
+
+def test_weights_are_made_once_and_fit_together(shape: Path, tmp_path: Path) -> None:
+    target, heads = make_weights(tmp_path, read_shape(str(shape)), KINDS, "bfloat16", "cpu", 0)
+    parts = read_target(target)
+    assert (parts.hidden_size, parts.vocab_size, parts.embedding.dtype.itemsize) == (32, 200, 2)
+    assert [(head.name, head.kind) for head in heads] == [(kind, kind) for kind in KINDS]
+    before = [head.path.stat().st_mtime_ns for head in heads if head.path]
+    assert make_weights(tmp_path, read_shape(str(shape)), KINDS, "bfloat16", "cpu", 1) == (target, heads)
+    assert [head.path.stat().st_mtime_ns for head in heads if head.path] == before
+    assert StackSpec(target=target, heads=heads).heads == heads
+
+
+# --- figures ---
+
+
+def test_expected_figures_follow_from_times_and_profile(shape: Path, tmp_path: Path) -> None:
+    target, heads = make_weights(tmp_path, read_shape(str(shape)), KINDS, "float32", "cpu", 0)
+    plan = SyntheticPlan((1, 4), 8, {"eagle3": (1.0,) * 3, "specblock": (1.0,) * 2}, 200)
+    forwards = {(1, 1): 10.0, (1, 9): 12.0, (4, 1): 14.0, (4, 9): 40.0}
+    drafts = {(count, "eagle3"): BareDraft(8.0, 9.0) for count in (1, 4)}
+    drafts |= {(count, "specblock"): BareDraft(3.0, 5.0) for count in (1, 4)}
+    times = BareTimes(forwards, drafts)
+    lines = expected_lines(StackSpec(target=target, heads=heads), plan, times)
+    plain, eagle, block = lines[:3]
+    assert [plain[key] for key in ("tau", "tokens_per_s", "speedup", "draft_share")] == [1.0, 100.0, 1.0, 0.0]
+    assert [eagle[key] for key in ("tau", "tokens_per_s", "speedup")] == pytest.approx([4.0, 200.0, 2.0])
+    assert (eagle["draft_share"], eagle["t_d_total_ms"]) == (0.4, 9.0)
+    assert (block["speedup"], block["draft_share"]) == (pytest.approx(2.0), 0.2)
+    assert lines[4]["speedup"] == pytest.approx(4 / 48 * 14)  # four sessions: plain shares its forward too
+    assert times.forward_ms(5) == pytest.approx(11.0)
+    assert times.lines()[1] == {"sessions": "4", "1": 14.0, "9": 40.0}
+
+
+def _measured(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str = "synthetic"
+) -> dict:
+    file = tmp_path / "s.json"
+    monkeypatch.setattr(sys, "argv", ["coppice", "bench", command, *arguments, "--json", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    return json.loads(file.read_text())
+
+
+def test_a_tiny_shape_is_measured_bare_and_through_the_services(
+    shape: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in {"ROWS": (1, 4), "CONTEXT": 24, "NEW_TOKENS": 12, "ANSWERS": 1}.items():
+        monkeypatch.setattr(measure, name, value)
+    sizes = ["--sessions", "1,2", "--budget", "6", "--profile", "0.9,0.5"]
+    told = _measured(["--shape", str(shape), "--dtype", "float32", *sizes], monkeypatch, tmp_path)
+    assert (told["figures"]["synthetic"], told["ok"]) == (NOTE, True)
+    assert [list(line) for line in told["figures"]["forward_ms"]] == [["sessions", "1", "4", "7"]] * 2
+    methods = ["plain", "single:eagle3", "single:specblock"]
+    assert [(row["method"], row["sessions"]) for row in told["rows"]] == [(name, n) for n in (1, 2) for name in methods]
+    for row in told["rows"]:
+        head = row["method"] != "plain"
+        assert row["tau"] == pytest.approx(2.35 if head else 1.0)
+        assert (row["t_d_ms"] > 0) == (row["draft_share"] > 0) == head
+    steps = told["figures"]["pipeline"]
+    assert [step["method"] for step in steps] == methods
+    for step in steps:
+        assert 1 <= step["tau"] < 2  # random heads
+        assert step["efficiency"] > 0
+        parts = sum(took for name, took in step.items() if name not in ("method", "step_ms", "efficiency", "tau"))
+        assert parts == pytest.approx(step["step_ms"], rel=0.1)
+
+
+def test_forwards_are_set_beside_what_memory_moves(
+    shape: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in {"CONTEXT": 24, "NEW_TOKENS": 12, "ANSWERS": 1}.items():
+        monkeypatch.setattr(measure, name, value)
+    cells = (roofline.Cell(1, 1, 16, 1e9), roofline.Cell(2, 5, 40, 1e9))
+    for name, value in {"CELLS": cells, "COPIED": {"cpu": 1 << 20}, "REPEATS": 3, "GENERATED": 12}.items():
+        monkeypatch.setattr(roofline, name, value)
+    arguments = ["--shape", str(shape), "--dtype", "float32", "--device", "cpu", "--budget", "6"]
+    told = _measured([*arguments, "--profile", "0.9,0.5"], monkeypatch, tmp_path, "gpu")
+    one, two = told["figures"]["roofline"]
+    assert one["roofline ms"] * one["over roofline"] == pytest.approx(one["ms"])
+    token = 8 * 2 * 2 * 8 * 4  # 8 layers, keys and values, 2 heads of 8 numbers, 4 bytes
+    assert round((two["GB read"] - one["GB read"]) * 1e9) == (2 * 45 - 17) * token
+    assert [line["method"] for line in told["figures"]["pipeline"]] == ["plain", "single:eagle3", "single:specblock"]
+    assert told["figures"]["generate"][0]["tokens/s"] > 0
+    assert {goal["name"] for goal in told["goals"]} >= {f"{cell}, over the roofline" for cell in cells}
+
+
+@pytest.mark.gpu
+def test_a_shape_is_measured_on_an_accelerator(shape: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = ["--shape", str(shape), "--device", "cuda", "--no-pipeline", "--sessions", "1,8", "--budget", "60"]
+    monkeypatch.setattr(measure, "CONTEXT", 64)
+    told = _measured(arguments, monkeypatch, tmp_path)
+    assert told["dtype"] == "bfloat16"
+    assert all(row["t_m_ms"] > 0 for row in told["rows"])
+    assert {row["sessions"] for row in told["rows"]} == {1, 8}
