@@ -102,7 +102,7 @@ class Options:
         from coppice.stack.spec import SHIPPED_HEADS
 
         named = {head for method in self.methods or () for head in re.split("[:/]", method)}
-        return [head for head in SHIPPED_HEADS if head in named or (head == "lm" and "hf-assisted" in named)]
+        return [head for head in SHIPPED_HEADS if head in named]
 
     def temperatures_asked(self, most: float = float("inf")) -> tuple[float, ...]:
         """The temperatures. Raises InvalidField."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,11 +56,7 @@ def tokenizer_hash(folder: str | Path) -> bytes:
 
 
 def _tokenizer(folder: str | Path) -> Tokenizer | None:
-    """The tokenizer of a folder, or of the folder that its config.json names as `tokenizer`, to save a copy."""
     file = Path(folder) / _TOKENIZER
-    if not file.is_file():
-        config = _read(folder, json.loads, (Path(folder) / "config.json").read_text(encoding="utf-8"))
-        file = Path(folder, str(config.get("tokenizer", "")), _TOKENIZER)
     return _read(file, Tokenizer.from_file, str(file)) if file.is_file() else None
 
 

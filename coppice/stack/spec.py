@@ -27,7 +27,6 @@ SHIPPED_HEADS: dict[str, HeadKind] = {
     "dspark-prose": "dspark",
     "specblock-code": "specblock",
     "eagle3-code": "eagle3",
-    "lm": "lm",
     "lookup": "lookup",
 }
 DEMO_HEADS = ("dspark-code", "dspark-prose", "lookup")

@@ -42,14 +42,10 @@ def test_a_table_needs_heads_that_it_can_measure(tmp_path: Path) -> None:
 
 def test_the_shipped_heads_are_of_the_demos_target(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert [head.name for head in Options().spec(["lm"]).heads] == ["lm"]
+    assert [head.name for head in Options().spec(["lookup"]).heads] == ["lookup"]
     assert [head.name for head in Options().spec().heads] == list(DEMO_HEADS)
-    assert Options(methods=["route:eagle3-code/lookup", "hf-assisted"]).shipped_heads() == [
-        "eagle3-code",
-        "lm",
-        "lookup",
-    ]
-    assert Options(target=tmp_path).spec(["lm"]).heads == COUNTED_HEADS
+    assert Options(methods=["route:eagle3-code/lookup", "plain"]).shipped_heads() == ["eagle3-code", "lookup"]
+    assert Options(target=tmp_path).spec(["lookup"]).heads == COUNTED_HEADS
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -409,10 +408,6 @@ def test_a_draft_model_of_another_vocabulary_is_refused_before_it_is_loaded(tmp_
     with pytest.raises(InvalidField, match=r"drafter.path: .*same cannot be read: ValueError: .*model_type"):
         build_head(DrafterSettings(kind="lm", path=str(same), target=str(target)))
     (padded / "tokenizer.json").unlink()
-    config = json.loads((padded / "config.json").read_text())
-    (padded / "config.json").write_text(json.dumps({**config, "vocab_size": 23, "tokenizer": "../target"}))
-    assert (tokenizer_hash(padded), common_width(padded, target)) == (tokenizer_hash(target), 24)
-    (padded / "config.json").write_text(json.dumps(config))
     assert tokenizer_hash(padded) == b""
     with pytest.raises(InvalidField, match="vocab_size is 21, the target's is 24"), capture_logs() as logs:
         build_head(DrafterSettings(kind="lm", path=str(padded), target=str(target)))
