@@ -14,20 +14,21 @@ import coppice
 from coppice.client.completion import StreamEvent
 from coppice.config.settings import Settings
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
-from coppice.messages.generation import ChatMessage, Finished, GenerationRequest, ModelDescription, Started
+from coppice.messages.generation import ChatMessage, Chunk, Finished, GenerationRequest, ModelDescription, Started
 from coppice.messages.steps import OpenDraft, OpenSession, SessionOpened, TargetDescription
 from coppice.rpc.access import client_salt
 from coppice.rpc.admission import Admission
 from coppice.speculation.policy import Policy, policy_names
+from coppice.speculation.routing import outcomes, sum_confidence
+from coppice.speculation.tree import prune
 from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import generation_pb2
 from coppice.wire import generation
 
 from .account import Account
-from .auto.chooser import Chooser
+from .auto.arms import PLAIN, SINGLE, Arm
+from .auto.chooser import Chooser, StepSeen
 from .auto.text_estimates import TextEstimates
-from .auto_policy import AutoPolicy
-from .chunks import Chunks
 from .drafters import HeadPool, feature_layers
 from .drafting import Drafting
 from .encoder import Encoder
@@ -36,11 +37,110 @@ from .head_session import HeadSession
 from .output import Output
 from .policies import FixedPolicy, StepPolicy
 from .prediction import KIND, check_usable
-from .step import Committed
+from .step import Committed, Step
 from .step_loop import Decoding, Plan
 from .text import TextStream, TokenBytes
 from .tokenizer import TextCodec, no_room
 from .verifiers import TargetPool, TargetSession
+
+
+class Chunks:
+    """Passes chunks on as they come, or `size` tokens at a time; the last one holds the rest."""
+
+    def __init__(self, emit: Callable[[Chunk], None], size: int) -> None:
+        """`size` 0 passes every commit on as it is."""
+        self._emit, self._size = emit, size
+        self._held: Chunk | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        """Take in the tokens of a commit."""
+        if not self._size:
+            self._emit(chunk)
+            return
+        held = chunk if self._held is None else _joined(self._held, chunk)
+        while len(held.ids) >= self._size:
+            self._emit(_part(held, slice(None, self._size)))
+            held = _part(held, slice(self._size, None))
+        self._held = held if held.ids else None
+
+    def flush(self) -> None:
+        """Pass on what is left."""
+        if self._held is not None:
+            self._emit(self._held)
+            self._held = None
+
+
+def _joined(first: Chunk, second: Chunk) -> Chunk:
+    return Chunk(
+        text=first.text + second.text,
+        ids=first.ids + second.ids,
+        origins=first.origins + second.origins,
+        pieces=first.pieces + second.pieces,
+        log_probs=first.log_probs + second.log_probs,
+        top=first.top + second.top,
+    )
+
+
+def _part(chunk: Chunk, part: slice) -> Chunk:
+    pieces = chunk.pieces[part]
+    return Chunk(
+        "".join(pieces), chunk.ids[part], chunk.origins[part], pieces, chunk.log_probs[part], top=chunk.top[part]
+    )
+
+
+class AutoPolicy(StepPolicy):
+    """Plays the arm that is chosen for all sessions, and tells what came of it."""
+
+    def __init__(
+        self, chooser: Chooser, text: TextEstimates, heads: Sequence[str], metrics: OrchestratorMetrics
+    ) -> None:
+        self._chooser, self._text, self._heads, self._metrics = chooser, text, heads, metrics
+        self._arm = Arm(PLAIN, Policy(PLAIN, ()), ())
+        self._learns = False  # whether the arm of the step that was observed last has several heads
+
+    def heads(self, step: Step) -> Sequence[int]:
+        """The heads of the arm; of a cascade the first one."""
+        self._arm = self._chooser.decide(self._text, step.hint)
+        self.policy = self._arm.policy
+        return self._arm.first
+
+    @property
+    def soon(self) -> Sequence[int]:
+        """The heads of what looks best for a text that begins."""
+        return self._chooser.soon(self._text)
+
+    def budget(self, most: int, hint: int | None) -> int:
+        """As the verifier hints, by all texts; a prediction, and the rare tries at a hint of 0, draft all they may."""
+        return min(most, hint) if hint and not self._text.is_predicted(self._arm) else most
+
+    def more(self, step: Step) -> Sequence[int]:
+        """The second head of a cascade, where the first one's tree promises too little."""
+        rest = self._arm.heads[len(self._arm.first) :]
+        return rest if rest and self._text.goes_on(sum_confidence(step.drafts[step.asked[0]].scored)) else ()
+
+    def observe(self, step: Step) -> None:
+        """Take in the step's seconds, and what it gained."""
+        verdict = step.judged
+        times = verdict.timings
+        rows_ns = times.forward_ns - (times.plain_ns or times.forward_ns)
+        seen = StepSeen(step.took_ns / 1e9, rows_ns / 1e9, len(verdict.accepted), step.asked, step.opening)
+        self._chooser.observe(self._text, seen)
+        self._learns = len(self._arm.heads) > 1
+        self._metrics.auto_choices.labels(self._arm.name).inc()
+
+    def learn(self, step: Step) -> None:
+        """Take in what each head would have gained alone in a step of several."""
+        verdict = step.judged
+        nodes = len(verdict.verified) if verdict.pruned else step.budget
+        if self._learns and nodes:  # where all of it was left out, the step says nothing of the heads
+            for at in step.asked:
+                tree, _ = prune(step.drafts[at].scored, nodes)
+                self._text.gained(SINGLE + self._heads[at], int(outcomes(tree, step.offered)[1].sum()))
+
+    def close(self) -> None:
+        """End the text."""
+        self._chooser.end(self._text)
+
 
 P = TypeVar("P")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from coppice.client.resume import Attempts
+from coppice.client.client import Attempts
 from coppice.engine import batch
 from coppice.engine.batch import PackedBatch, Tail
 from coppice.engine.engine import Engine, ForwardOutput
@@ -22,7 +22,7 @@ from coppice.heads.weight_swap import WeightSwap
 from coppice.speculation import sampling
 from orchestrator import step_loop
 from services.verifier import acceptance, session, worker
-from services.verifier.job import Job
+from services.verifier.pruner import Job
 
 Patch = pytest.MonkeyPatch
 

@@ -5,17 +5,20 @@ Everything here, loading included, runs on one thread of the caller's choice: tw
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from coppice.engine.attention import using
@@ -23,19 +26,73 @@ from coppice.engine.attention_plan import any_order, plan_forward
 from coppice.engine.batch import PackedBatch, Piece, pack
 from coppice.engine.clock import Clock
 from coppice.engine.context import Context
-from coppice.engine.direct import call_directly
-from coppice.engine.fingerprint import fingerprint
-from coppice.engine.graphs import best_runner, graph_buckets
-from coppice.engine.invariant import by_row
+from coppice.engine.graphs import Eager, Runner, best_runner, graph_buckets
 from coppice.engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool
 from coppice.engine.kv_layout import read_layout
 from coppice.engine.launches import merge_launches
 from coppice.engine.linear import fuse, prepack
-from coppice.engine.ordered_plan import ordered_plans
+from coppice.engine.ordered_plan import by_row, ordered_plans
 from coppice.engine.ragged import Bucket, Ragged, padded
-from coppice.engine.runners import Eager, Runner
-from coppice.engine.static import StaticStep
-from coppice.engine.taps import Taps
+from coppice.engine.static import StaticStep, Taps
+
+_RUN = 64  # words that are summed to one
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def fingerprint(model: nn.Module) -> bytes:
+    """SHA-256 over every parameter's and buffer's name, dtype, shape, and the sums of its bits as integers.
+
+    Each sum is of 64 words that lie one behind the other, so that rows which change places are noticed too. Sums of
+    integers do not depend on their order: every device and number of threads finds the same. It tells loads apart that
+    differ by mistake; somebody who means harm could make two that it takes for one. Of a model whose tensors lie on
+    several ranks each finds what one that has it all does; they have to ask together.
+    """
+    digest = hashlib.sha256()
+    with torch.inference_mode():
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            words = _words(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+            end = len(words) // _RUN * _RUN
+            for sums in (words[:end].view(-1, _RUN).sum(1), words[end:]):
+                digest.update(sums.cpu().numpy().tobytes())
+    return digest.digest()
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """A tensor's bits as the widest integers that it can be cut into, (n,)."""
+    flat = tensor.contiguous().reshape(-1)
+    width = next(width for width in _WORDS if flat.nbytes % width == 0)
+    if flat.storage_offset() * flat.element_size() % width:
+        flat = flat.clone()
+    return flat.view(_WORDS[width])
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def call_directly(model: nn.Module, hooked: Collection[nn.Module] = ()) -> None:
+    """Have a model's modules called as their `forward`, and their parts found as plain attributes.
+
+    A call of nn.Module looks into four dictionaries for hooks, and a part is searched in three more; all these are cold
+    whenever the weights of a layer have gone through the caches. Left to torch are modules that are `hooked` later or
+    already, those that are called in a way of their own, whole models, which transformers knows by their class, and
+    buffers, which some modules replace. A part is still replaced by assignment, and by nothing else.
+    """
+    for module in model.modules():
+        kind: Any = type(module)
+        replaced = "forward" in module.__dict__  # such a forward may exchange the module's parameters meanwhile
+        module.__dict__.update(module._modules if replaced else module._modules | module._parameters)
+        own = replaced or kind.__call__ is not nn.Module.__call__
+        watched = module in hooked or any(map(module.__dict__.get, _HOOKS))
+        if not (own or watched or isinstance(module, PreTrainedModel)):
+            module.__class__ = _direct(kind)
+
+
+@cache
+def _direct(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class with its `forward` as the call."""
+    return type(kind.__name__, (kind,), {"__call__": kind.forward, "__module__": kind.__module__})
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -9,23 +9,75 @@ is beside them. That products do add in such chains is the processor's affair: `
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from coppice.engine.attention import Scoring
 from coppice.engine.attention_plan import GroupedPlan, Kind
 from coppice.engine.batch import Tail
-from coppice.engine.invariant import by_rows
 from coppice.engine.kv_cache import KVPool
 from coppice.engine.ordered_tiles import SEGMENT, Tile, tiles_of
+
+ROWS = 16
+"""rows of a product whose matrix is not packed"""
+VECTOR = 64
+"""numbers in two vectors, which torch's loops take at once, of any type"""
+GRAIN = 1 << 15
+"""numbers from which on torch gives parts to several threads"""
+
+
+def by_rows(function: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+    """A function of single numbers, (..., N) -> (..., N), whose rows do not depend on one another's number."""
+    width, numbers = states.shape[-1], states.numel()
+    padding = -width % VECTOR
+    threads = min(torch.get_num_threads(), -(-numbers // GRAIN)) or 1
+    if not padding and not -(-numbers // threads) % VECTOR:
+        return function(states)
+    rows = F.pad(states.reshape(-1, width), (0, padding))
+    most = max(1, (GRAIN - 1) // (width + padding))
+    return torch.cat([function(some) for some in torch.split(rows, most)])[:, :width].view(states.shape)
+
+
+class RowsLinear(nn.Linear):
+    """A linear layer that multiplies ROWS rows at a time."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        rows = input.reshape(-1, input.shape[-1])
+        padded = F.pad(rows, (0, 0, 0, -len(rows) % ROWS))
+        out = torch.cat([F.linear(some, self.weight, self.bias) for some in torch.split(padded, ROWS)])
+        return out[: len(rows)].view(*input.shape[:-1], self.out_features)
+
+
+def by_row(model: nn.Module) -> None:
+    """Have a model's functions and products, those that are not packed yet, compute every row by itself."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = RowsLinear
+        elif type(module).__module__ in ("torch.nn.modules.activation", "transformers.activations"):
+            kind: Any = type(module)
+            module.__class__ = _by_rows(kind)
+
+
+@cache
+def _by_rows(kind: Any) -> Any:
+    """The class of a function of single numbers, by rows."""
+
+    def forward(self: Any, states: Tensor) -> Tensor:
+        """(..., N) -> (..., N)."""
+        return by_rows(lambda some: kind.forward(self, some), states)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
 
 LANES = 64
 """numbers of keys that a softmax runs over are multiples of it"""

@@ -24,7 +24,7 @@ from coppice.config.model_folder import check_model
 from coppice.engine.engine import default_feature_layers
 from coppice.errors import InvalidField
 from coppice.heads import masked_block_layouts as masked_blocks
-from coppice.heads import speculators
+from coppice.heads import masked_block_layouts as speculators
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
 from coppice.heads.models.falcon import FalconConfig, FalconModel
 from coppice.heads.models.layers import HeadConfig

@@ -7,11 +7,11 @@ c_n(x) of C_n are followed by x, with T_n distinct followers, and
 
     P_n(x) = (c_n(x) + (T_n + 1) P_below(x)) / (C_n + T_n + 1),
 
-P_below of the next shorter order, 0 below the shortest. This is Witten-Bell interpolation (see coppice/heads/bigram.py)
+P_below of the next shorter order, 0 below the shortest. This is Witten-Bell interpolation (see coppice/heads/ngram.py)
 with one more escape. A single occurrence of 1, 2, 4, 8 tokens then gives 0.33, 0.56, 0.70, 0.80; in stories, sums and
 Python code the same token followed in about 0.3, 0.5, 0.7, 0.85 of the cases, where Witten-Bell says 0.50 to 0.94.
 
-Earlier texts (coppice/heads/memory.py) vote with the session's own, as if they stood before it.
+Earlier texts (coppice/heads/ngram.py) vote with the session's own, as if they stood before it.
 """
 
 from __future__ import annotations

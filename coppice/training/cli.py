@@ -64,8 +64,7 @@ def train_target(
     from coppice.training import target
     from coppice.training.dtype import usable_device
     from coppice.training.export import export
-    from coppice.training.schedule import Schedule
-    from coppice.training.trainer import RunOptions
+    from coppice.training.trainer import RunOptions, Schedule
 
     usable_device(device)
     work = own_folder(out, resume)

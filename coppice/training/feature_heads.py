@@ -20,17 +20,36 @@ from coppice.heads import masked_block_layouts as masked_blocks
 from coppice.heads.checkpoints import SHAPES, TargetParts, kind_of, read_output, read_target, save_head
 from coppice.heads.models.expectation import expectation
 from coppice.heads.models.layers import HeadConfig
-from coppice.training.card import write_card
 from coppice.training.data.packing import held_out_batches
 from coppice.training.data.target_answers import TargetAnswers
-from coppice.training.data.teacher import Teacher
+from coppice.training.export import write_card
 from coppice.training.heads import HeadInTraining, TrainingConfig
 from coppice.training.losses.acceptance import Acceptance, measure
-from coppice.training.losses.feature_losses import DECAY, HeadLoss, Student
-from coppice.training.report import write_report
+from coppice.training.losses.feature_losses import DECAY, HeadLoss, Student, Teacher
 from coppice.training.run_folder import read_run
-from coppice.training.schedule import Schedule
-from coppice.training.trainer import Rates
+from coppice.training.trainer import Rates, Schedule
+
+REPORT = "report.json"
+
+
+def to_json(acceptance: Acceptance, log: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return alpha by block and slot, the accepted length, the rank head's table and the run's log."""
+    return {
+        "accepted_length": acceptance.length,
+        "alpha": list(acceptance.alphas.values()),
+        "alpha_by_block_and_slot": [
+            {"block": block + 1, "slot": slot + 1, "alpha": alpha, "rows": acceptance.rows[block, slot]}
+            for (block, slot), alpha in acceptance.alphas.items()
+        ],
+        "rank_head": acceptance.ranks() if int(acceptance.confusion.sum()) else [],
+        "log": log,
+    }
+
+
+def write_report(folder: Path, acceptance: Acceptance, log: list[dict[str, Any]]) -> None:
+    """Write report.json."""
+    (folder / REPORT).write_text(json.dumps(to_json(acceptance, log), indent=1) + "\n", encoding="utf-8")
+
 
 RATES = Rates(muon=0.02, adam=2e-3, clip=0.5, eval_tokens=100_000, eval_rows=8, micro_tokens=256)
 ADAMW_RATES = replace(RATES, muon=0.0, adam=1e-3)

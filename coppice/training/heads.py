@@ -12,15 +12,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, LlamaForCausalLM
 
 from coppice.heads.checkpoints import read_output, read_target
-from coppice.training.card import CARD, write_card
 from coppice.training.checkpoint import load_weights
 from coppice.training.data.target_answers import TargetAnswers
-from coppice.training.export import write_model
-from coppice.training.losses.chunked import soft_target_loss
+from coppice.training.export import CARD, write_card, write_model
+from coppice.training.losses.feature_losses import soft_target_loss
 from coppice.training.run_folder import BEST, read_run, replacing
-from coppice.training.schedule import Schedule
 from coppice.training.target import Shape, build_model
-from coppice.training.trainer import DEFAULTS, Rates, RunOptions, Trainer
+from coppice.training.trainer import DEFAULTS, Rates, RunOptions, Schedule, Trainer
 
 LM_SHAPE = Shape(hidden=128, layers=2, intermediate=384, heads=2, kv_heads=2, head_dim=64)
 LM_RATES = Rates(muon=0.02, adam=4e-3, eval_tokens=50_000)

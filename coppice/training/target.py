@@ -13,9 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from coppice.training.data.corpora import Corpus, load_corpus, parse_specs
 from coppice.training.data.packing import Packed, open_prepared, prepare
 from coppice.training.data.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
-from coppice.training.losses.chunked import next_token_loss
-from coppice.training.schedule import Schedule
-from coppice.training.trainer import DEFAULTS, Rates, RunOptions, Trainer
+from coppice.training.losses.feature_losses import next_token_loss
+from coppice.training.trainer import DEFAULTS, Rates, RunOptions, Schedule, Trainer
 
 TOKENIZER_CHARACTERS = 6_000_000
 """Text a domain gives to the tokenizer's training; more does not change an 8k vocabulary."""

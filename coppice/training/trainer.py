@@ -1,22 +1,162 @@
 """The training loop that targets and heads share: step, report, evaluate, checkpoint; resumable at every step."""
 
+from __future__ import annotations
+
+import copy
 import json
+import math
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
+from torch import Tensor, nn
 
 from coppice.engine.linear import pays
 from coppice.training.checkpoint import Named, load_checkpoint, save_checkpoint, save_weights
 from coppice.training.data.packing import Packed, Reader, check_held_out, held_out_batches
-from coppice.training.muon import Muon
+from coppice.training.dtype import autocast
 from coppice.training.progress import Progress
 from coppice.training.run_folder import BEST, checkpoints, stop_signal
-from coppice.training.schedule import Schedule
-from coppice.training.workers import LossFunction, Workers
+
+
+class Schedule(BaseModel):
+    """Warm-up, then constant and linear decay to zero (WSD), or cosine to zero. All lengths are in tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tokens: PositiveInt
+    """Tokens of the whole run."""
+    warmup: PositiveInt = 60_000
+    cosine: bool = False
+    decay: PositiveFloat = 0.3
+    """Share of the run over which the rate falls to zero."""
+    length: PositiveInt = 256
+    long_length: PositiveInt = 512
+    """Row length in the last `long_share` of the run: positions beyond `length` must have been seen once."""
+    long_share: float = 0.15
+    batch: PositiveInt = 4096
+    small_batch: PositiveInt = 2048
+    """Tokens a step before `small_until`: early gradients agree, so more steps are worth more than better ones."""
+    small_until: int = 1_500_000
+
+    def rate(self, seen: int) -> float:
+        """Return the factor on every learning rate after `seen` tokens."""
+        risen = (seen + self.batch) / self.warmup
+        if self.cosine:
+            return max(0.0, min(risen, 0.5 + 0.5 * math.cos(math.pi * min(1.0, seen / self.tokens))))
+        return max(0.0, min(1.0, (self.tokens - seen) / (self.tokens * self.decay), risen))
+
+    def shape(self, seen: int) -> tuple[int, int]:
+        """Return (rows, length) of the step after `seen` tokens."""
+        length = self.long_length if seen >= self.tokens * (1 - self.long_share) else self.length
+        batch = self.small_batch if seen < self.small_until else self.batch
+        return max(1, batch // length), length
+
+
+LossFunction = Callable[[Any, Tensor, Tensor], Tensor]
+"""(model, inputs (B, T), labels (B, T)) -> the mean loss in nats."""
+
+
+def share_weights(model: nn.Module) -> nn.Module:
+    """Return a replica with gradients of its own over the same weight storage, which shares all that is not trained."""
+    shared = {id(buffer): buffer for buffer in model.buffers()}
+    for part in model.modules():
+        shared |= {id(value): value for name, value in vars(part).items() if not name.startswith("_")}
+    replica = copy.deepcopy(model, shared)
+    for mine, theirs in zip(replica.parameters(), model.parameters(), strict=True):
+        mine.data = theirs.data
+    return replica
+
+
+class Workers:
+    """`num_workers` threads that share out the rows of a batch."""
+
+    def __init__(self, model: nn.Module, loss: LossFunction, num_workers: int, micro_tokens: int) -> None:
+        """A part has `micro_tokens` tokens; about 512 keep its activations in the caches."""
+        self.loss, self.micro_tokens = loss, micro_tokens
+        self.replicas = [model] + [share_weights(model) for _ in range(num_workers - 1)]
+        self._torch_threads = torch.get_num_threads()
+        if num_workers > 1:  # a core each; a single one keeps all of torch's
+            torch.set_num_threads(1)
+        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="training")
+
+    def close(self) -> None:
+        """End the threads and give torch its own back."""
+        self._pool.shutdown()
+        torch.set_num_threads(self._torch_threads)
+
+    def backward(self, ids: Tensor) -> float:
+        """Add the gradients of the mean loss of `ids` (B, T + 1) to the model's and return that loss in nats."""
+
+        def job(model: nn.Module, part: Tensor) -> float:
+            with autocast(part.device):
+                loss = self.loss(model, part[:, :-1], part[:, 1:]) * (len(part) / len(ids))
+            loss.backward()  # type: ignore[no-untyped-call]
+            return float(loss.detach())
+
+        total = self._share_out(job, ids)
+        for replica in self.replicas[1:]:
+            for p, q in zip(self.replicas[0].parameters(), replica.parameters(), strict=True):
+                if q.grad is not None:
+                    p.grad = q.grad if p.grad is None else p.grad.add_(q.grad)
+                    q.grad = None
+        return total
+
+    def mean_loss(self, ids: Tensor, loss: LossFunction | None = None) -> float:
+        """Return the mean loss of `ids` (B, T + 1) in nats, without gradients; by default the one that is trained."""
+        judge = loss or self.loss
+
+        def job(model: nn.Module, part: Tensor) -> float:
+            with torch.no_grad(), autocast(part.device):
+                return float(judge(model, part[:, :-1], part[:, 1:])) * len(part) / len(ids)
+
+        return self._share_out(job, ids)
+
+    def _share_out(self, job: Callable[[nn.Module, Tensor], float], ids: Tensor) -> float:
+        """Return the sum of `job` over parts of `ids`; each replica takes the next part when it is free."""
+        parts = iter(torch.split(ids, max(1, self.micro_tokens // (ids.shape[1] - 1))))  # one for all threads
+
+        def work(replica: nn.Module) -> float:
+            return sum(job(replica, part) for part in parts)
+
+        return float(sum(self._pool.map(work, self.replicas)))
+
+
+class Muon(torch.optim.Muon):
+    """The same updates, but for the rounding; its state is torch's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Change all weights that have a gradient."""
+        for group in self.param_groups:
+            rate, momentum = group["lr"], group["momentum"]
+            weights, gradients, buffers = list[Tensor](), list[Tensor](), list[Tensor]()
+            self._init_group(group, weights, gradients, buffers)
+            for weight, gradient, buffer in zip(weights, gradients, buffers, strict=True):
+                buffer.lerp_(gradient, 1 - momentum)
+                update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+                update = _orthogonal(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                weight.mul_(1 - rate * group["weight_decay"])
+                weight.add_(update, alpha=-rate * math.sqrt(max(1, weight.shape[0] / weight.shape[1])))
+
+
+def _orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Return the matrix with its singular values near 1, by Newton and Schulz's iteration."""
+    a, b, c = coefficients
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
 
 OUTSIDE = re.compile(r"embed|lm_head|position_queries|mask_tokens|rank_head|markov|confidence")
 """matrices that read or write tokens, slots, buckets or chances"""

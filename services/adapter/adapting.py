@@ -5,33 +5,191 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import structlog
 import torch
 
-from coppice.config.adaptation import AdapterSettings
+from coppice.config.adaptation import AdaptationSettings, AdapterSettings
 from coppice.config.settings import Settings
-from coppice.errors import InvalidField
+from coppice.errors import InvalidField, NotFound, Unavailable
+from coppice.messages.adapter import standing_by
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory, drafter_pools
 from coppice.rpc.server import Serving
+from coppice.store.connection import Connection
 from coppice.telemetry import AdapterMetrics, serve_metrics
 from coppice.v1 import adapter_pb2
+from coppice.wire.adapter import (
+    read_head_name,
+    read_rollback_request,
+    read_status_request,
+    rollback_to_wire,
+    status_to_wire,
+)
 
 from .head_loop import HeadLoop
 from .inbox import Inbox
-from .lease import Lease
 from .replicas import Replicas
 from .rollout import OnThread
-from .service import AdapterServicer
 from .training_copy import TrainingCopy
+
+
+class AdapterServicer:
+    """Hands operators' requests to the loops; until there are any it stands by."""
+
+    def __init__(self, heads: Sequence[str], policy: str) -> None:
+        self._heads, self._policy = heads, policy
+        self._loops: dict[str, HeadLoop] = {}
+
+    def adapt(self, loops: Sequence[HeadLoop]) -> None:
+        """Stop standing by: the loops of all heads run."""
+        self._loops = {loop.name: loop for loop in loops}
+
+    def _named(self, head: str) -> Sequence[str]:
+        """Return one name, or all. Raises NotFound."""
+        if head and head not in self._heads:
+            raise NotFound(f"head {head} is not adapted here; there are {', '.join(self._heads)}")
+        return [head] if head else self._heads
+
+    def _chosen(self, head: str) -> list[HeadLoop]:
+        """Return one loop by its name, or all. Raises NotFound, Unavailable."""
+        chosen = [self._loops.get(name) for name in self._named(head)]
+        active = [loop for loop in chosen if loop is not None and loop.active()]
+        if len(active) < len(chosen):
+            raise Unavailable("this adapter stands by: ask the active one")
+        return active
+
+    async def GetStatus(
+        self, request: adapter_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> adapter_pb2.GetStatusResponse:
+        """Report what the loops did and know."""
+        head, history = read_status_request(request)
+        return status_to_wire(
+            [
+                self._loops[name].status(history) if name in self._loops else standing_by(name, self._policy)
+                for name in self._named(head)
+            ]
+        )
+
+    async def Pause(
+        self, request: adapter_pb2.PauseRequest, context: grpc.aio.ServicerContext
+    ) -> adapter_pb2.PauseResponse:
+        """Stop training."""
+        for loop in self._chosen(read_head_name(request)):
+            loop.pause(True)
+        return adapter_pb2.PauseResponse()
+
+    async def Resume(
+        self, request: adapter_pb2.ResumeRequest, context: grpc.aio.ServicerContext
+    ) -> adapter_pb2.ResumeResponse:
+        """Train again."""
+        for loop in self._chosen(read_head_name(request)):
+            loop.pause(False)
+        return adapter_pb2.ResumeResponse()
+
+    async def Rollback(
+        self, request: adapter_pb2.RollbackRequest, context: grpc.aio.ServicerContext
+    ) -> adapter_pb2.RollbackResponse:
+        """Put earlier weights back on every replica."""
+        head, version = read_rollback_request(request)
+        chosen = self._chosen(head)
+        if len(chosen) != 1:
+            raise InvalidField("head", f"say which: {', '.join(self._heads)}")
+        return rollback_to_wire(version=await chosen[0].rollback(version))
+
+
+_LOOKS = 5  # in the time of a lease, whoever has it
+
+# A hash names the holder, and its time to live says when the lease ends: Redis prolongs that even while it is full. The
+# hash outlasts the lease by this long: a holder that was stopped or cut off takes its own lease again, but not when
+# somebody else had it meanwhile, for then it does not know what drafters use.
+_KEPT_MS = 30 * 24 * 3600 * 1000
+_TAKE = """
+local holder = redis.call('HGET', KEYS[1], 'token')
+local over = not holder or redis.call('PTTL', KEYS[1]) <= tonumber(ARGV[3]) and ARGV[4] == 'any'
+if holder ~= ARGV[1] then
+  if not over then return 0 end
+  redis.call('HSET', KEYS[1], 'token', ARGV[1])
+end
+redis.call('PEXPIRE', KEYS[1], ARGV[2] + ARGV[3])
+return 1
+"""
+_GIVE_BACK = "if redis.call('HGET', KEYS[1], 'token') == ARGV[1] then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end"
+
+
+def lease_key(prefix: str) -> str:
+    """Name the hash with the active adapter's `token`, which expires a month after its lease."""
+    return f"{prefix}:adapter"
+
+
+class LeaseLost(Exception):
+    """Another adapter is the active one."""
+
+
+class Lease:
+    """One process's hold on the lease: `take` or `wait` for it, then `keep` it beside work that asks `held`."""
+
+    def __init__(self, settings: AdaptationSettings, lease_s: float) -> None:
+        self._connection, self._key, self._lease_s = Connection(settings), lease_key(settings.prefix), lease_s
+        self._token = secrets.token_hex(16)
+        self._until = 0.0
+
+    def held(self) -> bool:
+        """Tell whether the lease surely runs, by this machine's clock: nobody else can have it."""
+        return time.monotonic() < self._until
+
+    async def take(self) -> bool:
+        """Take the lease; returns whether nobody else had it and Redis answered."""
+        try:
+            return await self._take("any")
+        except Unavailable:
+            return False
+
+    async def wait(self) -> None:
+        """Stand by until nobody else has the lease, and take it."""
+        while True:
+            if await self.take():
+                return
+            await asyncio.sleep(self._lease_s / _LOOKS)
+
+    async def keep(self) -> None:
+        """Renew the lease for ever; while Redis is away it may end, and begin again. Raises LeaseLost."""
+        had = True
+        while True:
+            await asyncio.sleep(self._lease_s / _LOOKS)
+            with contextlib.suppress(Unavailable):
+                if not await self._take("own"):
+                    raise LeaseLost("another adapter is the active one")
+            if self.held() != had:
+                had = self.held()
+                log.warning("the lease goes on" if had else "the lease ended; nothing is pushed until redis is back")
+
+    async def give_back(self) -> None:
+        """End the lease, so that another adapter may take it at once."""
+        self._until = 0.0
+        with contextlib.suppress(Unavailable):
+            await self._connection.run(_GIVE_BACK, self._key, self._token, _KEPT_MS)
+        await self._connection.close()
+
+    async def _take(self, whose: str) -> bool:
+        """Ask for the lease. It counts from the asking, which is before Redis counts from."""
+        asked = time.monotonic()
+        lease_ms = round(1000 * self._lease_s)
+        answer = await self._connection.run(_TAKE, self._key, self._token, lease_ms, _KEPT_MS, whose)
+        taken = bool(answer == 1)
+        self._until = asked + self._lease_s if taken else 0.0
+        return taken
+
 
 log = structlog.get_logger()
 

@@ -28,8 +28,16 @@ from coppice.heads.public_state import public_weights
 from coppice.heads.ranking import target_ids
 from coppice.training.checkpoint import load_optimisers, optimiser_tensors
 from coppice.training.feature_heads import LOSSES
-from coppice.training.losses.feature_losses import DECAY, Anchor, HeadLoss, Student, bucket_of, divergence
-from coppice.training.losses.objectives import overlap, soft_loss
+from coppice.training.losses.feature_losses import (
+    DECAY,
+    Anchor,
+    HeadLoss,
+    Student,
+    bucket_of,
+    divergence,
+    overlap,
+    soft_loss,
+)
 from coppice.weights.versions import weights_hash
 
 from .atomic import BadFile, read_safetensors, replace_safetensors

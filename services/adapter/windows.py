@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coppice.adaptation.records import Sample
 from coppice.training.data.answerer import Answer
-from coppice.training.data.teacher import Teacher
+from coppice.training.losses.feature_losses import Teacher
 
 NOTHING = -1
 """Stands behind the end of a window; no draft id"""

@@ -25,8 +25,7 @@ from .devices import check_devices
 from .features import FeatureRows, columns
 from .feed import Committed, Feed
 from .generation_config import repetition_penalty
-from .job import Job
-from .pruner import Pruner, measure
+from .pruner import Job, Pruner, measure
 from .ranks import Ranks, load
 from .readout import instruct, prepare, read_out
 from .session import Session

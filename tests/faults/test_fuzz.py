@@ -32,7 +32,7 @@ from coppice.v1 import adapter_pb2, drafter_pb2, generation_pb2, verifier_pb2
 from coppice.weights.versions import Weights
 from coppice.wire.drafter import read_head
 from coppice.wire.verifier import read_target, verify_request_to_wire
-from services.adapter.push import DrafterLink
+from services.adapter.replicas import DrafterLink
 from tests.faults import talks
 from tests.faults.fuzzing import HANG_S, Outcome, converse
 from tests.faults.talks import HELD, VOCAB, Says

@@ -25,7 +25,7 @@ from lab import measuring
 from lab.options import Options
 from lab.questions import Question, own_prompts, prompt_ids, read_questions
 from lab.report import Report
-from lab.run.answers import write_answers
+from lab.run.measure import write_answers
 from lab.run.pairs import Cell, Pairs
 from tests.tiny import make_target
 

@@ -23,7 +23,7 @@ from coppice.testing.reference import Reference
 from lab.bare import NO_DRAFT, Bare, BareDraft
 from lab.questions import Question, benchmark_names
 from lab.report import HF_GENERATE, Report
-from lab.run.goals import kept_goals, speed_goals
+from lab.run.measure import kept_goals, speed_goals
 from lab.run.pairs import Cell, Pairs
 from lab.run.peers import CHOICES, HF_ASSISTED, HF_LOOKUP, Peers, methods_of
 from lab.run.plots import draw_all

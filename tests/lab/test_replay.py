@@ -24,8 +24,7 @@ from coppice.speculation.tree import DraftTree
 from coppice.training.data.answerer import Answer
 from coppice.training.data.tokenizer import load_tokenizer
 from lab.cli import app as bench
-from lab.paper.rank import answers
-from lab.paper.replay import replay, replay_all
+from lab.paper.rank import answers, replay, replay_all
 from services.adapter.learner import Learner, Recipe
 from tests.pushes import swap
 from tests.unit.test_head_commands import head, place

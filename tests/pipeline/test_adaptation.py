@@ -25,7 +25,7 @@ from coppice.stack.process import ProcessFailed
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.weights.variants import ROUTES, Route, Routes, variant_name
 from coppice.weights.versions import Weights, pack_update
-from services.adapter.push import DrafterLink
+from services.adapter.replicas import DrafterLink
 from tests.faults.campaign.adaptation import QUICK
 from tests.pipeline.test_feature_heads import KINDS, PROMPTS, heads, target
 from tests.pushes import altered

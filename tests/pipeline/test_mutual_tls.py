@@ -27,7 +27,7 @@ from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
 from coppice.weights.versions import Weights
 from coppice.wire.drafter import weights_to_wire
-from services.adapter.push import DrafterLink
+from services.adapter.replicas import DrafterLink
 from tests.browser import CHROMIUM, chromium
 from tests.certificates import Authority
 from tests.pipeline.test_feature_heads import PROMPTS, heads, target

@@ -27,7 +27,7 @@ from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.store.registry import registry_key
 from coppice.telemetry import metric, scrape
 from coppice.testing.reference import Reference
-from services.adapter.push import DrafterLink
+from services.adapter.replicas import DrafterLink
 from tests.certificates import Authority
 from tests.faults.campaign.adaptation import QUICK
 from tests.mortal_head import DIES, FAILS

@@ -43,8 +43,7 @@ from coppice.stack.redis_server import LocalRedis
 from coppice.v1 import drafter_pb2
 from coppice.weights.versions import Weights, pack_update
 from services.adapter.__main__ import serve
-from services.adapter.push import DrafterLink
-from services.adapter.replicas import MOST_AHEAD
+from services.adapter.replicas import MOST_AHEAD, DrafterLink
 from services.adapter.state import FILE
 from tests.processes import Service
 from tests.pushes import altered

@@ -21,8 +21,8 @@ from coppice.adaptation.records import (
 from coppice.limits import SKETCH
 from coppice.messages.adapter import HeadStatus, KindStatus
 from coppice.weights.versions import Weights
-from services.adapter.kind_state import PROVEN_SHARE
-from services.adapter.kinds import YOUNG_SHARE
+from services.adapter.branching import YOUNG_SHARE
+from services.adapter.state import PROVEN_SHARE
 from tests.processes import Service
 from tests.services.test_adapter import HEAD, Bench, bench, first, head, kind, target
 from tests.services.test_signal_stream import redis

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from coppice.engine import self_check
 from coppice.engine.batch import Piece, pack
 from coppice.engine.engine import Engine
-from coppice.engine.invariant import RowsLinear, by_rows
 from coppice.engine.loading import load_engine
+from coppice.engine.ordered_plan import RowsLinear, by_rows
 from coppice.engine.self_check import NotInvariant, check_invariant
 from coppice.testing.tiny_models import VOCAB, save_tiny
 from tests.services.test_engine import Tree

@@ -27,8 +27,7 @@ from transformers import (
 
 from coppice.engine.attention import UnsupportedModel
 from coppice.engine.batch import Piece, pack
-from coppice.engine.engine import Engine, default_feature_layers
-from coppice.engine.fingerprint import fingerprint
+from coppice.engine.engine import Engine, default_feature_layers, fingerprint
 from coppice.engine.kv_layout import read_layout
 from coppice.engine.loading import UnusableFolder, load_engine
 from coppice.testing.tiny_models import save_tiny

@@ -23,7 +23,7 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from services.verifier import devices
 from services.verifier.devices import check_devices
-from services.verifier.rank_messages import AT_ONCE, decode, encode
+from services.verifier.ranks import AT_ONCE, decode, encode
 from tests.processes import Service
 from tests.services.test_verifier import Client, connected, described
 from tests.tiny import make_target

@@ -22,8 +22,8 @@ from coppice.errors import InvalidField
 from coppice.stack.redis_server import find_server
 from coppice.store.connection import connect
 from coppice.telemetry import AdapterMetrics, SignalMetrics
+from services.adapter.adapting import Lease
 from services.adapter.inbox import Inbox
-from services.adapter.lease import Lease
 from tests.certificates import Authority, documented
 from tests.services.test_signal_stream import RECORD, Reader
 from tests.signals import counts

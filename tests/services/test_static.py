@@ -23,11 +23,10 @@ from coppice.engine import engine as engine_module
 from coppice.engine import graphs, launches, launches_triton, runners
 from coppice.engine.batch import PackedBatch, Piece, pack
 from coppice.engine.engine import Engine
-from coppice.engine.graphs import Graphs, best_runner, graph_buckets, why_no_graph
+from coppice.engine.graphs import CompiledStep, Eager, Graphs, Make, best_runner, graph_buckets, why_no_graph
 from coppice.engine.launches import merge_launches
 from coppice.engine.linear import fuse
 from coppice.engine.ragged import Bucket, Ragged
-from coppice.engine.runners import CompiledStep, Eager, Make
 from coppice.testing.tiny_models import VOCAB, save_tiny
 from tests.reference import EFFORT
 from tests.services.test_engine import Tree

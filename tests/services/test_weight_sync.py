@@ -24,7 +24,7 @@ from coppice.rpc.channels import Dialer
 from coppice.v1 import drafter_pb2_grpc
 from coppice.weights.versions import Weights
 from coppice.wire.drafter import draft_request_to_wire, weights_to_wire
-from services.adapter.push import DrafterLink
+from services.adapter.replicas import DrafterLink
 from tests.processes import Service
 from tests.pushes import CORRUPTIONS, Case, Made, Push, altered, matrix_of
 from tests.services import test_drafter

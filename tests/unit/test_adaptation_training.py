@@ -17,14 +17,12 @@ from coppice.adaptation.records import Kind, Sample
 from coppice.config.adaptation import AdapterSettings, LearnerSettings
 from coppice.config.settings import Settings
 from coppice.heads.checkpoints import load_head, save_head
-from coppice.training.losses.feature_losses import Anchor, divergence
-from coppice.training.losses.walk import Targets
+from coppice.training.losses.feature_losses import Anchor, Targets, divergence
 from coppice.weights.versions import Weights
 from services.adapter.atomic import BadFile
 from services.adapter.buffers import Buffers
 from services.adapter.learner import Learner, Recipe
-from services.adapter.training_copy import TrainingCopy
-from services.adapter.versions import Versions
+from services.adapter.training_copy import TrainingCopy, Versions
 from services.adapter.windows import Windows
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import HIDDEN, VOCAB, save_random

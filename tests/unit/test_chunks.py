@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coppice.messages.generation import Chunk, Origin
-from orchestrator.chunks import Chunks
+from orchestrator.service import Chunks
 
 
 def commit(start: int, size: int) -> Chunk:

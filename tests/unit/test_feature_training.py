@@ -20,13 +20,25 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.training.data.answerer import Answer
 from coppice.training.data.corpora import DataError, is_held_out
 from coppice.training.data.target_answers import AnswerPlan, record_answers
-from coppice.training.data.teacher import Teacher
 from coppice.training.feature_heads import LOSSES, build_student, draft_vocabulary, head_config
 from coppice.training.losses.acceptance import measure
-from coppice.training.losses.block_masks import groups_visible, visible
-from coppice.training.losses.feature_losses import HeadLoss, SlotOutput, Student, bucket_of
-from coppice.training.losses.objectives import agreement, coupled_loss, l1_loss, overlap, soft_loss
-from coppice.training.losses.walk import Targets, block_states, slot_states
+from coppice.training.losses.feature_losses import (
+    HeadLoss,
+    SlotOutput,
+    Student,
+    Targets,
+    Teacher,
+    agreement,
+    block_states,
+    bucket_of,
+    coupled_loss,
+    groups_visible,
+    l1_loss,
+    overlap,
+    slot_states,
+    soft_loss,
+    visible,
+)
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import (
     HIDDEN,

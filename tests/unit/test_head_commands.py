@@ -32,8 +32,7 @@ from coppice.training.cli import app as train
 from coppice.training.data.target_answers import AnswerPlan, record_answers
 from coppice.training.heads import TrainingConfig, export_head, train_head
 from coppice.training.run_folder import checkpoints, write_run
-from coppice.training.schedule import Schedule
-from coppice.training.trainer import RunOptions
+from coppice.training.trainer import RunOptions, Schedule
 from tests.tiny import make_target
 
 SMALL = AnswerPlan(128, length=64, sessions=2)

@@ -31,8 +31,7 @@ from coppice.telemetry import OrchestratorMetrics
 from orchestrator.http.answering import Answering
 from orchestrator.http.app import make_app
 from orchestrator.http.bodies import check_log_probs
-from orchestrator.http.door import Door, check_parts
-from orchestrator.http.server import HttpServer
+from orchestrator.http.server import Door, HttpServer, check_parts
 from orchestrator.text import TokenBytes
 
 TARGET = TargetDescription("target", 300, 512, 2, 8, (0,), "float32", 2**20, 0, 0, 0, 0, 1.0, bytes(32))
@@ -294,7 +293,7 @@ async def test_a_full_server_refuses_before_the_body_is_read(monkeypatch: pytest
     response = await front.complete(nonsense=1)
     assert response.error == (429, "full")
     assert response.headers["retry-after"] == "3"
-    monkeypatch.setattr("orchestrator.http.door.most_calls", lambda limits: 0)
+    monkeypatch.setattr("orchestrator.http.server.most_calls", lambda limits: 0)
     assert (await front.get("/v1/models")).error == (429, "too many requests at once")
 
 

@@ -10,8 +10,8 @@ import pytest
 from coppice.adaptation.records import QueryRecord
 from coppice.limits import MAX_KINDS, SKETCH
 from coppice.weights.variants import Routes
-from services.adapter.kind_state import PROVEN_SHARE, KindsState
-from services.adapter.kinds import YOUNG_SHARE, Kinds
+from services.adapter.branching import YOUNG_SHARE, Kinds
+from services.adapter.state import PROVEN_SHARE, KindsState
 
 UPDATE_S = 2.0
 

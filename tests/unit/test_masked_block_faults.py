@@ -15,10 +15,9 @@ from coppice.engine.loading import load_engine
 from coppice.heads.checkpoints import load_head, read_output
 from coppice.heads.ranking import target_ids
 from coppice.training.data.answerer import Answer, Answerer, as_positions
-from coppice.training.data.teacher import Teacher
 from coppice.training.data.tokenizer import load_tokenizer
 from coppice.training.losses.acceptance import measure
-from coppice.training.losses.feature_losses import HeadLoss, Student
+from coppice.training.losses.feature_losses import HeadLoss, Student, Teacher
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 PROMPTS = (

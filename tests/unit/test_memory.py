@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from coppice.config.sections import DrafterSettings
 from coppice.heads.base import DraftJob, Head
 from coppice.heads.lookup import Lookup
-from coppice.heads.memory import BLOCKS, CHUNK, SALTS, Memory
+from coppice.heads.ngram import BLOCKS, CHUNK, SALTS, Memory
 from coppice.heads.registry import build_head
 from coppice.messages.steps import Advance, OpenDraft
 from coppice.speculation.sampling import SamplingParams

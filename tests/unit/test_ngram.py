@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Head
-from coppice.heads.bigram import FOLLOWERS, Bigram, Ranking
 from coppice.heads.lookup import INDEXED, OCCURRENCES, ORDERS, Lookup
-from coppice.heads.ngram import EXP_EULER_GAMMA, draft_scores
+from coppice.heads.ngram import EXP_EULER_GAMMA, FOLLOWERS, Bigram, Ranking, draft_scores
 from coppice.heads.registry import build_head
 from coppice.messages.steps import OpenDraft
 from coppice.speculation.sampling import SamplingParams, draw, noise

@@ -17,7 +17,7 @@ from coppice.messages.steps import OpenSession, committed_hash
 from coppice.speculation.sampling import SamplingParams
 from coppice.telemetry import PrefixCacheMetrics
 from services.verifier.prefix import Prefix
-from services.verifier.prefix_cache import PrefixCache
+from services.verifier.sessions import PrefixCache
 from tests.reference import EFFORT, check_pool
 
 SIZE = 4

@@ -14,8 +14,8 @@ from coppice.messages.steps import Fence, OpenSession, VerifyStep
 from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.speculation.tree import DraftTree
 from services.verifier.acceptance import path_to, walk, walked
-from services.verifier.job import Job
 from services.verifier.prefix import Prefix
+from services.verifier.pruner import Job
 from services.verifier.readout import instruct, read_out
 from services.verifier.session import Session
 from tests.reference import EFFORT

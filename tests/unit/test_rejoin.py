@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coppice.engine.rejoin import Rejoin
+from coppice.engine.batching import Rejoin
 
 
 def _play(rejoin: Rejoin, away: dict[str, list[float]]) -> float:

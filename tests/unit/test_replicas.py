@@ -20,8 +20,8 @@ from coppice.v1 import verifier_pb2
 from coppice.wire.drafter import draft_request_to_wire
 from coppice.wire.verifier import target_to_wire
 from orchestrator import replicas, verifiers
-from orchestrator.draft_stream import DraftStream
 from orchestrator.drafters import DrafterReplica
+from orchestrator.head_session import DraftStream
 from orchestrator.replicas import Replica
 from orchestrator.verifiers import TargetPool, TargetSession, VerifierReplica
 from tests.recorder import server_of

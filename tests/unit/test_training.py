@@ -22,10 +22,8 @@ from coppice.training import cli, export, heads, progress, run_folder, target, t
 from coppice.training.data.corpora import is_held_out, load_corpus, parse_spec, parse_specs
 from coppice.training.data.packing import MAX_EPOCHS, Packed, Reader
 from coppice.training.data.target_answers import AnswerPlan, record_answers
-from coppice.training.losses.chunked import next_token_loss, soft_target_loss
-from coppice.training.muon import Muon
-from coppice.training.schedule import Schedule
-from coppice.training.trainer import Rates, RunOptions
+from coppice.training.losses.feature_losses import next_token_loss, soft_target_loss
+from coppice.training.trainer import Muon, Rates, RunOptions, Schedule
 from tests.tiny import make_target
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "small", "birds", "near", "my", "old", "tree")

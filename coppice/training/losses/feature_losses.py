@@ -2,19 +2,314 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import repeat
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coppice.heads.models.layers import Attend
 from coppice.heads.models.masked_block import MaskedBlockModel
-from coppice.training.data.teacher import Teacher
-from coppice.training.losses.objectives import Objective, objective_of, overlap
-from coppice.training.losses.walk import Targets, walk
+from coppice.heads.models.medusa import MedusaModel
+from coppice.heads.models.parallelspec import ParallelSpecModel
+from coppice.training.data.answerer import Answer
+
+
+class Teacher:
+    """A reader of answers and the draft vocabulary that they are taught in."""
+
+    draft_number: Tensor
+    """(V,) draft id of each target id, -1 outside the draft vocabulary"""
+
+    def __init__(self, read: Callable[[Tensor], Answer], output: Tensor, draft_ids: Tensor) -> None:
+        """`output` is the target's (V, hidden) layer, `draft_ids` the (D,) ascending ids of the draft vocabulary."""
+        self._read = read
+        self.draft_ids = draft_ids.to(output.device)
+        self.draft_output = output[self.draft_ids].float()
+        self.draft_number = torch.full((len(output),), -1, device=output.device)
+        self.draft_number[self.draft_ids] = torch.arange(len(draft_ids), device=output.device)
+
+    def read(self, positions: Tensor) -> Answer:
+        """Return the answers at (B, T) positions."""
+        return self._read(positions)
+
+    @torch.no_grad()
+    def draft_log_probs(self, final: Tensor) -> Tensor:
+        """Return (..., D) log-probabilities, renormalised over the draft vocabulary, from an answer's `final`."""
+        log_probs: Tensor = (final @ self.draft_output.T).log_softmax(-1)
+        return log_probs
+
+
+CHUNK = 512
+
+
+def next_token_loss(hidden: Tensor, embedding: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross-entropy in nats of hidden (T, H), embedding (V, H) tied to the output, labels (T,)."""
+    total = hidden.new_zeros(())
+    for h, y in zip(torch.split(hidden, CHUNK), torch.split(labels, CHUNK), strict=True):
+        total = total + F.cross_entropy((h @ embedding.T).float(), y, reduction="sum")
+    return total / labels.numel()
+
+
+def soft_target_loss(hidden: Tensor, embedding: Tensor, teacher_hidden: Tensor, teacher_embedding: Tensor) -> Tensor:
+    """Return the mean cross-entropy in nats to the teacher's full distribution at T=1.
+
+    hidden (T, H) and embedding (V, H) are the student's, teacher_hidden (T, H') and teacher_embedding (V, H') the
+    teacher's, both tied models over one vocabulary.
+    """
+    total = hidden.new_zeros(())
+    for h, t in zip(torch.split(hidden, CHUNK), torch.split(teacher_hidden, CHUNK), strict=True):
+        with torch.no_grad():
+            wanted = (t @ teacher_embedding.T).float().softmax(-1)
+        total = total + F.cross_entropy((h @ embedding.T).float(), wanted, reduction="sum")
+    return total / hidden.shape[0]
+
+
+Objective = Literal["soft", "l1", "coupled"]
+Distance = Callable[[Tensor, Tensor], Tensor]
+_CE, _L1 = 0.1, 0.9
+_TINY = 1e-30
+
+
+def soft_loss(logits: Tensor, taught: Tensor) -> Tensor:
+    """Return the mean cross-entropy in nats of (n, D) logits to (n, D) log-probabilities (SpecBlock, equation 6)."""
+    if not len(logits):
+        return logits.sum()
+    return -(taught.exp() * logits.float().log_softmax(-1)).sum(-1).mean()
+
+
+def overlap(logits: Tensor, taught: Tensor) -> Tensor:
+    """Return the (n,) shares 1 - TV of p and q: how often a token drawn from q is accepted (arXiv 2607.05147, s. 3)."""
+    return torch.minimum(logits.float().softmax(-1), taught.exp()).sum(-1)
+
+
+def l1_loss(logits: Tensor, taught: Tensor) -> Tensor:
+    """Return 0.1 of the cross-entropy and 0.9 of the L1 distance, 2 TV (DSpark, arXiv 2607.05147, section 5)."""
+    if not len(logits):
+        return logits.sum()
+    return _CE * soft_loss(logits, taught) + _L1 * 2 * (1 - overlap(logits, taught)).mean()
+
+
+def agreement(logits: Tensor, taught: Tensor) -> Tensor:
+    """Return the (n,) chances that both distributions draw the same token from the same Gumbel noise.
+
+    It is the sum over x of 1 / sum over y of max(p(y) / p(x), q(y) / q(x)). Ordered by r = p / q, the inner sum is
+    (the q up to x) / q(x) + (the p behind x) / p(x).
+    """
+    q, p = logits.float().softmax(-1).clamp_min(_TINY), taught.exp().clamp_min(_TINY)
+    order = (p / q).argsort(-1)
+    p, q = p.gather(-1, order), q.gather(-1, order)
+    behind = p.sum(-1, keepdim=True) - p.cumsum(-1)
+    return (1 / (q.cumsum(-1) / q + behind.clamp_min(0) / p)).sum(-1)
+
+
+def coupled_loss(logits: Tensor, taught: Tensor) -> Tensor:
+    """Return the mean of -log of the chance that a coupled draft at T = 1 agrees with the target."""
+    if not len(logits):
+        return logits.sum()
+    return -agreement(logits, taught).clamp_min(_TINY).log().mean()
+
+
+_DISTANCES: Mapping[Objective, Distance] = MappingProxyType({"soft": soft_loss, "l1": l1_loss, "coupled": coupled_loss})
+
+
+def objective_of(name: Objective) -> Distance:
+    """Return the mean distance of (n, D) logits from (n, D) log-probabilities by its name."""
+    return _DISTANCES[name]
+
+
+def visible(rows: int, slots: int, cuts: Sequence[int], chosen: Tensor | None = None, relaxed: bool = False) -> Tensor:
+    """Return (n * K, N * K + b * n * K) bool: which slots of blocks 1..b + 1 each slot of b + 1 sees, b = len(cuts).
+
+    `chosen` are the (n,) ascending rows that later blocks start from; None for all N. If `relaxed`, a slot also sees
+    the later ones of its own block.
+    """
+    every = torch.arange(rows)
+    some = every if chosen is None else chosen
+    row, slot = (some if cuts else every).repeat_interleave(slots), torch.arange(slots)
+    own_slot = slot.repeat(len(some if cuts else every))
+    parts = []
+    for block in range(len(cuts) + 1):
+        of = every if block == 0 else some
+        their_row, their_slot = of.repeat_interleave(slots), slot.repeat(len(of))
+        last = torch.full_like(own_slot, slots - 1) if relaxed else own_slot
+        path = their_slot[None] < cuts[block] if block < len(cuts) else their_slot[None] <= last[:, None]
+        seen = (row[:, None] == their_row[None]) & path
+        parts.append(seen | (row[:, None] > their_row[None]) if block == 0 else seen)
+    return torch.cat(parts, dim=1)
+
+
+def groups_visible(rows: int, slots: int) -> Tensor:
+    """Return (N + N * K, N + N * K) bool: what a prefix's rows and the K mask tokens behind each of them see.
+
+    A mask sees the rows up to its own and its group up to itself, never another group (SpecBlock, appendix A.4).
+    """
+    prefix = torch.arange(rows)
+    row, slot = prefix.repeat_interleave(slots), torch.arange(slots).repeat(rows)
+    causal = torch.cat((prefix, row))[:, None] >= prefix
+    own = (row[:, None] == row) & (slot[:, None] >= slot)
+    return torch.cat((causal, torch.cat((own.new_zeros(rows, rows * slots), own))), dim=1)
+
+
+def anchored_visible(rows: Tensor, count: int, size: int, causal: bool) -> Tensor:
+    """Return (n * size, count + n * size) bool: what the blocks of masks behind (n,) of `count` rows see.
+
+    They see the committed rows up to their own and their own block, or up to themselves in it, never another one
+    (DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147, section 5).
+    """
+    row = rows.repeat_interleave(size)
+    own = row[:, None] == row
+    if causal:
+        slot = torch.arange(size, device=rows.device).repeat(len(rows))
+        own &= slot[:, None] >= slot
+    return torch.cat((row[:, None] >= torch.arange(count, device=rows.device), own), dim=1)
+
+
+def attend_by(mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return the attention of (B, H, T, D) queries under a (T, L) bool mask as (B, T, H, D)."""
+    grouped = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
+class PathAttention:
+    """Keys and values of the blocks so far, for every layer of one forward over (B, N) rows."""
+
+    def __init__(self, rows: int, slots: int, layers: int, chosen: Tensor | None = None, relaxed: bool = False) -> None:
+        """`chosen` are the rows that later blocks start from; None for all. `relaxed` is as for `visible`."""
+        self.rows, self.slots, self.layers, self.chosen, self.relaxed = rows, slots, layers, chosen, relaxed
+        self._stored: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(layers)]
+        self.cuts: list[int] = []
+
+    def attends(self, device: torch.device) -> list[Attend]:
+        """Return each layer's attention for the next block; append its cut to `cuts` before the one after."""
+        mask = visible(self.rows, self.slots, self.cuts, self.chosen, self.relaxed).to(device)
+
+        def attend_in(layer: int) -> Attend:
+            def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+                stored = self._stored[layer]
+                stored.append((key, value))
+                keys, values = (torch.cat(parts, dim=2) for parts in zip(*stored, strict=True))
+                return attend_by(mask, query, keys, values)
+
+            return attend
+
+        return [attend_in(layer) for layer in range(self.layers)]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What some rows of answers are to predict, `offset` tokens further than the next one. Row i has token i + 1."""
+
+    ids: Tensor  # (B, N + 1)
+    gold: Tensor  # (B, N + 1) draft ids, -1 outside the draft vocabulary
+    log_probs: Tensor  # (B, N + 1, D), of the token behind each position
+    rows: Tensor  # (n,)
+
+    @classmethod
+    def of(cls, answer: Answer, teacher: Teacher) -> Targets:
+        """Take all rows of the answers, with their tokens and distributions in the draft vocabulary."""
+        rows = torch.arange(answer.ids.shape[1] - 1, device=answer.ids.device)
+        return cls(answer.ids, teacher.draft_number[answer.ids], teacher.draft_log_probs(answer.final), rows)
+
+    def token(self, offset: int) -> Tensor:
+        """Return the (B, n) ids offset + 1 behind each row; rows whose text has ended repeat its last one."""
+        return self.ids[:, self._at(offset + 1)]
+
+    def behind(self, offset: int) -> Tensor:
+        """Return the (B, n) draft ids to predict `offset` places further than the next one; -1 where there is none."""
+        return self.gold[:, self._at(offset + 2)].where(self._inside(offset), -1)
+
+    def outside(self, valid: Tensor, offset: int) -> int:
+        """Count the valid rows whose token is outside the draft vocabulary."""
+        return int((valid & self._inside(offset) & (self.behind(offset) < 0)).sum())
+
+    def admit(self, valid: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+        """Return those of the (B, n) valid rows that have a draft id to predict, and the m ids of the rows."""
+        gold = self.behind(offset)
+        admitted = valid & (gold >= 0)
+        return admitted, gold[admitted]
+
+    def taught(self, admitted: Tensor, offset: int) -> Tensor:
+        """Return the target's (m, D) log-probabilities for the m admitted rows of a (B, n) mask."""
+        text, row = admitted.nonzero(as_tuple=True)
+        return self.log_probs[text, self._at(offset + 1)[row]]
+
+    def _inside(self, offset: int) -> Tensor:
+        return self.rows + offset + 2 < self.ids.shape[1]
+
+    def _at(self, offset: int) -> Tensor:
+        return (self.rows + offset).clamp(max=self.ids.shape[1] - 1)
+
+
+def walk(student: Any, answer: Answer, targets: Targets, later: Tensor, cuts: Sequence[int]) -> Iterator[Tensor]:
+    """Yield a block's (B, n, K, hidden) states behind every row, then of blocks behind the cuts of `later` rows.
+
+    Heads that draft at once have the first alone.
+    """
+    model, rows = student.model, len(targets.rows)
+    if isinstance(model, MaskedBlockModel):
+        yield block_states(student, answer, targets)
+        return
+    if isinstance(model, MedusaModel | ParallelSpecModel):
+        yield slot_states(student, answer, targets)
+        return
+    config = model.config
+    condition, offset = model.condition(answer.features[:, :rows]), 0
+    attention = PathAttention(rows, config.slots, config.num_hidden_layers, later, config.relaxed)
+    for block, cut in enumerate(cuts):
+        position = targets.rows[None] + (offset if config.block_rope_advance else 0)
+        token = student.embedding[targets.token(offset)]
+        rope = model.rope(position, condition.dtype)
+        states = model(condition, token, rope, attention.attends(condition.device))
+        states = states.view(*condition.shape[:2], config.slots, -1)
+        yield states
+        condition, offset = states[:, :, cut - 1], offset + cut
+        if block == 0:
+            condition, targets = condition[:, later], replace(targets, rows=later)
+        attention.cuts.append(cut)
+
+
+def slot_states(student: Any, answer: Answer, targets: Targets) -> Tensor:
+    """Return the (B, N, K, hidden) states of all slots behind every row of the answers, of a head that drafts at once.
+
+    The masks of all of ParallelSpec's rows share one forward.
+    """
+    model: MedusaModel | ParallelSpecModel = student.model
+    features = answer.features[:, : len(targets.rows)]
+    if isinstance(model, MedusaModel):
+        states: Tensor = model(features)
+        return states
+    rows, slots = targets.rows, model.config.slots
+    prefix = model.prefix(features, student.embedding[targets.token(0)])  # (B, N, hidden)
+    texts, count, hidden = prefix.shape
+    masks = model.mask_tokens.weight.repeat(texts, count, 1)
+    positions = torch.cat((rows, (rows[:, None] + 1 + torch.arange(slots, device=rows.device)).flatten()))
+    attend = partial(attend_by, groups_visible(count, slots).to(rows.device))
+    rope = model.rope(positions[None], prefix.dtype)
+    states = model(torch.cat((prefix, masks), dim=1), rope, [attend] * model.config.num_hidden_layers)
+    return states[:, count:].view(texts, count, slots, hidden)
+
+
+def block_states(student: Any, answer: Answer, targets: Targets) -> Tensor:
+    """Return the (B, n, K, hidden) states of the blocks of masks behind the answers' (n,) rows, all in one forward."""
+    model: MaskedBlockModel = student.model
+    config, rows, count = model.config, targets.rows, answer.ids.shape[1] - 1
+    context = model.condition(answer.features[:, :count])
+    blocks = student.embedding[config.mask_token_id].repeat(len(context), len(rows), config.block_size, 1)
+    blocks[:, :, 0] = student.embedding[targets.token(0)]
+    inside = torch.arange(config.block_size, device=rows.device)
+    positions = torch.cat((torch.arange(count, device=rows.device), (rows[:, None] + 1 + inside).flatten()))
+    seen = anchored_visible(rows, count, config.block_size, config.causal)
+    attends = [partial(attend_by, seen)] * config.num_hidden_layers
+    states: Tensor = model(context, blocks.flatten(1, 2), model.rope(positions[None], context.dtype), attends)
+    return states.view(*blocks.shape)[:, :, config.block_size - config.slots :]
+
 
 RANK_BOUNDS = (1, 4, 10)
 """The highest rank of buckets 0, 1 and 2; what lies behind is bucket 3."""

@@ -26,7 +26,7 @@ from coppice.stack.spec import HeadSpec
 from coppice.telemetry import metric
 from coppice.weights.versions import Weights, pack_update
 from lab.report import Check
-from services.adapter.push import DrafterLink
+from services.adapter.replicas import DrafterLink
 from tests.faults.campaign.report import FaultRow
 from tests.faults.campaign.rig import Rig, Run, Scenario
 from tests.pushes import CORRUPTIONS, Case, Push, altered

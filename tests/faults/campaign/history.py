@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from coppice.client.client import Attempts
 from coppice.client.completion import StreamEvent
-from coppice.client.resume import Attempts
 from coppice.errors import CoppiceError
 from coppice.messages.generation import Chunk, Finished
 

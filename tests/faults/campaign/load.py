@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from coppice.client.client import AsyncClient, Client, Options, Prompt
+from coppice.client.client import AsyncClient, Attempts, Client, Options, Prompt
 from coppice.client.completion import Accumulator, StreamEvent
-from coppice.client.resume import Attempts
 from coppice.errors import CoppiceError
 from coppice.messages.generation import Chunk, Finished, Origin
 from coppice.speculation.sampling import SamplingParams
