@@ -17,8 +17,8 @@ from coppice.engine.batch import PackedBatch, Tail
 from coppice.engine.engine import Engine, ForwardOutput
 from coppice.engine.kv_cache import BlockTable, KVPool
 from coppice.heads import lm, ngram
+from coppice.heads.feature_head import WeightSwap
 from coppice.heads.noise import Noise
-from coppice.heads.weight_swap import WeightSwap
 from coppice.speculation import sampling
 from orchestrator import step_loop
 from services.verifier import acceptance, session, worker

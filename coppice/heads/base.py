@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,6 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 
 if TYPE_CHECKING:
-    from coppice.heads.weight_swap import WeightSwap
     from coppice.weights.staging import Staging
 
 TOP_K, DEPTH = 8, 6  # of a tree, for heads whose settings leave them open
@@ -92,6 +91,16 @@ class Miss:
     """(hidden,) normed state that the token was predicted from"""
     previous: int = 0
     """the token before it"""
+
+
+class Swap(Protocol):
+    """A head's new weights beside those that draft, ready to be exchanged."""
+
+    def swap(self) -> None:
+        """Exchange them; call it on the head's thread between drafts. Raises StaleFence if the head has others now."""
+
+    def release(self) -> None:
+        """Free the old weights. It takes a while: call it on another thread than the head's."""
 
 
 class Head(ABC):
@@ -180,7 +189,7 @@ class Head(ABC):
         """
         raise InvalidField("header.head", f"a {self.description.kind} head has no weights that can be replaced")
 
-    def prepare_swap(self, staging: Staging) -> WeightSwap:
+    def prepare_swap(self, staging: Staging) -> Swap:
         """Check a push that is complete and make its weights ready. Any thread may call this while others draft.
 
         Raises what Staging raises.

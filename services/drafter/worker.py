@@ -14,7 +14,7 @@ import structlog
 from coppice import failpoints
 from coppice.engine.batching import BatchingThread, settle
 from coppice.errors import Unavailable
-from coppice.heads.base import DraftJob, Growth, Head
+from coppice.heads.base import DraftJob, Growth, Head, Swap
 from coppice.limits import MAX_CONTEXT
 from coppice.messages.steps import DraftOpened, DraftStep, Fence, HeadDescription, OpenDraft, TreeDelta
 from coppice.messages.weights import WeightsHeader
@@ -26,7 +26,6 @@ from .session import Answer, Session
 from .text import Missed, Text, Waiting, joined
 
 if TYPE_CHECKING:
-    from coppice.heads.weight_swap import WeightSwap
     from coppice.weights.staging import Staging
 import numpy as np
 
@@ -226,7 +225,7 @@ class Worker(BatchingThread):
         self._metrics.remembered.inc(remembered - self._remembered)  # other heads of the process count there, too
         self._remembered = remembered
 
-    def _take_swap(self, swap: WeightSwap, swapped: asyncio.Future[int]) -> None:
+    def _take_swap(self, swap: Swap, swapped: asyncio.Future[int]) -> None:
         began = time.perf_counter_ns()
         try:
             swap.swap()

@@ -19,6 +19,8 @@ from coppice.speculation.sampling import TOP_P_SLACK, SamplingParams, position_k
 from coppice.speculation.sampling_torch import gumbel, hashes
 
 ROW, KEY, TOP_K, TEMPERATURE, TOP_P, LEAST = range(6)
+COLUMNS = KEY, TEMPERATURE, LEAST
+"""what the kernel reads of a table"""
 _ROWS_AT_ONCE = 64  # that are sorted: their probabilities are float64 and as wide as the vocabulary
 
 Ints = NDArray[np.int64]
@@ -142,4 +144,4 @@ def _(logits: Tensor, highest: Tensor, table: Tensor, *_: object) -> Tensor:
 def _(logits: Tensor, *rest: Tensor) -> Tensor:
     from .draws_triton import draw  # Triton comes with torch for CUDA only
 
-    return draw(logits, *rest)
+    return draw(logits, *rest, columns=COLUMNS)

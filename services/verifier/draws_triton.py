@@ -12,15 +12,12 @@ from torch import Tensor
 
 from coppice.speculation import sampling
 
-from .draws import KEY, LEAST, TEMPERATURE
-
 PART = 2048
 """tokens of a row that a program looks at"""
 
 _GAMMA, _FIRST, _SECOND = (
     tl.constexpr(number) for number in (sampling.GAMMA, sampling.MULTIPLIER_1, sampling.MULTIPLIER_2)
 )
-_KEY, _TEMPERATURE, _LEAST = tl.constexpr(KEY), tl.constexpr(TEMPERATURE), tl.constexpr(LEAST)
 _NEVER, _NONE = tl.constexpr(float("-inf")), tl.constexpr(2147483647)
 
 # What differs from step to step, of which no kernel is compiled anew.
@@ -29,14 +26,18 @@ _NUMBERS, _POINTERS = ["count", "cut"], ["table", "edges", "lasts"]
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=[*_NUMBERS, *_POINTERS])
 def best_of_parts(
-    logits, highest, table, edges, lasts, bests, tokens, count, cut, vocab, stride, N: tl.constexpr
+    logits, highest, table, edges, lasts, bests, tokens, count, cut, vocab, stride,
+    KEY: tl.constexpr, TEMPERATURE: tl.constexpr, LEAST: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
-    """One part of one sampled row: its largest sum of score and noise, and the lowest token that has it."""
+    """One part of one sampled row: its largest sum of score and noise, and the lowest token that has it.
+
+    KEY, TEMPERATURE, LEAST: rows of the table.
+    """
     draw, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row = tl.load(table + draw)
-    key = tl.load(table + _KEY * count + draw).to(tl.uint64, bitcast=True)
-    temperature = tl.load(table + _TEMPERATURE * count + draw).to(tl.float64, bitcast=True)
-    least = tl.load(table + _LEAST * count + draw).to(tl.float64, bitcast=True)
+    key = tl.load(table + KEY * count + draw).to(tl.uint64, bitcast=True)
+    temperature = tl.load(table + TEMPERATURE * count + draw).to(tl.float64, bitcast=True)
+    least = tl.load(table + LEAST * count + draw).to(tl.float64, bitcast=True)
     edge = tl.load(edges + draw, draw < cut, _NEVER)
     last = tl.load(lasts + draw, draw < cut, vocab)
     token = part * N + tl.arange(0, N)
@@ -65,14 +66,28 @@ def best_of_all(highest, table, bests, tokens, drawn, parts, N: tl.constexpr):
     tl.store(drawn + draw, tl.where(usable, found, -1))
 
 
-def draw(logits: Tensor, highest: Tensor, table: Tensor, edges: Tensor, lasts: Tensor) -> Tensor:
-    """coppice::keyed_argmax, of which see there."""
+def draw(
+    logits: Tensor, highest: Tensor, table: Tensor, edges: Tensor, lasts: Tensor, *, columns: tuple[int, int, int]
+) -> Tensor:
+    """What `coppice::keyed_argmax` answers. columns: the rows of the table that hold key, temperature and least."""
     count, vocab = table.shape[1], logits.shape[1]
     parts = triton.cdiv(vocab, PART)
     bests, drawn = table.new_empty(count, parts, dtype=torch.float64), table.new_empty(count)
     tokens = table.new_empty(count, parts, dtype=torch.int32)
     best_of_parts[(count, parts)](
-        logits, highest, table, edges, lasts, bests, tokens, count, len(edges), vocab, logits.stride(0), N=PART
+        logits,
+        highest,
+        table,
+        edges,
+        lasts,
+        bests,
+        tokens,
+        count,
+        len(edges),
+        vocab,
+        logits.stride(0),
+        *columns,
+        N=PART,
     )
     best_of_all[(count,)](highest, table, bests, tokens, drawn, parts, N=triton.next_power_of_2(parts))
     return drawn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -65,7 +66,7 @@ def on_the_kernel(*told: Any) -> tuple[list[int], list[int]]:
     """The same with the CUDA kernel under Triton's interpreter, which the process chose before it imported Triton."""
     from services.verifier import draws, draws_triton
 
-    with patch.object(draws, "keyed_argmax", draws_triton.draw):
+    with patch.object(draws, "keyed_argmax", partial(draws_triton.draw, columns=draws.COLUMNS)):
         return drawn_and_alone(*told)
 
 
@@ -92,7 +93,7 @@ def test_the_kernel_compiles_for_hopper_without_spills(tmp_path: Path) -> None:
     of_parts = {"bests": "*fp64", "tokens": "*i32"}
     numbers = dict.fromkeys(("count", "cut", "vocab", "stride"), "i32")
     for kernel, types, constants in (
-        (best_of_parts, pointers | of_parts | numbers, {"N": PART}),
+        (best_of_parts, pointers | of_parts | numbers, {"KEY": 1, "TEMPERATURE": 3, "LEAST": 5, "N": PART}),
         (best_of_all, {"highest": "*bf16", "table": "*i64", **of_parts, "drawn": "*i64", "parts": "i32"}, {"N": 128}),
     ):
         _, usage, _ = compiled_for_hopper(kernel, types, constants, [], {}, tmp_path)
