@@ -11,7 +11,17 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+
+def products_in_float64() -> None:
+    """Have numpy, whose products the interpreter takes for a device's, sum every row alike wherever it stands.
+
+    In float32 a BLAS may sum the last rows of a matrix in another order than the first ones, as some do on some CPUs.
+    """
+    single = np.matmul
+    np.matmul = lambda a, b, dtype=None: single(a, b, dtype=np.float64).astype(dtype or np.float32)  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +29,7 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
     """A process in which Triton's kernels run on the CPU."""
     pytest.importorskip("triton")
     os.environ["TRITON_INTERPRET"] = "1"
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), products_in_float64) as process:
         process.submit(os.getpid).result()
         del os.environ["TRITON_INTERPRET"]
         yield process

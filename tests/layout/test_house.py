@@ -99,6 +99,14 @@ def test_no_two_folders_import_each_other() -> None:
     assert {(a, b) for a, b in between if (b, a) in between} == set()
 
 
+def test_no_file_imports_itself_through_others() -> None:
+    left = {path: {file for file in files if not is_entrance(file)} for path, files in edges().items()}
+    while leaves := [path for path, files in left.items() if not files & left.keys()]:
+        for path in leaves:
+            del left[path]
+    assert {path for path in left if not is_entrance(path)} == set()
+
+
 def test_what_one_service_alone_uses_lives_in_that_service() -> None:
     users: dict[str, set[str]] = defaultdict(set)
     for path, files in edges().items():

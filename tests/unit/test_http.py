@@ -350,7 +350,7 @@ async def test_a_client_that_leaves_several_choices_leaves_no_error() -> None:
 async def listening(service: Service) -> AsyncIterator[tuple[str, int]]:
     """The address of a real server."""
     draining = asyncio.Event()
-    server = HttpServer(service.settings, service, Access(TlsSettings()), draining, lambda: asyncio.Future())
+    server = HttpServer(service.settings, service, Access(TlsSettings()), draining)
     host, _, port = (await server.start()).rpartition(":")
     try:
         yield host, int(port)
