@@ -104,11 +104,11 @@ def _target(folder: Path) -> Finding:
     try:
         spec = StackSpec(target=folder)
         settings = spec.settings()
-        check_target(spec, settings)
+        kv_tokens = check_target(spec, settings)
     except InvalidField as error:
         return Finding("target", str(error), False)
     verifier = settings.verifier
-    kept = f"{verifier.kv_tokens} KV tokens in {verifier.dtype}"
+    kept = f"{kv_tokens} KV tokens in {verifier.dtype}"
     return Finding("target", f"{folder} fits {verifier.ranks} x {verifier.device} with {kept}", True)
 
 

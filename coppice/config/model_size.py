@@ -8,11 +8,14 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any, Self
 
+from coppice.config.sections import KV_TOKENS, VerifierSettings
 from coppice.errors import InvalidField
 
 GIB = 2**30
 RESERVE = 2 * GIB
 """bytes of a CUDA device beside weights and KV: CUDA itself, its libraries, and a forward of some hundred rows"""
+KV_SHARE, LEAST_KV = 0.5, 1024
+"""of what is free after the weights, as much may KV take whose size nobody chose; fewer tokens are not served"""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """dtypes of safetensors that become the served one; others, as quantised weights have, stay"""
@@ -38,6 +41,11 @@ class ModelSize:
         config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
         return cls(_weights(Path(folder), config, each), *_kv(config, 4 if wide_kv else each))
 
+    @classmethod
+    def for_verifier(cls, settings: VerifierSettings) -> Self:
+        """The size of a verifier's target."""
+        return cls.of(settings.target, settings.dtype, wide_kv=settings.invariant and settings.device == "cpu")
+
     def check_ranks(self, ranks: int) -> None:
         """Raise InvalidField unless each rank can hold as many of a layer's key heads as the others."""
         if self.kv_heads % ranks:
@@ -49,13 +57,12 @@ class ModelSize:
 
         room: bytes free on each device; ranks on the CPU share its one memory. copies: verifiers that share all that.
         """
-        on_cuda = device.startswith("cuda")
-        usable = max(0.0, room - RESERVE) if on_cuda else room
-        devices = ranks if on_cuda else 1
+        usable, devices = _usable(device, room, ranks)
         kv = self.kv * kv_tokens
         need = copies * (self.weights + kv)
         if need <= devices * usable:
             return
+        on_cuda = device.startswith("cuda")
         where = f"{devices} x {device}" if devices > 1 else device
         kept = f", of which {RESERVE / GIB:.0f} are kept for forwards" if on_cuda else ""
         enough = self._ranks_for(need / usable) if on_cuda and usable else 0
@@ -67,9 +74,24 @@ class ModelSize:
             "smaller target takes less",
         )
 
+    def kv_tokens(self, chosen: int, device: str, room: float, *, ranks: int = 1, copies: int = 1) -> int:
+        """The tokens that were chosen; of the default, what KV_SHARE of the memory that is free after the weights
+        holds. The rest as `check_room`.
+        """
+        if chosen != KV_TOKENS or not self.kv:
+            return chosen
+        usable, devices = _usable(device, room, ranks)
+        share = KV_SHARE * (devices * usable / copies - self.weights)
+        return min(chosen, int(share / self.kv)) if share >= LEAST_KV * self.kv else chosen
+
     def _ranks_for(self, devices: float) -> int:
         """The least number of ranks that share the key heads and have so many devices; 0 if there is none."""
         return next((ranks for ranks in range(ceil(devices), self.kv_heads + 1) if self.kv_heads % ranks == 0), 0)
+
+
+def _usable(device: str, room: float, ranks: int) -> tuple[float, int]:
+    """Bytes of each device that weights and KV may take, and how many devices there are."""
+    return (max(0.0, room - RESERVE), ranks) if device.startswith("cuda") else (room, 1)
 
 
 def free_memory(device: str) -> float | None:
