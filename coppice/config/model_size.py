@@ -8,14 +8,14 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any, Self
 
-from coppice.config.sections import KV_TOKENS, VerifierSettings
+from coppice.config.sections import KV_TOKENS
 from coppice.errors import InvalidField
 
 GIB = 2**30
 RESERVE = 2 * GIB
 """bytes of a CUDA device beside weights and KV: CUDA itself, its libraries, and a forward of some hundred rows"""
 KV_SHARE, LEAST_KV = 0.5, 1024
-"""of what is free after the weights, as much may KV take whose size nobody chose; fewer tokens are not served"""
+"""of what is free after the weights, as much may KV take whose size nobody chose; no fewer tokens"""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """dtypes of safetensors that become the served one; others, as quantised weights have, stay"""
@@ -41,28 +41,29 @@ class ModelSize:
         config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
         return cls(_weights(Path(folder), config, each), *_kv(config, 4 if wide_kv else each))
 
-    @classmethod
-    def for_verifier(cls, settings: VerifierSettings) -> Self:
-        """The size of a verifier's target."""
-        return cls.of(settings.target, settings.dtype, wide_kv=settings.invariant and settings.device == "cpu")
-
     def check_ranks(self, ranks: int) -> None:
         """Raise InvalidField unless each rank can hold as many of a layer's key heads as the others."""
         if self.kv_heads % ranks:
             why = f"{ranks} ranks cannot share the model's {self.kv_heads} KV heads evenly"
             raise InvalidField("verifier.ranks", why)
 
-    def check_room(self, kv_tokens: int, device: str, room: float, *, ranks: int = 1, copies: int = 1) -> None:
-        """Raise InvalidField, which says what would do, if a model and its KV need more than there is.
+    def fit_kv(self, kv_tokens: int, device: str, room: float, *, ranks: int = 1, copies: int = 1) -> int:
+        """The KV tokens that a verifier gets: so many, and of the default number what KV_SHARE of the memory that the
+        weights leave can hold. Raises InvalidField, which says what would do, if a model and its KV need more than
+        there is.
 
         room: bytes free on each device; ranks on the CPU share its one memory. copies: verifiers that share all that.
         """
-        usable, devices = _usable(device, room, ranks)
+        on_cuda = device.startswith("cuda")
+        usable = max(0.0, room - RESERVE) if on_cuda else room
+        devices = ranks if on_cuda else 1
+        share = KV_SHARE * (devices * usable / copies - self.weights)
+        if kv_tokens == KV_TOKENS and LEAST_KV * self.kv < share < kv_tokens * self.kv:
+            return int(share / self.kv)
         kv = self.kv * kv_tokens
         need = copies * (self.weights + kv)
         if need <= devices * usable:
-            return
-        on_cuda = device.startswith("cuda")
+            return kv_tokens
         where = f"{devices} x {device}" if devices > 1 else device
         kept = f", of which {RESERVE / GIB:.0f} are kept for forwards" if on_cuda else ""
         enough = self._ranks_for(need / usable) if on_cuda and usable else 0
@@ -74,24 +75,9 @@ class ModelSize:
             "smaller target takes less",
         )
 
-    def kv_tokens(self, chosen: int, device: str, room: float, *, ranks: int = 1, copies: int = 1) -> int:
-        """The tokens that were chosen; of the default, what KV_SHARE of the memory that is free after the weights
-        holds. The rest as `check_room`.
-        """
-        if chosen != KV_TOKENS or not self.kv:
-            return chosen
-        usable, devices = _usable(device, room, ranks)
-        share = KV_SHARE * (devices * usable / copies - self.weights)
-        return min(chosen, int(share / self.kv)) if share >= LEAST_KV * self.kv else chosen
-
     def _ranks_for(self, devices: float) -> int:
         """The least number of ranks that share the key heads and have so many devices; 0 if there is none."""
         return next((ranks for ranks in range(ceil(devices), self.kv_heads + 1) if self.kv_heads % ranks == 0), 0)
-
-
-def _usable(device: str, room: float, ranks: int) -> tuple[float, int]:
-    """Bytes of each device that weights and KV may take, and how many devices there are."""
-    return (max(0.0, room - RESERVE), ranks) if device.startswith("cuda") else (room, 1)
 
 
 def free_memory(device: str) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
@@ -38,75 +37,51 @@ class NotInvariant(UnsupportedModel):
     """A row's bits depend on what is computed beside it, or on how its text came in."""
 
 
-@dataclass(frozen=True)
-class SelfCheck:
-    """What was compared: logits of `rows` rows after `prefix_len` tokens.
-
-    roundings: by how many times its own rounding each row differs, (rows,). rows_off: rows where these are too many.
-    argmax_differs: rows whose best token differs. window_crossed: the prefix was longer than every window.
-    """
-
-    rows: int
-    prefix_len: int
-    roundings: Tensor
-    rows_off: int
-    argmax_differs: int
-    window_crossed: bool
-
-
-def self_check(engine: Engine) -> SelfCheck:
+def self_check(engine: Engine) -> None:
     """Compare a tree, alone and packed beside another session, with eager attention over each of its paths.
 
-    The yardstick is the model's own rounding: how far eager attention is from itself when the numbers that the first
-    layer reads are moved by up to half of their last digit, so that everything behind is rounded otherwise. It needs no
-    second copy of the weights, and grows where a model is sensitive. The texts are the model's own, drawn from its
-    distribution, because on random ids a trained model amplifies every rounding.
+    The unit is the model's own rounding, `roundings`: it needs no second copy of the weights, and is large where a
+    model is sensitive. Sound rows differ by 0.9 of it in every dtype; of models without experts none was beyond 2.1,
+    and the weakest fault of a scale, window, mask or position put half of the rows beyond 2 in bfloat16. With experts
+    rounding can send a token of the prefix to another one, which moves all rows, so that three texts have to agree.
 
-    In units of its rounding a sound row differs by about 0.9 in every dtype. Of sound models without experts no row was
-    beyond 1.9 in 16 bits and 2.1 in float32; the weakest fault of a scale, window, mask or position put more than half
-    of the rows beyond 2 in bfloat16, and all beyond 1,000 in float32. With experts rounding can send one token of the
-    prefix to another expert, which moves all rows: a model is refused when three texts in a row have too many rows off.
-
-    The prefix goes in as two chunks and spans two sliding windows where 1,024 tokens suffice. Raises SelfCheckError
-    with the figures, OutOfBlocks when the pool is too small for it.
+    Raises SelfCheckError with the figures, OutOfBlocks when the pool is too small for it.
     """
-    dtype = engine.model.dtype
     for seed in range(_TEXTS):
-        check = compare(engine, seed)
-        if check.rows_off <= _ROWS_OFF[dtype] * check.rows:
-            return check
+        found = roundings(engine, seed)
+        if (off := rows_off(engine, found)) <= _ROWS_OFF[engine.model.dtype] * len(found):
+            return
     raise SelfCheckError(
-        f"{type(engine.model).__name__} says something else when it runs packed: {check.rows_off} of {check.rows} rows "
-        f"differ from eager attention by more than {_ROUNDINGS[dtype]:g} times their rounding, the median row by "
-        f"{float(check.roundings.median()):.2g} times"
+        f"{type(engine.model).__name__} says something else when it runs packed: {off} of {len(found)} rows differ "
+        f"from eager attention by more than {_ROUNDINGS[engine.model.dtype]:g} times their rounding, the median row by "
+        f"{float(found.median()):.2g} times"
     )
 
 
-def compare(engine: Engine, seed: int) -> SelfCheck:
-    """Have the model write a text, and compare its rows behind it. Raises OutOfBlocks."""
+def rows_off(engine: Engine, found: Tensor) -> int:
+    """How many rows differ by more roundings than sound ones of the model's dtype do."""
+    return int((~(found <= _ROUNDINGS[engine.model.dtype])).sum())  # `not <=`, so that NaN is off
+
+
+def roundings(engine: Engine, seed: int) -> Tensor:
+    """(2 * rows,), by how many times its own rounding each row of a tree differs from eager attention when it is
+    packed, alone and then beside another session.
+
+    A row's rounding is how far eager attention is from itself when the numbers that the first layer reads are moved by
+    up to half of their last digit. The prefix is text that the model writes, for on random ids a trained one amplifies
+    rounding. It goes in as two chunks and spans two sliding windows where 1,024 tokens suffice. Raises OutOfBlocks.
+    """
     window = max((window for window in engine.layout.groups if window is not None), default=0)
     room = min(engine.info.max_context, engine.pool.free_tokens // 2) - len(_PARENTS)
-    prefix_len = max(1, min(max(_PREFIX, 2 * window), _MAX_PREFIX, room))
     random = torch.Generator().manual_seed(seed)
-    prefix = _write(engine, prefix_len, random)
-    tree = _draft(engine, prefix, random)
-
+    prefix, tree = _write(engine, max(1, min(max(_PREFIX, 2 * window), _MAX_PREFIX, room)), random)
     packed = _packed_logits(engine, prefix, tree)
     expected = _eager_logits(engine, prefix, tree)  # (rows, V)
-    nudged = [_eager_logits(engine, prefix, tree, random) for _ in range(_NUDGES)]
+    noise = torch.stack([_distance(_eager_logits(engine, prefix, tree, random), expected) for _ in range(_NUDGES)])
     # No less than a quarter of the logits' last digit, which a nudge may leave as it is.
     least = torch.finfo(engine.model.dtype).eps / 4 * expected.square().mean(-1).sqrt()
-    noise = torch.stack([_distance(logits, expected) for logits in nudged]).square().mean(0).sqrt().maximum(least)
-    expected = expected.repeat(2, 1)  # (2 * rows, V)
-    roundings = _distance(packed, expected) / noise.repeat(2)
-    return SelfCheck(
-        rows=len(packed),
-        prefix_len=prefix_len,
-        roundings=roundings,
-        rows_off=int((~(roundings <= _ROUNDINGS[engine.model.dtype])).sum()),  # `not <=`, so that NaN is off
-        argmax_differs=int((packed.argmax(dim=-1) != expected.argmax(dim=-1)).sum()),
-        window_crossed=prefix_len > window,
-    )
+    noise = noise.square().mean(0).sqrt().maximum(least)
+    return _distance(packed, expected.repeat(2, 1)) / noise.repeat(2)
 
 
 def _distance(logits: Tensor, others: Tensor) -> Tensor:
@@ -114,45 +89,24 @@ def _distance(logits: Tensor, others: Tensor) -> Tensor:
     return (logits - others).square().mean(-1).sqrt()
 
 
-def _write(engine: Engine, length: int, random: torch.Generator) -> list[int]:
-    """Tokens of texts that the model writes side by side, each drawn from its distribution; one behind the other."""
+def _write(engine: Engine, length: int, random: torch.Generator) -> tuple[list[int], list[int]]:
+    """A prefix of texts that the model writes side by side, one behind the other, and tokens that may follow the last
+    text, one for each row of the tree: all are drawn from its distribution.
+    """
     start = engine.model.generation_config.bos_token_id or 0
     texts = [[start] for _ in range(-(-length // _WRITTEN))]
     tables = [engine.pool.allocate(f"selfcheck-{number}", _WRITTEN) for number in range(len(texts))]
     try:
-        for at in range(min(length, _WRITTEN) - 1):
+        for at in range(min(length, _WRITTEN)):
             steps = [Piece.chain(table, at, text[-1:], [0]) for table, text in zip(tables, texts, strict=True)]
-            logits = engine.forward(pack(steps)).logits
-            drawn = _draw(logits, torch.rand(logits.shape, generator=random), 1)
-            texts = [text + token for text, token in zip(texts, drawn, strict=True)]
+            logits = engine.forward(pack(steps)).logits.float().cpu()
+            noise = torch.rand(logits.shape, generator=random).log().neg().log()
+            drawn = (logits - noise).topk(len(_PARENTS)).indices.tolist()  # without each other
+            texts = [text + tokens[:1] for text, tokens in zip(texts, drawn, strict=True)]
     finally:
         for table in tables:
             engine.pool.free(table)
-    return list(chain.from_iterable(texts))[:length]
-
-
-def _draft(engine: Engine, prefix: list[int], random: torch.Generator) -> list[int]:
-    """Tokens of the tree's rows behind a prefix, each drawn from its parent's distribution, siblings without each
-    other.
-    """
-    noise = torch.rand(len(_PARENTS), engine.info.vocab_size, generator=random)
-    table = engine.pool.allocate("selfcheck", len(prefix) + len(_PARENTS))
-    try:
-        logits = engine.forward(pack([Piece.chain(table, 0, prefix, [len(prefix) - 1])])).logits
-        tree = _draw(logits, noise[:1], 1)[0] * len(_PARENTS)
-        for _ in range(max(_DEPTHS)):  # every round is right a level deeper
-            rows = Piece(table, len(prefix), tree, _PARENTS, _DEPTHS, range(len(tree)))
-            best = _draw(engine.forward(pack([rows])).logits, noise, 3)
-            tree[1:] = [best[parent][_PARENTS[:row].count(parent)] for row, parent in enumerate(_PARENTS) if row]
-    finally:
-        engine.pool.free(table)
-    return tree
-
-
-def _draw(logits: Tensor, noise: Tensor, count: int) -> list[list[int]]:
-    """(rows, V) logits and uniform noise -> `count` different tokens of each row, drawn from its distribution."""
-    drawn: list[list[int]] = (logits.float().cpu() - noise.log().neg().log()).topk(count).indices.tolist()
-    return drawn
+    return list(chain.from_iterable(text[:_WRITTEN] for text in texts))[:length], drawn[-1]
 
 
 def check_invariant(engine: Engine) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from typing import Any
 
 from coppice.config.model_size import ModelSize, free_memory
 from coppice.config.settings import Settings
@@ -13,8 +12,8 @@ from coppice.stack.spec import HTTP_PORT, StackSpec
 
 
 def preflight(spec: StackSpec, settings: Settings) -> int:
-    """The KV tokens that each verifier has room for. Raises InvalidField over a port that is taken, a device that is
-    not here, or a target that memory cannot hold.
+    """The KV tokens of each verifier. Raises InvalidField over a port that is taken, a device that is not here, or a
+    target that memory cannot hold.
     """
     for field, host, port in _ports(spec, settings):
         if why := why_no_port(host, port):
@@ -25,19 +24,18 @@ def preflight(spec: StackSpec, settings: Settings) -> int:
 
 
 def check_target(spec: StackSpec, settings: Settings) -> int:
-    """The KV tokens that each verifier has room for. Raises InvalidField over a device of the verifiers that is not
-    here, or a target that theirs cannot hold.
+    """The KV tokens of each verifier. Raises InvalidField over a device that is not here, or a target that theirs
+    cannot hold.
     """
-    extra = {name.removeprefix("verifier."): value for name, value in spec.extra.get("verifier", {}).items()}
-    numbers: dict[str, Any] = {name: int(extra[name]) for name in ("ranks", "kv_tokens") if name in extra}
-    verifier = settings.verifier.model_copy(update={"target": str(spec.target), **numbers})
-    _check_device("verifier.device", verifier.device, verifier.ranks)
-    size, kv_tokens = ModelSize.for_verifier(verifier), verifier.kv_tokens
-    size.check_ranks(verifier.ranks)
-    if (room := device_memory(verifier.device)) is not None:
-        kv_tokens = size.kv_tokens(kv_tokens, verifier.device, room, ranks=verifier.ranks, copies=spec.verifiers)
-        size.check_room(kv_tokens, verifier.device, room, ranks=verifier.ranks, copies=spec.verifiers)
-    return kv_tokens
+    verifier, told = settings.verifier, spec.extra.get("verifier", {})
+    ranks = int(told.get("verifier.ranks", verifier.ranks))
+    kv_tokens = int(told.get("verifier.kv_tokens", verifier.kv_tokens))
+    _check_device("verifier.device", verifier.device, ranks)
+    size = ModelSize.of(spec.target, verifier.dtype, wide_kv=verifier.invariant and verifier.device == "cpu")
+    size.check_ranks(ranks)
+    if (room := device_memory(verifier.device)) is None:
+        return kv_tokens
+    return size.fit_kv(kv_tokens, verifier.device, room, ranks=ranks, copies=spec.verifiers)
 
 
 def _ports(spec: StackSpec, settings: Settings) -> Iterator[tuple[str, str, int]]:

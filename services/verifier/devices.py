@@ -15,7 +15,8 @@ def check_devices(settings: VerifierSettings, rank: int = 0) -> VerifierSettings
     """The settings with the KV tokens that there is room for. Raises InvalidField unless there are the devices that the
     target's ranks need, and this rank's has the memory.
     """
-    size, ranks = ModelSize.for_verifier(settings), settings.ranks
+    wide_kv, ranks = settings.invariant and settings.device == "cpu", settings.ranks
+    size = ModelSize.of(settings.target, settings.dtype, wide_kv=wide_kv)
     size.check_ranks(ranks)
     if ranks > 1:
         _check_ranks(settings.device, ranks)
@@ -25,8 +26,7 @@ def check_devices(settings: VerifierSettings, rank: int = 0) -> VerifierSettings
         room = float(torch.cuda.mem_get_info((torch.device(settings.device).index or 0) + rank)[0])
     if room is None:
         return settings
-    kv_tokens = size.kv_tokens(settings.kv_tokens, settings.device, room, ranks=ranks)
-    size.check_room(kv_tokens, settings.device, room, ranks=ranks)
+    kv_tokens = size.fit_kv(settings.kv_tokens, settings.device, room, ranks=ranks)
     return settings.model_copy(update={"kv_tokens": kv_tokens})
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +30,8 @@ from coppice.engine.self_check import (
     NotInvariant,
     SelfCheckError,
     check_invariant,
-    compare,
+    roundings,
+    rows_off,
     self_check,
 )
 from tests.services.test_engine import CONFIGS, FORMS, TACITURN, engine_of, model_of, prefill, some_ids
@@ -137,8 +140,8 @@ def faults_of(engine: Engine, name: str = "") -> dict[str, Callable[[Patch], Non
 
 def refused(engine: Engine, seed: int = 0) -> bool:
     """Whether one text is enough to find a fault."""
-    found = compare(engine, seed)
-    return found.rows_off > check_module._ROWS_OFF[engine.model.dtype] * found.rows
+    found = roundings(engine, seed)
+    return rows_off(engine, found) > check_module._ROWS_OFF[engine.model.dtype] * len(found)
 
 
 def engine_in(name: str, dtype: str, **settings: Any) -> Engine:
@@ -148,9 +151,8 @@ def engine_in(name: str, dtype: str, **settings: Any) -> Engine:
 @pytest.mark.parametrize("name", [*CONFIGS, *TACITURN, *FORMS])
 def test_it_passes_and_leaves_nothing_behind(name: str) -> None:
     engine = engine_of(name)
-    check = self_check(engine)
-    assert check.rows_off == check.argmax_differs == 0
-    assert check.window_crossed
+    self_check(engine)
+    assert roundings(engine, 0).median() < 1.5
     assert engine.pool.used_blocks == engine.pool.used_tokens == 0
     table, _ = prefill(engine, "a", some_ids(5))  # and the model attends through the pool again
     assert table.num_tokens == 5
@@ -200,17 +202,39 @@ def test_what_is_wrong_in_a_tree_alone_is_not_invariant(dtype: str, monkeypatch:
                 check_invariant(engine)
 
 
+def replayed(patch: Patch, engine: Engine, seed: int, recorded: dict[tuple[str, int, int], Any]) -> bool:
+    """`refused`, with texts and eager attention's answers as they were recorded: rows alone are packed again."""
+
+    def replay(name: str) -> None:
+        real, calls = getattr(check_module, name), itertools.count()
+
+        def answer(*inputs: Any) -> Any:
+            key = name, seed, next(calls)
+            if key not in recorded:
+                recorded[key] = real(*inputs)
+            return recorded[key]
+
+        patch.setattr(check_module, name, answer)
+
+    for name in ("_write", "_eager_logits"):
+        replay(name)
+    return refused(engine, seed)
+
+
+@pytest.mark.timeout(0)
 @pytest.mark.skipif("COPPICE_CHECKED_TARGET" not in os.environ, reason="names no target")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_planted_faults_of_a_real_target(dtype: str, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]) -> None:
     model = AutoModelForCausalLM.from_pretrained(os.environ["COPPICE_CHECKED_TARGET"], dtype=DTYPES[dtype])
-    engine, texts = Engine(model, kv_tokens=4096), range(int(os.environ.get("COPPICE_CHECKED_TEXTS", "20")))
-    counts = {"sound": sum(refused(engine, seed) for seed in texts)}
-    for fault, plant in faults_of(engine).items():
-        with monkeypatch.context() as patch:
-            plant(patch)
-            counts[fault] = sum(refused(engine, seed) for seed in texts)
-    with capsys.disabled():
-        print(dtype, f"refused of {len(texts)} texts:", counts)
+    engine, texts = Engine(model, kv_tokens=4096), int(os.environ.get("COPPICE_CHECKED_TEXTS", "20"))
+    counts = Counter[str]()
+    for seed in range(texts):
+        recorded: dict[tuple[str, int, int], Any] = {}
+        for fault, plant in ({"sound": lambda _: None} | faults_of(engine)).items():
+            with monkeypatch.context() as patch:
+                plant(patch)
+                counts[fault] += replayed(patch, engine, seed, recorded)
+        with capsys.disabled():
+            print(f"\n{dtype}: {seed + 1} texts, refused", dict(counts), flush=True)
     assert counts.pop("sound") == 0
-    assert min(counts.values()) == len(texts)
+    assert min(counts.values()) == texts

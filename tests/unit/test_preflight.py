@@ -122,7 +122,6 @@ def test_the_need_is_the_models_own(target: Path) -> None:
         ("cpu", 100, 1, 1, 65_536),
         ("cpu", 8, 1, 1, 16_384),  # half of the 4 GiB beside the weights
         ("cpu", 16, 1, 2, 16_384),
-        ("cpu", 4, 1, 1, 65_536),  # nothing is left, which is refused then
         ("cuda", 10, 1, 1, 16_384),  # 2 GiB are a forward's
         ("cuda", 6, 2, 1, 16_384),
     ],
@@ -131,9 +130,9 @@ def test_kv_that_nobody_sizes_takes_half_of_what_the_weights_leave(
     device: str, room: int, ranks: int, copies: int, tokens: int
 ) -> None:
     size = ModelSize(weights=4 * GIB, kv=128 * 1024, kv_heads=8)
-    assert size.kv_tokens(65_536, device, room * GIB, ranks=ranks, copies=copies) == tokens
-    assert size.kv_tokens(512, device, room * GIB) == 512
-    assert ModelSize(4 * GIB, 0, 0).kv_tokens(65_536, device, 0) == 65_536  # its shape is not known
+    assert size.fit_kv(65_536, device, room * GIB, ranks=ranks, copies=copies) == tokens
+    assert size.fit_kv(512, device, room * GIB, ranks=ranks) == 512
+    assert ModelSize(0, 0, 0).fit_kv(65_536, device, 0) == 65_536  # its shape is not known
 
 
 def test_each_verifier_has_the_kv_that_memory_has_room_for(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
