@@ -8,7 +8,7 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any, Self
 
-from coppice.config.sections import KV_TOKENS
+from coppice.config.sections import VerifierSettings
 from coppice.errors import InvalidField
 
 GIB = 2**30
@@ -16,6 +16,7 @@ RESERVE = 2 * GIB
 """bytes of a CUDA device beside weights and KV: CUDA itself, its libraries, and a forward of some hundred rows"""
 KV_SHARE, LEAST_KV = 0.5, 1024
 """of what is free after the weights, as much may KV take whose size nobody chose; no fewer tokens"""
+_DEFAULT = VerifierSettings.model_fields["kv_tokens"].default
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """dtypes of safetensors that become the served one; others, as quantised weights have, stay"""
@@ -58,7 +59,7 @@ class ModelSize:
         usable = max(0.0, room - RESERVE) if on_cuda else room
         devices = ranks if on_cuda else 1
         share = KV_SHARE * (devices * usable / copies - self.weights)
-        if kv_tokens == KV_TOKENS and LEAST_KV * self.kv < share < kv_tokens * self.kv:
+        if kv_tokens == _DEFAULT and LEAST_KV * self.kv < share < kv_tokens * self.kv:
             return int(share / self.kv)
         kv = self.kv * kv_tokens
         need = copies * (self.weights + kv)

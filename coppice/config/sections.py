@@ -134,20 +134,13 @@ class TorchSettings(Section):
     threads: int = Field(0, ge=0, le=1024, description="torch threads; 0 lets torch choose")
 
 
-KV_TOKENS = 65_536
-"""of a verifier with room for them"""
-
-
 class VerifierSettings(TorchSettings):
     """The verifier: one target and its KV cache."""
 
     target: str = Field("", description="folder of a Hugging Face causal LM")
     name: str = Field("", description="name shown to clients; empty: the folder's name")
     kv_tokens: int = Field(
-        KV_TOKENS,
-        gt=0,
-        description="KV capacity, tokens over all sessions; the default is less where it would take more than half of "
-        "the memory that is free after the weights",
+        65_536, gt=0, description="KV capacity, tokens; the default takes at most half of what the weights leave free"
     )
     prefill_rows: int = Field(512, gt=0, description="prompt rows added to one forward at most")
     batch_wait_ms: float = Field(50.0, ge=0, description="longest wait for sessions to join a forward, milliseconds")

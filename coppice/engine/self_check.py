@@ -25,8 +25,8 @@ _WRITTEN = 32  # tokens of each text of which the model writes the prefix
 _NUDGES, _TEXTS = 2, 3
 # How many times its own rounding a row may be from eager attention, and the share of the rows that may be farther: in
 # 16 bits rounding alone can send a row to another expert.
-_ROUNDINGS = {torch.float32: 20.0, torch.bfloat16: 2.0, torch.float16: 4.0}
-_ROWS_OFF = {torch.float32: 0.0, torch.bfloat16: 0.25, torch.float16: 0.25}
+ROUNDINGS = {torch.float32: 20.0, torch.bfloat16: 2.0, torch.float16: 4.0}
+ROWS_OFF = {torch.float32: 0.0, torch.bfloat16: 0.25, torch.float16: 0.25}
 
 
 class SelfCheckError(UnsupportedModel):
@@ -47,20 +47,17 @@ def self_check(engine: Engine) -> None:
 
     Raises SelfCheckError with the figures, OutOfBlocks when the pool is too small for it.
     """
+    dtype, most = engine.model.dtype, ROUNDINGS[engine.model.dtype]
     for seed in range(_TEXTS):
         found = roundings(engine, seed)
-        if (off := rows_off(engine, found)) <= _ROWS_OFF[engine.model.dtype] * len(found):
+        off = int((~(found <= most)).sum())  # `not <=`, so that NaN is off
+        if off <= ROWS_OFF[dtype] * len(found):
             return
     raise SelfCheckError(
         f"{type(engine.model).__name__} says something else when it runs packed: {off} of {len(found)} rows differ "
-        f"from eager attention by more than {_ROUNDINGS[engine.model.dtype]:g} times their rounding, the median row by "
+        f"from eager attention by more than {most:g} times their rounding, the median row by "
         f"{float(found.median()):.2g} times"
     )
-
-
-def rows_off(engine: Engine, found: Tensor) -> int:
-    """How many rows differ by more roundings than sound ones of the model's dtype do."""
-    return int((~(found <= _ROUNDINGS[engine.model.dtype])).sum())  # `not <=`, so that NaN is off
 
 
 def roundings(engine: Engine, seed: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -373,6 +374,18 @@ def test_a_folder_is_loaded_checked_and_described(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UnusableFolder, match="safetensors"):
         load_engine(tmp_path, kv_tokens=100)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="the system shows no maps")
+def test_what_a_folders_file_holds_is_in_memory_once(tmp_path: Path) -> None:
+    model = model_of("llama")
+    model.save_pretrained(tmp_path)
+    engine = load_engine(tmp_path, kv_tokens=256)
+    for part in Path("/proc/self/smaps").read_text().split("VmFlags")[:-1]:
+        if str(tmp_path) in part:
+            assert re.search(r"^Rss: +0 kB", part, re.MULTILINE)
+    ids = some_ids(9)
+    assert_same(prefill(engine, "a", ids)[1], plain_logits("llama", ids)[-1])
 
 
 def test_texts_stop_where_rotary_scaling_would_depend_on_the_batch() -> None:
