@@ -25,7 +25,7 @@ _WRITTEN = 32  # tokens of each text of which the model writes the prefix
 _NUDGES, _TEXTS = 2, 3
 # How many times its own rounding a row may be from eager attention, and the share of the rows that may be farther: in
 # 16 bits rounding alone can send a row to another expert.
-ROUNDINGS = {torch.float32: 20.0, torch.bfloat16: 2.0, torch.float16: 4.0}
+ROUNDINGS = {torch.float32: 20.0, torch.bfloat16: 1.6, torch.float16: 4.0}
 ROWS_OFF = {torch.float32: 0.0, torch.bfloat16: 0.25, torch.float16: 0.25}
 
 
@@ -41,9 +41,11 @@ def self_check(engine: Engine) -> None:
     """Compare a tree, alone and packed beside another session, with eager attention over each of its paths.
 
     The unit is the model's own rounding, `roundings`: it needs no second copy of the weights, and is large where a
-    model is sensitive. Sound rows differ by 0.9 of it in every dtype; of models without experts none was beyond 2.1,
-    and the weakest fault of a scale, window, mask or position put half of the rows beyond 2 in bfloat16. With experts
-    rounding can send a token of the prefix to another one, which moves all rows, so that three texts have to agree.
+    model is sensitive. Of sound models without experts three quarters of a text's rows were below 1.3 in bfloat16, on
+    240 texts of 12 models, typically below 0.9, and every row below 2.1 in float32. The weakest fault of a scale,
+    window, mask or position, on the least clear of 20 texts, left fewer than 0.7 of the rows below 1.6 in bfloat16, and
+    none below 1,000 in float32. With experts rounding can send a token of the prefix to another one, which moves all
+    rows (1 of 80 texts), so that three texts have to agree.
 
     Raises SelfCheckError with the figures, OutOfBlocks when the pool is too small for it.
     """
