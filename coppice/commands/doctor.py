@@ -107,12 +107,12 @@ def _target(folder: Path) -> Iterator[Finding]:
     try:
         spec = StackSpec(target=folder)
         settings = spec.settings()
-        check_target(spec, settings)
+        kv_tokens = check_target(spec, settings)
     except InvalidField as error:
         yield Finding("target", str(error), False)
         return
     verifier = settings.verifier
-    kept = f"{verifier.kv_tokens} KV tokens in {verifier.dtype}"
+    kept = f"{kv_tokens} KV tokens in {verifier.dtype}"
     yield Finding("target", f"{folder} fits {verifier.ranks} x {verifier.device} with {kept}", True)
     yield Finding("end of texts", ends_line(text_ends(folder)), None)
     for warning in target_warnings(folder):

@@ -86,7 +86,8 @@ def facts(stack: Stack, logs_stay: bool) -> Iterator[str]:
     verifier, drafter = settings.verifier, settings.drafter
     name = f"{verifier.name} ({spec.target})" if verifier.name else str(spec.target)
     placed = _placed(verifier.dtype, verifier.device, verifier.threads)
-    yield f"target   {name}, {placed}, KV of {verifier.kv_tokens} tokens"
+    yield f"target   {name}, {placed}"
+    yield f"memory   {next(ready.memory for ready in stack.services.values() if ready.role == 'verifier')}"
     yield ends_line(text_ends(spec.target))
     yield f"{verifier.dtype}: {INVARIANT if verifier.invariant else PROMISES[verifier.dtype]}"
     if heads := [_head(head) for head in spec.heads]:

@@ -8,11 +8,15 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any, Self
 
+from coppice.config.sections import VerifierSettings
 from coppice.errors import InvalidField
 
 GIB = 2**30
 RESERVE = 2 * GIB
 """bytes of a CUDA device beside weights and KV: CUDA itself, its libraries, and a forward of some hundred rows"""
+KV_SHARE, LEAST_KV = 0.5, 1024
+"""of what is free after the weights, as much may KV take whose size nobody chose; no fewer tokens"""
+_DEFAULT = VerifierSettings.model_fields["kv_tokens"].default
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 FLOATS = ("F64", "F32", "F16", "BF16")
 """dtypes of safetensors that become the served one; others, as quantised weights have, stay"""
@@ -44,18 +48,23 @@ class ModelSize:
             why = f"{ranks} ranks cannot share the model's {self.kv_heads} KV heads evenly"
             raise InvalidField("verifier.ranks", why)
 
-    def check_room(self, kv_tokens: int, device: str, room: float, *, ranks: int = 1, copies: int = 1) -> None:
-        """Raise InvalidField, which says what would do, if a model and its KV need more than there is.
+    def fit_kv(self, kv_tokens: int, device: str, room: float, *, ranks: int = 1, copies: int = 1) -> int:
+        """The KV tokens that a verifier gets: so many, and of the default number what KV_SHARE of the memory that the
+        weights leave can hold. Raises InvalidField, which says what would do, if a model and its KV need more than
+        there is.
 
         room: bytes free on each device; ranks on the CPU share its one memory. copies: verifiers that share all that.
         """
         on_cuda = device.startswith("cuda")
         usable = max(0.0, room - RESERVE) if on_cuda else room
         devices = ranks if on_cuda else 1
+        share = KV_SHARE * (devices * usable / copies - self.weights)
+        if kv_tokens == _DEFAULT and LEAST_KV * self.kv < share < kv_tokens * self.kv:
+            return int(share / self.kv)
         kv = self.kv * kv_tokens
         need = copies * (self.weights + kv)
         if need <= devices * usable:
-            return
+            return kv_tokens
         where = f"{devices} x {device}" if devices > 1 else device
         kept = f", of which {RESERVE / GIB:.0f} are kept for forwards" if on_cuda else ""
         enough = self._ranks_for(need / usable) if on_cuda and usable else 0

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from coppice.config.model_size import GIB
 from coppice.engine.attention import using
 from coppice.engine.attention_plan import any_order, plan_forward
 from coppice.engine.batch import PackedBatch, Piece, pack
@@ -30,7 +31,7 @@ from coppice.engine.graphs import Eager, Runner, best_runner, graph_buckets
 from coppice.engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool
 from coppice.engine.kv_layout import read_layout
 from coppice.engine.launches import merge_launches
-from coppice.engine.linear import fuse, prepack
+from coppice.engine.linear import fuse, prepack, weight_bytes
 from coppice.engine.ordered_plan import by_row, ordered_plans
 from coppice.engine.ragged import Bucket, Ragged, padded
 from coppice.engine.static import StaticStep, Taps
@@ -140,6 +141,8 @@ class Engine:
 
     bits_hash: bytes = b""
     """of what some rows say, once it is known that bits depend on a row's text alone"""
+    memory: str = ""
+    """what takes how much of it"""
 
     def __init__(
         self, model: PreTrainedModel, *, kv_tokens: int, block_size: int = BLOCK_SIZE, invariant: bool = False
@@ -152,6 +155,7 @@ class Engine:
         on_gpu = model.device.type == "cuda"
         layout = read_layout(model)
         self.layout = layout
+        weights = weight_bytes(model)
         weights_hash = fingerprint(model)  # while there is room: of a model on several ranks it puts tensors together
         self.pool = KVPool(
             layers=layout.layers,
@@ -182,6 +186,11 @@ class Engine:
         self.invariant = invariant
         if invariant:
             by_row(model)
+        kv = sum(keys.nbytes + values.nbytes for keys, values in self.pool.layers)
+        self.memory = (
+            f"weights {weights / GIB:.2f} GiB, copies of them for products {(weight_bytes(model) - weights) / GIB:.2f} "
+            f"GiB, KV of {kv_tokens} tokens {kv / GIB:.2f} GiB"
+        )
         if on_gpu:
             merge_launches(model)
         # Their inputs are hidden states that hooks keep.

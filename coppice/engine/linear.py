@@ -142,6 +142,12 @@ def prepack(model: nn.Module) -> None:
             layer.__class__ = PackedLinear
 
 
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of a model's weights, of each matrix in every form that it lies in."""
+    fused = {layer.fused.weight for layer in model.modules() if isinstance(layer, FusedLinear)}
+    return sum(weight.numel() * weight.element_size() for weight in fused.union(model.parameters(), model.buffers()))
+
+
 def compile_ahead(model: nn.Module) -> None:
     """Have oneDNN compile for a packed model's layers, for small numbers of rows first, while little time has passed.
 

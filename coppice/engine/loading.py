@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from logging import ERROR
@@ -70,6 +73,7 @@ def load_engine(
         self_check(engine)
         if invariant:
             engine.bits_hash = check_invariant(engine)
+    _release_files(folder)
     compile_ahead(engine.model)
     return engine
 
@@ -155,6 +159,18 @@ def _unscaled(folder: Path) -> set[str]:
             weights = (name for name in tensors.keys() if name.endswith(".weight"))  # noqa: SIM118
             names |= {name for name in weights if tensors.get_slice(name).get_dtype() not in FLOATS}
     return names
+
+
+def _release_files(folder: Path) -> None:
+    """Let go of what is in memory of a folder's files, as long as nobody wrote to it: weights that lie in another form
+    now are read there no more, and others are mapped again when they are read. For systems that show their maps.
+    """
+    files, maps = {str(file.resolve()) for file in folder.glob("*.safetensors")}, Path("/proc/self/smaps")
+    shown = maps.read_text(encoding="utf-8") if maps.is_file() else ""
+    for first, end, file in re.findall(r"^(\w+)-(\w+) .* (/.*)\n(?:[A-Z].*\n)*?Anonymous: +0 kB", shown, re.M):
+        if file in files:
+            start, size = ctypes.c_void_p(int(first, 16)), ctypes.c_size_t(int(end, 16) - int(first, 16))
+            ctypes.CDLL(None).madvise(start, size, mmap.MADV_DONTNEED)
 
 
 def _is_quantised(folder: Path) -> bool:

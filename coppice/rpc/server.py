@@ -239,7 +239,7 @@ class Serving:
         self.waits = StreamWaits(limits.idle_s, self.draining)
         self.address = ""
         self.others: dict[str, str] = {}
-        """further addresses for the ready file, by what they are of"""
+        """what else the ready file says, by name"""
         self.health = health.Health()
         self._services: list[str] = []
 

@@ -105,14 +105,14 @@ class Stack:
 
         Raises InvalidField for what `preflight` finds, and ProcessFailed; call `stop` then too.
         """
-        preflight(self.spec, self.settings)
+        kv_tokens = preflight(self.spec, self.settings)
         if self.log_dir is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="coppice-")
             self.log_dir = Path(self._temporary.name)
         self.log_dir.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + self._ready_s
         self._signals = self._redis_flags()
-        spec, verifier_flags = self.spec, self._verifier_flags()
+        spec, verifier_flags = self.spec, {"verifier.kv_tokens": kv_tokens, **self._verifier_flags()}
         verifiers = [self._launch(name, "verifier", verifier_flags) for name in _names("verifier", spec.verifiers)]
         drafters = []
         for head in () if spec.one_process else spec.heads:

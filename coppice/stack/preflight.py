@@ -20,21 +20,24 @@ _TEMPLATE_S = 30  # to say what is wrong with a chat template
 PORTS = ("server.port", "server.health_port", "server.metrics_port", HTTP_PORT)
 
 
-def preflight(spec: StackSpec, settings: Settings) -> None:
-    """Raise InvalidField over a port that is taken, a device that is not here, or a target that memory cannot hold."""
+def preflight(spec: StackSpec, settings: Settings) -> int:
+    """The KV tokens of each verifier. Raises InvalidField over a port that is taken, a device that is not here, or a
+    target that memory cannot hold.
+    """
     taken: set[int] = set()
     for field, host, port in _ports(spec, settings):
         why = f"two of these services would listen on {port}" if port in taken else why_no_port(host, port)
         taken.add(port)
         if why:
             raise InvalidField(field, f"{host}:{port} cannot be used ({why}); choose another port, or 0 for a free one")
-    check_target(spec, settings)
+    kv_tokens = check_target(spec, settings)
     _check_device("drafter.device", settings.drafter.device)
+    return kv_tokens
 
 
-def check_target(spec: StackSpec, settings: Settings) -> None:
-    """Raise InvalidField over a device of the verifiers that is not here, or a target that theirs cannot hold or whose
-    texts would not end.
+def check_target(spec: StackSpec, settings: Settings) -> int:
+    """The KV tokens of each verifier. Raises InvalidField over a device that is not here, or a target that theirs
+    cannot hold or whose texts would not end.
     """
     verifier, told = settings.verifier, spec.extra.get("verifier", {})
     ranks = int(told.get("verifier.ranks", verifier.ranks))
@@ -43,8 +46,9 @@ def check_target(spec: StackSpec, settings: Settings) -> None:
     text_ends(spec.target)
     size = ModelSize.of(spec.target, verifier.dtype, wide_kv=verifier.invariant and verifier.device == "cpu")
     size.check_ranks(ranks)
-    if (room := device_memory(verifier.device)) is not None:
-        size.check_room(kv_tokens, verifier.device, room, ranks=ranks, copies=spec.verifiers)
+    if (room := device_memory(verifier.device)) is None:
+        return kv_tokens
+    return size.fit_kv(kv_tokens, verifier.device, room, ranks=ranks, copies=spec.verifiers)
 
 
 def target_warnings(folder: Path) -> Iterator[str]:

@@ -46,6 +46,7 @@ class Ready:
     metrics: str
     pid: int
     http: str = ""
+    memory: str = ""
 
 
 def environment(path: Path | None) -> dict[str, str]:

@@ -121,7 +121,7 @@ def draw_rows(logits: SleepingLogits, draws: object) -> Tensor:
 
 if __name__ == "__main__":
     worker: Any = importlib.import_module(module_of("services.verifier.worker"))
-    worker.load, worker.check_devices = load_engine, lambda settings: None
+    worker.load, worker.check_devices = load_engine, lambda settings: settings
     readout: Any = importlib.import_module(module_of("services.verifier.readout"))
     readout.draw_rows = draw_rows
     runpy.run_module(module_of("services.verifier"), run_name="__main__", alter_sys=True)

@@ -41,6 +41,8 @@ async def serve(settings: Settings) -> int:
         drafters = nearby_drafters(settings, metrics.registry, serving, Nearby(worker), worker)
         beside = {drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]: drafters}
     await worker.start()
+    settings = settings.model_copy(update={"verifier": worker.settings})
+    serving.others["memory"] = worker.engine.memory
     if drafters:
         await drafters.start()
     servicer = VerifierServicer(settings, worker, worker.engine.info, serving.waits)

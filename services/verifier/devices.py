@@ -11,8 +11,10 @@ from coppice.config.sections import VerifierSettings
 from coppice.errors import InvalidField
 
 
-def check_devices(settings: VerifierSettings, rank: int = 0) -> None:
-    """Raise InvalidField unless there are the devices that the target's ranks need, and this rank's has the memory."""
+def check_devices(settings: VerifierSettings, rank: int = 0) -> VerifierSettings:
+    """The settings with the KV tokens that there is room for. Raises InvalidField unless there are the devices that the
+    target's ranks need, and this rank's has the memory.
+    """
     wide_kv, ranks = settings.invariant and settings.device == "cpu", settings.ranks
     size = ModelSize.of(settings.target, settings.dtype, wide_kv=wide_kv)
     size.check_ranks(ranks)
@@ -22,8 +24,10 @@ def check_devices(settings: VerifierSettings, rank: int = 0) -> None:
     if settings.device.startswith("cuda"):
         # Of no other device: to ask for its memory takes some of it.
         room = float(torch.cuda.mem_get_info((torch.device(settings.device).index or 0) + rank)[0])
-    if room is not None:
-        size.check_room(settings.kv_tokens, settings.device, room, ranks=ranks)
+    if room is None:
+        return settings
+    kv_tokens = size.fit_kv(settings.kv_tokens, settings.device, room, ranks=ranks)
+    return settings.model_copy(update={"kv_tokens": kv_tokens})
 
 
 def _check_ranks(device: str, ranks: int) -> None:

@@ -106,7 +106,7 @@ class Worker(BatchingThread):
     def load(self) -> None:
         """Load and warm up the target."""
         self.repetition_penalty = repetition_penalty(self.settings.target, self.settings.generation_config)
-        check_devices(self.settings)
+        self.settings = check_devices(self.settings)
         if self.settings.ranks > 1:
             self._ranks = Ranks(self.settings)
             self.engine = self._ranks.load()
@@ -116,6 +116,7 @@ class Worker(BatchingThread):
             self.engine = load(self.settings)
         if cut_by := self.engine.info.context.cut_by:
             log.warning("the context is shorter than the model's", tokens=self.engine.info.max_context, why=cut_by)
+        log.info("memory", takes=self.engine.memory)
         log.info(WARMING_UP)
         self.engine.timings(range(WARM_ROWS, 0, -1), context=WARM_ROWS, repeats=1)
         prepare(self.engine)

@@ -81,7 +81,7 @@ def test_a_stack_starts_is_healthy_and_stops_cleanly(target: Path, tmp_path: Pat
         pids = [service["pid"] for service in told["services"]]
         assert all(psutil.pid_exists(pid) for pid in pids)
         assert (told["address"], told["metrics"]) == (stack.address, "127.0.0.1:9")
-        assert list(told["services"][0]) == ["name", "role", "address", "health", "metrics", "pid", "http"]
+        assert list(told["services"][0]) == ["name", "role", "address", "health", "metrics", "pid", "http", "memory"]
         addresses = {name: ready.address for name, ready in stack.services.items()}
     assert stack.unclean == []
     assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -170,7 +170,8 @@ def test_a_person_is_told_what_runs_where_and_how(stack: Stack) -> None:
         assert [ready.address, *ports, str(ready.pid)] == line[-5:]
     assert "drafter-self   lm" in table
     said = "\n".join(facts(stack, logs_stay=True))
-    for fact in (str(stack.spec.target), "float32 on cpu with 1 thread, ", "KV of 65536 tokens", "self (lm), lookup"):
+    memory = "memory   weights 0.00 GiB, copies of them for products 0.00 GiB, KV of 65536 tokens 0."
+    for fact in (str(stack.spec.target), "float32 on cpu with 1 thread", memory, "self (lm), lookup"):
         assert fact in said
     for fact in ("policy   route, budget 31", f"logs     {stack.log_dir}\n", f"--address {stack.address}"):
         assert fact in said

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import random
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,12 @@ from transformers import (
 )
 
 from coppice.engine import attention_plan as plan
-from coppice.engine import engine as engine_module
 from coppice.engine.attention import UnsupportedModel, using
 from coppice.engine.attention_plan import GatherPlan, GroupedPlan, ViewPlan, plan_forward
 from coppice.engine.batch import PackedBatch, Piece, pack
 from coppice.engine.engine import Engine
 from coppice.engine.kv_cache import BlockTable, KVPool, KVShape, OutOfBlocks
 from coppice.engine.loading import UnusableFolder, load_engine
-from coppice.engine.self_check import SelfCheckError, self_check
 from tests.reference import check_pool
 
 VOCAB = 150
@@ -357,74 +355,6 @@ def test_packed_attention_outside_the_engine_is_an_error() -> None:
         engine_of("llama").model(input_ids=torch.tensor([[5]]), use_cache=False)
 
 
-def test_the_self_check_passes_and_leaves_nothing_behind(name: str) -> None:
-    engine = engine_of(name)
-    check = self_check(engine)
-    assert check.rows_off == check.argmax_differs == 0
-    assert check.window_crossed
-    assert engine.pool.used_blocks == engine.pool.used_tokens == 0
-    table, _ = prefill(engine, "a", some_ids(5))  # and the model attends through the pool again
-    assert table.num_tokens == 5
-
-
-Attend = Callable[..., Tensor]
-
-
-def without_scaling(attend: Attend) -> Attend:
-    return lambda plan, layer, q, k, v, scoring: attend(plan, layer, q, k, v, scoring._replace(scaling=1.0))
-
-
-def without_softcap(attend: Attend) -> Attend:
-    return lambda plan, layer, q, k, v, scoring: attend(plan, layer, q, k, v, scoring._replace(softcap=None))
-
-
-def without_sinks(attend: Attend) -> Attend:
-    return lambda plan, layer, q, k, v, scoring: attend(plan, layer, q, k, v, scoring._replace(sinks=None))
-
-
-def without_mask(attend: Attend) -> Attend:
-    return lambda plan, *arguments: attend(dataclasses.replace(plan, mask=None), *arguments)
-
-
-@pytest.mark.parametrize(
-    ("name", "broken"),
-    [
-        ("llama", without_scaling),
-        ("gemma2", without_softcap),
-        ("gpt-oss", without_sinks),
-        ("gpt2", without_mask),
-        ("gemma2", without_mask),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_self_check_fails_on_broken_attention(
-    name: str, broken: Callable[[Attend], Attend], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = Engine(copy.deepcopy(model_of(name)).to(dtype), kv_tokens=512)
-    self_check(engine)
-    for kind in (plan.ViewPlan, plan.GatherPlan):
-        monkeypatch.setattr(kind, "attend", broken(kind.attend))
-    with pytest.raises(SelfCheckError, match="of 24 rows differ from eager attention"):
-        self_check(engine)
-    assert engine.pool.used_blocks == 0
-
-
-@pytest.mark.parametrize("name", WINDOWED)
-def test_the_self_check_fails_on_a_window_ignored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of(name)
-
-    def plan_without_windows(
-        batch: PackedBatch, pool: KVPool, groups: Mapping[int | None, int], make: object
-    ) -> dict[int | None, Any]:
-        (group,) = set(groups.values())
-        everything: Any = plan_forward(batch, pool, {None: group})[None]
-        return {window: dataclasses.replace(everything, window=window) for window in groups}
-
-    monkeypatch.setattr(engine_module, "plan_forward", plan_without_windows)
-    with pytest.raises(SelfCheckError):
-        self_check(engine)
-
-
 def test_a_folder_is_loaded_checked_and_described(tmp_path: Path) -> None:
     model = copy.deepcopy(model_of("gemma2"))
     model.generation_config.eos_token_id = [2, 5]
@@ -444,6 +374,18 @@ def test_a_folder_is_loaded_checked_and_described(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UnusableFolder, match="safetensors"):
         load_engine(tmp_path, kv_tokens=100)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="the system shows no maps")
+def test_what_a_folders_file_holds_is_in_memory_once(tmp_path: Path) -> None:
+    model = model_of("llama")
+    model.save_pretrained(tmp_path)
+    engine = load_engine(tmp_path, kv_tokens=256)
+    for part in Path("/proc/self/smaps").read_text().split("VmFlags")[:-1]:
+        if str(tmp_path) in part:
+            assert re.search(r"^Rss: +0 kB", part, re.MULTILINE)
+    ids = some_ids(9)
+    assert_same(prefill(engine, "a", ids)[1], plain_logits("llama", ids)[-1])
 
 
 def test_texts_stop_where_rotary_scaling_would_depend_on_the_batch() -> None:

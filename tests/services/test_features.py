@@ -66,7 +66,7 @@ def model(target: Path) -> Any:
 @pytest.fixture(scope="module")
 def truth(model: Any) -> list[int]:
     """The prompt and what plain decoding says behind it."""
-    return [*IDS, *continuation(model, IDS, 320)]
+    return [*IDS, *continuation(model, IDS, 460)]
 
 
 @pytest.fixture(scope="module")
@@ -354,9 +354,9 @@ def free_port() -> int:
 
 
 async def generate(client: AsyncClient, gate: threading.Event, policy: str = "single:reader") -> list[int]:
-    """300 ids of a text drafted by `reader`; the gate opens when the text has gone on without it for a while."""
+    """440 ids of a text drafted by `reader`; the gate opens when the text has gone on without it for a while."""
     ids: list[int] = []
-    async for event in client.stream(IDS, policy=policy, max_new_tokens=300, ignore_eos=True):
+    async for event in client.stream(IDS, policy=policy, max_new_tokens=440, ignore_eos=True):
         if isinstance(event, Chunk):
             ids += event.ids
         if len(ids) >= 30:
@@ -381,7 +381,7 @@ async def test_a_stream_opened_again_in_mid_text_goes_on_with_the_features_there
     ):
         heads = f"reader={first.address}", f"reader={second.address}", f"other={third.address}"
         async with pipeline(start_service, verifier.address, *heads, deadline_ms=200) as client:
-            assert await generate(client, breaking.gate, policy) == truth[len(IDS) :][:300]
+            assert await generate(client, breaking.gate, policy) == truth[len(IDS) :][:440]
     seen = whole.seen[0]
     opened = seen.features[0]
     assert opened is not None
@@ -406,7 +406,7 @@ async def test_a_head_learned_of_late_that_sat_steps_out_gets_their_features_at_
     ):
         await asyncio.sleep(2.5)  # it was not there when the orchestrator first asked
         head.gate.clear()
-        assert await generate(client, head.gate) == truth[len(IDS) :][:300]
+        assert await generate(client, head.gate) == truth[len(IDS) :][:440]
     for seen in head.seen:
         assert seen.features[0] is not None
         seen.check(model, seen.features[0].start)

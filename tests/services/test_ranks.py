@@ -271,6 +271,13 @@ def test_what_devices_cannot_hold_is_said_before_weights_are_read(
         check_devices(told, ranks - 1)
 
 
+def test_kv_that_nobody_sizes_fits_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Cuda(monkeypatch, 6.0)
+    told = VerifierSettings(target=str(llama_8b(tmp_path)), device="cuda", dtype="bfloat16")
+    assert check_devices(told).kv_tokens == 16_384  # half of what a forward leaves, and there are no weights
+    assert check_devices(told.model_copy(update={"kv_tokens": 32_000})).kv_tokens == 32_000
+
+
 def test_the_hosts_memory_is_asked_for_the_cpu(target: Path, tmp_path: Path) -> None:
     said = refusal(target, tmp_path, "--verifier.ranks", "1", "--verifier.kv_tokens", str(10**12))
     assert said.startswith("target: 1 x (0.0 GiB of weights + ")

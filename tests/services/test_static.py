@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from coppice.engine import engine as engine_module
-from coppice.engine import graphs, launches, launches_triton, runners
+from coppice.engine import graphs, launches, launches_triton
 from coppice.engine.batch import PackedBatch, Piece, pack
 from coppice.engine.engine import Engine
 from coppice.engine.graphs import CompiledStep, Eager, Graphs, Make, best_runner, graph_buckets, why_no_graph
@@ -72,7 +72,7 @@ def some_batch(engine: Engine, seed: int, layers: tuple[int, ...] = LAYERS) -> P
 class Held:
     """In place of a CUDA graph: runs the step that it would replay."""
 
-    def __init__(self, step: runners.Step, _: object) -> None:
+    def __init__(self, step: graphs.Step, _: object) -> None:
         self.inputs, self.feature_layers, self.run = step.inputs, step.feature_layers, step
         self.graph = SimpleNamespace(pool=lambda: None)
 
@@ -97,7 +97,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def said_by(engine: Engine, runner: runners.Runner | None, batch: PackedBatch) -> tuple[Tensor, ...]:
+def said_by(engine: Engine, runner: graphs.Runner | None, batch: PackedBatch) -> tuple[Tensor, ...]:
     """Logits, and features where they are wanted."""
     engine.runner = runner
     output = engine.forward(batch)

@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,10 +20,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from coppice.cli import main
 from coppice.commands.doctor import find
 from coppice.config.model_folder import disagreements, ends_line, text_ends
-from coppice.config.model_size import ModelSize
+from coppice.config.model_size import GIB, ModelSize
 from coppice.engine.loading import UnusableFolder, load_engine
 from coppice.errors import InvalidField
-from coppice.stack.preflight import preflight, target_warnings
+from coppice.stack import preflight as preflight_module
+from coppice.stack.preflight import check_target, preflight, target_warnings
 from coppice.stack.spec import HeadSpec, StackSpec
 from tests.tiny import make_target
 
@@ -124,6 +126,35 @@ def test_the_need_is_the_models_own(target: Path) -> None:
     size = ModelSize.of(target, "bfloat16")
     assert size.weights == 2 * sum(one.numel() for one in model.parameters())
     assert (size.kv, size.kv_heads) == (2 * 2 * 2 * 2 * 8, 2)  # bytes, keys and values, layers, heads, their size
+
+
+@pytest.mark.parametrize(
+    ("device", "room", "ranks", "copies", "tokens"),
+    [
+        ("cpu", 100, 1, 1, 65_536),
+        ("cpu", 8, 1, 1, 16_384),  # half of the 4 GiB beside the weights
+        ("cpu", 16, 1, 2, 16_384),
+        ("cuda", 10, 1, 1, 16_384),  # 2 GiB are a forward's
+        ("cuda", 6, 2, 1, 16_384),
+    ],
+)
+def test_kv_that_nobody_sizes_takes_half_of_what_the_weights_leave(
+    device: str, room: int, ranks: int, copies: int, tokens: int
+) -> None:
+    size = ModelSize(weights=4 * GIB, kv=128 * 1024, kv_heads=8)
+    assert size.fit_kv(65_536, device, room * GIB, ranks=ranks, copies=copies) == tokens
+    assert size.fit_kv(512, device, room * GIB, ranks=ranks) == 512
+    assert ModelSize(0, 0, 0).fit_kv(65_536, device, 0) == 65_536  # its shape is not known
+
+
+def test_each_verifier_has_the_kv_that_memory_has_room_for(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size, spec = ModelSize.of(target, "float32"), StackSpec(target=target, dtype="float32", verifiers=2)
+    monkeypatch.setattr(preflight_module, "free_memory", lambda _: 2.0 * (size.weights + 2 * 5000 * size.kv))
+    assert check_target(spec, spec.settings()) == 5000
+    monkeypatch.setenv("COPPICE_VERIFIER__KV_TOKENS", "7000")
+    assert check_target(spec, spec.settings()) == 7000
+    spec = replace(spec, extra={"verifier": {"verifier.kv_tokens": 6000}})
+    assert check_target(spec, spec.settings()) == 6000
 
 
 @pytest.mark.parametrize("config", [{}, {"num_attention_heads": 0, "hidden_size": 4}, {"text_config": []}])
@@ -235,7 +266,7 @@ def test_doctor_says_the_same_of_a_target(llama_70b: Path, monkeypatch: pytest.M
     assert "2 ranks on as many such devices" in small.value
     monkeypatch.setenv("COPPICE_VERIFIER__RANKS", "2")
     (enough,) = (finding for finding in find(None, llama_70b) if finding.name == "target")
-    assert (enough.ok, enough.value) == (True, f"{llama_70b} fits 2 x cuda with 65536 KV tokens in bfloat16")
+    assert (enough.ok, enough.value) == (True, f"{llama_70b} fits 2 x cuda with 38690 KV tokens in bfloat16")
 
 
 def with_files(folder: Path, **files: object) -> Path:
