@@ -20,8 +20,8 @@ if TYPE_CHECKING:
         Unauthenticated,
         Unavailable,
     )
-    from coppice.messages.generation import ChatMessage, Chunk, Finished, Started
     from coppice.speculation.sampling import SamplingParams
+    from coppice.wire.generation import ChatMessage, Chunk, Finished, Started
 
 __all__ = [
     "AsyncClient",
@@ -50,7 +50,7 @@ __all__ = [
 
 _HOMES = {
     "coppice.client": ("AsyncClient", "Client", "Completion", "Options", "StreamEvent"),
-    "coppice.messages.generation": ("ChatMessage", "Chunk", "Finished", "Started"),
+    "coppice.wire.generation": ("ChatMessage", "Chunk", "Finished", "Started"),
     "coppice.speculation.sampling": ("SamplingParams",),
 }
 """where names are defined; all others are errors"""

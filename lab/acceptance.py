@@ -9,11 +9,11 @@ import numpy as np
 
 from coppice.client.completion import Completion
 from coppice.heads.models.expectation import expectation, write_expectation
-from coppice.messages.generation import StepTree
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.speculation.watch import best_path
 from coppice.training.progress import Progress
+from coppice.wire.generation import StepTree
 from lab.asking import Ids, answers_to
 from lab.measuring import Bench
 from lab.questions import Question

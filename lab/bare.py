@@ -17,9 +17,10 @@ from coppice.engine.loading import load_engine
 from coppice.heads.base import DraftJob, Head
 from coppice.heads.registry import served_head
 from coppice.limits import MAX_TREE_NODES
-from coppice.messages.steps import Advance, Features, OpenDraft
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.spec import COUNTING_KINDS, HeadSpec, StackSpec
+from coppice.wire.common import Features
+from coppice.wire.drafter import Advance, OpenDraft
 
 STRIDE = 3  # tokens committed between two timed drafts, about what a draft is good for
 

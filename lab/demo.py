@@ -21,13 +21,13 @@ from coppice.commands.answers import figures
 from coppice.commands.tree_picture import longest, show
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.machine import usable_cores
-from coppice.messages.generation import Chunk, Origin
 from coppice.prompts.files import FilePrompt, demo_prompts
 from coppice.stack.launch import ADAPTER, Stack
 from coppice.stack.options import stack_spec
 from coppice.stack.redis_server import find_server
 from coppice.testing.reference import Reference
 from coppice.training.progress import Progress
+from coppice.wire.generation import Chunk, Origin
 from lab.asking import GREEDY, Ask, asking, judged
 from lab.measuring import clean_check, reference_of, report_of
 from lab.report import HF_GENERATE, Report, exactness_checks, make_row

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from coppice.engine.context import Context
 from coppice.errors import InvalidField
-from coppice.messages.generation import ModelDescription
 from coppice.prompts.files import FilePrompt, demo_prompts, read_prompts
 from coppice.stack.spec import StackSpec
 from coppice.testing.target_text import TargetText
+from coppice.wire.generation import ModelDescription
 from lab.options import Options
 
 

@@ -7,10 +7,10 @@ import time
 
 import structlog
 
-from coppice.messages.generation import Finished
-from coppice.messages.steps import SessionOpened
 from coppice.rpc.tracing import Facts, current
 from coppice.telemetry import OrchestratorMetrics
+from coppice.wire.generation import Finished
+from coppice.wire.verifier import SessionOpened
 
 from .step import Step
 

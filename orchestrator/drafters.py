@@ -12,7 +12,6 @@ import structlog
 
 from coppice.errors import InvalidField
 from coppice.limits import MAX_FEATURE_LAYERS
-from coppice.messages.steps import HeadDescription
 from coppice.rpc.channels import Dialer
 from coppice.speculation.calibration import Calibration
 from coppice.speculation.watch import USELESS, AcceptanceWatch
@@ -20,6 +19,7 @@ from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import drafter_pb2
 from coppice.v1.drafter_pb2_grpc import DrafterServiceStub
 from coppice.wire import drafter
+from coppice.wire.drafter import HeadDescription
 
 from .replicas import PROBE_S, Pool, Replica
 

@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from coppice.messages.generation import Finished
-from coppice.messages.steps import Features
 from coppice.speculation.calibration import step_log_probs
 from coppice.speculation.policy import UNION
 from coppice.speculation.routing import outcomes
 from coppice.speculation.watch import best_path
+from coppice.wire.common import Features
+from coppice.wire.generation import Finished
 
 from .head_session import HeadSession
 from .policies import StepPolicy

@@ -24,9 +24,9 @@ from typing import Any
 from coppice.config.model_folder import added_tokens, ends_line, text_ends
 from coppice.errors import InvalidField, Unavailable
 from coppice.limits import MAX_CHAT_MESSAGES, Limits, check_count
-from coppice.messages.generation import ChatMessage
 from coppice.rpc.access import client_salt
 from coppice.rpc.admission import Admission
+from coppice.wire.generation import ChatMessage
 
 from .tokenizer import ChatTemplate, TextCodec, no_room
 

@@ -18,12 +18,13 @@ import structlog
 
 from coppice.errors import CoppiceError, InternalError, InvalidField, Overloaded, Unavailable, from_rpc_error
 from coppice.limits import MAX_HEAD_NODES, MAX_TREE_DEPTH, MAX_TREE_NODES
-from coppice.messages.steps import Advance, DraftOpened, DraftStep, Features, Fence, OpenDraft, Rejection, TreeDelta
 from coppice.rpc.tracing import metadata
 from coppice.speculation.routing import first_miss
 from coppice.speculation.tree import DraftTree, TreeError, extend, validate
 from coppice.v1 import drafter_pb2
 from coppice.wire import drafter
+from coppice.wire.common import Features, Fence, Rejection
+from coppice.wire.drafter import Advance, DraftOpened, DraftStep, OpenDraft, TreeDelta
 
 from .drafters import DrafterReplica, HeadPool
 from .prediction import PredictionUse

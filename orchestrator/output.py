@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from coppice.errors import InvalidField
-from coppice.messages.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, StepTree
-from coppice.messages.steps import TopLogProbs
+from coppice.wire.common import TopLogProbs
+from coppice.wire.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, StepTree
 
 from .step import Step
 from .text import TextStream

@@ -14,8 +14,6 @@ import coppice
 from coppice.client.completion import StreamEvent
 from coppice.config.settings import Settings
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
-from coppice.messages.generation import ChatMessage, Chunk, Finished, GenerationRequest, ModelDescription, Started
-from coppice.messages.steps import OpenDraft, OpenSession, SessionOpened, TargetDescription
 from coppice.rpc.access import client_salt
 from coppice.rpc.admission import Admission
 from coppice.speculation.policy import Policy, policy_names
@@ -24,6 +22,9 @@ from coppice.speculation.tree import prune
 from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import generation_pb2
 from coppice.wire import generation
+from coppice.wire.drafter import OpenDraft
+from coppice.wire.generation import ChatMessage, Chunk, Finished, GenerationRequest, ModelDescription, Started
+from coppice.wire.verifier import OpenSession, SessionOpened, TargetDescription
 
 from .account import Account
 from .auto.arms import PLAIN, SINGLE, Arm

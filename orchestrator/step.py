@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.messages.steps import Fence, Verdict, committed_hash
 from coppice.speculation.policy import NO_HEAD, Choice
 from coppice.speculation.tree import DraftTree, IntArray
+from coppice.wire.common import Fence, committed_hash
+from coppice.wire.verifier import Verdict
 
 from .drafters import DrafterReplica
 

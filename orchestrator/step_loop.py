@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from coppice.errors import CoppiceError
-from coppice.messages.generation import Finished, GenerationRequest, StepTree
-from coppice.messages.steps import NextRoot, SessionOpened, VerifyStep
 from coppice.speculation.policy import Policy
 from coppice.speculation.routing import outcomes
 from coppice.speculation.sampling import draw
 from coppice.speculation.tree import DraftTree, made_by, makers
+from coppice.wire.generation import Finished, GenerationRequest, StepTree
+from coppice.wire.verifier import NextRoot, SessionOpened, VerifyStep
 
 from .account import Account
 from .drafting import Drafting
@@ -149,6 +149,7 @@ class Decoding:
         """The next root and its raw log-probability: drawn here from the row, or by the verifier."""
         row = source.row
         if row is None:
+            assert source.drawn_id is not None  # wire.verifier.read_verify_response says so
             return source.drawn_id, source.drawn_log_prob
         token = draw(row.ids, row.log_probs, self.request.sampling.seed, len(self.text.ids))
         at = int(np.searchsorted(row.ids, token))

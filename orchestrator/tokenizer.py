@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from coppice.errors import InvalidField
-from coppice.messages.generation import ChatMessage
-from coppice.messages.steps import vocabulary_hash
+from coppice.wire.drafter import vocabulary_hash
+from coppice.wire.generation import ChatMessage
 
 _MOST_BYTES = 16 << 20  # of a rendered chat
 _ASSISTANT = "Hello."  # what the assistant says in the chat that tells how a template ends a turn

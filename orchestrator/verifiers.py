@@ -29,13 +29,13 @@ from coppice.errors import (
     from_rpc_error,
 )
 from coppice.limits import MAX_TOKEN_ID
-from coppice.messages.steps import OpenSession, SessionOpened, TargetDescription, Verdict, VerifyStep
 from coppice.rpc.channels import Dialer
 from coppice.rpc.sessions import end_waits
 from coppice.rpc.tracing import metadata
 from coppice.v1 import verifier_pb2
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from coppice.wire import verifier
+from coppice.wire.verifier import OpenSession, SessionOpened, TargetDescription, Verdict, VerifyStep
 
 from .replicas import PROBE_S, Pool, Replica
 

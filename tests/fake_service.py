@@ -16,11 +16,11 @@ import grpc
 from coppice.config.settings import Settings, load_settings
 from coppice.errors import CoppiceError, InvalidField, NotFound, Overloaded, Unavailable
 from coppice.limits import Limits
-from coppice.messages.generation import Chunk, Finished, GenerationRequest, ModelDescription, Origin, Started, Timings
 from coppice.rpc.server import Serving
 from coppice.v1 import adapter_pb2, drafter_pb2, generation_pb2, verifier_pb2
 from coppice.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from coppice.wire import generation
+from coppice.wire.generation import Chunk, Finished, GenerationRequest, ModelDescription, Origin, Started, Timings
 
 SERVICES = {
     "verifier": verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"],

@@ -8,8 +8,8 @@ import numpy as np
 
 from coppice.config.sections import DrafterSettings
 from coppice.heads.base import DraftJob, Growth, Head
-from coppice.messages.steps import Advance, HeadDescription, OpenDraft
 from coppice.speculation.tree import DraftTree
+from coppice.wire.drafter import Advance, HeadDescription, OpenDraft
 
 FAILS, DIES = 30, 31
 """first ids: a draft raises an error that ends the session; one that ends the head's thread"""

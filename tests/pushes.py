@@ -13,8 +13,8 @@ from torch import Tensor
 
 from coppice.errors import CoppiceError, InvalidField, StaleFence
 from coppice.heads.feature_head import FeatureHead
-from coppice.messages.weights import WeightsHeader, WeightsPart
 from coppice.weights.versions import Weights, pack_update
+from coppice.wire.drafter import WeightsHeader, WeightsPart
 
 PART = 4096  # bytes; a tiny head's file in several parts
 MATRICES = ("lm_head.weight", "markov_head.markov_w2.weight")

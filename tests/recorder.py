@@ -16,7 +16,6 @@ import torch
 from coppice.config.sections import DirectorySettings
 from coppice.heads.base import DraftJob, Growth, Head
 from coppice.limits import Limits
-from coppice.messages.steps import Advance, Features, HeadDescription, OpenDraft, Rejection
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import directory
 from coppice.rpc.server import add_service
@@ -24,6 +23,8 @@ from coppice.rpc.sessions import StreamWaits
 from coppice.speculation.tree import DraftTree
 from coppice.telemetry import SessionMetrics
 from coppice.v1 import drafter_pb2
+from coppice.wire.common import Features, Rejection
+from coppice.wire.drafter import Advance, HeadDescription, OpenDraft
 from services.drafter.features import FeatureSource
 from services.drafter.service import DrafterServicer
 from services.drafter.worker import Worker

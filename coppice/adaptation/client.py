@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 
 from coppice.errors import from_rpc_error
-from coppice.messages.adapter import HeadStatus
 from coppice.rpc.channels import Dialer
 from coppice.v1.adapter_pb2_grpc import AdapterServiceStub
 from coppice.wire import adapter
+from coppice.wire.adapter import HeadStatus
 
 TIMEOUT_S = 30.0
 ROLLBACK_S = 120.0

@@ -11,8 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from coppice.messages.adapter import STANDING_BY, Change, HeadStatus, KindStatus, QueryPoint
 from coppice.pictures.style import FAMILIES, GREEN, VERMILION
+from coppice.wire.adapter import STANDING_BY, Change, HeadStatus, KindStatus, QueryPoint
 
 SMOOTHING = 15
 """Queries of a moving mean"""

@@ -29,12 +29,11 @@ from coppice.errors import (
     Unavailable,
     from_rpc_error,
 )
-from coppice.messages.generation import Chunk, ModelDescription, Started
 from coppice.rpc import tracing
 from coppice.rpc.channels import Dialer
 from coppice.v1 import generation_pb2 as generation
 from coppice.v1.generation_pb2_grpc import GenerationServiceStub
-from coppice.wire.generation import read_model, read_response, request_to_wire
+from coppice.wire.generation import Chunk, ModelDescription, Started, read_model, read_response, request_to_wire
 
 if TYPE_CHECKING:
     from coppice.v1.generation_pb2_grpc import GenerationServiceStub

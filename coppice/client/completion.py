@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from coppice.messages.generation import Chunk, Finished, Origin, Started, StepTree
+from coppice.wire.generation import Chunk, Finished, Origin, Started, StepTree
 
 StreamEvent = Started | Chunk | Finished
 

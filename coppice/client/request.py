@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from coppice import limits
 from coppice.errors import InvalidField
-from coppice.messages.generation import ChatMessage, GenerationRequest
 from coppice.speculation.sampling import MAX_UINT32, SamplingParams
+from coppice.wire.generation import ChatMessage, GenerationRequest
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, str]]
 F = TypeVar("F", bound=Callable[..., Any])

@@ -14,8 +14,8 @@ from rich.console import Console
 from coppice.client.client import Client, Options
 from coppice.client.completion import Accumulator, Completion
 from coppice.errors import InvalidField
-from coppice.messages.generation import Chunk, Origin
 from coppice.prompts.files import FilePrompt, read_prompts
+from coppice.wire.generation import Chunk, Origin
 
 
 def prompts_of(prompt: str | None, ids: str | None, file: Path | None) -> list[FilePrompt]:

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from coppice.messages.generation import StepTree
 from coppice.pictures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
+from coppice.wire.generation import StepTree
 
 TERMINAL_COLOURS = ("green", "blue", "magenta", "cyan", "yellow")
 PICTURE_COLOURS = (GREEN, BLUE, PURPLE, SKY, ORANGE)

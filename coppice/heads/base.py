@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField, Overloaded
 from coppice.limits import MAX_HEAD_NODES
-from coppice.messages.steps import Advance, DraftOpened, Features, HeadDescription, OpenDraft
-from coppice.messages.weights import WeightsHeader
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
+from coppice.wire.common import Features
+from coppice.wire.drafter import Advance, DraftOpened, HeadDescription, OpenDraft, WeightsHeader
 
 if TYPE_CHECKING:
     from coppice.weights.staging import Staging

@@ -41,11 +41,11 @@ from coppice.heads.noise import NOTHING, Noise, noise_there, places
 from coppice.heads.public_state import fused_tensor, public_names, public_weights
 from coppice.heads.ranking import Ranking, target_ids
 from coppice.heads.row_inputs import Inputs, RowInputs
-from coppice.messages.steps import Advance, DraftOpened, Features, HeadDescription, OpenDraft
-from coppice.messages.weights import WeightsHeader
 from coppice.weights.staging import Staging
 from coppice.weights.variants import Routes, in_deployed, numbers_in, sketch_of, variant_name
 from coppice.weights.versions import Weights
+from coppice.wire.common import Features
+from coppice.wire.drafter import Advance, DraftOpened, HeadDescription, OpenDraft, WeightsHeader
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from coppice.heads.base import DraftJob
-from coppice.messages.steps import Advance
+from coppice.wire.drafter import Advance
 
 
 @dataclass

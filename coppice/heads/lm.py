@@ -26,8 +26,8 @@ from coppice.heads.models.expectation import read_expectation
 from coppice.heads.noise import Noise, noise_there, places
 from coppice.heads.ranking import on_host
 from coppice.heads.vocabulary import common_width, tokenizer_hash
-from coppice.messages.steps import Advance, HeadDescription, OpenDraft
 from coppice.speculation.sampling import uniform
+from coppice.wire.drafter import Advance, HeadDescription, OpenDraft
 
 log = structlog.get_logger()
 

@@ -23,7 +23,6 @@ from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
 from coppice.heads.lookup import TEXT_END, Lookup
 from coppice.heads.prediction import Predicted
 from coppice.limits import MAX_TREE_DEPTH
-from coppice.messages.steps import Advance, HeadDescription, OpenDraft
 from coppice.speculation.sampling import (
     DRAFT_STREAM,
     GAMMA,
@@ -35,6 +34,7 @@ from coppice.speculation.sampling import (
     position_key,
 )
 from coppice.speculation.tree import DraftTree
+from coppice.wire.drafter import Advance, HeadDescription, OpenDraft
 
 SALTS = 64  # remembered at once
 BLOCKS = 8  # parts that a full memory consists of, about: it forgets one at a time

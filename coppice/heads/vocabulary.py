@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from coppice.engine.attention import one_line
 from coppice.engine.context import Context
 from coppice.errors import InvalidField
-from coppice.messages.steps import vocabulary_hash
+from coppice.wire.drafter import vocabulary_hash
 
 _TOKENIZER = "tokenizer.json"
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Protocol
 
-from coppice.messages.steps import Commit, FeatureRef, Features
 from coppice.stack.spec import module_of
+from coppice.wire.common import FeatureRef, Features
+from coppice.wire.verifier import Commit
 
 
 class Subscription(Protocol):

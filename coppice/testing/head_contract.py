@@ -10,9 +10,10 @@ import numpy as np
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Head
 from coppice.limits import MAX_HEAD_NODES, MAX_TREE_NODES
-from coppice.messages.steps import Advance, Features, OpenDraft
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree, extend, paths, prune, validate
+from coppice.wire.common import Features
+from coppice.wire.drafter import Advance, OpenDraft
 
 GREEDY = SamplingParams(seed=1)
 SAMPLINGS = (GREEDY, SamplingParams(temperature=0.7, top_k=10, seed=4), SamplingParams(temperature=1.0, seed=9))

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coppice.client.completion import Completion
-from coppice.messages.generation import Origin
 from coppice.speculation.penalties import Penalties
 from coppice.speculation.sampling import SamplingParams, decode_row, draw, noise
 from coppice.testing.target_text import TargetText
+from coppice.wire.generation import Origin
 
 Verdict = Literal["identical", "tie", "wrong"]
 # How far an emitted token may lie below the best one and still be a tie, in logits at temperature 1. In bfloat16 a

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from coppice.errors import InvalidField, StaleFence
 from coppice.limits import MAX_KINDS, MAX_VARIANTS, MAX_VERSION_STEP, SKETCH
-from coppice.messages.weights import WeightsHeader, WeightsPart
 from coppice.weights.variants import shape_of
 from coppice.weights.versions import Weights
+from coppice.wire.drafter import WeightsHeader, WeightsPart
 
 MAX_FILE_HEADER = 1 << 20  # the JSON object at the file's beginning
 _CHECKED = 1 << 18  # numbers looked at for not-finite ones at a time

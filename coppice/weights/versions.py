@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from coppice.limits import CHUNK_BYTES
-from coppice.messages.weights import WeightsHeader, WeightsPart
+from coppice.wire.drafter import WeightsHeader, WeightsPart
 
 
 def float_bytes(tensor: Tensor) -> NDArray[np.float32]:

@@ -1,33 +1,147 @@
-"""AdapterService: plain values to messages and back."""
+"""AdapterService: its messages as plain values; `coppice adapter status` prints and draws them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from coppice import limits
-from coppice.messages.adapter import (
-    ActionStatus,
-    Change,
-    HeadStatus,
-    KindStatus,
-    QueryPoint,
-    ReplicaStatus,
-    VersionStatus,
-)
 from coppice.v1 import adapter_pb2 as adapter
-from coppice.wire.shapes import Shape
+from coppice.wire.codec import Within, carried_by, codec
+from coppice.wire.common import Count, Finite, Version
 
-for _value, _message in (
-    (ActionStatus, adapter.ActionStatus),
-    (KindStatus, adapter.KindStatus),
-    (ReplicaStatus, adapter.ReplicaStatus),
-    (VersionStatus, adapter.VersionStatus),
-    (QueryPoint, adapter.QueryPoint),
-    (Change, adapter.Change),
-):
-    Shape(_value, _message)
-_HEAD = Shape(HeadStatus, adapter.HeadStatus)
+STANDING_BY = "standing by"
+
+
+@carried_by(adapter.ActionStatus)
+@dataclass(frozen=True, slots=True)
+class ActionStatus:
+    """One action of the bandit."""
+
+    action: str
+    value: Finite | None
+    """tokens/s gained for each unit of s; None: not measured yet"""
+    error: Finite
+    """its standard error"""
+    updates: Count
+    samples: Count
+    """waiting, of the `capacity` that an update takes"""
+    capacity: Count
+
+
+@carried_by(adapter.KindStatus)
+@dataclass(frozen=True, slots=True)
+class KindStatus:
+    """One kind of text, and the variant of the head that is for it."""
+
+    kind: Annotated[int, Within(0, limits.MAX_KINDS)]
+    queries: Count
+    tau: Finite
+    """mean with the deployed weights"""
+    variant: Annotated[int, Within(0, limits.MAX_VARIANTS)]
+    """drafts for `share` of the texts; 0: the deployed weights"""
+    other: Annotated[int, Within(0, limits.MAX_VARIANTS)]
+    """drafts for the others"""
+    share: Finite
+    gain: Finite
+    """share of tau that `variant` gains over `other`"""
+    error: Finite
+    """its standard error"""
+    measured: Count
+    """queries that `variant` drafted for since it was compared with `other`"""
+    texts: Count
+    """to learn from"""
+    updates: Count
+    saves_s: Finite
+    """seconds of serving that the next update is expected to save"""
+    costs_s: Finite
+    """seconds of serving that it would cost"""
+
+
+@carried_by(adapter.ReplicaStatus)
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """One drafter."""
+
+    address: str
+    reachable: bool
+    version: Version
+    current: bool
+    """whether its live hash is that of the weights it is to use"""
+
+
+@carried_by(adapter.VersionStatus)
+@dataclass(frozen=True, slots=True)
+class VersionStatus:
+    """How long the drafts of one version lasted."""
+
+    version: Version
+    queries: Count
+    """that lived wholly on it"""
+    tau: Finite
+    """mean of theirs"""
+
+
+@carried_by(adapter.QueryPoint)
+@dataclass(frozen=True, slots=True)
+class QueryPoint:
+    """One query."""
+
+    query: Count
+    tau: Finite
+    tokens_per_s: Finite
+    s: Finite
+    version: Version | None
+    """None: the weights changed meanwhile"""
+    action: str
+
+
+@carried_by(adapter.Change)
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change of the weights."""
+
+    query: Count
+    """the one it came after"""
+    what: str
+    """head, full, variant, pays, loses, refused, revert or rollback"""
+    version: Version
+    """the one it made"""
+    train_s: Finite = 0.0
+    sync_s: Finite = 0.0
+    why: str = ""
+
+
+@carried_by(adapter.HeadStatus)
+@dataclass(frozen=True, slots=True)
+class HeadStatus:
+    """One head."""
+
+    head: str
+    policy: str
+    paused: bool
+    doing: str
+    """idle, training, syncing or canary; STANDING_BY where another adapter is the active one, or redis is away"""
+    version: Version
+    """that is to be in use"""
+    weights_hash: bytes
+    good_version: Version
+    queries: Count
+    events: Count
+    reverts: Count
+    actions: list[ActionStatus] = field(default_factory=list)
+    replicas: list[ReplicaStatus] = field(default_factory=list)
+    versions: list[VersionStatus] = field(default_factory=list)
+    kinds: list[KindStatus] = field(default_factory=list)
+    history: list[QueryPoint] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+
+
+def standing_by(head: str, policy: str) -> HeadStatus:
+    """The status of a head that another adapter looks after."""
+    return HeadStatus(head, policy, False, STANDING_BY, 0, b"", 0, 0, 0, 0)
+
 
 status_request, rollback_request = adapter.GetStatusRequest, adapter.RollbackRequest
 pause_request, resume_request = adapter.PauseRequest, adapter.ResumeRequest
@@ -36,12 +150,12 @@ rollback_to_wire = adapter.RollbackResponse
 
 def status_to_wire(heads: Sequence[HeadStatus]) -> adapter.GetStatusResponse:
     """The status of heads to its message."""
-    return adapter.GetStatusResponse(heads=map(_HEAD.fields, heads))
+    return adapter.GetStatusResponse(heads=map(codec(HeadStatus).fields, heads))
 
 
 def read_status(message: adapter.GetStatusResponse) -> list[HeadStatus]:
     """Message to the status of heads."""
-    return [_HEAD.read(head) for head in message.heads]
+    return [codec(HeadStatus).read(head) for head in message.heads]
 
 
 def read_head_name(message: Any) -> str:

@@ -1,8 +1,12 @@
-"""Parts of messages that more than one service speaks."""
+"""Types of bounded fields, and the messages that more than one service speaks."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,11 +14,116 @@ from pydantic import ValidationError
 
 from coppice import limits
 from coppice.errors import InvalidField
-from coppice.messages.steps import FeatureRef, Features, Fence, Rejection, TopLogProbs
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.v1 import common_pb2 as common
-from coppice.wire.shapes import Part, Shape, array
+from coppice.wire.codec import Among, AsLongAs, Conversion, Length, Within, array, carried_by
+
+ANYWHERE = Length(0, limits.MAX_CONTEXT)
+NODES = Length(0, limits.MAX_TREE_NODES)
+LOG_PROBABILITY = Within(-math.inf, limits.LOG_PROB_TOLERANCE)
+TOKEN_ID = Within(0, limits.MAX_TOKEN_ID)
+
+Position = Annotated[int, Within(0, limits.MAX_CONTEXT)]
+Node = Annotated[int, Within(0, limits.MAX_TREE_NODES)]
+TokenId = Annotated[int, TOKEN_ID]
+LogProb = Annotated[float, LOG_PROBABILITY]
+Count = Annotated[int, Within(0, limits.MAX_COUNT)]
+Nanoseconds = Annotated[int, Within(0, limits.MAX_DEADLINE_NS)]
+Version = Annotated[int, Within(0, limits.MAX_VERSION)]
+Finite = Annotated[float, Within(-sys.float_info.max, sys.float_info.max)]
+Layer = Annotated[int, Within(0, limits.MAX_LAYERS)]
+Layers = Annotated[tuple[Layer, ...], Length(0, limits.MAX_FEATURE_LAYERS)]
+PlainName = Annotated[str, limits.check_session]
+Name = Annotated[str, Length(0, limits.MAX_NAME_CHARS)]
+Salt = Annotated[str, Length(0, limits.MAX_SALT_CHARS)]
+Hash = Annotated[bytes, limits.check_hash]
+HashOrNone = Annotated[bytes, Length(0, limits.HASH_BYTES)]
+Ids = Annotated[NDArray[np.int64], TOKEN_ID]
+LogProbs = Annotated[NDArray[np.float32], LOG_PROBABILITY]
+
+_FNV_OFFSET = 0xCBF29CE484222325
+_FNV_PRIME = 0x100000001B3
+_MASK = (1 << 64) - 1
+
+
+def committed_hash(ids: Sequence[int], state: int = _FNV_OFFSET) -> int:
+    """FNV-1a 64 over `ids` as little-endian uint32; pass an earlier result as `state` to roll on."""
+    for byte in np.asarray(ids, dtype="<u4").tobytes():
+        state = ((state ^ byte) * _FNV_PRIME) & _MASK
+    return state
+
+
+@carried_by(common.Fence)
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Which state of a session a message is about. `committed_len` excludes the root."""
+
+    step: Count
+    committed_len: Position
+    committed_hash: int
+    weights_version: Version = 0
+    deadline_ns: Nanoseconds = 0
+
+
+@carried_by(common.Row)
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A target row after G: ids (n,) and float64 log-probs (n,), raw T=1 float32 log-probs (n,) if asked for."""
+
+    ids: Annotated[Ids, Length(1, limits.MAX_ROW_SUPPORT)]
+    log_probs: Annotated[NDArray[np.float64], LOG_PROBABILITY, AsLongAs("ids")]
+    raw_log_probs: Annotated[LogProbs | None, AsLongAs("ids")] = None
+
+
+@carried_by(common.TopLogProbs)
+@dataclass(frozen=True, slots=True)
+class TopLogProbs:
+    """The most probable ids of a row at T=1, the best first: ids (n,) and their raw float32 log-probs (n,)."""
+
+    ids: Annotated[Ids, Length(0, limits.MAX_TOP_LOG_PROBS)]
+    log_probs: Annotated[LogProbs, AsLongAs("ids")]
+
+
+@carried_by(common.FeatureRef)
+@dataclass(frozen=True, slots=True)
+class FeatureRef:
+    """A window of positions whose features a verifier session holds.
+
+    `layers` are those of a row, one behind the other; of a fetch: those wanted, empty for all that the session has. A
+    window of no positions names the session alone.
+    """
+
+    verifier: Annotated[str, Length(0, limits.MAX_ADDRESS_CHARS)]
+    session: PlainName
+    start: Position
+    count: Position
+    layers: Layers = ()
+
+
+@carried_by(common.Features)
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Target features of positions start..start+count-1: bytes of rows, or where to fetch them."""
+
+    start: Position
+    count: Position
+    dtype: Annotated[str, Among(("", "float32", "bfloat16"))] = "float32"
+    inline: bytes | None = None
+    ref: FeatureRef | None = None
+
+
+@carried_by(common.Rejection)
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """What the target said where the walk left the tree (SpecBlock, section 3.4)."""
+
+    position: Position
+    parent: Node
+    target_id: TokenId
+    top_ids: Annotated[Ids, Length(0, limits.MAX_TOP_N)]
+    top_log_probs: Annotated[LogProbs, AsLongAs("top_ids")]
+    tail: Annotated[float, Within(0, 1 + limits.LOG_PROB_TOLERANCE)]
 
 
 def _sampling_fields(params: SamplingParams) -> dict[str, Any]:
@@ -72,7 +181,7 @@ def _read_tree(owner: Any, name: str, path: str) -> DraftTree:
     )
 
 
-def q_rows(tree: str) -> Part:
+def rows_of(tree: str) -> Conversion:
     """Float32 rows (n, vocab) as little-endian bytes, one row for each node of the field `tree`."""
 
     def write(rows: NDArray[np.float32]) -> bytes:
@@ -86,19 +195,14 @@ def q_rows(tree: str) -> Part:
             raise InvalidField(path + name, f"{len(data)} bytes are not {nodes} equal float32 rows")
         return np.frombuffer(data, dtype="<f4").reshape(nodes, -1)
 
-    return Part(write, read)
+    return Conversion(write, read)
 
 
-def _read_penalty(owner: Any, name: str, path: str) -> float:
-    return getattr(owner, name) or 1.0
-
-
-PENALTY = Part(None, _read_penalty)
-"""The default repetition penalty that a server describes; one that knows of none has none."""
-SAMPLING = Part(_sampling_fields, _read_sampling)
-TREE = Part(_tree_fields, _read_tree)
-FENCE = Shape(Fence, common.Fence)
-FEATURE_REF = Shape(FeatureRef, common.FeatureRef)
-FEATURES = Shape(Features, common.Features)
-TOP = Shape(TopLogProbs, common.TopLogProbs, parallel=("ids", "log_probs"))
-REJECTION = Shape(Rejection, common.Rejection, parallel=("top_ids", "top_log_probs"))
+Sampling = Annotated[SamplingParams, Conversion(_sampling_fields, _read_sampling)]
+Tree = Annotated[DraftTree, Conversion(_tree_fields, _read_tree)]
+DefaultPenalty = Annotated[
+    float,
+    Within(0, limits.MAX_REPETITION_PENALTY),
+    Conversion(None, lambda owner, name, path: getattr(owner, name) or 1.0),
+]
+"""The repetition penalty of requests that set none, as a server describes it; one that knows of none has 1."""

@@ -1,36 +1,180 @@
-"""DrafterService: plain values to messages and back."""
+"""DrafterService: its messages as plain values."""
 
 from __future__ import annotations
 
-from coppice import limits
-from coppice.messages.steps import Advance, DraftOpened, DraftStep, HeadDescription, OpenDraft, TreeDelta
-from coppice.messages.weights import WeightsHeader, WeightsPart, WeightsSynced
-from coppice.v1 import drafter_pb2 as drafter
-from coppice.wire.common import SAMPLING, TREE, check_bias, q_rows
-from coppice.wire.shapes import OneOf, Shape
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated
 
-_OPEN = Shape(OpenDraft, drafter.OpenDraft, sampling=SAMPLING)
-_ADVANCE = Shape(Advance, drafter.Advance)
-_STEP = Shape(DraftStep, drafter.DraftStep)
-_REQUEST: OneOf[OpenDraft | DraftStep, drafter.DraftRequest] = OneOf(drafter.DraftRequest, open=_OPEN, step=_STEP)
-_OPENED = Shape(DraftOpened, drafter.DraftOpened)
-_DELTA = Shape(TreeDelta, drafter.TreeDelta, nodes=TREE, q_rows=q_rows("nodes"))
-_RESPONSE: OneOf[DraftOpened | TreeDelta, drafter.DraftResponse] = OneOf(
-    drafter.DraftResponse, opened=_OPENED, delta=_DELTA
+import numpy as np
+from numpy.typing import NDArray
+
+from coppice import limits
+from coppice.v1 import drafter_pb2 as drafter
+from coppice.wire.codec import Length, OneOf, Within, carried_by, codec
+from coppice.wire.common import (
+    ANYWHERE,
+    NODES,
+    Count,
+    Features,
+    Fence,
+    Hash,
+    HashOrNone,
+    Layers,
+    Name,
+    Nanoseconds,
+    Node,
+    PlainName,
+    Position,
+    Rejection,
+    Salt,
+    Sampling,
+    Tree,
+    Version,
+    check_bias,
+    rows_of,
 )
-_HEAD = Shape(HeadDescription, drafter.DescribeHeadResponse)
-_HEADER = Shape(WeightsHeader, drafter.WeightsHeader)
-_PART = Shape(WeightsPart, drafter.WeightsPart)
-_WEIGHTS: OneOf[WeightsHeader | WeightsPart, drafter.SyncWeightsRequest] = OneOf(
-    drafter.SyncWeightsRequest, header=_HEADER, part=_PART
-)
-_SYNCED = Shape(WeightsSynced, drafter.SyncWeightsResponse)
+
+
+@carried_by(drafter.OpenDraft)
+@dataclass(frozen=True, slots=True)
+class OpenDraft:
+    """Opens a drafting session on prompt + committed ids."""
+
+    session: PlainName
+    ids: Annotated[list[int], Length(1, limits.MAX_CONTEXT)]
+    sampling: Sampling
+    coupled: bool = True
+    features: Features | None = None
+    want_q_rows: bool = False
+    want_misses: bool = False
+    prediction: Annotated[tuple[int, ...], ANYWHERE] = ()
+    """what the answer is expected to be"""
+    salt: Salt = ""
+    """whose session it is: look-up with a memory drafts from ended sessions of the same; empty: from none"""
+
+
+@carried_by(drafter.DraftOpened)
+@dataclass(frozen=True, slots=True)
+class DraftOpened:
+    """The head holds the prompt."""
+
+    weights_version: Version
+    variant: Annotated[int, Within(0, limits.MAX_VARIANTS)] = 0
+    """of the weights, which drafts"""
+    kind: Annotated[int, Within(0, limits.MAX_KINDS)] = 0
+    """of text that the prompt was taken for; 0: none that is known"""
+    sketch: Annotated[tuple[float, ...], Length(0, limits.SKETCH), Within(-1.001, 1.001)] = ()
+    """what the prompt is like, to a head that reads features"""
+
+
+@carried_by(drafter.Advance)
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Committed ids the drafter has not seen, the earlier root first."""
+
+    ids: Annotated[list[int], ANYWHERE] = field(default_factory=list)
+    features: Features | None = None
+    rejection: Rejection | None = None
+
+
+@carried_by(drafter.DraftStep)
+@dataclass(frozen=True, slots=True)
+class DraftStep:
+    """Asks for a tree of at most `budget` nodes below `root`."""
+
+    fence: Fence
+    root: int
+    budget: Annotated[int, Within(0, limits.MAX_HEAD_NODES)]
+    advance: Advance
+
+
+@carried_by(drafter.TreeDelta)
+@dataclass(frozen=True, slots=True)
+class TreeDelta:
+    """Nodes to append to a step's tree; parents may lie in earlier deltas. `miss` is 1 - r of the step's rejection."""
+
+    fence: Fence
+    nodes: Tree
+    last: bool
+    forward_ns: Nanoseconds = 0
+    total_ns: Nanoseconds = 0
+    q_rows: Annotated[NDArray[np.float32] | None, rows_of("nodes")] = None
+    miss: Annotated[float | None, Within(0, 1)] = None
+    predicted: Annotated[tuple[Position, ...], NODES] = ()
+    """of each node its place in the prediction, from 1; 0 for none"""
+    made: Annotated[tuple[Node, ...], NODES] = ()
+    """how many of the nodes each forward of the head made; empty when one made all"""
+
+
+@carried_by(drafter.DescribeHeadResponse)
+@dataclass(frozen=True, slots=True)
+class HeadDescription:
+    """What a drafter serves."""
+
+    name: Name
+    kind: Name
+    vocab_size: Annotated[int, Within(0, limits.MAX_TOKEN_ID + 1)]
+    weights_version: Version = 0
+    feature_layers: Layers = ()
+    sessions: Count = 0
+    sessions_opened: Count = 0
+    sessions_closed: Count = 0
+    weights_hash: HashOrNone = b""
+    expected_acceptance: Annotated[tuple[float, ...], Length(0, limits.MAX_TREE_DEPTH), Within(0, 1)] = ()
+    tokenizer_hash: HashOrNone = b""
+    """`vocabulary_hash` of the head's own tokenizer; empty when it has none"""
+
+
+@carried_by(drafter.WeightsHeader)
+@dataclass(frozen=True, slots=True)
+class WeightsHeader:
+    """Announces a safetensors file of `size` bytes in `parts` parts: new values of some of `parent`'s tensors.
+
+    Hashes are SHA-256: of the parent's weights, of the weights afterwards, and of the file.
+    """
+
+    head: PlainName
+    version: Version
+    parent: Version
+    parent_hash: Hash
+    weights_hash: Hash
+    sha256: Hash
+    size: int
+    parts: int
+
+
+@carried_by(drafter.WeightsPart)
+@dataclass(frozen=True, slots=True)
+class WeightsPart:
+    """The `number`th piece of the file."""
+
+    number: int
+    data: Annotated[bytes, Length(1, limits.CHUNK_BYTES)]
+
+
+@carried_by(drafter.SyncWeightsResponse)
+@dataclass(frozen=True, slots=True)
+class WeightsSynced:
+    """The weights in use now, and how long drafting stood still."""
+
+    version: Version
+    weights_hash: Hash
+    swap_ns: Nanoseconds = 0
+
+
+_REQUEST: OneOf[OpenDraft | DraftStep, drafter.DraftRequest] = OneOf(drafter.DraftRequest)
+_RESPONSE: OneOf[DraftOpened | TreeDelta, drafter.DraftResponse] = OneOf(drafter.DraftResponse)
+_WEIGHTS: OneOf[WeightsHeader | WeightsPart, drafter.SyncWeightsRequest] = OneOf(drafter.SyncWeightsRequest)
 
 draft_request_to_wire = _REQUEST.to_wire
 draft_response_to_wire = _RESPONSE.to_wire
-head_to_wire, read_head = _HEAD.to_wire, _HEAD.read
+head_to_wire: Callable[[HeadDescription], drafter.DescribeHeadResponse] = codec(HeadDescription).to_wire
+read_head = codec(HeadDescription).read
 weights_to_wire = _WEIGHTS.to_wire
-synced_to_wire, read_synced = _SYNCED.to_wire, _SYNCED.read
+synced_to_wire: Callable[[WeightsSynced], drafter.SyncWeightsResponse] = codec(WeightsSynced).to_wire
+read_synced = codec(WeightsSynced).read
 
 
 def read_draft_response(message: drafter.DraftResponse) -> DraftOpened | TreeDelta:
@@ -63,3 +207,11 @@ def read_weights(message: drafter.SyncWeightsRequest, most_bytes: int) -> Weight
         limits.check_range("header.size", piece.size, 1, most_bytes)
         limits.check_range("header.parts", piece.parts, 1, piece.size)
     return piece
+
+
+def vocabulary_hash(vocabulary: Mapping[str, int]) -> bytes:
+    """SHA-256 of a tokenizer's tokens in the order of their ids: equal where ids mean the same."""
+    digest = hashlib.sha256()
+    for token, number in sorted(vocabulary.items(), key=lambda item: (item[1], item[0])):
+        digest.update(f"{number} {token}\n".encode())
+    return digest.digest()

@@ -1,50 +1,58 @@
-"""GenerationService: plain values to messages and back, for the SDK's side and the orchestrator's."""
+"""GenerationService: its messages as plain values, for the SDK's side and the orchestrator's."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from enum import IntEnum
+from typing import Annotated, Any, Literal
 
 from coppice import limits
 from coppice.errors import InvalidField
 from coppice.limits import Limits
-from coppice.messages.generation import (
-    ChatMessage,
-    Chunk,
-    Finished,
-    FinishReason,
-    GenerationRequest,
-    ModelDescription,
-    Origin,
-    Started,
-    StepTree,
-    Timings,
-)
+from coppice.speculation.sampling import SamplingParams
 from coppice.v1 import generation_pb2 as generation
-from coppice.wire.common import PENALTY, SAMPLING, check_bias
-from coppice.wire.shapes import OneOf, Part, Shape
+from coppice.wire.codec import Among, AsLongAs, Conversion, Length, OneOf, Within, carried_by, codec
+from coppice.wire.common import (
+    ANYWHERE,
+    NODES,
+    DefaultPenalty,
+    Node,
+    Position,
+    Sampling,
+    TopLogProbs,
+    check_bias,
+)
 
-_REASONS: dict[FinishReason, generation.FinishReason] = {
-    "eos": generation.FINISH_REASON_EOS,
-    "stop": generation.FINISH_REASON_STOP,
-    "length": generation.FINISH_REASON_LENGTH,
-}
-_REASON_NAMES = {number: name for name, number in _REASONS.items()}
-_ROLES = ("system", "user", "assistant")
-
-
-def _read_reason(owner: Any, name: str, path: str) -> FinishReason:
-    number = getattr(owner, name)
-    if number not in _REASON_NAMES:
-        raise InvalidField(path + name, f"{number} is no reason")
-    return _REASON_NAMES[number]
+FinishReason = Literal["eos", "stop", "length", "cancelled"]
 
 
-def _read_origins(owner: Any, name: str, path: str) -> tuple[Origin, ...]:
-    return tuple(map(Origin, getattr(owner, name)))
+class Origin(IntEnum):
+    """Where a token came from."""
+
+    ROOT = 1  # sampled from the target
+    DRAFT = 2  # drafted and accepted
 
 
-def _ids(least: int) -> Part:
+@carried_by(generation.ChatMessage)
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a conversation; role is system, user or assistant. What is empty is not there."""
+
+    role: Annotated[str, Among(("system", "user", "assistant"))]
+    content: str
+    reasoning_content: str = ""
+    """what an assistant thought before it answered"""
+    name: str = ""
+    """of who speaks"""
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """The message as chat templates know it."""
+        return {key: text for key, text in asdict(self).items() if text or key in ("role", "content")}
+
+
+def _wrapped_ids(least: int) -> Conversion:
     """Ids in a message of their own, at least so many."""
 
     def read(owner: Any, name: str, path: str) -> tuple[int, ...] | None:
@@ -54,48 +62,206 @@ def _ids(least: int) -> Part:
         limits.check_count(path + name, len(ids), least, limits.MAX_CONTEXT)
         return tuple(ids)
 
-    return Part(lambda ids: {"ids": ids}, read)
+    return Conversion(lambda ids: {"ids": ids}, read)
+
+
+def _chat_fields(chat: tuple[ChatMessage, ...]) -> dict[str, Any]:
+    return {"messages": list(map(codec(ChatMessage).fields, chat))}
 
 
 def _read_chat(owner: Any, name: str, path: str) -> tuple[ChatMessage, ...] | None:
     if not owner.HasField(name):
         return None
-    parts = owner.chat.messages
-    limits.check_count("chat.messages", len(parts), 1, limits.MAX_CHAT_MESSAGES)
-    for part in parts:
-        if part.role not in _ROLES:
-            raise InvalidField("chat.messages.role", f"{part.role[:32]!r} is not one of {', '.join(_ROLES)}")
-    return tuple(map(_MESSAGE.read, parts))
+    messages = owner.chat.messages
+    limits.check_count("chat.messages", len(messages), 1, limits.MAX_CHAT_MESSAGES)
+    return tuple(codec(ChatMessage).read(message, "chat.messages.") for message in messages)
 
 
-_MESSAGE = Shape(ChatMessage, generation.ChatMessage)
-_REQUEST = Shape(
-    GenerationRequest,
-    generation.GenerateRequest,
-    ids=_ids(1),
-    chat=Part(lambda parts: {"messages": list(map(_MESSAGE.fields, parts))}, _read_chat),
-    prediction_ids=_ids(0),
-    sampling=SAMPLING,
-)
-_STARTED = Shape(Started, generation.Started)
-_STEP_TREE = Shape(
-    StepTree, generation.StepTree, parallel=("tokens", "parents", "log_probs", "forwards", "pieces", "owners")
-)
-_CHUNK = Shape(
-    Chunk,
-    generation.Chunk,
-    parallel=("ids", "origins", "pieces", "log_probs", "top"),
-    origins=Part(None, _read_origins),
-)
-_TIMINGS = Shape(Timings, generation.GenerateTimings)
-_FINISHED = Shape(Finished, generation.Finished, finish_reason=Part(_REASONS.__getitem__, _read_reason))
-_RESPONSE: OneOf[Started | Chunk | Finished, generation.GenerateResponse] = OneOf(
-    generation.GenerateResponse, started=_STARTED, chunk=_CHUNK, finished=_FINISHED
-)
-_MODEL = Shape(ModelDescription, generation.DescribeModelResponse, repetition_penalty=PENALTY)
+@carried_by(generation.GenerateRequest)
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One request. Exactly one of text, ids and chat is set; budget None and policy "" mean the server's defaults."""
+
+    text: str | None = None
+    ids: Annotated[tuple[int, ...] | None, _wrapped_ids(1)] = None
+    chat: Annotated[tuple[ChatMessage, ...] | None, Conversion(_chat_fields, _read_chat)] = None
+    resume_ids: Annotated[tuple[int, ...], ANYWHERE] = ()
+    sampling: Sampling = field(default_factory=SamplingParams)
+    max_new_tokens: int = 0
+    stop: Annotated[tuple[str, ...], Length(0, limits.MAX_STOP_STRINGS)] = ()
+    policy: Annotated[str, Length(0, limits.MAX_POLICY_CHARS)] = ""
+    budget: Node | None = None
+    ignore_eos: bool = False
+    want_log_probs: bool = False
+    want_trees: bool = False
+    top_log_probs: Annotated[int, Within(0, limits.MAX_TOP_LOG_PROBS)] = 0
+    want_prompt_log_probs: bool = False
+    min_tokens: Position = 0
+    prediction_text: str | None = None
+    prediction_ids: Annotated[tuple[int, ...] | None, _wrapped_ids(0)] = None
+    """what the answer is expected to be, as text or as ids; not both"""
+    pq: bool = False
+    coupled: bool = True
+
+
+@carried_by(generation.Started)
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request was admitted."""
+
+    prompt_tokens: int
+    policy: str
+    heads: tuple[str, ...]
+    budget: int
+    seed: int = 0
+    """of the draws: the request's own, or the one that was drawn for it"""
+    prompt_ids: tuple[int, ...] = ()
+    """of a request that wants the prompt's log-probabilities, which are those of the ids behind the first one"""
+    prompt_log_probs: tuple[float, ...] = ()
+    prompt_top: tuple[TopLogProbs, ...] = ()
+
+
+@carried_by(generation.StepTree)
+@dataclass(frozen=True, slots=True)
+class StepTree:
+    """The tree a step chose, by node: ids, parents (0: the root), cumulative log-scores, the drafter's forward that
+    made it (from 1) and its text; the numbers of the accepted nodes from the root down; the root's text."""
+
+    root: int
+    tokens: Annotated[tuple[int, ...], NODES]
+    parents: Annotated[tuple[int, ...], AsLongAs("tokens")]
+    log_probs: Annotated[tuple[float, ...], AsLongAs("tokens")]
+    forwards: Annotated[tuple[int, ...], AsLongAs("tokens")]
+    pieces: Annotated[tuple[str, ...], AsLongAs("tokens")]
+    accepted: tuple[int, ...]
+    root_piece: str = ""
+    owners: Annotated[tuple[int, ...], AsLongAs("tokens")] = ()
+    """by node, the heads that drafted it: bit h is number h of `Started.heads`"""
+    cut: tuple[int, ...] = ()
+    """numbers of the nodes that the verifier left out"""
+    routed: int = -1
+    """the head whose tree it is; -1: nobody's, -2: a union"""
+    draft_ns: int = 0
+    """of waiting for drafts"""
+    verify_ns: int = 0
+    """from the verifier's question to its answer"""
+
+
+def _read_origins(owner: Any, name: str, path: str) -> tuple[Origin, ...]:
+    return tuple(map(Origin, getattr(owner, name)))
+
+
+@carried_by(generation.Chunk)
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens of one commit. `pieces` are the text of each id's contribution; joined they are `text`."""
+
+    text: str
+    ids: tuple[int, ...]
+    origins: Annotated[tuple[Origin, ...], Within(1, 2), AsLongAs("ids"), Conversion(None, _read_origins)]
+    pieces: Annotated[tuple[str, ...], AsLongAs("ids")]
+    log_probs: Annotated[tuple[float, ...], AsLongAs("ids")] = ()
+    tree: StepTree | None = None
+    top: Annotated[tuple[TopLogProbs, ...], AsLongAs("ids")] = ()
+    others: tuple[StepTree, ...] = ()
+    """of the heads that lost the routing; accepted are the nodes that the target said too"""
+
+
+@carried_by(generation.GenerateTimings)
+@dataclass(slots=True)
+class Timings:
+    """Sums over a request, nanoseconds (protos/coppice/v1/generation.proto says what each covers)."""
+
+    queue_ns: int = 0
+    prefill_ns: int = 0
+    draft_ns: int = 0
+    transport_ns: int = 0
+    verify_ns: int = 0
+    accept_ns: int = 0
+    commit_ns: int = 0
+    target_forward_ns: int = 0
+    head_forward_ns: int = 0
+    decode_ns: int = 0
+    step_ns: list[int] = field(default_factory=list)
+    split_ns: list[int] = field(default_factory=list)
+
+
+_REASONS: dict[FinishReason, int] = {
+    "eos": generation.FINISH_REASON_EOS,
+    "stop": generation.FINISH_REASON_STOP,
+    "length": generation.FINISH_REASON_LENGTH,
+}
+_REASON_NAMES = {number: name for name, number in _REASONS.items()}
+
+
+def _read_reason(owner: Any, name: str, path: str) -> FinishReason:
+    number = getattr(owner, name)
+    if number not in _REASON_NAMES:
+        raise InvalidField(path + name, f"{number} is no reason")
+    return _REASON_NAMES[number]
+
+
+@carried_by(generation.Finished)
+@dataclass(slots=True)
+class Finished:
+    """The answer is complete. Lists have one entry a step; `routed` is a head's index, -1 none, -2 a union.
+
+    `resumed`: how often the client went on with another server; lists and timings are then of the last one alone.
+    """
+
+    finish_reason: Annotated[FinishReason, Conversion(_REASONS.__getitem__, _read_reason)]
+    prompt_tokens: int
+    new_tokens: int
+    accept_lengths: list[int]
+    routed: list[int]
+    verified_nodes: list[int]
+    late_drafts: int = 0
+    bad_drafts: int = 0
+    timings: Timings = field(default_factory=Timings)
+    accepted_prediction_tokens: int = 0
+    """tokens of the prediction that were accepted as drafts, each counted once"""
+    rejected_prediction_tokens: int = 0
+    """those that were verified and never accepted"""
+    cached_tokens: int = 0
+    """of the prompt, that were not prefilled again"""
+    resumed: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Target forwards after the prefill."""
+        return len(self.accept_lengths)
+
+    @property
+    def tau(self) -> float:
+        """Committed tokens per target forward, root included; the first token costs no step. 1 without a step."""
+        return sum(self.accept_lengths) / self.steps if self.steps else 1.0
+
+
+@carried_by(generation.DescribeModelResponse)
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What a deployment serves; `repetition_penalty` is that of requests that set none."""
+
+    name: str
+    vocab_size: int
+    max_len: int
+    heads: tuple[str, ...]
+    policies: tuple[str, ...]
+    default_policy: str
+    default_budget: int
+    has_tokenizer: bool
+    has_chat_template: bool
+    running: int = 0
+    version: str = ""
+    repetition_penalty: DefaultPenalty = 1.0
+
+
+_REQUEST = codec(GenerationRequest)
+_RESPONSE: OneOf[Started | Chunk | Finished, generation.GenerateResponse] = OneOf(generation.GenerateResponse)
 
 response_to_wire = _RESPONSE.to_wire
-model_to_wire, read_model = _MODEL.to_wire, _MODEL.read
+model_to_wire: Callable[[ModelDescription], generation.DescribeModelResponse] = codec(ModelDescription).to_wire
+read_model = codec(ModelDescription).read
 
 
 def request_to_wire(request: GenerationRequest) -> generation.GenerateRequest:

@@ -1,74 +1,200 @@
-"""VerifierService: plain values to messages and back."""
+"""VerifierService: its messages as plain values, and what is right of an answer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coppice import limits
 from coppice.errors import InvalidField
-from coppice.messages.steps import (
-    Commit,
+from coppice.v1 import verifier_pb2 as verifier
+from coppice.wire.codec import Length, OneOf, Within, carried_by, codec
+from coppice.wire.common import (
+    ANYWHERE,
+    NODES,
+    Count,
+    DefaultPenalty,
     FeatureRef,
     Features,
-    NextRoot,
-    OpenSession,
+    Fence,
+    HashOrNone,
+    LogProb,
+    Name,
+    Nanoseconds,
+    Node,
+    PlainName,
+    Position,
+    Rejection,
     Row,
-    SessionOpened,
-    TargetDescription,
+    Salt,
+    Sampling,
+    TokenId,
     TopLogProbs,
-    Verdict,
-    VerifyStep,
-    VerifyTimings,
+    Tree,
+    check_bias,
     committed_hash,
+    rows_of,
 )
-from coppice.v1 import common_pb2 as common
-from coppice.v1 import verifier_pb2 as verifier
-from coppice.wire.bounds import DRAWN
-from coppice.wire.common import FEATURE_REF, FEATURES, PENALTY, SAMPLING, TREE, check_bias, q_rows
-from coppice.wire.shapes import OneOf, Part, Shape
-
-_ROW = Shape(Row, common.Row, parallel=("ids", "log_probs", "raw_log_probs"))
 
 
-def _next_fields(root: NextRoot) -> dict[str, Any]:
-    if root.row is None:
-        return {"drawn_id": root.drawn_id, "drawn_log_prob": root.drawn_log_prob}
-    return {"row": _ROW.fields(root.row)}
+@carried_by(verifier.NextRoot)
+@dataclass(frozen=True, slots=True)
+class NextRoot:
+    """Where the next root comes from: a row to draw from, else the id the verifier drew with the same function."""
+
+    row: Row | None = None
+    drawn_id: TokenId | None = None
+    drawn_log_prob: LogProb = 0.0
 
 
-def _read_next(owner: Any, name: str, path: str) -> NextRoot | None:
-    if not owner.HasField(name):
-        return None
-    message = owner.next
-    if message.WhichOneof("source") == "drawn_id":
-        for field, (low, high) in DRAWN.items():
-            limits.check_range(f"next.{field}", getattr(message, field), low, high)
-        return NextRoot(None, message.drawn_id, message.drawn_log_prob)
-    return NextRoot(_ROW.read(message.row, "next.row."))
+@carried_by(verifier.VerifyTimings)
+@dataclass(frozen=True, slots=True)
+class VerifyTimings:
+    """Times of one request inside the verifier, nanoseconds; rows and sessions of its packed forward.
+
+    `plain_ns` is what that forward would have taken without a draft node; 0 when the verifier does not know.
+    """
+
+    queue_ns: Nanoseconds = 0
+    forward_ns: Nanoseconds = 0
+    accept_ns: Nanoseconds = 0
+    total_ns: Nanoseconds = 0
+    rows: Count = 0
+    sessions: Count = 0
+    plain_ns: Nanoseconds = 0
 
 
-_NEXT = Part(_next_fields, _read_next)
-_TIMINGS = Shape(VerifyTimings, verifier.VerifyTimings)
-_OPEN = Shape(OpenSession, verifier.OpenSession, sampling=SAMPLING)
-_STEP = Shape(VerifyStep, verifier.VerifyStep, tree=TREE, q_rows=q_rows("tree"))
-_REQUEST: OneOf[OpenSession | VerifyStep, verifier.VerifyRequest] = OneOf(
-    verifier.VerifyRequest, open=_OPEN, step=_STEP
-)
-_OPENED = Shape(SessionOpened, verifier.SessionOpened, next=_NEXT)
-_VERDICT = Shape(Verdict, verifier.Verdict, next=_NEXT)
-_RESPONSE: OneOf[SessionOpened | Verdict, verifier.VerifyResponse] = OneOf(
-    verifier.VerifyResponse, opened=_OPENED, verdict=_VERDICT
-)
-_COMMIT = Shape(Commit, verifier.Commit)
-_TARGET = Shape(TargetDescription, verifier.DescribeTargetResponse, repetition_penalty=PENALTY)
+@carried_by(verifier.OpenSession)
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    """Opens a verifier session on prompt + committed ids; the first `prompt_tokens` are the prompt, 0: all of them.
+
+    Below `min_len` tokens in all no id of `stop_ids` is drawn.
+    """
+
+    session: PlainName
+    ids: Annotated[list[int], Length(1, limits.MAX_CONTEXT)]
+    sampling: Sampling
+    stop_ids: Annotated[frozenset[int], Length(0, limits.MAX_STOP_IDS)]
+    max_len: int
+    feature_layers: Annotated[tuple[int, ...], Length(0, limits.MAX_FEATURE_LAYERS)] = ()
+    rejection_top_n: Annotated[int, Within(0, limits.MAX_TOP_N)] = 0
+    want_log_probs: bool = False
+    prompt_tokens: int = 0
+    top_log_probs: Annotated[int, Within(0, limits.MAX_TOP_LOG_PROBS)] = 0
+    want_prompt_log_probs: bool = False
+    min_len: int = 0
+    salt: Salt = ""
+    """whose session it is: it begins with cached blocks of sessions of the same"""
+
+
+@carried_by(verifier.SessionOpened)
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """The prefill is done. `top` has an entry for the next root, `prompt_top` one for each of `prompt_log_probs`."""
+
+    fence: Fence
+    next: NextRoot
+    features: Features | None
+    timings: VerifyTimings
+    top: Annotated[tuple[TopLogProbs, ...], Length(0, 1)] = ()
+    prompt_log_probs: Annotated[tuple[LogProb, ...], ANYWHERE] = ()
+    prompt_top: Annotated[tuple[TopLogProbs, ...], ANYWHERE] = ()
+    cached_tokens: Position = 0
+    """that were not prefilled again"""
+
+
+@carried_by(verifier.VerifyStep)
+@dataclass(frozen=True, slots=True)
+class VerifyStep:
+    """Verify root + tree. `q_rows` (n, vocab) float32 asks for p/q rejection of a chain.
+
+    The tree's log-scores are calibrated, and the verifier may leave out nodes that do not pay, unless `whole_tree`.
+    """
+
+    fence: Fence
+    root: int
+    tree: Tree
+    q_rows: Annotated[NDArray[np.float32] | None, rows_of("tree")] = None
+    whole_tree: bool = False
+
+
+@carried_by(verifier.Verdict)
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the target said about one tree; `next` is None when the text ended inside the path.
+
+    `verified`: the nodes that were, when `pruned` says that others were left out. `budget_hint`: how many nodes to
+    draft for the next step at the present load; None: any number.
+    """
+
+    fence: Fence
+    accepted: Annotated[tuple[Node, ...], NODES]
+    next: NextRoot | None
+    timings: VerifyTimings
+    verified: Annotated[tuple[Node, ...], NODES] = ()
+    rejection: Rejection | None = None
+    log_probs: Annotated[tuple[LogProb, ...], NODES] = ()
+    pruned: bool = False
+    budget_hint: Node | None = None
+    top: Annotated[tuple[TopLogProbs, ...], Length(0, limits.MAX_TREE_NODES + 1)] = ()
+    """of the accepted tokens and of the next root"""
+
+
+@carried_by(verifier.Commit)
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What a step committed, as those hear that follow the session; `root` is None when the text has ended."""
+
+    fence: Fence
+    ids: Annotated[tuple[int, ...], Length(1, limits.MAX_TREE_DEPTH + 1)]
+    root: TokenId | None = None
+    features: Features | None = None
+
+    @property
+    def start(self) -> int:
+        """Position of the first id."""
+        return self.fence.committed_len - len(self.ids)
+
+
+@carried_by(verifier.DescribeTargetResponse)
+@dataclass(frozen=True, slots=True)
+class TargetDescription:
+    """What a verifier serves; `repetition_penalty` is that of sessions that set none."""
+
+    name: Name
+    vocab_size: Annotated[int, Within(1, limits.MAX_TOKEN_ID + 1)]
+    max_len: Annotated[int, Within(1, limits.MAX_CONTEXT)]
+    layers: Annotated[int, Within(1, limits.MAX_LAYERS)]
+    hidden_size: Annotated[int, Within(1, limits.MAX_HIDDEN)]
+    eos_ids: Annotated[tuple[TokenId, ...], Length(0, limits.MAX_STOP_IDS)]
+    dtype: Name
+    kv_tokens: Count
+    kv_tokens_used: Count = 0
+    sessions: Count = 0
+    sessions_opened: Count = 0
+    sessions_closed: Count = 0
+    repetition_penalty: DefaultPenalty = 1.0
+    weights_hash: HashOrNone = b""
+    """of what was loaded"""
+    prefix_cache_tokens: Count = 0
+    """whose KV is kept for later sessions at most"""
+    bits_hash: HashOrNone = b""
+    """of what some rows say, where bits are promised"""
+
+
+_REQUEST: OneOf[OpenSession | VerifyStep, verifier.VerifyRequest] = OneOf(verifier.VerifyRequest)
+_RESPONSE: OneOf[SessionOpened | Verdict, verifier.VerifyResponse] = OneOf(verifier.VerifyResponse)
+_COMMIT, _FEATURES, _REF = codec(Commit), codec(Features), codec(FeatureRef)
 
 verify_request_to_wire = _REQUEST.to_wire
 verify_response_to_wire = _RESPONSE.to_wire
-target_to_wire, read_target = _TARGET.to_wire, _TARGET.read
+target_to_wire: Callable[[TargetDescription], verifier.DescribeTargetResponse] = codec(TargetDescription).to_wire
+read_target = codec(TargetDescription).read
 
 
 def read_verify_request(message: verifier.VerifyRequest, vocab_size: int, max_len: int) -> OpenSession | VerifyStep:
@@ -89,9 +215,11 @@ def read_verify_request(message: verifier.VerifyRequest, vocab_size: int, max_le
 
 def read_verify_response(message: verifier.VerifyResponse) -> SessionOpened | Verdict:
     """Message to SessionOpened or Verdict."""
-    if message.WhichOneof("kind") == "opened" and not message.opened.HasField("next"):
-        raise InvalidField("opened.next", "is not set")
-    return _RESPONSE.read(message)
+    answer = _RESPONSE.read(message)
+    root = answer.next
+    if root is not None and root.row is None and root.drawn_id is None:
+        raise InvalidField("next", "is neither a row nor a drawn id")
+    return answer
 
 
 def check_answer(
@@ -141,7 +269,7 @@ def _check_verdict(verdict: Verdict, step: VerifyStep, opening: OpenSession, voc
 def _is_next(root: NextRoot, opening: OpenSession, vocab_size: int) -> bool:
     row = root.row
     if row is None:
-        return root.drawn_id < vocab_size
+        return root.drawn_id is not None and root.drawn_id < vocab_size
     scored = row.raw_log_probs is not None or not opening.want_log_probs
     return scored and bool(row.ids[-1] < vocab_size) and bool((np.diff(row.ids) > 0).all())
 
@@ -161,29 +289,29 @@ def _require(**fields: bool) -> None:
 
 def fetch_to_wire(ref: FeatureRef, follow: bool = False) -> verifier.FetchFeaturesRequest:
     """A window to fetch to its message. follow: whether the session's commits are wanted, too."""
-    return verifier.FetchFeaturesRequest(ref=FEATURE_REF.to_wire(ref), follow=follow)
+    return verifier.FetchFeaturesRequest(ref=_REF.to_wire(ref), follow=follow)
 
 
 def read_fetch(message: verifier.FetchFeaturesRequest) -> FeatureRef:
     """Message to the window to fetch. Raises InvalidField."""
     limits.check_range("ref.count", message.ref.count, not message.follow, limits.MAX_CONTEXT)
-    return FEATURE_REF.read(message.ref, "ref.")
+    return _REF.read(message.ref, "ref.")
 
 
 def feature_part_to_wire(part: Features) -> verifier.FetchFeaturesResponse:
     """Inline rows of a window to their message."""
-    return verifier.FetchFeaturesResponse(features=FEATURES.to_wire(part))
+    return verifier.FetchFeaturesResponse(features=_FEATURES.to_wire(part))
 
 
 def commit_to_wire(commit: Commit) -> verifier.FetchFeaturesResponse:
     """A commit, with its features, to its message."""
-    features = FEATURES.fields(commit.features) if commit.features else None
+    features = _FEATURES.fields(commit.features) if commit.features else None
     return verifier.FetchFeaturesResponse(commit=_COMMIT.fields(commit), features=features)
 
 
 def read_feature_part(message: verifier.FetchFeaturesResponse) -> Features:
     """Message to inline rows. Raises InvalidField."""
-    part = FEATURES.read(message.features, "features.")
+    part = _FEATURES.read(message.features, "features.")
     if part.inline is None:
         raise InvalidField("features", "holds no inline rows")
     limits.check_range("features.inline", len(part.inline), 1, limits.CHUNK_BYTES)
@@ -199,7 +327,7 @@ def read_commit(message: verifier.FetchFeaturesResponse, vocab_size: int) -> Com
     limits.check_range("commit.fence.committed_len", commit.fence.committed_len, len(commit.ids), limits.MAX_CONTEXT)
     if not message.HasField("features"):
         return commit
-    features = FEATURES.read(message.features, "features.")
+    features = _FEATURES.read(message.features, "features.")
     if features.inline is None or (features.start, features.count) != (commit.start, len(commit.ids)):
         raise InvalidField("features", f"are not those of the {len(commit.ids)} positions from {commit.start}")
     return replace(commit, features=features)

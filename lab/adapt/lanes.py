@@ -18,10 +18,10 @@ from coppice.adaptation.client import AdapterClient
 from coppice.client.client import Client
 from coppice.client.completion import Completion
 from coppice.limits import MAX_HISTORY
-from coppice.messages.adapter import HeadStatus
 from coppice.stack.launch import Stack
 from coppice.stack.spec import StackSpec
 from coppice.training.progress import Progress
+from coppice.wire.adapter import HeadStatus
 from lab.adapt.shift import StreamQuery
 from lab.asking import answers_to
 from lab.calm import Calm

@@ -16,7 +16,6 @@ from coppice.heads.base import DraftJob, Head, Miss
 from coppice.heads.block_head import SpecBlockHead
 from coppice.heads.checkpoints import load_head, read_output
 from coppice.heads.ranking import target_ids
-from coppice.messages.steps import Advance, OpenDraft, Rejection
 from coppice.speculation.routing import first_miss
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree, dedup, extend, prune
@@ -25,13 +24,13 @@ from coppice.training.data.answerer import Answer, Answerer, as_positions
 from coppice.training.losses.acceptance import Acceptance, measure
 from coppice.training.losses.feature_losses import HeadLoss, Student, Teacher
 from coppice.training.progress import Progress
+from coppice.wire.common import Rejection
+from coppice.wire.drafter import Advance, OpenDraft
 from lab.bare import wire_features
 from lab.report import Report
 
 KEY = 0
-TOP_N = 32
-"""likeliest ids that the target tells of a miss, as the orchestrator asks for"""
-
+TOP_N = 32  # likeliest ids that the target tells of a miss, as the orchestrator asks for
 Missed = tuple[Rejection, Miss]
 
 

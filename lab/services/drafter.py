@@ -12,9 +12,9 @@ from coppice.config.sections import DrafterSettings
 from coppice.engine.engine import default_feature_layers
 from coppice.heads import registry
 from coppice.heads.base import DraftJob, Growth, Head
-from coppice.messages.steps import Advance, HeadDescription, OpenDraft
 from coppice.speculation.tree import DraftTree
 from coppice.stack.spec import module_of
+from coppice.wire.drafter import Advance, HeadDescription, OpenDraft
 from lab.services.asleep import Asleep, Ids, sleep_out
 
 RANKS = 8

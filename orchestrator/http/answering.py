@@ -12,9 +12,8 @@ from starlette.requests import Request
 
 from coppice.client.completion import StreamEvent
 from coppice.errors import Cancelled, DeadlineExceeded, Unavailable
-from coppice.messages.generation import GenerationRequest
 from coppice.rpc.access import Access
-from coppice.wire.generation import request_to_wire
+from coppice.wire.generation import GenerationRequest, request_to_wire
 
 from .served import Served
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from coppice.client.completion import Accumulator, Completion, StreamEvent
-from coppice.messages.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, Started
-from coppice.messages.steps import TopLogProbs
+from coppice.wire.common import TopLogProbs
+from coppice.wire.generation import Chunk, Finished, FinishReason, GenerationRequest, Origin, Started
 
 from .bodies import ChatBody, CompletionBody
 from .served import Served, TokenBytes

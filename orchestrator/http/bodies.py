@@ -14,8 +14,8 @@ from pydantic_core import PydanticCustomError
 from coppice.client.request import MEANINGS, Options, Prompt, build_request
 from coppice.errors import InvalidField
 from coppice.limits import MAX_BIASES, MAX_CHAT_MESSAGES, MAX_CONTEXT, MAX_TOP_LOG_PROBS
-from coppice.messages.generation import ChatMessage, GenerationRequest
 from coppice.speculation.sampling import SamplingParams
+from coppice.wire.generation import ChatMessage, GenerationRequest
 
 T = TypeVar("T")
 

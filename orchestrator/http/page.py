@@ -14,8 +14,8 @@ from fastapi import FastAPI, Request, Response
 from coppice.client.completion import StreamEvent
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField
-from coppice.messages.generation import Chunk
 from coppice.rpc.certificates import is_loopback
+from coppice.wire.generation import Chunk
 
 from .answering import Answering
 from .answers import LEAST_LOG_PROB

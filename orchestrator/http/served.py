@@ -7,9 +7,9 @@ from typing import Any, Protocol, TypeVar
 
 from coppice.client.completion import StreamEvent
 from coppice.config.settings import Settings
-from coppice.messages.generation import ChatMessage, ModelDescription
-from coppice.messages.steps import TargetDescription
 from coppice.telemetry import OrchestratorMetrics
+from coppice.wire.generation import ChatMessage, ModelDescription
+from coppice.wire.verifier import TargetDescription
 
 P = TypeVar("P")
 

@@ -22,7 +22,6 @@ import torch
 from coppice.config.adaptation import AdaptationSettings, AdapterSettings
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField, NotFound, Unavailable
-from coppice.messages.adapter import standing_by
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory, drafter_pools
 from coppice.rpc.server import Serving
@@ -34,6 +33,7 @@ from coppice.wire.adapter import (
     read_rollback_request,
     read_status_request,
     rollback_to_wire,
+    standing_by,
     status_to_wire,
 )
 

@@ -21,9 +21,9 @@ from coppice import failpoints
 from coppice.adaptation.records import Demand, QueryRecord, Sample
 from coppice.config.settings import Settings
 from coppice.limits import MAX_KINDS, MAX_VARIANTS
-from coppice.messages.adapter import ActionStatus, KindStatus
 from coppice.weights.variants import ROUTES, Route, Routes
 from coppice.weights.versions import Weights
+from coppice.wire.adapter import ActionStatus, KindStatus
 
 from .buffers import Drop
 from .fitting import passes_over

@@ -14,8 +14,8 @@ import structlog
 from coppice.adaptation.records import Demand, QueryRecord, Sample
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField, StaleFence
-from coppice.messages.adapter import STANDING_BY, HeadStatus, VersionStatus
 from coppice.telemetry import AdapterMetrics
+from coppice.wire.adapter import STANDING_BY, HeadStatus, VersionStatus
 
 from .atomic import BadFile
 from .branching import Branching

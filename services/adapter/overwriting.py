@@ -10,8 +10,8 @@ import structlog
 from coppice import failpoints
 from coppice.adaptation.records import Demand, Kind, QueryRecord, Sample
 from coppice.config.settings import Settings
-from coppice.messages.adapter import ActionStatus, KindStatus
 from coppice.weights.versions import Weights
+from coppice.wire.adapter import ActionStatus, KindStatus
 
 from .atomic import BadFile
 from .bandit import Action, Bandit, Query, Trigger

@@ -15,16 +15,22 @@ import structlog
 from coppice import failpoints
 from coppice.errors import CoppiceError, InvalidField, from_rpc_error
 from coppice.limits import MAX_VERSION_STEP
-from coppice.messages.adapter import ReplicaStatus
-from coppice.messages.steps import HeadDescription
-from coppice.messages.weights import WeightsHeader, WeightsPart, WeightsSynced
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory
 from coppice.telemetry import AdapterMetrics
 from coppice.v1 import drafter_pb2
 from coppice.v1.drafter_pb2_grpc import DrafterServiceStub
 from coppice.weights.versions import Weights, pack_update
-from coppice.wire.drafter import read_head, read_synced, weights_to_wire
+from coppice.wire.adapter import ReplicaStatus
+from coppice.wire.drafter import (
+    HeadDescription,
+    WeightsHeader,
+    WeightsPart,
+    WeightsSynced,
+    read_head,
+    read_synced,
+    weights_to_wire,
+)
 
 DESCRIBE_S = 5.0
 

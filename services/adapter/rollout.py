@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import structlog
 from torch import Tensor
 
-from coppice.messages.adapter import Change
 from coppice.telemetry import AdapterMetrics
 from coppice.weights.versions import Weights
+from coppice.wire.adapter import Change
 
 from .canary import Canary
 from .learner import Interrupted

@@ -12,8 +12,8 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 from coppice.adaptation.record_queue import Stream
 from coppice.adaptation.records import QueryRecord
 from coppice.limits import MAX_HISTORY
-from coppice.messages.adapter import Change, QueryPoint
 from coppice.weights.versions import Weights
+from coppice.wire.adapter import Change, QueryPoint
 
 from .atomic import replace_file
 from .bandit import BanditState

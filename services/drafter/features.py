@@ -9,13 +9,13 @@ from contextlib import suppress
 import grpc
 
 from coppice.errors import CoppiceError, InvalidField, Unavailable
-from coppice.messages.steps import Commit, FeatureRef, Features
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory
 from coppice.rpc.nearby import NearbyVerifier, Subscription
 from coppice.rpc.tracing import metadata
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
-from coppice.wire.verifier import fetch_to_wire, read_commit, read_feature_part
+from coppice.wire.common import FeatureRef, Features
+from coppice.wire.verifier import Commit, fetch_to_wire, read_commit, read_feature_part
 
 FETCH_S = 20.0
 _MOST_CHANNELS = 64

@@ -12,9 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from coppice.errors import CoppiceError, InvalidField
-from coppice.messages.steps import Advance, Commit, DraftStep, FeatureRef, Features, Fence, TreeDelta
 from coppice.rpc.nearby import Subscription
 from coppice.speculation.tree import DraftTree
+from coppice.wire.common import FeatureRef, Features, Fence
+from coppice.wire.drafter import Advance, DraftStep, TreeDelta
+from coppice.wire.verifier import Commit
 
 from .features import FETCH_S, FeatureSource
 from .session import Session

@@ -9,7 +9,7 @@ import numpy as np
 from coppice.adaptation.producer import Producer
 from coppice.adaptation.records import Sample
 from coppice.heads.base import Miss
-from coppice.messages.steps import Features, Rejection
+from coppice.wire.common import Features, Rejection
 
 _LEAST_TEXT = 16  # committed positions of a text's end that are worth a sample
 

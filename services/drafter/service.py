@@ -15,12 +15,17 @@ import structlog
 
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
 from coppice.limits import Limits
-from coppice.messages.steps import DraftOpened, DraftStep, OpenDraft, TreeDelta
-from coppice.messages.weights import WeightsHeader, WeightsPart, WeightsSynced
 from coppice.rpc import tracing
 from coppice.rpc.sessions import StreamWaits
 from coppice.v1 import drafter_pb2
 from coppice.wire.drafter import (
+    DraftOpened,
+    DraftStep,
+    OpenDraft,
+    TreeDelta,
+    WeightsHeader,
+    WeightsPart,
+    WeightsSynced,
     draft_response_to_wire,
     head_to_wire,
     read_draft_request,

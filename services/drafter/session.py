@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from coppice.errors import CoppiceError, Overloaded
-from coppice.messages.steps import DraftOpened, TreeDelta
+from coppice.wire.drafter import DraftOpened, TreeDelta
 
 MAX_BACKLOG = 32  # steps not taken and answers not sent; a client that reads its answers has a few
 

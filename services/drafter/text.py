@@ -10,9 +10,10 @@ import numpy as np
 
 from coppice.errors import InvalidField, StaleFence
 from coppice.heads.base import DraftJob, Growth, Miss
-from coppice.messages.steps import Advance, DraftStep, Fence, Rejection, committed_hash
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
+from coppice.wire.common import Fence, Rejection, committed_hash
+from coppice.wire.drafter import Advance, DraftStep
 
 from .samples import Window
 from .session import Session

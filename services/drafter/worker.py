@@ -16,10 +16,10 @@ from coppice.engine.batching import BatchingThread, settle
 from coppice.errors import Unavailable
 from coppice.heads.base import DraftJob, Growth, Head, Swap
 from coppice.limits import MAX_CONTEXT
-from coppice.messages.steps import DraftOpened, DraftStep, Fence, HeadDescription, OpenDraft, TreeDelta
-from coppice.messages.weights import WeightsHeader
 from coppice.speculation.tree import DraftTree
 from coppice.telemetry import SessionMetrics
+from coppice.wire.common import Fence
+from coppice.wire.drafter import DraftOpened, DraftStep, HeadDescription, OpenDraft, TreeDelta, WeightsHeader
 
 from .samples import Samples
 from .session import Answer, Session

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from coppice.messages.steps import Commit, Features
+from coppice.wire.common import Features
+from coppice.wire.verifier import Commit
 
 from .features import feature_bytes
 

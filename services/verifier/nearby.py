@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from coppice.messages.steps import Commit, FeatureRef, Features
+from coppice.wire.common import FeatureRef, Features
+from coppice.wire.verifier import Commit
 
 from .feed import Committed, Feed
 from .worker import Worker

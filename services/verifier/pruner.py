@@ -11,8 +11,8 @@ from typing import Any
 
 from coppice.engine.batch import Piece
 from coppice.engine.engine import Engine
-from coppice.messages.steps import VerifyStep
 from coppice.speculation.tree import DraftTree, path_scores, prune
+from coppice.wire.verifier import VerifyStep
 
 from .node_budget import CostCurve, Profile, share
 from .session import Session

@@ -13,13 +13,14 @@ from coppice.config.settings import Settings
 from coppice.engine.engine import EngineInfo
 from coppice.errors import InvalidField
 from coppice.limits import CHUNK_BYTES, MAX_TREE_DEPTH, MAX_TREE_NODES
-from coppice.messages.steps import FeatureRef, Features, OpenSession, TargetDescription, VerifyStep, VerifyTimings
 from coppice.rpc import tracing
 from coppice.rpc.admission import Admission
 from coppice.rpc.sessions import StreamWaits
 from coppice.speculation.tree import TreeError, validate
 from coppice.v1 import verifier_pb2
 from coppice.wire import verifier
+from coppice.wire.common import FeatureRef, Features
+from coppice.wire.verifier import OpenSession, TargetDescription, VerifyStep, VerifyTimings
 
 from .features import FeatureRows
 from .feed import Feed

@@ -12,26 +12,12 @@ from torch import Tensor
 from coppice.engine.kv_cache import BlockTable
 from coppice.errors import InvalidField, Overloaded, StaleFence
 from coppice.limits import MAX_ROW_SUPPORT
-from coppice.messages.steps import (
-    Commit,
-    FeatureRef,
-    Features,
-    Fence,
-    NextRoot,
-    OpenSession,
-    Rejection,
-    Row,
-    SessionOpened,
-    TopLogProbs,
-    Verdict,
-    VerifyStep,
-    VerifyTimings,
-    committed_hash,
-)
 from coppice.speculation.penalties import Penalties
 from coppice.speculation.sampling import Row as SampledRow
 from coppice.speculation.sampling import decode_row, draw, draw_logits, largest
 from coppice.speculation.tree import DraftTree, TreeError
+from coppice.wire.common import FeatureRef, Features, Fence, Rejection, Row, TopLogProbs, committed_hash
+from coppice.wire.verifier import Commit, NextRoot, OpenSession, SessionOpened, Verdict, VerifyStep, VerifyTimings
 
 from .acceptance import Reading, Walk, path_to, pq_chain, walk, walked
 from .features import FeatureRows, FeatureWindow, columns

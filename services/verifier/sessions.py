@@ -10,8 +10,8 @@ from coppice.engine.engine import Engine
 from coppice.engine.kv_cache import BLOCK_SIZE, KVPool, OutOfBlocks
 from coppice.errors import InvalidField, NotFound, Unavailable
 from coppice.limits import TREE_ROOM
-from coppice.messages.steps import OpenSession
 from coppice.telemetry import PrefixCacheMetrics, SessionMetrics
+from coppice.wire.verifier import OpenSession
 
 from .feed import Feed
 from .prefix import CachedBlock, Prefix, block_digest, root_digest

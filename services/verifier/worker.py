@@ -17,8 +17,9 @@ from coppice.config.sections import VerifierSettings
 from coppice.engine.batch import Piece, pack
 from coppice.engine.batching import BatchingThread, settle
 from coppice.engine.engine import Engine, ForwardOutput
-from coppice.messages.steps import FeatureRef, Features, OpenSession, SessionOpened, Verdict, VerifyStep, VerifyTimings
 from coppice.telemetry import WARMING_UP, SessionMetrics
+from coppice.wire.common import FeatureRef, Features
+from coppice.wire.verifier import OpenSession, SessionOpened, Verdict, VerifyStep, VerifyTimings
 
 from .acceptance import Reading
 from .devices import check_devices

@@ -10,26 +10,13 @@ import numpy as np
 from google.protobuf.message import Message
 
 from coppice.limits import CHUNK_BYTES
-from coppice.messages.generation import ChatMessage, GenerationRequest
-from coppice.messages.steps import (
-    Advance,
-    DraftStep,
-    FeatureRef,
-    Features,
-    Fence,
-    OpenDraft,
-    OpenSession,
-    Rejection,
-    VerifyStep,
-    committed_hash,
-)
-from coppice.messages.weights import WeightsPart
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.wire.adapter import pause_request, resume_request, rollback_request, status_request
-from coppice.wire.drafter import draft_request_to_wire, weights_to_wire
-from coppice.wire.generation import request_to_wire
-from coppice.wire.verifier import fetch_to_wire, verify_request_to_wire
+from coppice.wire.common import FeatureRef, Features, Fence, Rejection, committed_hash
+from coppice.wire.drafter import Advance, DraftStep, OpenDraft, WeightsPart, draft_request_to_wire, weights_to_wire
+from coppice.wire.generation import ChatMessage, GenerationRequest, request_to_wire
+from coppice.wire.verifier import OpenSession, VerifyStep, fetch_to_wire, verify_request_to_wire
 from tests.faults.fuzzing import Talk
 from tests.pushes import Push
 

@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 
 from coppice.errors import InvalidField, Overloaded
-from coppice.messages.generation import GenerationRequest
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import SERVICES
 from coppice.stack.spec import HeadSpec, StackSpec
-from coppice.wire.generation import request_to_wire
+from coppice.wire.generation import GenerationRequest, request_to_wire
 from lab.report import Check, Report
 from tests.certificates import Authority
 from tests.fake_service import echo_server

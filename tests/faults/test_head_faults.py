@@ -26,11 +26,11 @@ from coppice.heads.checkpoints import save_head
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
 from coppice.heads.models.expectation import expectation, write_expectation
 from coppice.heads.registry import build_head
-from coppice.messages.steps import Advance, OpenDraft
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.watch import best_path
 from coppice.telemetry import OrchestratorMetrics
+from coppice.wire.drafter import Advance, OpenDraft
 from lab.bare import wire_features
 from orchestrator.drafters import HeadPool
 from tests.pushes import Push

@@ -19,13 +19,12 @@ from google.protobuf.message import Message
 from coppice.client.client import AsyncClient
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField
-from coppice.messages.generation import Chunk, GenerationRequest
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import drafter_pb2, verifier_pb2
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
-from coppice.wire.generation import request_to_wire
+from coppice.wire.generation import Chunk, GenerationRequest, request_to_wire
 from orchestrator.drafters import HeadPool
 from orchestrator.service import GenerationServicer
 from orchestrator.verifiers import TargetPool

@@ -23,11 +23,12 @@ from transformers import AutoModelForCausalLM
 
 from coppice.client.client import AsyncClient
 from coppice.errors import StaleFence
-from coppice.messages.steps import FeatureRef, Fence, OpenSession, VerifyStep, committed_hash
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.telemetry import configure_logging
 from coppice.testing.reference import Reference
+from coppice.wire.common import FeatureRef, Fence, committed_hash
+from coppice.wire.verifier import OpenSession, VerifyStep
 from lab.identity import Ids, Question, Way, ask, compare, drawn_by, questions
 from orchestrator.replicas import Replica
 from tests.faults.inline import Pipeline, pipeline

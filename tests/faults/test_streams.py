@@ -22,7 +22,6 @@ from coppice.config.sections import DrafterSettings
 from coppice.errors import CALL_ENDED, InvalidField, Unavailable, from_rpc_error
 from coppice.heads.registry import served_head
 from coppice.limits import Limits
-from coppice.messages.steps import Advance, DraftStep, Fence, OpenDraft, committed_hash
 from coppice.rpc import health
 from coppice.rpc.access import ACCESS
 from coppice.rpc.channels import Dialer, channel_options
@@ -32,7 +31,8 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.stack.process import Ready
 from coppice.telemetry import SessionMetrics
 from coppice.v1 import drafter_pb2
-from coppice.wire.drafter import draft_request_to_wire
+from coppice.wire.common import Fence, committed_hash
+from coppice.wire.drafter import Advance, DraftStep, OpenDraft, draft_request_to_wire
 from services.drafter.features import FeatureSource
 from services.drafter.service import DrafterServicer
 from services.drafter.worker import Worker

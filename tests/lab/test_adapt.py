@@ -10,9 +10,9 @@ import pytest
 
 from coppice.client.completion import Accumulator, Completion
 from coppice.errors import InvalidField
-from coppice.messages.generation import Chunk, Finished, Origin, Started, Timings
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
+from coppice.wire.generation import Chunk, Finished, Origin, Started, Timings
 from lab.adapt.adapt import (
     DEMO_FLAGS,
     AdaptRow,

@@ -17,10 +17,10 @@ from coppice.cli import main
 from coppice.client.completion import Accumulator, Completion
 from coppice.engine.context import Context
 from coppice.errors import InvalidField, Unavailable
-from coppice.messages.generation import Chunk, Finished, Origin, Started
 from coppice.prompts.files import FilePrompt, read_prompts
 from coppice.stack.launch import Stack
 from coppice.testing.target_text import TargetText
+from coppice.wire.generation import Chunk, Finished, Origin, Started
 from lab import measuring
 from lab.options import Options
 from lab.questions import Question, own_prompts, prompt_ids, read_questions

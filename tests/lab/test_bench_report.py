@@ -13,10 +13,10 @@ from rich.console import Console
 
 from coppice.client.completion import Accumulator, Completion
 from coppice.errors import InvalidField
-from coppice.messages.generation import Chunk, Finished, Origin, Started, Timings
 from coppice.prompts.files import read_prompts
 from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.testing.reference import EPS, Reference, judge_token
+from coppice.wire.generation import Chunk, Finished, Origin, Started, Timings
 from lab.report import Check, Report, Verdicts, exactness_checks, make_row, repeat_share, table, with_speedups
 from tests.tiny import make_target
 

@@ -15,11 +15,11 @@ from coppice.client.completion import Accumulator, Completion
 from coppice.config.sections import HEAD_KINDS, DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import with_tree_shape
-from coppice.messages.generation import Chunk, Finished, Origin, Started, Timings
 from coppice.pictures.style import looks
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.spec import COUNTED_HEADS, HeadSpec, StackSpec
 from coppice.testing.reference import Reference
+from coppice.wire.generation import Chunk, Finished, Origin, Started, Timings
 from lab.bare import NO_DRAFT, Bare, BareDraft
 from lab.questions import Question, benchmark_names
 from lab.report import HF_GENERATE, Report

@@ -18,11 +18,11 @@ from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth
 from coppice.heads.block_head import SpecBlockHead
 from coppice.heads.checkpoints import read_output
-from coppice.messages.steps import Advance, OpenDraft
 from coppice.prompts.files import demo_prompts
 from coppice.speculation.tree import DraftTree
 from coppice.training.data.answerer import Answer
 from coppice.training.data.tokenizer import load_tokenizer
+from coppice.wire.drafter import Advance, OpenDraft
 from lab.cli import app as bench
 from lab.paper.rank import answers, replay, replay_all
 from services.adapter.learner import Learner, Recipe

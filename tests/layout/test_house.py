@@ -14,8 +14,8 @@ from tests.layout.test_layout import ROOT, imports, sources
 ORDER = (
     ("coppice",),
     ("coppice/speculation", "coppice/prompts", "coppice/pictures"),
-    ("coppice/config", "coppice/messages", "orchestrator/auto"),
-    ("coppice/engine", "coppice/store", "coppice/wire", "coppice/stack", "coppice/heads/models"),
+    ("coppice/config", "coppice/wire", "orchestrator/auto"),
+    ("coppice/engine", "coppice/store", "coppice/stack", "coppice/heads/models"),
     ("coppice/rpc",),
     ("coppice/client", "coppice/weights"),
     ("coppice/heads",),

@@ -16,9 +16,12 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescript
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 
+import coppice.wire.adapter
+import coppice.wire.drafter
+import coppice.wire.generation
+import coppice.wire.verifier  # noqa: F401
 from coppice import limits
-from coppice.wire.bounds import BOUNDS as BOUNDS_TABLE
-from coppice.wire.bounds import ELEMENTS
+from coppice.wire.codec import CODECS, Within
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("coppice", "services", "orchestrator", "lab")
@@ -230,7 +233,7 @@ BOUNDS = {
 }
 
 
-# What bounds each number that is read of a service or of a client, besides coppice/wire/bounds.py: as above, or one of
+# What bounds each number that is read, besides the annotations in coppice/wire: as above, or one of
 # these words. "vocabulary" is the width of the logits, "fence" that any other value than the expected one is refused,
 # "tree" what a tree is validated by, "unit" 0 to 1, "any" that each value means something (a seed, ids that are only
 # compared).
@@ -320,10 +323,13 @@ def test_every_field_without_a_size_of_its_own_has_a_bound() -> None:
 
 def test_every_number_that_a_service_reads_has_a_bound() -> None:
     read = messages_read(protos())
-    repeated = {f"{message.name}.{field.name}" for message in read for field in message.fields if field.is_repeated}
     numbers = set(number_fields(read))
-    by_table = {f"{message}.{name}" for message, bounds in BOUNDS_TABLE.items() for name in bounds} - repeated
-    by_table |= {f"{message}.{name}" for message, bounds in ELEMENTS.items() for name in bounds}
+    by_table = {
+        f"{message.rpartition('.')[2]}.{name}"
+        for message, codec in CODECS.items()
+        for name, notes in codec.notes.items()
+        if any(isinstance(note, Within) for note in notes)
+    }
     elsewhere = stated(NUMBERS)
     assert len(set(elsewhere)) == len(elsewhere)
     assert set(elsewhere) | (by_table & numbers) == numbers

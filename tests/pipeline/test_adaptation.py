@@ -17,7 +17,6 @@ from coppice.client.client import AsyncClient, Client
 from coppice.heads.checkpoints import load_head
 from coppice.heads.public_state import public_weights
 from coppice.limits import SKETCH
-from coppice.messages.adapter import HeadStatus
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
@@ -25,6 +24,7 @@ from coppice.stack.process import ProcessFailed
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.weights.variants import ROUTES, Route, Routes, variant_name
 from coppice.weights.versions import Weights, pack_update
+from coppice.wire.adapter import HeadStatus
 from services.adapter.replicas import DrafterLink
 from tests.faults.campaign.adaptation import QUICK
 from tests.pipeline.test_feature_heads import KINDS, PROMPTS, heads, target

@@ -9,13 +9,13 @@ import pytest
 
 from coppice.client.client import Client
 from coppice.config.settings import Settings
-from coppice.messages.generation import Finished, GenerationRequest
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import generation_pb2
 from coppice.wire import generation
+from coppice.wire.generation import Finished, GenerationRequest
 from orchestrator.auto.arms import CASCADE, Arm
 from orchestrator.auto.chooser import Chooser, StepSeen
 from orchestrator.auto.text_estimates import TextEstimates, Turn

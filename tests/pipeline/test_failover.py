@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from coppice.client.client import Client
-from coppice.messages.generation import Chunk
 from coppice.stack.launch import Stack
 from coppice.stack.redis_server import LocalRedis
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
+from coppice.wire.generation import Chunk
 from tests.processes import Service
 from tests.signals import eventually
 

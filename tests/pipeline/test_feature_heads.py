@@ -19,11 +19,11 @@ import pytest
 
 from coppice.client.client import AsyncClient, Client
 from coppice.client.completion import Completion
-from coppice.messages.generation import Chunk
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
+from coppice.wire.generation import Chunk
 from tests.processes import Service
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import save_random

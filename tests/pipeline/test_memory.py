@@ -13,11 +13,11 @@ import pytest
 
 from coppice.client.client import Client
 from coppice.client.completion import Completion
-from coppice.messages.generation import StepTree
 from coppice.rpc.channels import Dialer
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.telemetry import metric
+from coppice.wire.generation import StepTree
 from tests.pipeline.conftest import VOCAB
 from tests.signals import eventually
 

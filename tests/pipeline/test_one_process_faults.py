@@ -17,8 +17,6 @@ from redis import Redis
 from coppice.adaptation.client import AdapterClient
 from coppice.client.client import Client
 from coppice.errors import Unavailable
-from coppice.messages.generation import Chunk
-from coppice.messages.steps import HeadDescription
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
@@ -27,6 +25,8 @@ from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.store.registry import registry_key
 from coppice.telemetry import metric, scrape
 from coppice.testing.reference import Reference
+from coppice.wire.drafter import HeadDescription
+from coppice.wire.generation import Chunk
 from services.adapter.replicas import DrafterLink
 from tests.certificates import Authority
 from tests.faults.campaign.adaptation import QUICK

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from coppice.client.client import Client
-from coppice.messages.generation import Chunk
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
+from coppice.wire.generation import Chunk
 from tests.pipeline.conftest import VOCAB
 from tests.tiny import make_target
 

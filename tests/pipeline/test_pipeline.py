@@ -12,12 +12,12 @@ from tokenizers import Tokenizer
 
 from coppice.client.client import AsyncClient, Client
 from coppice.errors import InvalidField, Overloaded
-from coppice.messages.generation import Chunk, Origin, Timings
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.testing.reference import Reference
 from coppice.v1 import generation_pb2
 from coppice.v1.generation_pb2_grpc import GenerationServiceStub
+from coppice.wire.generation import Chunk, Origin, Timings
 from tests.pipeline.conftest import VOCAB, described
 
 PROMPTS = [tuple(random.Random(n).randrange(VOCAB) for _ in range(3 + 9 * n)) for n in range(6)]

@@ -13,9 +13,9 @@ import pytest
 from coppice.client.client import Client
 from coppice.client.completion import Completion
 from coppice.errors import InvalidField
-from coppice.messages.generation import Chunk, Origin, StepTree
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.wire.generation import Chunk, Origin, StepTree
 from tests.pipeline.conftest import VOCAB
 from tests.reference import EDITS, edited
 

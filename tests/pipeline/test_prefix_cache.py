@@ -17,13 +17,13 @@ import pytest
 
 from coppice.client.client import AsyncClient, Client
 from coppice.client.completion import Completion
-from coppice.messages.generation import Chunk
-from coppice.messages.steps import TargetDescription
 from coppice.rpc.channels import Dialer
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.telemetry import metric
 from coppice.testing.reference import Reference
+from coppice.wire.generation import Chunk
+from coppice.wire.verifier import TargetDescription
 from tests.pipeline.conftest import described
 from tests.reference import EFFORT
 from tests.signals import eventually

@@ -10,8 +10,8 @@ import pytest
 
 from coppice.client.client import AsyncClient, Client
 from coppice.errors import Unavailable
-from coppice.messages.generation import Chunk, Finished, Started
 from coppice.stack.launch import Stack
+from coppice.wire.generation import Chunk, Finished, Started
 
 PROMPT = tuple(range(7, 40))
 NEW = 200

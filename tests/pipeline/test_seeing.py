@@ -22,9 +22,9 @@ from prometheus_client.samples import Sample
 
 import coppice
 from coppice.client.client import Client
-from coppice.messages.generation import Origin
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.wire.generation import Origin
 
 ROOT = Path(__file__).parents[2]
 PROMPT = (5, 6, 7, 8, 5, 6, 7)

@@ -17,12 +17,12 @@ from redis import Redis
 
 from coppice.adaptation.records import Demand, QueryRecord, Sample, demand_key
 from coppice.client.client import Client
-from coppice.messages.generation import Chunk
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.redis_server import LocalRedis
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
+from coppice.wire.generation import Chunk
 from tests.pipeline.test_feature_heads import DRAFT_VOCAB, KINDS, PROMPTS, VOCAB, heads, target
 from tests.signals import counts, eventually, queries, samples
 from tests.unit.test_feature_heads import HIDDEN

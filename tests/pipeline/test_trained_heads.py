@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import pytest
 
 from coppice.client.client import AsyncClient, Client
-from coppice.messages.generation import Chunk
 from coppice.prompts.files import demo_prompts
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.testing.reference import Reference
+from coppice.wire.generation import Chunk
 
 NAMES = ("dspark-code", "specblock-code", "eagle3-code")
 POLICIES = ("single:dspark-code", "single:specblock-code", "single:eagle3-code", "route", "merge", "merge-full")

@@ -18,11 +18,11 @@ from coppice.cli import main
 from coppice.client.client import Client
 from coppice.commands.stack_view import ServiceLines, facts, metrics_pages, services_table
 from coppice.commands.top import Monitor
-from coppice.messages.generation import Chunk
 from coppice.stack.launch import MODULES, Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.stack.supervisor import Supervisor
 from coppice.testing.reference import Reference
+from coppice.wire.generation import Chunk
 from tests.signals import eventually
 
 LOAD_S = 2

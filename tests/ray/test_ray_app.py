@@ -16,11 +16,11 @@ import pytest
 
 from coppice.client.client import Client
 from coppice.errors import DeadlineExceeded, InvalidField, Unauthenticated
-from coppice.messages.generation import Chunk
 from coppice.rpc.channels import Dialer
 from coppice.stack.redis_server import LocalRedis
 from coppice.telemetry import metric
 from coppice.testing.reference import Reference
+from coppice.wire.generation import Chunk
 from tests.faults.campaign.load import Load, plain_answers, questions
 from tests.ray.cluster import APPLICATION, Cluster, free_port
 from tests.signals import eventually

@@ -36,12 +36,12 @@ from coppice.adaptation.records import (
 )
 from coppice.config.settings import load_settings
 from coppice.errors import InvalidField, NotFound, StaleFence, Unavailable
-from coppice.messages.adapter import STANDING_BY, HeadStatus
-from coppice.messages.steps import HeadDescription
 from coppice.rpc.channels import Dialer
 from coppice.stack.redis_server import LocalRedis
 from coppice.v1 import drafter_pb2
 from coppice.weights.versions import Weights, pack_update
+from coppice.wire.adapter import STANDING_BY, HeadStatus
+from coppice.wire.drafter import HeadDescription
 from services.adapter.__main__ import serve
 from services.adapter.replicas import MOST_AHEAD, DrafterLink
 from services.adapter.state import FILE

@@ -19,8 +19,8 @@ from coppice.adaptation.records import (
     samples_key,
 )
 from coppice.limits import SKETCH
-from coppice.messages.adapter import HeadStatus, KindStatus
 from coppice.weights.versions import Weights
+from coppice.wire.adapter import HeadStatus, KindStatus
 from services.adapter.branching import YOUNG_SHARE
 from services.adapter.state import PROVEN_SHARE
 from tests.processes import Service

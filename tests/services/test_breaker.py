@@ -11,8 +11,8 @@ import pytest
 from coppice.client.client import AsyncClient
 from coppice.errors import CoppiceError, InvalidField, Overloaded
 from coppice.heads.base import DraftJob, Growth
-from coppice.messages.steps import OpenDraft
 from coppice.telemetry import metric
+from coppice.wire.drafter import OpenDraft
 from tests.processes import Service
 from tests.recorder import Recorder, drafter_of
 from tests.services.test_features import IDS, model, start_verifier, target, truth, verifier

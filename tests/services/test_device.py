@@ -19,10 +19,11 @@ from transformers import AutoModelForCausalLM
 from coppice.config.sections import VerifierSettings
 from coppice.engine.batch import Piece, pack
 from coppice.engine.engine import Engine
-from coppice.messages.steps import Fence, NextRoot, OpenSession, Verdict, VerifyStep, committed_hash
 from coppice.speculation.sampling import SamplingParams, draw
 from coppice.speculation.tree import DraftTree, union
 from coppice.telemetry import SessionMetrics
+from coppice.wire.common import Fence, committed_hash
+from coppice.wire.verifier import NextRoot, OpenSession, Verdict, VerifyStep
 from services.verifier import worker
 from services.verifier.worker import Worker
 from tests.pretend import Counts, move, pretending

@@ -21,8 +21,8 @@ from coppice.heads.lm import LanguageModelHead
 from coppice.heads.ranking import Ranking
 from coppice.heads.registry import served_head
 from coppice.heads.row_inputs import RowInputs
-from coppice.messages.steps import Advance
 from coppice.speculation.sampling import SamplingParams
+from coppice.wire.drafter import Advance
 from tests.pretend import DEVICE, Counts, move, pretending
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import HIDDEN, VOCAB, Text, assert_same, drafted, opened, save_random

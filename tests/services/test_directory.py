@@ -18,7 +18,6 @@ from coppice.config.sections import DirectorySettings, ServerSettings
 from coppice.config.settings import Settings
 from coppice.errors import InvalidField, Unavailable
 from coppice.limits import Limits
-from coppice.messages.steps import FeatureRef
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Registration, directory
 from coppice.rpc.server import Serving
@@ -26,6 +25,7 @@ from coppice.stack.redis_server import LocalRedis
 from coppice.store.connection import Connection
 from coppice.store.registry import registry_key
 from coppice.v1 import drafter_pb2
+from coppice.wire.common import FeatureRef
 from services.drafter.features import FeatureSource
 from tests.services.test_signal_stream import client_of, redis
 from tests.signals import eventually

@@ -22,24 +22,23 @@ from coppice.heads.base import DraftJob, Growth, Head
 from coppice.heads.lookup import Lookup
 from coppice.heads.ngram import grow
 from coppice.limits import MAX_HEAD_NODES
-from coppice.messages.steps import (
-    Advance,
-    DraftOpened,
-    DraftStep,
-    Features,
-    Fence,
-    HeadDescription,
-    OpenDraft,
-    Rejection,
-    TreeDelta,
-    committed_hash,
-)
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree, extend, validate
 from coppice.telemetry import SessionMetrics, metric
 from coppice.v1 import drafter_pb2, drafter_pb2_grpc
-from coppice.wire.drafter import draft_request_to_wire, read_draft_response, read_head
+from coppice.wire.common import Features, Fence, Rejection, committed_hash
+from coppice.wire.drafter import (
+    Advance,
+    DraftOpened,
+    DraftStep,
+    HeadDescription,
+    OpenDraft,
+    TreeDelta,
+    draft_request_to_wire,
+    read_draft_response,
+    read_head,
+)
 from services.drafter.session import MAX_BACKLOG, Session
 from services.drafter.worker import Worker
 from tests.processes import Service

@@ -26,14 +26,14 @@ from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth, Head, Miss
 from coppice.heads.registry import build_head
-from coppice.messages.generation import Chunk
-from coppice.messages.steps import Advance, FeatureRef, Features, OpenDraft
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import verifier_pb2
-from coppice.wire.drafter import draft_request_to_wire
+from coppice.wire.common import FeatureRef, Features
+from coppice.wire.drafter import Advance, OpenDraft, draft_request_to_wire
+from coppice.wire.generation import Chunk
 from coppice.wire.verifier import feature_part_to_wire
 from orchestrator.drafters import HeadPool, feature_layers
 from services.drafter import following

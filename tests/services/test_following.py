@@ -14,10 +14,11 @@ from typing import Any
 import grpc
 import pytest
 
-from coppice.messages.steps import Commit, Features, Fence, TreeDelta, committed_hash
 from coppice.speculation.tree import DraftTree
 from coppice.v1 import verifier_pb2
-from coppice.wire.verifier import commit_to_wire, feature_part_to_wire
+from coppice.wire.common import Features, Fence, committed_hash
+from coppice.wire.drafter import TreeDelta
+from coppice.wire.verifier import Commit, commit_to_wire, feature_part_to_wire
 from tests.processes import Service
 from tests.recorder import LAYERS, Recorder, drafter_of, server_of
 from tests.services import test_drafter, test_verifier

@@ -12,9 +12,9 @@ from redis import Redis
 from coppice.adaptation.records import demand_key
 from coppice.client.client import AsyncClient
 from coppice.heads.base import DraftJob, Growth
-from coppice.messages.steps import Rejection
 from coppice.speculation.tree import DraftTree
 from coppice.stack.redis_server import LocalRedis
+from coppice.wire.common import Rejection
 from orchestrator.head_session import own_rejection
 from tests.processes import Service
 from tests.recorder import Recorder, drafter_of

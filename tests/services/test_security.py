@@ -26,7 +26,6 @@ from coppice.config.sections import ServerSettings, TlsSettings
 from coppice.config.settings import load_settings
 from coppice.errors import CoppiceError, InvalidField, NotFound, Overloaded, PermissionDenied, Unauthenticated
 from coppice.limits import Limits
-from coppice.messages.generation import ModelDescription
 from coppice.rpc.access import ACCESS, Access, client_salt
 from coppice.rpc.certificates import Certificates
 from coppice.rpc.channels import Dialer
@@ -35,6 +34,7 @@ from coppice.rpc.server import Serving
 from coppice.rpc.tokens import Tokens, read_tokens
 from coppice.v1 import adapter_pb2, drafter_pb2, generation_pb2, verifier_pb2
 from coppice.wire import generation
+from coppice.wire.generation import ModelDescription
 from tests.certificates import ROLES, Authority, documented
 
 SERVICES: dict[str, ServiceDescriptor] = {

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from coppice.config.sections import VerifierSettings
 from coppice.engine.engine import Engine
-from coppice.messages.steps import OpenSession
 from coppice.speculation.sampling import SamplingParams
 from coppice.telemetry import SessionMetrics
+from coppice.wire.verifier import OpenSession
 from services.verifier import sessions
 from services.verifier.sessions import Sessions
 from tests.tiny import make_target

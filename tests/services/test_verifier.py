@@ -23,22 +23,17 @@ from transformers import AutoModelForCausalLM
 
 from coppice.errors import CoppiceError, InvalidField, NotFound, Overloaded, StaleFence, Unavailable, from_rpc_error
 from coppice.limits import CHUNK_BYTES, MAX_TREE_DEPTH
-from coppice.messages.steps import (
-    FeatureRef,
-    Features,
-    Fence,
+from coppice.rpc.channels import Dialer
+from coppice.speculation.sampling import SamplingParams, decode_row, draw
+from coppice.speculation.tree import DraftTree
+from coppice.v1 import verifier_pb2, verifier_pb2_grpc
+from coppice.wire.common import FeatureRef, Features, Fence, committed_hash
+from coppice.wire.verifier import (
     OpenSession,
     SessionOpened,
     TargetDescription,
     Verdict,
     VerifyStep,
-    committed_hash,
-)
-from coppice.rpc.channels import Dialer
-from coppice.speculation.sampling import SamplingParams, decode_row, draw
-from coppice.speculation.tree import DraftTree
-from coppice.v1 import verifier_pb2, verifier_pb2_grpc
-from coppice.wire.verifier import (
     fetch_to_wire,
     read_commit,
     read_feature_part,

@@ -18,12 +18,10 @@ import pytest
 from coppice.errors import CoppiceError, InvalidField, Overloaded, StaleFence
 from coppice.heads.base import DraftJob
 from coppice.heads.feature_head import FeatureHead
-from coppice.messages.steps import TreeDelta
-from coppice.messages.weights import WeightsPart
 from coppice.rpc.channels import Dialer
 from coppice.v1 import drafter_pb2_grpc
 from coppice.weights.versions import Weights
-from coppice.wire.drafter import draft_request_to_wire, weights_to_wire
+from coppice.wire.drafter import TreeDelta, WeightsPart, draft_request_to_wire, weights_to_wire
 from services.adapter.replicas import DrafterLink
 from tests.processes import Service
 from tests.pushes import CORRUPTIONS, Case, Made, Push, altered, matrix_of

@@ -15,18 +15,10 @@ from coppice.adaptation.records import Kind, QueryRecord, Sample
 from coppice.config.adaptation import BanditSettings
 from coppice.errors import InvalidField
 from coppice.limits import MAX_HISTORY
-from coppice.messages.adapter import (
-    ActionStatus,
-    Change,
-    HeadStatus,
-    KindStatus,
-    QueryPoint,
-    ReplicaStatus,
-    VersionStatus,
-)
 from coppice.v1 import adapter_pb2
 from coppice.weights.versions import Weights
 from coppice.wire import adapter
+from coppice.wire.adapter import ActionStatus, Change, HeadStatus, KindStatus, QueryPoint, ReplicaStatus, VersionStatus
 from services.adapter.bandit import Action, Bandit, BanditState, Query, Trigger
 from services.adapter.buffers import Buffers
 from services.adapter.sorting import SAMPLES, SESSIONS, Sorting

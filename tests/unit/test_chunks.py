@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coppice.messages.generation import Chunk, Origin
+from coppice.wire.generation import Chunk, Origin
 from orchestrator.service import Chunks
 
 

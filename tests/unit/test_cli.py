@@ -18,8 +18,8 @@ from coppice import errors
 from coppice.cli import exit_code, main
 from coppice.commands.serve import ROLES
 from coppice.config.settings import Settings
-from coppice.messages.generation import ChatMessage
 from coppice.stack.spec import SHIPPED_HEADS
+from coppice.wire.generation import ChatMessage
 from orchestrator.tokenizer import ChatTemplate
 from tests.fake_service import MAX_LEN, echo_server
 

@@ -20,8 +20,8 @@ from coppice.client.client import AsyncClient, Client, default_address
 from coppice.client.completion import Accumulator
 from coppice.client.request import MEANINGS, Options, build_request
 from coppice.errors import Cancelled, CoppiceError, DeadlineExceeded, InvalidField, NotFound, Overloaded, Unavailable
-from coppice.messages.generation import ChatMessage, Chunk, Finished, Origin, Started, Timings
 from coppice.speculation.sampling import SamplingParams
+from coppice.wire.generation import ChatMessage, Chunk, Finished, Origin, Started, Timings
 from tests.fake_service import echo_server
 
 JSON_KEYS = [

@@ -8,8 +8,9 @@ import torch
 
 from coppice.engine.kv_cache import BlockTable
 from coppice.errors import InvalidField
-from coppice.messages.steps import FeatureRef, OpenSession
 from coppice.speculation.sampling import SamplingParams
+from coppice.wire.common import FeatureRef
+from coppice.wire.verifier import OpenSession
 from services.verifier.features import FeatureRows, FeatureWindow, columns, feature_bytes
 from services.verifier.prefix import Prefix
 from services.verifier.session import Session

@@ -20,10 +20,10 @@ from transformers import AutoTokenizer
 from coppice.config.sections import TlsSettings
 from coppice.errors import InvalidField, Overloaded
 from coppice.limits import MAX_CHAT_MESSAGES, Limits
-from coppice.messages.generation import ChatMessage
 from coppice.rpc.access import Access
 from coppice.rpc.tokens import Tokens
 from coppice.telemetry import OrchestratorMetrics
+from coppice.wire.generation import ChatMessage
 from orchestrator.encoder import SHORT_CHARS, Encoder
 from orchestrator.tokenizer import ChatTemplate, TextCodec
 from tests.tiny import make_target

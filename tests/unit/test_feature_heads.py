@@ -28,9 +28,10 @@ from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
 from coppice.heads.models.layers import largest
 from coppice.heads.models.rotary import Rotary
 from coppice.heads.registry import build_head, served_head
-from coppice.messages.steps import Advance, Features, OpenDraft, Rejection
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.sampling_torch import noise
+from coppice.wire.common import Features, Rejection
+from coppice.wire.drafter import Advance, OpenDraft
 from tests.reference import check_pool
 from tests.tiny import make_target
 

@@ -25,7 +25,6 @@ from coppice.heads.base import DraftJob
 from coppice.heads.block_head import Eagle3Head, SpecBlockHead
 from coppice.heads.checkpoints import load_head, read_target, save_head
 from coppice.heads.registry import build_head
-from coppice.messages.steps import OpenDraft
 from coppice.speculation.sampling import SamplingParams
 from coppice.training import feature_heads, progress
 from coppice.training.cli import app as train
@@ -33,6 +32,7 @@ from coppice.training.data.target_answers import AnswerPlan, record_answers
 from coppice.training.heads import TrainingConfig, export_head, train_head
 from coppice.training.run_folder import checkpoints, write_run
 from coppice.training.trainer import RunOptions, Schedule
+from coppice.wire.drafter import OpenDraft
 from tests.tiny import make_target
 
 SMALL = AnswerPlan(128, length=64, sessions=2)

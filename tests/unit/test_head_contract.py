@@ -13,9 +13,9 @@ from coppice.config.sections import HEAD_KINDS, DrafterSettings
 from coppice.heads.base import DraftJob, Growth, Head
 from coppice.heads.ngram import NgramHead
 from coppice.heads.registry import build_head
-from coppice.messages.steps import Advance, OpenDraft
 from coppice.speculation.tree import TreeError
 from coppice.testing import HeadContract
+from coppice.wire.drafter import Advance, OpenDraft
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import VOCAB, save_random
 

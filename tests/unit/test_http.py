@@ -23,11 +23,12 @@ from coppice.client.request import build_request
 from coppice.config.sections import TlsSettings
 from coppice.config.settings import load_settings
 from coppice.errors import InvalidField, NotFound, Overloaded
-from coppice.messages.generation import Chunk, Finished, Origin, Started
-from coppice.messages.steps import TargetDescription, TopLogProbs
 from coppice.rpc.access import Access
 from coppice.rpc.tokens import Tokens
 from coppice.telemetry import OrchestratorMetrics
+from coppice.wire.common import TopLogProbs
+from coppice.wire.generation import Chunk, Finished, Origin, Started
+from coppice.wire.verifier import TargetDescription
 from orchestrator.http.answering import Answering
 from orchestrator.http.app import make_app
 from orchestrator.http.bodies import check_log_probs

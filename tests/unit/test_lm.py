@@ -25,9 +25,9 @@ from coppice.heads.base import DraftJob, Growth
 from coppice.heads.lm import PREFILL_ROWS, LanguageModelHead
 from coppice.heads.registry import build_head, served_head
 from coppice.heads.vocabulary import common_width, tokenizer_hash
-from coppice.messages.steps import Advance, OpenDraft
 from coppice.speculation.sampling import SamplingParams, noise
 from coppice.speculation.tree import DraftTree, validate
+from coppice.wire.drafter import Advance, OpenDraft
 from tests.reference import check_pool
 from tests.tiny import make_target
 

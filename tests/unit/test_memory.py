@@ -13,9 +13,9 @@ from coppice.heads.base import DraftJob, Head
 from coppice.heads.lookup import Lookup
 from coppice.heads.ngram import BLOCKS, CHUNK, SALTS, Memory
 from coppice.heads.registry import build_head
-from coppice.messages.steps import Advance, OpenDraft
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree, validate
+from coppice.wire.drafter import Advance, OpenDraft
 from tests.reference import EFFORT
 
 GREEDY = SamplingParams()

@@ -10,8 +10,9 @@ import torch
 
 from coppice.heads.base import DraftJob
 from coppice.heads.feature_head import FeatureHead
-from coppice.messages.steps import Advance, HeadDescription, Rejection
 from coppice.speculation.sampling import SamplingParams
+from coppice.wire.common import Rejection
+from coppice.wire.drafter import Advance, HeadDescription
 from tests.unit.test_feature_heads import (
     GREEDY,
     HIDDEN,

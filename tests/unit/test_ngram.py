@@ -16,9 +16,9 @@ from coppice.heads.base import DraftJob, Head
 from coppice.heads.lookup import INDEXED, OCCURRENCES, ORDERS, Lookup
 from coppice.heads.ngram import EXP_EULER_GAMMA, FOLLOWERS, Bigram, Ranking, draft_scores
 from coppice.heads.registry import build_head
-from coppice.messages.steps import OpenDraft
 from coppice.speculation.sampling import SamplingParams, draw, noise
 from coppice.speculation.tree import DraftTree, validate
+from coppice.wire.drafter import OpenDraft
 from tests.reference import EFFORT
 
 VOCAB = 12

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from coppice.engine.kv_cache import BlockTable
-from coppice.messages.steps import NextRoot, OpenSession, VerifyStep, VerifyTimings
 from coppice.speculation.penalties import Penalties
 from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.speculation.tree import DraftTree
+from coppice.wire.verifier import NextRoot, OpenSession, VerifyStep, VerifyTimings
 from services.verifier.prefix import Prefix
 from services.verifier.session import Session
 

@@ -13,9 +13,9 @@ from coppice.config.sections import DrafterSettings
 from coppice.heads.base import DraftJob, Growth, Head
 from coppice.heads.registry import build_head
 from coppice.limits import MAX_HEAD_NODES, MAX_TREE_DEPTH
-from coppice.messages.steps import Advance, OpenDraft
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import paths, validate
+from coppice.wire.drafter import Advance, OpenDraft
 from orchestrator.auto.chooser import Chooser
 from tests.reference import EDITS, EFFORT, SHARE, edited
 from tests.unit.test_auto import Session, live

@@ -13,9 +13,10 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from coppice.engine.kv_cache import KVPool, KVShape, OutOfBlocks
-from coppice.messages.steps import OpenSession, committed_hash
 from coppice.speculation.sampling import SamplingParams
 from coppice.telemetry import PrefixCacheMetrics
+from coppice.wire.common import committed_hash
+from coppice.wire.verifier import OpenSession
 from services.verifier.prefix import Prefix
 from services.verifier.sessions import PrefixCache
 from tests.reference import EFFORT, check_pool

@@ -10,9 +10,10 @@ import torch
 from coppice.engine.clock import Clock
 from coppice.engine.engine import ForwardOutput
 from coppice.engine.kv_cache import KVPool, KVShape
-from coppice.messages.steps import Fence, OpenSession, VerifyStep
 from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.speculation.tree import DraftTree
+from coppice.wire.common import Fence
+from coppice.wire.verifier import OpenSession, VerifyStep
 from services.verifier.acceptance import path_to, walk, walked
 from services.verifier.prefix import Prefix
 from services.verifier.pruner import Job

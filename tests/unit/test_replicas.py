@@ -13,12 +13,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from coppice.errors import DeadlineExceeded, Unavailable
-from coppice.messages.steps import OpenDraft, OpenSession, TargetDescription
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.v1 import verifier_pb2
-from coppice.wire.drafter import draft_request_to_wire
-from coppice.wire.verifier import target_to_wire
+from coppice.wire.drafter import OpenDraft, draft_request_to_wire
+from coppice.wire.verifier import OpenSession, TargetDescription, target_to_wire
 from orchestrator import replicas, verifiers
 from orchestrator.drafters import DrafterReplica
 from orchestrator.head_session import DraftStream

@@ -8,7 +8,7 @@ import numpy as np
 
 from coppice.adaptation.records import Sample
 from coppice.heads.base import Miss
-from coppice.messages.steps import Features, Rejection
+from coppice.wire.common import Features, Rejection
 from services.drafter.samples import Samples
 
 WIDTH, PROMPT = 3, 10

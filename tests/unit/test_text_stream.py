@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from coppice.messages.generation import Chunk, Finished, GenerationRequest, Origin, Started
-from coppice.messages.steps import TopLogProbs
+from coppice.wire.common import TopLogProbs
+from coppice.wire.generation import Chunk, Finished, GenerationRequest, Origin, Started
 from orchestrator.http.answers import Answer
 from orchestrator.http.bodies import ChatBody, CompletionBody
 from orchestrator.output import Output

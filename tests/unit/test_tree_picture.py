@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from coppice.commands.tree_picture import longest, places, save, show
-from coppice.messages.generation import StepTree
+from coppice.wire.generation import StepTree
 
 TREE = StepTree(
     root=7,

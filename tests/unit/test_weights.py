@@ -25,9 +25,9 @@ from coppice.heads.checkpoints import (
 from coppice.heads.public_state import fused_tensor, public_state, public_weights
 from coppice.heads.registry import build_head
 from coppice.limits import CHUNK_BYTES
-from coppice.messages.weights import WeightsHeader, WeightsPart
 from coppice.weights.staging import Staging, read_file
 from coppice.weights.versions import Weights, pack_update, tensor_digest, weights_hash
+from coppice.wire.drafter import WeightsHeader, WeightsPart
 from tests.pushes import CORRUPTIONS, Case, Made, Push, altered, swap
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import GREEDY, HIDDEN, VOCAB, Text, build, drafted, opened, save_random

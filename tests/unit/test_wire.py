@@ -19,7 +19,23 @@ from hypothesis.extra import numpy as hnp
 from coppice import limits
 from coppice.errors import InvalidField
 from coppice.limits import Limits
-from coppice.messages.generation import (
+from coppice.speculation.sampling import SamplingParams
+from coppice.speculation.tree import DraftTree
+from coppice.v1 import common_pb2, drafter_pb2, generation_pb2, verifier_pb2
+from coppice.wire import drafter, generation, verifier
+from coppice.wire.common import FeatureRef, Features, Fence, Rejection, Row, TopLogProbs, committed_hash
+from coppice.wire.drafter import (
+    Advance,
+    DraftOpened,
+    DraftStep,
+    HeadDescription,
+    OpenDraft,
+    TreeDelta,
+    WeightsHeader,
+    WeightsPart,
+    WeightsSynced,
+)
+from coppice.wire.generation import (
     ChatMessage,
     Chunk,
     Finished,
@@ -30,34 +46,16 @@ from coppice.messages.generation import (
     StepTree,
     Timings,
 )
-from coppice.messages.steps import (
-    Advance,
+from coppice.wire.verifier import (
     Commit,
-    DraftOpened,
-    DraftStep,
-    FeatureRef,
-    Features,
-    Fence,
-    HeadDescription,
     NextRoot,
-    OpenDraft,
     OpenSession,
-    Rejection,
-    Row,
     SessionOpened,
     TargetDescription,
-    TopLogProbs,
-    TreeDelta,
     Verdict,
     VerifyStep,
     VerifyTimings,
-    committed_hash,
 )
-from coppice.messages.weights import WeightsHeader, WeightsPart, WeightsSynced
-from coppice.speculation.sampling import SamplingParams
-from coppice.speculation.tree import DraftTree
-from coppice.v1 import common_pb2, drafter_pb2, generation_pb2, verifier_pb2
-from coppice.wire import drafter, generation, verifier
 
 VOCAB, MAX_LEN = 100, 512
 FENCE = Fence(7, 12, committed_hash([1, 2, 3]), weights_version=2**53 - 1, deadline_ns=5 * 10**8)
@@ -596,8 +594,8 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("verify step", "step.fence.committed_len", limits.MAX_CONTEXT + 1, "fence.committed_len"),
     ("verify step", "step.fence.deadline_ns", -1, "fence.deadline_ns"),
     ("verify step", "step.fence.deadline_ns", limits.MAX_DEADLINE_NS + 1, "fence.deadline_ns"),
-    ("opened", "opened.next", None, "opened.next"),
-    ("opened", "opened.next.row", None, "next.row.ids"),
+    ("opened", "opened.next", None, "next"),
+    ("opened", "opened.next.row", None, "next"),
     ("opened", "opened.next.row.ids", [], "next.row.ids"),
     ("opened", "opened.next.row.ids", [1] * 1025, "next.row.ids"),
     ("opened", "opened.next.row.log_probs", [0.0], "next.row.log_probs"),

@@ -19,12 +19,12 @@ from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import CoppiceError
 from coppice.heads.checkpoints import load_head
 from coppice.heads.public_state import public_weights
-from coppice.messages.weights import WeightsHeader, WeightsPart
 from coppice.stack.launch import ADAPTER, REDIS
 from coppice.stack.process import ProcessFailed
 from coppice.stack.spec import HeadSpec
 from coppice.telemetry import metric
 from coppice.weights.versions import Weights, pack_update
+from coppice.wire.drafter import WeightsHeader, WeightsPart
 from lab.report import Check
 from services.adapter.replicas import DrafterLink
 from tests.faults.campaign.report import FaultRow

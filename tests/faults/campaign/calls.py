@@ -12,13 +12,12 @@ import grpc.aio
 from coppice.client.client import AsyncClient
 from coppice.client.completion import StreamEvent
 from coppice.errors import from_rpc_error
-from coppice.messages.generation import Chunk
 from coppice.rpc.channels import Dialer
 from coppice.stack.process import Ready
 from coppice.v1 import verifier_pb2
 from coppice.v1.generation_pb2_grpc import GenerationServiceStub
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
-from coppice.wire.generation import read_response
+from coppice.wire.generation import Chunk, read_response
 from coppice.wire.verifier import read_target
 from services.adapter.replicas import DrafterLink
 

@@ -11,8 +11,7 @@ from itertools import cycle, islice
 from coppice.client.completion import StreamEvent
 from coppice.client.request import build_request
 from coppice.errors import CoppiceError, Overloaded
-from coppice.messages.generation import Started
-from coppice.wire.generation import request_to_wire
+from coppice.wire.generation import Started, request_to_wire
 from lab.report import Check
 from tests.faults.campaign.calls import Direct
 from tests.faults.campaign.load import REQUEST_S, HistoryClient, Question, Stream, ask
@@ -30,7 +29,6 @@ SLOW_S = 0.05  # between two reads of a client that reads slowly
 _VANISHING = """
 import sys
 from coppice.client import Client
-from coppice.messages.generation import Chunk
 with Client(sys.argv[1]) as client:
     for event in client.stream([int(sign) for sign in sys.argv[2].split(",")], max_new_tokens=400, ignore_eos=True):
         if isinstance(event, Chunk):

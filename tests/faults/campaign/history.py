@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from coppice.client.client import Attempts
 from coppice.client.completion import StreamEvent
 from coppice.errors import CoppiceError
-from coppice.messages.generation import Chunk, Finished
+from coppice.wire.generation import Chunk, Finished
 
 _requests = itertools.count(1)
 

@@ -14,8 +14,8 @@ from typing import Self
 from coppice.client.client import AsyncClient, Attempts, Client, Options, Prompt
 from coppice.client.completion import Accumulator, StreamEvent
 from coppice.errors import CoppiceError
-from coppice.messages.generation import Chunk, Finished, Origin
 from coppice.speculation.sampling import SamplingParams
+from coppice.wire.generation import Chunk, Finished, Origin
 from lab.questions import own_prompts
 from tests.faults.campaign.history import History
 

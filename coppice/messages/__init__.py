@@ -1,1 +1,0 @@
-"""What services say to one another, as plain values; coppice/wire reads and writes them."""
