@@ -48,7 +48,7 @@ class AdapterClient(AbstractContextManager["AdapterClient"]):
     def rollback(self, head: str = "", version: int | None = None) -> int:
         """Put back a version, 0: the head as it was deployed, None: the last good one; returns the one it made."""
         answer = self._call(self._stub.Rollback, adapter.rollback_request(head=head, version=version), ROLLBACK_S)
-        return int(answer.version)
+        return adapter.read_rollback(answer)
 
     def close(self) -> None:
         """End the channel."""

@@ -138,6 +138,12 @@ class HeadStatus:
     changes: list[Change] = field(default_factory=list)
 
 
+@carried_by(adapter.RollbackResponse)
+@dataclass(frozen=True, slots=True)
+class _RolledBack:
+    version: Version
+
+
 def standing_by(head: str, policy: str) -> HeadStatus:
     """The status of a head that another adapter looks after."""
     return HeadStatus(head, policy, False, STANDING_BY, 0, b"", 0, 0, 0, 0)
@@ -156,6 +162,11 @@ def status_to_wire(heads: Sequence[HeadStatus]) -> adapter.GetStatusResponse:
 def read_status(message: adapter.GetStatusResponse) -> list[HeadStatus]:
     """Message to the status of heads."""
     return [codec(HeadStatus).read(head) for head in message.heads]
+
+
+def read_rollback(message: adapter.RollbackResponse) -> int:
+    """The version that a rollback made."""
+    return codec(_RolledBack).read(message).version
 
 
 def read_head_name(message: Any) -> str:
