@@ -31,7 +31,6 @@ LATE = {
     "serve": ("coppice.commands.serve", "Run one service in this process."),
     "train": ("coppice.training.cli", "Train a target or a head."),
     "adapter": ("coppice.adaptation.cli", "Look at the adapter, and steer it."),
-    "convert": ("coppice.commands.convert", "Convert a head between public layouts."),
 }
 
 

@@ -1,1 +1,1 @@
-"""Commands that are neither services nor measurements: demo, doctor, convert, and the picture of a tree."""
+"""Commands that are neither services nor measurements: demo, doctor, and the picture of a tree."""

@@ -1,8 +1,11 @@
-"""Checkpoints of draft heads in the layouts that others publish: SpecBlock's own, EAGLE-3's, speculators' (vLLM) and
-those of blocks of masks; for the kinds that nobody else has in our shape (`OWN`) in one of ours.
+"""Checkpoints of draft heads. Heads are read in the layouts that others publish (SpecBlock's, EAGLE's, z-lab's,
+JetSpec's, DeepSpec's, speculators') and written in one for each kind: SpecBlock's, EAGLE's, and our own for the others.
 
 A folder holds config.json and model.safetensors. Every key and shape must be the layout's, and no flag may be true that
 is not known here; nothing is unpickled. A head without a token embedding of its own uses the target's.
+
+Layouts of a block of masks name the same tensors and differ in what config.json says of them, which a loader can get
+wrong without any error: how layers are counted, whether the block is causal, and whether the root's own row predicts.
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from coppice.config.model_folder import check_model
+from coppice.config.sections import HEADS
 from coppice.engine.engine import default_feature_layers
+from coppice.engine.linear import SIBLINGS
 from coppice.errors import InvalidField
-from coppice.heads import masked_block_layouts as masked_blocks
-from coppice.heads import masked_block_layouts as speculators
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
 from coppice.heads.models.falcon import FalconConfig, FalconModel
 from coppice.heads.models.layers import HeadConfig
@@ -32,10 +35,11 @@ from coppice.heads.models.masked_block import DFlashConfig, DSparkConfig, JetSpe
 from coppice.heads.models.medusa import MedusaConfig, MedusaModel
 from coppice.heads.models.parallelspec import ParallelSpecConfig, ParallelSpecModel
 from coppice.heads.models.specblock import SpecBlockConfig, SpecBlockModel
-from coppice.heads.public_state import fused_tensor, public_state
+from coppice.machine import extension, extensions
 
-OWN = ("medusa", "parallelspec", "falcon")
-SHAPES: Mapping[str, tuple[type[HeadConfig], Callable[[Any], nn.Module]]] = MappingProxyType(
+Shape = tuple[type[HeadConfig], Callable[[Any], nn.Module]]
+"""configuration and model of a kind of head"""
+SHAPES: Mapping[str, Shape] = MappingProxyType(
     {
         "specblock": (SpecBlockConfig, SpecBlockModel),
         "eagle3": (Eagle3Config, Eagle3Model),
@@ -47,27 +51,39 @@ SHAPES: Mapping[str, tuple[type[HeadConfig], Callable[[Any], nn.Module]]] = Mapp
         "dspark": (DSparkConfig, MaskedBlockModel),
     }
 )
-"""Configuration and model of each kind of head."""
+MASKED_KINDS = ("dflash", "jetspec", "dspark")
+"""heads that fill a block of masks"""
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _PATH = "drafter.path"
-_KIND = "coppice_head"  # in config.json of a layout of our own: which one
-_NULLABLE = {"rank_norm_topk"}  # null says something else than nothing
-_OPTIONAL = {"verifier_norm.weight", "verifier_lm_head.weight"}
-_NESTED = {"speculators": "transformer_layer_config", "eagle3": "eagle_config"}
-"""what more of a layout's config.json says of the head; the names beside it come first"""
-_FEATURES = "eagle_aux_hidden_state_layer_ids"
-_WANTED = ("is_causal", "use_aux_hidden_state")
-"""flags that may not be false"""
-_HARMLESS = {"use_cache", "return_dict", "tie_word_embeddings", "embed_requires_grad", *_WANTED}
-"""flags that say nothing of what a head computes; lm_head.weight is in the file also where a target ties it"""
-_TITLES = {"specblock": "SpecBlock", "eagle3": "EAGLE-3", "dflash": "DFlash", "jetspec": "JetSpec", "dspark": "DSpark"}
-_MORE_LAYOUTS = {"eagle3": ("speculators",)} | dict.fromkeys(masked_blocks.KINDS, (*masked_blocks.KINDS, "speculators"))
+_KIND = "coppice_head"  # in config.json of our own layout: the kind
 _ARCHITECTURES = {"specblock": "SpecBlock", "eagle3": "LlamaForCausalLMEagle3"}
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
-_OWN_EMBEDDING = {"specblock": "input_layer.embed_tokens.weight"}  # what a layout calls it, if not as below
+"""what config.json of the kinds that are written in their authors' layouts says instead"""
+_TITLES = {"specblock": "SpecBlock", "eagle3": "EAGLE-3", "dflash": "DFlash", "jetspec": "JetSpec", "dspark": "DSpark"}
+_NULLABLE = {"rank_norm_topk"}  # null says something else than nothing
+_FEATURES = "eagle_aux_hidden_state_layer_ids"
+_NEVER_FALSE = ("is_causal", "use_aux_hidden_state")
+_HARMLESS = {"use_cache", "return_dict", "tie_word_embeddings", "embed_requires_grad", *_NEVER_FALSE}
+"""flags that say nothing of what a head computes; lm_head.weight is in the file also where a target ties it"""
+_CAUSAL = ("is_causal", "causal", "causal_head")
+"""the spellings of one flag: of vLLM and of z-lab, and JetSpec's"""
+_CONFIDENCE = {"enable_confidence_head": "confidence", "confidence_head_with_markov": "confidence_with_markov"}
+_SERVED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "markov_head_type": ("vanilla",),
+        "projector_type": ("dflash", "dspark"),
+        "input_embedding_scale": (1,),
+        "output_multiplier": (1,),
+        "final_logit_softcapping": (),
+    }
+)
+"""the values that are served of fields that most files of a block of masks leave out"""
+
+_TARGET_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 _EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
-_MIDLAYER, _SPECULATORS_LAYER = "midlayer.", "layers.0."
+_NAMES = {"eagle3": ("layers.0.", "midlayer."), "specblock": ("input_layer.embed_tokens.", "embed_tokens.")}
+"""how tensors' names begin in a file, and in the model: speculators' EAGLE-3 heads, and SpecBlock's embedding"""
+_OPTIONAL = {"verifier_norm.weight", "verifier_lm_head.weight"}
 _TO_SAFETENSORS = (
     "convert it where you trust it: python -c \"import torch, safetensors.torch as s; s.save_file(torch.load('{0}', "
     "weights_only=True), '{1}')\""
@@ -99,7 +115,7 @@ class TargetParts:
         """Return what a head of a kind reads: a block of masks what the target's module gives, others the rows as they
         are stored, as the published loaders do.
         """
-        if self.scale == 1 or kind not in masked_blocks.KINDS:
+        if self.scale == 1 or kind not in MASKED_KINDS:
             return self.embedding
         return self.embedding * torch.tensor(self.scale, dtype=self.embedding.dtype)
 
@@ -109,7 +125,7 @@ def read_target(folder: str | Path) -> TargetParts:
     path = Path(folder)
     check_model("drafter.target", str(folder))
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).get_text_config()
-    embedding = _find_tensor(path, _EMBEDDINGS)
+    embedding = _find_tensor(path, _TARGET_EMBEDDINGS)
     if embedding is None:
         raise InvalidField("drafter.target", f"{folder} holds no token embedding in safetensors")
     scale = config.hidden_size**0.5 if "gemma" in config.model_type else 1.0  # others scale behind their module
@@ -132,59 +148,132 @@ def _find_tensor(folder: Path, names: tuple[str, ...]) -> Tensor | None:
     return None
 
 
-def layout_of(folder: str | Path) -> str:
-    """Return the layout that a folder's config.json announces. Raises InvalidField."""
-    config = _read_config(Path(folder))
-    if _KIND in config:
-        kind: str = config[_KIND]
-        if kind in OWN:
-            return kind
-        raise InvalidField(_PATH, f"{folder} holds a {kind!r} head; there are {', '.join(OWN)}")
-    if "speculators_model_type" in config or "Eagle3Speculator" in config.get("architectures", ()):
-        return "speculators"
-    if blocks := masked_blocks.layout_of(config):
-        return blocks
-    return "specblock" if "diffspec_draft_token_num" in config else "eagle3"
+def shape_of(kind: str) -> Shape:
+    """Return the configuration and the model of a kind, ours or a package's, whose head names them as `shape`.
 
-
-def _announced(folder: Path) -> tuple[str, str, dict[str, Any]]:
-    """Return the layout and the kind of head that a folder's config.json announces, and what it says of the head."""
-    layout, config = layout_of(folder), _read_config(folder)
-    inner = config.get(_NESTED.get(layout, "")) or {}
-    once = {**inner, "feature_layers": config.get(_FEATURES)} if isinstance(inner, dict) else {}
-    for name in sorted(once.keys() & config.keys() & HeadConfig.model_fields.keys()):
-        if None not in (config[name], once[name]) and config[name] != once[name]:
-            raise InvalidField(
-                _PATH, f"{folder / CONFIG} contradicts itself: {name} is {config[name]} and {once[name]}"
-            )
-    if layout in masked_blocks.KINDS or config.get("speculators_model_type", "eagle3") != "eagle3":
-        given = masked_blocks.read(layout, config)
-        return layout, masked_blocks.kind_of(given), given
-    nested = config.get(_NESTED.get(layout, ""), {} if layout != "speculators" else None)
-    if not isinstance(nested, dict):
-        raise InvalidField(_PATH, f"config.json has no {_NESTED[layout]}")
-    said = (*nested.items(), *config.items())
-    given = {name: value for name, value in said if value is not None or name in _NULLABLE}
-    if layout == "speculators":
-        given["num_hidden_layers"] = 1
-    if _FEATURES in given:
-        given["feature_layers"] = given[_FEATURES]
-    return layout, "eagle3" if layout == "speculators" else layout, given
+    Raises InvalidField for a kind that there is not.
+    """
+    if kind in SHAPES:
+        return SHAPES[kind]
+    if kind not in extensions(HEADS):
+        known = ", ".join((*SHAPES, *extensions(HEADS)))
+        raise InvalidField(_PATH, f"{kind!r} is no kind of head with weights that is installed; there are {known}")
+    shape: Shape = extension(HEADS, kind, _PATH).shape
+    return shape
 
 
 def kind_in(folder: str | Path) -> str:
     """Return the kind of head that a folder's config.json announces. Raises InvalidField."""
-    return _announced(Path(folder))[1]
+    return _announced(Path(folder))[0]
+
+
+def _announced(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return the kind of head that a folder's config.json announces, and what it says of the head."""
+    config = _read_config(folder)
+    if kind := config.get(_KIND):
+        return kind, _present(config)
+    speculators = "speculators_model_type" in config or "Eagle3Speculator" in config.get("architectures", ())
+    inner = config.get("transformer_layer_config") if speculators else config.get("eagle_config") or {}
+    _check_twice(
+        folder / CONFIG, config, {**(inner if isinstance(inner, dict) else {}), "feature_layers": config.get(_FEATURES)}
+    )
+    if config.get("speculators_model_type", "eagle3") != "eagle3" if speculators else _is_masked(config):
+        return _announced_masks(config, speculators)
+    if not isinstance(inner, dict):
+        raise InvalidField(_PATH, "config.json has no transformer_layer_config")
+    pairs = (*inner.items(), *config.items())
+    fields = {name: value for name, value in pairs if value is not None or name in _NULLABLE}
+    fields |= {"num_hidden_layers": 1} if speculators else {}
+    fields |= {"feature_layers": fields[_FEATURES]} if _FEATURES in fields else {}
+    return "specblock" if "diffspec_draft_token_num" in config else "eagle3", fields
+
+
+def _check_twice(file: Path, config: Mapping[str, Any], again: Mapping[str, Any]) -> None:
+    """Raise InvalidField for a field of heads that config.json and a part of it give different values."""
+    for name in sorted(again.keys() & config.keys() & HeadConfig.model_fields.keys()):
+        if None not in (config[name], again[name]) and config[name] != again[name]:
+            raise InvalidField(_PATH, f"{file} contradicts itself: {name} is {config[name]} and {again[name]}")
+
+
+def _is_masked(config: Mapping[str, Any]) -> bool:
+    """Tell whether a config.json that is not speculators' is of a head that fills a block of masks."""
+    markov = config.get("markov_rank") is not None
+    return markov or "dflash_config" in config or config.get("projector_type") == "dspark"
+
+
+def _announced_masks(config: Mapping[str, Any], speculators: bool) -> tuple[str, dict[str, Any]]:
+    """Return the kind and the fields of a head that fills a block of masks. Raises InvalidField.
+
+    SpecForge puts a DSpark head's fields into z-lab's dflash_config. They mean there what they mean to DeepSpec.
+    """
+    given = _flat(config)
+    deepspec = bool(given.get("markov_rank")) or given.get("projector_type") == "dspark"
+    anchored = deepspec or ("markov_rank" in given and "dflash_config" not in config)
+    if speculators:
+        nested, model = given.get("transformer_layer_config"), given.get("speculators_model_type")
+        if model not in ("dflash", "dspark"):
+            raise InvalidField(_PATH, f"speculators_model_type is {model!r}; there are eagle3, dflash and dspark")
+        if not isinstance(nested, Mapping):
+            raise InvalidField(_PATH, "config.json has no transformer_layer_config")
+        anchored, given = model == "dspark", _present(nested) | given
+    for name in ("mask_token_id", "block_size"):
+        if name not in given:
+            raise InvalidField(_PATH, f"config.json: {name} is missing")
+    for name, served in _SERVED.items():
+        if name in given and given[name] not in served:
+            raise InvalidField(_PATH, f"config.json: {name} {given[name]!r} is not served")
+    if any(layer != "full_attention" for layer in given.get("layer_types", ())):
+        raise InvalidField(_PATH, f"config.json: layer_types {given['layer_types']}: only full_attention is served")
+    causal = _causal(given)
+    fields = {"qk_norm": True, "sample_from_anchor": anchored}
+    fields |= {_CONFIDENCE.get(name, name): value for name, value in given.items() if name not in _CAUSAL}
+    fields |= {"feature_layers": _feature_layers(given, speculators), "causal": causal}
+    return "dspark" if given.get("markov_rank") else "jetspec" if causal else "dflash", fields
+
+
+def _present(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is given, in dflash_config or beside it. Raises InvalidField when both say different things."""
+    inner = config.get("dflash_config") or {}
+    if not isinstance(inner, Mapping):
+        raise InvalidField(_PATH, "config.json: dflash_config is no JSON object")
+    given = _present(config)
+    for name, value in _present(inner).items():
+        if given.setdefault(name, value) != value:
+            raise InvalidField(_PATH, f"config.json contradicts itself: {name} is {given[name]} and {value}")
+    return given
+
+
+def _causal(given: Mapping[str, Any]) -> bool:
+    """Return whether the block is causal. Raises InvalidField when two spellings say different things."""
+    spelt = {name: bool(given[name]) for name in _CAUSAL if name in given}
+    if len(set(spelt.values())) > 1:
+        both = ", ".join(f"{name} is {value}" for name, value in spelt.items())
+        raise InvalidField(_PATH, f"config.json contradicts itself: {both}")
+    return any(spelt.values())
+
+
+def _feature_layers(given: Mapping[str, Any], speculators: bool) -> list[int]:
+    """Return the hidden states that a head reads: all but speculators count layers where we count what lies before."""
+    ids = given.get("aux_hidden_state_layer_ids" if speculators else "target_layer_ids")
+    layers, count = given.get("num_target_layers"), given.get("num_hidden_layers")
+    if not speculators and ids is None and isinstance(layers, int) and isinstance(count, int):  # as their loaders do
+        ids = [layers // 2] if count == 1 else [round(1 + at * (layers - 4) / (count - 1)) for at in range(count)]
+    if not ids or not isinstance(ids, list) or not all(isinstance(layer, int) for layer in ids):
+        raise InvalidField(_PATH, "config.json does not name the layers that the head reads")
+    return [layer + (not speculators) for layer in ids]
 
 
 def load_head(kind: str, folder: str | Path, target: str | Path) -> Loaded:
     """Load a head of a kind for its target. Raises InvalidField naming the first thing that does not fit."""
     path = Path(folder)
     model = read_head(path)
-    if (has := kind_of(model.config)) != kind:
-        raise InvalidField(
-            _PATH, f"{folder} is a {_TITLES.get(has, has)} checkpoint, not one of {_TITLES.get(kind, kind)}"
-        )
+    if (has := model.config.kind) != kind:
+        titles = _TITLES.get(has, has), _TITLES.get(kind, kind)
+        raise InvalidField(_PATH, f"{folder} is a {titles[0]} checkpoint, not one of {titles[1]}")
     loaded = _for_target(path, model, read_target(target))
     if not model.own_output:
         draft_ids = torch.arange(model.config.draft_vocab_size) + model.d2t
@@ -194,10 +283,10 @@ def load_head(kind: str, folder: str | Path, target: str | Path) -> Loaded:
 
 def read_head(folder: Path) -> Any:
     """Read a checkpoint by itself, in whichever layout, in float32. Raises InvalidField."""
-    layout, kind, given = _announced(folder)
-    shape, build = SHAPES[kind]
+    kind, given = _announced(folder)
+    shape, build = shape_of(kind)
     _check_flags(folder / CONFIG, given, shape)
-    tensors = _public_tensors(folder, layout, kind)
+    tensors = _tensors_in(folder, kind)
     given.setdefault("qk_norm", any(name.endswith(".q_norm.weight") for name in tensors))
     config = shape.checked(given, _PATH, f"{folder / CONFIG}: ")
     try:
@@ -237,14 +326,14 @@ def _check_flags(file: Path, given: Mapping[str, Any], shape: type[HeadConfig]) 
     for name, value in given.items():
         if value is True and name not in known:
             raise InvalidField(_PATH, f"{file}: {name} is true, and heads of this kind cannot do that here")
-        if value is False and name in _WANTED:
+        if value is False and name in _NEVER_FALSE:
             raise InvalidField(_PATH, f"{file}: {name} is false, and heads of this kind cannot do that here")
 
 
 def _for_target(folder: Path, model: Any, target: TargetParts) -> Loaded:
     """Join a head and what it takes from its target, which it must fit."""
     config: HeadConfig = model.config
-    embedding = target.embedding_of(kind_of(config)) if model.own_embedding is None else model.own_embedding
+    embedding = target.embedding_of(config.kind) if model.own_embedding is None else model.own_embedding
     for name, has, wants in (
         ("vocab_size", config.vocab_size, target.vocab_size),
         ("target_hidden_size", config.target_hidden_size, target.hidden_size),
@@ -259,8 +348,8 @@ def _for_target(folder: Path, model: Any, target: TargetParts) -> Loaded:
     return Loaded(model, config.model_copy(update={"feature_layers": layers}), embedding.float())
 
 
-def _public_tensors(folder: Path, layout: str, kind: str) -> dict[str, Tensor]:
-    """Return the file's tensors by the names of the kind's own layout; a token embedding is `_EMBEDDING` in all."""
+def _tensors_in(folder: Path, kind: str) -> dict[str, Tensor]:
+    """Return the file's tensors by the model's names."""
     file = folder / WEIGHTS
     if not file.is_file():
         pickled = folder / "pytorch_model.bin"
@@ -270,10 +359,9 @@ def _public_tensors(folder: Path, layout: str, kind: str) -> dict[str, Tensor]:
         tensors = load_file(file)
     except SafetensorError as error:
         raise InvalidField(_PATH, f"{file}: {error}") from None
-    layer = _SPECULATORS_LAYER if (layout, kind) == ("speculators", "eagle3") else _MIDLAYER
-    own = {_OWN_EMBEDDING.get(layout, _EMBEDDING): _EMBEDDING}
+    theirs, ours = _NAMES.get(kind, ("", ""))
     return {
-        _MIDLAYER + name.removeprefix(layer) if name.startswith(layer) else own.get(name, name): tensor
+        ours + name.removeprefix(theirs) if name.startswith(theirs) else name: tensor
         for name, tensor in tensors.items()
         if name not in _OPTIONAL
     }
@@ -313,47 +401,57 @@ def _check_ids(d2t: Tensor, t2d: Tensor | None, config: HeadConfig, file: Path) 
         raise InvalidField(_PATH, f"{file}: the offsets d2t do not name the ids that t2d does")
 
 
-def kind_of(config: HeadConfig) -> str:
-    """Return the kind of head that a configuration is of."""
-    return next(kind for kind, (shape, _) in SHAPES.items() if type(config) is shape)
-
-
-def save_head(folder: Path, model: Any, config: HeadConfig, layout: str) -> None:
-    """Write a head: in the layout of its kind or another that holds it, with token embedding and output if it has its
-    own.
-
-    Raises InvalidField when the layout cannot hold this kind of head.
-    """
-    kind = kind_of(config)
-    if layout not in (kind, *_MORE_LAYOUTS.get(kind, ())):
-        raise InvalidField("layout", f"{layout} does not hold a {_TITLES.get(kind, kind)} head")
-    values = config.model_dump(by_alias=True)
+def save_head(folder: Path, model: Any, config: HeadConfig) -> None:
+    """Write a head in the layout of its kind, with token embedding and output layer if it has its own."""
+    kind = config.kind
     tensors = public_state(model, config)
     known = torch.zeros(config.vocab_size, dtype=torch.bool)
     known[torch.arange(config.draft_vocab_size) + tensors["d2t"]] = True
     tensors["t2d"] = known
     if model.own_embedding is not None:
-        tensors[_OWN_EMBEDDING.get(layout, _EMBEDDING)] = model.own_embedding
-    if kind in masked_blocks.KINDS:
-        values = masked_blocks.written(layout, values)
-        if model.own_output:
-            tensors[_LM_HEAD] = model.lm_head.weight
-        if config.draft_vocab_size == config.vocab_size:  # as their own files
-            tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
-    elif layout == "speculators":
-        tensors = {
-            _SPECULATORS_LAYER + name.removeprefix(_MIDLAYER) if name.startswith(_MIDLAYER) else name: tensor
-            for name, tensor in tensors.items()
-        }
-        values = speculators.eagle3_config(values)
-    else:
-        values |= {"architectures": [_ARCHITECTURES[kind]]} if kind in _ARCHITECTURES else {_KIND: kind}
+        theirs = _NAMES["specblock"][0] + "weight"
+        tensors[theirs if kind == "specblock" else _EMBEDDING] = model.own_embedding
+    if model.own_output and not type(model).own_output:  # one of its own that the kind's model only borrows
+        tensors[_LM_HEAD] = model.lm_head.weight
+    values = config.model_dump(by_alias=True)
+    values |= {"architectures": [_ARCHITECTURES[kind]]} if kind in _ARCHITECTURES else {_KIND: kind}
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
     (folder / CONFIG).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
-def convert(source: Path, out: Path, layout: str) -> None:
-    """Write the head of `source` in another layout. Raises InvalidField."""
-    model = read_head(source)
-    save_head(out, model, model.config, layout)
+# --- names of tensors ---
+
+_FUSED = MappingProxyType(dict(zip(("qkv_proj", "gate_up_proj"), SIBLINGS, strict=True)))
+
+
+def public_names(name: str) -> tuple[str, ...]:
+    """Return the public names of what one tensor of a model's state holds, in order along its first dimension."""
+    module, _, kind = name.rpartition(".")
+    owner, _, module = module.rpartition(".")
+    if module not in _FUSED:
+        return (name,)
+    return tuple(f"{owner}.{part}.{kind}" for part in _FUSED[module])
+
+
+def public_state(model: nn.Module, config: HeadConfig) -> dict[str, Tensor]:
+    """Return views of the model's tensors by their public names."""
+    query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    sizes = {3: (query, key, key), 2: (config.intermediate_size,) * 2}
+    public: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        names = public_names(name)
+        pieces = tensor.split(sizes[len(names)]) if len(names) > 1 else (tensor,)
+        public |= zip(names, pieces, strict=True)
+    return public
+
+
+def fused_tensor(public: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return the tensor `name` of a model's state, made of public ones."""
+    pieces = [public[part] for part in public_names(name)]
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+
+def public_weights(model: nn.Module, config: HeadConfig) -> dict[str, Tensor]:
+    """Return the public tensors that may be trained and replaced: those that hold numbers, not ids, as float32."""
+    return {name: tensor.float() for name, tensor in public_state(model, config).items() if tensor.is_floating_point()}

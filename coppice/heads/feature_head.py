@@ -33,12 +33,11 @@ from coppice.engine.kv_cache import KVPool, KVShape, OutOfBlocks
 from coppice.engine.linear import compile_ahead, prepack
 from coppice.errors import InvalidField, Overloaded, StaleFence
 from coppice.heads.base import DraftJob, Growth, Head, Miss, with_tree_shape
-from coppice.heads.checkpoints import load_head
+from coppice.heads.checkpoints import fused_tensor, load_head, public_names, public_weights
 from coppice.heads.feature_session import FeatureSession, Rows, join
 from coppice.heads.last_draft import LastDraft
 from coppice.heads.models.layers import DraftModel
 from coppice.heads.noise import NOTHING, Noise, noise_there, places
-from coppice.heads.public_state import fused_tensor, public_names, public_weights
 from coppice.heads.ranking import Ranking, target_ids
 from coppice.heads.row_inputs import Inputs, RowInputs
 from coppice.weights.staging import Staging

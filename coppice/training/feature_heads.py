@@ -16,8 +16,7 @@ from transformers import AutoConfig
 
 from coppice.engine.engine import default_feature_layers
 from coppice.errors import InvalidField
-from coppice.heads import masked_block_layouts as masked_blocks
-from coppice.heads.checkpoints import SHAPES, TargetParts, kind_of, read_output, read_target, save_head
+from coppice.heads.checkpoints import MASKED_KINDS, TargetParts, read_output, read_target, save_head, shape_of
 from coppice.heads.models.expectation import expectation
 from coppice.heads.models.layers import HeadConfig
 from coppice.training.data.packing import held_out_batches
@@ -74,7 +73,7 @@ LOSSES: Mapping[str, dict[str, Any]] = {
     "eagle3": {"blocks": STEPS, "decay": DECAY},
     "medusa": {"decay": DECAY},
     "parallelspec": {"decay": DECAY},
-    **{kind: {"objective": "l1", "decay": SLOT_DECAY, "every": ANCHOR_ROWS} for kind in masked_blocks.KINDS},
+    **{kind: {"objective": "l1", "decay": SLOT_DECAY, "every": ANCHOR_ROWS} for kind in MASKED_KINDS},
 }
 """what a kind of head learns by"""
 MEASURED_ROWS = 12
@@ -104,7 +103,7 @@ def head_config(
     """Return a head's configuration in the shape of the target's layers; `config` is the target's own.
 
     layers: those that the head reads; empty: the default ones. `more` are fields of the kind's own. Raises InvalidField
-    for one that there is not, and for a head that the layout of its kind cannot hold.
+    for one that there is not, or whose value does not fit.
     """
     of_target = {
         "hidden_size": parts.hidden_size,
@@ -125,14 +124,11 @@ def head_config(
     }
     if kind == "specblock":
         shape |= {"rank_norm_topk": None, "block_rope_advance": True, "prefix_broadcast": True}
-    fields = SHAPES[kind][0]
+    fields = shape_of(kind)[0]
     own = {field.alias or name for name, field in fields.model_fields.items()} - of_target.keys()
     for name in sorted(more.keys() - own):
         raise InvalidField("--shape", f"{name} is no field of a {kind} head that training can choose")
-    made = fields.checked(shape | of_target | more, "--shape")
-    if kind in masked_blocks.KINDS:
-        _check_layout(kind, made)
-    return made
+    return fields.checked(shape | of_target | more, "--shape")
 
 
 def head_rope(config: Any) -> dict[str, Any]:
@@ -142,17 +138,6 @@ def head_rope(config: Any) -> dict[str, Any]:
         given = given.get("full_attention") or {}
     partial = given.get("partial_rotary_factor") not in (None, 1)
     return {"rope_theta": given.get("rope_theta", 10_000.0)} if partial or not given else dict(given)
-
-
-def _check_layout(kind: str, config: HeadConfig) -> None:
-    """Raise InvalidField unless a head that fills a block of masks would be written, and read again as its kind."""
-    values = config.model_dump()
-    try:
-        masked_blocks.written(kind, values)
-    except InvalidField as error:
-        raise InvalidField("--shape", str(error)) from None
-    if (read := masked_blocks.kind_of(values)) != kind:  # a dspark head without its table
-        raise InvalidField("--shape", f"markov_rank: a {kind} head with 0 would be read as {read}")
 
 
 def check_shape(kind: str, target: Path, layers: tuple[int, ...], shape: Mapping[str, Any]) -> str:
@@ -170,7 +155,7 @@ def check_shape(kind: str, target: Path, layers: tuple[int, ...], shape: Mapping
 def build_student(config: HeadConfig, embedding: Tensor, output: Tensor, draft_ids: Tensor, seed: int) -> Student:
     """Make a fresh draft model whose output layer starts as the target's."""
     torch.manual_seed(seed)
-    model: Any = SHAPES[kind_of(config)][1](config)
+    model: Any = shape_of(config.kind)[1](config)
     model.d2t.copy_(draft_ids - torch.arange(len(draft_ids)))
     for parameter in model.parameters():
         if parameter.ndim == 2:
@@ -207,7 +192,7 @@ class FeatureHeadInTraining(Student, HeadInTraining):
             _check_layers(begun["config"], answers)
             draft_ids = torch.tensor(begun["draft_ids"])
         more = dict(config.shape)
-        if kind in masked_blocks.KINDS:  # the row of the embedding that the text needs least
+        if kind in MASKED_KINDS:  # the row of the embedding that the text needs least
             more = {"mask_token_id": int(torch.bincount(answers.ids(), minlength=parts.vocab_size).argmin())} | more
         target = AutoConfig.from_pretrained(config.target).get_text_config()
         sizes = head_config(kind, target, parts, len(draft_ids), answers.layers, **more)
@@ -249,7 +234,7 @@ class FeatureHeadInTraining(Student, HeadInTraining):
         acceptance = sum((one for texts in domains.values() for one in texts), Acceptance())
         expected = expectation({name: [one.counts for one in texts] for name, texts in domains.items()})
         log = [json.loads(line) for line in (self.config.work / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-        save_head(folder, model.cpu().bfloat16(), model.config.model_copy(update={"acceptance": expected}), kind)
+        save_head(folder, model.cpu().bfloat16(), model.config.model_copy(update={"acceptance": expected}))
         write_report(folder, acceptance, log)
         write_card(folder, f"A {kind} draft head for {run.target}", model, run, acceptance)
 

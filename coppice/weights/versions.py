@@ -1,6 +1,6 @@
 """A head's weights as drafters and the adapter name, compare and send them.
 
-Names are the public ones (coppice/heads/public_state.py), values float32 whatever a drafter computes in. d2t is no
+Names are the public ones (coppice/heads/checkpoints.py), values float32 whatever a drafter computes in. d2t is no
 weight: which id is which never changes.
 """
 

@@ -86,4 +86,4 @@ def _make_head(folder: Path, kind: str, config: Any, target: Path, dtype: str, s
     shape = head_config(kind, config.get_text_config(), parts, DRAFT_VOCAB)
     output = read_output(target).float()
     student = build_student(shape, parts.embedding, output, torch.arange(shape.draft_vocab_size), seed)
-    save_head(folder, student.model.to(DTYPES[dtype]), shape, kind)
+    save_head(folder, student.model.to(DTYPES[dtype]), shape)

@@ -23,8 +23,7 @@ from coppice.adaptation.records import Kind, Sample
 from coppice.config.adaptation import LearnerSettings
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import InvalidField
-from coppice.heads.checkpoints import kind_in, load_head
-from coppice.heads.public_state import public_weights
+from coppice.heads.checkpoints import kind_in, load_head, public_weights
 from coppice.heads.ranking import target_ids
 from coppice.training.checkpoint import load_optimisers, optimiser_tensors
 from coppice.training.feature_heads import LOSSES

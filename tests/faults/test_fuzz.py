@@ -21,8 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice.adaptation.client import AdapterClient
 from coppice.client.client import Client
-from coppice.heads.checkpoints import load_head
-from coppice.heads.public_state import public_weights
+from coppice.heads.checkpoints import load_head, public_weights
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import SERVICES, Stack

@@ -153,7 +153,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("faults")
     make_target(folder / "target", VOCAB, layers=8, hidden=WIDE, tokenizer=False)
     model = honest()
-    save_head(folder / "head", model, model.config, "eagle3")
+    save_head(folder / "head", model, model.config)
     found = [[0, 0] for _ in range(3)]
     for path, _ in islice(draw(load(folder / "head", folder / "target"), first=200), 400):
         for depth, right in enumerate(path[:3]):

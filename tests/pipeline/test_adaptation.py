@@ -14,8 +14,7 @@ import pytest
 
 from coppice.adaptation.client import AdapterClient
 from coppice.client.client import AsyncClient, Client
-from coppice.heads.checkpoints import load_head
-from coppice.heads.public_state import public_weights
+from coppice.heads.checkpoints import load_head, public_weights
 from coppice.limits import SKETCH
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams

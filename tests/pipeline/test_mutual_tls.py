@@ -19,8 +19,7 @@ from playwright.sync_api import expect
 from coppice.adaptation.client import AdapterClient
 from coppice.client.client import Client
 from coppice.errors import CoppiceError, PermissionDenied, Unauthenticated, Unavailable
-from coppice.heads.checkpoints import load_head
-from coppice.heads.public_state import public_weights
+from coppice.heads.checkpoints import load_head, public_weights
 from coppice.rpc.channels import Dialer
 from coppice.stack.launch import SERVICES, Stack
 from coppice.stack.spec import HeadSpec, StackSpec

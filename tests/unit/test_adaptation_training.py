@@ -160,7 +160,7 @@ def test_a_head_that_brings_its_output_layer_is_taught_by_its_markov_table(
 ) -> None:
     loaded = load_head("dspark", heads["dspark"], target)
     loaded.model.own_output = True  # as DeepSpec's files have it
-    save_head(tmp_path / "own", loaded.model, loaded.config, "dspark")
+    save_head(tmp_path / "own", loaded.model, loaded.config)
     made = learner({"dspark": tmp_path / "own"}, "dspark", target)
     was, update = copies(made.tensors()), made.step("head", head_samples(made))
     assert update.loss_after < update.loss_before

@@ -70,7 +70,6 @@ def test_help_imports_nothing_heavy(words: list[str]) -> None:
         ["bench", "paper", "rank"],
         ["train", "head"],
         ["adapter", "status"],
-        ["convert", "head"],
     ],
 )
 def test_help_of_every_group_needs_no_framework(words: list[str]) -> None:

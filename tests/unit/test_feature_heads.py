@@ -54,7 +54,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save_random(folder: Path, kind: str, seed: int = 0, **more: object) -> Path:
     """A head of random weights, large enough that slots and nodes differ clearly."""
-    layout = more.pop("layout", kind)
     torch.manual_seed(seed)
     shape, architecture = SHAPES[kind]
     config = shape.model_validate(SIZES | {"feature_layers": (2, 4, 5)} | more)
@@ -64,7 +63,7 @@ def save_random(folder: Path, kind: str, seed: int = 0, **more: object) -> Path:
             torch.nn.init.normal_(parameter, std=2.0 / parameter.shape[1] ** 0.5)
     chosen = torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values
     model.get_buffer("d2t").copy_(chosen - torch.arange(config.draft_vocab_size))
-    save_head(folder, model, config, layout)  # type: ignore[arg-type]
+    save_head(folder, model, config)
     return folder
 
 
@@ -504,10 +503,10 @@ VARIANTS = [
     ("dflash", {"block_size": 5}, {}),
     (
         "dflash",
-        {"sample_from_anchor": True, "num_hidden_layers": 3, "draft_vocab_size": VOCAB, "layout": "dspark"},
+        {"sample_from_anchor": True, "num_hidden_layers": 3, "draft_vocab_size": VOCAB},
         {"depth": 3},
     ),
-    ("jetspec", {"qk_norm": False, "layout": "jetspec"}, {}),
+    ("jetspec", {"qk_norm": False}, {}),
     ("jetspec", {}, {}),
     ("dspark", {}, {}),
     ("dspark", {"markov_rank": 8, "block_size": 4, "causal": True, "confidence": False}, {"top_k": 12}),

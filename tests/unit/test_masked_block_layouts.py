@@ -1,4 +1,4 @@
-"""Layouts of heads that fill a block of masks: as their authors write them, loaded, converted; and what is refused."""
+"""Layouts of heads that fill a block of masks: loaded as their authors write them; and what is refused."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from coppice.commands.convert import HEAD_LAYOUTS, app
 from coppice.errors import InvalidField
-from coppice.heads.checkpoints import OWN, SHAPES, convert, kind_in, layout_of, load_head, read_head
-from coppice.heads.public_state import public_state
+from coppice.heads.checkpoints import kind_in, load_head, public_state, read_head
 from tests.tiny import make_target
 from tests.unit.test_layouts import (
     DIM,
@@ -28,7 +25,6 @@ from tests.unit.test_layouts import (
     H,
     Tensors,
     dropped,
-    eagle3,
     layer,
     put,
     random,
@@ -146,24 +142,24 @@ def reduced() -> Made:
 
 FLASH = {"causal": False, "sample_from_anchor": False, "markov_rank": 0, "confidence": False}
 SPARK = {"causal": False, "sample_from_anchor": True, "markov_rank": RANK, "confidence": True}
-PUBLIC: dict[str, tuple[Callable[[], Made], str, str, dict[str, Any]]] = {
-    "z-lab": (zlab, "dflash", "dflash", FLASH),
-    "JetSpec": (jetspec, "jetspec", "jetspec", FLASH | {"causal": True}),
-    "DeepSpec": (deepspec, "dspark", "dspark", SPARK),
-    "DeepSpec's DFlash": (plain, "dspark", "dflash", FLASH | {"sample_from_anchor": True}),
-    "SpecForge": (specforge, "dspark", "dspark", SPARK),
-    "speculators": (speculators, "speculators", "dflash", FLASH),
-    "speculators' DSpark": (reduced, "speculators", "dspark", SPARK),
+PUBLIC: dict[str, tuple[Callable[[], Made], str, dict[str, Any]]] = {
+    "z-lab": (zlab, "dflash", FLASH),
+    "JetSpec": (jetspec, "jetspec", FLASH | {"causal": True}),
+    "DeepSpec": (deepspec, "dspark", SPARK),
+    "DeepSpec's DFlash": (plain, "dflash", FLASH | {"sample_from_anchor": True}),
+    "SpecForge": (specforge, "dspark", SPARK),
+    "speculators": (speculators, "dflash", FLASH),
+    "speculators' DSpark": (reduced, "dspark", SPARK),
 }
-"""the maker, the layout, the kind, and what the fields are then"""
+"""the maker, the kind, and what the fields are then"""
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_checkpoint_as_its_authors_write_it_is_loaded(name: str, target: Path, tmp_path: Path) -> None:
-    make, layout, kind, fields = PUBLIC[name]
+    make, kind, fields = PUBLIC[name]
     config, tensors = make()
     folder = written(tmp_path, (config, tensors))
-    assert (layout_of(folder), kind_in(folder)) == (layout, kind)
+    assert kind_in(folder) == kind
     loaded = load_head(kind, folder, target)
     public = public_state(loaded.model, loaded.config)
     assert public.keys() - {"d2t"} == tensors.keys() - {"d2t", "t2d", "embed_tokens.weight", "lm_head.weight"}
@@ -178,55 +174,6 @@ def test_a_checkpoint_as_its_authors_write_it_is_loaded(name: str, target: Path,
     assert torch.equal(loaded.model.lm_head.weight, tensors.get("lm_head.weight", theirs["lm_head.weight"]))
     ids = torch.arange(len(loaded.model.d2t)) + loaded.model.d2t
     assert torch.equal(ids, tensors["t2d"].nonzero().flatten() if "t2d" in tensors else torch.arange(VOCAB))
-
-
-@pytest.mark.parametrize(
-    ("name", "to"),
-    [
-        ("z-lab", "dflash"),
-        ("z-lab", "speculators"),
-        ("JetSpec", "jetspec"),
-        ("DeepSpec", "dspark"),
-        ("DeepSpec", "speculators"),
-        ("DeepSpec's DFlash", "speculators"),
-        ("SpecForge", "dspark"),
-        ("SpecForge", "speculators"),
-        ("speculators", "dflash"),
-        ("speculators' DSpark", "dspark"),
-    ],
-)
-def test_conversion_there_and_back_loses_nothing(name: str, to: str, target: Path, tmp_path: Path) -> None:
-    make, layout, kind, _ = PUBLIC[name]
-    folder, out, back = (tmp_path / one for one in ("in", "out", "back"))
-    written(folder, make())
-    convert(folder, out, to)
-    assert layout_of(out) == to
-    convert(out, back, layout)
-    before = load_file(folder / "model.safetensors")
-    for converted in (out, back):
-        after = load_file(converted / "model.safetensors")
-        assert before.keys() == after.keys()
-        assert all(torch.equal(before[key], after[key]) for key in before)
-    unsaid = {"num_target_layers": LAYERS}  # by speculators
-    first, *others = (load_head(kind, one, target).config.model_copy(update=unsaid) for one in (folder, out, back))
-    assert others == [first, first]
-
-
-@pytest.mark.parametrize(
-    ("name", "to", "why"),
-    [
-        ("z-lab", "jetspec", "jetspec holds no block whose rows all see one another"),
-        ("z-lab", "dspark", "dspark holds no plain block whose root does not predict"),
-        ("z-lab", "eagle3", "eagle3 does not hold a DFlash head"),
-        ("JetSpec", "dflash", "dflash holds no causal block"),
-        ("JetSpec", "speculators", "speculators holds no causal block"),
-        ("DeepSpec", "dflash", "sample_from_anchor: dflash holds no block whose root predicts"),
-        ("DeepSpec's DFlash", "dflash", "dflash holds no block whose root predicts"),
-    ],
-)
-def test_a_layout_that_cannot_hold_the_head_is_refused(name: str, to: str, why: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidField, match=why):
-        convert(written(tmp_path / "in", PUBLIC[name][0]()), tmp_path / "out", to)
 
 
 def said(**fields: Any) -> Callable[[dict[str, Any], Tensors], None]:
@@ -311,7 +258,7 @@ SLIDING = ["sliding_attention"] * (DEPTH - 1) + ["full_attention"]
 def test_what_no_loader_would_notice_is_refused(
     name: str, spoil: Callable[[dict[str, Any], Tensors], Any], why: str, target: Path, tmp_path: Path
 ) -> None:
-    make, _, kind, _ = PUBLIC[name]
+    make, kind, _ = PUBLIC[name]
     config, tensors = make()
     spoil(config, tensors)
     with pytest.raises(InvalidField, match=why):
@@ -409,27 +356,3 @@ def test_a_block_reads_what_the_embedding_module_of_the_target_gives(target: Pat
     own = deepspec()
     loaded = load_head("dspark", written(tmp_path / "deepspec", own), scaling)
     assert torch.equal(loaded.embedding, own[1]["embed_tokens.weight"].float())
-
-
-def test_speculators_learn_how_many_tokens_a_block_drafts(tmp_path: Path) -> None:
-    for name, tokens in (("z-lab", BLOCK - 1), ("DeepSpec", BLOCK)):
-        convert(written(tmp_path / "in", PUBLIC[name][0]()), tmp_path / "out", "speculators")
-        told = json.loads((tmp_path / "out" / "config.json").read_text())["speculators_config"]
-        assert told["algorithm"] == PUBLIC[name][2]
-        assert told["proposal_methods"][0]["speculative_tokens"] == tokens
-
-
-def test_the_command_knows_every_layout(tmp_path: Path) -> None:
-    assert {*HEAD_LAYOUTS} == {*SHAPES, "speculators"} - {*OWN}
-    folder, out = written(tmp_path / "in", zlab()), tmp_path / "out"
-    told = ["head", "--from", "dflash", "--to", "speculators", str(folder), str(out)]
-    assert CliRunner().invoke(app, told).exit_code == 0
-    assert layout_of(out) == "speculators"
-    told[2] = "jetspec"
-    assert isinstance(CliRunner().invoke(app, told).exception, InvalidField)
-
-
-@pytest.mark.parametrize("kind", ["dflash", "jetspec", "dspark"])
-def test_another_kind_of_checkpoint_is_refused(kind: str, target: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidField, match="is a EAGLE-3 checkpoint, not one of"):
-        load_head(kind, written(tmp_path, eagle3()), target)

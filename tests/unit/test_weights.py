@@ -19,10 +19,12 @@ from coppice.config.sections import DrafterSettings
 from coppice.errors import CoppiceError, InvalidField, StaleFence
 from coppice.heads.base import DraftJob
 from coppice.heads.checkpoints import (
+    fused_tensor,
+    public_state,
+    public_weights,
     read_head,
     save_head,
 )
-from coppice.heads.public_state import fused_tensor, public_state, public_weights
 from coppice.heads.registry import build_head
 from coppice.limits import CHUNK_BYTES
 from coppice.weights.staging import Staging, read_file
@@ -237,7 +239,7 @@ def saved(folder: Path, kind: str, source: Path, weights: Weights) -> Path:
     model = read_head(source)
     public = {**public_state(model, model.config), **weights.tensors}
     model.load_state_dict({name: fused_tensor(public, name) for name in model.state_dict()})
-    save_head(folder, model, model.config, kind)  # type: ignore[arg-type]
+    save_head(folder, model, model.config)
     return folder
 
 

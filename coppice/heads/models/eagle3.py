@@ -16,6 +16,7 @@ from coppice.heads.models.rotary import Rope
 class Eagle3Config(HeadConfig):
     """Sizes of an EAGLE-3 head: it drafts as a head of blocks with one slot each would."""
 
+    kind: ClassVar[str] = "eagle3"
     slots: ClassVar[int] = 1
     block_rope_advance: ClassVar[bool] = True
     num_hidden_layers: PositiveInt = 1

@@ -21,6 +21,7 @@ from coppice.heads.models.rotary import Rope
 class FalconConfig(BlockConfig):
     """Sizes of a Falcon head."""
 
+    kind: ClassVar[str] = "falcon"
     relaxed: ClassVar[bool] = True
     num_hidden_layers: PositiveInt = 1
     lstm_layers: PositiveInt = 2

@@ -1,7 +1,7 @@
 """The parts of feature-fed draft heads: a configuration, pre-norm attention with rotary positions, a gated MLP.
 
 Shaped as the layers of Llama, Qwen3 and Mistral are. Projections that read the same input are one matrix here; the
-public layouts keep them apart (coppice/heads/public_state.py).
+public layouts keep them apart (coppice/heads/checkpoints.py).
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _DEFAULT_LAYERS = 3  # as many as `default_feature_layers` names
 class HeadConfig(RotaryConfig):
     """A draft head's sizes, under the names of the public checkpoints' config.json."""
 
+    kind: ClassVar[str]
+    """kind of head"""
     relaxed: ClassVar[bool] = False
     """whether the slots of a block see one another, later ones too"""
     hidden_size: PositiveInt

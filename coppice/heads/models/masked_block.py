@@ -9,6 +9,7 @@ arXiv 2607.05147, section 3.)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
@@ -59,16 +60,20 @@ class MaskedBlockConfig(HeadConfig):
 class DFlashConfig(MaskedBlockConfig):
     """Sizes of a DFlash head."""
 
+    kind: ClassVar[str] = "dflash"
+
 
 class JetSpecConfig(MaskedBlockConfig):
     """Sizes of a JetSpec head."""
 
+    kind: ClassVar[str] = "jetspec"
     causal: bool = True
 
 
 class DSparkConfig(MaskedBlockConfig):
     """Sizes of a DSpark head."""
 
+    kind: ClassVar[str] = "dspark"
     sample_from_anchor: bool = True
     markov_rank: NonNegativeInt = 64
     confidence: bool = True

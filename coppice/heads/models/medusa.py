@@ -6,7 +6,7 @@ as EAGLE-3 does it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from coppice.heads.models.layers import DraftModel, HeadConfig, norm_of
 class MedusaConfig(HeadConfig):
     """Sizes of a Medusa head: it has no attention and no KV."""
 
+    kind: ClassVar[str] = "medusa"
     num_hidden_layers: NonNegativeInt = 0
     slots: PositiveInt = 5
     """K, how many offsets there is a head for"""

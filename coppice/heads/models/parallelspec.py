@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from pydantic import PositiveInt
@@ -16,6 +17,7 @@ from coppice.heads.models.rotary import Rope
 class ParallelSpecConfig(HeadConfig):
     """Sizes of a ParallelSpec head."""
 
+    kind: ClassVar[str] = "parallelspec"
     num_hidden_layers: PositiveInt = 1
     slots: PositiveInt = 5
     """K, how many mask tokens follow the prefix"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from pydantic import Field, PositiveInt
@@ -21,6 +22,7 @@ _TOP = 10
 class SpecBlockConfig(BlockConfig):
     """Sizes of a SpecBlock head."""
 
+    kind: ClassVar[str] = "specblock"
     num_hidden_layers: PositiveInt = 2
     slots: PositiveInt = Field(4, alias="diffspec_draft_token_num", description="K, positions a block predicts")
     rank_norm_topk: PositiveInt | None = 20

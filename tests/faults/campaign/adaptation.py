@@ -17,8 +17,7 @@ from redis import Redis
 from coppice.adaptation.client import AdapterClient
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import CoppiceError
-from coppice.heads.checkpoints import load_head
-from coppice.heads.public_state import public_weights
+from coppice.heads.checkpoints import load_head, public_weights
 from coppice.stack.launch import ADAPTER, REDIS
 from coppice.stack.process import ProcessFailed
 from coppice.stack.spec import HeadSpec
