@@ -18,7 +18,6 @@ import structlog
 
 from coppice.errors import CoppiceError, InternalError, InvalidField, Overloaded, Unavailable, from_rpc_error
 from coppice.limits import MAX_HEAD_NODES, MAX_TREE_DEPTH, MAX_TREE_NODES
-from coppice.rpc.tracing import metadata
 from coppice.speculation.routing import first_miss
 from coppice.speculation.tree import DraftTree, TreeError, extend, validate
 from coppice.v1 import drafter_pb2
@@ -50,7 +49,7 @@ class DraftStream:
         self._tasks: set[asyncio.Task[None]] = set()
         self._writing: asyncio.Task[None] | None = None
         replica.taken()
-        self._call: grpc.aio.StreamStreamCall = replica.stub.Draft(metadata=metadata())
+        self._call: grpc.aio.StreamStreamCall = replica.stub.Draft()
         self._spawn(self._listen())
 
     @property

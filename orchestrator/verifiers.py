@@ -31,7 +31,6 @@ from coppice.errors import (
 from coppice.limits import MAX_TOKEN_ID
 from coppice.rpc.channels import Dialer
 from coppice.rpc.sessions import end_waits
-from coppice.rpc.tracing import metadata
 from coppice.v1 import verifier_pb2
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from coppice.wire import verifier
@@ -238,7 +237,7 @@ class TargetSession:
         self._streams += 1
         # A verifier may still hold the stream that was lost.
         opening = replace(self._opening, session=f"{self._opening.session}.{self._streams}", ids=list(ids))
-        self._replica, self._call = replica, replica.stub.Verify(metadata=metadata())
+        self._replica, self._call = replica, replica.stub.Verify()
         replica.taken()
         answer = await self._exchange(opening, opening, self._pool.prefill_s)
         assert isinstance(answer, SessionOpened)

@@ -8,6 +8,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Self
 
+import grpc
 import structlog
 
 from coppice.config.sections import TlsSettings
@@ -58,6 +59,28 @@ class Certificates:
         except OSError as error:
             why = getattr(error, "reason", None) or error.strerror
             raise InvalidField("tls.cert", f"{tls.cert} and {tls.key} are no PEM pair: {why}") from None
+
+
+def server_credentials(tls: TlsSettings, require: bool) -> grpc.ServerCredentials:
+    """What a port is opened with; `require`: callers need a certificate. Every new connection gets the files' content.
+
+    Raises InvalidField naming the setting whose file is missing or unusable.
+    """
+    used = Certificates.read(tls)
+    if not used.cert:
+        raise InvalidField("tls.cert", "is missing: a server shows a certificate")
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal used
+        before, used = used, used.renewed(tls)
+        return None if used is before else _configuration(used)
+
+    return grpc.dynamic_ssl_server_credentials(_configuration(used), changed, require_client_authentication=require)
+
+
+def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfiguration:
+    pair = (certificates.key, certificates.cert)
+    return grpc.ssl_server_certificate_configuration([pair], root_certificates=certificates.ca)
 
 
 def is_loopback(host: str) -> bool:

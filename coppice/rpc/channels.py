@@ -1,9 +1,14 @@
-"""Client channels between Coppice processes, all with the same options."""
+"""Client channels between Coppice processes, all with the same options; they follow a rotation of certificates."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import partial, partialmethod
+from types import ModuleType
 from typing import Any, Self
 
 import grpc
@@ -13,9 +18,12 @@ from pydantic import ValidationError
 from coppice.config.sections import TlsSettings
 from coppice.errors import InvalidField
 from coppice.limits import Limits
-from coppice.rpc.certificates import is_loopback
-from coppice.rpc.tls import AioGuardedChannel, GuardedChannel, Metadata
+from coppice.rpc import tracing
+from coppice.rpc.access import ACCESS
+from coppice.rpc.certificates import Certificates, is_loopback
 
+Options = list[tuple[str, Any]]
+Metadata = tuple[tuple[str, str | bytes], ...]
 HEAD = "coppice-head-bin"
 """metadata of a call to a drafter: the pool it is for, as one address may serve several"""
 _CLIENT_TLS = ("ca", "cert", "key", "server_name", "tokens_in_clear")
@@ -35,6 +43,88 @@ def channel_options(message_bytes: int) -> list[tuple[str, int]]:
         # Two channels to one address must not share a connection: a stuck stream would stall the other.
         ("grpc.use_local_subchannel_pool", 1),
     ]
+
+
+class _Guarded:
+    """Stands for a channel to one address: hands the trace on, sends metadata with each call, checks that the server is
+    the service's.
+
+    After a change of certificates the next call takes a new connection. Those under way keep theirs.
+    """
+
+    def __init__(
+        self, library: ModuleType, address: str, options: Options, tls: TlsSettings, metadata: Metadata
+    ) -> None:
+        """`library` opens the channels: grpc, or grpc.aio. Raises InvalidField."""
+        self._metadata = metadata
+        self._library, self._address, self._options, self._tls = library, address, options, tls
+        self._certificates = Certificates.read(tls) if tls.on else None
+        self._current: dict[str, Any] = {}  # by the name the server must have
+
+    def _callable(self, kind: str, *method: Any, **codecs: Any) -> Callable[..., Any]:
+        return partial(self._call, kind, method, codecs)
+
+    unary_unary = partialmethod(_callable, "unary_unary")
+    """As of a gRPC channel; so are the next three"""
+    unary_stream = partialmethod(_callable, "unary_stream")
+    stream_unary = partialmethod(_callable, "stream_unary")
+    stream_stream = partialmethod(_callable, "stream_stream")
+
+    def _call(self, kind: str, method: Any, codecs: Any, *request: Any, metadata: Any = None, **options: Any) -> Any:
+        service = method[0].strip("/").partition("/")[0]
+        make = getattr(self._channel(service), kind)
+        sent = tracing.metadata() if metadata is None else metadata
+        return make(*method, **codecs)(*request, metadata=(*sent, *self._metadata), **options)
+
+    def _channel(self, service: str) -> Any:
+        """The channel for calls of a service."""
+        name = ""
+        if self._certificates is not None:
+            before, self._certificates = self._certificates, self._certificates.renewed(self._tls)
+            if self._certificates is not before:
+                self._retire(list(self._current.values()))
+                self._current.clear()
+            name = self._tls.server_name or (ACCESS[service].server if service in ACCESS else "")
+        if name not in self._current:
+            options = [*self._options, *([("grpc.ssl_target_name_override", name)] if name else [])]
+            if self._certificates is None:
+                channel = self._library.insecure_channel(self._address, options=options)
+            else:
+                held = self._certificates
+                credentials = grpc.ssl_channel_credentials(held.ca, held.key or None, held.cert or None)
+                channel = self._library.secure_channel(self._address, credentials, options=options)
+            self._current[name] = channel
+        return self._current[name]
+
+    def _retire(self, channels: list[Any]) -> None:
+        """No call will begin on these."""
+
+
+class GuardedChannel(_Guarded):
+    """For callers without an event loop; may be used from several threads."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._retired: list[Any] = []
+
+    def _retire(self, channels: list[Any]) -> None:
+        self._retired += channels
+
+    def close(self) -> None:
+        """End every call."""
+        for channel in (*self._retired, *self._current.values()):
+            channel.close()
+
+
+class AioGuardedChannel(_Guarded, AbstractAsyncContextManager["AioGuardedChannel"]):
+    """For callers on an event loop; an async context manager. A retired channel goes when its last call ends."""
+
+    async def close(self) -> None:
+        """End the calls of the channels in use."""
+        await asyncio.gather(*(channel.close() for channel in self._current.values()))
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
 
 
 @dataclass(frozen=True, slots=True)

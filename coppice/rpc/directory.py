@@ -37,6 +37,62 @@ def _split(address: str) -> tuple[str, int] | None:
     return match[1].strip("[]"), int(match[2])
 
 
+MAX_REPLICAS = 1024
+"""of a pool that are read"""
+
+# A member that begins with # says when the set was made, so that a flush is seen even when the first replicas are back
+# before anybody looks.
+_ENTER = """
+if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('ZADD', KEYS[1], '+inf', '#' .. now) end
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+return redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
+"""
+_LEAVE = "return redis.call('ZREM', KEYS[1], ARGV[1])"
+_LIST = "return redis.call('ZREVRANGEBYSCORE', KEYS[1], '+inf', now, 'LIMIT', 0, ARGV[1])"
+
+
+def registry_key(prefix: str, role: str, pool: str) -> str:
+    """The sorted set of a pool's replicas; `pool` is a drafter's name, empty for other roles."""
+    return f"{prefix}:directory:{role}:{pool}"
+
+
+class Registry:
+    """One pool's replicas in Redis, for one caller at a time. Its methods raise Unavailable."""
+
+    def __init__(self, settings: DirectorySettings, role: str, pool: str) -> None:
+        from coppice.store.connection import Connection
+
+        self.name = "redis"
+        self.key = registry_key(settings.prefix, role, pool)
+        self._connection = Connection(settings)
+        self._made_at = ""
+
+    async def enter(self, address: str, lease_s: float) -> None:
+        """Add an address, or renew its lease; drop those whose lease is over."""
+        await self._connection.run(_ENTER, self.key, address, round(1000 * lease_s))
+
+    async def leave(self, address: str) -> None:
+        """Remove an address."""
+        await self._connection.run(_LEAVE, self.key, address)
+
+    async def look(self) -> frozenset[str]:
+        """The addresses whose lease runs. Raises Unavailable for none, too, and after a flush."""
+        members = await self._connection.run(_LIST, self.key, MAX_REPLICAS)
+        names = [member.decode(errors="replace") for member in members]
+        addresses = frozenset(name for name in names if _split(name))
+        made_at = next((name for name in names if name.startswith("#")), "")
+        before, self._made_at = self._made_at, made_at or self._made_at
+        if not addresses:
+            raise Unavailable("names nobody")
+        if before not in ("", made_at):
+            raise Unavailable("was emptied")
+        return addresses
+
+    async def close(self) -> None:
+        """End the connection."""
+        await self._connection.close()
+
+
 class _Source(Protocol):
     name: str
 
@@ -68,30 +124,6 @@ class _Dns:
 
     async def close(self) -> None:
         """There is nothing to let go of."""
-
-
-class _Registry:
-    """The replicas whose lease runs."""
-
-    def __init__(self, settings: DirectorySettings, role: str, pool: str) -> None:
-        from coppice.store.registry import Registry
-
-        self.name = "redis"
-        self._registry = Registry(settings, role, pool)
-        self._made_at = ""
-
-    async def look(self) -> frozenset[str]:
-        members, made_at = await self._registry.members()
-        addresses = frozenset(member for member in members if _split(member))
-        known, self._made_at = self._made_at, made_at or self._made_at
-        if not addresses:
-            raise Unavailable("names nobody")
-        if known not in ("", made_at):
-            raise Unavailable("was emptied")
-        return addresses
-
-    async def close(self) -> None:
-        await self._registry.close()
 
 
 class Directory:
@@ -167,7 +199,7 @@ def directory(places: Sequence[str], role: str, pool: str, settings: DirectorySe
         if place == "redis":
             if not settings.redis:
                 raise InvalidField(field, "redis is the registry of directory.redis, which is not set")
-            sources.setdefault(place, _Registry(settings, role, pool))
+            sources.setdefault(place, Registry(settings, role, pool))
         elif place.startswith("dns:") and (name := _split(place.removeprefix("dns:"))):
             sources.setdefault(place, _Dns(*name))
         elif _split(place):
@@ -191,21 +223,9 @@ class Registration:
 
     def __init__(self, settings: DirectorySettings, role: str, pool: str = "") -> None:
         """`settings.redis` is set."""
-        from coppice.store.registry import Registry
-
         self._registry, self._lease_s = Registry(settings, role, pool), settings.lease_s
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-
-    @classmethod
-    def of(cls, settings: Settings, role: str, pool: str = "") -> Registration | None:
-        """A service's, None without a registry. Raises InvalidField when nobody could reach what it would register."""
-        if not settings.directory.redis:
-            return None
-        host = settings.server.advertise or settings.server.host
-        if host in _ANY_HOST or not _split(f"{host}:1"):
-            raise InvalidField("server.advertise", f"a registry needs the host others reach this one by, not {host!r}")
-        return cls(settings.directory, role, pool)
 
     def start(self, address: str) -> None:
         """Begin to register HOST:PORT, on the running loop."""
@@ -236,3 +256,13 @@ class Registration:
             with contextlib.suppress(Unavailable):
                 await self._registry.leave(address)
         await self._registry.close()
+
+
+def registration_of(settings: Settings, role: str, pool: str = "") -> Registration | None:
+    """A service's, None without a registry. Raises InvalidField when nobody could reach what it would register."""
+    if not settings.directory.redis:
+        return None
+    host = settings.server.advertise or settings.server.host
+    if host in _ANY_HOST or not _split(f"{host}:1"):
+        raise InvalidField("server.advertise", f"a registry needs the host others reach this one by, not {host!r}")
+    return Registration(settings.directory, role, pool)

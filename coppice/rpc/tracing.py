@@ -110,10 +110,10 @@ def current() -> Trace | None:
     return Trace(span) if span is not None and span.is_recording() else None
 
 
-def metadata() -> Sequence[tuple[str, str]] | None:
+def metadata() -> Sequence[tuple[str, str]]:
     """What hands the trace of the call that this task serves on to a call that it makes."""
     api = _api()
-    return _written(_below(api.get_current_span())) if api else None
+    return _written(_below(api.get_current_span())) if api else ()
 
 
 @contextmanager

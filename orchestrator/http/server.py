@@ -27,8 +27,7 @@ from coppice.limits import MAX_CONTEXT, Limits
 from coppice.rpc import tracing
 from coppice.rpc.access import Access
 from coppice.rpc.certificates import Certificates, is_loopback
-from coppice.rpc.server import most_calls
-from coppice.rpc.unpacking import MAX_PARTS
+from coppice.rpc.server import MAX_PARTS, most_calls
 
 from . import errors
 from .answering import Answering

@@ -7,7 +7,7 @@ import sys
 from coppice.adaptation.producer import Producer
 from coppice.config.settings import Settings
 from coppice.rpc import tracing
-from coppice.rpc.directory import Registration
+from coppice.rpc.directory import registration_of
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import SessionMetrics, SignalMetrics, serve_metrics
 from coppice.v1 import drafter_pb2
@@ -20,7 +20,7 @@ async def serve(settings: Settings) -> int:
     name = pool_name(settings)
     metrics = SessionMetrics("drafter")
     tracing.start(settings.telemetry, f"drafter-{name}")
-    registration = Registration.of(settings, "drafter", name)
+    registration = registration_of(settings, "drafter", name)
     serving = Serving(settings.server, settings.limits, "drafter", settings.tls, registration=registration)
     producer = Producer(settings.adaptation, SignalMetrics(metrics.registry), [name])
     head = ServedHead(settings, metrics, producer, serving.waits)

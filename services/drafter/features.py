@@ -12,7 +12,6 @@ from coppice.errors import CoppiceError, InvalidField, Unavailable
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory
 from coppice.rpc.nearby import NearbyVerifier, Subscription
-from coppice.rpc.tracing import metadata
 from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from coppice.wire.common import FeatureRef, Features
 from coppice.wire.verifier import Commit, fetch_to_wire, read_commit, read_feature_part
@@ -125,7 +124,7 @@ class FeatureSource:
             except CoppiceError as error:
                 raise Unavailable(f"no features from the verifier of this process: {error}") from None
         await self._check(ref.verifier)
-        call = self._stub(ref.verifier).FetchFeatures(fetch_to_wire(ref, follow=True), metadata=metadata())
+        call = self._stub(ref.verifier).FetchFeatures(fetch_to_wire(ref, follow=True))
         try:
             features = await _window(call, ref) if ref.count else None
         except (grpc.RpcError, CoppiceError) as error:

@@ -13,7 +13,7 @@ from coppice.config.settings import Settings
 from coppice.engine.batching import BatchingThread
 from coppice.errors import InvalidField, Unavailable
 from coppice.rpc.channels import HEAD
-from coppice.rpc.directory import Registration
+from coppice.rpc.directory import registration_of
 from coppice.rpc.nearby import NearbyVerifier
 from coppice.rpc.server import Serving
 from coppice.telemetry import SessionMetrics, SignalMetrics
@@ -42,7 +42,7 @@ class Drafters:
         self._heads = {
             name: ServedHead(own, metrics, self._producer, serving.waits, nearby, host) for name, own in each.items()
         }
-        found = [Registration.of(settings, "drafter", name) for name in each]
+        found = [registration_of(settings, "drafter", name) for name in each]
         serving.registrations += [registration for registration in found if registration is not None]
 
     async def start(self) -> None:

@@ -10,7 +10,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from coppice.config.model_folder import check_model
 from coppice.config.settings import Settings, load_settings
 from coppice.rpc import tracing
-from coppice.rpc.directory import Registration
+from coppice.rpc.directory import registration_of
 from coppice.rpc.nearby import nearby_drafters
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import SessionMetrics, serve_metrics
@@ -32,7 +32,7 @@ async def serve(settings: Settings) -> int:
 
     tracing.start(settings.telemetry, "verifier")
     metrics = SessionMetrics("verifier")
-    registration = Registration.of(settings, "verifier")
+    registration = registration_of(settings, "verifier")
     serving = Serving(settings.server, settings.limits, "verifier", settings.tls, registration=registration)
     worker = Worker(settings.verifier, metrics)
     beside: dict[ServiceDescriptor, object] = {}

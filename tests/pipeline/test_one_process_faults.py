@@ -18,11 +18,11 @@ from coppice.adaptation.client import AdapterClient
 from coppice.client.client import Client
 from coppice.errors import Unavailable
 from coppice.rpc.channels import Dialer
+from coppice.rpc.directory import registry_key
 from coppice.speculation.sampling import SamplingParams
 from coppice.stack.launch import Stack
 from coppice.stack.redis_server import LocalRedis
 from coppice.stack.spec import HeadSpec, StackSpec
-from coppice.store.registry import registry_key
 from coppice.telemetry import metric, scrape
 from coppice.testing.reference import Reference
 from coppice.wire.drafter import HeadDescription

@@ -19,11 +19,10 @@ from coppice.config.settings import Settings
 from coppice.errors import InvalidField, Unavailable
 from coppice.limits import Limits
 from coppice.rpc.channels import Dialer
-from coppice.rpc.directory import Registration, directory
+from coppice.rpc.directory import Registration, directory, registration_of, registry_key
 from coppice.rpc.server import Serving
 from coppice.stack.redis_server import LocalRedis
 from coppice.store.connection import Connection
-from coppice.store.registry import registry_key
 from coppice.v1 import drafter_pb2
 from coppice.wire.common import FeatureRef
 from services.drafter.features import FeatureSource
@@ -242,10 +241,10 @@ def test_no_place_names_its_setting() -> None:
 async def test_what_nobody_can_reach_is_not_registered(host: str) -> None:
     settings = Settings(server=ServerSettings(host=host), directory=told("redis://127.0.0.1:1"))
     with pytest.raises(InvalidField, match=r"^server\.advertise: "):
-        Registration.of(settings, "verifier")
-    assert Registration.of(settings.model_copy(update={"directory": told()}), "verifier") is None
+        registration_of(settings, "verifier")
+    assert registration_of(settings.model_copy(update={"directory": told()}), "verifier") is None
     advertised = settings.server.model_copy(update={"advertise": "10.0.0.1"})
-    assert Registration.of(settings.model_copy(update={"server": advertised}), "verifier") is not None
+    assert registration_of(settings.model_copy(update={"server": advertised}), "verifier") is not None
 
 
 async def test_features_come_from_whom_the_directory_names(redis: LocalRedis) -> None:

@@ -20,8 +20,7 @@ from transformers import AutoTokenizer
 from coppice.config.sections import TlsSettings
 from coppice.errors import InvalidField, Overloaded
 from coppice.limits import MAX_CHAT_MESSAGES, Limits
-from coppice.rpc.access import Access
-from coppice.rpc.tokens import Tokens
+from coppice.rpc.access import Access, Tokens
 from coppice.telemetry import OrchestratorMetrics
 from coppice.wire.generation import ChatMessage
 from orchestrator.encoder import SHORT_CHARS, Encoder

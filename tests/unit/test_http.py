@@ -23,8 +23,7 @@ from coppice.client.request import build_request
 from coppice.config.sections import TlsSettings
 from coppice.config.settings import load_settings
 from coppice.errors import InvalidField, NotFound, Overloaded
-from coppice.rpc.access import Access
-from coppice.rpc.tokens import Tokens
+from coppice.rpc.access import Access, Tokens
 from coppice.telemetry import OrchestratorMetrics
 from coppice.wire.common import TopLogProbs
 from coppice.wire.generation import Chunk, Finished, Origin, Started
