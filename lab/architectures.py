@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import multiprocessing
 import tempfile
@@ -18,7 +19,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from coppice import __version__
 from coppice.engine.attention import one_line
 from coppice.engine.batch import Piece, pack
 from coppice.engine.engine import Engine
@@ -44,25 +44,26 @@ class Finding:
     why: str = ""
 
 
-def architectures(console: Console, markdown: Path | None = None, kinds: Iterable[str] | None = None) -> bool:
+def architectures(console: Console, table: Path | None = None, kinds: Iterable[str] | None = None) -> bool:
     """Try every class, print a line for each and a table; whether none was wrong and none failed.
 
-    With `markdown` the table is written there. A run that was interrupted goes on from FILE.partial.
+    With `table` the rows are written there, as CSV. A run that was interrupted goes on from FILE.partial.
     """
-    findings = {(one.kind, one.variant): one for one in _read(markdown)}
+    findings = {(one.kind, one.variant): one for one in _read(table)}
     wanted = [(kind, variant) for kind in (kinds or sorted(model_types())) for variant in variants(kind)]
     for number, (kind, variant) in enumerate(wanted, 1):
         if (kind, variant) not in findings:
             one = findings[kind, variant] = try_one(kind, variant)
             line = f"{number}/{len(wanted)} {kind} {variant}: {one.verdict} {one.why}"
             console.print(line, soft_wrap=True, highlight=False, markup=False)
-            _keep(one, markdown)
+            _keep(one, table)
     told = [findings[key] for key in wanted]
     console.print(_table(told))
     console.print(_counts(told), highlight=False)
-    if markdown:
-        markdown.write_text(_markdown(told) + _sections(markdown), encoding="utf-8")
-        _partial(markdown).unlink(missing_ok=True)
+    if table:
+        with table.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file, lineterminator="\n").writerows([("class", "verdict", "models", "why"), *_rows(told)])
+        _partial(table).unlink(missing_ok=True)
     return not any(one.verdict in (WRONG, FAILED) for one in told)
 
 
@@ -157,33 +158,33 @@ def _decode(engine: Engine, prompt: list[int], guess: list[int]) -> list[int]:
     return ids[: len(guess)]
 
 
-def _partial(markdown: Path) -> Path:
-    return markdown.with_name(markdown.name + ".partial")
+def _partial(table: Path) -> Path:
+    return table.with_name(table.name + ".partial")
 
 
-def _read(markdown: Path | None) -> list[Finding]:
+def _read(table: Path | None) -> list[Finding]:
     """What an interrupted run found."""
-    if markdown is None or not _partial(markdown).exists():
+    if table is None or not _partial(table).exists():
         return []
-    return [Finding(**json.loads(line)) for line in _partial(markdown).read_text(encoding="utf-8").splitlines()]
+    return [Finding(**json.loads(line)) for line in _partial(table).read_text(encoding="utf-8").splitlines()]
 
 
-def _keep(one: Finding, markdown: Path | None) -> None:
-    if markdown:
-        with _partial(markdown).open("a", encoding="utf-8") as file:
+def _keep(one: Finding, table: Path | None) -> None:
+    if table:
+        with _partial(table).open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(one)) + "\n")
 
 
-def _rows(findings: Iterable[Finding]) -> list[tuple[str, str, str]]:
-    """(class, verdict, variants and reason) for each class and verdict."""
+def _rows(findings: Iterable[Finding]) -> list[tuple[str, str, str, str]]:
+    """(class, verdict, variants, reason) for each class, verdict and reason."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for one in findings:
         rows.setdefault((one.name, one.verdict, one.why), []).append(" ".join(filter(None, (one.kind, one.variant))))
-    return [(name, verdict, "; ".join(filter(None, (", ".join(of), why)))) for (name, verdict, why), of in rows.items()]
+    return [(name, verdict, ", ".join(variants), why) for (name, verdict, why), variants in rows.items()]
 
 
 def _table(findings: Iterable[Finding]) -> Table:
-    table = Table("class", "verdict", "models, and why")
+    table = Table("class", "verdict", "models", "why")
     for row in _rows(findings):
         table.add_row(*row)
     return table
@@ -196,30 +197,3 @@ def _counts(findings: Iterable[Finding]) -> str:
         classes[verdict] += bool(name)
     models.update(one.verdict for one in findings)
     return ", ".join(f"{models[verdict]} {verdict} ({classes[verdict]} classes)" for verdict in models)
-
-
-def _sections(markdown: Path) -> str:
-    """What people wrote below the table of a file, from its first section on."""
-    text = markdown.read_text(encoding="utf-8") if markdown.is_file() else ""
-    _, heading, rest = text.partition("\n## ")
-    return heading + rest
-
-
-def _markdown(findings: list[Finding]) -> str:
-    versions = f"Coppice {__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
-    lines = [
-        "# Models",
-        "",
-        "Which causal LM classes of transformers the engine serves: `coppice bench architectures --markdown FILE`",
-        f"with {versions}.",
-        "For each class it makes tiny random models, loads them as a verifier does, decodes greedily through trees,",
-        "and asks whether each token is the argmax of transformers' own forward in float32. What is refused is",
-        "refused at load, in one line. Where transformers cannot make a class so small, nothing is known.",
-        "",
-        f"{_counts(findings)}.",
-        "",
-        "| class | verdict | models, and why |",
-        "|---|---|---|",
-        *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in _rows(findings)),
-    ]
-    return "\n".join(lines) + "\n"

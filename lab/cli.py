@@ -54,14 +54,14 @@ def demo(
 
 @app.command()
 def architectures(
-    markdown: Annotated[Path | None, file("--markdown", "Write the table here; goes on after a stop.")] = None,
+    table: Annotated[Path | None, file("--table", "Write the rows to this CSV file; goes on after a stop.")] = None,
 ) -> None:
     """Try a tiny random model of every causal LM class: which does the engine serve?"""
     from rich.console import Console
 
     from lab.architectures import architectures as try_all
 
-    raise typer.Exit(0 if try_all(Console(), markdown) else 1)
+    raise typer.Exit(0 if try_all(Console(), table) else 1)
 
 
 @command(app, *ASKED, "methods", max_new_tokens=64, budgets="0,1,8,31,60", temperatures="0,0.7,1", dtype="float32", n=8)

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -130,15 +131,18 @@ def prove(campaigns: Mapping[str, Sequence[str]], root: Path, names: Sequence[st
 
 
 def report(campaigns: Iterable[str], results: Mapping[str, Any]) -> str:
-    """Return the tables of campaigns and of faults as Markdown."""
+    """Return the table of campaigns as Markdown, then what failed in those of many rows."""
     rows = [results.get(name, {"campaign": name, "said": "not run"}) for name in campaigns]
+    failed = [row | fault for row in rows for fault in row.get("faults", ()) if not fault["ok"]]
+    counts = Counter("not run" if "ok" not in row else "ok" if row["ok"] else "failed" for row in rows)
     return (
-        "# Proof\n\nThe latest result of every campaign of `make proof`, with the commit that it was measured at.\n\n"
+        "# Proof\n\nThe latest result of every campaign of `make proof`, with the commit that it was measured at: "
+        f"{', '.join(f'{number} {verdict}' for verdict, number in counts.items())}. "
+        "[proof.json](proof.json) has the figures of each fault ([faults.md](faults.md) says what it proves) and of each "
+        "planted bug (tests/mutants.py).\n\n"
         + _table(COLUMNS, rows)
-        + "\n## Faults\n\n[faults.md](faults.md) says what each proves.\n\n"
-        + _table(("campaign", "date", *FAULTS), [row | fault for row in rows for fault in row.get("faults", ())])
-        + "\n## Planted bugs\n\nWhat finds each bug of tests/mutants.py, and after how many tokens.\n\n"
-        + _table(MUTANTS, [mutant for row in rows for mutant in row.get("mutants", ())])
+        + "\n## Faults that failed\n\n"
+        + _table(("campaign", "date", *FAULTS), failed)
     )
 
 

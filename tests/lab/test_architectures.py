@@ -96,17 +96,20 @@ def test_a_run_goes_on_where_it_was_stopped(console: Console, tmp_path: Path, mo
         return Finding(kind, variant, "Llama", EXACT)
 
     monkeypatch.setattr(sweep, "try_one", stop_after_one)
-    table = tmp_path / "models.md"
+    table = tmp_path / "models.csv"
     with pytest.raises(KeyboardInterrupt):
         architectures(console, table, ["llama"])
-    (line,) = table.with_name("models.md.partial").read_text().splitlines()
+    (line,) = table.with_name("models.csv.partial").read_text().splitlines()
     assert json.loads(line)["verdict"] == EXACT
-    monkeypatch.setattr(sweep, "try_one", lambda kind, variant: Finding(kind, variant, "Llama", REFUSED, "no | more"))
+    monkeypatch.setattr(sweep, "try_one", lambda kind, variant: Finding(kind, variant, "Llama", REFUSED, "no, more"))
     assert architectures(console, table, ["llama"])
     assert variants("llama") == ["", "one key head"]
-    assert [path.name for path in tmp_path.iterdir()] == ["models.md"]
-    assert "1 exact (1 classes), 1 refused (1 classes)." in table.read_text()
-    assert "| Llama | refused | llama one key head; no \\| more |" in table.read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["models.csv"]
+    assert table.read_text().splitlines() == [
+        "class,verdict,models,why",
+        "Llama,exact,llama,",
+        'Llama,refused,llama one key head,"no, more"',
+    ]
 
 
 @pytest.mark.parametrize(("verdict", "good"), [(EXACT, True), (REFUSED, True), (WRONG, False), (FAILED, False)])

@@ -82,8 +82,9 @@ def test_an_interruption_loses_the_campaign_that_was_interrupted_only(root: Path
 
 
 def test_the_report_shows_the_first_failed_check_faults_and_older_results_of_other_campaigns(root: Path) -> None:
-    row = FaultRow("drafter-kill", 20, 300, recoveries=[0.1, 0.25])
-    writes = f"open('.proof/faults.json', 'w').write({json.dumps({'rows': [row.to_json()]})!r})"
+    row = FaultRow("drafter-kill", 20, 300, recoveries=[0.1, 0.25]).to_json()
+    rows = {"rows": [row, row | {"fault": "drafter-cut", "ok": False}]}
+    writes = f"open('.proof/faults.json', 'w').write({json.dumps(rows)!r})"
     campaigns = fakes(root) | {"faults": (sys.executable, "-c", writes)}
     assert prove(campaigns, root, ["a", "fau"])
     assert "| b |  |  |  |  |  | not run |" in (root / RESULT).read_text()
@@ -94,7 +95,8 @@ def test_the_report_shows_the_first_failed_check_faults_and_older_results_of_oth
     text = (root / RESULT).read_text()
     for cells in (" | 1 / 2 |", " | FAILED a check |"):
         assert cells in text
-    assert "| drafter-kill | 20 | 300 | 0 | 0 | 0.10 | 0.25 | ok |" in text
+    assert "| drafter-cut | 20 | 300 | 0 | 0 | 0.10 | 0.25 | FAILED |" in text
+    assert "drafter-kill" not in text
 
 
 def test_the_files_of_the_campaigns_exist() -> None:
