@@ -138,8 +138,8 @@ def report(campaigns: Iterable[str], results: Mapping[str, Any]) -> str:
     return (
         "# Proof\n\nThe latest result of every campaign of `make proof`, with the commit that it was measured at: "
         f"{', '.join(f'{number} {verdict}' for verdict, number in counts.items())}. "
-        "[proof.json](proof.json) has the figures of each fault ([faults.md](faults.md) says what it proves) and of each "
-        "planted bug (tests/mutants.py).\n\n"
+        "[proof.json](proof.json) has the figures of each fault ([faults.md](faults.md) says what it proves) and of "
+        "each planted bug (tests/mutants.py).\n\n"
         + _table(COLUMNS, rows)
         + "\n## Faults that failed\n\n"
         + _table(("campaign", "date", *FAULTS), failed)
