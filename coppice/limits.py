@@ -14,6 +14,7 @@ MAX_HEAD_NODES = 64  # nodes one head is asked for in a step; while it streams i
 MAX_TREE_DEPTH = 64  # longest draft path a verifier accepts
 MAX_ROW_SUPPORT = 1024  # ids of a row that travels; beyond it the verifier draws
 MAX_CONTEXT = 131_072
+BLOCK_SIZE = 32  # tokens of one KV block
 TREE_ROOM = 128  # KV tokens a verifier reserves behind a session's longest text for rows in flight
 MAX_STOP_IDS = 64
 MAX_STOP_STRINGS = 16

@@ -20,9 +20,9 @@ from rich.table import Table
 from torch import Tensor
 
 from coppice.engine.attention import one_line
-from coppice.engine.batch import Piece, pack
 from coppice.engine.engine import Engine
 from coppice.engine.loading import load_engine
+from coppice.engine.rows import Piece, pack
 from coppice.errors import CoppiceError
 from coppice.testing.tiny_models import NotTiny, model_types, save_tiny, variants
 

@@ -12,8 +12,8 @@ import torch
 
 from coppice.config.sections import DrafterSettings
 from coppice.config.settings import Settings
-from coppice.engine.batch import Piece, pack
 from coppice.engine.loading import load_engine
+from coppice.engine.rows import Piece, pack
 from coppice.heads.base import DraftJob, Head
 from coppice.heads.registry import served_head
 from coppice.limits import MAX_TREE_NODES

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from coppice.client.client import Attempts
-from coppice.engine import batch
-from coppice.engine.batch import PackedBatch, Tail
+from coppice.engine import rows
 from coppice.engine.engine import Engine, ForwardOutput
 from coppice.engine.kv_cache import BlockTable, KVPool
+from coppice.engine.rows import PackedBatch, Tail
 from coppice.heads import lm, ngram
 from coppice.heads.feature_head import WeightSwap
 from coppice.heads.noise import Noise
@@ -151,7 +151,7 @@ def _one_wrong_ancestor(patch: Patch) -> None:
             seen[-1, -2] ^= True
         return seen
 
-    _changed(patch, batch, "ancestors", ancestors)
+    _changed(patch, rows, "ancestors", ancestors)
 
 
 def _temperature_twice(patch: Patch) -> None:

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from tests.kernels import tree_attention
+
 DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 
@@ -232,7 +234,9 @@ def pretending() -> Iterator[Counts]:
         patch.object(torch.inference_mode, "__exit__", lambda mode, *why: torch.no_grad.__exit__(mode, *why)),
         patch("torch.cuda.synchronize", synchronize),
         patch("torch.cuda.Event", _Event),
-        patch("coppice.engine.launches._launches", lambda tensor: False),  # Triton launches on a real device only
+        # Triton launches on a real device only.
+        patch("coppice.engine.modules._launches", lambda tensor: False),
+        patch("coppice.engine.steps.tree_attention", tree_attention),
         _Mode(),
     ):
         yield counts

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coppice.engine.batch import Earlier, PackedBatch, Piece, ancestors, pack
 from coppice.engine.kv_cache import BlockTable, KVPool, KVShape
-from coppice.engine.ragged import Bucket, Ragged, StepInputs
+from coppice.engine.rows import Earlier, PackedBatch, Piece, RowTable, ancestors, pack
+from coppice.engine.steps import Bucket, StepInputs
 
 BLOCK_SIZE = 8
 KV = KVShape(2, 16, 16)
@@ -84,7 +84,7 @@ def random_batch(pool: KVPool, sizes: Sequence[tuple[int, int, int]], rng: rando
 
 
 @dataclass(frozen=True)
-class Layer:
+class Inputs:
     """The rows of one forward: q (T, H, D), k (T, KVH, D), v (T, KVH, V), sinks (H,)."""
 
     q: Tensor
@@ -93,7 +93,7 @@ class Layer:
     sinks: Tensor | None
 
     @classmethod
-    def random(cls, shape: Shape, rows: int) -> Layer:
+    def random(cls, shape: Shape, rows: int) -> Inputs:
         """Of normal numbers."""
         kv_heads, dim, value_dim = shape.kv
         sizes = (shape.heads, dim), (kv_heads, dim), (kv_heads, value_dim)
@@ -102,14 +102,14 @@ class Layer:
 
 
 def attend(
-    function: Callable[..., Tensor], batch: PackedBatch, layer: Layer, pool: KVPool, spare: int, shape: Shape
+    function: Callable[..., Tensor], batch: PackedBatch, layer: Inputs, pool: KVPool, spare: int, shape: Shape
 ) -> Tensor:
     """The rows' attention by an implementation of the operator, padded to a bucket: (T, H, V)."""
-    ragged = Ragged.of(batch.tails)
-    bucket = Bucket.of(batch, ragged)
+    table = RowTable.of(batch.tails)
+    bucket = Bucket.of(batch, table)
     group = shape.heads // shape.kv.kv_heads
     inputs = StepInputs(bucket, group=group, spare=spare, block_size=pool.block_size)
-    inputs.fill(batch, ragged)
+    inputs.fill(batch, table)
     padding = bucket.rows - len(batch.tokens)
     rows: list[Any] = [
         torch.cat((part, part.new_ones(padding, *part.shape[1:]))) for part in (layer.q, layer.k, layer.v)

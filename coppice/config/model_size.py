@@ -1,4 +1,4 @@
-"""What a model takes of a device's memory, as far as its folder tells: known before any weight is read."""
+"""What a model takes of a device's memory and how long a text it holds: known before any weight is read."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from coppice.config.sections import VerifierSettings
 from coppice.errors import InvalidField
+from coppice.limits import BLOCK_SIZE, MAX_CONTEXT
 
 GIB = 2**30
 RESERVE = 2 * GIB
@@ -21,6 +22,11 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 FLOATS = ("F64", "F32", "F16", "BF16")
 """dtypes of safetensors that become the served one; others, as quantised weights have, stay"""
 _BITS = {"I64": 64, "U64": 64, "I32": 32, "U32": 32, "I16": 16, "U16": 16, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+
+
+_BATCH_DEPENDENT = ("dynamic", "longrope")
+"""kinds of rotary positions that depend on the longest text of a batch: beyond their first length, sessions would
+change each other"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +136,35 @@ def _kv(config: dict[str, Any], each: int) -> tuple[int, int]:
         return int(2 * config["num_hidden_layers"] * kv_heads * dim) * each, kv_heads
     except (KeyError, TypeError, ZeroDivisionError):
         return 0, 0
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A number of positions, and what it was cut by where the configuration promises more."""
+
+    tokens: int
+    cut_by: str = ""
+
+    @classmethod
+    def of(cls, config: Any, otherwise: int) -> Context:
+        """What a text model's configuration allows; `otherwise` where it names no limit."""
+        promised = longest = int(getattr(config, "max_position_embeddings", None) or otherwise)
+        cut_by = ""
+        rope = getattr(config, "rope_parameters", None) or {}
+        # Where kinds of layers differ, each has parameters of its own.
+        for kind in [rope] if "rope_type" in rope else filter(None, rope.values()):
+            first = int(kind.get("original_max_position_embeddings") or longest)
+            if kind.get("rope_type") in _BATCH_DEPENDENT and first < longest:
+                longest = first
+                cut_by = f"rope kind {kind['rope_type']} would let longer texts change each other; {promised} promised"
+        return cls(longest, cut_by)
+
+    def served(self, kv_tokens: int) -> Context:
+        """What a verifier with so many KV tokens serves of it."""
+        room = kv_tokens // BLOCK_SIZE * BLOCK_SIZE
+        if min(room, MAX_CONTEXT) >= self.tokens:
+            return self
+        return Context(room, f"verifier.kv_tokens is {kv_tokens}") if room < MAX_CONTEXT else Context(MAX_CONTEXT)
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens ({self.cut_by})" if self.cut_by else f"{self.tokens} tokens"

@@ -1,29 +1,30 @@
 """Packed tree attention for any Hugging Face causal LM that uses the attention interface.
 
-How a forward's plan reaches the layers: a model asks the registered mask function for a mask, once for each kind of
-layer, and hands what it gets to every layer's attention. Ours answers with the plan for that kind of layer instead of
-a tensor. So the plan reaches every class (keyword arguments do not: StableLM and Nemotron drop them), and a layer's
-window is that of its mask, which is what the stock kernels obey (PhiMoE windows its mask and tells its attention
-nothing).
+An `Attention` knows which keys the rows of one forward see; `sdpa`, `ordered` and `steps` have one each. It reaches the
+layers as the mask: a model asks the registered mask function for a mask, once for each kind of layer, and hands what it
+gets to every layer's attention. So it reaches every class (keyword arguments do not: StableLM and Nemotron drop them),
+and a layer's window is that of its mask, which is what the stock kernels obey (PhiMoE windows its mask and tells its
+attention nothing).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from threading import Lock
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from coppice.engine.kv_cache import KVShape
 from coppice.errors import CoppiceError, Status
 
 NAME = "coppice_packed"
 
-# They say where the rows are, which the rotary embedding has already used and the plan knows.
+# They say where the rows are, which the rotary embedding has already used and the attention knows.
 _HARMLESS = frozenset({"position_ids", "cache_position"})
 
 
@@ -34,66 +35,67 @@ class UnsupportedModel(CoppiceError):
 
 
 def one_line(error: Exception) -> str:
-    """What an error says first: the other lines of transformers' messages are advice, or a list of all it knows."""
-    said = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    """The first line of an error: the others of transformers' messages are advice, or a list of all it knows."""
+    message = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-class Scoring(NamedTuple):
-    """How a layer makes weights of query times key."""
+class Layer(NamedTuple):
+    """A layer, and how it makes weights of query times key."""
 
+    number: int
+    window: int | None = None  # positions seen back, the row's own included; None is all
     scaling: float | None = None  # factor of the scores; None is 1 / sqrt(D)
     softcap: float | None = None  # scores are squeezed between -softcap and softcap, before the mask
     sinks: Tensor | None = None  # (H,) scores of a key that each query head sees beside the others; its value is zero
-    plain: bool = True  # neither a softcap nor sinks
 
 
-class LayerPlan(Protocol):
-    """How the rows of this forward attend in the layers of one kind."""
+class Attention(Protocol):
+    """How the rows of one forward attend; what it needs of them is made once, and used by every layer."""
+
+    def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Store the rows' keys and values, and attend.
+
+        query (1, H, T, D), key (1, KVH, T, D) and value (1, KVH, T, V) of the rows -> (1, T, H, V).
+        """
+
+
+class Part(Attention, Protocol):
+    """Some sessions of a forward, which attend by themselves."""
 
     @property
-    def window(self) -> int | None:
-        """Positions these layers see back, their own included; None is all."""
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """query (1, H, T, D), key (1, KVH, T, D) and value (1, KVH, T, V) of the rows -> (1, T, H, V)."""
+    def count(self) -> int:
+        """Its rows."""
 
 
-Plans = Callable[[int | None], LayerPlan]  # sliding window (None: all) -> the plan of the layers that have it
-
-_active: ContextVar[Plans | None] = ContextVar("coppice_packed_plans", default=None)
-
-
-class _Traced:
-    """The plans of what torch.compile traces, or has traced, and runs now: dynamo reads no ContextVar."""
-
-    def __init__(self) -> None:
-        self.plans: Mapping[int | None, LayerPlan] = {}
-        self.lock = Lock()
+def attend_in_parts(parts: Sequence[Part], layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend part by part, in the order of the rows; shapes are those of `Attention.attend`."""
+    if len(parts) == 1:
+        return parts[0].attend(layer, query, key, value)
+    counts = [part.count for part in parts]
+    inputs = [states.split_with_sizes(counts, 2) for states in (query, key, value)]
+    return torch.cat([part.attend(layer, *some) for part, *some in zip(parts, *inputs, strict=True)], dim=1)
 
 
-_traced = _Traced()
+@dataclass(frozen=True)
+class LayerMask:
+    """What a model takes for the mask of the layers that see `window` positions back."""
+
+    attention: Attention
+    window: int | None
+
+
+_active: ContextVar[Attention | None] = ContextVar("coppice_packed_attention", default=None)
 
 
 @contextmanager
-def using(plans: Plans) -> Iterator[None]:
-    """Models called inside attend by these plans."""
-    token = _active.set(plans)
+def using(attention: Attention) -> Iterator[None]:
+    """Models called inside attend by this."""
+    token = _active.set(attention)
     try:
         yield
     finally:
         _active.reset(token)
-
-
-@contextmanager
-def tracing(plans: Mapping[int | None, LayerPlan]) -> Iterator[None]:
-    """Compiled models called inside attend by these plans; a process has one at a time."""
-    with _traced.lock:
-        _traced.plans = plans
-        try:
-            yield
-        finally:
-            _traced.plans = {}
 
 
 def packed_mask(
@@ -103,20 +105,19 @@ def packed_mask(
     use_vmap: bool = False,
     allow_is_bidirectional_skip: bool = False,
     **_: object,
-) -> LayerPlan:
-    """The mask function: the active plan of the layers that see `local_size` positions back (None: all).
+) -> LayerMask:
+    """The mask function, of the layers that see `local_size` positions back (None: all).
 
     Raises UnsupportedModel when the model's mask is anything but causal, plain or windowed.
     """
-    compiling = torch.compiler.is_compiling()
-    plans = _traced.plans.__getitem__ if compiling else _active.get()
-    if plans is None:
+    attention = _active.get()
+    if attention is None:
         raise RuntimeError("packed attention runs inside Engine.forward only")
     if use_vmap or allow_is_bidirectional_skip:
         raise UnsupportedModel("the model's mask is not the plain causal one")
     if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
         raise UnsupportedModel("chunked attention is not supported")
-    return plans(local_size)
+    return LayerMask(attention, local_size)
 
 
 def packed_attention(
@@ -145,34 +146,76 @@ def packed_attention(
             raise UnsupportedModel(f"unknown attention argument {name!r}")
     if dropout or is_causal is False:
         raise UnsupportedModel("attention with dropout, or not causal")
-    if not hasattr(attention_mask, "attend"):
+    if type(attention_mask) is not LayerMask:
         raise UnsupportedModel("the model does not pass its mask on to its attention")
-    if sliding_window is not None and sliding_window != attention_mask.window:
-        raise UnsupportedModel(f"a layer's window is {sliding_window}, its mask's {attention_mask.window}")
-    scoring = Scoring(scaling, softcap, s_aux, softcap is None and s_aux is None)
-    return attention_mask.attend(module.layer_idx, query, key, value, scoring).contiguous(), None
+    window = attention_mask.window
+    if sliding_window is not None and sliding_window != window:
+        raise UnsupportedModel(f"a layer's window is {sliding_window}, its mask's {window}")
+    number: Any = module.layer_idx
+    layer = Layer(number, window, scaling, softcap, s_aux)
+    return attention_mask.attention.attend(layer, query, key, value).contiguous(), None
 
 
 AttentionInterface.register(NAME, packed_attention)
 AttentionMaskInterface.register(NAME, packed_mask)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
-    """Attention that torch's own function does not do: G query heads for each key head, whose rows lie one behind the
-    other. `mask` is added to the scores.
+@dataclass(frozen=True)
+class KVLayout:
+    """What a model's attention needs of the pool, read off a forward instead of guessed from its config.
 
-    query (S, KVH, G * N, D), key (S, KVH, L, D), value (S, KVH, L, V), mask (S, 1, G * N, L) -> (S, KVH, G * N, V).
+    layers: what each layer keeps of a token. windows: those that some layer has, None being none. group: the most query
+    heads that a layer has for each key head. vocab_size: the width of the logits.
     """
-    scaling, softcap, sinks, _ = scoring
-    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap  # before the mask, as the models that cap do
-    if mask is not None:
-        scores = scores + mask
-    if sinks is None:
-        return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
-    sessions, kv_heads, rows, _ = scores.shape
-    by_head = sinks.view(kv_heads, -1, 1)
-    by_row = by_head.expand(-1, -1, rows // by_head.shape[1]).reshape(1, kv_heads, rows, 1)
-    with_sink = torch.cat((scores, by_row.to(scores.dtype).expand(sessions, -1, -1, -1)), dim=-1)
-    return with_sink.softmax(-1, dtype=torch.float32)[..., :-1].to(value.dtype) @ value
+
+    layers: tuple[KVShape, ...]
+    windows: frozenset[int | None]
+    group: int
+    vocab_size: int
+
+
+class _Recorder:
+    """Notes what the layers keep, and answers zeros."""
+
+    def __init__(self) -> None:
+        self.layers: list[Layer] = []
+        self.shapes: list[KVShape] = []
+        self.group = 1
+
+    def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        (_, heads, rows, dim), (_, kv_heads, *kept) = query.shape, key.shape
+        if value.shape[1] != kv_heads or heads % kv_heads or kept != [rows, dim] or value.shape[2] != rows:
+            raise UnsupportedModel(f"layer {layer.number} attends with {heads} heads from {key.shape} to {value.shape}")
+        self.layers.append(layer)
+        self.shapes.append(KVShape(kv_heads, dim, value.shape[3]))
+        self.group = max(self.group, heads // kv_heads)
+        return value.new_zeros(1, rows, heads, value.shape[3])
+
+
+def read_layout(model: PreTrainedModel) -> KVLayout:
+    """Run one row through a model, which may be on the meta device. Raises UnsupportedModel where a pool cannot serve
+    it; what kept it from running is the cause.
+    """
+    name = type(model).__name__
+    if getattr(model, "_is_stateful", False):  # of transformers: a text's state cannot be taken back to an earlier row
+        raise UnsupportedModel(f"{name} keeps a state of the text beside its keys and values")
+    model.set_attn_implementation(NAME)
+    recorder = _Recorder()
+    row = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    try:
+        with torch.inference_mode(), using(recorder):
+            present = torch.ones_like(row, dtype=torch.bool)
+            logits = model(
+                input_ids=row, attention_mask=present, position_ids=row, use_cache=False, logits_to_keep=0
+            ).logits
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{name}: {error}") from None
+    except Exception as error:
+        reads = isinstance(error, AttributeError | TypeError) and LayerMask.__name__ in str(error)
+        reason = "it computes with its mask" if reads else one_line(error)
+        raise UnsupportedModel(f"{name} cannot run packed: {reason}") from error
+    layers = model.config.get_text_config().num_hidden_layers
+    if [layer.number for layer in recorder.layers] != list(range(layers)):
+        raise UnsupportedModel(f"{name} does not attend exactly once in each of its {layers} layers")
+    windows = frozenset(layer.window for layer in recorder.layers)
+    return KVLayout(tuple(recorder.shapes), windows, recorder.group, logits.shape[-1])

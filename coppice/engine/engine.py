@@ -8,33 +8,26 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from coppice.config.model_size import GIB
-from coppice.engine.attention import using
-from coppice.engine.attention_plan import any_order, plan_forward
-from coppice.engine.batch import PackedBatch, Piece, pack
-from coppice.engine.clock import Clock
-from coppice.engine.context import Context
-from coppice.engine.graphs import Eager, Runner, best_runner, graph_buckets
-from coppice.engine.kv_cache import BLOCK_SIZE, BlockTable, KVPool
-from coppice.engine.kv_layout import read_layout
-from coppice.engine.launches import merge_launches
-from coppice.engine.linear import fuse, prepack, weight_bytes
-from coppice.engine.ordered_plan import by_row, ordered_plans
-from coppice.engine.ragged import Bucket, Ragged, padded
-from coppice.engine.static import StaticStep, Taps
+from coppice.config.model_size import GIB, Context
+from coppice.engine.attention import read_layout, using
+from coppice.engine.kv_cache import BlockTable, KVPool
+from coppice.engine.modules import call_directly, fuse, merge_launches, prepack, weight_bytes
+from coppice.engine.ordered import Ordered, by_row
+from coppice.engine.rows import Ints, PackedBatch, Piece, RowTable, pack
+from coppice.engine.sdpa import Sdpa
+from coppice.engine.steps import Bucket, Steps, Taps, graph_buckets, padded
+from coppice.limits import BLOCK_SIZE
 
 _RUN = 64  # words that are summed to one
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -68,31 +61,61 @@ def _words(tensor: Tensor) -> Tensor:
     return flat.view(_WORDS[width])
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+R = TypeVar("R")
 
 
-def call_directly(model: nn.Module, hooked: Collection[nn.Module] = ()) -> None:
-    """Have a model's modules called as their `forward`, and their parts found as plain attributes.
-
-    A call of nn.Module looks into four dictionaries for hooks, and a part is searched in three more; all these are cold
-    whenever the weights of a layer have gone through the caches. Left to torch are modules that are `hooked` later or
-    already, those that are called in a way of their own, whole models, which transformers knows by their class, and
-    buffers, which some modules replace. A part is still replaced by assignment, and by nothing else.
-    """
-    for module in model.modules():
-        kind: Any = type(module)
-        replaced = "forward" in module.__dict__  # such a forward may exchange the module's parameters meanwhile
-        module.__dict__.update(module._modules if replaced else module._modules | module._parameters)
-        own = replaced or kind.__call__ is not nn.Module.__call__
-        watched = module in hooked or any(map(module.__dict__.get, _HOOKS))
-        if not (own or watched or isinstance(module, PreTrainedModel)):
-            module.__class__ = _direct(kind)
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-@cache
-def _direct(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class with its `forward` as the call."""
-    return type(kind.__name__, (kind,), {"__call__": kind.forward, "__module__": kind.__module__})
+class Clock:
+    """Runs from its making on; on a CUDA device it measures what the device does, in the order of the stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._began, self._ns = time.perf_counter_ns(), 0
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        if device.type == "cuda":
+            self._events = _event(), _event()
+            self._events[0].record()
+
+    def stop(self) -> None:
+        """Let it run up to here."""
+        if self._events:
+            self._events[1].record()
+        else:
+            self._ns = time.perf_counter_ns() - self._began
+
+    def wait(self) -> None:
+        """Return once a device has come as far as where it was stopped."""
+        if self._events:
+            self._events[1].synchronize()
+
+    @property
+    def ns(self) -> int:
+        """Nanoseconds it ran, once it was stopped. Waits as `wait` does."""
+        self.wait()
+        return int(self._events[0].elapsed_time(self._events[1]) * 1e6) if self._events else self._ns
+
+
+class Timed:
+    """Runs work on the clock, and adds up how long it took."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._clocks: list[Clock] = []
+
+    def __call__(self, work: Callable[..., R], *inputs: Any) -> R:
+        """What the work returns."""
+        clock = Clock(self._device)
+        outputs = work(*inputs)
+        clock.stop()
+        self._clocks.append(clock)
+        return outputs
+
+    def taken(self) -> int:
+        """Nanoseconds of all work since this was asked; waits until a device is done with it."""
+        took, self._clocks = sum(clock.ns for clock in self._clocks), []
+        return took
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -179,7 +202,9 @@ class Engine:
             feature_layers=default_feature_layers(count),
             weights_hash=weights_hash,
         )
-        self.runner: Runner | None = Eager(self.static_step) if on_gpu else None  # None: by the batch's own plan
+        self.steps = Steps(model, self.pool, layout.group, self._taps) if on_gpu else None
+        """of a device; None: forwards attend by `_attention`"""
+        self._attention = Ordered if invariant else Sdpa
         if not (invariant and on_gpu):
             fuse(model, packed=not on_gpu)
         prepack(model)
@@ -202,7 +227,7 @@ class Engine:
         """Whether what a forward answers lies elsewhere than in the host's memory."""
         return self.pool.device.type != "cpu"
 
-    def forward(self, batch: PackedBatch, beside: NDArray[np.int64] | None = None) -> ForwardOutput:
+    def forward(self, batch: PackedBatch, beside: Ints | None = None) -> ForwardOutput:
         """One pass over all rows; their keys and values are in the pool afterwards.
 
         The tables have room for the rows of all pieces. beside: numbers for whoever reads the output, at most BESIDE a
@@ -215,15 +240,15 @@ class Engine:
                 raise ValueError(f"feature layer {index} is not among 0..{self.info.layers - 1} of this model")
         if self.tell is not None:
             self.tell(batch)
-        if self.runner is not None:
-            return self._run_static(self.runner, batch, beside)
+        if self.steps is not None:
+            return self._step(self.steps, batch, beside)
         # All rows wanted is the common case, and then nothing needs picking.
         keep: int | Tensor = 0 if len(batch.logits_to_keep) == len(batch.tokens) else batch.logits_to_keep
         with torch.inference_mode():
-            plans = plan_forward(batch, self.pool, self.layout.groups, ordered_plans if self.invariant else any_order)
+            attention = self._attention(batch.tails, self.pool)
             clock = Clock(self.pool.device)
             self._taps.want(batch.feature_layers)
-            with using(plans.__getitem__):
+            with using(attention):
                 logits = self.model(
                     input_ids=batch.tokens[None],
                     attention_mask=_present(len(batch.tokens)),
@@ -235,29 +260,26 @@ class Engine:
             features = self._taps.take()
         return ForwardOutput(logits[0], features, clock, None if beside is None else torch.from_numpy(beside))
 
-    def _run_static(self, runner: Runner, batch: PackedBatch, beside: NDArray[np.int64] | None) -> ForwardOutput:
-        ragged = Ragged.of(batch.tails)
-        step = runner.step(Bucket.of(batch, ragged), batch.feature_layers)
-        told = step.inputs.fill(batch, ragged, beside)
+    def _step(self, steps: Steps, batch: PackedBatch, beside: Ints | None) -> ForwardOutput:
+        table = RowTable.of(batch.tails)
+        step = steps.step(Bucket.of(batch, table), batch.feature_layers)
+        sent = step.inputs.fill(batch, table, beside)
         clock = Clock(self.pool.device)
         logits, features = step()
         clock.stop()
         if features is not None and step.feature_layers != batch.feature_layers:
             parts = features.chunk(len(step.feature_layers), dim=-1)
-            wanted = [parts[step.feature_layers.index(layer)] for layer in batch.feature_layers]
-            features = torch.cat(wanted, dim=-1) if wanted else None
+            chosen = [parts[step.feature_layers.index(layer)] for layer in batch.feature_layers]
+            features = torch.cat(chosen, dim=-1) if chosen else None
         kept, rows = len(batch.logits_to_keep), len(batch.tokens)
-        return ForwardOutput(logits[:kept], None if features is None else features[:rows], clock, told)
-
-    def static_step(self, bucket: Bucket, feature_layers: tuple[int, ...]) -> StaticStep:
-        """A step of this model for any batch that a bucket holds."""
-        return StaticStep(self.model, self.pool, self.layout.groups, self._taps, bucket, feature_layers)
+        return ForwardOutput(logits[:kept], None if features is None else features[:rows], clock, sent)
 
     def capture(self) -> str:
         """Have a CUDA device replay graphs of the steps from now on; returns why it cannot, "" when it does."""
+        if self.steps is None:
+            return "the CPU replays nothing"
         blocks = padded(-(-min(self.info.max_context, self.pool.spare) // self.pool.block_size))
-        self.runner, why = best_runner(self.static_step, graph_buckets(blocks), self.info.feature_layers)
-        return why
+        return self.steps.capture(graph_buckets(blocks), self.info.feature_layers)
 
     def timings(
         self, rows: Sequence[int], *, sessions: int = 1, context: int = 300, repeats: int = 15

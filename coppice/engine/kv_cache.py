@@ -13,8 +13,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
-BLOCK_SIZE = 32
-"""tokens of one KV block"""
+from coppice.limits import BLOCK_SIZE
 
 
 class KVShape(NamedTuple):

@@ -19,10 +19,9 @@ from transformers.utils import logging
 
 from coppice.config.model_folder import disagreements, ends_line, text_config, text_ends
 from coppice.config.model_size import FLOATS
-from coppice.engine.attention import UnsupportedModel, one_line
+from coppice.engine.attention import UnsupportedModel, one_line, read_layout
 from coppice.engine.engine import DTYPES, Engine
-from coppice.engine.kv_layout import read_layout
-from coppice.engine.linear import compile_ahead
+from coppice.engine.modules import compile_ahead
 from coppice.engine.self_check import check_invariant, self_check
 from coppice.errors import CoppiceError, Status
 
@@ -68,7 +67,7 @@ def load_engine(
         if torch.device(device).type == "cuda" and (index := torch.device(device).index) is not None:
             torch.cuda.set_device(index)  # kernels are launched on the thread's device
         engine = Engine(model, kv_tokens=kv_tokens, invariant=invariant)
-        if engine.runner is not None and (why := engine.capture()):
+        if engine.steps is not None and (why := engine.capture()):
             log.warning("no CUDA graphs: steps are launched one operator at a time", why=why)
         self_check(engine)
         if invariant:

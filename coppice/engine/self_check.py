@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from coppice.engine.attention import NAME, UnsupportedModel
-from coppice.engine.batch import Piece, pack
 from coppice.engine.engine import Engine
-from coppice.engine.ordered_tiles import SEGMENT
-from coppice.engine.static import decoder_layers
+from coppice.engine.ordered import SEGMENT
+from coppice.engine.rows import Piece, pack
+from coppice.engine.steps import decoder_layers
 
 # A tree of 12 rows with four leaves, the root at row 0; siblings and cousins that do not see each other.
 _PARENTS = (-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 8, 9)
@@ -70,7 +70,7 @@ def roundings(engine: Engine, seed: int) -> Tensor:
     up to half of their last digit. The prefix is text that the model writes, for on random ids a trained one amplifies
     rounding. It goes in as two chunks and spans two sliding windows where 1,024 tokens suffice. Raises OutOfBlocks.
     """
-    window = max((window for window in engine.layout.groups if window is not None), default=0)
+    window = max((window for window in engine.layout.windows if window is not None), default=0)
     room = min(engine.info.max_context, engine.pool.free_tokens // 2) - len(_PARENTS)
     random = torch.Generator().manual_seed(seed)
     prefix, tree = _write(engine, max(1, min(max(_PREFIX, 2 * window), _MAX_PREFIX, room)), random)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
-from coppice.engine.batch import Tail
+from coppice.engine.rows import Tail
 from coppice.heads.base import DraftJob, Growth, with_tree_shape
 from coppice.heads.block_tree import Blocks, BlockTree, row_slices
 from coppice.heads.feature_head import FeatureHead, Output

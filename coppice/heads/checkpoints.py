@@ -26,7 +26,7 @@ from transformers import AutoConfig
 from coppice.config.model_folder import check_model
 from coppice.config.sections import HEADS
 from coppice.engine.engine import default_feature_layers
-from coppice.engine.linear import SIBLINGS
+from coppice.engine.modules import SIBLINGS
 from coppice.errors import InvalidField
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
 from coppice.heads.models.falcon import FalconConfig, FalconModel

@@ -26,11 +26,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
-from coppice.engine.batch import Tail
-from coppice.engine.clock import Timed
-from coppice.engine.engine import DTYPES
+from coppice.engine.engine import DTYPES, Timed
 from coppice.engine.kv_cache import KVPool, KVShape, OutOfBlocks
-from coppice.engine.linear import compile_ahead, prepack
+from coppice.engine.modules import compile_ahead, prepack
+from coppice.engine.rows import Tail
 from coppice.errors import InvalidField, Overloaded, StaleFence
 from coppice.heads.base import DraftJob, Growth, Head, Miss, with_tree_shape
 from coppice.heads.checkpoints import fused_tensor, load_head, public_names, public_weights

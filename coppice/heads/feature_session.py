@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coppice.engine.batch import Tail
 from coppice.engine.kv_cache import BlockTable
+from coppice.engine.rows import Tail
 from coppice.heads.last_draft import LastDraft
 from coppice.heads.noise import Noise
 from coppice.weights.variants import Choice

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
-from coppice.engine.batch import Earlier, Piece, pack
 from coppice.engine.kv_cache import BlockTable, OutOfBlocks
 from coppice.engine.loading import load_engine
+from coppice.engine.rows import Earlier, Piece, pack
 from coppice.errors import Overloaded
 from coppice.heads.base import DraftJob, Growth, Head, with_tree_shape
 from coppice.heads.block_tree import BlockTree, row_slices

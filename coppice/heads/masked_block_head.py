@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
-from coppice.engine.attention import Scoring
-from coppice.engine.attention_plan import plan_tails
-from coppice.engine.batch import Tail
+from coppice.engine.attention import Layer
+from coppice.engine.rows import Tail
+from coppice.engine.sdpa import Sdpa
 from coppice.heads.base import DraftJob
 from coppice.heads.block_tree import BlockTree, row_slices
 from coppice.heads.feature_session import FeatureSession
@@ -119,8 +119,8 @@ class MaskedBlockHead(ParallelHead):
         return visible
 
     def _attends(self, tails: Sequence[Tail], counts: Sequence[int]) -> list[Attend]:
-        """Return each layer's attention. The plan wants a session's rows side by side, and a query of each."""
-        plan = plan_tails(tails, self.pool, self.config.group)
+        """Return each layer's attention. It wants a session's rows side by side, and a query of each."""
+        attention = Sdpa(tails, self.pool)
         size, before = len(self._sees), sum(counts)
         starts = np.cumsum([0, *counts])
         order = [
@@ -140,7 +140,7 @@ class MaskedBlockHead(ParallelHead):
                     query = torch.cat((query.new_zeros(*query.shape[:2], before, query.shape[-1]), query), dim=2)
                 if moved is not None:
                     query, key, value = (part.index_select(2, moved) for part in (query, key, value))
-                out = plan.attend(layer, query, key, value, Scoring())
+                out = attention.attend(Layer(layer), query, key, value)
                 return out[:, before:] if back is None else out.index_select(1, back)
 
             return attend

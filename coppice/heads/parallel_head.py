@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
-from coppice.engine.batch import Tail
+from coppice.engine.rows import Tail
 from coppice.heads.base import DraftJob, Growth
 from coppice.heads.block_tree import BlockTree
 from coppice.heads.feature_head import FeatureHead

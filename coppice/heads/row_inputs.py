@@ -11,12 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coppice.engine.attention import Scoring
-from coppice.engine.attention_plan import plan_tails
-from coppice.engine.batch import PackedBatch
+from coppice.engine.attention import Attention, Layer
 from coppice.engine.kv_cache import KVPool
-from coppice.engine.ragged import Bucket, Ragged, StepInputs, padded
-from coppice.engine.static import StaticPlan
+from coppice.engine.rows import PackedBatch, RowTable
+from coppice.engine.sdpa import Sdpa
+from coppice.engine.steps import Bucket, StepInputs, TreeAttention, padded
 from coppice.heads.feature_session import Rows
 from coppice.heads.models.layers import Attend
 
@@ -50,43 +49,44 @@ class RowInputs:
         return self._here(rows, beside) if self.pool.device.type == "cpu" else self._there(rows, beside)
 
     def _here(self, rows: Rows, beside: Ints) -> Inputs:
-        attend = plan_tails(rows.tails, self.pool, self._group).attend
         return Inputs(
             rows.features if rows.sources is None else rows.features.index_select(0, _tensor(rows.sources)),
             self.embedding.index_select(0, _tensor(rows.tokens))[None],
             _tensor(rows.positions)[None],
-            [partial(attend, layer, scoring=Scoring()) for layer in range(self._layers)],
+            self._attends(Sdpa(rows.tails, self.pool)),
             _tensor(rows.kept),
             torch.from_numpy(beside),
         )
 
     def _there(self, rows: Rows, beside: Ints) -> Inputs:
         """One copy: what the rows read and see, and behind it their features, sources and the numbers beside them."""
-        ragged = Ragged.of(rows.tails)
-        entries, tail = len(ragged.session), int((ragged.length - ragged.paged).max())
-        sessions, blocks = map(padded, ragged.table.shape)
+        table = RowTable.of(rows.tails)
+        entries, tail = len(table.session), int((table.length - table.paged).max())
+        sessions, blocks = map(padded, table.table.shape)
         bucket = Bucket(padded(entries), sessions, padded(tail) if tail else 0, blocks, padded(len(rows.kept) or 1))
         read = _as_ints(rows.features) if rows.sources is None else np.array(rows.sources, np.int64)
         flat = np.concatenate((read, beside))
         inputs = self._on_device(bucket, padded(max(1, len(flat))))
         batch = PackedBatch(_tensor(rows.tokens), _tensor(rows.positions), tuple(rows.tails), _tensor(rows.kept))
-        told = inputs.fill(batch, ragged, flat)
-        assert told is not None
-        came, rest = told.split_with_sizes([len(read), len(beside)])
+        sent = inputs.fill(batch, table, flat)
+        assert sent is not None
+        came, rest = sent.split_with_sizes([len(read), len(beside)])
         if rows.sources is None:
             size, kind = rows.features.nbytes, rows.features.dtype
             features = came.view(torch.uint8)[:size].view(kind).view(rows.features.shape)
         else:
             features = rows.features.index_select(0, came)
-        plan = StaticPlan(None, inputs.narrowed(entries), self.pool)
         return Inputs(
             features,
             self.embedding.index_select(0, inputs.tokens[: len(rows.tokens)])[None],
             inputs.positions[None, : len(rows.tokens)],
-            [partial(plan.attend, layer, scoring=Scoring()) for layer in range(self._layers)],
+            self._attends(TreeAttention(inputs.narrowed(entries), self.pool)),
             inputs.keep[: len(rows.kept)],
             rest,
         )
+
+    def _attends(self, attention: Attention) -> list[Attend]:
+        return [partial(attention.attend, Layer(number)) for number in range(self._layers)]
 
     def _made(self, bucket: Bucket, beside: int) -> StepInputs:
         pool = self.pool

@@ -9,8 +9,8 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoConfig
 
+from coppice.config.model_size import Context
 from coppice.engine.attention import one_line
-from coppice.engine.context import Context
 from coppice.errors import InvalidField
 from coppice.wire.drafter import vocabulary_hash
 

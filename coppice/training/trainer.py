@@ -17,7 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from coppice.engine.linear import pays
+from coppice.engine.modules import pays
 from coppice.training.checkpoint import Named, load_checkpoint, save_checkpoint, save_weights
 from coppice.training.data.packing import Packed, Reader, check_held_out, held_out_batches
 from coppice.training.dtype import autocast

@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from coppice.config.model_size import Context
 from coppice.config.sections import VerifierSettings
-from coppice.engine.batch import PackedBatch
-from coppice.engine.clock import Clock
-from coppice.engine.context import Context
-from coppice.engine.engine import DTYPES, Engine, EngineInfo, ForwardOutput, default_feature_layers
+from coppice.engine.engine import DTYPES, Clock, Engine, EngineInfo, ForwardOutput, default_feature_layers
 from coppice.engine.kv_cache import KVPool, KVShape
+from coppice.engine.rows import PackedBatch
 from coppice.limits import HASH_BYTES
 from coppice.stack.spec import module_of
 from lab.services.asleep import Asleep, sleep_out

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coppice.engine.batch import Piece, pack
 from coppice.engine.engine import Engine
+from coppice.engine.rows import Piece, pack
 from coppice.stack.spec import StackSpec
 from coppice.testing.reference import Reference
 from coppice.training.progress import Progress

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from coppice.engine.batch import Piece
 from coppice.engine.engine import Engine
+from coppice.engine.rows import Piece
 from coppice.speculation.tree import DraftTree, path_scores, prune
 from coppice.wire.verifier import VerifyStep
 

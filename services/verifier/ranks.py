@@ -23,10 +23,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from coppice.config.sections import VerifierSettings
-from coppice.engine.batch import PackedBatch, Tail
 from coppice.engine.engine import Engine
 from coppice.engine.kv_cache import BlockTable
 from coppice.engine.loading import load_engine
+from coppice.engine.rows import PackedBatch, Tail
 from coppice.stack.process import REFUSED, await_end, environment, spawn
 from coppice.stack.spec import as_flags, checkout
 

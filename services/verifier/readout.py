@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coppice.engine.batch import Piece
 from coppice.engine.engine import DTYPES, Engine, ForwardOutput
 from coppice.engine.kv_cache import KVPool
+from coppice.engine.rows import Piece
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from coppice.config.sections import VerifierSettings
 from coppice.engine.engine import Engine
-from coppice.engine.kv_cache import BLOCK_SIZE, KVPool, OutOfBlocks
+from coppice.engine.kv_cache import KVPool, OutOfBlocks
 from coppice.errors import InvalidField, NotFound, Unavailable
-from coppice.limits import TREE_ROOM
+from coppice.limits import BLOCK_SIZE, TREE_ROOM
 from coppice.telemetry import PrefixCacheMetrics, SessionMetrics
 from coppice.wire.verifier import OpenSession
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from coppice.config.sections import VerifierSettings
-from coppice.engine.batch import Piece, pack
 from coppice.engine.batching import BatchingThread, settle
 from coppice.engine.engine import Engine, ForwardOutput
+from coppice.engine.rows import Piece, pack
 from coppice.telemetry import WARMING_UP, SessionMetrics
 from coppice.wire.common import FeatureRef, Features
 from coppice.wire.verifier import OpenSession, SessionOpened, Verdict, VerifyStep, VerifyTimings

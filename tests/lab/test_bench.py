@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from coppice.client.client import Client
-from coppice.engine.context import Context
+from coppice.config.model_size import Context
 from coppice.errors import InvalidField, Unavailable
 from coppice.prompts.files import FilePrompt
 from coppice.stack.launch import Stack

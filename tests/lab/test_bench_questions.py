@@ -15,7 +15,7 @@ import pytest
 
 from coppice.cli import main
 from coppice.client.completion import Accumulator, Completion
-from coppice.engine.context import Context
+from coppice.config.model_size import Context
 from coppice.errors import InvalidField, Unavailable
 from coppice.prompts.files import FilePrompt, read_prompts
 from coppice.stack.launch import Stack

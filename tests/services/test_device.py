@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coppice.config.sections import VerifierSettings
-from coppice.engine.batch import Piece, pack
 from coppice.engine.engine import Engine
+from coppice.engine.rows import Piece, pack
 from coppice.speculation.sampling import SamplingParams, draw
 from coppice.speculation.tree import DraftTree, union
 from coppice.telemetry import SessionMetrics

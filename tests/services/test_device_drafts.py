@@ -12,8 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coppice.config.sections import FEATURE_KINDS, DrafterSettings
-from coppice.engine.clock import Timed
-from coppice.engine.engine import Engine
+from coppice.engine.engine import Engine, Timed
 from coppice.engine.kv_cache import KVPool, KVShape
 from coppice.heads.base import DraftJob
 from coppice.heads.feature_head import FeatureHead

@@ -32,13 +32,12 @@ from transformers import (
     StableLmConfig,
 )
 
-from coppice.engine import attention_plan as plan
 from coppice.engine.attention import UnsupportedModel, using
-from coppice.engine.attention_plan import GatherPlan, GroupedPlan, ViewPlan, plan_forward
-from coppice.engine.batch import PackedBatch, Piece, pack
 from coppice.engine.engine import Engine
 from coppice.engine.kv_cache import BlockTable, KVPool, KVShape, OutOfBlocks
 from coppice.engine.loading import UnusableFolder, load_engine
+from coppice.engine.rows import Earlier, Piece, pack
+from coppice.engine.sdpa import Sdpa
 from tests.reference import check_pool
 
 VOCAB = 150
@@ -201,8 +200,6 @@ def test_a_prefill_packed_among_trees_changes_none(chunk: int, scattered: bool) 
         force_scattered(engine, other)
     first, *others = (tree.piece(engine, table, 20) for tree, table in zip(trees, tables, strict=True))
     batch = pack([first, Piece.chain(other, 0, text, [chunk - 1]), *others])
-    kinds = {type(made) for made in plan_forward(batch, engine.pool, engine.layout.groups).values()}
-    assert kinds == ({GroupedPlan} if chunk > plan.MOST_PADDED else {GatherPlan})
     of_first, of_prefill, *of_others = engine.forward(batch).logits.split([9, 1, 4, 5])
     assert_same(of_prefill[0], plain_logits("gemma2", text)[-1])
     for number, (tree, logits) in enumerate(zip(trees, (of_first, *of_others), strict=True)):
@@ -240,10 +237,72 @@ def force_scattered(engine: Engine, table: BlockTable) -> None:
     pool.extend(table, table.capacity + 1)
 
 
+class Levels:
+    """A random tree below a prefix, one level a forward; rows lie behind the prefix in the order of their levels."""
+
+    def __init__(self, engine: Engine, name: str, prefix: list[int], seed: int) -> None:
+        self.tree, self.prefix = Tree(12, seed), prefix
+        self.table: BlockTable = prefill(engine, name, prefix)[0]
+        engine.pool.extend(self.table, len(prefix) + 12)
+        order = sorted(range(12), key=lambda row: self.tree.depths[row])
+        self.place = {row: place for place, row in enumerate(order)}
+        self.levels = [
+            [row for row in order if self.tree.depths[row] == depth] for depth in sorted(set(self.tree.depths))
+        ]
+
+    def piece(self, level: int) -> Piece:
+        """The rows of one level; the first is the root, which continues the prefix."""
+        rows = self.levels[level]
+        done = [row for earlier in self.levels[:level] for row in earlier]
+        visible = np.zeros((len(rows), len(done)), np.bool_)
+        for number, row in enumerate(rows):
+            visible[number, [self.place[above] for above in self.tree.path(row)[:-1]]] = True
+        positions = np.array([len(self.prefix) + self.tree.depths[row] for row in done], np.int64)
+        tokens = [self.tree.tokens[row] for row in rows]
+        unlinked, depths = [-1] * len(rows), [level] * len(rows)
+        return Piece(
+            self.table, len(self.prefix), tokens, unlinked, depths, range(len(rows)), Earlier(visible, positions)
+        )
+
+    def expected(self, name: str, level: int) -> Tensor:
+        """(rows, V) from a plain causal forward over prefix and path of each row."""
+        return torch.stack([plain_logits(name, self.prefix + self.tree.text(row))[-1] for row in self.levels[level]])
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2"])
+def test_levels_of_a_tree_say_what_plain_forwards_of_their_paths_say(name: str, scattered: bool) -> None:
+    """A level a forward: of one session, then of several packed."""
+    engine = engine_of(name)
+    grown, *others = (
+        Levels(engine, f"s{seed}", some_ids(length, seed), seed) for seed, length in ((7, 20), (0, 3), (1, 40))
+    )
+    if scattered:
+        force_scattered(engine, grown.table)
+    assert len(grown.levels) > 3
+    for level in range(len(grown.levels)):
+        assert_same(engine.forward(pack([grown.piece(level)])).logits, grown.expected(name, level))
+        packed = [grown, *(other for other in others if level < len(other.levels))]
+        logits = engine.forward(pack([levels.piece(level) for levels in packed])).logits
+        assert_same(logits, torch.cat([levels.expected(name, level) for levels in packed]))
+
+
+def test_a_window_reaches_over_the_trees_own_levels() -> None:
+    """A chain longer than the window: its end sees neither the prefix nor the first levels."""
+    name, window = "mistral-window", 7
+    engine, prefix, chain = engine_of(name), some_ids(10), some_ids(2 * window, 3)
+    table, _ = prefill(engine, "a", prefix)
+    engine.pool.extend(table, len(prefix) + len(chain))
+    for depth, token in enumerate(chain):
+        earlier = Earlier(np.ones((1, depth), np.bool_), len(prefix) + np.arange(depth))
+        logits = engine.forward(pack([Piece(table, len(prefix), [token], [-1], [depth], [0], earlier)])).logits
+        assert_same(logits[0], plain_logits(name, prefix + chain[: depth + 1])[-1])
+
+
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_window_bounds_what_a_row_sees(name: str) -> None:
     engine = engine_of(name)
-    window = min(w for w in engine.layout.groups if w is not None)
+    window = min(w for w in engine.layout.windows if w is not None)
     prefix, tree = some_ids(4 * window), Tree(3 * window, seed=5)
     table, _ = prefill(engine, "a", prefix, chunk=window + 2)
     piece = tree.piece(engine, table, len(prefix))
@@ -262,21 +321,6 @@ def plain_without_window(name: str, ids: list[int]) -> Tensor:
             module.sliding_window = 10_000
     with torch.inference_mode():
         return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-
-
-def test_one_session_in_consecutive_blocks_is_read_without_a_gather() -> None:
-    engine = engine_of("llama")
-    table, _ = prefill(engine, "a", some_ids(20))
-    piece = Tree(5, seed=1).piece(engine, table, 20)
-
-    def kinds(pieces: list[Piece]) -> set[type]:
-        return {type(made) for made in plan_forward(pack(pieces), engine.pool, {None: 2}).values()}
-
-    assert kinds([piece]) == {ViewPlan}
-    viewed = engine.forward(pack([piece])).logits
-    force_scattered(engine, table)
-    assert kinds([piece]) == {GatherPlan}
-    assert_same(engine.forward(pack([piece])).logits, viewed)
 
 
 def test_only_the_rows_asked_for_have_logits() -> None:
@@ -334,9 +378,9 @@ def test_features_of_layers_that_do_not_exist_are_refused() -> None:
 def test_an_unknown_attention_argument_is_refused() -> None:
     engine = engine_of("llama")
     table = engine.pool.allocate("a", 1)
-    plans = plan_forward(pack([Piece.chain(table, 0, [5])]), engine.pool, engine.layout.groups)
+    attention = Sdpa(pack([Piece.chain(table, 0, [5])]).tails, engine.pool)
     row = torch.tensor([[5]])
-    with torch.inference_mode(), using(plans.__getitem__):
+    with torch.inference_mode(), using(attention):
         engine.model(input_ids=row, position_ids=row, use_cache=False)
         with pytest.raises(UnsupportedModel, match="position_bias"):
             engine.model(input_ids=row, position_ids=row, use_cache=False, position_bias=torch.zeros(4))
@@ -456,18 +500,6 @@ def test_a_few_growing_sessions_stay_consecutive(pool: KVPool) -> None:
     assert all(table.consecutive for table in tables)
 
 
-def test_integrity_notices_a_leak_and_a_double_owner() -> None:
-    pool = KVPool(layers=[KVShape(1, 1, 1)], tokens=64, block_size=8)
-    table, other = pool.allocate("a", 8), pool.allocate("b", 8)
-    blocks = other.blocks
-    for wrong in (table.blocks, other.blocks[:0]):
-        other.blocks = wrong
-        with pytest.raises(AssertionError):
-            check_pool(pool)
-    other.blocks = blocks
-    check_pool(pool)
-
-
 def test_compaction_moves_every_layer_and_skips_what_lies_right(pool: KVPool) -> None:
     table = pool.allocate("a", 30)
     slots = torch.from_numpy(table.slots(np.arange(30)))
@@ -484,17 +516,3 @@ def test_compaction_moves_every_layer_and_skips_what_lies_right(pool: KVPool) ->
     pool.compact(table, 10, [0, 1, 2])
     assert all(map(torch.equal, stored, before))
     assert table.num_tokens == 13
-
-
-def test_a_batch_keeps_the_order_of_its_pieces(pool: KVPool) -> None:
-    first, second = pool.allocate("a", 20), pool.allocate("b", 20)
-    batch = pack([Piece.chain(first, 4, [7, 8], [1]), Piece(second, 9, [5, 6, 7], [-1, 0, 0], [0, 1, 1], [0, 2])])
-    assert isinstance(batch, PackedBatch)
-    assert batch.tokens.tolist() == [7, 8, 5, 6, 7]
-    assert batch.positions.tolist() == [4, 5, 9, 10, 10]
-    assert batch.logits_to_keep.tolist() == [1, 2, 4]
-    assert [(tail.table, tail.prefix) for tail in batch.tails] == [(first, 4), (second, 9)]
-    assert [tail.visible.tolist() for tail in batch.tails] == [
-        [[True, False], [True, True]],
-        [[True, False, False], [True, True, False], [True, False, True]],
-    ]

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from coppice.engine import self_check
-from coppice.engine.batch import Piece, pack
 from coppice.engine.engine import Engine
 from coppice.engine.loading import load_engine
-from coppice.engine.ordered_plan import RowsLinear, by_rows
+from coppice.engine.ordered import RowsLinear, by_rows
+from coppice.engine.rows import Piece, pack
 from coppice.engine.self_check import NotInvariant, check_invariant
 from coppice.testing.tiny_models import VOCAB, save_tiny
 from tests.services.test_engine import Tree

@@ -25,11 +25,10 @@ from transformers import (
     T5Config,
 )
 
-from coppice.engine.attention import UnsupportedModel
-from coppice.engine.batch import Piece, pack
+from coppice.engine.attention import UnsupportedModel, read_layout
 from coppice.engine.engine import Engine, default_feature_layers, fingerprint
-from coppice.engine.kv_layout import read_layout
 from coppice.engine.loading import UnusableFolder, load_engine
+from coppice.engine.rows import Piece, pack
 from coppice.testing.tiny_models import save_tiny
 from tests.layout.test_layout import ROOT
 from tests.tiny import make_target

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from coppice.config.model_size import ModelSize
-from coppice.engine.batch import Piece, pack
 from coppice.engine.engine import Engine
 from coppice.engine.loading import UnusableFolder, load_engine
+from coppice.engine.rows import Piece, pack
 from tests.tiny import make_target
 
 VOCAB, BLOCK = 96, 32

@@ -16,8 +16,8 @@ import torch
 
 from coppice.config.sections import VerifierSettings
 from coppice.config.settings import load_settings
-from coppice.engine.batch import Earlier, Piece, pack
 from coppice.engine.kv_cache import KVPool, KVShape
+from coppice.engine.rows import Earlier, Piece, pack
 from coppice.errors import InvalidField
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree

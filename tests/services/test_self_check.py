@@ -10,7 +10,8 @@ import dataclasses
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,13 @@ import pytest
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from coppice.engine import batch as batch_module
-from coppice.engine import engine as engine_module
+from coppice.engine import rows as rows_module
 from coppice.engine import self_check as check_module
-from coppice.engine.attention import Scoring
-from coppice.engine.attention_plan import plan_forward
-from coppice.engine.batch import PackedBatch, Piece, ancestors, pack
+from coppice.engine.attention import Layer
 from coppice.engine.engine import DTYPES, Engine
-from coppice.engine.kv_cache import KVPool
+from coppice.engine.ordered import Ordered
+from coppice.engine.rows import PackedBatch, Piece, ancestors, pack
+from coppice.engine.sdpa import Sdpa
 from coppice.engine.self_check import (
     NotInvariant,
     SelfCheckError,
@@ -39,30 +39,22 @@ Patch = pytest.MonkeyPatch
 TREE_ROWS = 12
 
 
-@dataclasses.dataclass
-class Attending:
-    """A plan that attends otherwise."""
-
-    plan: Any
-    window: int | None
-    change: Callable[..., Tensor]
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        return self.change(self.plan.attend, layer, query, key, value, scoring)
-
-
 def attending(patch: Patch, change: Callable[..., Tensor]) -> None:
-    def plans(batch: PackedBatch, pool: KVPool, groups: Mapping[int | None, int], make: Any) -> dict[int | None, Any]:
-        made = plan_forward(batch, pool, groups, make)
-        return {window: Attending(plan, window, change) for window, plan in made.items()}
+    """change: (attend, layer, query, key, value) -> what the layer attends to."""
 
-    patch.setattr(engine_module, "plan_forward", plans)
+    def changed(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda attention, layer, *inputs: change(partial(real, attention), layer, *inputs)
+
+    for kind in (Sdpa, Ordered):
+        patch.setattr(kind, "attend", changed(kind.attend))
+
+
+def of_layers(change: Callable[[Layer], Layer]) -> Callable[[Patch], None]:
+    return lambda patch: attending(patch, lambda attend, layer, *inputs: attend(change(layer), *inputs))
 
 
 def scores(**changed: Any) -> Callable[[Patch], None]:
-    return lambda patch: attending(
-        patch, lambda attend, layer, q, k, v, scoring: attend(layer, q, k, v, scoring._replace(**changed))
-    )
+    return of_layers(lambda layer: layer._replace(**changed))
 
 
 def mixed_rows(patch: Patch) -> None:
@@ -70,11 +62,11 @@ def mixed_rows(patch: Patch) -> None:
 
 
 def shifted_keys(patch: Patch) -> None:
-    attending(patch, lambda attend, layer, q, k, v, s: attend(layer, q, k.roll(1, 2), v.roll(1, 2), s))
+    attending(patch, lambda attend, layer, q, k, v: attend(layer, q, k.roll(1, 2), v.roll(1, 2)))
 
 
 def sees(visible: Callable[[int], Any]) -> Callable[[Patch], None]:
-    return lambda patch: patch.setattr(batch_module, "ancestors", lambda parents: visible(len(parents)) > 0)
+    return lambda patch: patch.setattr(rows_module, "ancestors", lambda parents: visible(len(parents)) > 0)
 
 
 def without_the_root(patch: Patch) -> None:
@@ -84,7 +76,7 @@ def without_the_root(patch: Patch) -> None:
             visible[1:, 0] = False
         return visible
 
-    patch.setattr(batch_module, "ancestors", seen)
+    patch.setattr(rows_module, "ancestors", seen)
 
 
 def positions(tree: Callable[[int, int], int], prompt: int = 0) -> Callable[[Patch], None]:
@@ -104,15 +96,7 @@ def positions(tree: Callable[[int, int], int], prompt: int = 0) -> Callable[[Pat
 
 def windows(seen: Callable[[int], int | None]) -> Callable[[Patch], None]:
     """seen: a layer's window -> the one that it is given."""
-
-    def plans(batch: PackedBatch, pool: KVPool, groups: Mapping[int | None, int], make: Any) -> dict[int | None, Any]:
-        given = {window: window and seen(window) for window in groups}
-        made = plan_forward(batch, pool, {given[window]: group for window, group in groups.items()}, make)
-        return {
-            window: Attending(made[given[window]], window, lambda attend, *inputs: attend(*inputs)) for window in groups
-        }
-
-    return lambda patch: patch.setattr(engine_module, "plan_forward", plans)
+    return of_layers(lambda layer: layer._replace(window=layer.window and seen(layer.window)))
 
 
 FAULTS: dict[str, Callable[[Patch], None]] = {
@@ -134,7 +118,7 @@ OF_FORMS = {"gemma2": {"no softcap": scores(softcap=None)}, "gpt-oss": {"no sink
 
 
 def faults_of(engine: Engine, name: str = "") -> dict[str, Callable[[Patch], None]]:
-    return FAULTS | UNSEEN | (OF_WINDOWS if set(engine.layout.groups) - {None} else {}) | OF_FORMS.get(name, {})
+    return FAULTS | UNSEEN | (OF_WINDOWS if engine.layout.windows - {None} else {}) | OF_FORMS.get(name, {})
 
 
 def refused(engine: Engine, seed: int = 0) -> bool:

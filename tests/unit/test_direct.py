@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from coppice.engine.engine import call_directly
+from coppice.engine.modules import call_directly
 
 
 class Gate(nn.Module):

@@ -15,13 +15,13 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from coppice.engine import launches
-from coppice.engine.launches import merge_launches
+from coppice.engine import modules
+from coppice.engine.modules import merge_launches
 
 
 @pytest.fixture(autouse=True)
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "_launches", lambda _: True)
+    monkeypatch.setattr(modules, "_launches", lambda _: True)
 
 
 class Centred(LlamaRMSNorm):
@@ -87,7 +87,7 @@ def test_a_gate_that_does_more_is_left_alone(bound: float, replaced: bool) -> No
 _KERNELS = """
 import torch
 from torch.nn import functional as F
-from coppice.engine.launches_triton import gate, rotate
+from coppice.engine.kernels import gate, rotate
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 torch.manual_seed(0)
 for dtype in (torch.float32, torch.float16):

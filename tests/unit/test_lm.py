@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from coppice.config.sections import DrafterSettings
-from coppice.engine.batch import PackedBatch
 from coppice.engine.engine import ForwardOutput
+from coppice.engine.rows import PackedBatch
 from coppice.errors import InvalidField, Overloaded
 from coppice.heads.base import DraftJob, Growth
 from coppice.heads.lm import PREFILL_ROWS, LanguageModelHead

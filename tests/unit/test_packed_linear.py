@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from coppice.engine import linear
-from coppice.engine.linear import FusedLinear, PackedLinear, compile_ahead, compiled_rows, fuse, pays, prepack
+from coppice.engine import modules as linear
+from coppice.engine.modules import FusedLinear, PackedLinear, compile_ahead, compiled_rows, fuse, pays, prepack
 from coppice.machine import this_machine
 
 ROUNDING = {torch.bfloat16: 2**-7, torch.float32: 2**-18}

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.engine.batch import PackedBatch, pack
 from coppice.engine.kv_cache import KVPool, KVShape
-from coppice.engine.ragged import Bucket, Ragged, StepInputs, most_splits, padded, tail_blocks
-from coppice.engine.tree_attention import split_size
+from coppice.engine.rows import PackedBatch, RowTable, most_splits, pack, tail_blocks
+from coppice.engine.steps import Bucket, StepInputs, padded
+from tests.kernels import split_size
 from tests.ragged_batches import Shape, filled_pool, random_batch, random_tree, tree_piece
 
 GROUP = 4
@@ -24,9 +24,9 @@ GROUP = 4
 
 def inputs_of(batch: PackedBatch, bucket: Bucket | None = None, *, spare: int = 0, block_size: int = 8) -> StepInputs:
     """A batch in its own bucket, or in a larger one."""
-    ragged = Ragged.of(batch.tails)
-    inputs = StepInputs(bucket or Bucket.of(batch, ragged), group=GROUP, spare=spare, block_size=block_size)
-    inputs.fill(batch, ragged)
+    table = RowTable.of(batch.tails)
+    inputs = StepInputs(bucket or Bucket.of(batch, table), group=GROUP, spare=spare, block_size=block_size)
+    inputs.fill(batch, table)
     return inputs
 
 
@@ -86,7 +86,7 @@ def test_a_bucket_filled_twice_forgets_the_first_batch() -> None:
     small = pack([tree_piece(batch.tails[1].table, 20, random_tree(3, random.Random(1)))])
     bucket = Bucket(64, 4, 16, 32, 64)
     inputs = inputs_of(batch, bucket)
-    inputs.fill(small, Ragged.of(small.tails))
+    inputs.fill(small, RowTable.of(small.tails))
     fresh = inputs_of(small, bucket)
     for name in ("tokens", "positions", "new_slots", "session", "paged", "length", "keep"):
         assert torch.equal(getattr(inputs, name), getattr(fresh, name))
@@ -136,8 +136,8 @@ def test_filling_is_quick_and_does_not_grow_with_the_context() -> None:
     rounds = [
         milliseconds(
             lambda: np.sort(numbers, kind="stable"),  # whose speed depends less on the processor than the other kinds
-            lambda: inputs.fill(short, Ragged.of(short.tails)),
-            lambda: others.fill(long, Ragged.of(long.tails)),
+            lambda: inputs.fill(short, RowTable.of(short.tails)),
+            lambda: others.fill(long, RowTable.of(long.tails)),
         )
         for _ in range(3)
     ]

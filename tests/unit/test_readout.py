@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from coppice.engine.clock import Clock
-from coppice.engine.engine import ForwardOutput
+from coppice.engine.engine import Clock, ForwardOutput
 from coppice.engine.kv_cache import KVPool, KVShape
 from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.speculation.tree import DraftTree

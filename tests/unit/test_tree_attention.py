@@ -1,4 +1,4 @@
-"""Tree attention: its rule, today's plans and the CUDA kernel agree, and a row's bits are its own."""
+"""Tree attention: its rule, the CPU's attention and the CUDA kernel agree, and a row's bits are its own."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coppice.engine.attention import Scoring
-from coppice.engine.attention_plan import plan_forward
-from coppice.engine.batch import Piece, ancestors, pack
+from coppice.engine.attention import Layer
 from coppice.engine.kv_cache import KVShape
-from coppice.engine.tree_attention import tree_attention
-from tests.kernels import compiled_for_hopper, interpreter
-from tests.ragged_batches import Layer, Shape, attend, filled_pool, random_batch, random_tree, tree_piece
+from coppice.engine.rows import Piece, ancestors, pack
+from coppice.engine.sdpa import Sdpa
+from tests.kernels import compiled_for_hopper, interpreter, tree_attention
+from tests.ragged_batches import Inputs, Shape, attend, filled_pool, random_batch, random_tree, tree_piece
 
 __all__ = ["interpreter"]  # a fixture
 
@@ -31,22 +30,20 @@ Sizes = Sequence[tuple[int, int, int]]  # prefix, rows and earlier rows of each 
 
 def interpreted(*arguments: Any) -> Tensor:
     """The CUDA kernel under Triton's interpreter, which the process chose before it imported Triton."""
-    from coppice.engine.tree_attention_triton import attend as kernel
+    from coppice.engine.kernels import tree_attention as kernel
 
     return kernel(*arguments)
 
 
-def far_from_the_plans(function: Callable[..., Tensor], shape: Shape, sizes: Sizes, seed: int = 0) -> float:
+def far_from_sdpa(function: Callable[..., Tensor], shape: Shape, sizes: Sizes, seed: int = 0) -> float:
     """The largest difference of an implementation from attention with masks over gathered keys."""
     torch.manual_seed(seed)
     pool, spare = filled_pool(shape, 6000)
     batch = random_batch(pool, sizes, random.Random(seed))
-    layer = Layer.random(shape, len(batch.tokens))
-    window = shape.window or None
-    plan = plan_forward(batch, pool, {window: shape.heads // shape.kv.kv_heads})[window]
-    heads_first = [part.transpose(0, 1)[None] for part in (layer.q, layer.k, layer.v)]
-    scoring = Scoring(None, shape.softcap or None, layer.sinks, not shape.softcap and layer.sinks is None)
-    want = plan.attend(0, *heads_first, scoring)[0]
+    layer = Inputs.random(shape, len(batch.tokens))
+    rows = (part.transpose(0, 1)[None] for part in (layer.q, layer.k, layer.v))
+    kind = Layer(0, shape.window or None, None, shape.softcap or None, layer.sinks)
+    want = Sdpa(batch.tails, pool).attend(kind, *rows)[0]
     for part in pool.layers[0]:  # the rows' own, which the implementation has to write
         part[torch.from_numpy(np.concatenate([new_slots(tail) for tail in batch.tails]))] = 7.0
     return float((attend(function, batch, layer, pool, spare, shape) - want).abs().max())
@@ -67,7 +64,7 @@ def own_bits(function: Callable[..., Tensor], shape: Shape, prefix: int, rows: i
     parents = random_tree(rows, rng)
     others = Piece.chain(tables[0], 149, [1]), tree_piece(tables[2], 20, random_tree(9, rng))
     batch = pack([others[0], tree_piece(tables[1], prefix, parents), others[1]])
-    layer = Layer.random(shape, len(batch.tokens))
+    layer = Inputs.random(shape, len(batch.tokens))
     drafted = attend(function, batch, layer, pool, spare, shape)[1:]
     sees = ancestors(parents)
     same = []
@@ -77,7 +74,7 @@ def own_bits(function: Callable[..., Tensor], shape: Shape, prefix: int, rows: i
         later.compact(table, prefix, path[:-1].tolist())
         later.extend(table, prefix + len(path))
         row = slice(1 + node, 2 + node)
-        step = Layer(layer.q[row], layer.k[row], layer.v[row], layer.sinks)
+        step = Inputs(layer.q[row], layer.k[row], layer.v[row], layer.sinks)
         plain = attend(function, pack([Piece.chain(table, prefix + len(path) - 1, [1])]), step, later, spare, shape)
         same.append(torch.equal(plain[0], drafted[node]))
     return all(same)
@@ -101,7 +98,7 @@ SIZES = st.lists(
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(shape=SHAPES, sizes=SIZES, seed=st.integers(0, 9))
 def test_rows_attend_to_what_the_plans_let_them_see(shape: Shape, sizes: Sizes, seed: int) -> None:
-    assert far_from_the_plans(tree_attention, shape, sizes, seed) < 1e-5
+    assert far_from_sdpa(tree_attention, shape, sizes, seed) < 1e-5
 
 
 KERNEL_CASES = {
@@ -119,7 +116,7 @@ KERNEL_CASES = {
 
 @pytest.mark.parametrize("case", KERNEL_CASES)
 def test_the_kernel_computes_what_the_plans_do(case: str, interpreter: ProcessPoolExecutor) -> None:
-    assert interpreter.submit(far_from_the_plans, interpreted, *KERNEL_CASES[case]).result() < 1e-5
+    assert interpreter.submit(far_from_sdpa, interpreted, *KERNEL_CASES[case]).result() < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -144,7 +141,7 @@ def test_the_kernel_gives_a_drafted_row_the_bits_of_a_plain_step(
 )
 def test_the_kernel_compiles_for_hopper_without_spills(dim: int, dtype: torch.dtype, tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    from coppice.engine.tree_attention_triton import shape_of, sum_parts
+    from coppice.engine.kernels import shape_of, sum_parts
 
     q, stored = (torch.empty(1, heads, dim, dtype=dtype) for heads in (32, 8))
     constants = shape_of(q, stored, stored, torch.empty(1, 16), torch.empty(1, 1024), 32) | {"CAPPED": False}

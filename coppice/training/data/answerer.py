@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coppice.engine.batch import Piece, pack
 from coppice.engine.engine import Engine
 from coppice.engine.kv_cache import BlockTable
+from coppice.engine.rows import Piece, pack
 from coppice.speculation.sampling_torch import draw
 
 LONGEST_CHUNK = 128

@@ -1,25 +1,33 @@
-"""Linear layers whose weights lie as the CPU's matrix units read them.
+"""A model's modules in forms that are faster and compute the same: linear layers on a CPU, few launches on CUDA.
 
-Stock bfloat16 layers on a CPU hand oneDNN a row-major matrix, which it rearranges in every call. Rearranged once, a
-target of 18M parameters takes 0.88 of the time and answers with the same bits. And every call has a price of its own
-(20 us here), so layers that are given the same input are multiplied as one: 0.9 of what is left. Stock float32 layers
-go to MKL, which is slow on AMD's processors: on an EPYC with AVX-512 two to eight rows take oneDNN a half to a third of
-its time. Which of the two multiplies is a matter of the processor, not of a timing: replicas answer with the same bits.
+Linear layers. Stock bfloat16 layers on a CPU hand oneDNN a row-major matrix, which it rearranges in every call.
+Rearranged once, a target of 18M parameters takes 0.88 of the time and answers with the same bits. And every call has a
+price of its own (20 us here), so layers that are given the same input are multiplied as one: 0.9 of what is left. Stock
+float32 layers go to MKL, which is slow on AMD's processors: on an EPYC with AVX-512 two to eight rows take oneDNN a
+half to a third of its time. Which of the two multiplies is a matter of the processor, not of a timing: replicas answer
+with the same bits.
 
 For every number of rows oneDNN compiles kernels, half a megabyte a layer's shape, and keeps a thousand of them. So
 numbers of rows above 16 are rounded up to one of four between two powers of two, and compiled for ahead of time.
+
+Launches. A launch costs the host and the GPU some microseconds, whatever it computes. Written in transformers'
+operators, a norm is eight launches, the rotation of queries and keys ten, and a gate two; a layer of Qwen3 has four
+norms.
 """
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Collection, Sequence
+from functools import cache, partial
+from types import FunctionType
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from coppice.machine import this_machine
 
@@ -29,7 +37,9 @@ EXACT = 16
 """rows up to which kernels are compiled for every number"""
 MOST, AHEAD_S = 1024, 0.5
 """rows up to which kernels are compiled ahead of time, and for how long"""
-
+_ROTATE = "apply_rotary_pos_emb"  # the global of transformers' modules that rotates queries and keys
+_ROUNDING = 1e-5
+Forward = Callable[..., Any]
 
 _multiply: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 """oneDNN's product, (input, weight, bias, "none", [], "") -> input @ weight.T + bias; None where torch has none"""
@@ -197,3 +207,176 @@ def pays(dtype: torch.dtype) -> bool:
         machine = this_machine()
         return machine.vendor == "AuthenticAMD" and "avx512f" in machine.features
     return dtype is torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def merge_launches(model: nn.Module) -> None:
+    """Have a model's norms, rotations and gates run in one launch each on CUDA, and elsewhere as before.
+
+    A part is replaced only if it answers a probe as the merged form does, whatever its class is called; others, such as
+    Gemma's norms, stay as they are.
+    """
+    with torch.inference_mode():
+        for module in list(model.modules()):
+            kind: Any = type(module)
+            if kind.__call__ is not nn.Module.__call__ or "forward" in module.__dict__:
+                continue
+            if (eps := _epsilon(module)) is not None:
+                module.__class__ = _replaced(kind, _normalising(kind, eps))
+            elif _is_gated(module):
+                module.__class__ = _replaced(kind, _gating(kind))
+            elif (forward := _rotating(kind)) is not None:
+                module.__class__ = _replaced(kind, forward)
+
+
+@cache
+def _replaced(kind: Any, forward: Forward) -> Any:
+    """The class with another `forward`."""
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def _launches(tensor: Tensor) -> bool:
+    """Whether a kernel of ours is to be launched for it now."""
+    return tensor.is_cuda
+
+
+# Norms.
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    """The epsilon of a module that divides its input by the root of its mean square and multiplies by its weight; None
+    for any other module.
+    """
+    weight = module._parameters.get("weight")
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    held = [*module._parameters, *module._buffers, *module._modules]
+    if held != ["weight"] or weight is None or weight.dim() != 1 or not isinstance(eps, float):
+        return None
+    random = torch.Generator().manual_seed(0)
+    probe = copy.copy(module)
+    # Weights of both signs, and numbers so small that the epsilon counts.
+    probe._parameters = {"weight": nn.Parameter(torch.randn(weight.shape, generator=random), requires_grad=False)}
+    states = torch.randn(2, 3, len(weight), generator=random) * torch.tensor([[[1.0]], [[eps**0.5]]])
+    try:
+        answer = probe(states)
+    except Exception:  # it takes something else
+        return None
+    expected = F.rms_norm(states, weight.shape, probe._parameters["weight"], eps)
+    return eps if torch.allclose(answer, expected, rtol=_ROUNDING, atol=_ROUNDING) else None
+
+
+@cache
+def _normalising(kind: Any, eps: float) -> Forward:
+    def forward(self: Any, hidden_states: Tensor) -> Any:
+        """(..., N) -> (..., N)."""
+        weight = self.weight
+        if _launches(hidden_states) and hidden_states.dtype is weight.dtype:
+            return F.rms_norm(hidden_states, weight.shape, weight, eps)
+        return kind.forward(self, hidden_states)
+
+    return forward
+
+
+# Gates.
+
+
+def _is_gated(module: Any) -> bool:
+    """Whether a module computes down(silu(gate(x)) * up(x)), also of large numbers, which some models clamp."""
+    parts = module._modules
+    if not {"gate_proj", "up_proj", "down_proj"} <= parts.keys() or not isinstance(parts["gate_proj"], nn.Linear):
+        return False
+    gate = parts["gate_proj"]
+    weight = gate.weight
+    states = torch.randn(2, gate.in_features, generator=torch.Generator().manual_seed(0)).to(weight.device)
+    for scale in (1.0, 100.0):
+        probe = (scale * states).to(weight.dtype)[None]
+        try:
+            answer = module(probe)
+        except Exception:  # it takes something else
+            return False
+        if not torch.equal(answer, module.down_proj(F.silu(gate(probe)) * module.up_proj(probe))):
+            return False
+    return True
+
+
+@cache
+def _gating(kind: Any) -> Forward:
+    def forward(self: Any, hidden_states: Tensor) -> Any:
+        """(..., H) -> (..., H)."""
+        if not _launches(hidden_states):
+            return kind.forward(self, hidden_states)
+        from coppice.engine import kernels
+
+        gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
+        return self.down_proj(kernels.gate(gate, up))
+
+    return forward
+
+
+# Rotations.
+
+
+@cache
+def _rotating(kind: Any) -> Forward | None:
+    """The class's `forward` with the rotation in one launch; None where it has none, or another one."""
+    forward: Any = kind.forward
+    code = getattr(forward, "__code__", None)
+    if code is None or _ROTATE not in code.co_names or not _rotates_halves(stock := forward.__globals__.get(_ROTATE)):
+        return None
+    names = {**forward.__globals__, _ROTATE: partial(_rotate, stock)}
+    merged = FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    merged.__kwdefaults__ = forward.__kwdefaults__
+    return merged
+
+
+def _rotates_halves(stock: Any) -> bool:
+    """Whether a function rotates the halves of queries and keys against each other, with the stock formula's bits."""
+    random = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        query, key = (torch.randn(1, heads, 5, 8, generator=random, dtype=dtype) for heads in (4, 2))
+        cos, sin = torch.randn(2, 1, 5, 8, generator=random, dtype=dtype)
+        try:
+            answers = stock(query, key, cos, sin)
+        except Exception:  # it takes something else
+            return False
+        for answer, states in zip(answers, (query, key), strict=True):
+            first, second = states.chunk(2, dim=-1)
+            if not torch.equal(answer, states * cos + torch.cat((-second, first), dim=-1) * sin):
+                return False
+    return True
+
+
+def _rotate(stock: Forward, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
+    """query (1, H, T, D), key (1, KVH, T, D), cos and sin (1, T, D) -> query and key, rotated."""
+    whole = cos.shape == (1, query.shape[2], query.shape[3]) and query.dtype == key.dtype == cos.dtype
+    if more or named or not whole or not _launches(query):
+        return stock(query, key, cos, sin, *more, **named)
+    from coppice.engine import kernels
+
+    return kernels.rotate(query, key, cos, sin)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def call_directly(model: nn.Module, hooked: Collection[nn.Module] = ()) -> None:
+    """Have a model's modules called as their `forward`, and their parts found as plain attributes.
+
+    A call of nn.Module looks into four dictionaries for hooks, and a part is searched in three more; all these are cold
+    whenever the weights of a layer have gone through the caches. Left to torch are modules that are `hooked` later or
+    already, those that are called in a way of their own, whole models, which transformers knows by their class, and
+    buffers, which some modules replace. A part is still replaced by assignment, and by nothing else.
+    """
+    for module in model.modules():
+        kind: Any = type(module)
+        replaced = "forward" in module.__dict__  # such a forward may exchange the module's parameters meanwhile
+        module.__dict__.update(module._modules if replaced else module._modules | module._parameters)
+        own = replaced or kind.__call__ is not nn.Module.__call__
+        watched = module in hooked or any(map(module.__dict__.get, _HOOKS))
+        if not (own or watched or isinstance(module, PreTrainedModel)):
+            module.__class__ = _direct(kind)
+
+
+@cache
+def _direct(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class with its `forward` as the call."""
+    return type(kind.__name__, (kind,), {"__call__": kind.forward, "__module__": kind.__module__})

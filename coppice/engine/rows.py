@@ -1,4 +1,4 @@
-"""What one forward pass of the target works on: the rows of all waiting sessions, packed. Knows nothing of models.
+"""What one forward works on: the rows of all waiting sessions, packed, and which keys each row sees.
 
 Nothing here validates: token ids, tree shapes and lengths were checked where they entered the process
 (coppice/limits.py, coppice/speculation/tree.py), and the scheduler made room in the pool.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +16,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.engine.kv_cache import BlockTable
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+# How a device cuts the keys of rows into parts.
+KEY_BLOCK = 64
+"""positions whose scores are made together; borders are multiples of it"""
+
+MOST_SPLITS = 32
+"""parts that a row's key blocks are cut into at most"""
+
+TILE = 64
+"""queries, of rows of one session, that share the keys they read"""
 
 
 @dataclass(frozen=True)
@@ -24,8 +38,8 @@ class Earlier:
     visible: (num_rows, E) bool, which of them each row of the piece descends from. positions: (E,) int64, absolute.
     """
 
-    visible: NDArray[np.bool_]
-    positions: NDArray[np.int64]
+    visible: Bools
+    positions: Ints
 
 
 @dataclass(frozen=True)
@@ -39,15 +53,15 @@ class Tail:
 
     table: BlockTable
     prefix: int
-    visible: NDArray[np.bool_]
-    positions: NDArray[np.int64] | None = None
+    visible: Bools
+    positions: Ints | None = None
 
     @property
     def length(self) -> int:
         """Keys that the session has, its rows' own last."""
         return self.prefix + int(self.visible.shape[1])
 
-    def sees(self, window: int | None) -> NDArray[np.bool_]:
+    def sees(self, window: int | None) -> Bools:
         """Which of the session's keys each row sees, (N, length), `window` positions back (None: all)."""
         rows = len(self.visible)
         seen = np.concatenate((np.ones((rows, self.prefix), np.bool_), self.visible), axis=1)
@@ -56,6 +70,11 @@ class Tail:
             keys = np.concatenate((np.arange(self.prefix), self.positions))
             seen &= keys > self.positions[-rows:, None] - window
         return seen
+
+
+def reach(tails: Sequence[Tail]) -> int:
+    """How many positions a window has at least that hides nothing from any row."""
+    return max(int(tail.positions[-len(tail.visible) :].max()) for tail in tails if tail.positions is not None) + 1
 
 
 @dataclass(frozen=True)
@@ -98,7 +117,7 @@ class Piece:
         return cls(table, prefix_len, tokens, range(-1, rows - 1), range(rows), keep)
 
 
-def ancestors(parents: Sequence[int]) -> NDArray[np.bool_]:
+def ancestors(parents: Sequence[int]) -> Bools:
     """(N, N) bool: [i, j] says whether row j is row i itself or an ancestor. parents: (N,), as a piece has them.
 
     A row's set is a number whose bit j is row j: its own bit and its parent's set.
@@ -116,7 +135,7 @@ def ancestors(parents: Sequence[int]) -> NDArray[np.bool_]:
 def pack(pieces: Sequence[Piece], feature_layers: tuple[int, ...] = ()) -> PackedBatch:
     """One batch of the pieces, in their order; the tails and the logits come out in the same order."""
     tails: list[Tail] = []
-    positions: list[NDArray[np.int64]] = []
+    positions: list[Ints] = []
     tokens: list[int] = []
     kept: list[int] = []
     for piece in pieces:
@@ -135,3 +154,67 @@ def pack(pieces: Sequence[Piece], feature_layers: tuple[int, ...] = ()) -> Packe
         logits_to_keep=torch.from_numpy(np.array(kept, np.int64)),
         feature_layers=feature_layers,
     )
+
+
+class RowTable(NamedTuple):
+    """What each row of some tails sees, as numbers; T rows of S sessions. Nothing in it is rows times context.
+
+    A key's index is its position in the row's own text. A row sees keys 0 to length - 1: the first `paged` lie in the
+    session's blocks, in order, and the others, the row's tail, wherever its ancestors among the rows of this forward
+    and of earlier ones were written. A row that sees all rows before it, as in a prompt, has no tail.
+
+    session, paged, length, new_slots: (T,). table: (S, P), the blocks in use. tail: the row, the place there, and the
+    slot of every entry of the rows' tails.
+    """
+
+    session: Ints
+    paged: Ints
+    length: Ints
+    new_slots: Ints
+    table: Ints
+    tail: tuple[Ints, Ints, Ints]
+
+    @classmethod
+    def of(cls, tails: Sequence[Tail]) -> RowTable:
+        """Read the tails: all sessions at once but for copies."""
+        counts, columns = np.array([tail.visible.shape for tail in tails], np.int64).T
+        block_size = tails[0].table.block_size
+        used = [-(-tail.length // block_size) for tail in tails]
+        first = np.cumsum(counts) - counts
+        # One column more, which nobody sees, so that every row has a first one that it does not.
+        seen = np.zeros((counts.sum(), columns.max() + 1), np.bool_)
+        table = np.zeros((len(tails), max(used)), np.int64)
+        for s, tail in enumerate(tails):
+            seen[first[s] : first[s] + counts[s], : columns[s]] = tail.visible
+            table[s, : used[s]] = tail.table.blocks[: used[s]]
+        session = np.repeat(np.arange(len(tails)), counts)
+        prefix = np.array([tail.prefix for tail in tails], np.int64)
+
+        def slots(session: Ints, column: Ints) -> Ints:
+            block, inside = np.divmod(prefix[session] + column, block_size)
+            return table[session, block] * block_size + inside
+
+        leading = seen.argmin(axis=1)
+        seen &= np.arange(seen.shape[1]) >= leading[:, None]
+        row, column = np.divmod(np.flatnonzero(seen), seen.shape[1])
+        later = np.bincount(row, minlength=len(seen))
+        place = np.arange(len(row)) - (np.cumsum(later) - later)[row]
+        paged = prefix[session] + leading
+        new_slots = slots(session, np.arange(len(seen)) + (columns - counts - first)[session])
+        return cls(session, paged, paged + later, new_slots, table, (row, place, slots(session[row], column)))
+
+
+def tail_blocks(tail: int) -> int:
+    """Key blocks that the last `tail` positions of a text touch at most."""
+    return -(-(tail - 1) // KEY_BLOCK) + 1 if tail else 0
+
+
+def most_splits(blocks: Ints | int) -> Ints:
+    """Splits of a row of so many key blocks, and at least those of a row of fewer, as a window leaves it.
+
+    A split is 4 key blocks in a text of 32, 8 in one of 128, and 16 for every 512 in a longer one: short texts are read
+    by many programs, and the partial sums of long ones stay small beside their keys.
+    """
+    fours, eights, sixteens = (-(-blocks // size) for size in (4, 8, 16))
+    splits: Ints = np.minimum(np.minimum(fours, np.maximum(eights, 8)), np.clip(sixteens, 16, MOST_SPLITS))
+    return splits

@@ -1,12 +1,10 @@
-"""Steps over inputs at fixed addresses: traced as one graph, they say what the engine says of the batch's own plan."""
+"""Steps over inputs at fixed addresses: they say what the engine says of the same batch, in few launches."""
 
 from __future__ import annotations
 
 import random
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -14,21 +12,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
-from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
-from coppice.engine import engine as engine_module
-from coppice.engine import graphs, launches, launches_triton
-from coppice.engine.batch import PackedBatch, Piece, pack
+from coppice.engine import kernels, modules, steps
 from coppice.engine.engine import Engine
-from coppice.engine.graphs import CompiledStep, Eager, Graphs, Make, best_runner, graph_buckets, why_no_graph
-from coppice.engine.launches import merge_launches
-from coppice.engine.linear import fuse
-from coppice.engine.ragged import Bucket, Ragged
+from coppice.engine.modules import fuse, merge_launches
+from coppice.engine.rows import PackedBatch, Piece, RowTable, pack
+from coppice.engine.steps import Bucket, Step, Steps, Taps, graph_buckets
 from coppice.testing.tiny_models import VOCAB, save_tiny
-from tests.reference import EFFORT
+from tests.kernels import tree_attention
 from tests.services.test_engine import Tree
 
 LAYERS = (1, 3)
@@ -37,6 +30,12 @@ ARCHITECTURES = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "phi3", "olmo2", "granite", "glm4"), ""),
     **dict.fromkeys(("mistral", "gemma2", "gemma3_text", "smollm3", "cohere2", "gpt_oss"), "window"),
 }
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's rule in torch in place of the kernel."""
+    monkeypatch.setattr(steps, "tree_attention", tree_attention)
 
 
 def model_of(kind: str, folder: Path) -> PreTrainedModel:
@@ -69,58 +68,46 @@ def some_batch(engine: Engine, seed: int, layers: tuple[int, ...] = LAYERS) -> P
     return batch
 
 
-class Held:
-    """In place of a CUDA graph: runs the step that it would replay."""
-
-    def __init__(self, step: graphs.Step, _: object) -> None:
-        self.inputs, self.feature_layers, self.run = step.inputs, step.feature_layers, step
-        self.graph = SimpleNamespace(pool=lambda: None)
-
-    def __call__(self) -> Any:
-        return self.run()
+def steps_of(engine: Engine) -> Steps:
+    """What an engine on a device would run."""
+    return Steps(engine.model, engine.pool, engine.layout.group, Taps(engine.model, engine.info.layers))
 
 
-class Compiled:
-    """Steps whose forward torch.compile makes one full graph of."""
-
-    def __init__(self, make: Make, backend: str = "inductor") -> None:
-        self.step = cache(lambda bucket, layers: CompiledStep(make(bucket, layers), backend))
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Graphs that replay nothing, and nothing compiled before or after."""
-    monkeypatch.setattr(graphs, "Captured", Held)
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
-def said_by(engine: Engine, runner: graphs.Runner | None, batch: PackedBatch) -> tuple[Tensor, ...]:
-    """Logits, and features where they are wanted."""
-    engine.runner = runner
+def answers(engine: Engine, runs: Steps | None, batch: PackedBatch) -> tuple[Tensor, ...]:
+    """Logits, and features where the batch names layers."""
+    engine.steps = runs
     output = engine.forward(batch)
     return (output.logits.clone(),) if output.features is None else (output.logits.clone(), output.features.clone())
 
 
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs that run the step which they would replay."""
+
+    def capture(step: Step, pool: object) -> None:
+        def replay() -> None:
+            step._output = step._run()
+
+        step.graph = SimpleNamespace(pool=lambda: None, replay=replay)
+
+    monkeypatch.setattr(Step, "capture", capture)
+
+
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_a_step_is_one_graph_and_says_what_the_engine_says(kind: str, tmp_path: Path, held: None) -> None:
+def test_a_step_says_what_the_engine_says(kind: str, tmp_path: Path, recorded: None) -> None:
     model = model_of(kind, tmp_path)
     fuse(model, packed=False)  # as on CUDA
     merge_launches(model)
     engine = engine_of(model)
-    made = (Eager(engine.static_step), Compiled(engine.static_step, backend="eager"))
-    static = [Graphs(runner, [BUCKET], LAYERS) for runner in made]
+    replayed = steps_of(engine)
+    assert replayed.capture([BUCKET], LAYERS) == ""
     for seed in range(5):
         batch = some_batch(engine, seed)
-        plain, *answers = (said_by(engine, runner, batch) for runner in (None, *static))
-        for answer in answers:
-            for ours, wanted in zip(answer, plain, strict=True):
-                assert ours.shape == wanted.shape
-                assert (ours - wanted).abs().max() <= 1e-5 * wanted.abs().max()
-    assert counters["graph_break"] == {}
-    assert counters["stats"]["unique_graphs"] <= 2
+        plain = answers(engine, None, batch)
+        for runs in (steps_of(engine), replayed):
+            for ours, theirs in zip(answers(engine, runs, batch), plain, strict=True):
+                assert ours.shape == theirs.shape
+                assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
 @pytest.fixture
@@ -138,18 +125,18 @@ def tiny(kind: Callable[..., Any], layers: int) -> PreTrainedModel:
     )  # fmt: skip
 
 
-def test_a_batch_goes_to_the_smallest_graph_that_holds_it(llama: PreTrainedModel, held: None) -> None:
+def test_a_batch_goes_to_the_smallest_graph_that_holds_it(llama: PreTrainedModel, recorded: None) -> None:
     engine = engine_of(llama)
-    captured = Graphs(Eager(engine.static_step), graph_buckets(8), (1, 2, 3))
+    runs = steps_of(engine)
+    assert runs.capture(graph_buckets(8), (1, 2, 3)) == ""
 
     def taken(*sizes: int, layers: tuple[int, ...] = LAYERS) -> int:
-        step = captured.step(Bucket(*sizes), layers)
-        return step.inputs.bucket.rows if isinstance(step, Held) else 0
+        step = runs.step(Bucket(*sizes), layers)
+        return step.inputs.bucket.rows if step.graph else 0
 
     assert taken(1, 1, 0, 8, 1) == 1
     assert taken(4, 4, 0, 2, 4) == 4
-    assert taken(64, 1, 16, 4, 64) == 64
-    assert taken(64, 1, 16, 4, 64, layers=()) == 64
+    assert taken(64, 1, 16, 4, 64) == taken(64, 1, 16, 4, 64, layers=()) == 64
     assert taken(192, 8, 32, 8, 192) == 192
     assert taken(96, 96, 0, 1, 96) == 96
     assert taken(96, 1, 96, 4, 96) == 0  # what a row sees behind its prefix
@@ -158,43 +145,37 @@ def test_a_batch_goes_to_the_smallest_graph_that_holds_it(llama: PreTrainedModel
     assert taken(4, 1, 0, 4, 4, layers=(0, 1)) == 0  # features
     for layers in ((), (2,), (3, 1), (0,)):
         batch = some_batch(engine, 3, layers)
-        plain, static = (said_by(engine, runner, batch) for runner in (None, captured))
-        torch.testing.assert_close(static, plain, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(answers(engine, runs, batch), answers(engine, None, batch), rtol=1e-4, atol=1e-4)
 
 
 def test_every_tree_that_a_graph_has_rows_for_fits_in_it() -> None:
     for bucket in graph_buckets(8):
         for sessions in {1, min(3, bucket.rows), bucket.rows}:
             rows = bucket.rows // sessions
-            deepest = max(0, min(rows - 2, graphs.GRAPH_TAIL))
+            deepest = max(0, min(rows - 2, steps.GRAPH_TAIL))
             assert bucket.holds(Bucket(bucket.rows, sessions, deepest, 8, bucket.rows))
 
 
-class Asking(nn.Module):
-    """A layer that asks the host for a number."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, states: Tensor) -> Tensor:
-        out: Tensor = self.layer(states)
-        return out if float(states.sum()) > 0 else -out
-
-
-def test_what_cannot_be_replayed_is_refused_with_the_reason(llama: PreTrainedModel, held: None) -> None:
+def test_what_cannot_be_recorded_is_run_and_the_reason_is_given(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_of(llama)
-    step = engine.static_step(BUCKET, LAYERS)
+    assert engine.capture() == "the CPU replays nothing"
+    runs, batch = steps_of(engine), some_batch(engine, 3)
+
+    def capture(step: Step, pool: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setattr(Step, "capture", capture)
+    assert runs.capture([BUCKET], LAYERS) == "RuntimeError: operation not permitted when stream is capturing"
+    torch.testing.assert_close(answers(engine, runs, batch), answers(engine, None, batch), rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_without_a_batch_writes_to_no_session(llama: PreTrainedModel) -> None:
+    engine = engine_of(llama)
     before = [part[:-1].clone() for layer in engine.pool.layers for part in layer]
-    assert why_no_graph(step) == ""
+    steps_of(engine).step(BUCKET, LAYERS)()
     assert all(map(torch.equal, before, (part[:-1] for layer in engine.pool.layers for part in layer)))
-    runner, why = best_runner(engine.static_step, [BUCKET], LAYERS)
-    assert (type(runner), why) == (Eager, "a device of kind cpu replays nothing")
-    llama.model.layers[2].mlp = Asking(llama.model.layers[2].mlp)
-    assert "LlamaForCausalLM is not one graph: " in why_no_graph(engine.static_step(BUCKET, LAYERS))
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 64}
-    llama.config.rope_parameters = rope
-    assert why_no_graph(step) == "rope kind dynamic rotates by the longest text of a batch"
 
 
 class Launches(TorchDispatchMode):
@@ -254,50 +235,31 @@ def test_a_layer_is_few_launches(kind: Callable[..., Any], most: int, monkeypatc
         batch = some_batch(engine, 1)
         mode = Launches()
         with monkeypatch.context() as patch:
-            patch.setattr(launches, "_launches", lambda _: True)
-            patch.setattr(launches_triton, "rotate", mode.one("rotate", rotated))
-            patch.setattr(launches_triton, "gate", mode.one("gate", lambda gate, up: nn.functional.silu(gate) * up))
-            step = engine.static_step(BUCKET, LAYERS)
-            step.inputs.fill(batch, Ragged.of(batch.tails))
+            patch.setattr(modules, "_launches", lambda _: True)
+            patch.setattr(kernels, "rotate", mode.one("rotate", rotated))
+            patch.setattr(kernels, "gate", mode.one("gate", lambda gate, up: nn.functional.silu(gate) * up))
+            step = steps_of(engine).step(BUCKET, LAYERS)
+            step.inputs.fill(batch, RowTable.of(batch.tails))
             with mode:
                 logits = step().logits[: len(batch.logits_to_keep)]
-        wanted = expected.forward(batch).logits
-        assert (logits - wanted).abs().max() < 0.05 * wanted.abs().max()
+        plain = expected.forward(batch).logits
+        assert (logits - plain).abs().max() < 0.05 * plain.abs().max()
         counted.append(mode.counts)
     assert sum((counted[1] - counted[0]).values()) <= most
 
 
-@pytest.mark.skipif(EFFORT == 1, reason="compiles C++ for a minute; make proof does")
-@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
-def test_inductor_fuses_a_layer_to_few_launches(
-    kind: Callable[..., Any], held: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_module, "prepack", lambda _: None)  # which CPUs alone do
-    counted: list[Counter[str]] = []
-    for layers in (3, 4):
-        model = tiny(kind, layers)
-        fuse(model, packed=False)
-        step = Compiled(engine_of(model).static_step).step(BUCKET, (1,))
-        with torch.backends.mkldnn.flags(enabled=False):
-            _, (code, *_) = run_and_get_code(step)
-        body = code.partition("def call")[2]
-        calls = Counter(re.findall(r"(extern_kernels|tree_attention|cpp_fused)[\w.]*\(", body))
-        counted.append(calls + Counter({"tree_attention": 2 * calls["tree_attention"]}))
-    assert counted[1]["tree_attention"] == 3 * 4
-    assert sum((counted[1] - counted[0]).values()) <= 14
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_graphs_replay_what_their_steps_compute(dtype: torch.dtype, llama: PreTrainedModel) -> None:
+def test_graphs_replay_what_their_steps_compute(
+    dtype: torch.dtype, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
     engine = engine_of(llama.to("cuda", dtype))
     assert engine.capture() == ""
-    captured = engine.runner
-    assert isinstance(captured, Graphs)
+    replayed, eager = engine.steps, steps_of(engine)
     memory = torch.cuda.memory_allocated()
     for seed in range(30):
         batch = some_batch(engine, seed, engine.info.feature_layers)
-        replayed, ran = (said_by(engine, runner, batch) for runner in (captured, captured.otherwise))
-        for again, first in zip(replayed, ran, strict=True):
+        for again, first in zip(answers(engine, replayed, batch), answers(engine, eager, batch), strict=True):
             assert torch.equal(again, first)
     assert torch.cuda.memory_allocated() - memory < 2**24

@@ -1,8 +1,14 @@
-"""Tree attention on CUDA, in three launches: new keys and values are written, parts of rows' keys summed, parts joined.
+"""Kernels in Triton's language: tree attention, rotary embeddings and gates.
+
+Tree attention is three launches: new keys and values are written, parts of rows' keys summed, parts joined.
 
 A program sums one part for the query heads of one key head in the rows of a tile: they share what is read. A key block
 that reaches into a row's tail is a part of its own, summed for that row alone, in a tile of the same shape. Every block
-is summed from nothing and then joined, in order, so that sums are the same bits whichever program makes them.
+is summed from nothing and then joined, in order, so that sums are the same bits whichever program makes them. All
+borders follow from the row's own length and the layer's window: a row's bits depend on the keys it sees alone, not on
+the other rows, nor on whether its ancestors are drafted or committed, nor on where they lie.
+
+Rotations and gates round where transformers' operators round, and so their bits are the same.
 """
 
 from __future__ import annotations
@@ -14,12 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coppice.engine.ragged import KEY_BLOCK, MOST_SPLITS, TILE, most_splits, tail_blocks
+from coppice.engine.rows import KEY_BLOCK, MOST_SPLITS, TILE, most_splits, tail_blocks
 
 N = tl.constexpr(KEY_BLOCK)
 SPLITS = tl.constexpr(MOST_SPLITS)
 NEVER = tl.constexpr(float("-inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
+_COLUMNS = 1024  # of a gate's row that one program computes
 
 
 @triton.jit
@@ -194,7 +201,7 @@ def programs(device: torch.device) -> int:
     return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def attend(
+def tree_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -213,7 +220,13 @@ def attend(
     scale: float,
     softcap: float,
 ) -> Tensor:
-    """coppice::tree_attention, of which see there; the last dimensions of q, k and v are contiguous."""
+    """Attention of rows that each see a text of their own.
+
+    q (T, H, D), k (T, KVH, D) and v (T, KVH, V) of the rows, whose last dimensions are contiguous, written to a layer's
+    keys (slots, KVH, D) and values (slots, KVH, V) first -> (T, H, V), zeros for rows of length 0. sinks: (H,) scores
+    of a key of value zero. window: positions seen back, the row's own included; 0 is all. softcap: 0 is none. The
+    others are those of StepInputs.
+    """
     shape = shape_of(q, keys, values, tail, table, block_size)
     rows, heads, kv_heads, value_dim = len(q), shape["H"], shape["KVH"], shape["V"]
     padded = {name: shape[name] for name in ("V", "VP")}
@@ -234,4 +247,69 @@ def attend(
         sums, tops, weights, paged, length, sinks, out, reach, **padded,
         TAIL=shape["TAIL"], PARTS=shape["PARTS"], SINKS=sinks is not None,
     )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _rotate(
+    query, key, cos, sin, query_out, key_out,
+    query_row, query_head, key_row, key_head, heads, kv_heads, half, HALF: tl.constexpr,
+):  # fmt: skip
+    """One row's one head: queries first, then keys."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    if head < heads:
+        source = query + row * query_row + head * query_head
+        target = query_out + (row * heads + head) * 2 * half
+    else:
+        source = key + row * key_row + (head - heads) * key_head
+        target = key_out + (row * kv_heads + head - heads) * 2 * half
+    at = tl.arange(0, HALF)
+    inside = at < half
+    kind = source.dtype.element_ty
+    first = tl.load(source + at, inside).to(tl.float32)
+    second = tl.load(source + half + at, inside).to(tl.float32)
+    turned = -second
+    for part in tl.static_range(2):
+        angle = row * 2 * half + part * half + at
+        straight = (first * tl.load(cos + angle, inside).to(tl.float32)).to(kind).to(tl.float32)
+        crossed = (turned * tl.load(sin + angle, inside).to(tl.float32)).to(kind).to(tl.float32)
+        tl.store(target + part * half + at, (straight + crossed).to(kind), inside)
+        first, turned = second, first
+
+
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """query (1, H, T, D), key (1, KVH, T, D), cos and sin (1, T, D) -> query and key, whose rows lie one behind the
+    other.
+    """
+    query, key = (states if states.stride(-1) == 1 else states.contiguous() for states in (query, key))
+    (_, heads, rows, dim), kv_heads = query.shape, key.shape[1]
+    query_out, key_out = query.new_empty(1, rows, heads, dim), key.new_empty(1, rows, kv_heads, dim)
+    half = dim // 2
+    _rotate[rows, heads + kv_heads](
+        query, key, cos.contiguous(), sin.contiguous(), query_out, key_out,
+        query.stride(2), query.stride(1), key.stride(2), key.stride(1), heads, kv_heads, half,
+        HALF=triton.next_power_of_2(half), num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
+    return query_out.transpose(1, 2), key_out.transpose(1, 2)
+
+
+@triton.jit
+def _gate(gate, up, out, gate_row, up_row, columns, COLUMNS: tl.constexpr):
+    row, at = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = at < columns
+    kind = gate.dtype.element_ty
+    opened = tl.load(gate + row * gate_row + at, inside).to(tl.float32)
+    opened = (opened / (1 + tl.exp(-opened))).to(kind).to(tl.float32)
+    values = tl.load(up + row * up_row + at, inside).to(tl.float32)
+    tl.store(out + row * columns + at, (opened * values).to(kind), inside)
+
+
+def gate(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, (..., N) each, whose rows may be parts of wider ones."""
+    columns = gate.shape[-1]
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    gate, up = gate.flatten(0, -2), up.flatten(0, -2)
+    _gate[gate.shape[0], triton.cdiv(columns, _COLUMNS)](
+        gate, up, out, gate.stride(0), up.stride(0), columns, COLUMNS=_COLUMNS, enable_fp_fusion=False
+    )
     return out

@@ -1,0 +1,389 @@
+"""A forward over inputs at fixed addresses that asks the host for nothing: a CUDA device records it and replays it.
+
+Every batch runs in a bucket, padded to numbers of rows, sessions and blocks of which there are few.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from coppice.engine.attention import Layer, UnsupportedModel, one_line, using
+from coppice.engine.kv_cache import KVPool
+from coppice.engine.rows import KEY_BLOCK, TILE, Ints, PackedBatch, RowTable, most_splits, tail_blocks
+
+BESIDE = 32
+"""numbers a row that may be sent along with a forward's inputs"""
+GRAPH_ROWS, GRAPH_TAIL = 256, 64
+"""rows, and tail entries of a row, up to which steps are captured: with more rows a GPU takes longer than the host"""
+_STEPS = 32  # that are kept for buckets without a graph, the latest ones
+
+
+def padded(count: int) -> int:
+    """The least size of a bucket that holds `count`: powers of two, and from 64 on also what lies halfway."""
+    power = 1 << max(0, count - 1).bit_length()
+    return power * 3 // 4 if power >= 128 and count <= power * 3 // 4 else power
+
+
+def tile_rows(group: int) -> int:
+    """Rows of a tile, where each key head has `group` query heads."""
+    return max(1, TILE // group)
+
+
+class Bucket(NamedTuple):
+    """What a forward is padded to: rows, sessions, tail entries of a row, blocks of a session, rows whose logits are
+    wanted.
+    """
+
+    rows: int
+    sessions: int
+    tail: int
+    blocks: int
+    kept: int
+
+    @classmethod
+    def of(cls, batch: PackedBatch, table: RowTable) -> Bucket:
+        """The least bucket for a batch."""
+        tail = int((table.length - table.paged).max())
+        sizes = (len(batch.tokens), *table.table.shape, len(batch.logits_to_keep))
+        rows, sessions, blocks, kept = map(padded, sizes)
+        return cls(rows, sessions, padded(tail) if tail else 0, blocks, kept)
+
+    def holds(self, other: Bucket) -> bool:
+        """Whether what fits in `other` fits in this one."""
+        return all(mine >= size for mine, size in zip(self, other, strict=True))
+
+
+class StepInputs:
+    """What one forward reads, at fixed addresses on its device, whatever the batch.
+
+    tokens, positions, new_slots: (rows,) int64. session, paged, length: (rows,) int32. tail: (rows, tail) int32, slots.
+    table: (sessions, blocks) int32. keep: (kept,) int64. tiles: (1 + C, 3) int32, of which tiles[0, 0] are in use
+    behind the first: first row, end row, and the part of the rows' keys, which is a key block of their tail, or above
+    tail_blocks(tail) a split. Padding rows have length 0 and write to the slot `spare`; what is kept is padded with
+    row 0. beside: int64, of no interest to the forward, for whoever reads its output. On a CUDA device
+    they are filled through pinned memory by one copy.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    new_slots: Tensor
+    session: Tensor
+    paged: Tensor
+    length: Tensor
+    tail: Tensor
+    table: Tensor
+    keep: Tensor
+    tiles: Tensor
+    beside: Tensor
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        *,
+        group: int,
+        spare: int,
+        block_size: int,
+        device: torch.device | str = "cpu",
+        beside: int = 0,
+    ) -> None:
+        """Inputs of a model of at most `group` query heads a key head; nobody owns the slot `spare`.
+
+        beside: how many numbers are sent along at most, by default BESIDE a row.
+        """
+        self.bucket, self.group, self.spare = bucket, group, spare
+        rows, sessions, tail, blocks, kept = bucket
+        tiles = min(rows, (rows + sessions * (tile_rows(group) - 1)) // tile_rows(group))
+        splits = int(most_splits(-(-blocks * block_size // KEY_BLOCK)))
+        layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            **dict.fromkeys(("tokens", "positions", "new_slots"), ((rows,), torch.int64)),
+            **dict.fromkeys(("session", "paged", "length"), ((rows,), torch.int32)),
+            "tail": ((rows, tail), torch.int32),
+            "table": ((sessions, blocks), torch.int32),
+            "keep": ((kept,), torch.int64),
+            "tiles": ((1 + tiles * splits + rows * tail_blocks(tail), 3), torch.int32),
+            "beside": ((beside or rows * BESIDE,), torch.int64),
+        }
+        # Parts of one buffer, each at a multiple of 16 bytes, as wide loads want; on the CPU it is its own copy.
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layout.values()]
+        ends = np.cumsum([-(-size // 16) * 16 for size in sizes]).tolist()
+        on_cuda = torch.device(device).type == "cuda"
+        self._host = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=on_cuda)
+        self._device = self._host.to(device)
+        self._copied: Any = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
+        self._arrays: dict[str, NDArray[Any]] = {}
+        for start, size, (name, (shape, dtype)) in zip((0, *ends), sizes, layout.items(), strict=False):
+            here, there = (part[start : start + size].view(dtype).view(shape) for part in (self._host, self._device))
+            self._arrays[name] = here.numpy()
+            setattr(self, name, there)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are copied to the device for a forward, but for those beside its inputs."""
+        return self._host.nbytes - self._arrays["beside"].nbytes
+
+    def fill(self, batch: PackedBatch, table: RowTable, beside: Ints | None = None) -> Tensor | None:
+        """Take a batch, which the bucket holds, and what its rows see; returns where the numbers `beside` them are."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the latest copy has read what is written now
+        into, tiles = self._arrays, self._tiles(table)
+        row, place, slot = table.tail
+        into["tail"][row, place] = slot
+        into["table"][: table.table.shape[0], : table.table.shape[1]] = table.table
+        into["tiles"][0, 0] = len(tiles)
+        into["tiles"][1 : 1 + len(tiles)] = tiles
+        for name, values in (
+            ("tokens", batch.tokens.numpy()),
+            ("positions", batch.positions.numpy()),
+            ("keep", batch.logits_to_keep.numpy()),
+            *((name, getattr(table, name)) for name in ("new_slots", "session", "paged", "length")),
+        ):
+            into[name][: len(values)] = values
+            into[name][len(values) :] = self.spare if name == "new_slots" else 0
+        size = self.nbytes
+        if beside is not None:
+            into["beside"][: len(beside)] = beside
+            size += beside.nbytes
+        if self._device is not self._host:
+            self._device[:size].copy_(self._host[:size], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        return None if beside is None else self.beside[: len(beside)]
+
+    def narrowed(self, rows: int) -> StepInputs:
+        """The same of the first rows alone, for a forward that is not padded."""
+        some = copy(self)
+        for name in ("new_slots", "session", "paged", "length", "tail"):
+            setattr(some, name, getattr(self, name)[:rows])
+        return some
+
+    def _tiles(self, table: RowTable) -> Ints:
+        """(C, 3): the rows and parts of their keys that are worked on together, those of most work first."""
+        size, most = tile_rows(self.group), tail_blocks(self.bucket.tail)
+        counts = np.bincount(table.session)
+        tiles = -(-counts // size)
+        end = np.cumsum(counts)
+        first = np.repeat(end - counts, tiles) + _ranges(tiles) * size
+        longest = np.maximum.reduceat(table.length, first)
+        splits = most_splits(-(-longest // KEY_BLOCK))
+        last = np.minimum(first + size, np.repeat(end, tiles))
+        shared = np.stack((first.repeat(splits), last.repeat(splits), most + _ranges(splits)), axis=1)
+        row = np.flatnonzero(table.length > table.paged)
+        blocks = (table.length[row] - 1) // KEY_BLOCK - table.paged[row] // KEY_BLOCK + 1
+        row = row.repeat(blocks)
+        return np.concatenate((shared, np.stack((row, row + 1, _ranges(blocks)), axis=1)))
+
+
+def _ranges(counts: Ints) -> Ints:
+    """0 to count - 1 for each count, one behind the other."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+@dataclass(frozen=True)
+class TreeAttention:
+    """How the rows in some inputs attend: by the kernels, which read the pool through the sessions' tables."""
+
+    inputs: StepInputs
+    pool: KVPool
+
+    def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query (1, H, T, D), key (1, KVH, T, D) and value (1, KVH, T, V) of the rows -> (1, T, H, V)."""
+        inputs, (keys, values) = self.inputs, self.pool.layers[layer.number]
+        out: Tensor = tree_attention(
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            keys,
+            values,
+            layer.sinks,
+            inputs.new_slots,
+            inputs.session,
+            inputs.paged,
+            inputs.length,
+            inputs.tail,
+            inputs.table,
+            inputs.tiles,
+            self.pool.block_size,
+            layer.window or 0,
+            query.shape[-1] ** -0.5 if layer.scaling is None else layer.scaling,
+            layer.softcap or 0.0,
+        )
+        return out[None]
+
+
+def tree_attention(*inputs: Any) -> Tensor:
+    """`kernels.tree_attention`, of which see there."""
+    from coppice.engine import kernels  # Triton comes with torch for CUDA only
+
+    return kernels.tree_attention(*inputs)
+
+
+class Taps:
+    """Hooks on a model's decoder layers: layer i's input is hidden_states[i]."""
+
+    def __init__(self, model: PreTrainedModel, count: int) -> None:
+        """Of a model with `count` layers. Raises UnsupportedModel."""
+        self.layers = decoder_layers(model, count)
+        self._wanted: tuple[int, ...] = ()
+        self._handles: list[RemovableHandle] = []  # one for each of `_wanted`
+        self._hidden: dict[int, Tensor] = {}
+
+    def want(self, wanted: tuple[int, ...]) -> None:
+        """Have the next forwards keep these hidden states. Most want those of the one before."""
+        if wanted == self._wanted:
+            return
+        for handle in self._handles:
+            handle.remove()
+
+        def tap(index: int) -> RemovableHandle:
+            def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                self._hidden[index] = args[0] if args else kwargs["hidden_states"]
+
+            return self.layers[index].register_forward_pre_hook(keep, with_kwargs=True)
+
+        self._wanted, self._handles = wanted, [tap(index) for index in wanted]
+
+    def take(self) -> Tensor | None:
+        """(T, len(wanted) * H) of the last forward, side by side; None when none are wanted."""
+        kept = [self._hidden[index] for index in self._wanted]
+        self._hidden.clear()
+        return torch.cat(kept, dim=-1)[0] if kept else None
+
+
+def decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
+    """The text model's outermost list of `count` modules: lists inside a layer (experts) come later in the walk, and a
+    vision tower, which may be as deep, is outside the decoder.
+    """
+    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
+    for module in chain(decoder.modules(), model.modules()):  # some call their output layer the decoder
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise UnsupportedModel(f"{type(model).__name__} has no list of {count} decoder layers")
+
+
+class Output(NamedTuple):
+    """What a step answers; its rows behind the batch's own mean nothing.
+
+    logits: (kept, V). features: (rows, len(feature_layers) * H), None for no feature layers.
+    """
+
+    logits: Tensor
+    features: Tensor | None
+
+
+class Step:
+    """The forward of a model over the inputs of one bucket, with the same hidden states tapped in every call."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        pool: KVPool,
+        group: int,
+        taps: Taps,
+        bucket: Bucket,
+        feature_layers: tuple[int, ...],
+    ) -> None:
+        """group: the most query heads that a layer has for each key head."""
+        self._model, self._taps, self.feature_layers = model, taps, feature_layers
+        self.inputs = StepInputs(bucket, group=group, spare=pool.spare, block_size=pool.block_size, device=pool.device)
+        self.inputs.new_slots.fill_(pool.spare)  # a step that is run without a batch harms nobody
+        self._attention = TreeAttention(self.inputs, pool)
+        self._present = torch.ones(1, bucket.rows, dtype=torch.bool, device=pool.device)  # no token is padding
+        self.graph: Any = None
+        """which replays it in one launch, once it was captured"""
+
+    def serves(self, bucket: Bucket, feature_layers: tuple[int, ...]) -> bool:
+        """Whether it holds batches of a bucket, and leaves at least these hidden states."""
+        return self.inputs.bucket.holds(bucket) and set(feature_layers) <= set(self.feature_layers)
+
+    def __call__(self) -> Output:
+        """Run it; the next step overwrites the output."""
+        if self.graph is None:
+            return self._run()
+        self.graph.replay()
+        return self._output
+
+    def _run(self) -> Output:
+        self._taps.want(self.feature_layers)
+        with torch.inference_mode(), using(self._attention):
+            logits: Tensor = self._model(
+                input_ids=self.inputs.tokens[None],
+                attention_mask=self._present,
+                position_ids=self.inputs.positions[None],
+                use_cache=False,
+                logits_to_keep=self.inputs.keep,
+            ).logits
+            return Output(logits[0], self._taps.take())
+
+    def capture(self, pool: Any) -> None:
+        """Record it. pool: memory of another graph, whose output is read before this one runs; None for its own.
+
+        Raises an error of torch, Triton or the driver where the forward asks the host for something.
+        """
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._run()  # libraries and Triton prepare themselves outside the graph
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Threads that serve may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            self._output = self._run()
+        self.graph = graph
+
+
+class Steps:
+    """A step of a model for every batch: a graph where one holds it, else operator by operator in the least bucket."""
+
+    def __init__(self, model: PreTrainedModel, pool: KVPool, group: int, taps: Taps) -> None:
+        """group: the most query heads that a layer has for each key head."""
+        self.captured: list[Step] = []  # the smallest first
+
+        def make(bucket: Bucket, feature_layers: tuple[int, ...]) -> Step:
+            return Step(model, pool, group, taps, bucket, feature_layers)
+
+        self._make, self._eager = make, lru_cache(_STEPS)(make)
+
+    def capture(self, buckets: Sequence[Bucket], feature_layers: tuple[int, ...]) -> str:
+        """Have the device replay these buckets' steps from now on; returns why it cannot, "" when it does."""
+        captured: list[Step] = []
+        try:
+            for bucket in sorted(buckets, reverse=True):  # the smaller ones fit in the largest one's memory
+                step = self._make(bucket, feature_layers)
+                step.capture(captured[0].graph.pool() if captured else None)
+                captured.insert(0, step)
+        except Exception as error:  # of torch, Triton or the driver
+            return one_line(error)
+        self.captured = captured
+        return ""
+
+    def step(self, bucket: Bucket, feature_layers: tuple[int, ...]) -> Step:
+        """One whose bucket holds this one, and that leaves at least these hidden states."""
+        for step in self.captured:
+            if step.serves(bucket, feature_layers):
+                return step
+        return self._eager(bucket, feature_layers)
+
+
+def graph_buckets(blocks: int) -> list[Bucket]:
+    """What steps are captured for, where a session has so many blocks at most: plain steps and trees of up to
+    GRAPH_ROWS rows, all with logits. Texts of every length share a bucket, since it costs them nothing but a copy.
+    """
+    buckets: list[Bucket] = []
+    for rows in sorted({padded(count) for count in range(1, GRAPH_ROWS + 1)}):
+        # A session has a row at least, and of two rows neither has a tail.
+        tail = padded(min(rows, GRAPH_TAIL)) if rows > 2 else 0
+        buckets.append(Bucket(rows, rows, tail, blocks, rows))
+    return buckets
