@@ -1,4 +1,4 @@
-"""What a measuring command says: tables for people, the same as JSON (docs/protocol.md), and its checks."""
+"""What a measuring command says: tables for people, the same as JSON (lab/BOOK.md), and its checks."""
 
 from __future__ import annotations
 
