@@ -9,8 +9,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from coppice import __version__
-from coppice.commands.checks import doctor
-from coppice.commands.generate import chat, generate
+from coppice.commands.generate import chat, doctor, generate
 from coppice.commands.up import top, up
 from coppice.machine import extension, extensions
 

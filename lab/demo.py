@@ -18,12 +18,12 @@ from coppice.client.client import Client
 from coppice.client.completion import Accumulator, Completion
 from coppice.client.request import Draws
 from coppice.commands.answers import figures
-from coppice.commands.tree_picture import longest, show
+from coppice.commands.options import stack_spec
+from coppice.commands.tree_view import longest, show
 from coppice.config.sections import ADAPTED_KINDS
 from coppice.machine import usable_cores
 from coppice.prompts.files import FilePrompt, demo_prompts
 from coppice.stack.launch import ADAPTER, Stack
-from coppice.stack.options import stack_spec
 from coppice.stack.redis_server import find_server
 from coppice.testing.reference import Reference
 from coppice.training.progress import Progress

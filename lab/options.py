@@ -91,7 +91,7 @@ class Options:
 
         `default`: heads beside the demo's target, none for the demo's own.
         """
-        from coppice.stack.options import stack_spec
+        from coppice.commands.options import stack_spec
 
         heads = self.heads or (list(default) if self.target is None else None)
         spec = stack_spec(self.target, heads, dtype=self.dtype, port=0)

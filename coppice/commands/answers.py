@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from coppice.client.completion import Accumulator, Completion
 from coppice.errors import InvalidField
 from coppice.prompts.files import FilePrompt, read_prompts
 from coppice.wire.generation import Chunk, Origin
+
+QUIT = "/quit"
 
 
 def prompts_of(prompt: str | None, ids: str | None, file: Path | None) -> list[FilePrompt]:
@@ -128,3 +131,47 @@ def figures(answer: Completion) -> str:
     drafted = sum(origin is Origin.DRAFT for origin in answer.origins) / answer.new_tokens
     speed = f"{answer.new_tokens} tokens, tau {answer.tau:.2f}, {answer.tokens_per_s:.1f} tokens/s"
     return f"{speed}, {answer.policy}, {drafted:.0%} drafted"
+
+
+def talk(client: Client, options: Options) -> None:
+    """Answer each line that is typed until /quit or the end of the input. Ctrl-C ends an answer, and what there is of
+    it stays in the conversation.
+
+    Raises InvalidField for a target without a chat template.
+    """
+    if not client.describe().has_chat_template:
+        raise InvalidField("chat", "this target has no chat template")
+    messages: list[dict[str, str]] = []
+    for line in _lines():
+        messages.append({"role": "user", "content": line})
+        answer = Accumulator()
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                print_answer(client, messages, options, answer)
+        except InvalidField as error:
+            if error.field != "prompt":
+                raise
+            print(f"coppice: {error}", file=sys.stderr)  # such as one turn too many for the context
+            messages.pop()
+        else:
+            messages.append({"role": "assistant", "content": answer.completion().text})
+
+
+def _lines() -> Iterator[str]:
+    """What people type, empty lines left out."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - input() then knows the arrow keys
+    terminal = sys.stdin.isatty()
+    if terminal:
+        print(f"{QUIT} or Ctrl-D ends it", file=sys.stderr)
+    while True:
+        try:
+            line = input("> " if terminal else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            if terminal:
+                print()
+            return
+        if line == QUIT:
+            return
+        if line:
+            yield line

@@ -1,4 +1,4 @@
-"""The options of `coppice generate` and `coppice chat`. What answers is imported when they are called."""
+"""The options of `coppice generate`, `chat` and `doctor`. What they do is imported when they are called."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coppice.commands.options import names, picture
+from coppice.commands.options import names
 
 if TYPE_CHECKING:
     from coppice.client.client import Options
@@ -53,7 +53,6 @@ def generate(
     show_tree: Annotated[
         bool, typer.Option("--show-tree", help="Then draw the draft tree of the step that accepted most.")
     ] = False,
-    tree_picture: Annotated[Path | None, picture("--tree-picture", "Save that tree as a picture")] = None,
 ) -> None:
     """Answer a prompt, streaming the text."""
     from coppice.client.client import Client
@@ -74,7 +73,7 @@ def generate(
         "seed": seed,
         "max_new_tokens": max_new_tokens,
         "stop": stop or (),
-        "trees": show_tree or tree_picture is not None,
+        "trees": show_tree,
         "prediction": read_text(prediction_file, "--prediction-file") if prediction_file else "",
     }
     with Client(address) as client:
@@ -82,8 +81,8 @@ def generate(
             prompts = fitting(client, prompts, chat, max_new_tokens, skip_long)
         for one in prompts:
             for answer in answers_of(client, one, chat, options, as_json):
-                if answer.trees:
-                    _draw_tree(answer, show_tree and not as_json, tree_picture)
+                if answer.trees and not as_json:
+                    _show_tree(answer)
 
 
 def chat(
@@ -95,11 +94,25 @@ def chat(
 ) -> None:
     """Talk with the target: it is told the whole conversation at each turn. /quit or Ctrl-D ends it."""
     from coppice.client.client import Client
-    from coppice.commands.chat import chat as talk
+    from coppice.commands.answers import talk
 
     options: Options = {"policy": policy, "temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens}
     with Client(address) as client:
         talk(client, options)
+
+
+def doctor(
+    address: Address = None,
+    target: Annotated[
+        Path | None, typer.Option(help="A model's folder: does it fit the device that the settings name?")
+    ] = None,
+) -> None:
+    """Look for what is needed here, and for a server."""
+    from rich.console import Console
+
+    from coppice.commands.doctor import doctor as look
+
+    raise typer.Exit(0 if look(Console(), address, target) else 1)
 
 
 def _read_bias(pairs: Iterable[str]) -> dict[int, float]:
@@ -110,14 +123,10 @@ def _read_bias(pairs: Iterable[str]) -> dict[int, float]:
         raise typer.BadParameter("is not ID=BIAS", param_hint="--logit-bias") from None
 
 
-def _draw_tree(answer: "Completion", shown: bool, picture: Path | None) -> None:
-    """The tree of the step that accepted most, on the terminal and as a picture."""
+def _show_tree(answer: "Completion") -> None:
+    """The tree of the step that accepted most."""
     from rich.console import Console
 
-    from coppice.commands.tree_picture import longest, save, show
+    from coppice.commands.tree_view import longest, show
 
-    tree = longest(answer.trees)
-    if shown:
-        show(tree, Console())
-    if picture:
-        save(tree, picture)
+    show(longest(answer.trees), Console())

@@ -1,13 +1,14 @@
 """Options that several commands take. What they name is checked before the work begins."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
+
+if TYPE_CHECKING:
+    from coppice.stack.spec import StackSpec
 
 PICTURES = (".png", ".svg")
 
@@ -70,3 +71,19 @@ Heads = Annotated[
     ),
 ]
 JsonFile = Annotated[Path | None, file("--json", "Also write the figures as JSON.")]
+
+
+def stack_spec(target: Path | None, heads: list[str] | None, **options: Any) -> "StackSpec":
+    """The spec of the options; an unusable one is a usage error that names it."""
+    from coppice.errors import InvalidField
+    from coppice.stack.spec import HeadSpec, StackSpec
+
+    try:
+        if heads:
+            options["heads"] = tuple(HeadSpec.parse(head) for head in heads)
+        if target is None:
+            return StackSpec.demo(**options)
+        return StackSpec(target=target, **options)
+    except InvalidField as error:
+        why = str(error).partition(": ")[2]
+        raise typer.BadParameter(why, param_hint=f"--{error.field}") from None

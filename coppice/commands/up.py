@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coppice.commands.options import Heads
+from coppice.commands.options import Heads, stack_spec
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,7 +67,6 @@ def up(
     from coppice.config.sections import HEAD_KINDS
     from coppice.heads.models.expectation import warning_of
     from coppice.stack.launch import Stack
-    from coppice.stack.options import stack_spec
     from coppice.stack.spec import DEFAULT_ADAPTER_PORT
 
     if config:
@@ -122,7 +121,7 @@ def _run(stack: "Stack", ready_file: Path | None) -> None:
     """Start a stack, keep it whole until Ctrl-C or SIGTERM, and stop it. Raises what Stack and Supervisor do."""
     from rich.console import Console
 
-    from coppice.commands.stack_view import ServiceLines
+    from coppice.commands.top import ServiceLines
     from coppice.stack.launch import ANSWERS_S
     from coppice.stack.preflight import target_warnings
     from coppice.stack.process import ProcessFailed
@@ -158,8 +157,7 @@ def _watch(stack: "Stack", console: "Console", ready_file: Path | None) -> None:
 
     from rich.live import Live
 
-    from coppice.commands.stack_view import metrics_pages
-    from coppice.commands.top import Monitor
+    from coppice.commands.top import Monitor, metrics_pages
     from coppice.stack.supervisor import Supervisor
 
     supervisor = Supervisor(stack, lambda line: print(f"coppice: {line}", file=sys.stderr, flush=True))
@@ -176,7 +174,7 @@ def _watch(stack: "Stack", console: "Console", ready_file: Path | None) -> None:
 
 def _announce(stack: "Stack", console: "Console", logs_stay: bool) -> None:
     """Say what runs where, and what to type next."""
-    from coppice.commands.stack_view import facts, services_table
+    from coppice.commands.top import facts, services_table
 
     console.print(services_table(stack))
     for line in facts(stack, logs_stay):

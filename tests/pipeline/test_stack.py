@@ -20,7 +20,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from coppice.commands.stack_view import ServiceLines
+from coppice.commands.top import ServiceLines
 from coppice.errors import InvalidField
 from coppice.machine import usable_cores
 from coppice.stack import launch

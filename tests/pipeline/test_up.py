@@ -16,8 +16,7 @@ from rich.console import Console
 
 from coppice.cli import main
 from coppice.client.client import Client
-from coppice.commands.stack_view import ServiceLines, facts, metrics_pages, services_table
-from coppice.commands.top import Monitor
+from coppice.commands.top import Monitor, ServiceLines, facts, metrics_pages, services_table
 from coppice.stack.launch import MODULES, Stack
 from coppice.stack.spec import HeadSpec, StackSpec
 from coppice.stack.supervisor import Supervisor

@@ -1,13 +1,12 @@
-"""A step's tree on the terminal and as a picture."""
+"""A step's tree on the terminal."""
 
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
 from rich.console import Console
 
-from coppice.commands.tree_picture import longest, places, save, show
+from coppice.commands.tree_view import longest, show
 from coppice.wire.generation import StepTree
 
 TREE = StepTree(
@@ -31,14 +30,6 @@ def test_the_terminal_shows_every_node_its_forward_and_the_path() -> None:
     show(TREE, Console(file=coloured, width=80, force_terminal=True, color_system="standard"))
     assert "\x1b[1;32m␣the" in coloured.getvalue()
     assert "\x1b[34m9" in coloured.getvalue()
-
-
-def test_nodes_of_a_depth_stand_below_each_other(tmp_path: Path) -> None:
-    at = places(TREE)
-    assert [at[node][0] for node in range(6)] == [0, 1, 1, 2, 2, 3]
-    assert len(set(at.values())) == len(at)
-    save(TREE, tmp_path / "tree.png")
-    assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_tree_that_accepted_most_is_chosen() -> None:
