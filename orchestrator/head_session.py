@@ -189,7 +189,8 @@ class HeadSession:
         sampling = opening.sampling
         self.is_measured = not sampling.temperature or (sampling.temperature <= 1 and opening.coupled)
         self._layers = pool.feature_layers  # as they were known when the verifier was asked for them
-        self._window: Features | None = None  # where features can be fetched from
+        self._window: Features | None = None  # of the verifier's session
+        self._followed = ""  # the verifier's session that the drafter follows
         self._stream: DraftStream | None = None
         self._unsent = _Unsent(0)
         self._question: _Question | None = None
@@ -211,24 +212,24 @@ class HeadSession:
         self._opened, self._misses = False, 0.0
         self._unsent, self.signal.owed = _Unsent(len(ids)), 0  # this drafter knows no earlier tree
         self._stream = DraftStream(self.pool.name, replica, self._heard, self._ended)
-        start = self._window.start if self._window else 0
-        opening = replace(self.opening, ids=ids, features=self._features(start, len(ids) - start))
+        self._followed = ""
+        opening = replace(self.opening, ids=ids, features=self._follow(len(ids)))
         self._stream.write(drafter.draft_request_to_wire(opening))
 
-    def _features(self, start: int, count: int) -> Features | None:
-        """Where the drafter can follow the text, and fetch the features of some positions if the head reads any.
-
-        The verifier raises the start to what it still holds.
+    def _follow(self, length: int) -> Features | None:
+        """The verifier's session for the drafter to follow, unless it was told of it; a head that reads features needs
+        those of the latest positions before `length`.
         """
         window = self._window
-        if window is None or window.ref is None:
+        if window is None or window.ref is None or window.ref.session == self._followed:
             return None
+        self._followed = window.ref.session
         layers = self._layers or ()
-        ref = replace(window.ref, start=start, count=count if layers else 0, layers=layers)
-        return Features(start, ref.count, window.dtype, None, ref)
+        count = length - window.start if layers else 0
+        return replace(window, count=count, ref=replace(window.ref, count=count, layers=layers))
 
     def learn(self, features: Features | None) -> None:
-        """Take where the features of the prompt, and of what is committed behind it, can be had."""
+        """Take which session of a verifier the drafter can follow from now on."""
         if features is not None and features.ref is not None:
             self._window = features
 
@@ -254,7 +255,7 @@ class HeadSession:
         unsent, self._unsent = self._unsent, _Unsent(len(ids))
         self.signal.owed += unsent.rejection is not None
         new = ids[unsent.told :]
-        return Advance(new, self._features(unsent.told, len(new)), unsent.rejection)
+        return Advance(new, self._follow(len(ids)), unsent.rejection)
 
     def reject(self, draft: Draft, start: int, offered: Sequence[int], verified: Rejection | None) -> None:
         """Tell the drafter with the next step where its last tree left the text, unless all of it was accepted.

@@ -25,7 +25,7 @@ from coppice.telemetry import SessionMetrics
 from coppice.v1 import drafter_pb2
 from coppice.wire.common import Features, Rejection
 from coppice.wire.drafter import Advance, HeadDescription, OpenDraft
-from services.drafter.features import FeatureSource
+from services.drafter.following import Verifiers
 from services.drafter.service import DrafterServicer
 from services.drafter.worker import Worker
 from tests.services.test_verifier import hidden_states, values
@@ -114,7 +114,7 @@ async def drafter_of(head: Head, allowed: Sequence[str] = (), port: int = 0, ahe
     await worker.start()
     waits = StreamWaits(60.0, asyncio.Event())
     verifiers = directory(allowed, "verifier", "", DirectorySettings(), "drafter.verifiers") if allowed else None
-    servicer = DrafterServicer(worker, bounds, waits, FeatureSource(Dialer(bounds), verifiers), ahead)
+    servicer = DrafterServicer({"head": worker}, bounds, waits, Verifiers(Dialer(bounds), verifiers), ahead)
     async with server_of(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer, port) as server:
         yield server
     await worker.stop()

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coppice import limits
+from coppice.errors import InvalidField
 from coppice.v1 import drafter_pb2 as drafter
 from coppice.wire.codec import Length, OneOf, Within, carried_by, codec
 from coppice.wire.common import (
@@ -194,10 +195,18 @@ def read_draft_request(message: drafter.DraftRequest, vocab_size: int) -> OpenDr
         limits.check_ids("open.ids", request.ids, vocab_size)
         limits.check_ids("open.prediction", request.prediction, vocab_size)
         check_bias(request.sampling, vocab_size)
+        _check_followed("open.features", request.features)
     else:
         limits.check_ids("step.root", [request.root], vocab_size)
         limits.check_ids("step.advance.ids", request.advance.ids, vocab_size)
+        _check_followed("step.advance.features", request.advance.features)
     return request
+
+
+def _check_followed(field: str, features: Features | None) -> None:
+    """Raise InvalidField for inline rows: they come from the verifier's session that a client names."""
+    if features is not None and features.inline is not None:
+        raise InvalidField(field, "holds rows; name the session of a verifier to follow")
 
 
 def read_weights(message: drafter.SyncWeightsRequest, most_bytes: int) -> WeightsHeader | WeightsPart:

@@ -287,47 +287,39 @@ def _require(**fields: bool) -> None:
             raise InvalidField(name, "does not fit the question")
 
 
-def fetch_to_wire(ref: FeatureRef, follow: bool = False) -> verifier.FetchFeaturesRequest:
-    """A window to fetch to its message. follow: whether the session's commits are wanted, too."""
-    return verifier.FetchFeaturesRequest(ref=_REF.to_wire(ref), follow=follow)
+def fetch_to_wire(ref: FeatureRef) -> verifier.FetchFeaturesRequest:
+    """The session to follow, to its message."""
+    return verifier.FetchFeaturesRequest(ref=_REF.to_wire(ref), follow=True)
 
 
 def read_fetch(message: verifier.FetchFeaturesRequest) -> FeatureRef:
-    """Message to the window to fetch. Raises InvalidField."""
-    limits.check_range("ref.count", message.ref.count, not message.follow, limits.MAX_CONTEXT)
+    """Message to the session to follow. Raises InvalidField."""
+    if not message.follow:
+        raise InvalidField("follow", "is not set: features come with what a session commits")
     return _REF.read(message.ref, "ref.")
 
 
-def feature_part_to_wire(part: Features) -> verifier.FetchFeaturesResponse:
-    """Inline rows of a window to their message."""
-    return verifier.FetchFeaturesResponse(features=_FEATURES.to_wire(part))
+def fed_to_wire(item: Features | Commit) -> verifier.FetchFeaturesResponse:
+    """Feature rows, or a commit with its own, to their message."""
+    if isinstance(item, Features):
+        return verifier.FetchFeaturesResponse(features=_FEATURES.fields(item))
+    features = _FEATURES.fields(item.features) if item.features else None
+    return verifier.FetchFeaturesResponse(commit=_COMMIT.fields(item), features=features)
 
 
-def commit_to_wire(commit: Commit) -> verifier.FetchFeaturesResponse:
-    """A commit, with its features, to its message."""
-    features = _FEATURES.fields(commit.features) if commit.features else None
-    return verifier.FetchFeaturesResponse(commit=_COMMIT.fields(commit), features=features)
-
-
-def read_feature_part(message: verifier.FetchFeaturesResponse) -> Features:
-    """Message to inline rows. Raises InvalidField."""
-    part = _FEATURES.read(message.features, "features.")
-    if part.inline is None:
-        raise InvalidField("features", "holds no inline rows")
-    limits.check_range("features.inline", len(part.inline), 1, limits.CHUNK_BYTES)
-    return part
-
-
-def read_commit(message: verifier.FetchFeaturesResponse, vocab_size: int) -> Commit:
-    """Message to a commit, with the features of its positions if it has any. Raises InvalidField."""
+def read_fed(message: verifier.FetchFeaturesResponse, vocab_size: int) -> Features | Commit:
+    """Message to feature rows, or to a commit with the features of its positions if it has any. Raises InvalidField."""
+    features = _FEATURES.read(message.features, "features.") if message.HasField("features") else None
+    if not message.HasField("commit"):
+        if features is None or not features.inline:
+            raise InvalidField("features", "holds no inline rows")
+        limits.check_range("features.inline", len(features.inline), 1, limits.CHUNK_BYTES)
+        return features
     commit = _COMMIT.read(message.commit, "commit.")
     limits.check_ids("commit.ids", commit.ids, vocab_size)
     if commit.root is not None:
         limits.check_ids("commit.root", [commit.root], vocab_size)
     limits.check_range("commit.fence.committed_len", commit.fence.committed_len, len(commit.ids), limits.MAX_CONTEXT)
-    if not message.HasField("features"):
-        return commit
-    features = _FEATURES.read(message.features, "features.")
-    if features.inline is None or (features.start, features.count) != (commit.start, len(commit.ids)):
+    if features and (not features.inline or (features.start, features.count) != (commit.start, len(commit.ids))):
         raise InvalidField("features", f"are not those of the {len(commit.ids)} positions from {commit.start}")
     return replace(commit, features=features)

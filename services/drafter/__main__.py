@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import sys
 
-from coppice.adaptation.producer import Producer
 from coppice.config.settings import Settings
 from coppice.rpc import tracing
 from coppice.rpc.directory import registration_of
 from coppice.rpc.server import Serving, run_service
-from coppice.telemetry import SessionMetrics, SignalMetrics, serve_metrics
+from coppice.telemetry import serve_metrics
 from coppice.v1 import drafter_pb2
 
-from .pool import ServedHead, pool_name
+from .pool import Drafters, pool_name
 
 
 async def serve(settings: Settings) -> int:
     """Build the head and serve it until told to stop; returns the exit code."""
     name = pool_name(settings)
-    metrics = SessionMetrics("drafter")
     tracing.start(settings.telemetry, f"drafter-{name}")
     registration = registration_of(settings, "drafter", name)
     serving = Serving(settings.server, settings.limits, "drafter", settings.tls, registration=registration)
-    producer = Producer(settings.adaptation, SignalMetrics(metrics.registry), [name])
-    head = ServedHead(settings, metrics, producer, serving.waits)
-    await head.start()
-    if settings.adaptation.redis:
-        producer.start()
-    port = serve_metrics(metrics.registry, settings.server.host, settings.server.metrics_port)
-    await serving.start(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], head.servicer, port)
-    code = await serving.until_stopped(head.worker.failed)
-    await head.stop()
-    await producer.stop()
+    drafters = Drafters({name: settings}, serving)
+    await drafters.start()
+    port = serve_metrics(drafters.registry, settings.server.host, settings.server.metrics_port)
+    await serving.start(drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], drafters.servicer, port)
+    code = await serving.until_stopped(drafters.workers[name].failed)
+    await drafters.stop()
     return code
 
 

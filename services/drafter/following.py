@@ -1,94 +1,313 @@
-"""How a session keeps up with its text: by what its verifier commits, and by what its client asks.
+"""How a drafter keeps up with a session of a verifier: it follows the session's features and commits.
 
-The verifier's commit comes first. A head that was asked in the step before drafts on from it at once; the client's
-question then only confirms the draft, or asks another one. What a verifier says wrongly, or does not say, costs time.
+A commit comes before the client's step. A head that drafted in the step before drafts on from it at once, and the
+client's step only confirms the draft, or asks for another one. A wrong or lost commit costs time, never a token.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import suppress
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from coppice.errors import CoppiceError, InvalidField
-from coppice.rpc.nearby import Subscription
+import grpc
+
+from coppice.errors import CoppiceError, InvalidField, Unavailable
+from coppice.rpc.channels import Dialer
+from coppice.rpc.directory import Directory
 from coppice.speculation.tree import DraftTree
+from coppice.v1.verifier_pb2_grpc import VerifierServiceStub
 from coppice.wire.common import FeatureRef, Features, Fence
-from coppice.wire.drafter import Advance, DraftStep, TreeDelta
-from coppice.wire.verifier import Commit
+from coppice.wire.drafter import Advance, DraftStep, HeadDescription, OpenDraft, TreeDelta
+from coppice.wire.verifier import Commit, fetch_to_wire, read_fed
 
-from .features import FETCH_S, FeatureSource
 from .session import Session
 from .worker import Worker
 
-STEP_S = 1.0  # to fetch what a step misses: no draft is waited for longer
-_MOST_UNASKED, _MOST_UNASKED_BYTES = 512, 4 << 20  # commits and their features, behind the last step that was asked for
+OPEN_S, STEP_S = 20.0, 1.0  # longest wait for the features of an opening, of a step
+_MOST_CHANNELS = 64
+_MOST_UNASKED, _MOST_UNASKED_BYTES = 512, 4 << 20  # commits with features behind the last step, and their bytes
+
+
+class Stream(Protocol):
+    """Feature rows of a session, then what each of its steps commits."""
+
+    def __aiter__(self) -> AsyncIterator[Features | Commit]: ...
+
+    def cancel(self) -> object:
+        """End it on both sides."""
+
+
+class LocalVerifier(Protocol):
+    """A verifier in the drafter's own process."""
+
+    address: str
+
+    def follow(self, ref: FeatureRef) -> Stream:
+        """Follow a session. Iterating raises NotFound, InvalidField, Overloaded."""
+
+
+class _Call:
+    """A stream from another process."""
+
+    def __init__(self, call: grpc.aio.UnaryStreamCall, vocab_size: int) -> None:
+        self._call, self._vocab_size = call, vocab_size
+        self.cancel = call.cancel
+
+    async def __aiter__(self) -> AsyncIterator[Features | Commit]:
+        while (message := await self._call.read()) is not grpc.aio.EOF:
+            yield read_fed(message, self._vocab_size)
+
+
+class Verifiers:
+    """The verifiers whose sessions a drafter may follow, over one channel to each."""
+
+    def __init__(self, dialer: Dialer, allowed: Directory | None = None, local: LocalVerifier | None = None) -> None:
+        """`allowed` names the addresses that may be dialed; None: all may be."""
+        self._dialer, self._directory, self._local = dialer, allowed, local
+        self._allowed = frozenset(allowed.addresses if allowed else ())
+        self._news = asyncio.Event()  # another one for each list of addresses
+        self._stubs: dict[str, VerifierServiceStub] = {}
+
+    async def run(self) -> None:
+        """Let what may be dialed be what the directory names, until cancelled."""
+        if self._directory is not None:
+            await self._directory.run(self._allow)
+
+    def _allow(self, addresses: tuple[str, ...]) -> None:
+        self._allowed = frozenset(addresses)
+        for gone in self._stubs.keys() - self._allowed:
+            del self._stubs[gone]
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    async def follow(self, ref: FeatureRef, vocab_size: int = 0) -> Stream:
+        """Follow a session; vocab_size 0 admits any id. Raises InvalidField for an address that may not be dialed."""
+        if self._local is not None and ref.verifier == self._local.address:
+            return self._local.follow(ref)
+        if self._directory is not None:
+            try:
+                async with asyncio.timeout(self._directory.news_s):  # an orchestrator may know of it a moment earlier
+                    while ref.verifier not in self._allowed:
+                        await self._news.wait()
+            except TimeoutError:
+                raise InvalidField("open.features.ref.verifier", "is not one of drafter.verifiers") from None
+        if ref.verifier not in self._stubs:
+            if len(self._stubs) == _MOST_CHANNELS:
+                del self._stubs[next(iter(self._stubs))]
+            self._stubs[ref.verifier] = VerifierServiceStub(self._dialer.open(ref.verifier))
+        return _Call(self._stubs[ref.verifier].FetchFeatures(fetch_to_wire(ref)), vocab_size)
+
+
+class Followed:
+    """A session of a verifier: its commits as they come, and the feature rows that the head was not given yet."""
+
+    def __init__(
+        self, verifiers: Verifiers, ref: FeatureRef, head: HeadDescription, committed: Callable[[Commit], None]
+    ) -> None:
+        """`committed` is called for each commit. A head that reads no features has rows of none."""
+        self._verifiers, self._ref, self._head, self._committed = verifiers, ref, head, committed
+        self._rows: deque[Features] = deque()  # one behind the other, without gaps
+        self._end = ref.start  # one behind the last position of them
+        self._unasked_bytes = 0
+        self._news = asyncio.Event()
+        self._stream: Stream | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._reason: object = "the session has ended"  # of the stream's end
+        self._closed = False
+
+    def is_of(self, ref: FeatureRef) -> bool:
+        """Whether it is the session that a reference names."""
+        return (self._ref.verifier, self._ref.session) == (ref.verifier, ref.session)
+
+    def begin(self, start: int, end: int) -> None:
+        """Follow anew, with rows of the positions from `start` on; those up to `end` are committed."""
+        self._stop()
+        self._rows.clear()
+        self._end, self._unasked_bytes = start, 0
+        ref = replace(self._ref, start=start, count=end - start, layers=self._head.feature_layers)
+        self._task = asyncio.create_task(self._read(ref))
+        self._task.add_done_callback(lambda _: self._news.set())
+
+    def close(self) -> None:
+        """Follow no more."""
+        self._closed = True
+        self._stop()
+
+    def _stop(self) -> None:
+        """End the stream, so that the verifier drops it at once."""
+        stream, task = self._stream, self._task
+        self._stream = self._task = None
+        self._news.set()
+        if stream is not None:
+            stream.cancel()  # the task ends with it: grpc.aio never frees what belongs to a read that is cancelled
+        elif task is not None:
+            task.cancel()
+
+    async def rows(self, start: int | None, end: int, within_s: float) -> Features:
+        """Features of the positions start..end-1, as soon as they have come; start None: of all that come first.
+
+        A stream that has ended is begun once more behind the opening. Raises Unavailable, InvalidField.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                for _ in range(1 if start is None else 2):
+                    if self._end < end and not self._closed and (self._task is None or self._task.done()):
+                        self.begin(self._ref.start if start is None else start, end)
+                    while self._end < end and self._task is not None and not self._task.done():
+                        self._news.clear()
+                        await self._news.wait()
+                    if (features := self.take(start, end)) is not None:
+                        return features
+        except TimeoutError:
+            self._reason = f"not in {within_s:g} s"
+        if isinstance(self._reason, InvalidField) and self._reason.field.startswith("open."):
+            raise self._reason
+        if self._end >= end:
+            raise InvalidField("step.advance", f"the verifier no longer has the features of position {start}")
+        raise Unavailable(f"no features from the verifier at {self._ref.verifier}: {self._reason}")
+
+    def take(self, start: int | None, end: int) -> Features | None:
+        """Features of the positions start..end-1, which are not kept any longer; None unless all have come."""
+        if self._end < end or not self._rows or start not in (None, self._rows[0].start):
+            return None
+        parts: list[Features] = []
+        while self._rows and self._rows[0].start < end:
+            part = self._rows.popleft()
+            if part.start + part.count > end:
+                part, rest = _split(part, end - part.start)
+                self._rows.appendleft(rest)
+            parts.append(part)
+        self._unasked_bytes = 0
+        if len(parts) == 1:
+            return parts[0]
+        rows = b"".join([part.inline or b"" for part in parts])
+        return Features(parts[0].start, sum([part.count for part in parts]), parts[0].dtype, rows)
+
+    async def _read(self, ref: FeatureRef) -> None:
+        """Take what the verifier sends, until it ends, or skips positions, or nobody asks for what it sends."""
+        stream: Stream | None = None
+        try:
+            stream = self._stream = await self._verifiers.follow(ref, self._head.vocab_size)
+            begun = False
+            async for item in stream:
+                if self._stream is not stream:
+                    return
+                features = item.features if isinstance(item, Commit) else item
+                if features is not None:
+                    self._append(features, begun)
+                    begun = True
+                elif ref.count:
+                    raise InvalidField("features", "do not come with a commit")
+                if isinstance(item, Commit):
+                    self._unasked_bytes += len(features.inline or b"") if features else 0
+                    self._committed(item)
+                    if len(self._rows) > _MOST_UNASKED or self._unasked_bytes > _MOST_UNASKED_BYTES:
+                        return  # the rows can be had again
+                self._news.set()
+        except grpc.aio.AioRpcError as error:
+            self._reason = error.details()
+        except CoppiceError as error:
+            self._reason = error
+        finally:
+            if stream is not None and self._stream is stream:
+                self._stream = None
+                stream.cancel()
+
+    def _append(self, features: Features, begun: bool) -> None:
+        """Keep rows behind the others; those of a stream that begins may begin later than was asked for."""
+        if features.start != self._end and (begun or features.start < self._end):
+            raise InvalidField("features", f"positions from {features.start} on do not follow {self._end}")
+        self._rows.append(features)
+        self._end = features.start + features.count
+
+
+def _split(features: Features, count: int) -> tuple[Features, Features]:
+    """The first `count` rows, and the others."""
+    rows = features.inline or b""
+    at = len(rows) // features.count * count
+    first = Features(features.start, count, features.dtype, rows[:at])
+    return first, Features(features.start + count, features.count - count, features.dtype, rows[at:])
 
 
 @dataclass(slots=True)
 class _Ahead:
-    """A draft that nobody has asked for yet."""
+    """A draft that the client has not asked for yet."""
 
     step: DraftStep
     fence: Fence | None = None
-    """of the question that confirmed it"""
-    held: list[TreeDelta] = field(default_factory=list)
+    """of the client's step that confirmed it"""
+    deltas: list[TreeDelta] = field(default_factory=list)
+    """drafted before that"""
 
     def answers(self, step: DraftStep) -> bool:
-        """Whether it is a draft of a step, of about as many nodes."""
-        mine, fence = self.step, step.fence
-        same = (fence.committed_len, fence.committed_hash) == (mine.fence.committed_len, mine.fence.committed_hash)
-        return same and step.root == mine.root and 3 * step.budget <= 4 * mine.budget and not step.advance.rejection
+        """Whether it is a draft for a step, of about as many nodes."""
+        own, fence = self.step, step.fence
+        same = (fence.committed_len, fence.committed_hash) == (own.fence.committed_len, own.fence.committed_hash)
+        return same and step.root == own.root and 3 * step.budget <= 4 * own.budget and not step.advance.rejection
 
 
 class Following:
-    """One session's text on the event loop, and the questions that the worker is asked about it."""
+    """One session's text on the event loop, and the steps that the worker is given."""
 
-    def __init__(self, worker: Worker, session: Session, source: FeatureSource) -> None:
-        self._worker, self._session, self._source = worker, session, source
+    def __init__(self, worker: Worker, session: Session, verifiers: Verifiers) -> None:
+        self._worker, self._session, self._verifiers = worker, session, verifiers
         self._head = worker.description
         self._may_lead = False
-        self._length = 0
-        """ids that the head was given"""
-        self._last: DraftStep | None = None
-        """the client's last question"""
-        self._at: tuple[str, str] | None = None
-        self._subscription: Subscription | None = None
-        self._trying: asyncio.Task[None] | None = None
-        self._commits: list[Commit] = []
-        """what the head was not given yet, without gaps"""
+        self._length = 0  # ids that the head was given
+        self._last: DraftStep | None = None  # the client's
         self._ahead: _Ahead | None = None
         self._numbers = 0
+        self._followed: Followed | None = None
+        self._closed = False
 
-    async def open(self, ids: list[int], features: Features | None, leads: bool) -> Features | None:
-        """The features of the opening, inline, if the head reads any. leads: whether drafts may be begun unasked.
+    async def open(self, opening: OpenDraft, leads: bool) -> OpenDraft:
+        """The opening with rows of features, if the head reads any. leads: whether drafts may be begun unasked.
 
         Raises InvalidField, Unavailable.
         """
-        self._may_lead, self._length = leads, len(ids)
-        head = self._head
-        if not head.feature_layers:
-            return features
-        if features is None or (features.inline is None and features.ref is None):
-            raise InvalidField("open.features", f"a {head.kind} head reads the target's features")
-        window = features.ref or features
-        if not window.count or window.start + window.count != len(ids):
-            end = window.start + window.count
-            raise InvalidField("open.features", f"end at position {end} of {len(ids)} committed ids")
-        return features if features.ref is None else await self._follow(features.ref, "open.features.ref")
+        self._may_lead, self._length = leads, len(opening.ids)
+        ref = opening.features.ref if opening.features else None
+        if ref is not None:
+            self._follow(ref, ref.start, "open.features.ref")
+        if not self._head.feature_layers:
+            return replace(opening, features=None)
+        if ref is None or self._followed is None:
+            raise InvalidField("open.features", f"a {self._head.kind} head reads the target's features")
+        if ref.start >= self._length:
+            raise InvalidField("open.features", f"begin at position {ref.start} of {self._length} committed ids")
+        return replace(opening, features=await self._followed.rows(None, self._length, OPEN_S))
+
+    def _follow(self, ref: FeatureRef, start: int, field: str) -> None:
+        """Follow a session from a position on, instead of another one. Raises InvalidField."""
+        layers = self._head.feature_layers
+        if layers and ref.layers not in ((), layers):
+            raise InvalidField(f"{field}.layers", f"are {ref.layers}, this head reads those of {layers}")
+        if self._followed is not None:
+            self._followed.close()
+        self._followed = Followed(self._verifiers, replace(ref, start=start), self._head, self._lead)
+        if not layers:
+            self._followed.begin(start, start)
 
     async def ask(self, step: DraftStep, arrived: int) -> None:
-        """Take the client's question, which came at `arrived` of `perf_counter_ns`.
+        """Take the client's step, which came at `arrived` of `perf_counter_ns`.
 
         Raises InvalidField, Unavailable.
         """
+        if self._closed:
+            return
+        ref = step.advance.features.ref if step.advance.features else None
+        if ref is not None and not (self._followed and self._followed.is_of(ref)):
+            self._follow(ref, self._length, "step.advance.features.ref")
         self._last, ahead, fence = step, self._ahead, step.fence
         if ahead is not None and ahead.answers(step):
             ahead.fence = fence
-            for delta in ahead.held:
+            for delta in ahead.deltas:
                 self._session.answers.put_nowait(delta)
-            ahead.held.clear()
+            ahead.deltas.clear()
             return
         self._ahead = None
         new = fence.committed_len - self._length
@@ -96,10 +315,11 @@ class Following:
             self._session.answers.put_nowait(TreeDelta(fence, DraftTree.empty(), last=True))  # the text has gone on
             return
         ids = step.advance.ids[max(0, len(step.advance.ids) - new) :]
-        features = await self._features(ids, step.advance.features)
+        features = None
+        if ids and self._followed is not None and self._head.feature_layers:
+            features = await self._followed.rows(self._length, self._length + len(ids), STEP_S)
         self._length = fence.committed_len
-        self._commits = [commit for commit in self._commits if commit.start >= self._length]
-        self._work(replace(step, advance=Advance(ids, features, step.advance.rejection)), arrived)
+        self._give(replace(step, advance=Advance(ids, features, step.advance.rejection)), arrived)
 
     def answer(self, delta: TreeDelta) -> TreeDelta | None:
         """A part of a draft as the client is to have it; None while it has not asked, or when it asked another one."""
@@ -109,90 +329,34 @@ class Following:
         if ahead is None or delta.fence.step != ahead.step.fence.step:
             return None
         if ahead.fence is None:
-            ahead.held.append(delta)
+            ahead.deltas.append(delta)
             return None
         return replace(delta, fence=replace(ahead.fence, weights_version=delta.fence.weights_version))
 
     def close(self) -> None:
-        """Hear no more of the text."""
-        if self._trying is not None and self._trying is not asyncio.current_task():
-            self._trying.cancel()
-        if self._subscription is not None:
-            self._subscription.close()
-        self._subscription = self._at = None
-        self._commits.clear()
+        """Follow no more."""
+        self._closed = True
+        if self._followed is not None:
+            self._followed.close()
 
-    async def _features(self, ids: list[int], told: Features | None) -> Features | None:
-        """The features of the next ids, inline: what was told, what the verifier said, or what it is asked for."""
-        ref = told.ref if told else None
-        if ref is None:
-            return told
-        moved = self._at != (ref.verifier, ref.session)
-        if not self._head.feature_layers:
-            if moved:
-                self._at = ref.verifier, ref.session
-                self._trying = asyncio.create_task(self._try_following(replace(ref, count=0)))
-            return None
-        end = self._length + len(ids)
-        heard = [commit for commit in self._commits if commit.start < end]
-        self._commits = self._commits[len(heard) :]
-        if ids and heard and (heard[0].start, heard[-1].fence.committed_len) == (self._length, end):
-            return _joined([commit.features for commit in heard if commit.features])
-        if not ids:
-            return None
-        self._commits.clear()
-        window = replace(ref, start=self._length, count=len(ids))
-        return await self._follow(window, "step.advance.features.ref")
-
-    async def _try_following(self, ref: FeatureRef) -> None:
-        """Follow a session for its commits alone; without them the head still drafts when it is asked."""
-        with suppress(CoppiceError):
-            await self._follow(ref, "step.advance.features.ref")
-        self._at = ref.verifier, ref.session  # if it failed, not once more in each step
-
-    async def _follow(self, ref: FeatureRef, field: str) -> Features | None:
-        layers = self._head.feature_layers
-        if layers and ref.layers not in ((), layers):
-            raise InvalidField(f"{field}.layers", f"are {ref.layers}, this head reads those of {layers}")
-        self.close()
-        within_s = FETCH_S if self._last is None else STEP_S
-        features, self._subscription = await self._source.follow(ref, self._heard, within_s)
-        self._at = ref.verifier, ref.session
-        return features
-
-    def _heard(self, commit: Commit) -> None:
-        """Take what the verifier committed, and draft on from it if the last step was asked for a draft."""
-        if self._commits and commit.start != self._commits[-1].fence.committed_len:
-            self._commits.clear()
-        self._commits.append(commit)
+    def _lead(self, commit: Commit) -> None:
+        """Draft on from a commit, if the last step was asked for a draft of the text before it."""
         last = self._last
-        asked = last is not None and last.fence.committed_len == commit.start == self._length
-        complete = commit.features is not None or not self._head.feature_layers
-        if self._may_lead and asked and complete and commit.root is not None and last is not None and last.budget:
-            self._lead(commit, commit.root, last)
-        elif len(self._commits) > _MOST_UNASKED or sum(map(_size, self._commits)) > _MOST_UNASKED_BYTES:
-            self.close()  # the rows can be had again
-
-    def _lead(self, commit: Commit, root: int, last: DraftStep) -> None:
-        """Draft from a commit before the client asks."""
+        if not self._may_lead or last is None or not last.budget or commit.root is None:
+            return
+        if not last.fence.committed_len == commit.start == self._length:
+            return
+        features, end = None, commit.fence.committed_len
+        if self._head.feature_layers and self._followed is not None:
+            features = self._followed.take(self._length, end)
+            if features is None:
+                return
         self._numbers -= 1
         fence = replace(commit.fence, step=self._numbers, deadline_ns=last.fence.deadline_ns)
-        step = DraftStep(fence, root, last.budget, Advance(list(commit.ids), commit.features))
-        self._ahead = _Ahead(step)
-        self._commits.clear()
-        self._length = fence.committed_len
-        self._work(step, time.perf_counter_ns())
+        step = DraftStep(fence, commit.root, last.budget, Advance(list(commit.ids), features))
+        self._ahead, self._length = _Ahead(step), end
+        self._give(step, time.perf_counter_ns())
 
-    def _work(self, step: DraftStep, arrived: int) -> None:
+    def _give(self, step: DraftStep, arrived: int) -> None:
         self._session.sent += 1
         self._worker.step(self._session, step, arrived)
-
-
-def _size(commit: Commit) -> int:
-    return len(commit.features.inline or b"") if commit.features else 0
-
-
-def _joined(parts: list[Features]) -> Features:
-    """The rows of several commits, one behind the other."""
-    rows = b"".join([part.inline or b"" for part in parts])
-    return Features(parts[0].start, sum(part.count for part in parts), parts[0].dtype, rows)

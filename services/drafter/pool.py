@@ -1,8 +1,11 @@
-"""One head in a process: its thread, where its features come from, its samples, and who answers for it."""
+"""The heads of a process: their threads, where their features come from, their samples, and who answers for them."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry
 
 from coppice.adaptation.producer import Producer
 from coppice.config.model_folder import check_model
@@ -11,12 +14,11 @@ from coppice.config.settings import Settings
 from coppice.engine.batching import BatchingThread
 from coppice.heads.registry import served_head
 from coppice.rpc.channels import Dialer
-from coppice.rpc.directory import Directory, directory
-from coppice.rpc.nearby import NearbyVerifier
-from coppice.rpc.sessions import StreamWaits
-from coppice.telemetry import SessionMetrics
+from coppice.rpc.directory import directory
+from coppice.rpc.server import Serving
+from coppice.telemetry import SessionMetrics, SignalMetrics
 
-from .features import FeatureSource
+from .following import LocalVerifier, Verifiers
 from .samples import Samples
 from .service import DrafterServicer
 from .worker import Worker
@@ -29,45 +31,52 @@ def pool_name(settings: Settings) -> str:
     return settings.drafter.name or settings.drafter.kind
 
 
-def _verifiers(settings: Settings) -> Directory | None:
-    """Where features may come from; None: anywhere. Raises InvalidField."""
-    allowed = settings.drafter.verifiers
-    return directory(allowed, "verifier", "", settings.directory, "drafter.verifiers") if allowed else None
-
-
-class ServedHead:
-    """A head between `start` and `stop`."""
-
-    servicer: DrafterServicer
+class Drafters:
+    """Heads between `start` and `stop`, one or more in a process."""
 
     def __init__(
         self,
-        settings: Settings,
-        metrics: SessionMetrics,
-        producer: Producer,
-        waits: StreamWaits,
-        nearby: NearbyVerifier | None = None,
+        each: Mapping[str, Settings],
+        serving: Serving,
+        registry: CollectorRegistry | None = None,
+        verifier: LocalVerifier | None = None,
         host: BatchingThread | None = None,
     ) -> None:
-        """nearby and host: a verifier of this process, and its thread. Raises InvalidField."""
-        told, adaptation = settings.drafter, settings.adaptation
-        self._settings, self._waits = settings, waits
-        dialer = Dialer(settings.limits, settings.tls)
-        self._source = FeatureSource(dialer, _verifiers(settings), told.vocab_size, nearby)
-        self._following: asyncio.Task[None] | None = None
-        name = pool_name(settings)
-        samples = Samples(producer, name, adaptation.window, adaptation.stride) if adaptation.redis else None
-        self.worker = Worker(lambda: served_head(told), metrics, told.max_context, samples, host)
+        """each: the settings of every head, by its pool's name, which differ in section drafter alone.
+
+        verifier and host: those of this process, which computes on the host's thread. Raises InvalidField.
+        """
+        settings = next(iter(each.values()))
+        metrics = SessionMetrics("drafter", registry)
+        self.registry = metrics.registry
+        adaptation = settings.adaptation
+        self._producer = Producer(adaptation, SignalMetrics(metrics.registry), list(each))
+        self._sends = bool(adaptation.redis)
+        self.workers = {name: self._worker(name, own, metrics, host) for name, own in each.items()}
+        allowed = settings.drafter.verifiers
+        known = directory(allowed, "verifier", "", settings.directory, "drafter.verifiers") if allowed else None
+        self._verifiers = Verifiers(Dialer(settings.limits, settings.tls), known, verifier)
+        self._watching: asyncio.Task[None] | None = None
+        ahead = settings.drafter.ahead
+        self.servicer = DrafterServicer(self.workers, settings.limits, serving.waits, self._verifiers, ahead)
+
+    def _worker(self, name: str, own: Settings, metrics: SessionMetrics, host: BatchingThread | None) -> Worker:
+        window, stride = own.adaptation.window, own.adaptation.stride
+        samples = Samples(self._producer, name, window, stride) if self._sends else None
+        return Worker(lambda: served_head(own.drafter), metrics, own.drafter.max_context, samples, host)
 
     async def start(self) -> None:
-        """Build the head. Raises what its builder raises."""
-        await self.worker.start()
-        self._following = asyncio.create_task(self._source.run())
-        ahead = self._settings.drafter.ahead
-        self.servicer = DrafterServicer(self.worker, self._settings.limits, self._waits, self._source, ahead)
+        """Load the heads. Raises what a head's builder raises."""
+        for worker in self.workers.values():
+            await worker.start()
+        self._watching = asyncio.create_task(self._verifiers.run())
+        if self._sends:
+            self._producer.start()
 
     async def stop(self) -> None:
-        """Let go of it."""
-        if self._following is not None:
-            self._following.cancel()
-        await self.worker.stop()
+        """Let go of them."""
+        if self._watching is not None:
+            self._watching.cancel()
+        for worker in self.workers.values():
+            await worker.stop()
+        await self._producer.stop()

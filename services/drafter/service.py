@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import grpc.aio
@@ -16,6 +16,7 @@ import structlog
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
 from coppice.limits import Limits
 from coppice.rpc import tracing
+from coppice.rpc.channels import HEAD
 from coppice.rpc.sessions import StreamWaits
 from coppice.v1 import drafter_pb2
 from coppice.wire.drafter import (
@@ -33,8 +34,7 @@ from coppice.wire.drafter import (
     synced_to_wire,
 )
 
-from .features import FeatureSource
-from .following import Following
+from .following import Following, Verifiers
 from .session import Session
 from .worker import Worker
 
@@ -103,34 +103,61 @@ class WeightSync:
 
 
 class DrafterServicer:
-    """Checks what comes in, hands it to the worker, sends what comes back."""
+    """Checks what comes in, hands it to a head's worker, sends what comes back."""
 
     def __init__(
-        self, worker: Worker, limits: Limits, waits: StreamWaits, source: FeatureSource, ahead: bool = True
+        self,
+        workers: Mapping[str, Worker],
+        limits: Limits,
+        waits: StreamWaits,
+        verifiers: Verifiers,
+        ahead: bool = True,
     ) -> None:
-        """ahead: whether drafts are begun before they are asked for."""
-        self._worker, self._limits, self._waits, self._source, self._ahead = worker, limits, waits, source, ahead
-        self._vocab_size = worker.description.vocab_size
-        self._sync = WeightSync(worker, limits, waits)
+        """workers: of the heads, by their pools' names. ahead: whether drafts are begun before they are asked for."""
+        self._workers, self._limits, self._waits, self._verifiers = workers, limits, waits, verifiers
+        self._ahead = ahead
+        self._syncs = {name: WeightSync(worker, limits, waits) for name, worker in workers.items()}
         self._keys = itertools.count()
-        self._fetching = 0
+        self._fetching: Counter[str] = Counter()
         self._readers: set[asyncio.Task[None]] = set()
+
+    def _named(self, context: grpc.aio.ServicerContext) -> str:
+        """The head that a call's metadata name, or the only one. Raises InvalidField, Unavailable."""
+        name = next(iter(self._workers))
+        if len(self._workers) > 1:
+            metadata = context.invocation_metadata() or ()
+            name = next((value.decode(errors="replace") for key, value in metadata if key == HEAD), "")
+        if name not in self._workers:
+            raise InvalidField(HEAD, f"names {name!r}; here are {', '.join(self._workers)}")
+        if self._workers[name].failed.is_set():
+            raise Unavailable(f"the head {name} has failed")
+        return name
 
     async def Draft(self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         """One session: `open`, then steps. A newer step supersedes an older one that is not drafted yet."""
         message = await self._waits.next(requests)
         if message is None:
             return
-        opening = read_draft_request(message, self._vocab_size)
+        name = self._named(context)
+        worker = self._workers[name]
+        opening = read_draft_request(message, worker.description.vocab_size)
         if not isinstance(opening, OpenDraft):
             raise InvalidField("kind", "the first message of a session is open")
-        if self._worker.sessions + self._fetching >= self._limits.sessions:
+        if worker.sessions + self._fetching[name] >= self._limits.sessions:
             raise Overloaded(f"all {self._limits.sessions} sessions are taken")
         trace, began = tracing.current(), time.perf_counter_ns()
         session = Session(next(self._keys))
-        following = Following(self._worker, session, self._source)
-        opening = await self._opened(following, opening)
-        self._worker.open(session, opening)
+        following = Following(worker, session, self._verifiers)
+        try:
+            self._fetching[name] += 1
+            try:
+                opening = await following.open(opening, self._ahead and not opening.want_misses)
+            finally:
+                self._fetching[name] -= 1
+            worker.open(session, opening)
+        except BaseException:
+            following.close()
+            raise
         try:
             while not session.finished:
                 answer = await session.answers.get()
@@ -142,7 +169,7 @@ class DrafterServicer:
                 if isinstance(answer, DraftOpened):
                     # Steps are read only now: until then they wait in the transport, which bounds them.
                     # The reader is not cancelled: its last read ends with the call, as the server's own does.
-                    reader = asyncio.create_task(self._read_steps(requests, session, following))
+                    reader = asyncio.create_task(self._read_steps(requests, worker, session, following))
                     self._readers.add(reader)
                     reader.add_done_callback(self._readers.discard)
                 elif answer is not None and answer.last and answer.fence.step == session.newest:
@@ -160,46 +187,47 @@ class DrafterServicer:
                 raise session.end
         finally:
             following.close()
-            self._worker.close(session)
+            worker.close(session)
 
-    async def _opened(self, following: Following, opening: OpenDraft) -> OpenDraft:
-        """The opening with the features inline, if the head reads any. Raises InvalidField, Unavailable."""
-        self._fetching += 1
-        try:
-            leads = self._ahead and not opening.want_misses  # which are about a draft that was asked for
-            return replace(opening, features=await following.open(opening.ids, opening.features, leads))
-        finally:
-            self._fetching -= 1
-
-    async def _read_steps(self, requests: AsyncIterator[Any], session: Session, following: Following) -> None:
+    async def _read_steps(
+        self, requests: AsyncIterator[Any], worker: Worker, session: Session, following: Following
+    ) -> None:
         """Hand steps to the worker until none comes any more; errors travel to the sender as answers."""
+        vocab_size = worker.description.vocab_size
         try:
-            while (message := await self._waits.next(requests)) is not None:
+            while (message := await self._next(requests, session)) is not None:
                 arrived = time.perf_counter_ns()
-                step = read_draft_request(message, self._vocab_size)
+                step = read_draft_request(message, vocab_size)
                 if not isinstance(step, DraftStep):
                     raise InvalidField("kind", "the session is open already")
                 session.check_backlog()
                 session.newest = step.fence.step
                 await following.ask(step, arrived)
-        except Unavailable as end:
-            session.finish(end)
         except Exception as error:
             session.answers.put_nowait(error)
-        else:
-            session.finish(None)
+
+    async def _next(self, requests: AsyncIterator[Any], session: Session) -> Any:
+        """The next message; None at the end, where the current step is still answered."""
+        end: Unavailable | None = None
+        try:
+            message = await self._waits.next(requests)
+        except Unavailable as error:
+            message, end = None, error
+        if message is None:
+            session.finish(end)
+        return message
 
     async def DescribeHead(
         self, request: drafter_pb2.DescribeHeadRequest, context: grpc.aio.ServicerContext
     ) -> drafter_pb2.DescribeHeadResponse:
         """What is served, and how many sessions."""
-        return head_to_wire(self._worker.description)
+        return head_to_wire(self._workers[self._named(context)].description)
 
     async def SyncWeights(
         self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext
     ) -> drafter_pb2.SyncWeightsResponse:
         """One push of weights; drafting goes on beside it."""
-        return synced_to_wire(await self._sync.take(requests))
+        return synced_to_wire(await self._syncs[self._named(context)].take(requests))
 
 
 def _add_draft(trace: tracing.Trace, delta: TreeDelta, arrived: int, began: int, woken: int, encoded: int) -> None:

@@ -1,12 +1,22 @@
-"""A drafting session as both threads know it: its key, and what waits to be sent to its client."""
+"""A drafting session: what both threads know of it, its text, and the step of it that waits to be drafted."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from coppice.errors import CoppiceError, Overloaded
-from coppice.wire.drafter import DraftOpened, TreeDelta
+import numpy as np
+
+from coppice.errors import CoppiceError, Overloaded, StaleFence
+from coppice.heads.base import DraftJob, Growth, Miss
+from coppice.speculation.sampling import SamplingParams
+from coppice.speculation.tree import DraftTree
+from coppice.wire.common import Fence, Rejection, committed_hash
+from coppice.wire.drafter import DraftOpened, DraftStep, TreeDelta
+
+from .samples import Window
 
 MAX_BACKLOG = 32  # steps not taken and answers not sent; a client that reads its answers has a few
 
@@ -48,3 +58,75 @@ class Session:
         """End after the current step, with `end` as the status."""
         self.ended, self.end = True, end
         self.answers.put_nowait(None)
+
+
+@dataclass(slots=True)
+class Text:
+    """What a session drafts with, and the ids it has committed."""
+
+    sampling: SamplingParams
+    coupled: bool
+    want_q_rows: bool
+    name: str
+    window: Window | None  # what samples are cut from, when any may be wanted
+    length: int = 0
+    hash: int = committed_hash(())
+    too_long: bool = False
+    """longer than the head drafts for, so that the head does not hold it"""
+
+    def append(self, ids: Sequence[int]) -> None:
+        """Commit ids."""
+        self.hash = committed_hash(ids, self.hash)
+        self.length += len(ids)
+
+    def advance(self, step: DraftStep) -> None:
+        """Commit what a step says was committed. Raises StaleFence when the step is about another text."""
+        fence = step.fence
+        self.append(step.advance.ids)
+        if (fence.committed_len, fence.committed_hash) != (self.length, self.hash):
+            raise StaleFence(
+                f"step {fence.step} is about {fence.committed_len} tokens with hash {fence.committed_hash:016x}; "
+                f"expected {self.length} tokens with hash {self.hash:016x}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """What the draft before a step missed by, and what a sample of it needs."""
+
+    miss: Miss
+    rejection: Rejection
+    version: int
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A step that is not drafted yet."""
+
+    session: Session
+    fence: Fence
+    arrived_ns: int
+    job: DraftJob
+    missed: Missed | None
+    held: list[Growth] = field(default_factory=list)  # parts of the tree that go out with the next one
+    sent: bool = False  # some of its deltas are out
+    done: bool = False
+
+    @property
+    def early(self) -> bool:
+        """Whether the rest of the tree will be in time too: less than a quarter of the time there is has passed."""
+        return time.perf_counter_ns() - self.arrived_ns < self.fence.deadline_ns / 4
+
+
+def joined(parts: list[Growth]) -> Growth:
+    """Parts of one tree, in order, as one."""
+    if len(parts) == 1:
+        return parts[0]
+    nodes = DraftTree(
+        np.concatenate([part.nodes.tokens for part in parts]),
+        np.concatenate([part.nodes.parents for part in parts]),
+        np.concatenate([part.nodes.log_probs for part in parts]),
+    )
+    q_rows = [part.q_rows for part in parts if part.q_rows is not None]
+    predicted = tuple([place for part in parts for place in part.predicted])
+    return Growth(parts[0].job, nodes, parts[-1].last, np.concatenate(q_rows) if q_rows else None, predicted)

@@ -22,8 +22,7 @@ from coppice.wire.common import Fence
 from coppice.wire.drafter import DraftOpened, DraftStep, HeadDescription, OpenDraft, TreeDelta, WeightsHeader
 
 from .samples import Samples
-from .session import Answer, Session
-from .text import Missed, Text, Waiting, joined
+from .session import Answer, Missed, Session, Text, Waiting, joined
 
 if TYPE_CHECKING:
     from coppice.weights.staging import Staging
@@ -193,7 +192,7 @@ class Worker(BatchingThread):
     def _advance(self, session: Session, text: Text, step: DraftStep) -> Missed | None:
         """Commit what the step says was committed; returns what the session's last draft missed by."""
         advance = step.advance
-        text.advance(step, covered=bool(self._head.description.feature_layers))
+        text.advance(step)
         miss = None if self._is_too_long(session, text) else self._head.advance(session.key, advance)
         if advance.ids and text.window is not None and advance.features is not None:
             text.window.append(advance.ids, advance.features)

@@ -11,7 +11,6 @@ from coppice.config.model_folder import check_model
 from coppice.config.settings import Settings, load_settings
 from coppice.rpc import tracing
 from coppice.rpc.directory import registration_of
-from coppice.rpc.nearby import nearby_drafters
 from coppice.rpc.server import Serving, run_service
 from coppice.telemetry import SessionMetrics, serve_metrics
 from coppice.v1 import drafter_pb2, verifier_pb2
@@ -26,7 +25,6 @@ def _named(settings: Settings) -> Settings:
 
 async def serve(settings: Settings) -> int:
     """Load the target and serve it until told to stop; returns the exit code."""
-    from .nearby import Nearby
     from .service import VerifierServicer  # torch comes with it, settings are checked before
     from .worker import Worker
 
@@ -38,8 +36,13 @@ async def serve(settings: Settings) -> int:
     beside: dict[ServiceDescriptor, object] = {}
     drafters = None
     if settings.verifier.drafters:
-        drafters = nearby_drafters(settings, metrics.registry, serving, Nearby(worker), worker)
-        beside = {drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]: drafters}
+        from ..drafter.pool import Drafters
+
+        heads = settings.nearby_drafters()
+        drafters = Drafters(heads, serving, metrics.registry, worker, worker)
+        found = [registration_of(settings, "drafter", name) for name in heads]
+        serving.registrations += [registration for registration in found if registration is not None]
+        beside = {drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]: drafters.servicer}
     await worker.start()
     settings = settings.model_copy(update={"verifier": worker.settings})
     serving.others["memory"] = worker.engine.memory

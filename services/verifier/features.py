@@ -1,16 +1,22 @@
-"""The target's features of a session's positions: which are kept, and how they leave the process."""
+"""The target's features of a session's positions: which are kept, and how they and the commits reach its followers."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import asyncio
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from coppice.errors import InvalidField
+from coppice.limits import CHUNK_BYTES
+from coppice.wire.common import FeatureRef, Features
+from coppice.wire.verifier import Commit
+
+MOST_UNREAD = 32  # commits that wait for a follower; then its stream ends, and it may follow again
 
 
 @dataclass
@@ -35,55 +41,90 @@ class FeatureWindow:
         while len(self.chunks) > 1 and self.end - self.starts[1] >= self.most:
             del self.starts[0], self.chunks[0]
 
-    def read(self, start: int, count: int) -> tuple[int, list[Tensor]]:
-        """Rows of the last of `count` positions from `start`, as many as are still here, at most `most` in all: how
-        many they are, and the rows as they lie, chunk by chunk.
+    def since(self, start: int) -> tuple[int, list[Tensor]]:
+        """Rows from a position on, or from the first one that is still here, at most `most`: the position of the first
+        row, and the rows chunk by chunk.
 
-        Raises InvalidField when the last position is not here.
+        Raises InvalidField when none of them is here.
         """
-        end = start + count
-        first = max(start, self.start, end - self.most)
-        if not first < end <= self.end:
-            raise InvalidField("ref", f"positions {start}..{end - 1} are not in {self.start}..{self.end - 1}")
-        low, high = bisect_right(self.starts, first) - 1, bisect_left(self.starts, end)
-        chunks = self.chunks[low:high]
-        chunks[-1] = chunks[-1][: end - self.starts[high - 1]]
-        chunks[0] = chunks[0][first - self.starts[low] :]
-        return end - first, chunks
+        first = max(start, self.start, self.end - self.most)
+        if first >= self.end:
+            raise InvalidField("ref", f"positions from {start} on are not in {self.start}..{self.end - 1}")
+        oldest = bisect_right(self.starts, first) - 1
+        chunks = self.chunks[oldest:]
+        chunks[0] = chunks[0][first - self.starts[oldest] :]
+        return first, chunks
 
 
 @dataclass(frozen=True, slots=True)
-class FeatureRows:
-    """Rows of consecutive positions that are about to be sent."""
+class Committed:
+    """A step's commit, with the (n, F) features of its positions, of `layers`, on the CPU; None if there are none."""
 
-    count: int
-    chunks: list[Tensor]
-    """(n, F) each, on the CPU, with the columns of `layers`"""
+    commit: Commit
+    features: Tensor | None
     layers: tuple[int, ...]
-    wanted: tuple[int, ...]
-    """those that are sent, in this order"""
 
-    def parts(self, most_bytes: int) -> Iterator[tuple[int, bytes]]:
-        """Number and bytes of the rows, in parts of at most `most_bytes`, or of one row; each is made when its turn
-        comes.
-        """
-        if not self.chunks:
-            return
-        row = self.chunks[0][0]
-        most = max(1, most_bytes * len(self.layers) // (row.nbytes * len(self.wanted)))
-        part: list[bytes] = []
-        count = 0
-        for chunk in self.chunks:
-            left = chunk
-            while len(left):
-                some, left = left[: most - count], left[most - count :]
-                part.append(feature_bytes(some, self.layers, self.wanted))
-                count += len(some)
-                if count == most:
-                    yield count, b"".join(part)
-                    part, count = [], 0
-        if count:
+
+Window = tuple[int, list[Tensor], tuple[int, ...]]
+"""The position of the first row, the rows chunk by chunk, and the layers that they are of."""
+
+
+class Feed:
+    """What one follower of a session is sent: feature rows, unless the reference counts none, then each step's commit.
+
+    An async iterator on the event loop; `put` takes what the torch thread hands over.
+    """
+
+    def __init__(
+        self, ref: FeatureRef, dtype: str, begin: Callable[[Feed], Awaitable[Window]], end: Callable[[Feed], None]
+    ) -> None:
+        """`begin` has the session feed this and gives the rows that are there; `end` undoes it. dtype: of features."""
+        self.ref, self._dtype, self._begin, self._end = ref, dtype, begin, end
+        self._unread: asyncio.Queue[Committed | None] = asyncio.Queue()
+
+    def put(self, committed: Committed | None) -> None:
+        """Take a commit, or None when the session has ended. A follower that does not read is dropped."""
+        if self._unread.qsize() <= MOST_UNREAD:
+            self._unread.put_nowait(committed if self._unread.qsize() < MOST_UNREAD else None)
+
+    def cancel(self) -> None:
+        """End the iteration and leave the session."""
+        self._unread.put_nowait(None)
+        self._end(self)
+
+    async def __aiter__(self) -> AsyncIterator[Features | Commit]:
+        """Raises NotFound, InvalidField, Overloaded."""
+        first, chunks, layers = await self._begin(self)
+        for count, data in packed(chunks, layers, self.ref.layers or layers, CHUNK_BYTES):
+            yield Features(first, count, self._dtype, data)
+            first += count
+        while (committed := await self._unread.get()) is not None:
+            commit, rows, layers = committed.commit, committed.features, committed.layers
+            if rows is None or not self.ref.count:
+                yield commit
+            else:
+                data = feature_bytes(rows, layers, self.ref.layers or layers)
+                yield replace(commit, features=Features(commit.start, len(rows), self._dtype, data))
+
+
+def packed(
+    chunks: list[Tensor], layers: tuple[int, ...], wanted: tuple[int, ...], most_bytes: int
+) -> Iterator[tuple[int, bytes]]:
+    """Number and bytes of consecutive rows, in parts of at most `most_bytes`, or of one row; each is made when its turn
+    comes. chunks: (n, F) each, on the CPU, with the columns of `layers`.
+    """
+    if not chunks:
+        return
+    most = max(1, most_bytes * len(layers) // (chunks[0][0].nbytes * len(wanted)))
+    part: list[bytes] = []
+    count = 0
+    for rows in [rows for chunk in chunks for rows in torch.split(chunk, most)]:
+        if count + len(rows) > most:
             yield count, b"".join(part)
+            part, count = [], 0
+        part.append(feature_bytes(rows, layers, wanted))
+        count += len(rows)
+    yield count, b"".join(part)
 
 
 def columns(rows: Tensor, layers: tuple[int, ...], wanted: tuple[int, ...]) -> Tensor:

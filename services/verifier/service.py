@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -12,18 +12,15 @@ from coppice import failpoints
 from coppice.config.settings import Settings
 from coppice.engine.engine import EngineInfo
 from coppice.errors import InvalidField
-from coppice.limits import CHUNK_BYTES, MAX_TREE_DEPTH, MAX_TREE_NODES
+from coppice.limits import MAX_TREE_DEPTH, MAX_TREE_NODES
 from coppice.rpc import tracing
 from coppice.rpc.admission import Admission
 from coppice.rpc.sessions import StreamWaits
 from coppice.speculation.tree import TreeError, validate
 from coppice.v1 import verifier_pb2
 from coppice.wire import verifier
-from coppice.wire.common import FeatureRef, Features
 from coppice.wire.verifier import OpenSession, TargetDescription, VerifyStep, VerifyTimings
 
-from .features import FeatureRows
-from .feed import Feed
 from .sessions import reserved_tokens
 from .worker import Worker
 
@@ -87,29 +84,13 @@ class VerifierServicer:
     async def FetchFeatures(
         self, request: verifier_pb2.FetchFeaturesRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[verifier_pb2.FetchFeaturesResponse]:
-        """Rows of a window in chunks of at most 1 MiB; the first is of the first position that is still held.
-
-        Then, if the caller follows the session, what its steps commit.
-        """
-        ref = verifier.read_fetch(request)
-        feed = Feed(ref.layers if ref.count else None) if request.follow else None
-        rows = await self.worker.features(ref, feed)
+        """Feature rows of a session, in chunks of at most 1 MiB, then what each of its steps commits."""
+        feed = self.worker.follow(verifier.read_fetch(request))
         try:
-            for part in self._parts(ref, rows):
-                yield verifier.feature_part_to_wire(part)
-            if feed is not None:
-                async for commit in feed.commits(self.info.dtype):
-                    yield verifier.commit_to_wire(commit)
+            async for item in feed:
+                yield verifier.fed_to_wire(item)
         finally:
-            if feed is not None:
-                self.worker.unfollow(ref.session, feed)
-
-    def _parts(self, ref: FeatureRef, rows: FeatureRows) -> Iterator[Features]:
-        """The rows of a window's last positions."""
-        first = ref.start + ref.count - rows.count
-        for count, data in rows.parts(CHUNK_BYTES):
-            yield Features(first, count, self.info.dtype, data)
-            first += count
+            feed.cancel()
 
     async def DescribeTarget(
         self, request: verifier_pb2.DescribeTargetRequest, context: grpc.aio.ServicerContext

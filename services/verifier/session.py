@@ -16,12 +16,11 @@ from coppice.speculation.penalties import Penalties
 from coppice.speculation.sampling import Row as SampledRow
 from coppice.speculation.sampling import decode_row, draw, draw_logits, largest
 from coppice.speculation.tree import DraftTree, TreeError
-from coppice.wire.common import FeatureRef, Features, Fence, Rejection, Row, TopLogProbs, committed_hash
+from coppice.wire.common import Features, Fence, Rejection, Row, TopLogProbs, committed_hash
 from coppice.wire.verifier import Commit, NextRoot, OpenSession, SessionOpened, Verdict, VerifyStep, VerifyTimings
 
 from .acceptance import Reading, Walk, path_to, pq_chain, walk, walked
-from .features import FeatureRows, FeatureWindow, columns
-from .feed import Committed, Feed
+from .features import Committed, FeatureWindow, Feed, Window, columns
 from .prefix import Prefix
 
 MOST_FEEDS = 64  # followers of a session: a drafter for each of its heads, and those that a move left behind
@@ -77,21 +76,19 @@ class Session:
         if features is not None:
             self.features.append(features)
 
-    def read_features(self, ref: FeatureRef) -> FeatureRows:
-        """Rows of a window, see `FeatureWindow.read`, with the columns that it names. Raises InvalidField."""
-        held = self.request.feature_layers
-        if not ref.count:
-            return FeatureRows(0, [], held, held)
-        for layer in ref.layers:
-            if layer not in held:
-                raise InvalidField("ref.layers", f"{layer} is not one of the session's layers {held}")
-        return FeatureRows(*self.features.read(ref.start, ref.count), held, ref.layers or held)
-
-    def follow(self, feed: Feed) -> None:
-        """Let a feed hear of each commit from now on. Raises Overloaded."""
+    def follow(self, feed: Feed) -> Window:
+        """Feed a follower from now on; the feature rows that it begins with. Raises InvalidField, Overloaded."""
+        ref, layers = feed.ref, self.request.feature_layers
         if len(self.feeds) == MOST_FEEDS:
             raise Overloaded(f"a session has at most {MOST_FEEDS} followers")
+        for layer in ref.layers if ref.count else ():
+            if layer not in layers:
+                raise InvalidField("ref.layers", f"{layer} is not one of the session's layers {layers}")
+        if ref.count and ref.start + ref.count > self.committed_len:
+            raise InvalidField("ref", f"ends behind the {self.committed_len} committed positions")
+        first, chunks = self.features.since(ref.start) if ref.count else (0, [])
         self.feeds.append(feed)
+        return first, chunks, layers
 
     def check_fence(self, fence: Fence) -> None:
         """Raise StaleFence unless the step continues exactly what is committed here, and that has room for a root."""

@@ -13,7 +13,7 @@ from coppice.limits import BLOCK_SIZE, TREE_ROOM
 from coppice.telemetry import PrefixCacheMetrics, SessionMetrics
 from coppice.wire.verifier import OpenSession
 
-from .feed import Feed
+from .features import Feed
 from .prefix import CachedBlock, Prefix, block_digest, root_digest
 from .session import Session
 
@@ -153,9 +153,9 @@ class Sessions:
             raise NotFound("the session is not open")
         return self._by_key[key]
 
-    def unfollow(self, name: str, feed: Feed) -> None:
-        """Let a feed of a session that is still open take no more."""
-        session = self._by_name.get(name)
+    def unfollow(self, feed: Feed) -> None:
+        """Feed a follower no more, if its session is still open."""
+        session = self._by_name.get(feed.ref.session)
         if session is not None and feed in session.feeds:
             session.feeds.remove(feed)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +23,7 @@ from coppice.wire.verifier import OpenSession, SessionOpened, Verdict, VerifySte
 
 from .acceptance import Reading
 from .devices import check_devices
-from .features import FeatureRows, columns
-from .feed import Committed, Feed
+from .features import Committed, Feed, Window, columns
 from .generation_config import repetition_penalty
 from .pruner import Job, Pruner, measure
 from .ranks import Ranks, load
@@ -73,17 +72,16 @@ class Worker(BatchingThread):
         verdict: Verdict = await self._ask(lambda job: self._take_step(key, step, job), arrived)
         return verdict
 
-    async def features(self, ref: FeatureRef, feed: Feed | None = None) -> FeatureRows:
-        """Features of the last positions of a window. Raises NotFound, InvalidField.
+    def follow(self, ref: FeatureRef) -> Feed:
+        """Feature rows of a session from a position on, then what each step commits, until `cancel`."""
 
-        The feed takes what the session commits from then on, until `unfollow`.
-        """
-        rows: FeatureRows = await self._ask(lambda job: self._take_features(ref, feed, job), time.perf_counter_ns())
-        return rows
+        def begin(feed: Feed) -> Awaitable[Window]:
+            return self._ask(lambda job: self._take_follow(feed, job), time.perf_counter_ns())
 
-    def unfollow(self, session: str, feed: Feed) -> None:
-        """Let a feed take no more; nothing happens when the session has ended."""
-        self.post(lambda: self._sessions.unfollow(session, feed))
+        def end(feed: Feed) -> None:
+            self.post(lambda: self._sessions.unfollow(feed))
+
+        return Feed(ref, self.engine.info.dtype, begin, end)
 
     def close(self, key: int) -> None:
         """Free a session; nothing happens when it never opened."""
@@ -162,12 +160,8 @@ class Worker(BatchingThread):
         self._fed += ((feed, None) for feed in session.feeds)
         self._note_kv()
 
-    def _take_features(self, ref: FeatureRef, feed: Feed | None, job: Job) -> None:
-        session = self._sessions.named(ref.session)
-        rows = session.read_features(ref)
-        if feed is not None:
-            session.follow(feed)
-        self._answer(job, rows)
+    def _take_follow(self, feed: Feed, job: Job) -> None:
+        self._answer(job, self._sessions.named(feed.ref.session).follow(feed))
 
     # --- a forward ---
 

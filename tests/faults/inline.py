@@ -19,7 +19,7 @@ from coppice.v1 import drafter_pb2, generation_pb2, verifier_pb2
 from orchestrator.drafters import HeadPool, feature_layers
 from orchestrator.service import GenerationServicer
 from orchestrator.verifiers import TargetPool
-from services.drafter.features import FeatureSource
+from services.drafter.following import Verifiers
 from services.drafter.service import DrafterServicer
 from services.drafter.worker import Worker as Drafter
 from services.verifier.service import VerifierServicer
@@ -113,7 +113,7 @@ async def pipeline(target: Path, heads: Mapping[str, Path]) -> AsyncIterator[Pip
             service = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]
 
             def drafting(waits: Any, head: Any = head) -> Any:
-                return DrafterServicer(head, settings.limits, waits, FeatureSource(Dialer(), None))
+                return DrafterServicer({"head": head}, settings.limits, waits, Verifiers(Dialer()))
 
             drafters_at[name] = await _served(close, settings, "drafter", service, drafting)
         metrics, dialer = OrchestratorMetrics(), Dialer()

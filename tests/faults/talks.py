@@ -88,22 +88,16 @@ def fetching(random: Random, name: str) -> Talk:
     yield fetch_to_wire(FeatureRef("", HELD.session, start, random.randint(1, len(HELD.ids) - start), layers)), True
 
 
-def _rows(random: Random, start: int, count: int) -> Features:
-    values = np.frombuffer(random.randbytes(count * len(LAYERS) * HIDDEN), np.int8).astype("<f4") / 64
-    return Features(start, count, "float32", values.tobytes())
-
-
 def drafting(verifier: str = "", features: bool = False, samples: bool = False) -> Says:
-    """Open, then steps. `features`: the head reads them, inline or from the session held at `verifier`."""
+    """Open, then steps. `features`: the head reads them, of the session held at `verifier`, which commits nothing."""
 
     def says(random: Random, name: str) -> Talk:
-        fetched = features and random.random() < 0.3
-        committed = list(HELD.ids) if fetched else _ids(random)
+        committed = list(HELD.ids) if features else _ids(random)
         rows: Features | None = None
-        if fetched:
-            rows = Features(0, len(committed), "float32", None, FeatureRef(verifier, HELD.session, 0, len(committed)))
-        elif features:
-            rows = _rows(random, 0, len(committed))
+        if features:
+            start = random.randrange(len(committed))
+            ref = FeatureRef(verifier, HELD.session, start, len(committed) - start)
+            rows = Features(start, ref.count, "float32", None, ref)
         opening = OpenDraft(
             session=name,
             ids=list(committed),
@@ -118,17 +112,16 @@ def drafting(verifier: str = "", features: bool = False, samples: bool = False) 
         yield draft_request_to_wire(opening), True
         ids: list[int] = []
         for number in range(1, random.randint(2, 5)):
-            start, root = len(committed), random.randrange(VOCAB)
+            root = random.randrange(VOCAB)
             committed += ids
-            rows = _rows(random, start, len(ids)) if features and ids else None
             missed = None
             if opening.want_misses and ids:
                 top = np.array(_ids(random), np.int64)
                 missed = Rejection(len(committed), 0, root, top, -np.arange(len(top), dtype=np.float32) - 1, 0.1)
             fence = Fence(number, len(committed), committed_hash(committed))
-            step = DraftStep(fence, root, random.choice((0, 1, 8, 31, 64)), Advance(list(ids), rows, missed))
+            step = DraftStep(fence, root, random.choice((0, 1, 8, 31, 64)), Advance(list(ids), None, missed))
             yield draft_request_to_wire(step), True
-            ids = [root, *_ids(random, 4)]
+            ids = [] if features else [root, *_ids(random, 4)]
 
     return says
 

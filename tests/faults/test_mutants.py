@@ -122,14 +122,15 @@ class Rig:
             tree = DraftTree(np.array(drafted), np.zeros(3, np.int64), np.full(3, -1, np.float32))
             verdict = await worker.verify(-1, VerifyStep(fence, 4, tree), 0)
             count = 1 + len(verdict.accepted)
-            got = await worker.features(FeatureRef("", "features", len(prompt), count))
+            feed = worker.follow(FeatureRef("", "features", len(prompt), count))
+            rows = await anext(aiter(feed))
+            feed.cancel()
         finally:
             worker.close(-1)
         path = [4, *(drafted[node - 1] for node in verdict.accepted)]
         with torch.inference_mode():
             hidden = model(torch.tensor([[*prompt, *path]]), output_hidden_states=True).hidden_states
-        (_, data), *_ = got.parts(1 << 20)
-        told = torch.frombuffer(bytearray(data), dtype=torch.float32).view(count, -1)
+        told = torch.frombuffer(bytearray(rows.inline), dtype=torch.float32).view(count, -1)
         wanted = torch.cat([hidden[layer][0, len(prompt) :] for layer in (0, 1)], dim=-1)
         return (0, "") if torch.allclose(told, wanted, atol=1e-4) else (len(path), "other features")
 

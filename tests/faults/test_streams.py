@@ -33,7 +33,7 @@ from coppice.telemetry import SessionMetrics
 from coppice.v1 import drafter_pb2
 from coppice.wire.common import Fence, committed_hash
 from coppice.wire.drafter import Advance, DraftStep, OpenDraft, draft_request_to_wire
-from services.drafter.features import FeatureSource
+from services.drafter.following import Verifiers
 from services.drafter.service import DrafterServicer
 from services.drafter.worker import Worker
 from tests.fake_service import SERVICES
@@ -280,7 +280,7 @@ async def test_no_read_is_cancelled_when_a_call_is_refused(method: str, said: tu
     worker = Worker(lambda: served_head(DrafterSettings(kind="lookup")), SessionMetrics("drafter"))
     await worker.start()
     waits = StreamWaits(60, asyncio.Event())
-    servicer, transport = DrafterServicer(worker, Limits(), waits, FeatureSource(Dialer(), None)), Transport()
+    servicer, transport = DrafterServicer({"head": worker}, Limits(), waits, Verifiers(Dialer())), Transport()
     add_service(transport, drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"], servicer)  # type: ignore[arg-type]
     before = asyncio.all_tasks()
     await transport.call(method, said)

@@ -51,8 +51,8 @@ RATCHET = {
 
 
 def is_entrance(path: str) -> bool:
-    """Whether a file is above all floors: the package's root, and the command lines."""
-    return path in ENTRANCES or path.endswith("/cli.py")
+    """Whether a file is above all floors: the package's root, the command lines, and what makes a process."""
+    return path in ENTRANCES or path.endswith(("/cli.py", "/__main__.py"))
 
 
 def folder(path: str) -> str:

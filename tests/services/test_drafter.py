@@ -27,7 +27,7 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree, extend, validate
 from coppice.telemetry import SessionMetrics, metric
 from coppice.v1 import drafter_pb2, drafter_pb2_grpc
-from coppice.wire.common import Features, Fence, Rejection, committed_hash
+from coppice.wire.common import FeatureRef, Features, Fence, Rejection, committed_hash
 from coppice.wire.drafter import (
     Advance,
     DraftOpened,
@@ -157,8 +157,8 @@ async def test_a_session_drafts_what_the_head_drafts_and_echoes_its_fences(looku
         assert len(delta.nodes)
 
 
-async def test_features_and_rejections_may_come_along(lookup: Service) -> None:
-    features = Features(0, 1, "float32", inline=b"\0" * 12)
+async def test_sessions_to_follow_and_rejections_may_come_along(lookup: Service) -> None:
+    features = Features(0, 0, ref=FeatureRef("127.0.0.1:1", "s", 0, 0))  # nobody is there
     rejection = Rejection(3, 0, 7, np.array([7, 8]), np.array([-0.1, -3.0], np.float32), 0.05)
     async with connected(lookup) as stub:
         session = await Client(stub, features=features, coupled=False).open()

@@ -30,15 +30,14 @@ from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.telemetry import OrchestratorMetrics
-from coppice.v1 import verifier_pb2
 from coppice.wire.common import FeatureRef, Features
 from coppice.wire.drafter import Advance, OpenDraft, draft_request_to_wire
 from coppice.wire.generation import Chunk
-from coppice.wire.verifier import feature_part_to_wire
 from orchestrator.drafters import HeadPool, feature_layers
 from services.drafter import following
+from tests.feeds import Feeder, feeding
 from tests.processes import Service
-from tests.recorder import LAYERS, Recorder, drafter_of, server_of
+from tests.recorder import LAYERS, Recorder, drafter_of
 from tests.services import test_drafter, test_verifier
 from tests.services.test_drafter import status_of
 from tests.services.test_verifier import continuation
@@ -106,8 +105,7 @@ async def test_a_head_gets_the_targets_hidden_states_and_again_when_its_stream_i
         for length in (0, 3, 1, 2, 5, 4, 5):
             at = len(session.committed)
             await session.verify(DraftTree.chain(truth[at + 1 : at + 1 + length], [-0.1] * length))
-            there_are = fetched(verifier.address, "hidden", at, len(session.committed))
-            await client.send(session.root, session.committed[at:], features=there_are)
+            await client.send(session.root, session.committed[at:])
             await client.tree()
         now = len(session.committed)
         assert now == len(IDS) + 27
@@ -126,7 +124,7 @@ async def test_features_that_cannot_be_fetched_are_unavailable_and_the_head_hear
             await test_verifier.Client(there, "bare", IDS).open()
             for lost, why in [
                 (fetched(verifier.address, "nobody"), "no session nobody"),
-                (fetched(verifier.address, "bare"), "are not in"),
+                (fetched(verifier.address, "bare"), "is not one of the session's layers ()"),
                 (fetched("127.0.0.1:1", "s"), "no features from the verifier at 127.0.0.1:1"),
             ]:
                 call = stub.Draft()
@@ -137,78 +135,49 @@ async def test_features_that_cannot_be_fetched_are_unavailable_and_the_head_hear
         assert (head.seen, (await test_drafter.until_idle(stub)).sessions) == ([], 0)
 
 
-class Liar:
-    """A verifier whose fetches answer what a test says, then nothing when `hangs`."""
-
-    def __init__(self, parts: list[tuple[int, int]], hangs: bool) -> None:
-        self.parts, self.hangs = parts, hangs
-
-    async def FetchFeatures(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        for start, count in self.parts:
-            yield feature_part_to_wire(Features(start, count, "float32", b"\0" * 4 * count))
-        if self.hangs:
-            await asyncio.sleep(60)
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: None
-
-
 @pytest.mark.parametrize(
     ("parts", "hangs"),
     [
         ([], False),
         ([(0, 10)], False),
         ([(0, 10), (12, 28)], False),
-        ([(0, 10), (10, 31)], False),
         ([(0, 10)], True),
     ],
-    ids=["none", "too few", "a gap", "too many", "no end"],
+    ids=["none", "too few", "a gap", "no end"],
 )
 async def test_rows_of_other_positions_than_asked_for_are_unavailable(
     monkeypatch: pytest.MonkeyPatch, parts: list[tuple[int, int]], hangs: bool
 ) -> None:
-    monkeypatch.setattr(following, "FETCH_S", 0.3 if hangs else 20.0)
-    service = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"]
-    async with (
-        server_of(service, Liar(parts, hangs)) as liar,
-        drafter_of(Recorder()) as drafter,
-        test_drafter.connected(drafter) as stub,
-    ):
+    monkeypatch.setattr(following, "OPEN_S", 0.3 if hangs else 20.0)
+    feeder = Feeder([Features(start, count, "float32", b"\0" * 4 * count) for start, count in parts], hangs)
+    feeder.go.set()
+    async with feeding(feeder) as ref, drafter_of(Recorder()) as drafter, test_drafter.connected(drafter) as stub:
         call = stub.Draft()
-        lost = fetched(liar.address, "s")
+        lost = fetched(ref.verifier, "s")
         await call.write(draft_request_to_wire(OpenDraft("s", IDS, SamplingParams(), features=lost)))
         assert (await status_of(call))[0] is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_missing_or_other_positions_features_are_refused_by_field() -> None:
-    rows, ref = Features(0, len(IDS), "float32", b"\0" * 4 * len(IDS)), fetched("127.0.0.1:1", "s").ref
-    assert ref is not None
-    of_layers = replace(rows, inline=None, ref=replace(ref, layers=(2, 1)))
+    rows, ref = Features(0, len(IDS), "float32", b"\0" * 4 * len(IDS)), fetched("127.0.0.1:1", "s")
+    assert ref.ref is not None
     openings = [
         (None, "open.features: a recorder head reads"),
+        (rows, "open.features: holds rows; name the session"),
         (replace(rows, inline=None), "open.features: a recorder head reads"),
-        (replace(rows, start=1), "open.features: end at position 41 of 40"),
-        (fetched("127.0.0.1:1", "s", 0, 39), "open.features: end at position 39 of 40"),
-        (fetched("127.0.0.1:1", "s"), "open.features.ref.verifier: is not one"),
-        (of_layers, "open.features.ref.layers: are (2, 1), this head reads those of (2, 3, 1)"),
+        (fetched("127.0.0.1:1", "s", 40, 41), "open.features: begin at position 40 of 40"),
+        (ref, "open.features.ref.verifier: is not one"),
+        (
+            replace(ref, ref=replace(ref.ref, layers=(2, 1))),
+            "open.features.ref.layers: are (2, 1), this head reads those of (2, 3, 1)",
+        ),
     ]
-    step = Features(len(IDS), 2, "float32", b"\0" * 8)
-    steps = [None, replace(step, start=39), replace(step, count=1), replace(step, inline=None)]
     async with drafter_of(Recorder(), allowed=["elsewhere:1"]) as drafter, test_drafter.connected(drafter) as stub:
         for features, why in openings:
             call = stub.Draft()
             await call.write(draft_request_to_wire(OpenDraft("s", IDS, SamplingParams(), features=features)))
             code, details = await status_of(call)
             assert (code, details[: len(why)]) == (grpc.StatusCode.INVALID_ARGUMENT, why)
-        for features in steps:
-            client = await test_drafter.Client(stub, IDS, features=rows).open()
-            await client.send(3, [1, 2], features=features)
-            with pytest.raises(InvalidField, match=r"step\.advance\.features: this head reads those of 2 .* from 40"):
-                await client.tree()
-        client = await test_drafter.Client(stub, IDS, features=rows).open()
-        await client.draft(3)  # commits nothing and needs no features
-        await client.send(3, [1, 2], features=step)
-        assert (await client.tree()).last
 
 
 async def test_a_head_that_reads_no_features_has_none_fetched() -> None:

@@ -15,12 +15,12 @@ import grpc
 import pytest
 
 from coppice.speculation.tree import DraftTree
-from coppice.v1 import verifier_pb2
 from coppice.wire.common import Features, Fence, committed_hash
 from coppice.wire.drafter import TreeDelta
-from coppice.wire.verifier import Commit, commit_to_wire, feature_part_to_wire
+from coppice.wire.verifier import Commit
+from tests.feeds import Feeder, feeding
 from tests.processes import Service
-from tests.recorder import LAYERS, Recorder, drafter_of, server_of
+from tests.recorder import LAYERS, Recorder, drafter_of
 from tests.services import test_drafter, test_verifier
 from tests.services.test_drafter import status_of
 from tests.services.test_features import IDS, fetched, model, start_verifier, target, truth, verifier
@@ -55,9 +55,7 @@ class Talk:
 
     async def ask(self, at: int, root: int | None = None) -> TreeDelta:
         """Ask for a tree as an orchestrator does that knows the ids from `at` on."""
-        ids = self.session.committed[at:]
-        features = fetched(self.address, FOLLOWED, at, at + len(ids)) if ids else None
-        await self.client.send(self.session.root if root is None else root, ids, features=features)
+        await self.client.send(self.session.root if root is None else root, self.session.committed[at:])
         return await self.client.tree()
 
     def drafted(self) -> list[tuple[int, int]]:
@@ -135,31 +133,32 @@ async def test_without_the_setting_nothing_is_drafted_unasked(verifier: Service,
         assert talk.drafted()[-1] == talk.now()
 
 
-class Liar:
-    """A verifier that commits what a test says, when it says so."""
-
-    def __init__(self, commits: list[Commit]) -> None:
-        self.commits, self.go, self.followed = commits, asyncio.Event(), 0
-
-    async def FetchFeatures(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        self.followed += 1
-        ref = request.ref
-        yield feature_part_to_wire(Features(ref.start, ref.count, "float32", bytes(ROW_BYTES * ref.count)))
-        await self.go.wait()
-        for commit in self.commits:
-            yield commit_to_wire(commit)
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: None
-
-
 def commit_of(ids: list[int], root: int, start: int = len(IDS), **changes: Any) -> Commit:
     """A commit of some ids behind the prompt."""
     end = start + len(ids)
     fence = replace(Fence(1, end, committed_hash([*IDS, *ids])), **changes)
-    return Commit(
-        fence, tuple(ids), root, Features(end - len(ids), len(ids), "float32", bytes(4 * len(LAYERS) * 64 * len(ids)))
-    )
+    return Commit(fence, tuple(ids), root, rows_of(end - len(ids), len(ids)))
+
+
+def rows_of(start: int, count: int) -> Features:
+    return Features(start, count, "float32", bytes(ROW_BYTES * count))
+
+
+class Holder(Feeder):
+    """A verifier that has the prompt's rows and what was committed by now, and feeds `commits` when it is told to."""
+
+    def rows(self, request: Any) -> list[Features | Commit]:
+        return [rows_of(request.ref.start, request.ref.count)]
+
+
+@asynccontextmanager
+async def asked_once(feeder: Feeder, head: Recorder) -> AsyncIterator[test_drafter.Client]:
+    """A drafter that follows what a test feeds and was asked for a first tree."""
+    async with feeding(feeder) as ref, drafter_of(head) as drafter, test_drafter.connected(drafter) as here:
+        client = await test_drafter.Client(here, IDS, features=fetched(ref.verifier, "s")).open()
+        await client.send(5, [])
+        await client.tree()
+        yield client
 
 
 @pytest.mark.parametrize(
@@ -175,22 +174,68 @@ def commit_of(ids: list[int], root: int, start: int = len(IDS), **changes: Any) 
 async def test_a_lie_of_the_verifier_costs_a_draft_or_the_stream_and_no_wrong_tree_is_sent(
     lie: Commit, ends: bool
 ) -> None:
-    service, liar = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"], Liar([lie])
-    head = Recorder(truth=list(range(100)))
-    async with (
-        server_of(service, liar) as there,
-        drafter_of(head) as drafter,
-        test_drafter.connected(drafter) as here,
-    ):
-        client = await test_drafter.Client(here, IDS, features=fetched(there.address, "s")).open()
-        await client.send(5, [])
-        await client.tree()
-        liar.go.set()
+    feeder, head = Holder(), Recorder(truth=list(range(100)))
+    feeder.commits = [lie]
+    async with asked_once(feeder, head) as client:
+        feeder.go.set()
         await asyncio.sleep(0.2)
         with suppress(asyncio.InvalidStateError):  # it may have ended already
-            await client.send(6, [5], features=fetched(there.address, "s", len(IDS), len(IDS) + 1))
+            await client.send(6, [5])
         if ends:
             assert (await status_of(client.call))[0] is grpc.StatusCode.FAILED_PRECONDITION
         else:
             await client.tree()
             assert (head.jobs[-1].committed_len, head.jobs[-1].root) == (len(IDS) + 1, 6)
+
+
+async def test_a_step_that_comes_before_its_commit_waits_for_the_stream_that_there_is() -> None:
+    feeder, head = Holder(), Recorder(truth=list(range(100)))
+    feeder.commits = [commit_of([5], 6)]
+    async with asked_once(feeder, head) as client:
+        await client.send(6, [5])
+        await asyncio.sleep(0.2)
+        assert len(head.jobs) == 1
+        feeder.go.set()
+        await client.tree()
+        assert (feeder.followed, feeder.dropped) == (1, 0)
+        client.call.cancel()
+        await until(lambda: feeder.dropped == 1)
+
+
+async def test_a_stream_that_broke_or_left_a_gap_is_followed_again_and_dropped_by_the_verifier() -> None:
+    feeder, head = Holder(), Recorder(truth=list(range(100)))
+    feeder.commits = [commit_of([7], 8, start=len(IDS) + 3)]
+    async with asked_once(feeder, head) as client:
+        feeder.go.set()
+        await until(lambda: feeder.dropped == 1)
+        await client.send(6, [5])  # the second stream brings the row of this position at once, and then the gap
+        await client.tree()
+        assert feeder.followed == 2
+        await until(lambda: feeder.dropped == 2)
+
+
+async def test_another_session_that_a_step_names_is_followed_from_there_on() -> None:
+    first, second, head = Holder(), Holder(), Recorder(truth=list(range(100)))
+    async with asked_once(first, head) as client, feeding(second) as ref:
+        await client.send(6, [5], features=fetched(ref.verifier, "s", 0, len(IDS) + 1))
+        await client.tree()
+        await until(lambda: first.dropped == 1)
+        assert (second.followed, second.dropped) == (1, 0)
+
+
+async def test_a_stream_whose_commits_do_not_come_ends_the_session() -> None:
+    async with asked_once(Holder(), Recorder()) as client:
+        await client.send(6, [5])
+        code, details = await status_of(client.call)
+        assert (code, "not in 1 s" in details) == (grpc.StatusCode.UNAVAILABLE, True)
+
+
+async def test_rows_that_came_before_the_end_of_a_stream_are_used() -> None:
+    feeder = Holder(hangs=False)
+    feeder.commits = [commit_of([5], 6)]
+    async with asked_once(feeder, Recorder(truth=list(range(100)))) as client:
+        feeder.go.set()
+        await until(lambda: feeder.dropped == 1)
+        await client.send(7, [5])
+        await client.tree()
+        assert feeder.followed == 1

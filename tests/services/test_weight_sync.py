@@ -21,8 +21,10 @@ from coppice.heads.feature_head import FeatureHead
 from coppice.rpc.channels import Dialer
 from coppice.v1 import drafter_pb2_grpc
 from coppice.weights.versions import Weights
+from coppice.wire.common import Features
 from coppice.wire.drafter import TreeDelta, WeightsPart, draft_request_to_wire, weights_to_wire
 from services.adapter.replicas import DrafterLink
+from tests.feeds import fed
 from tests.processes import Service
 from tests.pushes import CORRUPTIONS, Case, Made, Push, altered, matrix_of
 from tests.services import test_drafter
@@ -95,8 +97,9 @@ async def state(replica: DrafterLink) -> tuple[int, bytes]:
 class Client(test_drafter.Client):
     """A session over a text with features."""
 
-    def __init__(self, stub: Any, text: Text, length: int) -> None:
-        super().__init__(stub, text.ids[:length], features=text.inline(0, length))
+    def __init__(self, stub: Any, text: Text, length: int, features: Features) -> None:
+        """features: where those of the text come from."""
+        super().__init__(stub, text.ids[:length], features=features)
         self.text = text
 
     async def open(self) -> Client:
@@ -108,14 +111,14 @@ class Client(test_drafter.Client):
         """Commit some ids of the text and draft behind them."""
         at = len(self.committed)
         ids = self.text.ids[at : at + commit]
-        await self.send(self.text.ids[at + commit], ids, 40, features=self.text.inline(at, at + commit))
+        await self.send(self.text.ids[at + commit], ids, 40)
         return await self.tree()
 
 
 async def first_tree(drafter: Service, text: Text, version: int) -> dict[tuple[int, ...], float]:
     """What a new session drafts."""
-    async with test_drafter.connected(drafter) as stub:
-        client = await Client(stub, text, 12).open()
+    async with test_drafter.connected(drafter) as stub, fed(text.inline(0, 12)) as features:
+        client = await Client(stub, text, 12, features).open()
         assert client.opened.weights_version == version
         delta = await client.next(0)
         assert delta.fence.weights_version == version
@@ -239,18 +242,19 @@ async def test_hundreds_of_pushes_while_sessions_draft_lose_no_step(setup: Setup
 
     async def drafting(stub: Any, seed: int) -> None:
         text, newest = Text.random(3000, seed), 0
-        client = await Client(stub, text, 12).open()
-        while not ended.is_set() and len(client.committed) < 2990:
-            began = time.perf_counter()
-            delta = await asyncio.wait_for(client.next(1 + seed % 3), 20)
-            steps.append(time.perf_counter() - began)
-            assert delta.last
-            assert len(delta.nodes) > 0
-            assert np.isfinite(delta.nodes.log_probs).all()
-            assert delta.fence.weights_version >= newest  # never an older one again
-            seen.append(newest := delta.fence.weights_version)
-        assert ended.is_set()
-        client.call.cancel()
+        async with fed(text.inline(0, 3000)) as features:
+            client = await Client(stub, text, 12, features).open()
+            while not ended.is_set() and len(client.committed) < 2990:
+                began = time.perf_counter()
+                delta = await asyncio.wait_for(client.next(1 + seed % 3), 20)
+                steps.append(time.perf_counter() - began)
+                assert delta.last
+                assert len(delta.nodes) > 0
+                assert np.isfinite(delta.nodes.log_probs).all()
+                assert delta.fence.weights_version >= newest  # never an older one again
+                seen.append(newest := delta.fence.weights_version)
+            assert ended.is_set()
+            client.call.cancel()
 
     async def pushing() -> list[int]:
         pauses, live = [], first

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from coppice.errors import InvalidField
 from coppice.speculation.sampling import SamplingParams
 from coppice.wire.common import FeatureRef
 from coppice.wire.verifier import OpenSession
-from services.verifier.features import FeatureRows, FeatureWindow, columns, feature_bytes
+from services.verifier.features import FeatureWindow, Feed, Window, columns, feature_bytes, packed
 from services.verifier.prefix import Prefix
 from services.verifier.session import Session
 
@@ -38,13 +40,6 @@ def test_the_columns_are_those_of_the_wanted_layers_in_their_order(dtype: torch.
     assert torch.equal(sent.view(ROWS, -1), expected)
 
 
-def sent(rows: FeatureRows, most_bytes: int = 1 << 20) -> torch.Tensor:
-    """Float32 rows as they arrive, having travelled in parts."""
-    parts = list(rows.parts(most_bytes))
-    assert sum(count for count, _ in parts) == rows.count
-    return torch.frombuffer(bytearray(b"".join(data for _, data in parts)), dtype=torch.float32).view(rows.count, -1)
-
-
 @pytest.mark.parametrize("wanted", [HELD, (2, 4)])
 def test_a_window_travels_in_parts_of_whole_rows_whatever_chunks_it_came_in(wanted: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -54,30 +49,36 @@ def test_a_window_travels_in_parts_of_whole_rows_whatever_chunks_it_came_in(want
     for chunk in rows.split([*sizes, 200 - sum(sizes)]):
         window.append(chunk)
     row_bytes = 4 * HIDDEN * len(wanted)
-    for start, count in ((0, 200), (150, 50), (120, 7), (199, 1), (0, 181)):
-        held = FeatureRows(*window.read(start, count), HELD, wanted)
-        first = max(start, start + count - 90, window.start)
-        assert held.count == start + count - first
+    for start in (0, 120, 150, 199):
+        first, chunks = window.since(start)
+        assert first == max(start, 110)
         for most in (1, 3 * row_bytes + 1, 7 * row_bytes, 1 << 20):
-            expected = torch.cat([part(rows, layer) for layer in wanted], dim=1)[first : start + count]
-            assert torch.equal(sent(held, most), expected)
-            largest = max(1, most // row_bytes)
-            counts = [count for count, _ in held.parts(most)]
-            assert counts[:-1] == [largest] * (len(counts) - 1)
-            assert counts[-1] <= largest
+            parts = list(packed(chunks, HELD, wanted, most))
+            expected = torch.cat([part(rows, layer) for layer in wanted], dim=1)[first:]
+            sent = torch.frombuffer(bytearray(b"".join(data for _, data in parts)), dtype=torch.float32)
+            assert torch.equal(sent.view(200 - first, -1), expected)
+            assert [len(data) for _, data in parts] == [count * row_bytes for count, _ in parts]
+            assert all(len(data) <= max(most, row_bytes) for _, data in parts)
     with pytest.raises(InvalidField, match="not in"):
-        window.read(150, 51)
+        window.since(200)
 
 
-def test_a_window_is_read_with_the_layers_that_it_names() -> None:
+def test_a_follower_gets_the_layers_that_it_names() -> None:
     opening = OpenSession("s", [1] * ROWS, SamplingParams(), frozenset(), 99, feature_layers=HELD)
     table = BlockTable("s", 32, np.empty(0, np.int64), 0, True)
     session = Session(0, opening, Prefix(table, [], "", HELD), 100, 50)
-    features = rows(torch.float32)
-    session.commit([1] * 2, features[:2])
-    session.commit([1] * 3, features[2:])
-    assert torch.equal(sent(session.read_features(FeatureRef("", "s", 1, 4))), features[1:])
-    expected = torch.cat((part(features, 2), part(features, 4)), dim=1)[1:]
-    assert torch.equal(sent(session.read_features(FeatureRef("", "s", 1, 4, (2, 4)))), expected)
+    session.commit([1] * ROWS, rows(torch.float32))
+
+    def follow(start: int, count: int, layers: tuple[int, ...] = ()) -> Window:
+        ref = FeatureRef("", "s", start, count, layers)
+        return session.follow(Feed(ref, "float32", lambda feed: asyncio.sleep(0, None), lambda feed: None))  # type: ignore[arg-type]
+
+    first, chunks, layers = follow(1, 4)
+    assert (first, layers) == (1, HELD)
+    assert torch.equal(torch.cat(chunks), rows(torch.float32)[1:])
+    assert follow(1, 4, (2, 4))[0] == 1
     with pytest.raises(InvalidField, match=r"ref\.layers: 3 is not one of the session's layers \(4, 1, 7, 2\)"):
-        session.read_features(FeatureRef("", "s", 1, 4, (2, 3)))
+        follow(1, 4, (2, 3))
+    with pytest.raises(InvalidField, match="ends behind the 5 committed positions"):
+        follow(1, 5)
+    assert len(session.feeds) == 2

@@ -123,12 +123,8 @@ def read_verify(message: Message) -> object:
     return verifier.read_verify_request(message, VOCAB, MAX_LEN)
 
 
-def follow_to_wire(ref: FeatureRef) -> Message:
-    return verifier.fetch_to_wire(ref, follow=True)
-
-
-def read_commit(message: Message) -> object:
-    return verifier.read_commit(message, VOCAB)
+def read_fed(message: Message) -> object:
+    return verifier.read_fed(message, VOCAB)
 
 
 def read_draft(message: Message) -> object:
@@ -186,12 +182,12 @@ SAMPLES: dict[str, Case] = {
     "fetch": (REF, verifier.fetch_to_wire, verifier.read_fetch),
     "follow": (
         dataclasses.replace(REF, count=0),
-        lambda ref: verifier.fetch_to_wire(ref, follow=True),
+        verifier.fetch_to_wire,
         verifier.read_fetch,
     ),
-    "feature part": (INLINE, verifier.feature_part_to_wire, verifier.read_feature_part),
-    "commit": (COMMIT, verifier.commit_to_wire, read_commit),
-    "commit of a text that ended": (Commit(FENCE, (5,)), verifier.commit_to_wire, read_commit),
+    "feature part": (INLINE, verifier.fed_to_wire, read_fed),
+    "commit": (COMMIT, verifier.fed_to_wire, read_fed),
+    "commit of a text that ended": (Commit(FENCE, (5,)), verifier.fed_to_wire, read_fed),
     "target": (
         TargetDescription(
             *("t", 100, 512, 6, 32, (0, 7), "bfloat16"),
@@ -210,7 +206,7 @@ SAMPLES: dict[str, Case] = {
     ),
     "open draft": (OpenDraft("s", [1, 2], SAMPLING, True, BY_REF, True, True, (7, 99), "0" * 64), *DRAFT),
     "uncoupled open draft": (OpenDraft("s", [1], SamplingParams(), False), *DRAFT),
-    "draft step": (DraftStep(FENCE, 99, 64, Advance([4, 5], INLINE, REJECTION)), *DRAFT),
+    "draft step": (DraftStep(FENCE, 99, 64, Advance([4, 5], BY_REF, REJECTION)), *DRAFT),
     "draft step without news": (DraftStep(FENCE, 1, 0, Advance()), *DRAFT),
     "weights header": (WEIGHTS, drafter.weights_to_wire, read_weights),
     "weights part": (WeightsPart(3, b"abc"), drafter.weights_to_wire, read_weights),
@@ -520,7 +516,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("verdict", "verdict.rejection.position", limits.MAX_CONTEXT + 1, "verdict.rejection.position"),
     ("verdict", "verdict", None, "kind"),
     ("fetch", "ref.session", "", "ref.session"),
-    ("fetch", "ref.count", 0, "ref.count"),
+    ("fetch", "follow", False, "follow"),
     ("commit", "commit.ids", [VOCAB, 1], "commit.ids"),
     ("commit", "commit.root", VOCAB, "commit.root"),
     ("commit", "commit.fence.committed_len", 1, "commit.fence.committed_len"),
@@ -532,6 +528,8 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("target", "eos_ids", [1] * 65, "eos_ids"),
     ("open draft", "open.ids", [VOCAB], "open.ids"),
     ("open draft", "open.prediction", [VOCAB], "open.prediction"),
+    ("open draft", "open.features.inline", b"1234", "open.features"),
+    ("draft step", "step.advance.features.inline", b"1234", "step.advance.features"),
     ("open draft", "open.sampling.temperature", NAN, "sampling.temperature"),
     ("draft step", "step.root", VOCAB, "step.root"),
     ("draft step", "step.advance.ids", [VOCAB], "step.advance.ids"),
