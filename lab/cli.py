@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coppice.commands.options import Heads, JsonFile, file
+from coppice.training.cli import Data, Device, Out, Resume, Seed, Workers, own_folder, threads
 from lab.measuring import Bench, measuring, reference_of, reporting, running
 from lab.options import ASKED, Options, command, numbers, read_methods, with_heads
 
@@ -50,6 +51,31 @@ def demo(
     if svg:
         console.save_svg(str(svg), title="coppice demo")
     raise typer.Exit(0 if good else 1)
+
+
+def train_target(
+    data: Data,
+    out: Out,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=1, help="Of the whole run; may be changed on --resume.")
+    ] = 4_000_000,
+    resume: Resume = False,
+    device: Device = "cpu",
+    workers: Workers = None,
+    seed: Seed = 0,
+) -> None:
+    """Train a small Llama target and its tokenizer from text, then write its model folder."""
+    from coppice.training.heads import RunOptions
+    from coppice.training.run_folder import write_run
+    from coppice.training.trainer import Schedule, usable_device
+    from lab import pretrain
+
+    usable_device(device)
+    work = own_folder(out, resume)
+    write_run(work, "target", data, {"out": out.name, "tokens": str(tokens)})
+    options = RunOptions(resume, device, threads(workers, device), seed)
+    if target := pretrain.train_target(data, work, Schedule(tokens=tokens), options):
+        pretrain.export(target, work, out)
 
 
 @app.command()
@@ -267,7 +293,7 @@ def shaped(name: str, options: Options) -> Iterator[tuple[StackSpec, SyntheticPl
     """A target and heads of a shape with random weights, what is measured of them, and a report: see `reporting`."""
     from coppice.machine import default_dtype
     from coppice.stack.spec import StackSpec
-    from coppice.training.dtype import usable_device
+    from coppice.training.trainer import usable_device
     from lab.synthetic.measure import SyntheticPlan, room
     from lab.synthetic.profiles import read_profile
     from lab.synthetic.shapes import make_weights, read_shape

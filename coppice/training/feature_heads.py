@@ -19,21 +19,18 @@ from coppice.errors import InvalidField
 from coppice.heads.checkpoints import MASKED_KINDS, TargetParts, read_output, read_target, save_head, shape_of
 from coppice.heads.models.expectation import expectation
 from coppice.heads.models.layers import HeadConfig
-from coppice.training.data.packing import held_out_batches
-from coppice.training.data.target_answers import TargetAnswers
-from coppice.training.export import write_card
+from coppice.training.answers import TargetAnswers
+from coppice.training.data import held_out_batches
 from coppice.training.heads import HeadInTraining, TrainingConfig
-from coppice.training.losses.acceptance import Acceptance, measure
-from coppice.training.losses.feature_losses import DECAY, HeadLoss, Student, Teacher
-from coppice.training.run_folder import read_run
-from coppice.training.trainer import Rates, Schedule
+from coppice.training.losses import DECAY, Acceptance, HeadLoss, Student, Teacher, l1_loss, measure
+from coppice.training.run_folder import read_run, write_card
 
 REPORT = "report.json"
 
 
-def to_json(acceptance: Acceptance, log: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return alpha by block and slot, the accepted length, the rank head's table and the run's log."""
-    return {
+def write_report(folder: Path, acceptance: Acceptance, log: list[dict[str, Any]]) -> None:
+    """Write report.json: alpha by block and slot, the accepted length, the rank head's table and the run's log."""
+    report = {
         "accepted_length": acceptance.length,
         "alpha": list(acceptance.alphas.values()),
         "alpha_by_block_and_slot": [
@@ -43,16 +40,9 @@ def to_json(acceptance: Acceptance, log: list[dict[str, Any]]) -> dict[str, Any]
         "rank_head": acceptance.ranks() if int(acceptance.confusion.sum()) else [],
         "log": log,
     }
+    (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-def write_report(folder: Path, acceptance: Acceptance, log: list[dict[str, Any]]) -> None:
-    """Write report.json."""
-    (folder / REPORT).write_text(json.dumps(to_json(acceptance, log), indent=1) + "\n", encoding="utf-8")
-
-
-RATES = Rates(muon=0.02, adam=2e-3, clip=0.5, eval_tokens=100_000, eval_rows=8, micro_tokens=256)
-ADAMW_RATES = replace(RATES, muon=0.0, adam=1e-3)
-"""the paper's optimiser; on the demo target it took 2.4 times as many tokens to the same held-out loss"""
 DRAFT_VOCAB = 4096
 RANK_AFTER = 0.1
 """share of the run after which the rank head learns"""
@@ -73,7 +63,7 @@ LOSSES: Mapping[str, dict[str, Any]] = {
     "eagle3": {"blocks": STEPS, "decay": DECAY},
     "medusa": {"decay": DECAY},
     "parallelspec": {"decay": DECAY},
-    **{kind: {"objective": "l1", "decay": SLOT_DECAY, "every": ANCHOR_ROWS} for kind in MASKED_KINDS},
+    **{kind: {"distance": l1_loss, "decay": SLOT_DECAY, "every": ANCHOR_ROWS} for kind in MASKED_KINDS},
 }
 """what a kind of head learns by"""
 MEASURED_ROWS = 12
@@ -81,20 +71,6 @@ LENGTH = "accepted length"
 """the figure that the best weights have the highest of"""
 HEAD = "head.json"
 """in a run's work folder: configuration and draft vocabulary"""
-
-
-def head_schedule(tokens: int) -> Schedule:
-    """Return a cosine with warm-up, in small steps over short rows."""
-    return Schedule(
-        tokens=tokens,
-        cosine=True,
-        warmup=min(20_000, -(-tokens // 10)),
-        small_batch=512,
-        batch=1024,
-        length=128,
-        long_length=256,
-        long_share=0.2,
-    )
 
 
 def head_config(
@@ -202,8 +178,7 @@ class FeatureHeadInTraining(Student, HeadInTraining):
         config.work.mkdir(parents=True, exist_ok=True)
         (config.work / HEAD).write_text(json.dumps(record) + "\n", encoding="utf-8")
         self.config, self.teacher = config, Teacher(answers.read, output.to(options.device), draft_ids)
-        chosen = {"objective": config.objective} if config.objective else {}
-        self.trained = HeadLoss(self.teacher, **{**LOSSES[kind], **chosen})
+        self.trained = HeadLoss(self.teacher, **LOSSES[kind])
         # The mask admits more and harder rows as a head learns, so a masked loss rises when the head gets better.
         self.judge = replace(self.trained.whole(sizes.slots, STEPS), valid_prefix=False, rank_on=lambda: False)
         self.texts = held_out(answers, options.device)
@@ -231,12 +206,12 @@ class FeatureHeadInTraining(Student, HeadInTraining):
         self.bfloat16().float()  # what is measured is what is shipped: the rounded weights
         loss, model = HeadLoss(self.teacher), cast(Any, self.model)
         domains = {name: [measure(self, loss, [text]) for text in texts] for name, texts in self.texts.items()}
-        acceptance = sum((one for texts in domains.values() for one in texts), Acceptance())
-        expected = expectation({name: [one.counts for one in texts] for name, texts in domains.items()})
+        acceptance = sum(chain.from_iterable(domains.values()), Acceptance())
+        expected = expectation({name: [text.counts for text in texts] for name, texts in domains.items()})
         log = [json.loads(line) for line in (self.config.work / "log.jsonl").read_text(encoding="utf-8").splitlines()]
         save_head(folder, model.cpu().bfloat16(), model.config.model_copy(update={"acceptance": expected}))
         write_report(folder, acceptance, log)
-        write_card(folder, f"A {kind} draft head for {run.target}", model, run, acceptance)
+        write_card(folder, f"A {kind} draft head for {run.target}", model, run, more=acceptance.markdown())
 
 
 def _check_layers(config: Mapping[str, Any], answers: TargetAnswers) -> None:

@@ -1,4 +1,4 @@
-"""Training a draft head: what a kind of head gives to a run, the run that all kinds share, and the kind `lm`."""
+"""What a kind of head gives to training, and the kind `lm`, a small causal LM over the target's vocabulary."""
 
 from __future__ import annotations
 
@@ -9,19 +9,32 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from coppice.heads.checkpoints import read_output, read_target
-from coppice.training.checkpoint import load_weights
-from coppice.training.data.target_answers import TargetAnswers
-from coppice.training.export import CARD, write_card, write_model
-from coppice.training.losses.feature_losses import soft_target_loss
-from coppice.training.run_folder import BEST, read_run, replacing
-from coppice.training.target import Shape, build_model
-from coppice.training.trainer import DEFAULTS, Rates, RunOptions, Schedule, Trainer
+from coppice.training.answers import TargetAnswers
+from coppice.training.losses import soft_target_loss
+from coppice.training.run_folder import read_run, write_model
 
-LM_SHAPE = Shape(hidden=128, layers=2, intermediate=384, heads=2, kv_heads=2, head_dim=64)
-LM_RATES = Rates(muon=0.02, adam=4e-3, eval_tokens=50_000)
+LM_SIZES = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "intermediate_size": 384,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Whether a run goes on from its newest checkpoint, and where and how it is done."""
+
+    resume: bool = False
+    device: str = "cpu"
+    num_workers: int = 1
+    """training threads"""
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,9 +50,7 @@ class TrainingConfig:
     """folder of the run, which is not shipped"""
     shape: Mapping[str, int] = field(default_factory=dict)
     """fields of `--shape`"""
-    objective: str = ""
-    """`--loss`; empty: the kind's own"""
-    options: RunOptions = DEFAULTS
+    options: RunOptions = RunOptions()
 
 
 class HeadInTraining(nn.Module):
@@ -72,51 +83,41 @@ class HeadInTraining(nn.Module):
         raise NotImplementedError
 
 
-def train_head(head: HeadInTraining, config: TrainingConfig, schedule: Schedule, rates: Rates) -> bool:
-    """Train in `config.work`; False when a signal stopped the run before its end."""
-    answers = config.answers
-    trainer = Trainer(
-        head.to(config.options.device),
-        lambda replica, rows, _: replica.loss(answers, rows),
-        answers.domains(),
-        schedule,
-        config.work,
-        rates,
-        config.options,
-        lambda replica, rows, _: replica.held_out_loss(answers, rows),
-        head.figures,
-        head.best_by,
+def build_llama(seed: int, **sizes: int) -> LlamaForCausalLM:
+    """Make a fresh Llama in float32 whose blocks start as the identity (zero output projections).
+
+    sizes: fields of LlamaConfig. Id 0 begins, ends and pads texts.
+    """
+    config = LlamaConfig(
+        **sizes,  # type: ignore[arg-type]
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
     )
-    head.begin(lambda: trainer.counters.tokens / schedule.tokens)
-    return trainer.train(config.kind)
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                p.zero_()
+            elif p.ndim == 2 and ".layers." in name:
+                nn.init.normal_(p, std=p.shape[1] ** -0.5)
+    model.train()
+    return model
 
 
-def export_head(head: HeadInTraining, config: TrainingConfig, out: Path) -> None:
-    """Write the head folder `out` from the run's best weights; an older one is replaced when it is complete."""
-    load_weights(config.work / BEST, dict(head.named_parameters()))
-    with replacing(out) as partial:
-        head.export(partial)
-        if not (partial / CARD).exists():
-            run = read_run(config.work)
-            write_card(partial, f"A {config.kind} draft head for {run.target}", head, run)
-
-
-def lm_schedule(tokens: int) -> Schedule:
-    """Return a short run in small steps."""
-    return Schedule(tokens=tokens, warmup=min(20_000, -(-tokens // 10)), batch=2048, length=128, long_length=256)
-
-
-def build_student(config: Any, embedding: Tensor, shape: Shape, seed: int = 0) -> LlamaForCausalLM:
+def build_student(embedding: Tensor, positions: int, sizes: Mapping[str, int], seed: int = 0) -> LlamaForCausalLM:
     """Make a small Llama over a target's vocabulary, whose embeddings start as the main components of the target's.
 
-    `config` and `embedding` are the target's.
+    `embedding` (V, H) and `positions` are the target's.
     """
-    vocab, positions = len(embedding), config.max_position_embeddings
-    student = build_model(shape.model_copy(update={"vocab": vocab, "positions": positions}), seed)
+    student = build_llama(seed, **sizes, vocab_size=len(embedding), max_position_embeddings=positions)
     with torch.no_grad():
         wide = embedding.float()
         left, strength, _ = torch.linalg.svd(wide - wide.mean(0), full_matrices=False)
-        width = min(shape.hidden, len(strength))
+        width = min(sizes["hidden_size"], len(strength))
         start = left[:, :width] * strength[:width]
         student.model.embed_tokens.weight[:, :width] = start * (0.02 / start.std().clamp_min(1e-8))
     return student
@@ -127,10 +128,11 @@ class LanguageModelInTraining(HeadInTraining):
 
     output: Tensor
 
-    def __init__(self, config: TrainingConfig, shape: Shape = LM_SHAPE) -> None:
+    def __init__(self, config: TrainingConfig, sizes: Mapping[str, int] = LM_SIZES) -> None:
         super().__init__()
         self.config, target = config, AutoConfig.from_pretrained(config.target).get_text_config()
-        self.model: Any = build_student(target, read_target(config.target).embedding, shape, config.options.seed)
+        embedding, positions = read_target(config.target).embedding, target.max_position_embeddings
+        self.model: Any = build_student(embedding, positions, sizes, config.options.seed)
         self.register_buffer("output", read_output(config.target).float(), persistent=False)
 
     def loss(self, answers: TargetAnswers, rows: Tensor) -> Tensor:
@@ -141,4 +143,5 @@ class LanguageModelInTraining(HeadInTraining):
 
     def export(self, folder: Path) -> None:
         """Write a model folder with the target's tokenizer."""
-        write_model(folder, self.model, self.config.work)
+        title = f"A small draft model for {read_run(self.config.work).target}"
+        write_model(folder, self.model, self.config.work, title)

@@ -1,4 +1,4 @@
-"""The training loop that targets and heads share: step, report, evaluate, checkpoint; resumable at every step."""
+"""The training loop of every kind of head: step, report, evaluate, checkpoint; resumable at every step."""
 
 from __future__ import annotations
 
@@ -9,20 +9,33 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
-from torch import Tensor, nn
+from torch import Tensor
 
 from coppice.engine.modules import pays
-from coppice.training.checkpoint import Named, load_checkpoint, save_checkpoint, save_weights
-from coppice.training.data.packing import Packed, Reader, check_held_out, held_out_batches
-from coppice.training.dtype import autocast
+from coppice.errors import InvalidField
+from coppice.training.data import Packed, Reader, check_held_out, held_out_batches
+from coppice.training.heads import HeadInTraining, RunOptions, TrainingConfig
 from coppice.training.progress import Progress
-from coppice.training.run_folder import BEST, checkpoints, stop_signal
+from coppice.training.run_folder import (
+    BEST,
+    CARD,
+    Named,
+    checkpoints,
+    load_checkpoint,
+    load_weights,
+    read_run,
+    replacing,
+    save_checkpoint,
+    save_weights,
+    stop_signal,
+    write_card,
+)
 
 
 class Schedule(BaseModel):
@@ -59,11 +72,7 @@ class Schedule(BaseModel):
         return max(1, batch // length), length
 
 
-LossFunction = Callable[[Any, Tensor, Tensor], Tensor]
-"""(model, inputs (B, T), labels (B, T)) -> the mean loss in nats."""
-
-
-def share_weights(model: nn.Module) -> nn.Module:
+def share_weights(model: HeadInTraining) -> HeadInTraining:
     """Return a replica with gradients of its own over the same weight storage, which shares all that is not trained."""
     shared = {id(buffer): buffer for buffer in model.buffers()}
     for part in model.modules():
@@ -77,9 +86,9 @@ def share_weights(model: nn.Module) -> nn.Module:
 class Workers:
     """`num_workers` threads that share out the rows of a batch."""
 
-    def __init__(self, model: nn.Module, loss: LossFunction, num_workers: int, micro_tokens: int) -> None:
+    def __init__(self, model: HeadInTraining, source: Any, num_workers: int, micro_tokens: int) -> None:
         """A part has `micro_tokens` tokens; about 512 keep its activations in the caches."""
-        self.loss, self.micro_tokens = loss, micro_tokens
+        self.source, self.micro_tokens = source, micro_tokens
         self.replicas = [model] + [share_weights(model) for _ in range(num_workers - 1)]
         self._torch_threads = torch.get_num_threads()
         if num_workers > 1:  # a core each; a single one keeps all of torch's
@@ -91,16 +100,16 @@ class Workers:
         self._pool.shutdown()
         torch.set_num_threads(self._torch_threads)
 
-    def backward(self, ids: Tensor) -> float:
-        """Add the gradients of the mean loss of `ids` (B, T + 1) to the model's and return that loss in nats."""
+    def backward(self, rows: Tensor) -> float:
+        """Add the gradients of the mean loss of (B, T) rows to the model's and return that loss in nats."""
 
-        def job(model: nn.Module, part: Tensor) -> float:
+        def job(model: HeadInTraining, part: Tensor) -> float:
             with autocast(part.device):
-                loss = self.loss(model, part[:, :-1], part[:, 1:]) * (len(part) / len(ids))
+                loss = model.loss(self.source, part) * (len(part) / len(rows))
             loss.backward()  # type: ignore[no-untyped-call]
             return float(loss.detach())
 
-        total = self._share_out(job, ids)
+        total = self._share_out(job, rows)
         for replica in self.replicas[1:]:
             for p, q in zip(self.replicas[0].parameters(), replica.parameters(), strict=True):
                 if q.grad is not None:
@@ -108,28 +117,27 @@ class Workers:
                     q.grad = None
         return total
 
-    def mean_loss(self, ids: Tensor, loss: LossFunction | None = None) -> float:
-        """Return the mean loss of `ids` (B, T + 1) in nats, without gradients; by default the one that is trained."""
-        judge = loss or self.loss
+    def held_out_loss(self, rows: Tensor) -> float:
+        """Return the mean held-out loss of (B, T) rows in nats, without gradients."""
 
-        def job(model: nn.Module, part: Tensor) -> float:
+        def job(model: HeadInTraining, part: Tensor) -> float:
             with torch.no_grad(), autocast(part.device):
-                return float(judge(model, part[:, :-1], part[:, 1:])) * len(part) / len(ids)
+                return float(model.held_out_loss(self.source, part)) * len(part) / len(rows)
 
-        return self._share_out(job, ids)
+        return self._share_out(job, rows)
 
-    def _share_out(self, job: Callable[[nn.Module, Tensor], float], ids: Tensor) -> float:
-        """Return the sum of `job` over parts of `ids`; each replica takes the next part when it is free."""
-        parts = iter(torch.split(ids, max(1, self.micro_tokens // (ids.shape[1] - 1))))  # one for all threads
+    def _share_out(self, job: Callable[[HeadInTraining, Tensor], float], rows: Tensor) -> float:
+        """Return the sum of `job` over parts of the rows; each replica takes the next part when it is free."""
+        parts = iter(torch.split(rows, max(1, self.micro_tokens // rows.shape[1])))  # one for all threads
 
-        def work(replica: nn.Module) -> float:
+        def work(replica: HeadInTraining) -> float:
             return sum(job(replica, part) for part in parts)
 
         return float(sum(self._pool.map(work, self.replicas)))
 
 
 class Muon(torch.optim.Muon):
-    """The same updates, but for the rounding; its state is torch's."""
+    """torch's updates and state, but iterated in float32 on CPUs where bfloat16 is slow."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -151,11 +159,12 @@ def _orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps:
     a, b, c = coefficients
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
+    x = x.bfloat16() if x.is_cuda or pays(torch.bfloat16) else x
     x = x / x.norm().clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+    return (x.T if tall else x).to(matrix.dtype)
 
 
 OUTSIDE = re.compile(r"embed|lm_head|position_queries|mask_tokens|rank_head|markov|confidence")
@@ -196,18 +205,30 @@ class Rates:
     micro_tokens: int = 512
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """Whether a run goes on from its newest checkpoint, and where and how it is done."""
-
-    resume: bool = False
-    device: str = "cpu"
-    num_workers: int = 1
-    """training threads"""
-    seed: int = 0
+HEAD_RATES = Rates(muon=0.02, adam=2e-3, clip=0.5, eval_tokens=100_000, eval_rows=8, micro_tokens=256)
+"""of heads that read features"""
+ADAMW_RATES = replace(HEAD_RATES, muon=0.0, adam=1e-3)
+"""the paper's optimiser; on the demo target it took 2.4 times as many tokens to the same held-out loss"""
+LM_RATES = Rates(muon=0.02, adam=4e-3, eval_tokens=50_000)
 
 
-DEFAULTS = RunOptions()
+def head_schedule(tokens: int) -> Schedule:
+    """Return a cosine with warm-up, in small steps over short rows."""
+    return Schedule(
+        tokens=tokens,
+        cosine=True,
+        warmup=min(20_000, -(-tokens // 10)),
+        small_batch=512,
+        batch=1024,
+        length=128,
+        long_length=256,
+        long_share=0.2,
+    )
+
+
+def lm_schedule(tokens: int) -> Schedule:
+    """Return a short run in small steps."""
+    return Schedule(tokens=tokens, warmup=min(20_000, -(-tokens // 10)), batch=2048, length=128, long_length=256)
 
 
 def make_optimisers(model: torch.nn.Module, rates: Rates) -> list[torch.optim.Optimizer]:
@@ -219,54 +240,38 @@ def make_optimisers(model: torch.nn.Module, rates: Rates) -> list[torch.optim.Op
     adamw = torch.optim.AdamW(others, lr=rates.adam, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     if not matrices:
         return [adamw]
-    slow = matrices[0].device.type == "cpu" and not pays(torch.bfloat16)
-    muon = (Muon if slow else torch.optim.Muon)(
-        matrices, lr=rates.muon, weight_decay=rates.weight_decay, ns_steps=MUON_STEPS
-    )
-    return [muon, adamw]
+    return [Muon(matrices, lr=rates.muon, weight_decay=rates.weight_decay, ns_steps=MUON_STEPS), adamw]
 
 
 class Trainer:
-    """Trains `model` on `domains` into `folder` (checkpoints/, best.safetensors, log.jsonl)."""
+    """Trains a head on what `source.domains()` gives into a work folder (checkpoints/, best.safetensors, log.jsonl)."""
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        loss: LossFunction,
-        domains: list[Packed],
+        model: HeadInTraining,
+        source: Any,
         schedule: Schedule,
         folder: Path,
-        rates: Rates | None = None,
-        options: RunOptions = DEFAULTS,
-        judge: LossFunction | None = None,
-        measure: Callable[[], dict[str, float]] | None = None,
-        best_by: str = "",
+        rates: Rates,
+        options: RunOptions,
     ) -> None:
-        """`judge` is the held-out loss, where the trained one does not compare over time. `measure` gives further
-        figures of an evaluation. The best weights have the highest `best_by` of these, or the lowest held-out loss.
-
-        Raises DataError when nothing is held out.
+        """`source` is handed to the model's losses. The best weights have the highest figure `model.best_by`, or the
+        lowest held-out loss. Raises DataError when nothing is held out.
         """
-        check_held_out(domains, schedule.length + 1)
-        self.judge, self.measure, self.best_by = judge, measure or dict, best_by
-        self.model, self.domains, self.schedule = model, domains, schedule
-        self.folder, self.rates = folder, rates or Rates()
-        self.workers = Workers(model, loss, options.num_workers, self.rates.micro_tokens)
-        self.optimisers = make_optimisers(model, self.rates)
+        self.domains: list[Packed] = source.domains()
+        check_held_out(self.domains, schedule.length + 1)
+        self.model, self.schedule, self.folder, self.rates = model, schedule, folder, rates
+        self.workers = Workers(model, source, options.num_workers, rates.micro_tokens)
+        self.optimisers = make_optimisers(model, rates)
         self.counters = Counters()
-        self.reader = Reader(domains, options.seed, max(schedule.length, schedule.long_length))
-        self.resume = options.resume
+        self.reader = Reader(self.domains, options.seed, max(schedule.length, schedule.long_length))
+        self.device, self.resume = torch.device(options.device), options.resume
         folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def named(self) -> Named:
         """The model's parameters by name."""
         return dict(self.model.named_parameters())
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return next(self.model.parameters()).device
 
     @property
     def _stale(self) -> bool:
@@ -329,7 +334,7 @@ class Trainer:
         rate = self.schedule.rate(self.counters.tokens)
         for group in (group for optimiser in self.optimisers for group in optimiser.param_groups):
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * rate
-        loss = self.workers.backward(torch.from_numpy(batch).to(self.device))
+        loss = self.workers.backward(torch.from_numpy(batch[:, :-1]).to(self.device))
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.rates.clip, foreach=True)
         for optimiser in self.optimisers:
             optimiser.step()
@@ -342,17 +347,55 @@ class Trainer:
 
     def _evaluate(self, loss: float | None, progress: Progress) -> None:
         batches = held_out_batches(self.domains, self.rates.eval_rows, self.schedule.length)
-        held_out = {name: self.workers.mean_loss(rows.to(self.device), self.judge) for name, rows in batches.items()}
+        held_out = {name: self.workers.held_out_loss(rows[:, :-1].to(self.device)) for name, rows in batches.items()}
         weights = {d.name: d.weight for d in self.domains if d.name in held_out}
         mean = sum(held_out[name] * w for name, w in weights.items()) / sum(weights.values())
         self.counters.held_out = held_out
-        measured = self.measure()
-        score = -measured[self.best_by] if self.best_by else mean
+        measured = self.model.figures()
+        score = -measured[self.model.best_by] if self.model.best_by else mean
         if score < self.counters.best:
             self.counters.best, self.counters.best_loss, self.counters.best_tokens = score, mean, self.counters.tokens
             save_weights(self.folder / BEST, self.named)
-        told = "  ".join(f"{name} {value:.3f}" for name, value in (held_out | measured).items())
-        progress.print(f"held out after {self.counters.tokens:,} tokens: {mean:.3f} ({told})")
+        figures = "  ".join(f"{name} {value:.3f}" for name, value in (held_out | measured).items())
+        progress.print(f"held out after {self.counters.tokens:,} tokens: {mean:.3f} ({figures})")
         row = measured | {"tokens": self.counters.tokens, "seconds": round(self.counters.seconds, 1), "loss": loss}
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as log:
             log.write(json.dumps(row | {"held_out": held_out}) + "\n")
+
+
+def train_head(head: HeadInTraining, config: TrainingConfig, schedule: Schedule, rates: Rates) -> bool:
+    """Train in `config.work`; False when a signal stopped the run before its end."""
+    trainer = Trainer(head.to(config.options.device), config.answers, schedule, config.work, rates, config.options)
+    head.begin(lambda: trainer.counters.tokens / schedule.tokens)
+    return trainer.train(config.kind)
+
+
+def export_head(head: HeadInTraining, config: TrainingConfig, out: Path) -> None:
+    """Write the head folder `out` from the run's best weights; an older one is replaced when it is complete."""
+    load_weights(config.work / BEST, dict(head.named_parameters()))
+    with replacing(out) as partial:
+        head.export(partial)
+        if not (partial / CARD).exists():
+            run = read_run(config.work)
+            write_card(partial, f"A {config.kind} draft head for {run.target}", head, run)
+
+
+def usable_device(name: str) -> torch.device:
+    """Return the device of that name. Raises InvalidField when tensors cannot be put there."""
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        raise InvalidField("device", f"{name}: {str(error).partition(chr(10))[0]}") from None
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """Return bfloat16 where there are units for it (CUDA, AMX), else float32: there bfloat16 is many times slower."""
+    if device.type == "cuda" or (device.type == "cpu" and torch.cpu._is_amx_tile_supported()):
+        return torch.bfloat16
+    return torch.float32
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    """Return a context of mixed precision in `fast_dtype`, which does nothing where that is float32."""
+    dtype = fast_dtype(device)
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype is torch.bfloat16)

@@ -20,9 +20,8 @@ from coppice.speculation.routing import first_miss
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree, dedup, extend, prune
 from coppice.stack.spec import StackSpec
-from coppice.training.data.answerer import Answer, Answerer, as_positions
-from coppice.training.losses.acceptance import Acceptance, measure
-from coppice.training.losses.feature_losses import HeadLoss, Student, Teacher
+from coppice.training.answers import Answer, Answerer, as_positions
+from coppice.training.losses import Acceptance, HeadLoss, Student, Teacher, measure
 from coppice.training.progress import Progress
 from coppice.wire.common import Rejection
 from coppice.wire.drafter import Advance, OpenDraft

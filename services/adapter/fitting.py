@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from coppice.adaptation.records import Sample
 from coppice.machine import this_machine
-from coppice.training.losses.acceptance import Acceptance, measure
+from coppice.training.losses import Acceptance, measure
 
 from .learner import BETAS, Interrupted, Learner, differing
 from .windows import Windows

@@ -25,9 +25,8 @@ from coppice.config.sections import ADAPTED_KINDS
 from coppice.errors import InvalidField
 from coppice.heads.checkpoints import kind_in, load_head, public_weights
 from coppice.heads.ranking import target_ids
-from coppice.training.checkpoint import load_optimisers, optimiser_tensors
 from coppice.training.feature_heads import LOSSES
-from coppice.training.losses.feature_losses import (
+from coppice.training.losses import (
     DECAY,
     Anchor,
     HeadLoss,
@@ -37,6 +36,7 @@ from coppice.training.losses.feature_losses import (
     overlap,
     soft_loss,
 )
+from coppice.training.run_folder import load_optimisers, optimiser_tensors
 from coppice.weights.versions import weights_hash
 
 from .atomic import BadFile, read_safetensors, replace_safetensors
@@ -230,7 +230,7 @@ class Learner:
         if self.config.slots == 1:
             return HeadLoss(windows, blocks=self.recipe.steps, decay=DECAY)
         if self.kind == "dspark":  # of a text's own tokens cross-entropy teaches several times as much as L1
-            return HeadLoss(windows, **LOSSES[self.kind] | {"every": self.recipe.every, "objective": "soft"})
+            return HeadLoss(windows, **LOSSES[self.kind] | {"every": self.recipe.every, "distance": soft_loss})
         return HeadLoss(windows, blocks=self.recipe.blocks, every=self.recipe.every)
 
     @torch.no_grad()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from coppice.adaptation.records import Sample
-from coppice.training.data.answerer import Answer
-from coppice.training.losses.feature_losses import Teacher
+from coppice.training.answers import Answer
+from coppice.training.losses import Teacher
 
 NOTHING = -1
 """Stands behind the end of a window; no draft id"""

@@ -20,8 +20,8 @@ from coppice.heads.block_head import SpecBlockHead
 from coppice.heads.checkpoints import read_output
 from coppice.prompts.files import demo_prompts
 from coppice.speculation.tree import DraftTree
-from coppice.training.data.answerer import Answer
-from coppice.training.data.tokenizer import load_tokenizer
+from coppice.training.answers import Answer
+from coppice.training.data import load_tokenizer
 from coppice.wire.drafter import Advance, OpenDraft
 from lab.cli import app as bench
 from lab.paper.rank import answers, replay, replay_all

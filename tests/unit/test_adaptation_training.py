@@ -17,7 +17,7 @@ from coppice.adaptation.records import Kind, Sample
 from coppice.config.adaptation import AdapterSettings, LearnerSettings
 from coppice.config.settings import Settings
 from coppice.heads.checkpoints import load_head, save_head
-from coppice.training.losses.feature_losses import Anchor, Targets, divergence
+from coppice.training.losses import Anchor, Targets, divergence
 from coppice.weights.versions import Weights
 from services.adapter.atomic import BadFile
 from services.adapter.buffers import Buffers

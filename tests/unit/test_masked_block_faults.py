@@ -14,10 +14,9 @@ import pytest
 from coppice.engine.loading import load_engine
 from coppice.heads.checkpoints import load_head, read_output
 from coppice.heads.ranking import target_ids
-from coppice.training.data.answerer import Answer, Answerer, as_positions
-from coppice.training.data.tokenizer import load_tokenizer
-from coppice.training.losses.acceptance import measure
-from coppice.training.losses.feature_losses import HeadLoss, Student, Teacher
+from coppice.training.answers import Answer, Answerer, as_positions
+from coppice.training.data import load_tokenizer
+from coppice.training.losses import HeadLoss, Student, Teacher, measure
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 PROMPTS = (

@@ -1,81 +1,36 @@
-"""Training on real, tiny models: data rules, exact resumption, the optimiser, and the commands from end to end."""
+"""What heads learn from and how: data rules, the order of reading, the optimiser, recorded chats."""
 
 import json
-import os
-import random
 import re
-import signal
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from coppice.errors import InvalidField
 from coppice.heads.models.expectation import warning_of
-from coppice.training import cli, export, heads, progress, run_folder, target, trainer
-from coppice.training.data.corpora import is_held_out, load_corpus, parse_spec, parse_specs
-from coppice.training.data.packing import MAX_EPOCHS, Packed, Reader
-from coppice.training.data.target_answers import AnswerPlan, record_answers
-from coppice.training.losses.feature_losses import next_token_loss, soft_target_loss
-from coppice.training.trainer import Muon, Rates, RunOptions, Schedule
+from coppice.training import cli
+from coppice.training.answers import AnswerPlan, record_answers
+from coppice.training.data import MAX_EPOCHS, Packed, Reader, is_held_out, load_corpus, parse_spec, parse_specs
+from coppice.training.losses import soft_target_loss
+from coppice.training.trainer import Muon, Schedule
 from tests.tiny import make_target
 
-WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "small", "birds", "near", "my", "old", "tree")
-SHAPE = target.Shape(vocab=300, hidden=32, layers=2, intermediate=48, heads=2, kv_heads=1, head_dim=16, positions=128)
-HEAD_SHAPE = target.Shape(hidden=16, layers=1, intermediate=32, heads=2, kv_heads=2, head_dim=8)
-RATES = Rates(eval_tokens=256, eval_rows=2, micro_tokens=64)
 
-
-@pytest.fixture(autouse=True)
-def few_threads() -> Iterator[None]:
-    """The models are too small for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    rng = random.Random(0)
-    documents = [" ".join(rng.choices(WORDS, k=40)) + "." for _ in range(200)]
-    path = tmp_path / "texts.txt"
-    path.write_text("\n<|endoftext|>\n".join(documents), encoding="utf-8")
-    return path
-
-
-def schedule(tokens: int) -> Schedule:
-    return Schedule(
-        tokens=tokens,
-        warmup=128,
-        length=32,
-        long_length=64,
-        long_share=0.25,
-        batch=128,
-        small_batch=64,
-        small_until=256,
-    )
-
-
-def train(lines: list[str], work: Path, tokens: int, **options) -> bool:
-    return target.train_target(lines, work, schedule(tokens), shape=SHAPE, rates=RATES, options=RunOptions(**options))
-
-
-def last_weights(work: Path) -> dict[str, torch.Tensor]:
-    return load_file(sorted((work / "checkpoints").iterdir())[-1] / "model.safetensors")
-
-
-def test_documents_whose_hash_is_a_multiple_of_20_are_held_out_and_no_other(text: Path) -> None:
-    corpus = load_corpus(parse_spec(f"words={text}"))
+def test_documents_whose_hash_is_a_multiple_of_20_are_held_out_and_questions_become_text(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        {"question": f"What is {n} + 1?", "answer": f"It is <<{n}+1={n + 1}>>{n + 1}.\n#### {n}"} for n in range(200)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    corpus = load_corpus(parse_spec(f"sums={path}:0.5"))
+    assert "Question: What is 7 + 1?\nAnswer: It is 8.\n#### 7" in corpus.train + corpus.held_out
     assert corpus.held_out
-    assert all(is_held_out(document) for document in corpus.held_out)
-    assert not any(is_held_out(document) for document in corpus.train)
+    assert all(map(is_held_out, corpus.held_out))
+    assert not any(map(is_held_out, corpus.train))
     assert len(corpus.train) + len(corpus.held_out) == 200
 
 
@@ -95,20 +50,6 @@ def test_a_bad_data_line_is_an_error_that_names_it(line: str, named: str) -> Non
     assert "words" in str(caught.value)
 
 
-def test_a_bad_row_is_an_error_that_names_line_and_field(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"question": "1 + 1?", "answer": "2"}\n{"question": "1 + 2?", "answer": 3}\n', encoding="utf-8")
-    with pytest.raises(InvalidField, match="line 2: field 'answer'"):
-        load_corpus(parse_spec(f"sums={path}"))
-
-
-def test_questions_become_text_without_calculator_marks(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"question": "What is 1 + 1?", "answer": "It is <<1+1=2>>2.\\n#### 2"}\n', encoding="utf-8")
-    corpus = load_corpus(parse_spec(f"sums={path}:0.5"))
-    assert corpus.train + corpus.held_out == ["Question: What is 1 + 1?\nAnswer: It is 2.\n#### 2"]
-
-
 def test_no_corpus_is_read_more_than_eight_times_and_weights_share_the_rows() -> None:
     ids = np.arange(1000, dtype=np.uint16)
     small = Packed("small", 0.5, ids[:150], ids[:0])
@@ -119,7 +60,9 @@ def test_no_corpus_is_read_more_than_eight_times_and_weights_share_the_rows() ->
     assert reader.drawn["small"] == reader.drawn["large"] == 320
     while reader.next_row(16) is not None:
         pass
-    assert reader.epochs("small") == reader.epochs("large") == MAX_EPOCHS
+    assert {name: drawn / reader.usable[name] for name, drawn in reader.drawn.items()} == dict.fromkeys(
+        ("small", "large"), MAX_EPOCHS
+    )
 
 
 def test_an_epoch_reads_every_window_once() -> None:
@@ -128,26 +71,6 @@ def test_an_epoch_reads_every_window_once() -> None:
     starts = {int(row[0]) for row in (reader.next_row(20) for _ in range(reader.usable["all"] // 20))}
     assert len(starts) == reader.usable["all"] // 20
     assert max(starts) + 20 < 1000
-
-
-def test_a_resumed_run_ends_with_the_very_weights_of_an_uninterrupted_one(text: Path, tmp_path: Path) -> None:
-    lines = [f"words={text}"]
-    assert train(lines, tmp_path / "whole", 1024)
-    stopped = []
-
-    class Stopper(trainer.Progress):
-        def reach(self, done: int, total: int) -> None:
-            if done >= 512 and not stopped:
-                stopped.append(done)
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "Progress", Stopper)
-        assert not train(lines, tmp_path / "parts", 1024)
-        assert train(lines, tmp_path / "parts", 1024, resume=True)
-    whole, parts = last_weights(tmp_path / "whole"), last_weights(tmp_path / "parts")
-    assert whole.keys() == parts.keys()
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24)])
@@ -166,31 +89,12 @@ def test_muon_in_float32_goes_where_torchs_goes(shape: tuple[int, int]) -> None:
     assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
 
-def test_several_workers_learn_what_one_learns(text: Path, tmp_path: Path) -> None:
-    train([f"words={text}"], tmp_path / "one", 256, num_workers=1)
-    train([f"words={text}"], tmp_path / "two", 256, num_workers=2)
-    one, two = last_weights(tmp_path / "one"), last_weights(tmp_path / "two")
-    assert all(torch.allclose(one[name], two[name], atol=1e-3) for name in one)
-
-
-def test_only_the_last_two_checkpoints_stay_and_nothing_is_pickled(text: Path, tmp_path: Path) -> None:
-    for tokens in (128, 256, 384):
-        train([f"words={text}"], tmp_path / "run", tokens, resume=True)
-    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
-    kinds = {path.suffix for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    assert kinds <= {".safetensors", ".json", ".jsonl", ".npy"}
-    sources = "".join(path.read_text(encoding="utf-8") for path in Path(target.__file__).parent.glob("*.py"))
-    assert not re.search(r"import pickle|torch\.(load|save)\(|allow_pickle=True", sources)
-
-
-def test_losses_in_chunks_equal_losses_at_once() -> None:
+def test_a_loss_in_chunks_is_the_loss_at_once() -> None:
     torch.manual_seed(0)
-    hidden, embedding, labels = torch.randn(1100, 8), torch.randn(50, 8), torch.randint(0, 50, (1100,))
-    logits = hidden @ embedding.T
-    assert torch.allclose(next_token_loss(hidden, embedding, labels), torch.nn.functional.cross_entropy(logits, labels))
+    hidden, embedding = torch.randn(1100, 8), torch.randn(50, 8)
     taught, taught_embedding = torch.randn(1100, 6), torch.randn(50, 6)
-    wanted = (taught @ taught_embedding.T).softmax(-1)
-    expected = -(wanted * logits.log_softmax(-1)).sum(-1).mean()
+    target = (taught @ taught_embedding.T).softmax(-1)
+    expected = -(target * (hidden @ embedding.T).log_softmax(-1)).sum(-1).mean()
     assert torch.allclose(soft_target_loss(hidden, embedding, taught, taught_embedding), expected, atol=1e-5)
 
 
@@ -203,54 +107,11 @@ def test_the_rate_warms_up_stays_and_falls_to_zero() -> None:
     assert rates[4] == 0
 
 
-def test_a_target_and_its_head_are_trained_and_exported(text: Path, tmp_path: Path) -> None:
-    lines, work, out = [f"words={text}:0.5"], tmp_path / "target.work", tmp_path / "target"
-    run_folder.write_run(work, "target", lines, {"out": out.name, "tokens": "768"})
-    assert train(lines, work, 768)
-    export.export(work, out)
-    model = AutoModelForCausalLM.from_pretrained(out)
-    assert model.dtype == torch.bfloat16
-    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"} <= {
-        path.name for path in out.iterdir()
-    }
-    tokenizer = AutoTokenizer.from_pretrained(out)
-    assert tokenizer.eos_token_id == model.config.eos_token_id == 0
-    assert tokenizer.decode(tokenizer("the cat  saw\n    two.")["input_ids"]) == "the cat  saw\n    two."
-    card = (out / "README.md").read_text(encoding="utf-8")
-    assert "--data 'words=texts.txt:0.5'" in card
-    assert str(tmp_path) not in card
-
-    head_work, head_out = tmp_path / "lm.work", tmp_path / "lm"
-    run_folder.write_run(head_work, "head", lines, {"kind": "lm", "target": out.name, "out": "lm", "tokens": "512"})
-    plan = AnswerPlan(tokens=700, length=32, sessions=4)
-    done: list[tuple[int, int]] = []
-    answers = record_answers(lines, out, head_work / "lessons", plan, progress=lambda *told: done.append(told))
-    assert done == sorted(set(done))
-    assert done[0] == (0, done[-1][0])
-    assert done[-1] == (len(answers.ids()) + 4 * 32, done[0][1])  # held-out texts, one a temperature, too
-    answers.describe(head_work / "data")
-    config = heads.TrainingConfig("lm", out, answers, head_work)
-    student = heads.LanguageModelInTraining(config, HEAD_SHAPE)
-    assert heads.train_head(student, config, schedule(512), RATES)
-    heads.export_head(student, config, head_out)
-    head = AutoModelForCausalLM.from_pretrained(head_out)
-    assert head.config.vocab_size == model.config.vocab_size
-    assert (head_out / "tokenizer.json").read_bytes() == (out / "tokenizer.json").read_bytes()
-
-
 def test_an_unknown_kind_of_head_is_a_usage_error(tmp_path: Path) -> None:
     flags = ["--data", "words=a.txt", "--out", str(tmp_path / "x"), "--target", str(tmp_path), "--kind", "oracle"]
     result = CliRunner().invoke(cli.app, ["head", *flags])
     assert result.exit_code == 2
     assert "oracle" in result.output
-
-
-def test_the_shipped_prompts_are_sixty_in_three_kinds() -> None:
-    path = Path(target.__file__).parents[1] / "prompts" / "demo.jsonl"
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert [row["question_id"] for row in rows] == list(range(1, 61))
-    assert [sum(row["category"] == kind for row in rows) for kind in ("code", "maths", "story")] == [20, 20, 20]
-    assert all(len(row["turns"]) == 1 and row["turns"][0] == row["turns"][0].strip() for row in rows)
 
 
 CHATS = [
@@ -319,6 +180,7 @@ def refuse(messages: object) -> str:
         (CHATS[:1], None, "chats teach heads"),
         ([*CHATS[:1], {"text": "words"}], str, "holds chats and texts"),
         ([{"nothing": 1}], str, "none of the fields messages, conversations, text"),
+        ([{"question": "1 + 1?", "answer": "2"}, {"question": "1 + 2?", "answer": 3}], str, "line 2: field 'answer'"),
     ],
 )
 def test_chats_that_cannot_be_used_are_errors_that_name_the_place(
@@ -329,32 +191,6 @@ def test_chats_that_cannot_be_used_are_errors_that_name_the_place(
     with pytest.raises(InvalidField, match=why) as caught:
         load_corpus(parse_spec(f"words={path}"), render)
     assert caught.value.field == "--data"
-
-
-def test_a_target_without_a_template_takes_no_chats(tmp_path: Path) -> None:
-    path, folder = tmp_path / "chats.jsonl", make_target(tmp_path / "target", chat=False)
-    path.write_text("\n".join(map(json.dumps, CHATS)), encoding="utf-8")
-    with pytest.raises(InvalidField, match=r"--data: chat=.*the target's chat template: .*chat_template"):
-        record_answers([f"chat={path}"], folder, tmp_path / "lessons", AnswerPlan(tokens=256))
-    assert not list((tmp_path / "lessons").glob("*.safetensors"))
-
-
-def test_progress_stays_within_its_total_and_counts_the_rate_of_this_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(progress, "LINE_S", 0.01)
-    told, deadline = "", time.monotonic() + 20
-    with progress.Progress("tokens") as shown:
-        shown.say("working")
-        shown.reach(2_000, 3_000)
-        shown.reach(2_001, 3_000)
-        while "tokens/s" not in told and time.monotonic() < deadline:
-            told += capsys.readouterr().out
-        shown.reach(3_072, 3_000)
-        while "3000 of" not in told and time.monotonic() < deadline:
-            told += capsys.readouterr().out
-    assert re.search(r"working: 2001 of 3000 tokens, .*tokens/s", told)
-    assert "3072" not in told
 
 
 @pytest.mark.parametrize(

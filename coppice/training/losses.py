@@ -1,13 +1,13 @@
-"""The loss of heads that read features, over the slots of every block or step that they draft."""
+"""The losses of heads, over the slots of every block or step that they draft, and how often their drafts are right."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from coppice.heads.models.layers import Attend
 from coppice.heads.models.masked_block import MaskedBlockModel
 from coppice.heads.models.medusa import MedusaModel
 from coppice.heads.models.parallelspec import ParallelSpecModel
-from coppice.training.data.answerer import Answer
+from coppice.training.answers import Answer
 
 
 class Teacher:
@@ -48,14 +48,6 @@ class Teacher:
 CHUNK = 512
 
 
-def next_token_loss(hidden: Tensor, embedding: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross-entropy in nats of hidden (T, H), embedding (V, H) tied to the output, labels (T,)."""
-    total = hidden.new_zeros(())
-    for h, y in zip(torch.split(hidden, CHUNK), torch.split(labels, CHUNK), strict=True):
-        total = total + F.cross_entropy((h @ embedding.T).float(), y, reduction="sum")
-    return total / labels.numel()
-
-
 def soft_target_loss(hidden: Tensor, embedding: Tensor, teacher_hidden: Tensor, teacher_embedding: Tensor) -> Tensor:
     """Return the mean cross-entropy in nats to the teacher's full distribution at T=1.
 
@@ -65,15 +57,13 @@ def soft_target_loss(hidden: Tensor, embedding: Tensor, teacher_hidden: Tensor, 
     total = hidden.new_zeros(())
     for h, t in zip(torch.split(hidden, CHUNK), torch.split(teacher_hidden, CHUNK), strict=True):
         with torch.no_grad():
-            wanted = (t @ teacher_embedding.T).float().softmax(-1)
-        total = total + F.cross_entropy((h @ embedding.T).float(), wanted, reduction="sum")
+            taught = (t @ teacher_embedding.T).float().softmax(-1)
+        total = total + F.cross_entropy((h @ embedding.T).float(), taught, reduction="sum")
     return total / hidden.shape[0]
 
 
-Objective = Literal["soft", "l1", "coupled"]
 Distance = Callable[[Tensor, Tensor], Tensor]
 _CE, _L1 = 0.1, 0.9
-_TINY = 1e-30
 
 
 def soft_loss(logits: Tensor, taught: Tensor) -> Tensor:
@@ -93,34 +83,6 @@ def l1_loss(logits: Tensor, taught: Tensor) -> Tensor:
     if not len(logits):
         return logits.sum()
     return _CE * soft_loss(logits, taught) + _L1 * 2 * (1 - overlap(logits, taught)).mean()
-
-
-def agreement(logits: Tensor, taught: Tensor) -> Tensor:
-    """Return the (n,) chances that both distributions draw the same token from the same Gumbel noise.
-
-    It is the sum over x of 1 / sum over y of max(p(y) / p(x), q(y) / q(x)). Ordered by r = p / q, the inner sum is
-    (the q up to x) / q(x) + (the p behind x) / p(x).
-    """
-    q, p = logits.float().softmax(-1).clamp_min(_TINY), taught.exp().clamp_min(_TINY)
-    order = (p / q).argsort(-1)
-    p, q = p.gather(-1, order), q.gather(-1, order)
-    behind = p.sum(-1, keepdim=True) - p.cumsum(-1)
-    return (1 / (q.cumsum(-1) / q + behind.clamp_min(0) / p)).sum(-1)
-
-
-def coupled_loss(logits: Tensor, taught: Tensor) -> Tensor:
-    """Return the mean of -log of the chance that a coupled draft at T = 1 agrees with the target."""
-    if not len(logits):
-        return logits.sum()
-    return -agreement(logits, taught).clamp_min(_TINY).log().mean()
-
-
-_DISTANCES: Mapping[Objective, Distance] = MappingProxyType({"soft": soft_loss, "l1": l1_loss, "coupled": coupled_loss})
-
-
-def objective_of(name: Objective) -> Distance:
-    """Return the mean distance of (n, D) logits from (n, D) log-probabilities by its name."""
-    return _DISTANCES[name]
 
 
 def visible(rows: int, slots: int, cuts: Sequence[int], chosen: Tensor | None = None, relaxed: bool = False) -> Tensor:
@@ -383,7 +345,7 @@ class HeadLoss:
     """
 
     teacher: Teacher
-    objective: Objective = "soft"
+    distance: Distance = soft_loss
     """how far a slot's logits are from what the target finds likely"""
     blocks: int = 1
     decay: float | None = None
@@ -421,7 +383,6 @@ class HeadLoss:
         if self.anchor is not None:
             near = torch.no_grad()(walk)(self.anchor.student, answer, targets, later, cuts)
         total, offset, weight, weights = answer.features.new_zeros(()), 0, 1.0, 0.0
-        distance = objective_of(self.objective)
         sure = getattr(model, "confidence_head", None) is not None and self.rank_on()
         ranked = hasattr(model, "rank_head") and self.rank_on()
         valid = torch.ones_like(inputs[:, : len(targets.rows)], dtype=torch.bool)
@@ -434,13 +395,13 @@ class HeadLoss:
                 previous = targets.token(offset + slot)[admitted]
                 logits, normed = model.read_behind(states[:, :, slot][admitted], previous, slot)
                 taught = targets.taught(admitted, offset + slot)
-                losses = [distance(logits, taught)]
+                losses = [self.distance(logits, taught)]
                 if self.anchor is not None and anchored is not None:
                     losses.append(self.anchor.pull(logits, anchored[:, :, slot][admitted], previous, slot))
                 if sure and len(gold):
                     chance = overlap(logits.detach(), taught)
-                    said = model.confidence(normed.detach(), previous).float()
-                    losses.append(F.binary_cross_entropy_with_logits(said, chance))
+                    confidence = model.confidence(normed.detach(), previous).float()
+                    losses.append(F.binary_cross_entropy_with_logits(confidence, chance))
                 ranks = model.rank(normed, logits) if ranked and len(gold) else None
                 if ranks is not None:
                     losses.append(F.cross_entropy(ranks.float(), bucket_of(logits.detach(), gold)))
@@ -457,3 +418,96 @@ class HeadLoss:
             if block == 0 and len(targets.rows) > len(later):
                 valid, targets = valid[:, later], replace(targets, rows=later)
         return total if self.decay is None else total / weights
+
+
+BUCKETS = 4
+
+
+@dataclass
+class Acceptance:
+    """Counts over held-out rows."""
+
+    hits: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """by block and slot"""
+    rows: Counter[tuple[int, int]] = field(default_factory=Counter)
+    confusion: Tensor = field(default_factory=lambda: torch.zeros(BUCKETS, BUCKETS, dtype=torch.int64))
+    """[gold bucket, predicted bucket]"""
+
+    def count(self, output: SlotOutput) -> None:
+        """Count the right rows of a slot."""
+        place = output.block, output.slot
+        self.hits[place] += int((output.logits.argmax(-1) == output.gold).sum())
+        self.rows[place] += len(output.gold) + output.outside
+        if output.ranks is not None:
+            pairs = bucket_of(output.logits, output.gold) * BUCKETS + output.ranks.argmax(-1)
+            self.confusion += torch.bincount(pairs.cpu(), minlength=BUCKETS**2).view(BUCKETS, BUCKETS)
+
+    def __add__(self, other: Acceptance) -> Acceptance:
+        """Join the counts over other rows."""
+        joined = Acceptance(self.hits.copy(), self.rows.copy(), self.confusion + other.confusion)
+        joined.hits.update(other.hits)
+        joined.rows.update(other.rows)
+        return joined
+
+    @property
+    def counts(self) -> list[tuple[int, int]]:
+        """(right, tried) by place, in drafting order."""
+        return [(self.hits[place], self.rows[place]) for place in sorted(self.hits)]
+
+    @property
+    def alphas(self) -> dict[tuple[int, int], float]:
+        """alpha by (block, slot), in drafting order."""
+        return {place: self.hits[place] / max(1, self.rows[place]) for place in sorted(self.hits)}
+
+    @property
+    def length(self) -> float:
+        """Tokens a step would commit with a greedy chain, the root included."""
+        total, reached = 1.0, 1.0
+        for alpha in self.alphas.values():
+            reached *= alpha
+            total += reached
+        return total
+
+    def markdown(self) -> str:
+        """Return the section of a model card."""
+        alphas = " | ".join(f"{alpha:.3f}" for alpha in self.alphas.values())
+        places = range(1, len(self.alphas) + 1)
+        return (
+            "## Acceptance\nOn held-out text, how often the k-th greedy draft token is right when those before were; "
+            f"a greedy chain would commit {self.length:.2f} tokens a step (report.json).\n\n"
+            f"| k | {' | '.join(map(str, places))} |\n|---|{'---|' * len(places)}\n| alpha | {alphas} |"
+        )
+
+    def ranks(self) -> list[dict[str, float]]:
+        """Return frequency, precision, recall and F1 of each bucket (SpecBlock, table 3)."""
+        counts = self.confusion.double()
+        right, gold, predicted = counts.diag(), counts.sum(1), counts.sum(0)
+        precision, recall = right / predicted.clamp_min(1), right / gold.clamp_min(1)
+        columns = {
+            "frequency": gold / gold.sum().clamp_min(1),
+            "precision": precision,
+            "recall": recall,
+            "f1": 2 * precision * recall / (precision + recall).clamp_min(1e-9),
+        }
+        return [{name: float(column[bucket]) for name, column in columns.items()} for bucket in range(BUCKETS)]
+
+
+@torch.no_grad()
+def measure(student: Any, loss: HeadLoss, texts: Sequence[Tensor]) -> Acceptance:
+    """Draft greedily behind every token of texts at (N + 1,) positions.
+
+    The drafts are two blocks deep, or 8 EAGLE-3 steps, or all slots of a head that predicts them at once.
+    """
+    acceptance = Acceptance()
+    chain = replace(
+        loss.whole(student.model.config.slots, steps=8),
+        every=1,
+        restart=False,
+        valid_prefix=True,
+        mask_on=lambda: True,
+        rank_on=lambda: True,
+        observe=acceptance.count,
+    )
+    for text in texts:
+        chain(student, text[None], text[None])
+    return acceptance

@@ -1,14 +1,23 @@
-"""Where training text comes from: `--data NAME=GLOB[:WEIGHT]` lines, the documents they name and the held-out rule."""
+"""Training text: `--data NAME=GLOB[:WEIGHT]` lines, their documents, the held-out rule, and packed rows of ids."""
+
+from __future__ import annotations
 
 import glob
 import hashlib
 import json
 import re
+import shutil
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from torch import Tensor
 
 from coppice.errors import InvalidField
 
@@ -199,3 +208,161 @@ def _messages(given: Any, where: str) -> Messages:
     ):
         raise DataError(f"{where}: message {number} has no role")
     return messages
+
+
+MAX_EPOCHS = 8
+PROMPT_END = -1
+"""behind each prompt of a chat, where documents have the end-of-text id"""
+Ids = NDArray[np.uint16] | NDArray[np.int64]
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Load the tokenizer of a model folder, without transformers' wrapper."""
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy a tokenizer's files, so that a draft model's folder is complete by itself."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (source / name).exists():
+            shutil.copyfile(source / name, folder / name)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One domain as two flat id arrays (documents joined and ended by the end-of-text id)."""
+
+    name: str
+    weight: float
+    train: Ids
+    held_out: Ids
+    aligned: bool = False
+    """whether rows begin at multiples of their length, never in between"""
+
+    @property
+    def of_prompts(self) -> bool:
+        """Whether documents are prompts of chats, each followed by PROMPT_END."""
+        return len(self.train) > 0 and int(self.train[-1]) == PROMPT_END
+
+
+def pack_texts(texts: Iterable[str], tokenizer: Tokenizer, end: int) -> Ids:
+    """Encode documents into one flat array, each followed by `end`. Prompts have their template's special tokens."""
+    small, prompts = max(end + 1, tokenizer.get_vocab_size()) <= 1 << 16, end == PROMPT_END
+    dtype: Any = np.uint16 if small and not prompts else np.int64
+    encodings = tokenizer.encode_batch(list(texts), add_special_tokens=not prompts)
+    parts = [np.array([*encoding.ids, end], dtype=dtype) for encoding in encodings]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
+
+
+def prepare(corpora: list[Corpus], tokenizer: Tokenizer, folder: Path, end: int) -> list[Packed]:
+    """Pack every corpus into NAME.train.npy and NAME.held_out.npy in `folder`, and write data.json for the model card.
+
+    `end` is the end-of-text id.
+    """
+    facts = {}
+    for corpus in corpora:
+        order = np.random.default_rng(0).permutation(len(corpus.train))
+        last = PROMPT_END if corpus.of_prompts else end
+        train = pack_texts((corpus.train[i] for i in order), tokenizer, last)
+        held_out = pack_texts(corpus.held_out, tokenizer, last)
+        np.save(folder / f"{corpus.name}.train.npy", train)
+        np.save(folder / f"{corpus.name}.held_out.npy", held_out)
+        facts[corpus.name] = {
+            "weight": corpus.weight,
+            "sources": corpus.sources,
+            "documents": len(corpus.train),
+            "held_out_documents": len(corpus.held_out),
+            "tokens": len(train),
+            "held_out_tokens": len(held_out),
+        }
+    (folder / "data.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    return open_prepared(folder)
+
+
+def open_prepared(folder: Path) -> list[Packed]:
+    """Map the domains that `prepare` wrote from disk; nothing is unpickled."""
+    facts = json.loads((folder / "data.json").read_text(encoding="utf-8"))
+
+    def load(file: str) -> Ids:
+        ids: Ids = np.load(folder / file, mmap_mode="r", allow_pickle=False)
+        return ids
+
+    return [
+        Packed(name, fact["weight"], load(f"{name}.train.npy"), load(f"{name}.held_out.npy"))
+        for name, fact in facts.items()
+    ]
+
+
+class Reader:
+    """Draws rows of `length + 1` ids from several domains in the proportion of their weights.
+
+    All of its state is the number of tokens drawn from each domain (`drawn`), so a resumed run reads on exactly where
+    the stopped one would have. An epoch is a fresh permutation of windows at a fresh offset; after MAX_EPOCHS a domain
+    is left out and the others take its share.
+    """
+
+    def __init__(self, domains: list[Packed], seed: int, block: int) -> None:
+        """`block` is the longest row that will be asked for, in tokens; every length must divide it."""
+        self.domains, self.seed, self.block = domains, seed, block
+        self.drawn = {domain.name: 0 for domain in domains}
+        self.usable: dict[str, int] = {}
+        for domain in domains:
+            spare = 0 if domain.aligned else block  # for the offset
+            self.usable[domain.name] = (len(domain.train) - 1) // block * block - spare
+            if self.usable[domain.name] < block:
+                raise DataError(f"{domain.name}: {len(domain.train)} tokens are too few for rows of {block}")
+        self._orders: dict[str, tuple[tuple[int, int], NDArray[np.int64], int]] = {}
+
+    def next_row(self, length: int) -> Ids | None:
+        """Return the next (length + 1,) ids, or None when every domain has been read MAX_EPOCHS times."""
+        left = [d for d in self.domains if self.drawn[d.name] < MAX_EPOCHS * self.usable[d.name]]
+        if not left:
+            return None
+        domain = min(left, key=lambda d: (self.drawn[d.name] + length) / d.weight)
+        epoch, position = divmod(self.drawn[domain.name], self.usable[domain.name])
+        starts, offset = self._order(domain, epoch, length)
+        start = offset + int(starts[position // length]) * length
+        self.drawn[domain.name] += length
+        return domain.train[start : start + length + 1]
+
+    def next_batch(self, rows: int, length: int) -> NDArray[np.int64] | None:
+        """Return the next rows as (rows, length + 1) int64, or None when the data is used up."""
+        batch = [row for row in (self.next_row(length) for _ in range(rows)) if row is not None]
+        return np.stack(batch).astype(np.int64) if len(batch) == rows else None
+
+    def _order(self, domain: Packed, epoch: int, length: int) -> tuple[NDArray[np.int64], int]:
+        key = (epoch, length)
+        cached = self._orders.get(domain.name)
+        if cached is None or cached[0] != key:
+            rng = np.random.default_rng([self.seed, seed_of(domain.name), epoch, length])
+            windows = self.usable[domain.name] // length
+            cached = (key, rng.permutation(windows), 0 if domain.aligned else int(rng.integers(0, self.block)))
+            self._orders[domain.name] = cached
+        return cached[1], cached[2]
+
+
+def seed_of(name: str) -> int:
+    """A seed of a domain's own."""
+    return int.from_bytes(name.encode(), "little") % 2**32
+
+
+def held_out_batches(domains: Iterable[Packed], rows: int, length: int) -> dict[str, Tensor]:
+    """Return up to `rows` held-out windows of (length + 1) ids of each domain that has some, spread over its text."""
+    batches = {}
+    for domain in domains:
+        if (windows := (len(domain.held_out) - 1) // length) > 0:
+            starts = np.linspace(0, windows - 1, min(rows, windows)).astype(int) * length
+            batch = np.stack([domain.held_out[start : start + length + 1] for start in starts])
+            batches[domain.name] = torch.from_numpy(batch.astype(np.int64))
+    return batches
+
+
+def check_held_out(domains: Iterable[Packed], tokens: int) -> None:
+    """Raise DataError unless some domain holds out so many tokens: a run chooses its best weights by them."""
+    counts = {domain.name: len(domain.held_out) for domain in domains}
+    if max(counts.values()) < tokens:
+        each = ", ".join(f"{count} of {name}" for name, count in counts.items())
+        raise DataError(
+            f"too few documents: one in {HELD_OUT_MODULUS} is held out, by its hash, to tell the best weights by, and "
+            f"these are only {each} (tokens; {tokens} of one are needed)"
+        )

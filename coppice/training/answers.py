@@ -3,19 +3,18 @@
 A shard is one batch of answers through the packed verifier engine. Every text has as many tokens: a prefix of a
 training document or a chat up to an answer, the target's continuation and, behind an end of text, the next prefix.
 Beside the ids a shard has the target's features and final hidden states; distributions are computed from the latter
-when they are needed. While a shard is recorded, the ids of its texts are kept in a file, from which it goes on.
+when they are needed.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import chain, cycle, islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,162 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from coppice.config.model_folder import text_ends
-from coppice.engine.engine import default_feature_layers
+from coppice.engine.engine import Engine, default_feature_layers
+from coppice.engine.kv_cache import BlockTable
 from coppice.engine.loading import load_engine
+from coppice.engine.rows import Piece, pack
 from coppice.errors import InvalidField
-from coppice.training.data.answerer import Answer, Answerer
-from coppice.training.data.corpora import DataError, Messages, load_corpus, parse_specs
-from coppice.training.data.packing import PROMPT_END, Ids, Packed, check_held_out, open_prepared, prepare
-from coppice.training.data.tokenizer import copy_tokenizer, load_tokenizer
+from coppice.speculation.sampling_torch import draw
+from coppice.training.data import (
+    PROMPT_END,
+    DataError,
+    Ids,
+    Messages,
+    Packed,
+    check_held_out,
+    copy_tokenizer,
+    load_corpus,
+    load_tokenizer,
+    open_prepared,
+    parse_specs,
+    prepare,
+    seed_of,
+)
+
+LONGEST_CHUNK = 128
+"""ids of a text in a forward: the logits of all of them are computed"""
+COLDEST = 1e-3
+"""temperature of the draws of greedy texts, which nobody looks at"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Texts with the target's features and final hidden states at each token."""
+
+    ids: Tensor  # (..., T)
+    features: Tensor  # (..., T, F)
+    final: Tensor  # (..., T, hidden), what the target's output layer reads
+
+
+def as_positions(texts: Sequence[Answer]) -> tuple[Callable[[Tensor], Answer], list[Tensor]]:
+    """Return a reader of (B, T) positions in (T, ...) texts held in memory, and each text's own (T,) positions."""
+    ids, features, final = (torch.cat([getattr(text, name) for text in texts]) for name in ("ids", "features", "final"))
+
+    def read(positions: Tensor) -> Answer:
+        return Answer(ids[positions], features[positions].float(), final[positions].float())
+
+    return read, list(torch.split(torch.arange(len(ids)), [len(text.ids) for text in texts]))
+
+
+@dataclass
+class _Text:
+    """One text while the target writes it: `waiting` ids are fed before anything is drawn."""
+
+    table: BlockTable
+    waiting: deque[int]
+    length: int
+    temperature: float
+    seed: int
+    ids: list[int] = field(default_factory=list)
+    features: list[Tensor] = field(default_factory=list)
+    final: list[Tensor] = field(default_factory=list)
+
+    def chunk(self) -> list[int]:
+        """Take the ids to feed next."""
+        room = min(self.length - len(self.ids), LONGEST_CHUNK)
+        return [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
+
+    def answer(self) -> Answer:
+        """Return the whole text, (T, ...) each."""
+        return Answer(torch.tensor(self.ids), torch.cat(self.features), torch.cat(self.final))
+
+
+class Answerer:
+    """Lets a target go on with prompts, many at once, and keeps its hidden states."""
+
+    def __init__(
+        self, engine: Engine, fed: Callable[[int], None] = lambda tokens: None, layers: tuple[int, ...] = ()
+    ) -> None:
+        """fed: called after each forward with the number of tokens of all texts so far.
+
+        layers: those whose features are kept; empty: the engine's own.
+        """
+        self.engine, self._fed, self._layers = engine, fed, layers or engine.info.feature_layers
+        self._final: list[Tensor] = []
+        output: Any = engine.model.get_output_embeddings()
+        output.register_forward_pre_hook(lambda _, args: self._final.append(args[0][0]))
+
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        temperature: float | Sequence[float] = 0.0,
+        seed: int = 0,
+        following: Callable[[], Sequence[int]] | None = None,
+        keyed: bool = False,
+    ) -> list[Answer]:
+        """Write a text of lengths[n] tokens from each prompt n; end-of-text ids are tokens like any other.
+
+        `temperature` is that of all texts, or of each. `following` gives the prompt behind an end of text. `keyed`:
+        text n is drawn with the noise of requests whose seed is `seed` + n. Raises OutOfBlocks when the pool is too
+        small for all.
+        """
+        temperatures = [temperature] * len(prompts) if isinstance(temperature, int | float) else temperature
+        noise = None if keyed else torch.Generator(self.engine.model.device).manual_seed(seed)
+        pool, texts = self.engine.pool, list[_Text]()
+        try:
+            for number, (prompt, length, heat) in enumerate(zip(prompts, lengths, temperatures, strict=True)):
+                texts.append(_Text(pool.allocate(str(number), length), deque(prompt), length, heat, seed + number))
+            while live := [text for text in texts if len(text.ids) < text.length]:
+                self._forward(live, noise, following)
+                self._fed(sum(len(text.ids) for text in texts))
+        finally:
+            for text in texts:
+                pool.free(text.table)
+        return [text.answer() for text in texts]
+
+    @torch.inference_mode()
+    def _forward(
+        self,
+        live: list[_Text],
+        noise: torch.Generator | None,
+        following: Callable[[], Sequence[int]] | None,
+    ) -> None:
+        """Feed every text its waiting ids, and let the token that the target draws next wait."""
+        chunks = [text.chunk() for text in live]
+        pieces = [
+            Piece.chain(text.table, len(text.ids), chunk, range(len(chunk)))
+            for text, chunk in zip(live, chunks, strict=True)
+        ]
+        self._final.clear()
+        out = self.engine.forward(pack(pieces, self._layers))
+        (final,) = self._final
+        features = final[:, :0] if out.features is None else out.features
+        lengths = [len(chunk) for chunk in chunks]
+        logits = out.logits[torch.tensor(lengths).cumsum(0) - 1].float()
+        tokens = logits.argmax(-1)
+        heat = torch.tensor([text.temperature for text in live], dtype=torch.float64, device=logits.device)[:, None]
+        if bool(heat.any()):
+            divisor = heat.clamp_min(COLDEST)
+            if noise is None:
+                places = [(text.seed, len(text.ids) + len(chunk)) for text, chunk in zip(live, chunks, strict=True)]
+                seeds, positions = torch.tensor(places, device=logits.device).unbind(1)
+                ids = torch.arange(logits.shape[1], device=logits.device)
+                drawn = draw(ids, logits.double() / divisor, seeds, positions)
+            else:
+                drawn = torch.multinomial((logits / divisor.float()).softmax(-1), 1, generator=noise)[:, 0]
+            tokens = torch.where(heat[:, 0] > 0, drawn, tokens)
+        parts = zip(torch.split(features, lengths), torch.split(final, lengths), strict=True)
+        for text, chunk, token, (features, final) in zip(live, chunks, tokens.tolist(), parts, strict=True):
+            text.features.append(features)
+            text.final.append(final)
+            text.ids += chunk
+            if text.waiting:
+                continue
+            text.waiting.append(token)
+            if following is not None and token in self.engine.info.eos_ids:
+                text.waiting += following()
+
 
 TEMPERATURES = (1.0, 0.0, 1.0, 0.7)
 """of a shard's texts, in turn: greedy ones of a small target loop and teach little, so half are its own samples"""
@@ -42,8 +190,6 @@ PREFIX_LENGTHS = (16, 32, 64, 96)
 LEAST_HELD_OUT = 2 * max(PREFIX_LENGTHS) + 1  # tokens of a domain that are answered
 HELD_OUT_SHARE = 8
 """texts of training for a held-out one"""
-SAVE_S = 1.0
-"""between two files of the ids that are recorded so far"""
 READ_TIMES = 3
 """how often a run reads a recorded token"""
 LINES = "lines.json"
@@ -76,11 +222,6 @@ class _Shard:
     @property
     def name(self) -> str:
         return f"{self.domain}-{'held-out' if self.held_out else 'train'}-{self.number:05}.safetensors"
-
-    @property
-    def begun(self) -> str:
-        """The file of the ids that are recorded so far."""
-        return f".{self.name}.json"
 
 
 @dataclass
@@ -161,11 +302,11 @@ def record_answers(
     progress: Callable[[int, int], None] = lambda done, total: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> TargetAnswers:
-    """Record a target's answers into `folder`, going on from the shards that it holds.
+    """Record a target's answers into `folder`, going on behind the shards that it holds.
 
     layers: those whose features are recorded; empty: the three that heads read by default.
     progress: called before the first forward and after each one with the tokens recorded, and with those of all.
-    stopped: asked after each forward; then RecordingStopped is raised, and the same call goes on where this one ended.
+    stopped: asked after each forward; then RecordingStopped is raised, and the same call goes on at the shard begun.
     Raises DataError for bad `lines` and for a folder that holds answers of another target, other data, another seed,
     other temperatures or with features of other layers. Raises InvalidField for layers that the target does not have.
     """
@@ -177,38 +318,22 @@ def record_answers(
     shards = _planned(domains, plan, folder)
     answers = TargetAnswers(folder, plan, {domain.name: domain.weight for domain in domains}, shards, layers)
     missing = [shard for shard in shards if not (folder / shard.name).exists()]
-    total, before = answers.tokens, answers.tokens - sum(shard.texts for shard in missing) * plan.length
-    recorded = before + sum(map(len, chain.from_iterable(_begun(folder, shard) for shard in missing)))
-    progress(recorded, total)
+    recorded = answers.tokens - sum(shard.texts for shard in missing) * plan.length
+    progress(recorded, answers.tokens)
     if not missing:
         return answers
+
+    def fed(tokens: int) -> None:
+        progress(recorded + tokens, answers.tokens)
+        if stopped():
+            raise RecordingStopped(recorded)
+
     engine = load_engine(target, device=device, dtype=dtype, kv_tokens=plan.sessions * (plan.length + 32))
-    saved = 0.0
-
-    def fed(ids: list[list[int]]) -> None:
-        nonlocal saved
-        done, stop = before + sum(map(len, ids)), stopped()
-        progress(max(done, recorded), total)
-        if done >= recorded and (stop or time.monotonic() - saved > SAVE_S):  # before, the file has more
-            file = folder / f"{shard.begun}.partial"
-            file.write_text(json.dumps(ids), encoding="utf-8")
-            file.rename(folder / shard.begun)
-            saved = time.monotonic()
-        if stop:
-            raise RecordingStopped(max(done, recorded))
-
-    answerer = Answerer(engine, fed, layers)
+    answerer, by_name = Answerer(engine, fed, layers), {domain.name: domain for domain in domains}
     for shard in missing:
-        _record(answerer, plan, next(d for d in domains if d.name == shard.domain), shard, folder)
-        before += shard.texts * plan.length
+        _record(answerer, plan, by_name[shard.domain], shard, folder)
+        recorded += shard.texts * plan.length
     return answers
-
-
-def _begun(folder: Path, shard: _Shard) -> list[list[int]]:
-    """Return the ids of a shard's texts that an earlier recording wrote; none if it did not begin."""
-    file = folder / shard.begun
-    ids: list[list[int]] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    return ids
 
 
 def _planned(domains: Sequence[Packed], plan: AnswerPlan, folder: Path) -> list[_Shard]:
@@ -217,7 +342,7 @@ def _planned(domains: Sequence[Packed], plan: AnswerPlan, folder: Path) -> list[
     def shard(domain: Packed, held_out: bool, number: int) -> _Shard:
         fresh = _Shard(domain.name, held_out, number, plan.texts(held_out, len(domains)))
         if not (folder / fresh.name).exists():
-            return replace(fresh, texts=len(_begun(folder, fresh)) or fresh.texts)
+            return fresh
         with safe_open(folder / fresh.name, framework="pt") as file:
             return replace(fresh, texts=file.get_slice("ids").get_shape()[0] // plan.length)
 
@@ -231,21 +356,15 @@ def _planned(domains: Sequence[Packed], plan: AnswerPlan, folder: Path) -> list[
     return shards
 
 
-def _prepare(
-    lines: list[str],
-    target: Path,
-    folder: Path,
-    plan: AnswerPlan,
-    layers: tuple[int, ...],
-) -> list[Packed]:
+def _prepare(lines: list[str], target: Path, folder: Path, plan: AnswerPlan, layers: tuple[int, ...]) -> list[Packed]:
     """Return the corpora in the target's tokens, packed into `folder` unless an earlier recording has done so."""
     record = folder / LINES
     source = {"lines": lines, "target": str(target.resolve()), "seed": plan.seed, "temperatures": list(TEMPERATURES)}
     source["layers"] = list(layers)
     if record.exists():
-        held = json.loads(record.read_text(encoding="utf-8"))
-        if held != source:
-            raise DataError(f"{folder.parent} holds target answers made from {held}; these would be from {source}")
+        recorded = json.loads(record.read_text(encoding="utf-8"))
+        if recorded != source:
+            raise DataError(f"{folder.parent} holds target answers made from {recorded}; these would be from {source}")
         return open_prepared(folder)
     tokenizer = lru_cache(1)(partial(AutoTokenizer.from_pretrained, target, local_files_only=True))
 
@@ -266,8 +385,7 @@ def _prepare(
 
 def _record(answerer: Answerer, plan: AnswerPlan, domain: Packed, shard: _Shard, folder: Path) -> None:
     """Write one shard."""
-    own, begun = int.from_bytes(domain.name.encode(), "little") % 2**32, _begun(folder, shard)
-    rng = np.random.default_rng([plan.seed, shard.number, shard.held_out, own, sum(map(len, begun))])
+    rng = np.random.default_rng([plan.seed, shard.number, shard.held_out, seed_of(domain.name), 0])
     seed = int(rng.integers(2**62))
     source = domain.held_out if shard.held_out else domain.train
     ends = np.flatnonzero(np.isin(source, [PROMPT_END] if domain.of_prompts else answerer.engine.info.eos_ids))
@@ -275,18 +393,17 @@ def _record(answerer: Answerer, plan: AnswerPlan, domain: Packed, shard: _Shard,
     def following() -> list[int]:
         return _prompt(source, ends, plan.length // 2, rng) if domain.of_prompts else _prefix(source, ends, rng)
 
-    heat = list(islice(cycle(TEMPERATURES), shard.texts))
-    prefixes = begun or [following() for _ in range(shard.texts)]
-    texts = answerer.answer(prefixes, [plan.length] * shard.texts, heat, seed, following)
+    temperatures = list(islice(cycle(TEMPERATURES), shard.texts))
+    prefixes = [following() for _ in range(shard.texts)]
+    texts = answerer.answer(prefixes, [plan.length] * shard.texts, temperatures, seed, following)
     tensors = {
         "ids": torch.cat([text.ids for text in texts]).int(),
         "features": torch.cat([text.features for text in texts]).bfloat16().cpu(),
         "final": torch.cat([text.final for text in texts]).bfloat16().cpu(),
     }
-    partial = folder / f".{shard.name}.partial"
-    save_file(tensors, partial)
-    partial.rename(folder / shard.name)
-    (folder / shard.begun).unlink(missing_ok=True)
+    partial_file = folder / f".{shard.name}.partial"
+    save_file(tensors, partial_file)
+    partial_file.rename(folder / shard.name)
 
 
 def _prefix(source: Ids, ends: NDArray[np.int64], rng: np.random.Generator) -> list[int]:

@@ -1,1 +1,0 @@
-"""What heads and targets learn from: corpora, packed ids, and answers recorded from a target."""

@@ -1,0 +1,128 @@
+"""Training on real, tiny models: exact resumption, workers, and a target and its head from end to end."""
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from coppice.training import heads, run_folder, trainer
+from coppice.training.answers import AnswerPlan, record_answers
+from coppice.training.trainer import Rates, Schedule
+from lab import pretrain
+
+WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "small", "birds", "near", "my", "old", "tree")
+LM_SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+SIZES = LM_SIZES | {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+}
+RATES = Rates(eval_tokens=256, eval_rows=2, micro_tokens=64)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    rng = random.Random(0)
+    documents = [" ".join(rng.choices(WORDS, k=40)) + "." for _ in range(200)]
+    path = tmp_path / "texts.txt"
+    path.write_text("\n<|endoftext|>\n".join(documents), encoding="utf-8")
+    return path
+
+
+def schedule(tokens: int) -> Schedule:
+    return Schedule(
+        tokens=tokens,
+        warmup=128,
+        length=32,
+        long_length=64,
+        long_share=0.25,
+        batch=128,
+        small_batch=64,
+        small_until=256,
+    )
+
+
+def train(lines: list[str], work: Path, tokens: int, **options) -> pretrain.TargetInTraining | None:
+    return pretrain.train_target(lines, work, schedule(tokens), heads.RunOptions(**options), SIZES, RATES)
+
+
+def last_weights(work: Path) -> dict[str, torch.Tensor]:
+    return load_file(sorted((work / "checkpoints").iterdir())[-1] / "model.safetensors")
+
+
+def test_a_resumed_run_ends_with_the_very_weights_of_an_uninterrupted_one(text: Path, tmp_path: Path) -> None:
+    lines = [f"words={text}"]
+    assert train(lines, tmp_path / "whole", 1024)
+    stopped = []
+
+    class Stopper(trainer.Progress):
+        def reach(self, done: int, total: int) -> None:
+            if done >= 512 and not stopped:
+                stopped.append(done)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "Progress", Stopper)
+        assert not train(lines, tmp_path / "parts", 1024)
+        assert train(lines, tmp_path / "parts", 1024, resume=True)
+    whole, parts = last_weights(tmp_path / "whole"), last_weights(tmp_path / "parts")
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_several_workers_learn_what_one_learns(text: Path, tmp_path: Path) -> None:
+    train([f"words={text}"], tmp_path / "one", 256, num_workers=1)
+    train([f"words={text}"], tmp_path / "two", 256, num_workers=2)
+    one, two = last_weights(tmp_path / "one"), last_weights(tmp_path / "two")
+    assert all(torch.allclose(one[name], two[name], atol=1e-3) for name in one)
+
+
+def test_a_target_and_its_head_are_trained_and_exported(text: Path, tmp_path: Path) -> None:
+    lines, work, out = [f"words={text}:0.5"], tmp_path / "target.work", tmp_path / "target"
+    run_folder.write_run(work, "target", lines, {"out": out.name, "tokens": "768"})
+    target = train(lines, work, 768)
+    assert target is not None
+    pretrain.export(target, work, out)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == torch.bfloat16
+    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"} <= {
+        path.name for path in out.iterdir()
+    }
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer.eos_token_id == model.config.eos_token_id == 0
+    assert tokenizer.decode(tokenizer("the cat  saw\n    two.")["input_ids"]) == "the cat  saw\n    two."
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert "--data 'words=texts.txt:0.5'" in card
+    assert str(tmp_path) not in card
+
+    head_work, head_out = tmp_path / "lm.work", tmp_path / "lm"
+    run_folder.write_run(head_work, "head", lines, {"kind": "lm", "target": out.name, "out": "lm", "tokens": "512"})
+    plan = AnswerPlan(tokens=700, length=32, sessions=4)
+    done: list[tuple[int, int]] = []
+    answers = record_answers(lines, out, head_work / "lessons", plan, progress=lambda *told: done.append(told))
+    assert done == sorted(set(done))
+    assert done[0] == (0, done[-1][0])
+    assert done[-1] == (len(answers.ids()) + 4 * 32, done[0][1])  # held-out texts, one a temperature, too
+    answers.describe(head_work / "data")
+    config = heads.TrainingConfig("lm", out, answers, head_work)
+    student = heads.LanguageModelInTraining(config, LM_SIZES)
+    assert trainer.train_head(student, config, schedule(512), RATES)
+    trainer.export_head(student, config, head_out)
+    head = AutoModelForCausalLM.from_pretrained(head_out)
+    assert head.config.vocab_size == model.config.vocab_size
+    assert (head_out / "tokenizer.json").read_bytes() == (out / "tokenizer.json").read_bytes()
