@@ -1,4 +1,4 @@
-"""How everything here asks: ways to answer the same prompts, and a verdict on every answer."""
+"""How everything here asks: ways to answer the same prompts, in turns, and a verdict on every answer."""
 
 from __future__ import annotations
 
@@ -9,21 +9,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from coppice.client.client import Client
 from coppice.client.completion import Completion
 from coppice.speculation.sampling import SamplingParams
+from coppice.training.progress import Progress
 
 if TYPE_CHECKING:
     from coppice.testing.reference import Reference, Verdict
 
 K = TypeVar("K")
-T = TypeVar("T")
 Ids = tuple[int, ...]
 Prompt = str | Ids
 Asked = Sequence[tuple[Ids, SamplingParams]]
-Group = tuple[Sequence[Ids], SamplingParams]
-"""prompts that are asked together"""
-Act = Callable[[Sequence[Ids], SamplingParams], T]
-"""what is done with a group"""
-Ask = Act[list[Completion]]
-"""one way to answer a group"""
+Ask = Callable[[Sequence[Ids], SamplingParams], list[Completion]]
+"""one way to answer prompts that are asked together"""
 GREEDY = SamplingParams()
 
 
@@ -42,6 +38,24 @@ def asking(client: Client, new_tokens: int, sessions: int = 1, **options: Any) -
     return ask
 
 
+def in_turn(
+    ways: Mapping[K, Ask], prompts: Sequence[Ids], sampling: SamplingParams, number: int, progress: Progress
+) -> dict[K, list[Completion]]:
+    """Every way's answers to prompts that are asked together; for groups of odd numbers the last way is the first."""
+    answers = {}
+    for way in list(ways)[:: -1 if number % 2 else 1]:
+        answers[way] = ways[way](prompts, sampling)
+        progress.add(len(prompts))
+    return {way: answers[way] for way in ways}
+
+
+def timed(ways: Mapping[K, Ask], prompts: Sequence[Ids], progress: Progress) -> dict[K, list[Completion]]:
+    """Every way's greedy answers, one prompt at a time, in turns; the first prompt is asked before, uncounted."""
+    in_turn(ways, prompts[:1], GREEDY, 1, progress)
+    groups = [in_turn(ways, [prompt], GREEDY, number, progress) for number, prompt in enumerate(prompts)]
+    return {way: [answer for group in groups for answer in group[way]] for way in ways}
+
+
 def judged(
     reference: Reference,
     asked: Asked,
@@ -57,8 +71,8 @@ def judged(
     expected = own or [answer.ids for answer in answers[first]]
     return {
         way: [
-            reference.judge(prompt, answer.ids, sampling, None if own is None and way == first else wanted)
-            for (prompt, sampling), answer, wanted in zip(asked, its, expected, strict=True)
+            reference.judge(prompt, answer.ids, sampling, None if own is None and way == first else ids)
+            for (prompt, sampling), answer, ids in zip(asked, its, expected, strict=True)
         ]
         if way not in free
         else []

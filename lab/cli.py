@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from coppice.client.client import Client
 from coppice.commands.options import Heads, JsonFile, file
-from coppice.training.cli import Data, Device, Out, Resume, Seed, Workers, own_folder, threads
 from lab.measuring import Bench, measuring, reference_of, reporting, running
 from lab.options import ASKED, Options, command, numbers, read_methods, with_heads
 
@@ -51,31 +51,6 @@ def demo(
     if svg:
         console.save_svg(str(svg), title="coppice demo")
     raise typer.Exit(0 if good else 1)
-
-
-def train_target(
-    data: Data,
-    out: Out,
-    tokens: Annotated[
-        int, typer.Option("--tokens", min=1, help="Of the whole run; may be changed on --resume.")
-    ] = 4_000_000,
-    resume: Resume = False,
-    device: Device = "cpu",
-    workers: Workers = None,
-    seed: Seed = 0,
-) -> None:
-    """Train a small Llama target and its tokenizer from text, then write its model folder."""
-    from coppice.training.heads import RunOptions
-    from coppice.training.run_folder import write_run
-    from coppice.training.trainer import Schedule, usable_device
-    from lab import pretrain
-
-    usable_device(device)
-    work = own_folder(out, resume)
-    write_run(work, "target", data, {"out": out.name, "tokens": str(tokens)})
-    options = RunOptions(resume, device, threads(workers, device), seed)
-    if target := pretrain.train_target(data, work, Schedule(tokens=tokens), options):
-        pretrain.export(target, work, out)
 
 
 @app.command()
@@ -134,30 +109,18 @@ def identity(options: Options) -> None:
         run.report(bench.report, options.ids)
 
 
-@command(app, *ASKED, "methods", "goals", "plot", "one_process", n=4, max_new_tokens=64)
+@command(app, *ASKED, "methods", "goals", n=4, max_new_tokens=64)
 def steps(options: Options) -> None:
-    """The split's own cost a step at one session, and where each part of a step's time goes.
-
-    With --one-process a second stack, whose heads have processes of their own, answers in turns with the first one.
-    """
-    from coppice.client.client import Client
+    """The split's own cost a step at one session, and where each part of a step's time goes."""
     from lab.questions import prompt_ids
     from lab.steps import account, run_steps, traced
 
     spec = options.spec()
     methods, asked = read_methods(options.methods, spec.heads), prompt_ids(options, spec)
-    with (
-        reporting("bench steps", spec, options) as report,
-        tempfile.TemporaryDirectory() as folder,
-        tempfile.TemporaryDirectory() as beside,
-    ):
-        with ExitStack() as ended:
-            apart = replace(spec, one_process=False)
-            other = ended.enter_context(running(traced(apart, Path(beside)), report)) if options.one_process else None
-            stack = ended.enter_context(running(traced(spec, Path(folder)), report))
-            client, reference = ended.enter_context(Client(stack.address)), ended.enter_context(reference_of(spec))
-            run_steps(Bench(stack, client, report, options, reference), asked, methods, other)
-        account(report, Path(folder), methods, options.plot)
+    with tempfile.TemporaryDirectory() as folder, reporting("bench steps", spec, options) as report:
+        with running(traced(spec, Path(folder)), report) as stack, Client(stack.address) as client:
+            run_steps(Bench(stack, client, report, options, reference_of(spec)), asked, methods)
+        account(report, Path(folder), methods)
 
 
 @command(app, "t_m", "t_d", "temperatures", "goals", n=4, max_new_tokens=256, sessions="1,8,32,64", budget=60)
@@ -200,8 +163,6 @@ def acceptance(options: Options) -> None:
     "sessions",
     "budgets",
     "answers",
-    "plots",
-    "goals",
     "max_new_tokens",
     n=16,
 )
@@ -215,9 +176,7 @@ def run(options: Options) -> None:
     tokens and SPEED-Bench's acceptance length. `drafts` is the mean of accepted draft tokens alone, tau - 1.
     """
     from lab.questions import read_all
-    from lab.run.measure import RunPlan, run_methods
-    from lab.run.peers import methods_of
-    from lab.run.plots import draw_all
+    from lab.run import RunPlan, methods_of, run_methods
 
     spec = options.spec(options.shipped_heads())
     sessions = numbers("sessions", options.sessions, int, 1, spec.settings().limits.sessions)
@@ -230,9 +189,7 @@ def run(options: Options) -> None:
     with measuring("bench run", spec, options) as bench:
         if left_out:
             bench.report.figures["left_out"] = left_out
-        measured = run_methods(bench, plan)
-        if options.plots:
-            draw_all(measured, options.plots)
+        run_methods(bench, plan)
 
 
 @command(app, "what", "target", "head", "methods", "dtype", "plot", "goals", n=300)
@@ -246,7 +203,7 @@ def adapt(options: Options) -> None:
 
     base, lanes, stream = lanes_of(options)
     with reporting(f"bench adapt --what {options.what}", base, options) as report:
-        run_lanes(lanes, stream, report.calm)
+        run_lanes(lanes, stream)
         measured = report_lanes(lanes, stream, base, report)
         if options.plot:
             draw(measured, stream, options.plot)

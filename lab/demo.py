@@ -28,10 +28,9 @@ from coppice.stack.redis_server import find_server
 from coppice.testing.reference import Reference
 from coppice.training.progress import Progress
 from coppice.wire.generation import Chunk, Origin
-from lab.asking import GREEDY, Ask, asking, judged
+from lab.asking import GREEDY, Ask, asking, judged, timed
 from lab.measuring import clean_check, reference_of, report_of
 from lab.report import HF_GENERATE, Report, exactness_checks, make_row
-from lab.turns import compare
 
 NEW_TOKENS = 64
 BUDGET = 8  # in float32 on a CPU every row of a forward costs: a small tree gains more than the default one
@@ -109,11 +108,11 @@ def _compare(stack: Stack, client: Client, prompts: Sequence[FilePrompt], refere
     ways: dict[str, Ask] = {HF_GENERATE: lambda several, _: [reference.greedy(ids, NEW_TOKENS) for ids in several]}
     ways |= {method: asking(client, NEW_TOKENS, policy=method) for method in methods}
     with Progress("answers", len(ways) * (1 + len(asked))) as progress:
-        answers = compare(ways, [([ids], sampling) for ids, sampling in asked], progress, report.calm)
+        answers = timed(ways, [ids for ids, _ in asked], progress)
     stack.check()
     budget = stack.settings.orchestrator.budget
     verdicts = judged(reference, asked, answers, [answer.ids for answer in answers[HF_GENERATE]])
     rows = [make_row(method, its, verdicts[method], budget if its[0].heads else 0) for method, its in answers.items()]
     report.add_methods(rows)
-    report.checks = exactness_checks(rows, report.dtype, NEW_TOKENS)
+    report.checks = exactness_checks([row.to_json() for row in rows], report.dtype, NEW_TOKENS)
     return report

@@ -8,10 +8,9 @@ from itertools import product
 from coppice.speculation.sampling import SamplingParams
 from coppice.testing.reference import EPS
 from coppice.training.progress import Progress
-from lab.asking import Ids, asking, judged
+from lab.asking import Ids, asking, in_turn, judged
 from lab.measuring import Bench
-from lab.report import Row, exactness_checks, make_row
-from lab.turns import compare
+from lab.report import exactness_checks, make_row
 
 SEED = 1
 SESSIONS = 8
@@ -24,8 +23,8 @@ def run_exact(
     methods: Sequence[str],
     budgets: Sequence[int],
     temperatures: Sequence[float],
-) -> list[Row]:
-    """Add a row for each method, budget and temperature to the report, plain decoding first. Returns the rows."""
+) -> None:
+    """Add a row for each method, budget and temperature to the report, plain decoding first."""
     report, new_tokens = bench.report, bench.options.max_new_tokens
     ways = {("plain", 0): asking(bench.client, new_tokens, SESSIONS, policy="plain")}
     for method, budget in product(methods[1:], budgets):
@@ -39,7 +38,7 @@ def run_exact(
             for ids in prompts if temperature == 0 else ():
                 greedy.append(bench.reference.greedy(ids, new_tokens).ids)
                 progress.add()
-            answers = compare(ways, [(prompts, sampling)], progress)
+            answers = in_turn(ways, prompts, sampling, 0, progress)
             progress.say(f"T={temperature:g}, judging")
             verdicts = judged(bench.reference, [(ids, sampling) for ids in prompts], answers, greedy or None)
             rows += [
@@ -48,5 +47,4 @@ def run_exact(
             ]
     report.add_methods(rows)
     report.notes.append(f"a tie is a token within {EPS:g} of the row's best, in logits at T = 1; in float32 ties fail")
-    report.checks += exactness_checks(rows, report.dtype, new_tokens)
-    return rows
+    report.checks += exactness_checks([row.to_json() for row in rows], report.dtype, new_tokens)

@@ -79,9 +79,7 @@ class Options:
     cache: Annotated[Path | None, folder("What is made is kept here, and used again.")] = None
     device: Annotated[str, Option(help="A torch device.")] = "cpu"
     dtype: Annotated[str | None, Option(help="float32 or bfloat16.")] = None
-    one_process: Annotated[bool, Option("--one-process", help="Let the heads live in the verifier's process.")] = False
     answers: Annotated[Path | None, folder("Also write each method's answers, as Spec-Bench does.")] = None
-    plots: Annotated[Path | None, folder("Also draw PNGs here.")] = None
     plot: Annotated[Path | None, picture("--plot", "Also draw it")] = None
     json_file: JsonFile = None
     goals: Annotated[bool, Option("--goals", help="Exit 1 also when one of the project's own goals is missed.")] = False
@@ -94,8 +92,7 @@ class Options:
         from coppice.commands.options import stack_spec
 
         heads = self.heads or (list(default) if self.target is None else None)
-        spec = stack_spec(self.target, heads, dtype=self.dtype, port=0)
-        return replace(spec, one_process=self.one_process)
+        return stack_spec(self.target, heads, dtype=self.dtype, port=0)
 
     def shipped_heads(self) -> list[str]:
         """The shipped heads that methods name."""

@@ -6,38 +6,21 @@ import json
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 
 from coppice import __version__
 from coppice.client.completion import Completion
 from coppice.machine import this_machine
-from lab.calm import Calm
 
 if TYPE_CHECKING:
     from coppice.testing.reference import Verdict
 
 HF_GENERATE = "hf-generate"
-WIDEST = 10_000  # columns of a table, whatever the terminal's
-
-
-@dataclass(frozen=True, slots=True)
-class Verdicts:
-    """How many answers are the reference's, differ from it by rounding alone, and are wrong."""
-
-    identical: int = 0
-    ties: int = 0
-    wrong: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.identical}/{self.ties}/{self.wrong}" if self.identical + self.ties + self.wrong else "-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +43,23 @@ class Row:
     verified_nodes: float = 0.0
     """Mean of a step."""
     late_drafts: int = 0
-    verdicts: Verdicts = Verdicts()
     repeat_share: float = 0.0
     """Share of an answer's 4-grams that occurred in it before, mean over answers: loops flatter every drafter."""
+    identical: int = 0
+    """answers that are the reference's"""
+    ties: int = 0
+    """that differ from it by rounding alone"""
+    wrong: int = 0
+
+    @property
+    def verdicts(self) -> str:
+        """The answers by verdict, for tables."""
+        judged = self.identical + self.ties + self.wrong
+        return f"{self.identical}/{self.ties}/{self.wrong}" if judged else "-"
 
     def to_json(self) -> dict[str, Any]:
-        """The row as `--json` holds it: flat."""
-        row = asdict(self)
-        verdicts: dict[str, int] = row.pop("verdicts")
-        return row | verdicts
+        """The row as `--json` holds it."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +95,6 @@ class Check:
         return cls(name, round(value, 3), f"<= {bound:g}", value <= bound, note)
 
 
-class WholeTable(Table):
-    """A table under a heading of any length; it is never cut, but wider than the terminal if it must be."""
-
-    def __init__(self, heading: str) -> None:
-        super().__init__(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        self.heading, self.below = heading, ""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(self.heading, style="italic")
-        yield from super().__rich_console__(console, options.update(max_width=WIDEST))
-        if self.below:
-            yield Text(self.below, style="dim")
-
-
 @dataclass(slots=True)
 class Report:
     """One run of a measuring command."""
@@ -128,10 +105,10 @@ class Report:
     device: str = "cpu"
     rows: list[dict[str, Any]] = field(default_factory=list)
     """What was measured, as `--json` holds it."""
-    tables: list[Table] = field(default_factory=list)
+    tables: list[str] = field(default_factory=list)
     """What was measured, for people."""
     notes: list[str] = field(default_factory=list)
-    """Lines below the tables, which are not wrapped: they may be copied."""
+    """Lines below the tables."""
     checks: list[Check] = field(default_factory=list)
     """Of correctness."""
     goals: list[Check] = field(default_factory=list)
@@ -140,8 +117,6 @@ class Report:
     """Whether goals are checks, too."""
     figures: dict[str, Any] = field(default_factory=dict)
     """What else `--json` holds."""
-    calm: Calm = field(default_factory=Calm)
-    """Of what was timed."""
 
     @property
     def ok(self) -> bool:
@@ -156,14 +131,37 @@ class Report:
         """Add a row for each method with its speedup over plain, and their table."""
         rows = with_speedups(rows)
         self.rows += (row.to_json() for row in rows)
-        self.tables.append(method_table(f"{self.command}: {self.dtype}, {self.threads} threads", rows))
+        peer = next((row.tokens_per_s for row in rows if row.method == HF_GENERATE), 0.0)
+        title = f"{self.command}: {self.dtype}, {self.threads} threads, prefill left out; x hf is over transformers"
+        lines = [
+            {
+                "method": row.method.removeprefix("single:"),
+                "budget": row.budget or None,
+                "tau": row.tau,
+                "drafts": row.tau - 1,
+                "tokens/s": row.tokens_per_s,
+                "x plain": row.speedup or None,
+                "x hf": row.tokens_per_s / peer if peer else None,
+                "draft": row.draft_share if row.heads else None,
+                "nodes": row.verified_nodes if row.heads else None,
+                "same/tie/wrong": row.verdicts,
+            }
+            for row in rows
+        ]
+        self.add_table(title, lines, {"draft": ".0%", "nodes": ".1f"})
+
+    def add_table(
+        self, title: str, lines: Iterable[Mapping[Any, Any]], formats: Mapping[str, str] | None = None
+    ) -> None:
+        """Add a table for people."""
+        self.tables.append(table(title, list(lines), formats))
 
     def add_figures(
-        self, name: str, title: str, rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str] | None = None
+        self, name: str, title: str, lines: Sequence[Mapping[str, Any]], formats: Mapping[str, str] | None = None
     ) -> None:
         """Add lines of one kind: as `figures[name]`, and as a table."""
-        self.figures[name] = [dict(row) for row in rows]
-        self.tables.append(table(title, rows, formats))
+        self.figures[name] = [dict(line) for line in lines]
+        self.add_table(title, lines, formats)
 
     def to_json(self) -> dict[str, Any]:
         """The object of `--json FILE`."""
@@ -177,37 +175,30 @@ class Report:
             "rows": self.rows,
             "checks": [check.to_json() for check in self.checks],
             "ok": self.ok,
-        } | {
-            name: value
-            for name, value in (
-                ("goals", [goal.to_json() for goal in self.goals]),
-                ("figures", self.figures),
-                ("calm", asdict(self.calm) if self.calm.answers else None),
-            )
-            if value
+            "goals": [goal.to_json() for goal in self.goals],
+            "figures": self.figures,
         }
 
     def write(self, file: Path) -> None:
         """Write the JSON object to a file."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(self.to_json(), indent=1, default=asdict)
+        file.write_text(text + "\n", encoding="utf-8")
 
     def print(self, console: Console) -> None:
-        """Print the tables, and the checks below them."""
+        """Print the tables, and the goals and checks below them."""
         goals = [
             {
                 "goal": goal.name,
                 "measured": f"{goal.value:g}",
                 "wanted": goal.bound,
-                "reached": "yes" if goal.ok else "[yellow]no[/]",
+                "reached": "yes" if goal.ok else "no",
                 "note": goal.note or None,
             }
             for goal in self.goals
         ]
-        for each in [*self.tables, *([table("goals", goals)] if goals else [])]:
-            console.print(each, crop=False, no_wrap=True, overflow="ignore")
-        for note in [*self.notes, *([str(self.calm)] if self.calm.answers else [])]:
-            console.print(note, soft_wrap=True, highlight=False)
+        for text in [*self.tables, *([table("goals", goals)] if goals else []), *self.notes]:
+            console.print(text, soft_wrap=True, highlight=False, markup=False)
         for check in self._decisive:
             note = f" ({check.note})" if check.note else ""
             sign = "[red]FAILED[/]" if check.failed else "[green]ok[/]" if check.ok else "[yellow]weak[/]"
@@ -215,41 +206,24 @@ class Report:
             console.print(line, highlight=False, soft_wrap=True)
 
 
-def table(heading: str, rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str] | None = None) -> WholeTable:
-    """A table with a column for each key that a row has a value for.
+def table(title: str, lines: Sequence[Mapping[Any, Any]], formats: Mapping[str, str] | None = None) -> str:
+    """A table with a column for each key that a line has a value for, as wide as it must be.
 
     A float has two digits unless `formats` gives its key another format; None is a dash.
     """
-    keys = list(dict.fromkeys(key for row in rows for key, value in row.items() if value is not None))
-    made = WholeTable(heading)
-    for key in keys:
-        words = all(isinstance(row.get(key), str) for row in rows)
-        made.add_column(key, justify="left" if words else "right", no_wrap=True)
-    for row in rows:
-        made.add_row(*(_cell(row.get(key), (formats or {}).get(key, "")) for key in keys))
-    return made
-
-
-def method_table(title: str, rows: Sequence[Row]) -> Table:
-    """A line for each method."""
-    peer = next((row.tokens_per_s for row in rows if row.method == HF_GENERATE), 0.0)
-    lines = [
-        {
-            "method": row.method.removeprefix("single:"),
-            "budget": row.budget or None,
-            "tau": row.tau,
-            "drafts": row.tau - 1,
-            "tokens/s": row.tokens_per_s,
-            "x plain": row.speedup or None,
-            "x hf": row.tokens_per_s / peer if peer else None,
-            "draft": row.draft_share if row.heads else None,
-            "nodes": row.verified_nodes if row.heads else None,
-            "same/tie/wrong": str(row.verdicts),
-        }
-        for row in rows
+    keys = list(dict.fromkeys(key for line in lines for key, value in line.items() if value is not None))
+    cells = [keys, *([_cell(line.get(key), (formats or {}).get(key, "")) for key in keys] for line in lines)]
+    words = [all(isinstance(line.get(key), str) for line in lines) for key in keys]
+    widths = [max(len(str(row[at])) for row in cells) for at in range(len(keys))]
+    rows = [
+        "  ".join(
+            f"{cell!s:<{width}}" if left else f"{cell!s:>{width}}"
+            for cell, width, left in zip(row, widths, words, strict=True)
+        ).rstrip()
+        for row in cells
     ]
-    title = f"{title}, prefill left out; x hf is over transformers"
-    return table(title, lines, {"draft": ".0%", "nodes": ".1f"})
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([title, rows[0], rule, *rows[1:], ""])
 
 
 def _cell(value: Any, form: str) -> str:
@@ -281,8 +255,10 @@ def make_row(
         draft_share=sum(answer.timings.draft_ns for answer in completions) / step_ns if step_ns else 0.0,
         verified_nodes=sum(sum(answer.verified_nodes) for answer in completions) / steps if steps else 0.0,
         late_drafts=sum(answer.late_drafts for answer in completions),
-        verdicts=Verdicts(counts["identical"], counts["tie"], counts["wrong"]),
         repeat_share=sum(repeat_share(answer.ids) for answer in completions) / len(completions),
+        identical=counts["identical"],
+        ties=counts["tie"],
+        wrong=counts["wrong"],
     )
 
 
@@ -292,13 +268,16 @@ def with_speedups(rows: Sequence[Row]) -> list[Row]:
     return [replace(row, speedup=row.tokens_per_s / plain if plain else 0.0) for row in rows]
 
 
-def exactness_checks(rows: Sequence[Row], dtype: str, tokens_each: int) -> list[Check]:
-    """Nothing wrong, in float32 no ties either; and whether that is enough evidence: long answers, accepted drafts."""
-    wrong, ties = sum(row.verdicts.wrong for row in rows), sum(row.verdicts.ties for row in rows)
+def exactness_checks(rows: Sequence[Mapping[str, Any]], dtype: str, tokens_each: int) -> list[Check]:
+    """Nothing wrong, in float32 no ties either; and whether that is enough evidence: long answers, accepted drafts.
+
+    rows: of methods, as `--json` holds them.
+    """
+    wrong, ties = sum(row["wrong"] for row in rows), sum(row["ties"] for row in rows)
     checks = [Check("wrong answers", wrong, "0", wrong == 0)]
     if dtype == "float32":
         checks.append(Check("ties", ties, "0", ties == 0))
-    best = max((row.tau for row in rows if row.heads), default=1.0)
+    best = max((row["tau"] for row in rows if row["heads"]), default=1.0)
     strong = best > 1.3 and tokens_each >= 64
     note = "" if strong else "too few drafts accepted, or answers too short, to prove much"
     checks.append(Check("best tau", best, "> 1.3 at 64 tokens a prompt", strong, note, weak=True))
@@ -313,7 +292,7 @@ def repeat_share(ids: Sequence[int]) -> float:
 
 def commit() -> str:
     """The checkout's commit, with "-dirty" behind it when files differ; empty outside one."""
-    root, git = Path(__file__).resolve().parents[2], shutil.which("git")
+    root, git = Path(__file__).resolve().parents[1], shutil.which("git")
     if git is None or not (root / ".git").exists():
         return ""
     command = [git, "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]

@@ -1,71 +1,35 @@
-"""`coppice bench steps`: what splitting decoding into services costs a step, and where a step's time goes."""
+"""`coppice bench steps`: what splitting decoding into services costs a step, and where a step's time goes.
+
+The second comes from the spans that the processes of a stack write. All processes of one machine share its clock, so
+that one process's span ends where the next one's begins.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import statistics
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from psutil import Process
-
-from coppice.client.client import Client
 from coppice.client.completion import Completion
-from coppice.stack.launch import Stack
 from coppice.stack.spec import StackSpec
 from coppice.training.progress import Progress
-from lab.asking import GREEDY, Ids, asking
+from lab.asking import Ids, asking, timed
 from lab.measuring import Bench
 from lab.report import Check, Report
-from lab.timeline import Part, median_step, steps_of
-from lab.turns import compare
-
-LANES = ("orchestrator", "drafter", "head", "wire", "verifier", "target")
-"""event loops, the threads of the models, and what lies between the processes"""
-
-
-def draw(steps: dict[str, list[Part]], file: Path) -> None:
-    """Draw a median step of each method into a file."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    from coppice.pictures.style import BLUE, GREEN, GREY, ORANGE
-
-    colours = {
-        "orchestrator": BLUE,
-        "drafter": GREEN,
-        "head": GREEN,
-        "verifier": ORANGE,
-        "target": ORANGE,
-        "wire": GREY,
-    }
-    with rc_context({"font.size": 8, "svg.fonttype": "none"}):
-        figure = Figure(figsize=(9, 1.7 * len(steps) + 0.4), layout="constrained")
-        all_axes = figure.subplots(len(steps), 1, squeeze=False, sharex=True)[:, 0]
-        for axes, (method, parts) in zip(all_axes, steps.items(), strict=True):
-            lanes = [lane for lane in LANES if any(part.lane == lane for part in parts)]
-            for part in parts:
-                at, width = lanes.index(part.lane), part.ended - part.began
-                model = part.name == "forward"
-                axes.barh(
-                    at, width, left=part.began, color=colours[part.lane], alpha=0.35 if model else 1.0, height=0.8
-                )
-                if width > 0.06 * parts[-1].ended:
-                    axes.text(part.began + width / 2, at, part.name, ha="center", va="center", fontsize=6)
-            axes.set_yticks(range(len(lanes)), lanes)
-            axes.invert_yaxis()
-            axes.set_title(f"{method}: {parts[-1].ended:.1f} ms", loc="left", fontsize=8)
-            axes.spines[["top", "right"]].set_visible(False)
-        all_axes[-1].set_xlabel("ms since the step began")
-        figure.savefig(file)
-
 
 SPLIT_BOUND_MS = 1.2
-APART, TOGETHER = "apart", "together"  # heads in processes of their own, and in the verifier's
-SAMPLED = 2  # every so many steps have spans
+SAMPLED = 2
+"""every so many steps have spans"""
+MIDDLE = 0.1
+"""share of the steps, around the median one, that are averaged"""
+ON_THREAD = {"forward", "tree", "pack", "accept"}
+"""what happens on the thread of a model, beside a service's event loop"""
 PARTS = {
     "draft": "draft",
     "wire": "transport",
@@ -78,52 +42,16 @@ PARTS = {
 """our names, and those of Timings"""
 
 
-def run_steps(bench: Bench, prompts: Sequence[Ids], methods: Sequence[str], apart: Stack | None = None) -> None:
-    """Add a line and the goal of each method to the report, at one session.
-
-    apart: a stack with the same heads in processes of their own. It answers in turns with the one of `bench`, and the
-    report gets the tokens and the memory of both.
-    """
-    stacks = {APART: apart, TOGETHER: bench.stack} if apart else {TOGETHER: bench.stack}
-    with ExitStack() as ended:
-        clients = {heads: ended.enter_context(Client(stack.address)) for heads, stack in stacks.items()}
-        ways = {
-            (method, heads): asking(client, bench.options.max_new_tokens, policy=method)
-            for method in methods
-            for heads, client in clients.items()
-        }
-        with Progress("answers", len(ways) * (1 + len(prompts))) as progress:
-            answers = compare(ways, [([ids], GREEDY) for ids in prompts], progress, bench.report.calm)
-    lines = {way: costs(way[0], its) for way, its in answers.items()}
-    bench.report.goals += (
-        Check.at_most(f"median split cost of {method}, ms", lines[method, TOGETHER]["split"], SPLIT_BOUND_MS)
-        for method in methods
-    )
-    if apart:
-        lines = {way: {"heads": way[1], **line, **speed(answers[way])} for way, line in lines.items()}
-        memories = [{"heads": heads, **memory(stack)} for heads, stack in stacks.items()]
-        bench.report.add_figures(
-            "memory", "MB that a stack's processes share with no other, after the answers", memories
-        )
-    bench.report.add_figures(
-        "steps",
-        "milliseconds a step: means, and the median split cost",
-        [*lines.values()],
-        {"tau": ".2f", "tokens/s": ".1f"},
-    )
-
-
-def speed(answers: Sequence[Completion]) -> dict[str, float]:
-    """Tokens a step of all answers, and their median tokens a second."""
-    tau = sum(answer.new_tokens for answer in answers) / sum(answer.steps for answer in answers)
-    return {"tau": tau, "tokens/s": statistics.median(answer.tokens_per_s for answer in answers)}
-
-
-def memory(stack: Stack) -> dict[str, Any]:
-    """How many megabytes the target's and the heads' processes hold of their own, and all of a stack."""
-    own = {name: Process(ready.pid).memory_full_info().uss / 1e6 for name, ready in stack.services.items()}
-    models = sum(size for name, size in own.items() if not stack.is_orchestrator(name))
-    return {"target and heads": models, "all": sum(own.values())}
+def run_steps(bench: Bench, prompts: Sequence[Ids], methods: Sequence[str]) -> None:
+    """Add a line and the goal of each method to the report, at one session."""
+    ways = {method: asking(bench.client, bench.options.max_new_tokens, policy=method) for method in methods}
+    with Progress("answers", len(ways) * (1 + len(prompts))) as progress:
+        answers = timed(ways, prompts, progress)
+    lines = [costs(method, its) for method, its in answers.items()]
+    for line in lines:
+        name = f"median split cost of {line['method']}, ms"
+        bench.report.goals.append(Check.at_most(name, line["split"], SPLIT_BOUND_MS))
+    bench.report.add_figures("steps", "milliseconds a step: means, and the median split cost", lines)
 
 
 def costs(method: str, answers: Sequence[Completion]) -> dict[str, Any]:
@@ -134,36 +62,6 @@ def costs(method: str, answers: Sequence[Completion]) -> dict[str, Any]:
     step = sum(sum(timing.step_ns) for timing in timings) / steps / 1e6
     split = statistics.median(split for timing in timings for split in timing.split_ns) / 1e6
     return {"method": method, "step": step, **means, "split": split}
-
-
-def traced(spec: StackSpec, folder: Path) -> StackSpec:
-    """The spec with processes that write spans of some steps into a folder; as it is without OpenTelemetry."""
-    if importlib.util.find_spec("opentelemetry") is None:
-        return spec
-    told = {"telemetry.otlp_endpoint": f"file:{folder}", "telemetry.step_interval": SAMPLED}
-    return replace(
-        spec, extra={role: {**spec.extra.get(role, {}), **told} for role in ("orchestrator", "verifier", "drafter")}
-    )
-
-
-def account(report: Report, folder: Path, methods: Sequence[str], picture: Path | None) -> None:
-    """Add the parts of a median step of each method to the report, from the spans in a folder; and draw them."""
-    steps = steps_of(folder)
-    medians = {method: median_step(steps[method]) for method in methods if method in steps}
-    if not medians:
-        report.notes.append(
-            "where a step's time goes is measured with the extra otel: in a checkout pip install '.[otel]'"
-        )
-        return
-    longest = max(medians.values(), key=len)
-    lines: list[dict[str, Any]] = [{"lane": part.lane, "part": part.name} for part in longest]
-    for method, parts in medians.items():
-        took = {(part.lane, part.name): part.ended - part.began for part in parts}
-        for line in lines:
-            line[method] = took.get((line["lane"], line["part"]), 0.0)
-    report.add_figures("account", "where a median step's milliseconds go, one behind the other", lines)
-    if picture:
-        draw(medians, picture)
 
 
 def parts_of(step: Mapping[str, Any]) -> dict[str, float]:
@@ -179,3 +77,122 @@ def parts_of(step: Mapping[str, Any]) -> dict[str, float]:
         "accept": step["accept"],
         "commit": step["commit"],
     }
+
+
+def traced(spec: StackSpec, folder: Path) -> StackSpec:
+    """The spec with processes that write spans of some steps into a folder; as it is without OpenTelemetry."""
+    if importlib.util.find_spec("opentelemetry") is None:
+        return spec
+    settings = {"telemetry.otlp_endpoint": f"file:{folder}", "telemetry.step_interval": SAMPLED}
+    roles = ("orchestrator", "verifier", "drafter")
+    return replace(spec, extra={role: {**spec.extra.get(role, {}), **settings} for role in roles})
+
+
+def account(report: Report, folder: Path, methods: Sequence[str]) -> None:
+    """Add the parts of a median step of each method to the report, from the spans in a folder."""
+    steps = steps_of(folder)
+    medians = {method: median_step(steps[method]) for method in methods if method in steps}
+    if not medians:
+        report.notes.append(
+            "where a step's time goes is measured with the extra otel: in a checkout pip install '.[otel]'"
+        )
+        return
+    longest = max(medians.values(), key=len)
+    lines: list[dict[str, Any]] = [{"lane": part.lane, "part": part.name} for part in longest]
+    for method, parts in medians.items():
+        took = {(part.lane, part.name): part.ended - part.began for part in parts}
+        for line in lines:
+            line[method] = took.get((line["lane"], line["part"]), 0.0)
+    report.add_figures("account", "where a median step's milliseconds go, one behind the other", lines)
+
+
+class Part(NamedTuple):
+    """A part of a step: what happens on which lane, from when to when, in milliseconds since the step began.
+
+    Lanes are event loops, the threads of the models, and what lies between the processes.
+    """
+
+    lane: str
+    name: str
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    service: str
+    began: float
+    ended: float
+    parts: dict[str, float]
+    """when each part of it ended"""
+
+
+def steps_of(folder: Path) -> dict[str, list[list[Part]]]:
+    """The sampled steps that lie in a folder, by the policy of their request, each in the order of its parts."""
+    lines = [line for file in sorted(folder.glob("*.jsonl")) for line in file.read_text("utf-8").splitlines()]
+    spans: list[dict[str, Any]] = list(map(json.loads, lines))
+    policies: dict[str, str] = {}
+    ends: dict[str, dict[str, float]] = defaultdict(dict)
+    for span in spans:
+        ends[span["parent_id"]][span["name"]] = _time(span["end_time"])
+        if "policy" in span["attributes"]:
+            policies[span["context"]["trace_id"]] = span["attributes"]["policy"]
+    by_step: dict[tuple[str, int], dict[str, _Span]] = defaultdict(dict)
+    for span in sorted(spans, key=lambda span: _time(span["end_time"])):
+        if (step := span["attributes"].get("step")) is not None:
+            process = span["resource"]["attributes"]["service.name"].split("-")[1]
+            service = "drafter" if span["name"] == "draft" else process  # a head may live in the verifier's process
+            whole = _Span(service, _time(span["start_time"]), _time(span["end_time"]), ends[span["context"]["span_id"]])
+            by_step[span["context"]["trace_id"], step][service] = whole  # of several drafts the last one that came
+    steps: dict[str, list[list[Part]]] = defaultdict(list)
+    for (trace, _), by_service in by_step.items():
+        if parts := _in_order(by_service):
+            steps[policies[trace]].append(parts)
+    return steps
+
+
+def _time(text: str) -> float:
+    """Milliseconds."""
+    return datetime.fromisoformat(text).timestamp() * 1e3
+
+
+def _in_order(by_service: Mapping[str, _Span]) -> list[Part]:
+    """A step's parts, one behind the other. Empty when a span is missing."""
+    step, verify, draft = (by_service.get(name) for name in ("orchestrator", "verifier", "drafter"))
+    if step is None or verify is None or (draft is None and "draft" in step.parts):
+        return []
+    ends: list[tuple[str, str, float]] = []
+
+    def inside(service: _Span, thread: str) -> list[tuple[str, str, float]]:
+        return [(thread if name in ON_THREAD else service.service, name, at) for name, at in service.parts.items()]
+
+    if draft is not None and "draft" in step.parts:
+        ends += [("orchestrator", "ask", step.parts["ask"]), ("wire", "to the drafter", draft.began)]
+        ends += [*inside(draft, "head"), ("wire", "from the drafter", step.parts["draft"])]
+    ends += [("orchestrator", name, step.parts[name]) for name in ("choose", "send")]
+    ends += [("wire", "to the verifier", verify.began), *inside(verify, "target")]
+    ends += [("wire", "from the verifier", step.parts["verify"]), ("orchestrator", "commit", step.ended)]
+    parts: list[Part] = []
+    for lane, name, ended in ends:
+        before = parts[-1].ended if parts else 0.0  # what was begun before the step counts from there on
+        parts.append(Part(lane, name, before, max(before, ended - step.began)))
+    return parts
+
+
+def median_step(steps: Sequence[Sequence[Part]]) -> list[Part]:
+    """The mean of the steps around the median one, of those that have the same parts as most."""
+    kinds = Counter(tuple(part.name for part in step) for step in steps)
+    (names, _), *_ = kinds.most_common(1)
+    alike = [step for step in steps if tuple(part.name for part in step) == names]
+    alike.sort(key=lambda step: step[-1].ended)
+    half = max(1, int(len(alike) * MIDDLE / 2))
+    middle = alike[max(0, len(alike) // 2 - half) : len(alike) // 2 + half]
+    return [
+        Part(
+            parts[0].lane,
+            parts[0].name,
+            statistics.fmean(part.began for part in parts),
+            statistics.fmean(part.ended for part in parts),
+        )
+        for parts in zip(*middle, strict=True)
+    ]

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from rich.table import Table
-
 from coppice.adaptation.picture import SMOOTHING, change_look, moving_mean
 from coppice.client.completion import Completion
 from coppice.config.adaptation import PolicyName
@@ -24,7 +22,7 @@ from lab.adapt.shift import AGAIN, STORIES, TURN, StreamQuery, programs, shifted
 from lab.asking import GREEDY, judged
 from lab.measuring import reference_of
 from lab.options import Options
-from lab.report import Check, Report, Row, exactness_checks, make_row, table
+from lab.report import Check, Report, Row, exactness_checks, make_row
 
 NEVER, BANDIT = "never", "bandit"
 TRAINED = ("head", "full", "variant")
@@ -129,8 +127,8 @@ def report_lanes(
         rows.append(adapt_row(lane, stream, never, verdicts[lane.name]))
     report.rows += (row.to_json() for row in rows)
     title = f"{report.command}: tau (tokens/s) by part, updates counted in; {report.dtype}, {report.threads} threads"
-    report.tables.append(adapt_table(rows, title))
-    report.checks += exactness_checks([row.row for row in rows], report.dtype, NEW_TOKENS)
+    report.add_table(title, adapt_lines(rows), {"training s": ".0f"})
+    report.checks += exactness_checks([row.to_json() for row in rows], report.dtype, NEW_TOKENS)
     parts = {query.part for query in stream}
     if AGAIN in parts:
         report.goals += shift_goals(rows)
@@ -225,25 +223,21 @@ def turn_goals(rows: Sequence[AdaptRow], stream: Sequence[StreamQuery]) -> list[
     return checks
 
 
-def adapt_table(rows: Sequence[AdaptRow], title: str) -> Table:
+def adapt_lines(rows: Sequence[AdaptRow]) -> list[dict[str, Any]]:
     """tau (tokens/s) of every part of the stream and of all of it, and what the updates cost."""
-    return table(
-        title,
-        [
-            {"method": row.row.method}
-            | {f"{part.name} ({part.queries})": f"{part.tau:.2f} ({part.tokens_per_s:.1f})" for part in row.parts}
-            | {
-                "all": f"{row.row.tau:.2f} ({row.row.tokens_per_s:.1f})",
-                "x never": row.row.speedup,
-                "updates": row.updates,
-                "reverts": row.reverts,
-                "training s": row.train_s,
-                "same/tie/wrong": str(row.row.verdicts),
-            }
-            for row in rows
-        ],
-        {"training s": ".0f"},
-    )
+    return [
+        {"method": row.row.method}
+        | {f"{part.name} ({part.queries})": f"{part.tau:.2f} ({part.tokens_per_s:.1f})" for part in row.parts}
+        | {
+            "all": f"{row.row.tau:.2f} ({row.row.tokens_per_s:.1f})",
+            "x never": row.row.speedup,
+            "updates": row.updates,
+            "reverts": row.reverts,
+            "training s": row.train_s,
+            "same/tie/wrong": row.row.verdicts,
+        }
+        for row in rows
+    ]
 
 
 def draw(rows: Sequence[AdaptRow], stream: Sequence[StreamQuery], file: Path) -> None:

@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 
 from coppice.adaptation.client import AdapterClient
 from coppice.client.client import Client
@@ -24,7 +23,6 @@ from coppice.training.progress import Progress
 from coppice.wire.adapter import HeadStatus
 from lab.adapt.shift import StreamQuery
 from lab.asking import answers_to
-from lab.calm import Calm
 
 NEW_TOKENS = 48  # of each answer
 TURN = 10  # queries that a lane serves before the next one
@@ -83,11 +81,8 @@ class Lane:
                 os.kill(pid, number)
 
 
-def run_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery], calm: Calm) -> None:
-    """Serve the stream with every lane, some queries at a time, in alternating order.
-
-    Disturbed answers are counted and not asked again: adapters have learnt of them.
-    """
+def run_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery]) -> None:
+    """Serve the stream with every lane, some queries at a time, in alternating order."""
     started: list[Lane] = []
     with Progress("answers", len(lanes) * len(stream)) as progress:
         try:
@@ -99,8 +94,7 @@ def run_lanes(lanes: Sequence[Lane], stream: Sequence[StreamQuery], calm: Calm) 
                 for lane in lanes if number % 2 == 0 else reversed(lanes):
                     progress.say(lane.name)
                     prompts = [query.prompt for query in stream[at : at + TURN]]
-                    _, disturbed = calm.during(partial(lane.answer, prompts))
-                    calm.count(len(prompts), False, disturbed)
+                    lane.answer(prompts)
                     progress.add(len(prompts))
         finally:
             for lane in reversed(started):

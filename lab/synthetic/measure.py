@@ -18,14 +18,13 @@ from coppice.client.client import Client
 from coppice.limits import MAX_TREE_NODES
 from coppice.stack.spec import StackSpec
 from coppice.training.progress import Progress
-from lab.asking import GREEDY, asking
+from lab.asking import GREEDY, asking, timed
 from lab.bare import NO_DRAFT, Bare, BareDraft
 from lab.measuring import running
 from lab.options import Options
 from lab.report import Report, make_row
 from lab.steps import costs, parts_of
 from lab.synthetic.profiles import expected_tau
-from lab.turns import compare
 
 PLAIN = "plain"
 ROWS = (1, 16, 32, 60, 90)  # of a forward, a session
@@ -146,13 +145,13 @@ def measure_pipeline(
     spec: StackSpec, plan: SyntheticPlan, times: BareTimes, report: Report, progress: Progress
 ) -> list[Line]:
     """Answers of the real services, one session: each method's step, its parts and its efficiency."""
-    groups = [([tuple(plan.ids(CONTEXT, seed))], GREEDY) for seed in range(ANSWERS)]
+    prompts = [tuple(plan.ids(CONTEXT, seed)) for seed in range(ANSWERS)]
     lines = []
     with running(replace(spec, budget=plan.budget), report) as stack, Client(stack.address) as client:
         progress.say("the services")
         methods = (PLAIN, *(f"single:{head.name}" for head in spec.heads))
         ways = {method: asking(client, NEW_TOKENS, policy=method) for method in methods}
-        for method, answers in compare(ways, groups, progress, report.calm).items():
+        for method, answers in timed(ways, prompts, progress).items():
             step, row = costs(method, answers), make_row(method, answers, [], plan.budget)
             draft = times.drafts.get((1, method.removeprefix("single:")), NO_DRAFT)
             bare_ms = times.forward_ms(row.verified_nodes + 1) + draft.forward_ms

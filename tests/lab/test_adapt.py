@@ -17,8 +17,8 @@ from lab.adapt.adapt import (
     DEMO_FLAGS,
     AdaptRow,
     Part,
+    adapt_lines,
     adapt_row,
-    adapt_table,
     draw,
     judged_lanes,
     shift_goals,
@@ -27,7 +27,7 @@ from lab.adapt.adapt import (
 )
 from lab.adapt.lanes import Lane
 from lab.adapt.shift import TURN, programs, shifted, stories, turning
-from lab.report import Row, Verdicts
+from lab.report import Row
 from tests.tiny import make_target
 
 
@@ -108,12 +108,12 @@ def test_answers_that_differ_by_rounding_are_ties_and_others_are_wrong(tmp_path:
     lanes[1].answers = [answer((other, *ids[1:]) if at == 0 else ids) for at, ids in enumerate(own)]
     verdicts = judged_lanes(lanes, stream, reference)
     rows = [adapt_row(lane, stream, None, verdicts[lane.name]) for lane in lanes]
-    assert [row.row.verdicts for row in rows] == [Verdicts(5, 0, 0), Verdicts(4, 0, 1)]
+    assert [row.row.verdicts for row in rows] == ["5/0/0", "4/0/1"]
 
 
 def test_rows_are_shown_drawn_and_written(tmp_path: Path) -> None:
     rows = [row("never", 1.8, 35.0, []), row("bandit", 2.4, 40.0, [10])]
-    assert adapt_table(rows, "by part").row_count == 2
+    assert len(adapt_lines(rows)) == 2
     draw(rows, shifted(100), tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     told = json.loads(json.dumps(rows[1].to_json()))

@@ -22,16 +22,6 @@ def told(*arguments: str) -> tuple[int, str]:
     return ended.exit_code, " ".join(ended.output.replace("│", " ").split())
 
 
-def test_there_is_a_command_for_every_table() -> None:
-    assert all(name in told("paper")[1] for name in TABLES)
-    assert told("paper", "drafts")[0] == 2
-
-
-def test_what_a_table_cannot_use_is_a_usage_error() -> None:
-    code, said = told("paper", "rank", "--data", "x")
-    assert (code, "No such option: --data" in said) == (2, True), said
-
-
 def test_a_table_needs_heads_that_it_can_measure(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     options = Options(target=tmp_path, heads=[f"s=lm:{tmp_path}", "bigram=bigram", "lookup=lookup"])
@@ -69,7 +59,7 @@ def test_what_nobody_can_run_is_refused_before_a_start(
 
 
 @pytest.mark.parametrize(
-    "arguments", [("steps", "--json", "FILE/x.json"), ("run", "--plots", "FILE"), ("adapt", "--plot", "FILE/a/b.png")]
+    "arguments", [("steps", "--json", "FILE/x.json"), ("run", "--answers", "FILE"), ("adapt", "--plot", "FILE/a/b.png")]
 )
 def test_a_path_that_cannot_be_written_is_refused_before_a_start(
     arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +22,8 @@ from coppice.testing.target_text import TargetText
 from coppice.wire.generation import Chunk, Finished, Origin, Started
 from lab import measuring
 from lab.options import Options
-from lab.questions import Question, own_prompts, prompt_ids, read_questions
-from lab.report import Report
-from lab.run.measure import write_answers
-from lab.run.pairs import Cell, Pairs
+from lab.questions import Question, own_prompts, read_questions
+from lab.run import Cell, Pairs, write_answers
 from tests.tiny import make_target
 
 CONTEXT = 100
@@ -106,12 +103,6 @@ def test_a_conversation_goes_on_behind_its_answers(target: Path, file: Path, cha
     assert on.longest(30) == last.longest(30) - 30 + len(answer)
 
 
-def test_an_answer_ends_at_the_end_of_text(target: Path) -> None:
-    text = TargetText(target)
-    assert text.eos_ids == {0}
-    assert [text.ended(ids) for ids in ((5, 6, 0, 7), (5, 6), (0,))] == [(5, 6), (5, 6), ()]
-
-
 def rope(kind: str, first: int | None) -> dict[str, Any]:
     return {"rope_type": kind, "original_max_position_embeddings": first}
 
@@ -173,7 +164,7 @@ def test_answers_are_written_as_spec_bench_reads_them(tmp_path: Path, target: Pa
     questions = [first, Question((3,), "story", other), first.next((8,)), first]  # the last one fills up a group
     hi = text.encode("hi")
     answers = [answer((*hi, 0, 40), [1, 3]), answer(hi, [2]), answer(hi, [1, 1]), answer(hi, [9])]
-    pairs = Pairs(Cell(0.0, 8, 2), {"single:a": answers}, 0, questions)
+    pairs = Pairs(Cell(0.0, 8, 2), {"single:a": answers}, questions)
     (written,) = write_answers(tmp_path, pairs, text, "tiny")
     assert written.name == "a-T0-budget8-sessions2.jsonl"
     one, two = map(json.loads, written.read_text().splitlines())
@@ -204,30 +195,9 @@ def test_speed_benchs_placeholders_and_parquet_are_refused_with_a_way_out(tmp_pa
         read_prompts(tmp_path / "test.parquet")
 
 
-def test_other_benchmarks_name_long_prompts_too(tmp_path: Path, target: Path) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text(f"short\n{'x' * CONTEXT}\n{'y' * (CONTEXT - 8)}\n")
-    some = Options(target=target, prompts=[file], n=1, max_new_tokens=16)
-    assert prompt_ids(some, some.spec()) == [TargetText(target).encode("short")]
-    every = replace(some, n=3)
-    with pytest.raises(InvalidField, match=rf"context of {CONTEXT} tokens.*{file} line 2") as refused:
-        prompt_ids(every, every.spec())
-    assert "line 3" in str(refused.value)
-
-
 def test_a_category_without_prompts_is_named(target: Path, file: Path) -> None:
     assert len(read(target, file, 1, category=["qa", "maths"])[0]) == 1
     with pytest.raises(InvalidField, match="category: no prompt is of maths, story"):
         read(target, file, 1, category=["maths", "story"])
     text = TargetText(target)
     assert [one.category for one in own_prompts(text, 4, ["story", "code"])] == ["code", "story"] * 2
-
-
-def test_both_conventions_of_tau_are_in_the_table() -> None:
-    from lab.report import Row
-
-    report = Report("bench exact", "float32", 1)
-    report.add_methods([Row("single:a", ("a",), 8, 1, 1, 10, 3.5, 7.0)])
-    (made,) = report.tables
-    columns = {str(column.header): list(column.cells) for column in made.columns}
-    assert (columns["tau"], columns["drafts"]) == (["3.50"], ["2.50"])

@@ -17,27 +17,8 @@ from coppice.prompts.files import read_prompts
 from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.testing.reference import EPS, Reference, judge_token
 from coppice.wire.generation import Chunk, Finished, Origin, Started, Timings
-from lab.report import Check, Report, Verdicts, exactness_checks, make_row, repeat_share, table, with_speedups
+from lab.report import Check, Report, Row, exactness_checks, make_row, repeat_share, table, with_speedups
 from tests.tiny import make_target
-
-ROW_KEYS = [
-    "method",
-    "heads",
-    "budget",
-    "sessions",
-    "prompts",
-    "tokens",
-    "tau",
-    "tokens_per_s",
-    "speedup",
-    "draft_share",
-    "verified_nodes",
-    "late_drafts",
-    "repeat_share",
-    "identical",
-    "ties",
-    "wrong",
-]
 
 
 def _answer(heads: tuple[str, ...], lengths: list[int], seconds: float) -> Completion:
@@ -59,7 +40,7 @@ def test_a_row_sums_its_answers_and_its_speedup_is_over_plain() -> None:
     fast = make_row("route", [_answer(("a",), [3, 3], 1.0), _answer(("a",), [2], 1.0)], ["identical", "tie"], 31)
     assert (plain.tau, plain.tokens_per_s, fast.tau, fast.tokens_per_s) == (1.0, 2.0, 8 / 3, 4.0)
     assert (fast.prompts, fast.tokens, fast.late_drafts) == (2, 10, 2)
-    assert fast.verdicts == Verdicts(1, 1, 0)
+    assert fast.verdicts == "1/1/0"
     assert (fast.draft_share, fast.verified_nodes, fast.repeat_share) == (0.25, 4.0, 0.0)
     assert [row.speedup for row in with_speedups([plain, fast])] == [1.0, 2.0]
 
@@ -67,37 +48,18 @@ def test_a_row_sums_its_answers_and_its_speedup_is_over_plain() -> None:
 def test_checks_fail_on_wrong_answers_and_on_ties_in_float32_and_weak_evidence_is_a_note() -> None:
     row = make_row("route", [_answer(("a",), [2, 2], 1.0)], ["identical"], 31)
 
-    def signs(row_: object, dtype: str, tokens: int) -> list[str]:
-        report = Report("demo", dtype, 2, checks=exactness_checks([row_], dtype, tokens))  # type: ignore[list-item]
+    def signs(row_: Row, dtype: str, tokens: int) -> list[str]:
+        report = Report("demo", dtype, 2, checks=exactness_checks([row_.to_json()], dtype, tokens))
         lines = [line.split()[0] for line in printed(report, 80)]
         assert report.ok == ("FAILED" not in lines)
         return lines
 
     assert signs(row, "float32", 64) == ["ok", "ok", "ok"]
-    assert signs(replace(row, verdicts=Verdicts(wrong=1)), "float32", 64) == ["FAILED", "ok", "ok"]
-    assert signs(replace(row, verdicts=Verdicts(ties=1)), "float32", 64) == ["ok", "FAILED", "ok"]
-    assert signs(replace(row, verdicts=Verdicts(ties=1)), "bfloat16", 64) == ["ok", "ok"]
+    assert signs(replace(row, wrong=1), "float32", 64) == ["FAILED", "ok", "ok"]
+    assert signs(replace(row, ties=1), "float32", 64) == ["ok", "FAILED", "ok"]
+    assert signs(replace(row, ties=1), "bfloat16", 64) == ["ok", "ok"]
     assert signs(row, "float32", 63) == ["ok", "ok", "weak"]
     assert signs(replace(row, tau=1.3), "float32", 64) == ["ok", "ok", "weak"]
-
-
-def test_the_json_of_a_report_has_the_agreed_keys(tmp_path: Path) -> None:
-    row = make_row("route", [_answer(("a",), [2, 2], 1.0)], ["identical"], 31)
-    report = Report("demo", "float32", 2, checks=exactness_checks([row], "float32", 64))
-    report.add_methods([row])
-    report.write(tmp_path / "report.json")
-    told = json.loads((tmp_path / "report.json").read_text())
-    assert list(told) == ["command", "version", "commit", "machine", "dtype", "threads", "rows", "checks", "ok"]
-    assert list(told["rows"][0]) == ROW_KEYS
-    assert list(told["checks"][0]) == ["name", "value", "bound", "ok"]
-    assert told["ok"] is True
-
-
-def test_a_row_names_its_budget() -> None:
-    rows = [make_row("lookup T=0", [_answer(("a",), [2, 2], 1.0)], ["identical"], budget) for budget in (0, 8)]
-    report = Report("bench exact", "float32", 2)
-    report.add_methods(rows)
-    assert [list(column.cells) for column in report.tables[0].columns if column.header == "budget"] == [["-", "8"]]
 
 
 def test_repeat_share_counts_four_grams_seen_before() -> None:
@@ -107,9 +69,14 @@ def test_repeat_share_counts_four_grams_seen_before() -> None:
 
 
 def test_a_table_has_the_rows_keys_and_dashes_where_one_has_no_value() -> None:
-    made = table("x", [{"name": "a", "tau": 1.234}, {"name": "b", "tau": None, "share": 0.5}], {"share": ".0%"})
-    cells = {column.header: list(column.cells) for column in made.columns}
-    assert cells == {"name": ["a", "b"], "tau": ["1.23", "-"], "share": ["-", "50%"]}
+    lines = [{"name": "a", "tau": 1.234}, {"name": "b", "tau": None, "share": 0.5}]
+    assert table("x", lines, {"share": ".0%"}).splitlines() == [
+        "x",
+        "name   tau  share",
+        "----  ----  -----",
+        "a     1.23      -",
+        "b        -    50%",
+    ]
 
 
 def printed(report: Report, width: int) -> list[str]:
@@ -118,17 +85,6 @@ def printed(report: Report, width: int) -> list[str]:
     report.print(console)
     assert isinstance(console.file, io.StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
-
-
-def test_a_table_is_whole_on_a_narrow_terminal() -> None:
-    report = Report("bench steps", "float32", 2, notes=["a note " * 20])
-    lines = [{"method": f"single:{'x' * 40}", "none": None} | {f"part {at}": 1.5 * at for at in range(12)}]
-    report.add_figures("steps", f"a heading {'that is long ' * 8}\nand another", lines)
-    assert printed(report, 40) == printed(report, 400)
-    said = printed(report, 40)
-    assert lines[0]["method"] in "".join(said)
-    assert [f"part {at}" in "".join(said) for at in range(12)] == [True] * 12
-    assert not any("…" in line or "none" in line for line in said)
 
 
 def test_a_missed_goal_fails_when_goals_are_asked_for() -> None:
@@ -193,18 +149,6 @@ def test_a_sampled_token_is_judged_with_its_noise() -> None:
             token = draw(*decode_row(row, params), params.seed, position)
             assert judge_token(row, token, params, position) == "identical"
             assert judge_token(row, int(row.argmin()), params, position) == "wrong"
-
-
-def test_what_rounding_makes_of_a_sampled_token_is_never_wrong() -> None:
-    random, ties = np.random.default_rng(0), 0
-    for position in range(2000):
-        row = (3 * random.standard_normal(50)).astype(np.float32)
-        other = row + random.uniform(-EPS / 2, EPS / 2, 50).astype(np.float32)
-        params = SamplingParams(temperature=0.7, top_k=8, top_p=0.95, seed=1)
-        verdict = judge_token(row, draw(*decode_row(other, params), 1, position), params, position)
-        assert verdict != "wrong"
-        ties += verdict == "tie"
-    assert 0 < ties < 200
 
 
 def test_the_reference_answers_as_generate_does_and_judges_others(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from coppice.training import heads, run_folder, trainer
 from coppice.training.answers import AnswerPlan, record_answers
 from coppice.training.trainer import Rates, Schedule
-from lab import pretrain
+from lab.pretrain import target as pretrain
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "small", "birds", "near", "my", "old", "tree")
 LM_SIZES = {

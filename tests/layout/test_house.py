@@ -25,7 +25,7 @@ ORDER = (
     ("orchestrator", "services/verifier", "services/drafter", "services/adapter"),
     ("coppice/commands",),
     ("lab",),
-    ("lab/paper", "lab/adapt", "lab/run", "lab/synthetic", "lab/services"),
+    ("lab/paper", "lab/adapt", "lab/pretrain", "lab/synthetic", "lab/services"),
 )
 """Floors, the lowest first: a folder imports from floors below its own, and from itself."""
 

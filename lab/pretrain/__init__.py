@@ -1,0 +1,1 @@
+"""Training a small target of our own from text: `coppice train target`."""

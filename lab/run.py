@@ -1,0 +1,413 @@
+"""`coppice bench run`: methods side by side on the same prompts, in alternating order, against transformers.
+
+Methods are policies, heads and transformers' own ways. Each temperature, budget and number of sessions is a cell;
+methods are compared within their cell, prompt by prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coppice.client.completion import Completion
+from coppice.errors import InvalidField
+from coppice.prompts.files import FilePrompt
+from coppice.speculation.sampling import SamplingParams
+from coppice.stack.spec import HeadSpec
+from coppice.testing.reference import Reference, Verdict
+from coppice.testing.target_text import TargetText
+from coppice.training.progress import Progress
+from lab.asking import Ask, Asked, Ids, asking, in_turn, judged
+from lab.measuring import Bench
+from lab.options import read_methods
+from lab.questions import Question
+from lab.report import HF_GENERATE, exactness_checks, make_row, repeat_share
+from lab.steps import costs, parts_of
+
+HF_ASSISTED, HF_LOOKUP = "hf-assisted", "hf-lookup"
+PEERS = (HF_GENERATE, HF_ASSISTED, HF_LOOKUP)
+DRAFTING: dict[str, tuple[dict[str, float], ...]] = {
+    HF_GENERATE: ({},),
+    HF_ASSISTED: tuple(
+        {"num_assistant_tokens": tokens, "assistant_confidence_threshold": confidence}
+        for tokens, confidence in product((2, 4, 8), (0.0, 0.4))
+    ),
+    HF_LOOKUP: tuple({"prompt_lookup_num_tokens": tokens} for tokens in (2, 4, 8)),
+}
+"""how much a peer drafts, in transformers' own words: the fastest on the first prompts is taken"""
+TUNING_PROMPTS = 2
+ALL, FEW_REPEATS = "all", "few_repeats"
+"""sets of answers that figures are given for, beside the benchmarks"""
+MAX_REPEAT = 0.5
+"""of an answer's 4-grams: above, it loops, and loops flatter every drafter"""
+RESAMPLES = 2000
+SEED = 1
+"""of the keyed noise, and of the bootstrap"""
+
+
+def methods_of(names: Sequence[str] | None, heads: Sequence[HeadSpec], sessions: Sequence[int]) -> tuple[str, ...]:
+    """The methods to run, plain first.
+
+    Without any: all heads, route and merge if there are several, and transformers' `generate`. Raises InvalidField for
+    what this stack cannot run.
+    """
+    own = [head.name for head in heads]
+    default = [*own, *(["route", "merge"] if len(own) > 1 else []), *([HF_GENERATE] if 1 in sessions else [])]
+    methods = read_methods(names or default, heads, PEERS)
+    for method in methods:
+        if method in PEERS and 1 not in sessions:
+            raise InvalidField("methods", f"{method} answers one prompt at a time, not {sessions[0]} sessions")
+        if method == HF_ASSISTED and not any(head.kind == "lm" for head in heads):
+            raise InvalidField("methods", f"{HF_ASSISTED} needs a head of kind lm to draft with")
+    return methods
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One temperature, budget and number of sessions."""
+
+    temperature: float
+    budget: int
+    sessions: int
+
+    def __str__(self) -> str:
+        return f"T={self.temperature:g}, budget {self.budget}, {self.sessions} session{'s' * (self.sessions != 1)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Tokens/s over other tokens/s: of all answers, with the bounds of its 95% interval, and of the median pair."""
+
+    value: float
+    low: float
+    high: float
+    median: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f}-{self.high:.2f}) {self.median:.2f}"
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Answers of a cell by method, one entry a question, in the same order for all methods."""
+
+    cell: Cell
+    answers: Mapping[str, Sequence[Completion]]
+    questions: Sequence[Question]
+
+    def sets(self) -> dict[str, Pairs]:
+        """All answers, those of texts that no method repeats much in, and the benchmarks where there are several."""
+        places: dict[str, list[int]] = {ALL: list(range(len(self.questions))), FEW_REPEATS: []}
+        for at, several in enumerate(zip(*self.answers.values(), strict=True)):
+            if all(repeat_share(answer.ids) <= MAX_REPEAT for answer in several):
+                places[FEW_REPEATS].append(at)
+        benchmarks = dict.fromkeys(question.benchmark for question in self.questions)
+        for name in benchmarks if len(benchmarks) > 1 else ():
+            places[name] = [at for at, question in enumerate(self.questions) if question.benchmark == name]
+        return {name: self._some(at) for name, at in places.items() if at}
+
+    def _some(self, places: Sequence[int]) -> Pairs:
+        answers = {method: [its[at] for at in places] for method, its in self.answers.items()}
+        return replace(self, answers=answers, questions=[self.questions[at] for at in places])
+
+    def ratio(self, method: str, over: str) -> Ratio | None:
+        """How much faster one method is than another, with a paired bootstrap; None without that other."""
+        if over not in self.answers:
+            return None
+        figures = np.array(
+            [
+                (sum(mine.accept_lengths), mine.decode_s, sum(theirs.accept_lengths), theirs.decode_s)
+                for mine, theirs in zip(self.answers[method], self.answers[over], strict=True)
+            ]
+        )
+        drawn = np.random.default_rng(SEED).integers(len(figures), size=(RESAMPLES, len(figures)))
+        sums = np.vstack((figures.sum(0), figures[drawn].sum(1)))  # (1 + RESAMPLES, 4), the pairs themselves first
+        ratios, pairs = (each[:, 0] / each[:, 1] * each[:, 3] / each[:, 2] for each in (sums, figures))
+        value, (low, high) = float(ratios[0]), np.quantile(ratios[1:], (0.025, 0.975))
+        # Rounding may move equal bounds apart.
+        return Ratio(value, min(value, float(low)), max(value, float(high)), float(np.median(pairs)))
+
+    def accepted(self, method: str) -> list[float]:
+        """alpha_k: of the steps that accepted k - 1 drafts, the share that accepted one more (k = 1, 2, ...).
+
+        An answer's last step is left out, for the limit of tokens cuts it. Unlike in SpecBlock's figure 5 it is the
+        verified tree that is followed, not a greedy chain: it ends where trees do.
+        """
+        depths = [length - 1 for answer in self.answers[method] for length in answer.accept_lengths[:-1]]
+        reached = [sum(depth >= k for depth in depths) for k in range(max(depths, default=0) + 2)]
+        return [more / some for some, more in pairwise(reached) if some] if reached[1] else []
+
+    def chosen(self, method: str) -> dict[str, float]:
+        """Share of the steps that verified each head's tree; empty unless the method routes between heads."""
+        if not method.startswith("route"):
+            return {}
+        steps = Counter(at for answer in self.answers[method] for at in answer.routed)
+        return {head: steps[at] / steps.total() for at, head in enumerate(self.answers[method][0].heads)}
+
+    def row(self, method: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+        """A method's line of `--json` (docs/protocol.md)."""
+        answers, cell = self.answers[method], self.cell
+        row = make_row(method, answers, verdicts, cell.budget if answers[0].heads else 0, cell.sessions)
+        step = {} if method in PEERS else costs(method, answers)
+        ttft_ms = 1e3 * statistics.fmean(answer.ttft_s for answer in answers)
+        ratio = self.ratio(method, "plain")
+        return replace(row, speedup=ratio.value if ratio else 0.0).to_json() | {
+            "temperature": cell.temperature,
+            "cell_budget": cell.budget,
+            "figures": {name: some._figures(method) for name, some in self.sets().items()},
+            "accepted": self.accepted(method),
+            "parts_ms": parts_of(step) if step else {},
+            "ttft_ms": ttft_ms,
+            "answer_ms": ttft_ms + 1e3 * statistics.fmean(answer.decode_s for answer in answers),
+        }
+
+    def _figures(self, method: str) -> dict[str, Any]:
+        row = make_row(method, self.answers[method], [], 0, self.cell.sessions)
+        return {
+            "answers": row.prompts,
+            "tau": row.tau,
+            "tokens_per_s": row.tokens_per_s,
+            "over_plain": self.ratio(method, "plain"),
+            "over_hf": self.ratio(method, HF_GENERATE),
+            "draft_share": row.draft_share,
+            "chosen": self.chosen(method),
+        }
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What is compared: every method answers each question once in a cell."""
+
+    methods: tuple[str, ...]
+    budgets: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    sessions: tuple[int, ...]
+    """prompts answered at once"""
+    new_tokens: int
+    questions: tuple[Question, ...]
+    warm_up: tuple[Question, ...] = ()
+    """answered by every method before each cell and not counted: `auto`, calibrations and adapters learn from them"""
+    answers: Path | None = None
+    """folder for the answers of every method and cell"""
+
+
+def run_methods(bench: Bench, plan: RunPlan) -> None:
+    """Measure every cell; the report gets rows, tables and checks, also when it is broken off."""
+    report, model = bench.report, bench.stack.spec.target.resolve().name
+    if plan.warm_up:
+        report.figures["warm_up"] = len(plan.warm_up)
+    cells = [Cell(*each) for each in product(plan.temperatures, plan.budgets, plan.sessions)]
+    turns = sum(1 + len(question.later) for question in (*plan.questions, *plan.warm_up))
+    ways = [[method for method in plan.methods if cell.sessions == 1 or method not in PEERS] for cell in cells]
+    rows: list[dict[str, Any]] = []
+    try:
+        with Progress("answers", sum(map(len, ways)) * turns) as progress:
+            for cell, methods in zip(cells, ways, strict=True):
+                pairs, verdicts = measure(bench, plan, cell, methods, progress)
+                rows += [pairs.row(method, verdicts[method]) for method in methods]
+                if plan.answers:
+                    write_answers(plan.answers, pairs, bench.reference.text, model)
+    finally:  # a later failure takes away nothing that was measured
+        report.rows += rows
+        add_tables(report, rows)
+        report.checks += exactness_checks(
+            [row for row in rows if row["method"] not in PEERS], report.dtype, plan.new_tokens
+        )
+
+
+def measure(
+    bench: Bench, plan: RunPlan, cell: Cell, methods: Sequence[str], progress: Progress
+) -> tuple[Pairs, dict[str, list[Verdict]]]:
+    """All answers of a cell, and the verdicts of those that are judged."""
+    sampling = SamplingParams(temperature=cell.temperature, seed=SEED)
+    progress.say(f"{cell}: warming up")
+    first = [question.ids for question in plan.warm_up or plan.questions]
+    assistant = next((head.path for head in bench.stack.spec.heads if head.kind == "lm"), None)
+    ways: dict[str, Ask] = {}
+    for method in methods:
+        if method in PEERS:
+            folder = assistant if method == HF_ASSISTED else None
+            ways[method] = peer(bench.reference, method, folder, first[:TUNING_PROMPTS], plan.new_tokens, sampling)
+        else:
+            ways[method] = asking(bench.client, plan.new_tokens, cell.sessions, policy=method, budget=cell.budget)
+        ways[method](first[: cell.sessions], sampling)
+    for _ in turns_of(bench, cell, ways, plan.warm_up, progress):
+        pass
+    progress.say(str(cell))
+    questions: list[Question] = []
+    asked: list[tuple[Ids, SamplingParams]] = []
+    answers: dict[str, list[Completion]] = {method: [] for method in methods}
+    for group, seeded, answered in turns_of(bench, cell, ways, plan.questions, progress):
+        questions += group
+        asked += [(question.ids, seeded) for question in group]
+        for method in methods:
+            answers[method] += answered[method]
+    progress.say(f"{cell}: judging")
+    own = _own(bench.reference, plan.new_tokens, asked, answers) if cell.temperature == 0 else None
+    free = (HF_GENERATE,) if own else PEERS  # sampled answers of peers have other draws
+    return Pairs(cell, answers, questions), judged(bench.reference, asked, answers, own, free)
+
+
+def _own(reference: Reference, new_tokens: int, asked: Asked, answers: Mapping[str, Sequence[Completion]]) -> list[Ids]:
+    """transformers' greedy answers, each made once."""
+    if HF_GENERATE in answers:
+        return [answer.ids for answer in answers[HF_GENERATE]]
+    own = {ids: reference.greedy(ids, new_tokens).ids for ids in dict.fromkeys(ids for ids, _ in asked)}
+    return [own[ids] for ids, _ in asked]
+
+
+def peer(
+    reference: Reference,
+    name: str,
+    assistant: Path | None,
+    prompts: Sequence[Ids],
+    new_tokens: int,
+    sampling: SamplingParams,
+) -> Ask:
+    """The way that asks transformers, with the settings that answer the prompts fastest."""
+
+    def ask(settings: dict[str, float], several: Sequence[Ids], how: SamplingParams) -> list[Completion]:
+        return [reference.generate(ids, new_tokens, how, assistant, settings) for ids in several]
+
+    def tokens_per_s(settings: dict[str, float]) -> float:
+        answers = ask(settings, prompts, sampling)
+        return sum(sum(answer.accept_lengths) for answer in answers) / sum(answer.decode_s for answer in answers)
+
+    choices = DRAFTING[name]
+    return partial(ask, choices[0] if len(choices) == 1 else max(choices, key=tokens_per_s))
+
+
+def turns_of(
+    bench: Bench, cell: Cell, ways: Mapping[str, Ask], questions: Sequence[Question], progress: Progress
+) -> Iterator[tuple[list[Question], SamplingParams, dict[str, list[Completion]]]]:
+    """The questions asked at once, and every method's answers; the last method is first in every other group.
+
+    Each question is asked once, but for those that fill up the last group. A conversation goes on behind what plain
+    decoding answered, whatever the method: they are compared on the same prompts.
+    """
+    for number, at in enumerate(range(0, len(questions), cell.sessions)):
+        group = [questions[each % len(questions)] for each in range(at, at + cell.sessions)]
+        sampling = SamplingParams(temperature=cell.temperature, seed=SEED + at)
+        while group:
+            answered = in_turn(ways, [question.ids for question in group], sampling, number, progress)
+            yield group, sampling, answered
+            bench.stack.check()
+            both = zip(group, answered["plain"], strict=True)
+            ended = bench.reference.text.ended
+            following = [question.next(ended(answer.ids)) for question, answer in both if question.later]
+            group = [following[each % len(following)] for each in range(cell.sessions)] if following else []
+
+
+def add_tables(report: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """For each cell speed, sets of answers and parts of a step; then alpha by depth, and more sessions if there are."""
+    cells: dict[Cell, list[dict[str, Any]]] = {}
+    for row in rows:
+        cells.setdefault(Cell(row["temperature"], row["cell_budget"], row["sessions"]), []).append(row)
+    for cell, its in cells.items():
+        title = f"{report.command}, {cell}, {report.dtype}, {report.threads} threads"
+        report.add_table(f"{title}, prefill left out; in brackets 95%, then the median pair", map(_speed, its))
+        if len(its[0]["figures"]) > 1:
+            title = f"{cell}: x plain, its median pair / tau / draft share by set of answers"
+            report.add_table(title, map(_sets, its))
+        steps = [{"method": _name(row), "draft share": row["draft_share"], **row["parts_ms"]} for row in its]
+        ours = [line for line in steps if len(line) > 2]
+        report.add_table(f"{cell}: a mean step's milliseconds", ours, {"draft share": ".0%"})
+        drafted = [row for row in its if row["accepted"]]
+        alphas = [{"method": _name(row), **dict(enumerate(row["accepted"][:16], 1))} for row in drafted]
+        if alphas:
+            report.add_table(f"{cell}: alpha by depth of the verified tree", alphas)
+    if len({cell.sessions for cell in cells}) > 1:
+        lines: dict[str, dict[str, Any]] = {}
+        for row in rows:
+            name = f"{_name(row)}, T={row['temperature']:g}, budget {row['cell_budget']}"
+            value = f"{row['tokens_per_s']:.1f} ({row['answer_ms']:.0f})"
+            lines.setdefault(name, {"method": name})[f"{row['sessions']} sessions"] = value
+        report.add_table("tokens/s (ms an answer) by sessions", lines.values())
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return str(row["method"]).removeprefix("single:")
+
+
+def _speed(row: Mapping[str, Any]) -> dict[str, Any]:
+    every = row["figures"][ALL]
+    return {
+        "method": _name(row),
+        "tau": row["tau"],
+        "drafts": row["tau"] - 1,
+        "tokens/s": row["tokens_per_s"],
+        "x plain": str(every["over_plain"] or "-"),
+        "x generate": str(every["over_hf"] or "-"),
+        "same/tie/wrong": f"{row['identical']}/{row['ties']}/{row['wrong']}",
+    }
+
+
+def _sets(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of SpecBlock's table 1, for the benchmarks at hand, for all answers, and for those that do not loop."""
+    line = {"method": _name(row)}
+    for name, figures in row["figures"].items():
+        ratio: Ratio | None = figures["over_plain"]
+        speedup = f"{ratio.value:.2f}, {ratio.median:.2f}" if ratio else "-"
+        line[f"{name} ({figures['answers']})"] = f"{speedup} / {figures['tau']:.2f} / {figures['draft_share']:.0%}"
+    return line
+
+
+def write_answers(folder: Path, pairs: Pairs, text: TargetText, model: str) -> list[Path]:
+    """A line for each question, all its turns in it; asked again to fill up a group, it is written once.
+
+    `accept_lengths` count every token that a step commits, the root included, as Spec-Bench does. SPEED-Bench's
+    `acceptance_lengths` leave out the last step of a turn.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    cell, written = pairs.cell, []
+    for method, answers in pairs.answers.items():
+        name = f"{method.removeprefix('single:')}-T{cell.temperature:g}-budget{cell.budget}-sessions{cell.sessions}"
+        file = folder / f"{re.sub('[^A-Za-z0-9._-]', '_', name)}.jsonl"
+        by_source: dict[FilePrompt, dict[int, Completion]] = {}
+        for question, answer in zip(pairs.questions, answers, strict=True):
+            source = question.source or FilePrompt(question.ids, question.benchmark)
+            by_source.setdefault(source, {}).setdefault(question.turn, answer)
+        lines = [
+            _line(number, source, [turns[at] for at in sorted(turns)], text, f"{model}-{name}")
+            for number, (source, turns) in enumerate(by_source.items(), 1)
+        ]
+        file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+        written.append(file)
+    return written
+
+
+def _line(
+    number: int, source: FilePrompt, answers: Sequence[Completion], text: TargetText, model: str
+) -> dict[str, Any]:
+    prompt = source.prompt if isinstance(source.prompt, str) else text.decode(source.prompt)
+    question_id = number if source.question_id == "" else source.question_id
+    return {
+        "question_id": question_id,
+        "category": source.category,
+        "answer_id": f"{model}-{question_id}",
+        "model_id": model,
+        "turns": [prompt, *source.later],
+        "acceptance_lengths": [length for answer in answers for length in answer.accept_lengths[:-1] or (1,)],
+        "choices": [
+            {
+                "index": 0,
+                "turns": [text.decode(text.ended(answer.ids)).strip() for answer in answers],
+                "decoding_steps": [answer.steps for answer in answers],
+                "new_tokens": [answer.new_tokens for answer in answers],
+                "wall_time": [answer.ttft_s + answer.decode_s for answer in answers],
+                "accept_lengths": [length for answer in answers for length in answer.accept_lengths],
+            }
+        ],
+        "tstamp": time.time(),
+    }
