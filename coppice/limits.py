@@ -48,6 +48,8 @@ MAX_BIASES = 1024  # ids with one
 MAX_DEADLINE_NS = 600 * 10**9
 CHUNK_BYTES = 1 << 20  # of features or weights in one message
 HASH_BYTES = 32
+MAX_PROMPT_CHARS = 1 << 20  # of a text prompt, a conversation or a prediction
+MAX_WEIGHTS_BYTES = 4 << 30  # of a file of new weights for a head
 
 _SESSION = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -63,9 +65,7 @@ class Limits(BaseModel):
         gt=0,
         description="largest message of a client, bytes; the default holds 1 MiB of text and the longest context's ids",
     )
-    prompt_chars: int = Field(1 << 20, gt=0, description="longest text prompt, characters")
     max_new_tokens: int = Field(4096, gt=0, description="largest max_new_tokens of a request")
-    weights_bytes: int = Field(4 << 30, gt=0, description="largest file of new weights for a head, bytes")
     sessions: int = Field(128, gt=0, description="sessions a service holds at once")
     queued: int = Field(128, ge=0, description="requests that may wait for a session")
     queue_s: float = Field(30.0, gt=0, description="longest wait for a session, seconds")

@@ -142,8 +142,6 @@ class VerifierSettings(TorchSettings):
     kv_tokens: int = Field(
         65_536, gt=0, description="KV capacity, tokens; the default takes at most half of what the weights leave free"
     )
-    prefill_rows: int = Field(512, gt=0, description="prompt rows added to one forward at most")
-    batch_wait_ms: float = Field(50.0, ge=0, description="longest wait for sessions to join a forward, milliseconds")
     prefix_cache: float = Field(
         1.0,
         ge=0,

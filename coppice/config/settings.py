@@ -78,8 +78,12 @@ _REMOVED = {
     "learner.seed": "0",
     "learner.steps": "7",
     "learner.valid_prefix": "false",
+    "limits.prompt_chars": "1048576",
+    "limits.weights_bytes": "4 GiB",
     "orchestrator.reopens": "4",
+    "verifier.batch_wait_ms": "50",
     "verifier.block_size": "32",
+    "verifier.prefill_rows": "512",
 }
 """Settings that became constants, and the value of each. This table is kept for one release."""
 

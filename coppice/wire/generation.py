@@ -294,12 +294,12 @@ def read_request(message: generation.GenerateRequest, vocab_size: int, bounds: L
     limits.check_ids("resume_ids", request.resume_ids, vocab_size)
     limits.check_ids("ids", request.ids or (), vocab_size)
     limits.check_ids("prediction", request.prediction_ids or (), vocab_size)
-    limits.check_range("prediction", len(request.prediction_text or ""), 0, bounds.prompt_chars)
+    limits.check_range("prediction", len(request.prediction_text or ""), 0, limits.MAX_PROMPT_CHARS)
     if request.text is not None:
-        limits.check_range("text", len(request.text), 1, bounds.prompt_chars)
+        limits.check_range("text", len(request.text), 1, limits.MAX_PROMPT_CHARS)
     if request.chat is not None:
         characters = sum(len(text) for part in request.chat for text in part.fields.values())
-        limits.check_range("chat.messages", characters, 0, bounds.prompt_chars)
+        limits.check_range("chat.messages", characters, 0, limits.MAX_PROMPT_CHARS)
     pq = message.accept_rule == generation.ACCEPT_RULE_PQ
     return replace(request, pq=pq, coupled=not message.uncoupled)
 

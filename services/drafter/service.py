@@ -14,7 +14,7 @@ import grpc.aio
 import structlog
 
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
-from coppice.limits import Limits
+from coppice.limits import MAX_WEIGHTS_BYTES, Limits
 from coppice.rpc import tracing
 from coppice.rpc.channels import HEAD
 from coppice.rpc.sessions import StreamWaits
@@ -99,7 +99,7 @@ class WeightSync:
                 message = await self._waits.next(messages)
         except TimeoutError:
             raise Unavailable(f"no part for {PART_S:g} s") from None
-        return None if message is None else read_weights(message, self._limits.weights_bytes)
+        return None if message is None else read_weights(message, MAX_WEIGHTS_BYTES)
 
 
 class DrafterServicer:

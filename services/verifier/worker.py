@@ -33,6 +33,10 @@ from .sessions import Sessions
 
 log = structlog.get_logger()
 
+PREFILL_ROWS = 512
+"""prompt rows added to one forward at most"""
+BATCH_WAIT_S = 0.05
+"""longest wait for sessions to join a forward"""
 WARM_ROWS = 32  # of the forwards before the first one that counts: libraries prepare for every number of rows
 
 
@@ -42,7 +46,7 @@ class Worker(BatchingThread):
     engine: Engine
 
     def __init__(self, settings: VerifierSettings, metrics: SessionMetrics) -> None:
-        super().__init__("torch", settings.batch_wait_ms / 1e3)
+        super().__init__("torch", BATCH_WAIT_S)
         self.settings, self.metrics = settings, metrics
         self.address = ""  # where FeatureRefs point to; known once the server listens
         self.kv_tokens_used = 0
@@ -205,7 +209,7 @@ class Worker(BatchingThread):
     def _prompt_chunks(self) -> tuple[list[Job], list[Piece]]:
         jobs: list[Job] = []
         pieces: list[Piece] = []
-        room = self.settings.prefill_rows
+        room = PREFILL_ROWS
         for job in self._prefills:
             if room <= 0:
                 break

@@ -89,7 +89,7 @@ async def pipeline(target: Path, heads: Mapping[str, Path]) -> AsyncIterator[Pip
     """Two verifiers of a target, a drafter for each language model in `heads`, and an orchestrator."""
     told: Any = {"threads": 1, "dtype": "float32", "kv_tokens": 8192}
     settings = Settings(
-        verifier={**told, "target": str(target), "name": "tiny", "prune": False, "batch_wait_ms": 2.0},  # type: ignore[arg-type]
+        verifier={**told, "target": str(target), "name": "tiny", "prune": False},  # type: ignore[arg-type]
         orchestrator={"draft_deadline_ms": 5000.0, "budget": 8},  # type: ignore[arg-type]
     )
     faults, verifiers, at, drafters_at = Faults(), list[Verifier](), list[str](), dict[str, str]()

@@ -65,12 +65,12 @@ def test_a_flag_beats_a_variable_beats_yaml_beats_the_default(
 
 
 def test_ways_mix_inside_a_section(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file.write_text("verifier: {threads: 1, prefill_rows: 16}\nlimits: {sessions: 4}\n")
+    file.write_text("verifier: {threads: 1, feature_window: 16}\nlimits: {sessions: 4}\n")
     monkeypatch.setenv("COPPICE_VERIFIER__THREADS", "2")
     monkeypatch.setenv("COPPICE_CONFIG", str(file))
     settings = load_settings(["--verifier.kv_tokens", "77"])
     told = settings.verifier
-    assert (told.threads, told.prefill_rows, told.kv_tokens, told.dtype) == (2, 16, 77, "float32")
+    assert (told.threads, told.feature_window, told.kv_tokens, told.dtype) == (2, 16, 77, "float32")
     assert settings.limits.sessions == 4
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from coppice import limits
 from coppice.errors import InvalidField
-from coppice.limits import Limits
+from coppice.limits import MAX_WEIGHTS_BYTES, Limits
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.v1 import adapter_pb2, common_pb2, drafter_pb2, generation_pb2, verifier_pb2
@@ -132,7 +132,7 @@ def read_draft(message: Message) -> object:
 
 
 def read_weights(message: Message) -> object:
-    return drafter.read_weights(message, Limits().weights_bytes)
+    return drafter.read_weights(message, MAX_WEIGHTS_BYTES)
 
 
 def read_request(message: Message) -> object:
