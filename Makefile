@@ -6,7 +6,7 @@ BUF    := npx --yes --package=@bufbuild/buf@1.75.0 buf
 SHELL  := /bin/bash
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' coppice/__init__.py)
 
-.PHONY: help setup demo test ray chart proof bench lint protos image clean
+.PHONY: help setup demo test nightly ray chart proof bench lint protos image clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -23,7 +23,10 @@ demo: setup ## start the whole pipeline with the shipped target, stream three an
 	$(BIN)/coppice demo
 
 test: setup ## everything that makes a change safe, but for `make ray`
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --ignore tests/ray
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --ignore tests/ray --ignore tests/nightly
+
+nightly: setup ## what takes hours, such as fuzzing at length
+	$(BIN)/python -m pytest tests/nightly
 
 ray: setup ## the Ray Serve application on a real local Ray, which takes minutes
 	$(BIN)/python -m pytest tests/ray

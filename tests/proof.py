@@ -56,7 +56,7 @@ CAMPAIGNS: dict[str, tuple[str, ...]] = {
         *(sys.executable, "-m", "tests.faults", "--tls", "--repeat", "3"),
         *("--json", str(LOGS / "faults under mutual TLS.json")),
     ),
-    "fuzzing": (*PYTEST, "tests/faults/test_fuzz.py", "tests/faults/test_streams.py"),
+    "fuzzing": (*PYTEST, "tests/nightly/test_fuzz_at_length.py", "tests/faults/test_streams.py"),
 }
 
 
@@ -139,7 +139,7 @@ def report(campaigns: Iterable[str], results: Mapping[str, Any]) -> str:
         "# Proof\n\nThe latest result of every campaign of `make proof`, with the commit that it was measured at: "
         f"{', '.join(f'{number} {verdict}' for verdict, number in counts.items())}. "
         "[proof.json](proof.json) has the figures of each fault ([faults.md](faults.md) says what it proves) and of "
-        "each planted bug (tests/mutants.py).\n\n"
+        "each planted bug (tests/mutants.py). `make nightly` runs the fuzzing alone.\n\n"
         + _table(COLUMNS, rows)
         + "\n## Faults that failed\n\n"
         + _table(("campaign", "date", *FAULTS), failed)

@@ -35,15 +35,16 @@ _Status = health_pb2.HealthCheckResponse.ServingStatus
 class _Servicer(health.HealthServicer):  # type: ignore[misc]  # grpc_health has no types
     """Answers what was set, and NOT_SERVING while the server's event loop does not turn."""
 
-    def __init__(self, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, threads: ThreadPoolExecutor, not_ready_s: float) -> None:
         super().__init__(experimental_non_blocking=True, experimental_thread_pool=threads)
+        self._not_ready_s = not_ready_s
         self.beat = time.monotonic()
 
     def Check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext
     ) -> health_pb2.HealthCheckResponse:
         """The state of a service, or with no name that of the process."""
-        if time.monotonic() - self.beat > (NOT_READY_S if request.service else NOT_ALIVE_S):
+        if time.monotonic() - self.beat > (self._not_ready_s if request.service else NOT_ALIVE_S):
             return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING)
         return super().Check(request, context)
 
@@ -54,10 +55,11 @@ class Health:
     It is also the servicer of the service port, and who lets in there: everybody, so many at a time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, not_ready_s: float = NOT_READY_S) -> None:
+        """`not_ready_s`: how long the loop may stand until the services are said to be not ready."""
         threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="health")
         self.server = grpc.server(threads, options=PINGS, maximum_concurrent_rpcs=MOST_CALLS)
-        self._servicer = _Servicer(threads)
+        self._servicer = _Servicer(threads, not_ready_s)
         self._beating: asyncio.Task[None] | None = None
         self._states: dict[str, health_pb2.HealthCheckResponse] = {}
         self._left = asyncio.Event()
