@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from bisect import bisect_right
 from collections.abc import AsyncIterator
 
@@ -40,12 +39,13 @@ class Admission:
         Raises Overloaded at once when they can never fit or the queue is full, or after `wait_s` in the queue.
         """
         await self._acquire(units, client)
-        began = time.monotonic()
+        clock = asyncio.get_running_loop().time
+        began = clock()
         try:
             yield
         finally:
             self.used -= units
-            held = time.monotonic() - began
+            held = clock() - began
             self._held_s = 0.9 * (self._held_s or held) + 0.1 * held
             self._wake()
 
@@ -53,7 +53,7 @@ class Admission:
         """The refusal, with a hint when to come back. Whoever is refused is told a later time than the one before, so
         that those who come back are a few times as many as there is room for by then, however many were refused.
         """
-        now = time.monotonic()
+        now = asyncio.get_running_loop().time()
         later = max(now + _SHORTEST_HINT_S, self._next_back) + self._held_s * units / self.capacity / _TRIES
         longest = min(_LONGEST_HINT_S, _SHORTEST_HINT_S + _TRIES * self._held_s)
         self._next_back = min(later, now + longest)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from coppice.errors import Overloaded
 from coppice.rpc.admission import Admission
+from tests.clock import without_waiting
 
 CAPACITY = 3
 ACTS = st.one_of(
@@ -70,46 +71,45 @@ async def _play(acts: list[tuple[str, int]]) -> None:
 
 
 @given(st.lists(ACTS, max_size=40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_no_interleaving_loses_a_seat_or_ends_in_another_error(acts: list[tuple[str, int]]) -> None:
-    asyncio.run(_play(acts))
+    without_waiting(_play)(acts)
 
 
+@without_waiting
 async def test_a_wait_that_ends_as_a_seat_is_freed_is_a_refusal_or_a_seat() -> None:
-    for _ in range(50):
-        admission = Admission("seats", 1, queued=8, wait_s=0.002)
-        first = Caller(admission, 1)
-        await asyncio.sleep(0)
-        others = [Caller(admission, 1) for _ in range(4)]
-        asyncio.get_running_loop().call_later(0.002, first.leave)
-        await asyncio.sleep(0.003)
-        for caller in others:
-            caller.leave()
-        await asyncio.gather(first.task, *(caller.task for caller in others))
-        assert admission.used == 0
+    admission = Admission("seats", 1, queued=8, wait_s=2)
+    first = Caller(admission, 1)
+    await asyncio.sleep(0)
+    others = [Caller(admission, 1) for _ in range(4)]
+    asyncio.get_running_loop().call_later(2, first.leave)
+    await asyncio.sleep(3)
+    for caller in others:
+        caller.leave()
+    await asyncio.gather(first.task, *(caller.task for caller in others))
+    assert admission.used == 0
 
 
+@without_waiting
 async def test_those_who_wait_are_served_in_order() -> None:
     admission = Admission("seats", 2, queued=8, wait_s=5)
     held = [Caller(admission, 1), Caller(admission, 1)]
     await asyncio.sleep(0)
     large, small = Caller(admission, 2), Caller(admission, 1)
     held[0].leave()
-    for _ in range(6):
-        await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
     assert [large.holds, small.holds] == [False, False]  # the small one does not overtake
     held[1].leave()
-    for _ in range(6):
-        await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
     assert [large.holds, small.holds] == [True, False]
     large.leave()
-    for _ in range(6):
-        await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
     assert small.holds
     small.leave()
     await asyncio.gather(*(caller.task for caller in (*held, large, small)))
 
 
+@without_waiting
 async def test_those_who_are_refused_come_back_as_fast_as_places_become_free() -> None:
     """However many they are: what they are told is spread over time, a few of them for each place."""
     held_s, capacity = 0.2, 4
