@@ -138,18 +138,10 @@ def _read_sampling(owner: Any, name: str, path: str) -> SamplingParams:
     message = getattr(owner, name)
     limits.check_range("sampling.temperature", message.temperature, 0, limits.MAX_TEMPERATURE)
     limits.check_count("sampling.logit_bias", len(message.logit_bias), 0, limits.MAX_BIASES)
+    unset = {field for field in ("top_p", "repetition_penalty", "seed") if not message.HasField(field)}
+    fields = {field: getattr(message, field) for field in SamplingParams.model_fields if field not in unset}
     try:
-        return SamplingParams(
-            temperature=message.temperature,
-            top_p=message.top_p if message.HasField("top_p") else 1.0,
-            top_k=message.top_k,
-            min_p=message.min_p,
-            repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else None,
-            frequency_penalty=message.frequency_penalty,
-            presence_penalty=message.presence_penalty,
-            logit_bias=dict(message.logit_bias),
-            **({"seed": message.seed} if message.HasField("seed") else {}),
-        )
+        return SamplingParams(**fields | {"logit_bias": dict(message.logit_bias)})
     except ValidationError as error:
         first = error.errors()[0]
         raise InvalidField(f"sampling.{first['loc'][0]}", first["msg"]) from None
