@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
+from coppice.errors import Unavailable
 from coppice.speculation.sampling import SamplingParams
 from coppice.testing.reference import Reference
 from lab.reference_process import ReferenceProcess
@@ -19,20 +16,6 @@ from tests.tiny import make_target
 
 PROMPT, NEW = tuple(range(20)) * 2, 24
 SAMPLED = SamplingParams(temperature=0.8, top_k=40, seed=5)
-ENDS_S = 20.0
-ASKING = """
-import sys
-from pathlib import Path
-from lab.reference_process import ReferenceProcess
-from coppice.stack.process import ProcessFailed
-with ReferenceProcess(Path(sys.argv[1]), "float32", threads=1) as reference:
-    while True:
-        try:
-            reference.greedy((5, 6, 7), 200)
-            print("answered", flush=True)
-        except ProcessFailed as error:
-            print(error, flush=True)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +24,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_target(tmp_path_factory.mktemp("target"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def beside(target: Path) -> Iterator[ReferenceProcess]:
     """The process of it."""
     with ReferenceProcess(target, "float32", threads=1) as reference:
@@ -67,40 +50,12 @@ def test_it_says_what_the_reference_says(target: Path, beside: ReferenceProcess,
     assert beside.text.encode("abc") == here.text.encode("abc")
 
 
-@pytest.fixture
-def asking(target: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that asks again and again, with what it starts in a session of its own."""
-    command = [sys.executable, "-c", ASKING, str(target)]
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, start_new_session=True, **output) as process:  # type: ignore[call-overload]
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def until(asking: subprocess.Popen[str], line: str) -> psutil.Process:
-    """Wait for a line; returns the process that answers."""
-    assert asking.stdout
-    assert line in iter(asking.stdout.readline, "")
-    (child,) = psutil.Process(asking.pid).children()
-    assert child.cmdline()[1:4] == ["-m", "coppice.stack.child", "lab.reference_process"]  # as services are
-    return child
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_it_ends_with_whoever_asks(asking: subprocess.Popen[str], number: signal.Signals) -> None:
-    child = until(asking, "answered\n")
-    os.killpg(asking.pid, number)  # as Ctrl-C does
-    _, errors = asking.communicate(timeout=ENDS_S)
-    assert asking.returncode == -number
-    assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
-    child.wait(ENDS_S)
-
-
-def test_the_next_call_starts_another_where_it_was_killed(asking: subprocess.Popen[str]) -> None:
-    first = until(asking, "answered\n")
-    first.kill()
-    assert asking.stdout
-    assert "the process of transformers ended; its log is empty\n" in iter(asking.stdout.readline, "")
-    assert until(asking, "answered\n").pid != first.pid
+def test_the_next_call_starts_another_where_it_was_killed(target: Path) -> None:
+    with ReferenceProcess(target, "float32", threads=1) as reference:
+        said = reference.greedy((5, 6, 7), 8).ids
+        (child,) = multiprocessing.active_children()
+        child.kill()
+        with pytest.raises(Unavailable, match="the process of transformers ended with -9"):
+            reference.greedy((5, 6, 7), 8)
+        assert reference.greedy((5, 6, 7), 8).ids == said
+    assert not multiprocessing.active_children()
