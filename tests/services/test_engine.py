@@ -168,7 +168,7 @@ def test_chunked_prefill_and_steps_spell_what_generate_spells(name: str) -> None
     assert ids == expected
 
 
-@pytest.mark.parametrize("prefix_len", [1, 6, 40])
+@pytest.mark.parametrize("prefix_len", [1, 40])
 def test_every_row_of_a_tree_equals_a_plain_forward_of_its_path(name: str, prefix_len: int) -> None:
     prefix, tree = some_ids(prefix_len), Tree(14, seed=prefix_len)
     engine = engine_of(name)
@@ -178,7 +178,7 @@ def test_every_row_of_a_tree_equals_a_plain_forward_of_its_path(name: str, prefi
         assert_same(logits[row], plain_logits(name, prefix + tree.text(row))[-1])
 
 
-@pytest.mark.parametrize("sessions", [2, 3, 8])
+@pytest.mark.parametrize("sessions", [2, 8])
 def test_sessions_of_different_lengths_packed_say_what_they_say_alone(name: str, sessions: int) -> None:
     lengths = [5, 61, 17, 1, 33, 8, 24, 40][:sessions]
     trees = [Tree(1 + 3 * s, seed=s) for s in range(sessions)]
@@ -365,14 +365,9 @@ def test_features_are_the_hidden_states_of_a_plain_forward(name: str, layers: tu
     assert second.features is not None
     torch.testing.assert_close(torch.cat([first.features, second.features]), expected, atol=1e-4, rtol=1e-4)
     assert engine.forward(pack([Piece.chain(table, 20, ids[20:])])).features is None
-
-
-def test_features_of_layers_that_do_not_exist_are_refused() -> None:
-    engine = engine_of("llama")
-    table = engine.pool.allocate("a", 1)
-    for layer in (-1, 3):
+    for layer in (-1, 6):
         with pytest.raises(ValueError, match="feature layer"):
-            engine.forward(pack([Piece.chain(table, 0, [5])], (layer,)))
+            engine.forward(pack([Piece.chain(table, 20, ids[20:])], (layer,)))
 
 
 def test_an_unknown_attention_argument_is_refused() -> None:
@@ -465,7 +460,11 @@ def test_accounting_is_exact_and_returns_to_zero(pool: KVPool) -> None:
         check_pool(pool)
         assert pool.used_tokens == sum(table.num_tokens for table in tables.values())
         assert pool.used_blocks == sum(len(table.blocks) for table in tables.values()), step
+    with pytest.raises(ValueError, match="already"):
+        pool.allocate(next(iter(tables)), 10)
     for table in tables.values():
+        pool.free(table)
+    with pytest.raises(ValueError, match="no such"):
         pool.free(table)
     assert (pool.used_tokens, pool.used_blocks, pool.free_tokens) == (0, 0, 512)
 
@@ -480,16 +479,6 @@ def test_out_of_blocks_changes_nothing(pool: KVPool) -> None:
     assert (table.blocks.tolist(), table.num_tokens, pool.used_blocks) == (blocks, 500, 63)
     pool.allocate("b", 8)
     check_pool(pool)
-
-
-def test_a_table_is_freed_once_and_a_session_has_one(pool: KVPool) -> None:
-    table = pool.allocate("a", 10)
-    with pytest.raises(ValueError, match="already"):
-        pool.allocate("a", 10)
-    pool.free(table)
-    with pytest.raises(ValueError, match="no such"):
-        pool.free(table)
-    assert pool.used_blocks == 0
 
 
 def test_a_few_growing_sessions_stay_consecutive(pool: KVPool) -> None:

@@ -98,8 +98,10 @@ def largest_difference(engine: Engine, folder: Path, dtype: torch.dtype) -> floa
     return float((said - expected).abs().max() / (expected - expected.mean(-1, keepdim=True)).abs().max())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [*COMPRESSED, "fp8 blocks"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "float32") for name in (*COMPRESSED, "fp8 blocks")), ("int4 weights", "bfloat16"), ("fp8", "bfloat16")],
+)
 def test_a_quantised_folder_says_what_transformers_says(name: str, dtype: str, folder: Path) -> None:
     plain = ModelSize.of(folder, dtype).weights
     if name in COMPRESSED:

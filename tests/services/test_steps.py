@@ -101,7 +101,7 @@ def test_a_step_says_what_the_engine_says(kind: str, tmp_path: Path, recorded: N
     engine = engine_of(model)
     replayed = steps_of(engine)
     assert replayed.capture([BUCKET], LAYERS) == ""
-    for seed in range(5):
+    for seed in range(3):
         batch = some_batch(engine, seed)
         plain = answers(engine, None, batch)
         for runs in (steps_of(engine), replayed):

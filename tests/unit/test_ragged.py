@@ -1,21 +1,16 @@
-"""What rows see, as numbers: the same as the tails say, quickly, and in as many bytes whatever the context."""
+"""What rows see, as numbers, is what the tails say."""
 
 from __future__ import annotations
 
 import random
-import statistics
-import time
-from collections.abc import Callable
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.engine.kv_cache import KVPool, KVShape
 from coppice.engine.rows import PackedBatch, RowTable, most_splits, pack, tail_blocks
-from coppice.engine.steps import Bucket, StepInputs, padded
+from coppice.engine.steps import Bucket, StepInputs
 from tests.kernels import split_size
 from tests.ragged_batches import Shape, filled_pool, random_batch, random_tree, tree_piece
 
@@ -94,54 +89,8 @@ def test_a_bucket_filled_twice_forgets_the_first_batch() -> None:
     assert torch.equal(inputs.tiles[:used], fresh.tiles[:used])
 
 
-def test_buckets_grow_by_a_half_at_most_above_64_rows() -> None:
-    sizes = sorted({padded(count) for count in range(1, 513)})
-    assert sizes == [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512]
-    assert all(padded(size) == size for size in sizes)
-
-
 def test_no_row_has_more_splits_than_are_listed_whatever_its_window() -> None:
     blocks = np.arange(1, 4097)
     splits = -(-blocks // split_size(torch.from_numpy(blocks)).numpy())
     assert (np.maximum.accumulate(splits) <= most_splits(blocks)).all()
     assert most_splits(blocks).max() == 32
-
-
-def many_trees(context: int) -> tuple[PackedBatch, StepInputs]:
-    """32 sessions of 61 rows, in a bucket for 33k of context."""
-    pool = KVPool(layers=[KVShape(1, 1, 1)], tokens=32 * (context + 96))
-    rng = random.Random(0)
-    tables = [pool.allocate(str(session), context + 61) for session in range(32)]
-    batch = pack([tree_piece(table, context, random_tree(61, rng)) for table in tables])
-    inputs = StepInputs(Bucket(2048, 32, 64, 1056, 2048), group=GROUP, spare=0, block_size=pool.block_size)
-    return batch, inputs
-
-
-def milliseconds(*works: Callable[[], object], repeats: int = 40) -> list[float]:
-    """Median processor time of each, in turns."""
-    took: list[list[int]] = [[] for _ in works]
-    for _ in range(repeats):
-        for work, times in zip(works, took, strict=True):
-            start = time.thread_time_ns()
-            work()
-            times.append(time.thread_time_ns() - start)
-    return [statistics.median(times) / 1e6 for times in took]
-
-
-@pytest.mark.timeout(120)
-def test_filling_is_quick_and_does_not_grow_with_the_context() -> None:
-    (short, inputs), (long, others) = many_trees(1000), many_trees(32_000)
-    assert inputs.nbytes == others.nbytes
-    numbers = np.random.default_rng(0).integers(0, 1 << 20, 100_000)
-    rounds = [
-        milliseconds(
-            lambda: np.sort(numbers, kind="stable"),  # whose speed depends less on the processor than the other kinds
-            lambda: inputs.fill(short, RowTable.of(short.tails)),
-            lambda: others.fill(long, RowTable.of(long.tails)),
-        )
-        for _ in range(3)
-    ]
-    for yardstick, at_1k, at_32k in rounds:
-        print(f"a sort of 100,000 numbers {yardstick:.2f} ms, fill at 1k {at_1k:.3f} ms, at 32k {at_32k:.3f} ms")
-    assert min(at_1k / yardstick for yardstick, at_1k, _ in rounds) < 1 / 3
-    assert min(at_32k / at_1k for _, at_1k, at_32k in rounds) < 1.1
