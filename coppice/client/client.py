@@ -38,6 +38,7 @@ from coppice.wire.generation import Chunk, ModelDescription, Started, read_model
 if TYPE_CHECKING:
     from coppice.v1.generation_pb2_grpc import GenerationServiceStub
 
+__all__ = ["AsyncClient", "Client", "Completion", "Options", "Prompt", "StreamEvent", "default_address"]
 
 TIMEOUT_S = limits.MAX_DEADLINE_NS / 1e9
 # Waits before a call to the only address is sent again; longer than a channel's own longest back-off.
@@ -163,8 +164,6 @@ async def watch_async(stub: GenerationServiceStub, call: Attempts, responses: An
                     responses.cancel()
                 return
 
-
-__all__ = ["AsyncClient", "Client", "Completion", "Options", "Prompt", "StreamEvent", "default_address"]
 
 Metadata = Sequence[tuple[str, str]] | None
 

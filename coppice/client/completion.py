@@ -11,7 +11,12 @@ from coppice.wire.generation import Chunk, Finished, Origin, Started, StepTree
 
 StreamEvent = Started | Chunk | Finished
 
-# The sums of Timings that `generate --json` shows.
+# What `generate --json` shows of an answer, and the sums of its Timings.
+_JSON = (
+    *("text", "ids", "finish_reason", "prompt_tokens", "cached_tokens", "new_tokens", "steps", "tau", "tokens_per_s"),
+    *("ttft_s", "accept_lengths", "policy", "heads", "seed"),
+    *("accepted_prediction_tokens", "rejected_prediction_tokens"),
+)
 _JSON_TIMINGS = ("queue", "prefill", "draft", "transport", "verify", "accept", "commit")
 
 
@@ -44,25 +49,10 @@ class Completion(Finished):
 
     def to_json(self) -> dict[str, Any]:
         """What `coppice generate --json` prints."""
-        return {
-            "text": self.text,
-            "ids": list(self.ids),
-            "finish_reason": self.finish_reason,
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "new_tokens": self.new_tokens,
-            "steps": self.steps,
-            "tau": self.tau,
-            "tokens_per_s": self.tokens_per_s,
-            "ttft_s": self.ttft_s,
-            "accept_lengths": self.accept_lengths,
-            "policy": self.policy,
-            "heads": list(self.heads),
-            "seed": self.seed,
-            "accepted_prediction_tokens": self.accepted_prediction_tokens,
-            "rejected_prediction_tokens": self.rejected_prediction_tokens,
-            "timings_ns": {name: getattr(self.timings, f"{name}_ns") for name in _JSON_TIMINGS},
-        }
+        timings = {name: getattr(self.timings, f"{name}_ns") for name in _JSON_TIMINGS}
+        shown = {name: getattr(self, name) for name in _JSON}
+        lists = {name: list(value) for name, value in shown.items() if isinstance(value, tuple)}
+        return {**shown, **lists, "timings_ns": timings}
 
 
 class Accumulator:

@@ -45,9 +45,10 @@ SERVICE = "/coppice.v1.DrafterService"
 IDLE_S = 0.5
 OPEN = draft_request_to_wire(OpenDraft("s", [1, 2, 3], SamplingParams())).SerializeToString()
 STEP = draft_request_to_wire(DraftStep(Fence(1, 3, committed_hash([1, 2, 3])), 1, 4, Advance())).SerializeToString()
-STREAMS = 2000
+AT_LENGTH = bool(os.environ.get("COPPICE_PROOF"))
+STREAMS = 2000 if AT_LENGTH else 300
 READ_OR_LEAVE = Limits(idle_s=IDLE_S)
-QUIET_S, FASTER = (300.0, 1) if os.environ.get("COPPICE_PROOF") else (5.5, 10)  # no client pings twice a second
+QUIET_S, FASTER = (300.0, 1) if AT_LENGTH else (3.0, 20)  # no client pings twice a second
 PINGS_MS = 10_000  # as often as gRPC's other implementations let a client ping
 
 
@@ -105,12 +106,6 @@ async def test_a_unary_call_without_its_message_is_refused(lookup: Ready) -> Non
         await call.done_writing()
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert await call.details() == "request: the call ended without a message"
-
-
-async def test_huge_metadata_is_refused(lookup: Ready) -> None:
-    async with called(lookup.address, "DescribeHead", metadata=(("x", "y" * 40_000),)) as call:
-        assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert await described(lookup) == (0, 0, 0)
 
 
 async def test_a_message_beyond_the_bound_is_refused_packed_or_not(lookup: Ready) -> None:
@@ -192,9 +187,6 @@ class Careless:
     async def DescribeHead(self, request: Any, context: Any) -> Any:
         raise InvalidField("name", "\ud800" + 2000 * "é")
 
-    async def SyncWeights(self, requests: AsyncIterator[Any], context: Any) -> Any:
-        raise RuntimeError("a secret")
-
 
 @asynccontextmanager
 async def careless(limits: Limits = READ_OR_LEAVE) -> AsyncIterator[tuple[Careless, str]]:
@@ -229,13 +221,6 @@ async def test_details_fit_into_a_header_whatever_they_quote() -> None:
         await call.write(b"")
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert await call.details() == ("name: ?" + 2000 * "é")[:MAX_DETAILS]
-
-
-async def test_what_was_not_expected_stays_in_the_log() -> None:
-    async with careless() as (_, address), called(address, "SyncWeights") as call:
-        await call.done_writing()
-        assert await call.code() is grpc.StatusCode.INTERNAL
-        assert "secret" not in await call.details()
 
 
 class Transport:

@@ -24,35 +24,6 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.wire.generation import ChatMessage, Chunk, Finished, Origin, Started, Timings
 from tests.fake_service import echo_server
 
-JSON_KEYS = [
-    "text",
-    "ids",
-    "finish_reason",
-    "prompt_tokens",
-    "cached_tokens",
-    "new_tokens",
-    "steps",
-    "tau",
-    "tokens_per_s",
-    "ttft_s",
-    "accept_lengths",
-    "policy",
-    "heads",
-    "seed",
-    "accepted_prediction_tokens",
-    "rejected_prediction_tokens",
-    "timings_ns",
-]
-
-
-def test_importing_coppice_and_the_client_loads_no_torch_transformers_or_ray() -> None:
-    code = (
-        "import sys, coppice; coppice.Client; coppice.SamplingParams; import coppice.cli;"
-        "print([name for name in ('torch', 'transformers', 'ray', 'tokenizers') if name in sys.modules])"
-    )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "[]"
-
 
 def test_everything_public_is_at_the_top_and_listed() -> None:
     own = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, CoppiceError)]
@@ -103,17 +74,8 @@ def test_a_prompt_is_text_ids_or_messages() -> None:
 
 
 def test_every_option_reaches_the_request() -> None:
-    sampling: dict[str, Any] = {
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 3,
-        "min_p": 0.1,
-        "repetition_penalty": 1.2,
-        "frequency_penalty": 0.5,
-        "presence_penalty": -0.5,
-        "logit_bias": {4: -100},
-        "seed": 7,
-    }
+    penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": -0.5, "logit_bias": {4: -100}}
+    sampling: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "seed": 7, **penalties}
     request = build_request(
         "hi",
         **sampling,
@@ -204,18 +166,9 @@ def test_events_fold_into_a_completion() -> None:
     assert (told.steps, told.tau, told.accept_lengths) == (2, 2.0, [3, 1])
     assert (told.ttft_s, told.decode_s, told.tokens_per_s) == (0.5, 2.0, 2.0)
     assert (told.routed, told.verified_nodes, told.late_drafts, told.bad_drafts) == ([1, -1], [9, 0], 1, 2)
-    assert list(told.to_json()) == JSON_KEYS
-    assert told.to_json()["seed"] == 7
+    assert (told.to_json()["seed"], told.to_json()["tau"], told.to_json()["ids"]) == (7, 2.0, [1, 2, 3, 4, 5])
     assert (told.accepted_prediction_tokens, told.rejected_prediction_tokens) == (6, 7)
-    assert told.to_json()["timings_ns"] == {
-        "queue": 1,
-        "prefill": 0,
-        "draft": 0,
-        "transport": 0,
-        "verify": 0,
-        "accept": 0,
-        "commit": 0,
-    }
+    assert sum(told.to_json()["timings_ns"].values()) == told.to_json()["timings_ns"]["queue"] == 1
 
 
 def test_a_stream_cut_short_folds_into_a_cancelled_completion() -> None:
@@ -225,13 +178,6 @@ def test_a_stream_cut_short_folds_into_a_cancelled_completion() -> None:
     told = answer.completion()
     assert (told.finish_reason, told.ids, told.new_tokens) == ("cancelled", (1, 2, 3, 4), 4)
     assert (told.steps, told.tau) == (0, 1.0)
-
-
-def test_an_answer_of_one_token_has_tau_one_and_no_speed() -> None:
-    answer = Accumulator()
-    for event in (_events()[0], _events()[1], Finished("length", 3, 1, [], [], [])):
-        answer.add(event)
-    assert (answer.completion().tau, answer.completion().tokens_per_s) == (1.0, 0.0)
 
 
 # --- calls ---
@@ -353,11 +299,6 @@ async def test_the_async_client_leaves_it_too_and_cancelling_is_still_cancelling
                 await task
 
 
-def test_no_address_is_an_error() -> None:
-    with pytest.raises(InvalidField, match="address"):
-        Client(" , ")
-
-
 def test_a_field_the_server_refuses_is_named() -> None:
     with echo_server() as (address, _), Client(address) as client, pytest.raises(InvalidField) as error:
         client.generate([2000])
@@ -392,15 +333,4 @@ async def test_the_async_client_answers_as_the_sync_one_does() -> None:
                 async for event in events:
                     if isinstance(event, Chunk):
                         break
-            assert await asyncio.to_thread(echo.cancelled.wait, 5)
-
-
-async def test_cancelling_the_task_cancels_the_call() -> None:
-    with echo_server() as (address, echo):
-        async with AsyncClient(address) as client:
-            task = asyncio.create_task(client.generate("wait"))
-            assert await asyncio.to_thread(echo.arrived.wait, 5)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
             assert await asyncio.to_thread(echo.cancelled.wait, 5)
