@@ -35,7 +35,7 @@ from coppice.adaptation.records import (
 from coppice.backoff import Backoff
 from coppice.config.adaptation import AdaptationSettings
 from coppice.errors import Unavailable
-from coppice.store.connection import Connection
+from coppice.rpc.redis_connection import Connection
 from coppice.telemetry import SignalMetrics
 
 log = structlog.get_logger()

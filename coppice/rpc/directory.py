@@ -60,7 +60,7 @@ class Registry:
     """One pool's replicas in Redis, for one caller at a time. Its methods raise Unavailable."""
 
     def __init__(self, settings: DirectorySettings, role: str, pool: str) -> None:
-        from coppice.store.connection import Connection
+        from coppice.rpc.redis_connection import Connection
 
         self.name = "redis"
         self.key = registry_key(settings.prefix, role, pool)

@@ -24,8 +24,8 @@ from coppice.config.settings import Settings
 from coppice.errors import InvalidField, NotFound, Unavailable
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Directory, drafter_pools
+from coppice.rpc.redis_connection import Connection
 from coppice.rpc.server import Serving
-from coppice.store.connection import Connection
 from coppice.telemetry import AdapterMetrics, serve_metrics
 from coppice.v1 import adapter_pb2
 from coppice.wire.adapter import (

@@ -32,7 +32,7 @@ from coppice.adaptation.records import (
 from coppice.backoff import Backoff
 from coppice.config.adaptation import AdaptationSettings
 from coppice.errors import InvalidField, Unavailable
-from coppice.store.connection import Connection
+from coppice.rpc.redis_connection import Connection
 from coppice.telemetry import AdapterMetrics
 
 from .head_loop import HeadLoop

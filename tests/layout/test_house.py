@@ -15,7 +15,7 @@ ORDER = (
     ("coppice",),
     ("coppice/speculation", "coppice/prompts", "coppice/pictures"),
     ("coppice/config", "coppice/wire", "orchestrator/auto"),
-    ("coppice/engine", "coppice/store", "coppice/stack", "coppice/heads/models"),
+    ("coppice/engine", "coppice/stack", "coppice/heads/models"),
     ("coppice/rpc",),
     ("coppice/client", "coppice/weights"),
     ("coppice/heads",),

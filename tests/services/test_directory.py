@@ -20,9 +20,9 @@ from coppice.errors import InvalidField
 from coppice.limits import Limits
 from coppice.rpc.channels import Dialer
 from coppice.rpc.directory import Registration, directory, registration_of, registry_key
+from coppice.rpc.redis_connection import Connection
 from coppice.rpc.server import Serving
 from coppice.stack.redis_server import LocalRedis
-from coppice.store.connection import Connection
 from coppice.v1 import drafter_pb2
 from coppice.wire.common import FeatureRef
 from services.drafter.following import Verifiers

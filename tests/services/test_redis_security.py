@@ -19,8 +19,8 @@ from coppice.adaptation.producer import Producer
 from coppice.config.adaptation import AdaptationSettings
 from coppice.config.settings import load_settings
 from coppice.errors import InvalidField
+from coppice.rpc.redis_connection import connect
 from coppice.stack.redis_server import find_server
-from coppice.store.connection import connect
 from coppice.telemetry import AdapterMetrics, SignalMetrics
 from services.adapter.adapting import Lease
 from services.adapter.inbox import Inbox

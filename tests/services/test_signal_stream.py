@@ -23,8 +23,8 @@ from coppice.adaptation.record_queue import BOUNDS, Bounds, Stream
 from coppice.adaptation.records import NUMBER, SENDER, Demand, QueryRecord, Sample, demand_key, query_to_fields
 from coppice.config.adaptation import AdaptationSettings
 from coppice.errors import Unavailable
+from coppice.rpc.redis_connection import Connection
 from coppice.stack.redis_server import LocalRedis, find_server
-from coppice.store.connection import Connection
 from coppice.telemetry import AdapterMetrics, SignalMetrics
 from services.adapter.inbox import Inbox
 from tests.signals import Counts, counts, eventually, queries, samples

@@ -1,1 +1,0 @@
-"""Redis: connections, with scripts that run in it, and the registry of replicas."""
