@@ -64,8 +64,7 @@ def picture(flag: str, what: str) -> Any:
 Heads = Annotated[
     list[str] | None,
     names(
-        "Draft heads; KIND is bigram, lookup, lm, eagle3, specblock, medusa, parallelspec, falcon, dflash, jetspec or "
-        "dspark.",
+        "Draft heads; KIND is bigram, lookup, lm, eagle3, specblock, dflash, jetspec, dspark or what a package adds.",
         "--head",
         metavar="NAME=KIND[:DIR],...",
     ),

@@ -1,12 +1,11 @@
 """Heads that draft in blocks: K tokens a forward, M forwards a step, the later ones from several nodes at once.
 
-`specblock` branches by a rank head (SpecBlock, section 3); `falcon`'s tree is static (SpecBlock, appendix A.4).
+`specblock` branches by a rank head (SpecBlock, section 3).
 `eagle3` has blocks of one token, so that a forward adds a level (EAGLE-3, EAGLE-2).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -34,9 +33,6 @@ BUDGET_OF_A_START = 8  # nodes of the tree that a start should be good for; more
 BUDGET_OF_A_NOISY_START = 4  # the same in a coupled draft: noise leaves the greedy chain early and often
 WIDTHS = (2, 4, 6, 10)
 """tokens that a slot branches into, by the rank head's bucket"""
-FIRST, OTHERS = 0.6, 0.25
-"""how often a slot's best token is the target's and how often one of its others, roughly and of no head in particular:
-between what `coppice bench paper rank` prints of two trained heads"""
 
 
 @dataclass
@@ -62,8 +58,7 @@ class BlockHead(FeatureHead):
 
     anytime: ClassVar[bool] = True
     """whether a block is sent as soon as it exists, and not the whole tree at its end"""
-    worth: Sequence[float] | None = None
-    """(W,) log-scores that nodes are chosen by, by their rank in a slot; None: their own"""
+    tree: ClassVar[type[BlockTree]] = BlockTree
 
     def __init__(self, settings: DrafterSettings, widths: Sequence[int], blocks: int = BLOCKS) -> None:
         """A slot branches into widths[bucket] tokens, and ends the block at 0. `blocks` are the forwards of a draft.
@@ -73,8 +68,7 @@ class BlockHead(FeatureHead):
         super().__init__(settings)
         self._widths, self._num_blocks = widths, blocks
         self.deepest = self.slots * blocks
-        every = (1 << self.slots) - 1
-        self._own = [every if self.config.relaxed else every >> later for later in reversed(range(self.slots))]
+        self._own = [(2 << slot) - 1 for slot in range(self.slots)]  # as bits, which slots of its block a slot sees
 
     @property
     def slots(self) -> int:
@@ -106,7 +100,7 @@ class BlockHead(FeatureHead):
         active = [
             _Active(
                 at,
-                BlockTree(jobs[at], self.most_starts(jobs[at]), self.settings.chain, self.worth),
+                self.tree(jobs[at], self.most_starts(jobs[at]), self.settings.chain),
                 its_noise,
                 output[0][:0],
                 self._keep_draft(jobs[at]),
@@ -184,18 +178,13 @@ class SpecBlockHead(BlockHead):
 
     kind = "specblock"
 
-    def __init__(
-        self, settings: DrafterSettings, widths: Sequence[int] = WIDTHS, rank_guided: bool = True, blocks: int = BLOCKS
-    ) -> None:
-        """Unless `rank_guided`, every slot branches into widths[1] tokens. A chain has one token a slot."""
-        if settings.chain:
-            widths, rank_guided = (1,) * BUCKETS, False
-        self._rank_guided = rank_guided
-        super().__init__(settings, widths if rank_guided else (widths[1],) * BUCKETS, blocks)
+    def __init__(self, settings: DrafterSettings) -> None:
+        """A chain has one token a slot."""
+        super().__init__(settings, (1,) * BUCKETS if settings.chain else WIDTHS)
 
     def buckets(self, logits: Tensor, normed: Tensor) -> Tensor:
-        """Return the rank head's answers, or bucket 1 everywhere."""
-        if not self._rank_guided:
+        """Return the rank head's answers, which a chain does not need."""
+        if self.settings.chain:
             return super().buckets(logits, normed)
         buckets: Tensor = self.model.rank(normed, logits).argmax(-1)
         return buckets
@@ -222,29 +211,3 @@ class Eagle3Head(BlockHead):
     def _add(self, tree: BlockTree, blocks: Blocks, deeper: bool) -> None:
         """Add a level."""
         tree.grow_level([slots[0] for slots in blocks.tokens], [slots[0] for slots in blocks.scores], deeper)
-
-
-class FalconHead(BlockHead):
-    """A trained Falcon drafter.
-
-    Which nodes a tree has and where its later blocks start depends on the ranks of tokens in their slots, never on what
-    the model gives them: the tree grows as that of a drafter whose slots are all as sure as `prior` says.
-    """
-
-    kind = "falcon"
-    anytime = False  # a receiver would prune what a later block displaces by the model's scores
-
-    def __init__(self, settings: DrafterSettings, blocks: int = BLOCKS) -> None:
-        width = with_tree_shape(settings).top_k
-        super().__init__(settings, (width,) * BUCKETS, blocks)
-        self.worth = prior(width + 1)  # one more for a greedy token that noise puts behind the others
-
-
-def prior(width: int) -> list[float]:
-    """Return the (width,) log-probabilities that the static tree gives to a slot's tokens by rank.
-
-    The others fall as 1 / rank^2. All are in 1024ths, so that sums are exact: of equal ones every machine takes the
-    earlier node.
-    """
-    chances = [FIRST, *(OTHERS / (rank * (rank + 1)) for rank in range(1, width))]
-    return [round(math.log(chance) * 1024) / 1024 for chance in chances]

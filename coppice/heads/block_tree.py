@@ -62,9 +62,9 @@ class Blocks(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a block may start: a node, what it is worth, and which slot made it."""
+    """Where a block may start: a node, its score, and which slot made it."""
 
-    worth: float
+    score: float
     node: int
     row: int
     slot: int
@@ -88,23 +88,16 @@ class BlockTree:
     """starts of a forward, the likeliest ones"""
     chain: bool = False
     """one branch: a block ends where the noise leaves its greedy chain, and the next one goes on from there"""
-    by_place: Sequence[float] | None = None
-    """(W,) log-scores that nodes and starts are chosen by, of the places in a slot; None: the tokens' own"""
     starts: Starts = field(default_factory=lambda: _starts(1))
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)  # cumulative
-    worth: list[float] = field(default_factory=list)  # cumulative, what is chosen by
     edge: float = -math.inf
-    """worth at or below which a node to come is not among the `budget` best"""
+    """score at or below which a node to come is not among the `budget` best"""
     sent: list[int] = field(default_factory=list)  # a candidate's number in what was sent, 0: not sent
     sent_count: int = 0
     block: list[int] = field(default_factory=list)
     """of the last forward (S * K,) the node whose children each slot's tokens are, -1 where they are not in the tree"""
-
-    def __post_init__(self) -> None:
-        if self.by_place is None:
-            self.worth = self.scores
 
     def grow(self, blocks: Blocks, widths: Sequence[int], deeper: bool) -> None:
         """Add what a forward predicts behind the starts, and choose the next starts if there is another forward.
@@ -115,27 +108,26 @@ class BlockTree:
         self.block = []
         places: list[_Place] = []
         for row, (node, tokens, scores, spines, buckets) in enumerate(zip(self.starts.nodes, *blocks, strict=True)):
-            score, worth = (self.scores[node - 1], self.worth[node - 1]) if node else (0.0, 0.0)
+            score = self.scores[node - 1] if node else 0.0
             alive = self._alive(spines, [widths[bucket] for bucket in buckets])
             for slot in range(alive):
                 self.block.append(node)
                 spine, bucket = spines[slot], buckets[slot]
                 width = 1 if self.chain else min(widths[bucket], len(tokens[slot]))
-                parent, above, worth_above = node, score, worth
+                parent, above = node, score
                 for place in range(width) if spine < width or self.chain else (*range(width), spine):
                     its_score = above + scores[slot][place]
-                    its_worth = its_score if self.by_place is None else worth_above + self.by_place[place]
                     if place == spine:
                         # The greedy tokens inside a chain are no starts: the block predicts on from them itself.
                         begins = slot == alive - 1
-                        node, score, worth = len(self.tokens) + 1, its_score, its_worth
-                    elif its_worth <= self.edge:
+                        node, score = len(self.tokens) + 1, its_score
+                    elif its_score <= self.edge:
                         continue
                     else:
                         begins = bucket != CONFIDENT or place < spine
-                    self._add(tokens[slot][place], parent, its_score, its_worth)
+                    self._add(tokens[slot][place], parent, its_score)
                     if begins:
-                        places.append(_Place(its_worth, len(self.tokens), row, slot))
+                        places.append(_Place(its_score, len(self.tokens), row, slot))
             self.block += [-1] * (len(tokens) - alive)
         self._choose_starts(places if deeper else [], len(blocks.tokens[0]))
 
@@ -159,25 +151,23 @@ class BlockTree:
                 score = above + value
                 if score <= self.edge:
                     break
-                self._add(token, parent, score, score)
+                self._add(token, parent, score)
                 places.append(_Place(score, len(self.tokens), row, 0))
         self._choose_starts(places if deeper else [], 1, child)
 
-    def _add(self, token: int, parent: int, score: float, worth: float) -> None:
+    def _add(self, token: int, parent: int, score: float) -> None:
         """Append a candidate."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.scores.append(score)
-        if self.by_place is not None:
-            self.worth.append(worth)
 
     def _choose_starts(self, places: list[_Place], slots: int, child: float = 0.0) -> None:
         """Let the next forward's blocks, of `slots` entries each, start from the best of the places."""
         budget, before = self.job.budget, self.starts
-        if places and len(self.worth) >= budget:
-            self.edge = sorted(self.worth)[-budget]
-        places.sort(key=lambda place: place.worth, reverse=True)  # stable: the same tree on every machine
-        best = [place for place in places[: self.most_starts] if place.worth + child > self.edge]
+        if places and len(self.scores) >= budget:
+            self.edge = sorted(self.scores)[-budget]
+        places.sort(key=lambda place: place.score, reverse=True)  # stable: the same tree on every machine
+        best = [place for place in places[: self.most_starts] if place.score + child > self.edge]
         entries = before.entries
         self.starts = Starts(
             [place.node for place in best],
@@ -191,7 +181,7 @@ class BlockTree:
     def send(self, number: int, last: bool) -> Growth:
         """Return what is new among the `budget` best candidates; a receiver prunes earlier ones that fell out."""
         sent = self.sent = self.sent + [0] * (len(self.tokens) - len(self.sent))
-        best = sorted(range(len(sent)), key=self.worth.__getitem__, reverse=True)[: self.job.budget]
+        best = sorted(range(len(sent)), key=self.scores.__getitem__, reverse=True)[: self.job.budget]
         new = sorted([at for at in best if not sent[at]][: MAX_TREE_NODES - self.sent_count])
         for at in new:
             self.sent_count += 1

@@ -29,11 +29,8 @@ from coppice.engine.engine import default_feature_layers
 from coppice.engine.modules import SIBLINGS
 from coppice.errors import InvalidField
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
-from coppice.heads.models.falcon import FalconConfig, FalconModel
 from coppice.heads.models.layers import HeadConfig
 from coppice.heads.models.masked_block import DFlashConfig, DSparkConfig, JetSpecConfig, MaskedBlockModel
-from coppice.heads.models.medusa import MedusaConfig, MedusaModel
-from coppice.heads.models.parallelspec import ParallelSpecConfig, ParallelSpecModel
 from coppice.heads.models.specblock import SpecBlockConfig, SpecBlockModel
 from coppice.machine import extension, extensions
 
@@ -43,9 +40,6 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
     {
         "specblock": (SpecBlockConfig, SpecBlockModel),
         "eagle3": (Eagle3Config, Eagle3Model),
-        "medusa": (MedusaConfig, MedusaModel),
-        "parallelspec": (ParallelSpecConfig, ParallelSpecModel),
-        "falcon": (FalconConfig, FalconModel),
         "dflash": (DFlashConfig, MaskedBlockModel),
         "jetspec": (JetSpecConfig, MaskedBlockModel),
         "dspark": (DSparkConfig, MaskedBlockModel),

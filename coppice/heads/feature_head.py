@@ -139,9 +139,9 @@ Output = tuple[Tensor, Tensor, Tensor]
 
 
 @lru_cache(16)
-def _earlier(rows: int, slots: int) -> NDArray[np.bool_]:
-    """Return (rows * slots, rows * slots): whether the second one's row is no later than the first one's."""
-    return np.tri(rows, dtype=np.bool_).repeat(slots, axis=0).repeat(slots, axis=1)
+def _earlier(entries: int) -> NDArray[np.bool_]:
+    """Return (entries, entries): whether the second one is no later than the first one."""
+    return np.tri(entries, dtype=np.bool_)
 
 
 class FeatureHead(Head):
@@ -368,7 +368,7 @@ class FeatureHead(Head):
 
     def _visible(self, rows: int) -> NDArray[np.bool_]:
         """Return (rows * slots, rows * slots): which entries of rows in a row each of them sees."""
-        return _earlier(rows, self.slots) if self.config.relaxed else _earlier(rows * self.slots, 1)
+        return _earlier(rows * self.slots)
 
     def _query_rows(self, jobs: Sequence[DraftJob]) -> Rows:
         """Make all jobs' rows up to the one that reads the root; the (J,) last ones are kept."""

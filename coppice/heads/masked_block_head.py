@@ -7,7 +7,8 @@ slots' tokens (DDTree, arXiv 2604.12989). With one, each node's children are sco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,17 +19,76 @@ from coppice.config.sections import DrafterSettings
 from coppice.engine.attention import Layer
 from coppice.engine.rows import Tail
 from coppice.engine.sdpa import Sdpa
-from coppice.heads.base import DraftJob
+from coppice.heads.base import DraftJob, Growth
 from coppice.heads.block_tree import BlockTree, row_slices
+from coppice.heads.feature_head import FeatureHead
 from coppice.heads.feature_session import FeatureSession
 from coppice.heads.models.layers import Attend
 from coppice.heads.models.masked_block import MaskedBlockModel
-from coppice.heads.parallel_head import ParallelHead
 
 PARENTS = 4
 """nodes of a level, the likeliest ones, whose children a Markov table scores (PCTree's k: more gain nothing)"""
 BEST_CHILD = -0.7
 """log-score of a child that a node is expanded for: it would have to be in the tree. A level costs as much for one."""
+
+
+class ParallelHead(FeatureHead):
+    """A head that predicts all of a draft's tokens in one forward.
+
+    The tree is every combination of the slots' `top_k` tokens, pruned to the budget by cumulative probability.
+    """
+
+    def __init__(self, settings: DrafterSettings) -> None:
+        super().__init__(settings)
+        self.deepest = min(self.config.slots, self.settings.depth)
+
+    @property
+    def scratch(self) -> int:
+        """KV entries that a draft writes behind its rows."""
+        return 0
+
+    def most_starts(self, job: DraftJob) -> int:
+        """Return how many nodes of a level have children: all that may be in the tree."""
+        return job.budget
+
+    def width(self, jobs: Sequence[DraftJob]) -> int:
+        """Return how many tokens of a slot are looked at."""
+        return self.settings.top_k
+
+    def _draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
+        """All trees, each sent as a whole."""
+        yield self._drafted(jobs)
+
+    @torch.inference_mode()
+    def _drafted(self, jobs: Sequence[DraftJob]) -> list[Growth]:
+        trees = [BlockTree(job, self.most_starts(job)) for job in jobs]
+        active = [tree for tree in trees if self._room(tree.job, self.scratch)]
+        if active:
+            self._grow(active)
+        return [tree.send(number, last=True) for number, tree in enumerate(trees)]
+
+    def _grow(self, trees: Sequence[BlockTree]) -> None:
+        jobs = [tree.job for tree in trees]
+        scores = self._predict(jobs).float()
+        self._settle(jobs)
+        for row, job in enumerate(jobs):
+            self.ranking.score(scores[row], job, self._noise(job, self.deepest))
+        tokens, values, _ = self.ranking.likeliest(scores, self.width(jobs))
+        for tree, slot_tokens, slot_scores in zip(trees, tokens.tolist(), values.tolist(), strict=True):
+            cross(tree, slot_tokens, slot_scores)
+
+    @abstractmethod
+    def _predict(self, jobs: Sequence[DraftJob]) -> Tensor:
+        """Return (J, deepest, draft vocabulary) logits of each slot behind each job's root; rows end up in KV."""
+
+
+def cross(tree: BlockTree, tokens: list[list[int]], scores: list[list[float]]) -> None:
+    """Add all paths over slots that know nothing of one another: (K, W) tokens, each slot's best first."""
+    for depth, (of_slot, values) in enumerate(zip(tokens, scores, strict=True), start=1):
+        count = len(tree.starts)
+        tree.grow_level([of_slot] * count, [values] * count, depth < len(tokens))
+        if not len(tree.starts):
+            return
 
 
 @dataclass(frozen=True)

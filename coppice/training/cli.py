@@ -144,7 +144,7 @@ def train_head(
     head = build(config)
     if trainer.train_head(head, config, schedule, rates):
         trainer.export_head(head, config, out)
-        lengths = read_expectation(out).lengths if kind in FEATURE_KINDS else {}
+        lengths = read_expectation(out).lengths if (out / "config.json").is_file() else {}
         figures = "".join(f", accepted length {length:.2f} on {name}" for name, length in lengths.items())
         note = warning_of(out) if lengths else ""
         warning = f"\nwarning: {note}; more --tokens may help" if note else ""

@@ -59,10 +59,7 @@ ANCHOR_ROWS = 4
 """blocks of masks learn from one row in so many"""
 LOSSES: Mapping[str, dict[str, Any]] = {
     "specblock": {"blocks": 3, "valid_prefix": True, "every": LATER_ROWS},
-    "falcon": {"blocks": 2, "every": LATER_ROWS},
     "eagle3": {"blocks": STEPS, "decay": DECAY},
-    "medusa": {"decay": DECAY},
-    "parallelspec": {"decay": DECAY},
     **{kind: {"distance": l1_loss, "decay": SLOT_DECAY, "every": ANCHOR_ROWS} for kind in MASKED_KINDS},
 }
 """what a kind of head learns by"""
@@ -138,11 +135,9 @@ def build_student(config: HeadConfig, embedding: Tensor, output: Tensor, draft_i
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(
-                ("o_proj.weight", "down_proj.weight", "residual.weight", "markov_w2.weight", "head.proj.weight")
-            ):
+            if name.endswith(("o_proj.weight", "down_proj.weight", "markov_w2.weight", "head.proj.weight")):
                 parameter.zero_()
-            elif name.endswith(("position_queries.weight", "mask_tokens.weight")):
+            elif name.endswith("position_queries.weight"):
                 nn.init.normal_(parameter, std=0.02)
             elif name.startswith("shift_proj"):  # starts as the identity: slot k of the layer before
                 parameter.copy_(torch.eye(config.hidden_size, 2 * config.hidden_size))
@@ -158,8 +153,13 @@ class FeatureHeadInTraining(Student, HeadInTraining):
 
     best_by = LENGTH
 
-    def __init__(self, config: TrainingConfig, draft_vocab: int = DRAFT_VOCAB) -> None:
-        """Raises InvalidField as `head_config` does, and for answers of other layers than a resumed run's head."""
+    def __init__(
+        self, config: TrainingConfig, draft_vocab: int = DRAFT_VOCAB, learns_by: Mapping[str, Any] | None = None
+    ) -> None:
+        """`learns_by` are fields of the HeadLoss of a kind that LOSSES does not have.
+
+        Raises InvalidField as `head_config` does, and for answers of other layers than a resumed run's head.
+        """
         kind, answers, options = config.kind, config.answers, config.options
         parts, output = read_target(config.target), read_output(config.target)
         draft_ids = draft_vocabulary(answers, parts.vocab_size, draft_vocab)
@@ -178,7 +178,7 @@ class FeatureHeadInTraining(Student, HeadInTraining):
         config.work.mkdir(parents=True, exist_ok=True)
         (config.work / HEAD).write_text(json.dumps(record) + "\n", encoding="utf-8")
         self.config, self.teacher = config, Teacher(answers.read, output.to(options.device), draft_ids)
-        self.trained = HeadLoss(self.teacher, **LOSSES[kind])
+        self.trained = HeadLoss(self.teacher, **(learns_by or LOSSES[kind]))
         # The mask admits more and harder rows as a head learns, so a masked loss rises when the head gets better.
         self.judge = replace(self.trained.whole(sizes.slots, STEPS), valid_prefix=False, rank_on=lambda: False)
         self.texts = held_out(answers, options.device)
@@ -204,8 +204,8 @@ class FeatureHeadInTraining(Student, HeadInTraining):
         """Write the head in its public layout, with card and report."""
         kind, run = self.config.kind, read_run(self.config.work)
         self.bfloat16().float()  # what is measured is what is shipped: the rounded weights
-        loss, model = HeadLoss(self.teacher), cast(Any, self.model)
-        domains = {name: [measure(self, loss, [text]) for text in texts] for name, texts in self.texts.items()}
+        model = cast(Any, self.model)
+        domains = {name: [measure(self, self.trained, [text]) for text in texts] for name, texts in self.texts.items()}
         acceptance = sum(chain.from_iterable(domains.values()), Acceptance())
         expected = expectation({name: [text.counts for text in texts] for name, texts in domains.items()})
         log = [json.loads(line) for line in (self.config.work / "log.jsonl").read_text(encoding="utf-8").splitlines()]

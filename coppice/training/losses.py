@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from coppice.heads.models.layers import Attend
 from coppice.heads.models.masked_block import MaskedBlockModel
-from coppice.heads.models.medusa import MedusaModel
-from coppice.heads.models.parallelspec import ParallelSpecModel
 from coppice.training.answers import Answer
 
 
@@ -104,18 +102,6 @@ def visible(rows: int, slots: int, cuts: Sequence[int], chosen: Tensor | None = 
         seen = (row[:, None] == their_row[None]) & path
         parts.append(seen | (row[:, None] > their_row[None]) if block == 0 else seen)
     return torch.cat(parts, dim=1)
-
-
-def groups_visible(rows: int, slots: int) -> Tensor:
-    """Return (N + N * K, N + N * K) bool: what a prefix's rows and the K mask tokens behind each of them see.
-
-    A mask sees the rows up to its own and its group up to itself, never another group (SpecBlock, appendix A.4).
-    """
-    prefix = torch.arange(rows)
-    row, slot = prefix.repeat_interleave(slots), torch.arange(slots).repeat(rows)
-    causal = torch.cat((prefix, row))[:, None] >= prefix
-    own = (row[:, None] == row) & (slot[:, None] >= slot)
-    return torch.cat((causal, torch.cat((own.new_zeros(rows, rows * slots), own))), dim=1)
 
 
 def anchored_visible(rows: Tensor, count: int, size: int, causal: bool) -> Tensor:
@@ -209,21 +195,20 @@ class Targets:
         return (self.rows + offset).clamp(max=self.ids.shape[1] - 1)
 
 
-def walk(student: Any, answer: Answer, targets: Targets, later: Tensor, cuts: Sequence[int]) -> Iterator[Tensor]:
+def walk(
+    student: Any, answer: Answer, targets: Targets, later: Tensor, cuts: Sequence[int], relaxed: bool = False
+) -> Iterator[Tensor]:
     """Yield a block's (B, n, K, hidden) states behind every row, then of blocks behind the cuts of `later` rows.
 
-    Heads that draft at once have the first alone.
+    Heads that draft at once have the first alone. `relaxed` is as for `visible`.
     """
     model, rows = student.model, len(targets.rows)
     if isinstance(model, MaskedBlockModel):
         yield block_states(student, answer, targets)
         return
-    if isinstance(model, MedusaModel | ParallelSpecModel):
-        yield slot_states(student, answer, targets)
-        return
     config = model.config
     condition, offset = model.condition(answer.features[:, :rows]), 0
-    attention = PathAttention(rows, config.slots, config.num_hidden_layers, later, config.relaxed)
+    attention = PathAttention(rows, config.slots, config.num_hidden_layers, later, relaxed)
     for block, cut in enumerate(cuts):
         position = targets.rows[None] + (offset if config.block_rope_advance else 0)
         token = student.embedding[targets.token(offset)]
@@ -235,27 +220,6 @@ def walk(student: Any, answer: Answer, targets: Targets, later: Tensor, cuts: Se
         if block == 0:
             condition, targets = condition[:, later], replace(targets, rows=later)
         attention.cuts.append(cut)
-
-
-def slot_states(student: Any, answer: Answer, targets: Targets) -> Tensor:
-    """Return the (B, N, K, hidden) states of all slots behind every row of the answers, of a head that drafts at once.
-
-    The masks of all of ParallelSpec's rows share one forward.
-    """
-    model: MedusaModel | ParallelSpecModel = student.model
-    features = answer.features[:, : len(targets.rows)]
-    if isinstance(model, MedusaModel):
-        states: Tensor = model(features)
-        return states
-    rows, slots = targets.rows, model.config.slots
-    prefix = model.prefix(features, student.embedding[targets.token(0)])  # (B, N, hidden)
-    texts, count, hidden = prefix.shape
-    masks = model.mask_tokens.weight.repeat(texts, count, 1)
-    positions = torch.cat((rows, (rows[:, None] + 1 + torch.arange(slots, device=rows.device)).flatten()))
-    attend = partial(attend_by, groups_visible(count, slots).to(rows.device))
-    rope = model.rope(positions[None], prefix.dtype)
-    states = model(torch.cat((prefix, masks), dim=1), rope, [attend] * model.config.num_hidden_layers)
-    return states[:, count:].view(texts, count, slots, hidden)
 
 
 def block_states(student: Any, answer: Answer, targets: Targets) -> Tensor:
@@ -364,6 +328,8 @@ class HeadLoss:
     """whether a block's mask forgets that the block before went wrong"""
     observe: Callable[[SlotOutput], None] | None = None
     anchor: Anchor | None = None
+    states: Callable[[Any, Answer, Targets, Tensor, Sequence[int]], Iterator[Tensor]] = walk
+    """what a kind's model computes in training"""
 
     def whole(self, slots: int, steps: int) -> HeadLoss:
         """Return the loss over two blocks without cuts, or over so many `steps` of a head with one of the `slots`."""
@@ -381,12 +347,12 @@ class HeadLoss:
         cuts = [self.cut or 1 + (drawn + 7919 * block) % model.config.slots for block in range(self.blocks)]
         near: Iterable[Tensor | None] = repeat(None)
         if self.anchor is not None:
-            near = torch.no_grad()(walk)(self.anchor.student, answer, targets, later, cuts)
+            near = torch.no_grad()(self.states)(self.anchor.student, answer, targets, later, cuts)
         total, offset, weight, weights = answer.features.new_zeros(()), 0, 1.0, 0.0
         sure = getattr(model, "confidence_head", None) is not None and self.rank_on()
         ranked = hasattr(model, "rank_head") and self.rank_on()
         valid = torch.ones_like(inputs[:, : len(targets.rows)], dtype=torch.bool)
-        walked = zip(walk(student, answer, targets, later, cuts), near, strict=False)
+        walked = zip(self.states(student, answer, targets, later, cuts), near, strict=False)
         for block, (states, anchored) in enumerate(walked):
             of_block, right = states.new_zeros(()), valid
             for slot in range(states.shape[2]):

@@ -28,7 +28,7 @@ redis: {port: {{ .Values.redis.port }}}
 
 {{/* Kinds of heads that read the target's features. */}}
 {{- define "coppice.featureKinds" -}}
-[eagle3, specblock, medusa, parallelspec, falcon, dflash, jetspec, dspark]
+[eagle3, specblock, dflash, jetspec, dspark]
 {{- end }}
 
 {{/* Every replica of every head, NAME=PLACE, of those in the verifiers' processes first: (list ROOT ADAPTED), the latter

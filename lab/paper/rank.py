@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,35 +12,30 @@ from torch import Tensor
 
 from coppice.config.sections import DrafterSettings
 from coppice.engine.loading import load_engine
-from coppice.heads.base import DraftJob, Head, Miss
-from coppice.heads.block_head import SpecBlockHead
+from coppice.heads.base import DraftJob, Head
+from coppice.heads.block_head import BLOCKS, BlockHead, SpecBlockHead
 from coppice.heads.checkpoints import load_head, read_output
 from coppice.heads.ranking import target_ids
-from coppice.speculation.routing import first_miss
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree, dedup, extend, prune
 from coppice.stack.spec import StackSpec
 from coppice.training.answers import Answer, Answerer, as_positions
 from coppice.training.losses import Acceptance, HeadLoss, Student, Teacher, measure
 from coppice.training.progress import Progress
-from coppice.wire.common import Rejection
 from coppice.wire.drafter import Advance, OpenDraft
 from lab.bare import wire_features
 from lab.report import Report
 
 KEY = 0
-TOP_N = 32  # likeliest ids that the target tells of a miss, as the orchestrator asks for
-Missed = tuple[Rejection, Miss]
 
 
 @dataclass(frozen=True)
 class Replay:
-    """Steps, tokens they committed, nodes they would have verified, and what was missed if that is wanted."""
+    """Steps, tokens they committed, and nodes they would have verified."""
 
     steps: int = 0
     tokens: int = 0
     nodes: int = 0
-    misses: tuple[Missed, ...] = ()
 
     @property
     def tau(self) -> float:
@@ -48,20 +43,7 @@ class Replay:
         return self.tokens / max(1, self.steps)
 
     def __add__(self, other: Replay) -> Replay:
-        return Replay(
-            self.steps + other.steps, self.tokens + other.tokens, self.nodes + other.nodes, self.misses + other.misses
-        )
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step along a text: what was drafted behind its root, and the positions of this root and of the next one."""
-
-    trees: tuple[DraftTree, ...]
-    """one for each budget; the first is verified"""
-    root: int
-    end: int
-    missed: tuple[Missed, ...]
+        return Replay(self.steps + other.steps, self.tokens + other.tokens, self.nodes + other.nodes)
 
 
 def replay_all(head: Head, texts: Sequence[tuple[Answer, int]], budget: int) -> Replay:
@@ -69,56 +51,24 @@ def replay_all(head: Head, texts: Sequence[tuple[Answer, int]], budget: int) -> 
     return sum((replay(head, text, prompt, budget) for text, prompt in texts), Replay())
 
 
-def replay(head: Head, text: Answer, prompt: int, budget: int, output: Tensor | None = None) -> Replay:
-    """Draft with at most `budget` nodes a step along a (T,) text whose first `prompt` tokens are given.
-
-    With the (V, hidden) weights of the target's output layer also note what the head missed.
-    """
-    taken = steps(head, text, prompt, [budget], output=output)
-    return sum((Replay(1, one.end - one.root, len(one.trees[0]), one.missed) for one in taken), Replay())
-
-
-def steps(
-    head: Head,
-    text: Answer,
-    prompt: int,
-    budgets: Sequence[int],
-    sampling: SamplingParams | None = None,
-    output: Tensor | None = None,
-) -> Iterator[Step]:
-    """Draft with at most so many nodes a step along a (T,) text, whose end is the last root; see `replay`."""
+def replay(head: Head, text: Answer, prompt: int, budget: int) -> Replay:
+    """Draft with at most `budget` nodes a step along a (T,) text whose first `prompt` tokens are given."""
     ids: list[int] = text.ids.tolist()
-    features, sampling = text.features.float(), sampling or SamplingParams()
-    read = wire_features(features, 0, prompt)
-    opening = OpenDraft("", ids[:prompt], sampling, features=read, want_misses=output is not None)
+    features, sampling, total = text.features.float(), SamplingParams(), Replay()
+    opening = OpenDraft("", ids[:prompt], sampling, features=wire_features(features, 0, prompt))
     try:
         for _ in head.open(KEY, opening):
             pass
-        known = prompt
-        while known + 1 < len(ids):
-            trees = tuple(_drafted(head, DraftJob(KEY, ids[known], known, budget, sampling)) for budget in budgets)
-            accepted = _followed(trees[0], ids[known + 1 :])
-            end = min(known + 1 + accepted, len(ids) - 1)  # the next root
-            rejection = None if output is None else _rejected(trees[0], text, known + 1, end, output)
-            miss = head.advance(KEY, Advance(ids[known:end], wire_features(features, known, end), rejection))
-            missed = () if rejection is None or miss is None else ((rejection, miss),)
-            yield Step(trees, known, end, missed)
-            known = end
+        root = prompt
+        while root + 1 < len(ids):
+            tree = _drafted(head, DraftJob(KEY, ids[root], root, budget, sampling))
+            end = min(root + 1 + _followed(tree, ids[root + 1 :]), len(ids) - 1)  # the next root
+            head.advance(KEY, Advance(ids[root:end], wire_features(features, root, end)))
+            total += Replay(1, end - root, len(tree))
+            root = end
+        return total
     finally:
         head.close(KEY)
-
-
-def _rejected(tree: DraftTree, text: Answer, start: int, end: int, output: Tensor) -> Rejection | None:
-    """What the target said where the tree left the tokens start..end of a text; None when it held all of them."""
-    missed = first_miss(tree, text.ids[start : end + 1].tolist())
-    if missed is None:
-        return None
-    depth, node = missed
-    position = start + depth
-    logits = text.final[position - 1].float() @ output.T
-    log_probs, top = logits.log_softmax(-1).topk(min(TOP_N, len(output)))
-    tail = max(0.0, 1.0 - float(log_probs.exp().sum()))
-    return Rejection(position, node, int(text.ids[position]), top.numpy(), log_probs.numpy(), tail)
 
 
 def _drafted(head: Head, job: DraftJob) -> DraftTree:
@@ -154,6 +104,21 @@ TREES: dict[str, tuple[tuple[int, int, int, int], bool]] = {
     "cumulative score alone, 10 a slot": ((10, 10, 10, 10), False),
 }
 """widths, and whether the rank head is asked; every tree is pruned to the same number of nodes"""
+
+
+class BranchingHead(SpecBlockHead):
+    """A SpecBlock head whose slots branch into other widths, with its rank head or without."""
+
+    def __init__(
+        self, settings: DrafterSettings, widths: Sequence[int], rank_guided: bool = True, blocks: int = BLOCKS
+    ) -> None:
+        """Unless `rank_guided`, every slot branches into widths[1] tokens."""
+        self._rank_guided = rank_guided
+        BlockHead.__init__(self, settings, widths if rank_guided else (widths[1],) * len(widths), blocks)
+
+    def buckets(self, logits: Tensor, normed: Tensor) -> Tensor:
+        """Return the rank head's answers, or bucket 1 everywhere."""
+        return super().buckets(logits, normed) if self._rank_guided else BlockHead.buckets(self, logits, normed)
 
 
 def run_rank(spec: StackSpec, report: Report, prompts: Sequence[Sequence[int]], new_tokens: int, budget: int) -> None:
@@ -217,6 +182,5 @@ def tree_gains(folder: Path, target: Path, texts: Sequence[tuple[Answer, int]], 
     settings = DrafterSettings(kind="specblock", path=str(folder), target=str(target))
     gains = {}
     for name, (widths, guided) in TREES.items():
-        head = SpecBlockHead(settings, widths, guided)
-        gains[name] = replay_all(head, texts, budget)
+        gains[name] = replay_all(BranchingHead(settings, widths, guided), texts, budget)
     return gains

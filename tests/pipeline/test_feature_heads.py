@@ -37,7 +37,7 @@ GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0, seed=4)
 POLICIES = ("single:block", "single:eagle", "route", "route-sum", "merge", "merge-dedup", "merge-full")
 BUDGETS = (0, 1, 8, 31, 60)
 KINDS = {"block": "specblock", "eagle": "eagle3"}
-BASELINES = ("medusa", "parallelspec", "falcon", "dflash", "jetspec")
+BASELINES = ("dflash", "jetspec")
 StartService = Callable[..., Service]
 
 

@@ -29,7 +29,7 @@ from tests.unit.test_feature_heads import HIDDEN, VOCAB, Text, assert_same, draf
 LENGTH, NEW, BUDGET, DEPTH = 40, 3, 30, 4
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8, seed=2**63 + 5)
 SAMPLINGS = {"greedy": [GREEDY], "mixed": [GREEDY, SAMPLED]}
-COPIES = {"specblock": (2, 2), "falcon": (2, 2), "eagle3": (DEPTH, DEPTH), "lm": (DEPTH, DEPTH)}
+COPIES = {"specblock": (2, 2), "eagle3": (DEPTH, DEPTH), "lm": (DEPTH, DEPTH)}
 """of a draft, to the device and back: one of each for every forward"""
 
 

@@ -230,7 +230,7 @@ def test_every_setting_says_what_it_is_and_cannot_be_changed_later() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "drafted"),
-    [([], (8, 6)), (["--drafter.kind", "eagle3"], (10, 8)), (["--drafter.kind", "medusa"], (8, 6))],
+    [([], (8, 6)), (["--drafter.kind", "eagle3"], (10, 8)), (["--drafter.kind", "specblock"], (8, 6))],
 )
 def test_a_head_drafts_as_its_kind_does_unless_told(flags: list[str], drafted: tuple[int, int]) -> None:
     settings = with_tree_shape(load_settings(flags).drafter)

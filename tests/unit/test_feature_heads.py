@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from coppice.config.sections import FEATURE_KINDS, DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Growth, with_tree_shape
-from coppice.heads.block_head import BLOCKS, WIDTHS, FalconHead, SpecBlockHead, prior
-from coppice.heads.checkpoints import SHAPES, Loaded, load_head, save_head
+from coppice.heads.block_head import BLOCKS, WIDTHS
+from coppice.heads.checkpoints import Loaded, load_head, save_head, shape_of
 from coppice.heads.feature_head import FeatureHead
 from coppice.heads.masked_block_head import BEST_CHILD, PARENTS
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
@@ -30,7 +28,7 @@ from coppice.heads.models.rotary import Rotary
 from coppice.heads.registry import build_head, served_head
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.sampling_torch import noise
-from coppice.wire.common import Features, Rejection
+from coppice.wire.common import Features
 from coppice.wire.drafter import Advance, OpenDraft
 from tests.reference import check_pool
 from tests.tiny import make_target
@@ -55,7 +53,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def save_random(folder: Path, kind: str, seed: int = 0, **more: object) -> Path:
     """A head of random weights, large enough that slots and nodes differ clearly."""
     torch.manual_seed(seed)
-    shape, architecture = SHAPES[kind]
+    shape, architecture = shape_of(kind)
     config = shape.model_validate(SIZES | {"feature_layers": (2, 4, 5)} | more)
     model = architecture(config)
     for parameter in model.parameters():
@@ -255,26 +253,6 @@ class SlowSpecBlock:
         return self.sent(nodes, worth, job.budget)
 
 
-class SlowFalcon(SlowSpecBlock):
-    """Falcon by the book: slots of a block see one another, and where a node stands in its slot's list is its worth."""
-
-    relaxed = True
-
-    def load(self, folder: Path, target: Path) -> Loaded:
-        return load_head("falcon", folder, target)
-
-    def widths(self, logits: Tensor, normed: Tensor) -> tuple[list[int], list[int]]:
-        return [1] * self.slots, [self.settings.top_k] * self.slots
-
-    def worth(self, score: float, place: int) -> float:
-        return float(prior(place + 1)[place])
-
-    def sent(
-        self, nodes: dict[tuple[int, ...], float], worth: dict[tuple[int, ...], float], budget: int
-    ) -> dict[tuple[int, ...], float]:
-        return {path: nodes[path] for path in best(worth, budget)}
-
-
 class SlowEagle3:
     """EAGLE-3 by the book: every node recomputes all committed rows and its ancestors."""
 
@@ -316,65 +294,6 @@ class SlowEagle3:
             edge = sorted(nodes.values(), reverse=True)[job.budget - 1] if len(nodes) >= job.budget else -np.inf
             frontier = [one for one in new[: self.settings.top_k] if nodes[one[0]] > edge]
         return best(nodes, job.budget)
-
-
-class SlowMedusa:
-    """Medusa by the book, and every combination of what its heads say."""
-
-    def __init__(
-        self,
-        folder: Path,
-        target: Path,
-        settings: DrafterSettings,
-        widths: Sequence[int] = WIDTHS,
-        rank_guided: bool = True,
-        blocks: int = BLOCKS,
-    ) -> None:
-        self.bucket_widths, self.rank_guided, self.blocks = widths, rank_guided, blocks
-        loaded = self.load(folder, target)
-        self.model, self.embedding, self.settings = loaded.model, loaded.embedding, settings
-        self.ids = torch.arange(DRAFT_VOCAB) + loaded.model.d2t
-        self.slots = min(loaded.config.slots, settings.depth)
-
-    def load(self, folder: Path, target: Path) -> Loaded:
-        return load_head("medusa", folder, target)
-
-    def said(self, text: Text, start: int, job: DraftJob) -> list[Tensor]:
-        """(draft vocabulary,) logits of each slot."""
-        fused = self.model.norm(self.model.fc(text.features[job.committed_len - 1]))
-        return [head.lm_head(fused + F.silu(head.residual(fused))) for head in self.model.heads]
-
-    def tree(self, text: Text, start: int, job: DraftJob) -> dict[tuple[int, ...], float]:
-        with torch.inference_mode():
-            said = self.said(text, start, job)[: self.slots]
-        slots = []
-        for depth, logits in enumerate(said, start=1):
-            scores = log_scores(logits, job, depth, self.ids, self.settings)
-            top = scores.argsort(descending=True)[: self.settings.top_k].tolist()
-            slots.append([(int(self.ids[at]), float(scores[at])) for at in top])
-        paths = (path for depth in range(1, self.slots + 1) for path in product(*slots[:depth]))
-        every = {tuple(token for token, _ in path): sum(score for _, score in path) for path in paths}
-        return best(every, job.budget)
-
-
-class SlowParallelSpec(SlowMedusa):
-    """ParallelSpec by the book: all committed rows and the masks behind them in one dense forward."""
-
-    def load(self, folder: Path, target: Path) -> Loaded:
-        return load_head("parallelspec", folder, target)
-
-    def states(self, text: Text, start: int, job: DraftJob) -> Tensor:
-        """(K, hidden) of the masks."""
-        length, masks = job.committed_len, self.model.mask_tokens.weight
-        tokens = torch.tensor([*text.ids[start + 1 : length], job.root])
-        rows = torch.cat((self.model.prefix(text.features[start:length], self.embedding[tokens]), masks))
-        mask = torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
-        rope = self.model.rope(torch.arange(start, start + len(rows))[None], torch.float32)
-        out: Tensor = self.model(rows[None], rope, [lambda q, k, v: attention(q, k, v, mask)])
-        return out[0, -len(masks) :]
-
-    def said(self, text: Text, start: int, job: DraftJob) -> list[Tensor]:
-        return list(self.model.read(self.states(text, start, job))[0])
 
 
 class SlowMaskedBlock:
@@ -468,38 +387,22 @@ SLOW = {
     **dict.fromkeys(("dflash", "jetspec", "dspark"), SlowMaskedBlock),
     "specblock": SlowSpecBlock,
     "eagle3": SlowEagle3,
-    "medusa": SlowMedusa,
-    "parallelspec": SlowParallelSpec,
-    "falcon": SlowFalcon,
 }
-Slow = SlowSpecBlock | SlowEagle3 | SlowMedusa | SlowMaskedBlock
-
-
-TREE = ("widths", "rank_guided", "blocks")
-"""What a head's constructor takes beside its settings."""
+Slow = SlowSpecBlock | SlowEagle3 | SlowMaskedBlock
 
 
 def build(kind: str, folder: Path, target: Path, **more: object) -> tuple[FeatureHead, Slow]:
-    tree: Any = {name: more.pop(name) for name in TREE if name in more}
     given = {"kind": kind, "path": str(folder), "target": str(target), "kv_tokens": 2048, "threads": 1} | more
     settings = with_tree_shape(DrafterSettings.model_validate(given))
-    make: Any = {"specblock": SpecBlockHead, "falcon": FalconHead}.get(kind, build_head)
-    return make(settings, **tree), SLOW[kind](folder, target, settings, **tree)  # type: ignore[return-value]
+    return build_head(settings), SLOW[kind](folder, target, settings)  # type: ignore[return-value]
 
 
 VARIANTS = [
     ("specblock", {}, {}),
-    ("specblock", {}, {"blocks": 3, "widths": (2, 4, 10, 0)}),
-    ("specblock", {}, {"blocks": 1, "widths": (1, 1, 1, 1)}),
-    ("specblock", {}, {"rank_guided": False, "widths": (9, 3, 0, 0)}),
     ("specblock", {"block_rope_advance": True, "rank_norm_topk": None, "slots": 3}, {}),
     ("specblock", {"prefix_broadcast": False, "layer_shift": False}, {}),
     ("eagle3", {}, {"top_k": 4, "depth": 5}),
     ("eagle3", {"norm_before_residual": True, "norm_before_fc": True}, {"top_k": 10, "depth": 7}),
-    ("medusa", {}, {"top_k": 4}),
-    ("medusa", {"slots": 3}, {"top_k": 10}),
-    ("parallelspec", {}, {"top_k": 4}),
-    ("parallelspec", {"slots": 8}, {"top_k": 6, "depth": 3}),
     ("dflash", {"block_size": 5}, {}),
     (
         "dflash",
@@ -511,8 +414,6 @@ VARIANTS = [
     ("dspark", {}, {}),
     ("dspark", {"markov_rank": 8, "block_size": 4, "causal": True, "confidence": False}, {"top_k": 12}),
     ("dspark", {"sample_from_anchor": False, "confidence_with_markov": False}, {"top_k": 3, "depth": 4}),
-    ("falcon", {}, {}),
-    ("falcon", {"slots": 3, "lstm_layers": 1, "num_hidden_layers": 2}, {"top_k": 3, "blocks": 3}),
     *((kind, {"feature_layers": layers}, {}) for kind in FEATURE_KINDS for layers in ((7,), (6, 0, 3, 1, 4))),
     ("eagle3", {"norm_before_fc": True, "feature_layers": (7,)}, {}),
     *((kind, {}, {"alpha": 1.6, "beta": 0.7}) for kind in FEATURE_KINDS),
@@ -526,7 +427,11 @@ def test_a_session_of_many_steps_drafts_what_the_slow_reference_drafts(
 ) -> None:
     if kind == "specblock":
         shape = {("diffspec_draft_token_num" if name == "slots" else name): value for name, value in shape.items()}
-    head, slow = build(kind, save_random(tmp_path, kind, **shape), target, **told)
+    check_steps(*build(kind, save_random(tmp_path, kind, **shape), target, **told), sampling)
+
+
+def check_steps(head: FeatureHead, slow: Any, sampling: SamplingParams) -> None:
+    """Three sessions draft over four steps what the slow reference drafts."""
     texts = [Text.random(40, seed, len(head.description.feature_layers)) for seed in range(3)]
     lengths, starts = [5, 9, 1], [0, 3, 0]
     for key, text in enumerate(texts):
@@ -611,38 +516,6 @@ def test_features_that_do_not_fit_are_refused(kind: str, target: Path, tmp_path:
         head.advance(2, Advance(text.ids[5:7], text.inline(6, 8)))
     with pytest.raises(InvalidField, match=r"open\.want_q_rows"):
         list(head.open(3, OpenDraft("t", text.ids[:5], GREEDY, features=text.inline(0, 5), want_q_rows=True)))
-
-
-def test_without_the_rank_head_every_slot_branches_alike(target: Path, tmp_path: Path) -> None:
-    told = {"rank_guided": False, "widths": (1, 3, 1, 1), "blocks": 1}
-    head, _ = build("specblock", save_random(tmp_path, "specblock"), target, **told)
-    head.model.rank = None  # type: ignore[assignment]
-    text = Text.random(20, 1)
-    opened(head, 0, text, 12)
-    (tree,) = drafted(head, [DraftJob(0, text.ids[12], 12, 60, GREEDY)])
-    assert sorted(Counter(map(len, tree)).items()) == [(1, 3), (2, 3), (3, 3), (4, 3)]
-
-
-def test_a_falcon_tree_has_the_same_shape_whatever_the_weights_say(target: Path, tmp_path: Path) -> None:
-    text, shapes = Text.random(20, 1), []
-    for seed in range(2):
-        head, _ = build("falcon", save_random(tmp_path / str(seed), "falcon", seed), target)
-        opened(head, 0, text, 12)
-        (growth,) = [grown for part in head.draft([DraftJob(0, text.ids[12], 12, 31, GREEDY)]) for grown in part]
-        shapes.append(growth.nodes.parents.tolist())
-        assert growth.nodes.log_probs.tolist() != sorted(growth.nodes.log_probs.tolist(), reverse=True)
-    assert shapes[0] == shapes[1]
-    assert len(shapes[0]) == 31
-
-
-@pytest.mark.parametrize("kind", ["medusa", "parallelspec"])
-def test_a_head_that_no_adapter_trains_says_of_no_miss(kind: str, target: Path, tmp_path: Path) -> None:
-    head, _ = build(kind, save_random(tmp_path, kind), target)
-    text = Text.random(20, 1)
-    opened(head, 0, text, 9, misses=True)
-    assert drafted(head, [DraftJob(0, text.ids[9], 9, 31, GREEDY)])[0]
-    rejection = Rejection(10, 0, text.ids[10], np.empty(0, np.int64), np.empty(0, np.float32), 1.0)
-    assert head.advance(0, Advance(text.ids[9:12], text.inline(9, 12), rejection)) is None
 
 
 @pytest.mark.parametrize("shape", [(1, 256), (40, 256), (3, 7, 640), (40, 100), (20, 320)])

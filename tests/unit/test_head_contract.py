@@ -68,18 +68,6 @@ class TestSpecblock(Kept):
     pass
 
 
-class TestMedusa(Kept):
-    pass
-
-
-class TestParallelspec(Kept):
-    pass
-
-
-class TestFalcon(Kept):
-    pass
-
-
 class TestDflash(Kept):
     pass
 

@@ -19,7 +19,7 @@ from tests.pushes import altered, swap
 from tests.tiny import make_target
 from tests.unit.test_feature_heads import GREEDY, HIDDEN, VOCAB, Text, build, drafted, opened, save_random
 
-KINDS = ["specblock", "eagle3", "dspark", "medusa"]
+KINDS = ["specblock", "eagle3", "dspark"]
 
 
 def near(text: Text, length: int) -> tuple[float, ...]:

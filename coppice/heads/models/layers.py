@@ -31,8 +31,6 @@ class HeadConfig(RotaryConfig):
 
     kind: ClassVar[str]
     """kind of head"""
-    relaxed: ClassVar[bool] = False
-    """whether the slots of a block see one another, later ones too"""
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
     num_attention_heads: PositiveInt

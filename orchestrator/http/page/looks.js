@@ -2,8 +2,8 @@
 /* How heads look: the colours of coppice/pictures/style.py (Okabe and Ito's, and a few of Paul Tol's), and a mark. */
 
 const FAMILIES = {
-  plain: "#7F7F7F", hf: "#B8A05A", bigram: "#999933", lookup: "#56B4E9", lm: "#009E73", medusa: "#CC79A7",
-  parallelspec: "#882255", falcon: "#44AA99", dflash: "#666633", jetspec: "#225522", dspark: "#332288",
+  plain: "#7F7F7F", hf: "#B8A05A", bigram: "#999933", lookup: "#56B4E9", lm: "#009E73",
+  dflash: "#666633", jetspec: "#225522", dspark: "#332288",
   eagle3: "#E69F00", specblock: "#0072B2", route: "#D55E00", merge: "#AA4499", auto: "#000000",
 };
 const UNKNOWN = ["#009E73", "#D55E00", "#56B4E9", "#882255", "#E69F00", "#0072B2"];

@@ -1,0 +1,337 @@
+"""The heads that the SpecBlock paper compares with: found as entry points, trained and served, and what they draft."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig
+
+from coppice.client.client import Client
+from coppice.config.sections import DrafterSettings
+from coppice.heads.base import DraftJob, Head, with_tree_shape
+from coppice.heads.checkpoints import Loaded, load_head, read_output, read_target, shape_of
+from coppice.heads.registry import build_head
+from coppice.speculation.sampling import SamplingParams
+from coppice.stack.launch import Stack
+from coppice.stack.spec import HeadSpec, StackSpec
+from coppice.testing.head_contract import HeadContract
+from coppice.testing.reference import Reference
+from coppice.training.answers import Answer
+from coppice.training.feature_heads import build_student, head_config
+from coppice.training.losses import HeadLoss, Student, Targets, Teacher, measure
+from coppice.wire.drafter import Advance, Rejection
+from lab.paper.heads import FalconHead, prior
+from lab.paper.rank import BranchingHead
+from lab.paper.training import LOSSES, begin, groups_visible, slot_states
+from tests.tiny import make_target
+from tests.unit.test_feature_heads import (
+    DRAFT_VOCAB,
+    GREEDY,
+    HIDDEN,
+    SAMPLED,
+    VOCAB,
+    SlowSpecBlock,
+    Text,
+    attention,
+    best,
+    check_steps,
+    drafted,
+    log_scores,
+    opened,
+    save_random,
+)
+from tests.unit.test_feature_training import answer
+from tests.unit.test_head_commands import head as trained
+from tests.unit.test_head_commands import place
+
+__all__ = ["place"]
+
+KINDS = ("medusa", "parallelspec", "falcon")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), VOCAB, layers=8, hidden=HIDDEN, tokenizer=False)
+
+
+def settings_of(kind: str, folder: Path, target: Path, **more: object) -> DrafterSettings:
+    given = {"kind": kind, "path": str(folder), "target": str(target), "kv_tokens": 2048, "threads": 1}
+    return with_tree_shape(DrafterSettings.model_validate(given | more))
+
+
+class SlowFalcon(SlowSpecBlock):
+    """Falcon by the book: slots of a block see one another, and where a node stands in its slot's list is its worth."""
+
+    relaxed = True
+
+    def load(self, folder: Path, target: Path) -> Loaded:
+        return load_head("falcon", folder, target)
+
+    def widths(self, logits: Tensor, normed: Tensor) -> tuple[list[int], list[int]]:
+        return [1] * self.slots, [self.settings.top_k] * self.slots
+
+    def worth(self, score: float, place: int) -> float:
+        return float(prior(place + 1)[place])
+
+    def sent(
+        self, nodes: dict[tuple[int, ...], float], worth: dict[tuple[int, ...], float], budget: int
+    ) -> dict[tuple[int, ...], float]:
+        return {path: nodes[path] for path in best(worth, budget)}
+
+
+class SlowMedusa:
+    """Medusa by the book, and every combination of what its heads say."""
+
+    def __init__(self, folder: Path, target: Path, settings: DrafterSettings) -> None:
+        loaded = self.load(folder, target)
+        self.model, self.embedding, self.settings = loaded.model, loaded.embedding, settings
+        self.ids = torch.arange(DRAFT_VOCAB) + loaded.model.d2t
+        self.slots = min(loaded.config.slots, settings.depth)
+
+    def load(self, folder: Path, target: Path) -> Loaded:
+        return load_head("medusa", folder, target)
+
+    def said(self, text: Text, start: int, job: DraftJob) -> list[Tensor]:
+        """(draft vocabulary,) logits of each slot."""
+        fused = self.model.norm(self.model.fc(text.features[job.committed_len - 1]))
+        return [head.lm_head(fused + F.silu(head.residual(fused))) for head in self.model.heads]
+
+    def tree(self, text: Text, start: int, job: DraftJob) -> dict[tuple[int, ...], float]:
+        with torch.inference_mode():
+            said = self.said(text, start, job)[: self.slots]
+        slots = []
+        for depth, logits in enumerate(said, start=1):
+            scores = log_scores(logits, job, depth, self.ids, self.settings)
+            top = scores.argsort(descending=True)[: self.settings.top_k].tolist()
+            slots.append([(int(self.ids[at]), float(scores[at])) for at in top])
+        paths = (path for depth in range(1, self.slots + 1) for path in product(*slots[:depth]))
+        every = {tuple(token for token, _ in path): sum(score for _, score in path) for path in paths}
+        return best(every, job.budget)
+
+
+class SlowParallelSpec(SlowMedusa):
+    """ParallelSpec by the book: all committed rows and the masks behind them in one dense forward."""
+
+    def load(self, folder: Path, target: Path) -> Loaded:
+        return load_head("parallelspec", folder, target)
+
+    def states(self, text: Text, start: int, job: DraftJob) -> Tensor:
+        """(K, hidden) of the masks."""
+        length, masks = job.committed_len, self.model.mask_tokens.weight
+        tokens = torch.tensor([*text.ids[start + 1 : length], job.root])
+        rows = torch.cat((self.model.prefix(text.features[start:length], self.embedding[tokens]), masks))
+        mask = torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
+        rope = self.model.rope(torch.arange(start, start + len(rows))[None], torch.float32)
+        out: Tensor = self.model(rows[None], rope, [lambda q, k, v: attention(q, k, v, mask)])
+        return out[0, -len(masks) :]
+
+    def said(self, text: Text, start: int, job: DraftJob) -> list[Tensor]:
+        return list(self.model.read(self.states(text, start, job))[0])
+
+
+SLOW: dict[str, Any] = {"medusa": SlowMedusa, "parallelspec": SlowParallelSpec, "falcon": SlowFalcon}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize(
+    ("kind", "shape", "told"),
+    [
+        ("medusa", {}, {"top_k": 4}),
+        ("medusa", {"slots": 3, "feature_layers": (7,)}, {"top_k": 10, "alpha": 1.6, "beta": 0.7}),
+        ("parallelspec", {}, {"top_k": 4}),
+        ("parallelspec", {"slots": 8, "feature_layers": (6, 0, 3, 1, 4)}, {"top_k": 6, "depth": 3, "alpha": 1.6}),
+        ("falcon", {}, {"alpha": 1.6, "beta": 0.7}),
+    ],
+)
+def test_a_session_of_many_steps_drafts_what_the_slow_reference_drafts(
+    kind: str, shape: dict[str, Any], told: dict[str, Any], sampling: SamplingParams, target: Path, tmp_path: Path
+) -> None:
+    folder = save_random(tmp_path, kind, **shape)
+    settings = settings_of(kind, folder, target, **told)
+    check_steps(build_head(settings), SLOW[kind](folder, target, settings), sampling)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"blocks": 3, "widths": (2, 4, 10, 0)},
+        {"blocks": 1, "widths": (1, 1, 1, 1)},
+        {"rank_guided": False, "widths": (9, 3, 0, 0)},
+    ],
+)
+def test_other_trees_of_specblock_are_those_of_the_slow_reference(
+    tree: dict[str, Any], sampling: SamplingParams, target: Path, tmp_path: Path
+) -> None:
+    folder = save_random(tmp_path, "specblock")
+    settings = settings_of("specblock", folder, target)
+    check_steps(BranchingHead(settings, **tree), SlowSpecBlock(folder, target, settings, **tree), sampling)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_three_blocks_of_falcon_are_those_of_the_slow_reference(
+    sampling: SamplingParams, target: Path, tmp_path: Path
+) -> None:
+    folder = save_random(tmp_path, "falcon", slots=3, lstm_layers=1, num_hidden_layers=2)
+    settings = settings_of("falcon", folder, target, top_k=3)
+    check_steps(FalconHead(settings, blocks=3), SlowFalcon(folder, target, settings, blocks=3), sampling)
+
+
+def test_without_the_rank_head_every_slot_branches_alike(target: Path, tmp_path: Path) -> None:
+    settings = settings_of("specblock", save_random(tmp_path, "specblock"), target)
+    head = BranchingHead(settings, (1, 3, 1, 1), rank_guided=False, blocks=1)
+    head.model.rank = None
+    text = Text.random(20, 1)
+    opened(head, 0, text, 12)
+    (tree,) = drafted(head, [DraftJob(0, text.ids[12], 12, 60, GREEDY)])
+    assert sorted(Counter(map(len, tree)).items()) == [(1, 3), (2, 3), (3, 3), (4, 3)]
+
+
+def test_a_falcon_tree_has_the_same_shape_whatever_the_weights_say(target: Path, tmp_path: Path) -> None:
+    text, shapes = Text.random(20, 1), []
+    for seed in range(2):
+        head = FalconHead(settings_of("falcon", save_random(tmp_path / str(seed), "falcon", seed), target))
+        opened(head, 0, text, 12)
+        (growth,) = [grown for part in head.draft([DraftJob(0, text.ids[12], 12, 31, GREEDY)]) for grown in part]
+        shapes.append(growth.nodes.parents.tolist())
+        assert growth.nodes.log_probs.tolist() != sorted(growth.nodes.log_probs.tolist(), reverse=True)
+    assert shapes[0] == shapes[1]
+    assert len(shapes[0]) == 31
+
+
+@pytest.mark.parametrize("kind", ["medusa", "parallelspec"])
+def test_a_head_that_no_adapter_trains_says_of_no_miss(kind: str, target: Path, tmp_path: Path) -> None:
+    head: Any = build_head(settings_of(kind, save_random(tmp_path, kind), target))
+    text = Text.random(20, 1)
+    opened(head, 0, text, 9, misses=True)
+    assert drafted(head, [DraftJob(0, text.ids[9], 9, 31, GREEDY)])[0]
+    rejection = Rejection(10, 0, text.ids[10], np.empty(0, np.int64), np.empty(0, np.float32), 1.0)
+    assert head.advance(0, Advance(text.ids[9:12], text.inline(9, 12), rejection)) is None
+
+
+class Kept(HeadContract):
+    """The contract of heads, kept by a kind of the paper."""
+
+    vocab_size = VOCAB
+    settings: DrafterSettings
+
+    @pytest.fixture(autouse=True)
+    def told(self, target: Path, tmp_path: Path) -> None:
+        kind = type(self).__name__.removeprefix("Test").lower()
+        self.settings = settings_of(kind, save_random(tmp_path, kind), target)
+
+    def make_head(self) -> Head:
+        return build_head(self.settings)
+
+
+class TestMedusa(Kept):
+    pass
+
+
+class TestParallelspec(Kept):
+    pass
+
+
+class TestFalcon(Kept):
+    pass
+
+
+def test_a_mask_token_sees_its_own_group_and_the_prefix() -> None:
+    rows, slots = 3, 2
+    entries = [(row, -1) for row in range(rows)] + [(row, slot) for row in range(rows) for slot in range(slots)]
+    mask = groups_visible(rows, slots)
+    for line, (row, slot) in enumerate(entries):
+        for column, (other, their) in enumerate(entries):
+            seen = other <= row if their < 0 else slot >= 0 and other == row and their <= slot
+            assert bool(mask[line, column]) == seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_computes_the_states_that_serving_does(kind: str, target: Path, tmp_path: Path) -> None:
+    folder = save_random(tmp_path, kind)
+    slow = SLOW[kind](folder, target, settings_of(kind, folder, target))
+    teacher, ids = answer(target, slow.model)
+    states: list[Tensor] = []
+    slow.model.register_forward_hook(lambda module, args, out: states.append(out.detach()))
+    student = Student(slow.model, slow.embedding)
+    loss = HeadLoss(teacher, **LOSSES[kind] | ({"every": 1, "blocks": 3} if kind == "falcon" else {}))
+    assert loss(student, ids, ids).item() > 0
+    of_training, read = list(states), teacher.read(ids)
+    text = Text(ids[0].tolist(), read.features[0])
+    for row in (0, 3, 6):
+        job = DraftJob(0, text.ids[row + 1], row + 1, 8, SamplingParams())
+        if kind != "falcon":
+            targets = Targets.of(read, teacher)
+            (at_once,) = slot_states(student, read, targets, targets.rows, ())
+            logits = torch.stack([slow.model.read(state, slot)[0] for slot, state in enumerate(at_once[0, row])])
+            assert torch.allclose(logits, torch.stack(slow.said(text, 0, job)), atol=1e-4)
+            continue
+        cuts = [1 + int(ids.sum() + 7919 * block) % slow.slots for block in range(len(of_training) - 1)]
+        blocks, depth = [], 0
+        for block, cut in enumerate(cuts):
+            depth += cut
+            blocks.append((of_training[block][0, row, cut - 1], text.ids[row + 1 + depth], depth, cut))
+        assert torch.allclose(of_training[-1][0, row], slow.states(text, 0, job, blocks), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_learns_a_text_that_repeats(kind: str, target: Path) -> None:
+    """Of texts that go round in a circle of 16 tokens, whose features say which one each is."""
+    parts, output = read_target(target), read_output(target)
+    codes = torch.randn(VOCAB, 3 * HIDDEN, generator=torch.Generator().manual_seed(1))
+    strong = F.normalize(output, dim=-1)
+    teacher = Teacher(lambda ids: Answer(ids, codes[ids], 20 * strong[(ids + 1) % 16]), strong, torch.arange(VOCAB))
+    config = head_config(kind, AutoConfig.from_pretrained(target), parts, VOCAB)
+    student = build_student(config, parts.embedding, output, torch.arange(VOCAB), seed=0)
+    begin(student.model)
+    loss = HeadLoss(teacher, **LOSSES[kind] | {"every": 1})
+    texts = (torch.arange(20)[None] + torch.arange(0, 16, 2)[:, None]) % 16
+    untrained = measure(student, loss, list(texts)).length
+    optimiser, losses = torch.optim.AdamW(student.parameters(), lr=5e-3), []
+    for _ in range(40):
+        optimiser.zero_grad()
+        losses.append(loss(student, texts, texts))
+        losses[-1].backward()
+        optimiser.step()
+    assert all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in student.parameters())
+    assert losses[-1] < 0.5 * losses[0]
+    assert untrained < 2 < 4 < measure(student, loss, list(texts)).length
+
+
+def test_one_command_trains_each_and_one_serves_all(place: Path, tmp_path: Path) -> None:
+    """A stack of real processes with heads that `coppice train head` made: the texts are the target's."""
+    heads = []
+    for kind in KINDS:
+        folder = trained(place, kind)
+        assert all(0 <= alpha <= 1 for alpha in json.loads((folder / "report.json").read_text())["alpha"])
+        assert load_head(kind, folder, place / "target").config.slots > 1
+        assert f"--kind {kind}" in (folder / "README.md").read_text()
+        heads.append(HeadSpec(kind, kind, folder))
+    patient = {"orchestrator": {"orchestrator.draft_deadline_ms": 20_000}}
+    told: dict[str, Any] = {"verifier_threads": 1, "drafter_threads": 1, "extra": patient}
+    options: dict[str, Any] = {"max_new_tokens": 16, "ignore_eos": True}
+    prompt = (5, 80, 7, 9) * 6
+    expected = Reference(place / "target", "float32", threads=1).greedy(prompt, 16).ids
+    with (
+        Stack(StackSpec(target=place / "target", heads=tuple(heads), dtype="float32", **told)) as stack,
+        Client(stack.address) as asks,
+    ):
+        sampled = asks.generate(prompt, policy="plain", temperature=1.0, seed=3, **options).ids
+        for kind in KINDS:
+            answered = asks.generate(prompt, policy=f"single:{kind}", budget=31, **options)
+            assert answered.ids == expected
+            assert (answered.bad_drafts, max(answered.verified_nodes)) == (0, 31)
+            assert asks.generate(prompt, policy=f"single:{kind}", temperature=1.0, seed=3, **options).ids == sampled
+
+
+def test_the_kinds_are_those_that_the_distribution_adds() -> None:
+    assert {shape_of(kind)[0].kind for kind in KINDS} == set(KINDS)
