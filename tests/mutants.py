@@ -18,7 +18,7 @@ from coppice.engine.kv_cache import BlockTable, KVPool
 from coppice.engine.rows import PackedBatch, Tail
 from coppice.heads import lm, ngram
 from coppice.heads.feature_head import WeightSwap
-from coppice.heads.noise import Noise
+from coppice.heads.ranking import Noise
 from coppice.speculation import sampling
 from orchestrator import step_loop
 from services.verifier import acceptance, session, worker

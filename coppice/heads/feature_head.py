@@ -33,12 +33,9 @@ from coppice.engine.rows import Tail
 from coppice.errors import InvalidField, Overloaded, StaleFence
 from coppice.heads.base import DraftJob, Growth, Head, Miss, with_tree_shape
 from coppice.heads.checkpoints import fused_tensor, load_head, public_names, public_weights
-from coppice.heads.feature_session import FeatureSession, Rows, join
-from coppice.heads.last_draft import LastDraft
 from coppice.heads.models.layers import DraftModel
-from coppice.heads.noise import NOTHING, Noise, noise_there, places
-from coppice.heads.ranking import Ranking, target_ids
-from coppice.heads.row_inputs import Inputs, RowInputs
+from coppice.heads.ranking import NOTHING, Noise, Ranking, noise_there, places, target_ids
+from coppice.heads.rows import FeatureSession, Inputs, LastDraft, RowInputs, Rows, join
 from coppice.weights.staging import Staging
 from coppice.weights.variants import Routes, in_deployed, numbers_in, sketch_of, variant_name
 from coppice.weights.versions import Weights

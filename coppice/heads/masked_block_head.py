@@ -20,11 +20,11 @@ from coppice.engine.attention import Layer
 from coppice.engine.rows import Tail
 from coppice.engine.sdpa import Sdpa
 from coppice.heads.base import DraftJob, Growth
-from coppice.heads.block_tree import BlockTree, row_slices
+from coppice.heads.block_head import BlockTree, row_slices
 from coppice.heads.feature_head import FeatureHead
-from coppice.heads.feature_session import FeatureSession
 from coppice.heads.models.layers import Attend
 from coppice.heads.models.masked_block import MaskedBlockModel
+from coppice.heads.rows import FeatureSession
 
 PARENTS = 4
 """nodes of a level, the likeliest ones, whose children a Markov table scores (PCTree's k: more gain nothing)"""

@@ -45,7 +45,7 @@ def served_head(settings: DrafterSettings) -> Head:
     """Build the head as a drafter serves it, warmed up. Raises what `build_head` raises."""
     head = build_head(settings)
     if settings.target and head.max_context:
-        from coppice.heads.vocabulary import context_of
+        from coppice.heads.lm import context_of
 
         if head.max_context < (tokens := context_of(settings.target, head.max_context)):
             log.warning("the head drafts nothing for longer texts", tokens=head.max_context, target=tokens)

@@ -18,12 +18,10 @@ from torch import Tensor
 from coppice.config.sections import DrafterSettings
 from coppice.engine.rows import Tail
 from coppice.heads.base import DraftJob, Growth, with_tree_shape
-from coppice.heads.block_head import BLOCKS, BlockHead
-from coppice.heads.block_tree import Blocks, BlockTree
-from coppice.heads.feature_session import FeatureSession, Rows
+from coppice.heads.block_head import BLOCKS, BlockHead, Blocks, BlockTree
 from coppice.heads.masked_block_head import ParallelHead
 from coppice.heads.models.specblock import BUCKETS
-from coppice.heads.row_inputs import Inputs
+from coppice.heads.rows import FeatureSession, Inputs, Rows
 from lab.paper.models import (
     FalconConfig,
     FalconModel,

@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
-from coppice.heads.models.block import BlockConfig, BlockInput, BlockModel, Layer
-from coppice.heads.models.layers import Attend, DraftModel, HeadConfig, norm_of
-from coppice.heads.models.rotary import Rope
+from coppice.heads.models.layers import Attend, DraftModel, HeadConfig, Layer, Rope, norm_of
+from coppice.heads.models.specblock import BlockConfig, BlockInput, BlockModel
 
 
 class MedusaConfig(HeadConfig):

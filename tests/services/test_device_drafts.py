@@ -19,7 +19,7 @@ from coppice.heads.feature_head import FeatureHead
 from coppice.heads.lm import LanguageModelHead
 from coppice.heads.ranking import Ranking
 from coppice.heads.registry import served_head
-from coppice.heads.row_inputs import RowInputs
+from coppice.heads.rows import RowInputs
 from coppice.speculation.sampling import SamplingParams
 from coppice.wire.drafter import Advance
 from tests.pretend import DEVICE, Counts, move, pretending

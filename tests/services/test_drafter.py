@@ -19,8 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice.errors import InvalidField, Overloaded, StaleFence, Unavailable, from_rpc_error
 from coppice.heads.base import DraftJob, Growth, Head
-from coppice.heads.lookup import Lookup
 from coppice.heads.ngram import grow
+from coppice.heads.text_models import Lookup
 from coppice.limits import MAX_HEAD_NODES
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams

@@ -23,8 +23,7 @@ from coppice.heads.checkpoints import Loaded, load_head, save_head, shape_of
 from coppice.heads.feature_head import FeatureHead
 from coppice.heads.masked_block_head import BEST_CHILD, PARENTS
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
-from coppice.heads.models.layers import largest
-from coppice.heads.models.rotary import Rotary
+from coppice.heads.models.layers import Rotary, largest
 from coppice.heads.registry import build_head, served_head
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.sampling_torch import noise

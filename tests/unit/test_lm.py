@@ -22,9 +22,8 @@ from coppice.engine.engine import ForwardOutput
 from coppice.engine.rows import PackedBatch
 from coppice.errors import InvalidField, Overloaded
 from coppice.heads.base import DraftJob, Growth
-from coppice.heads.lm import PREFILL_ROWS, LanguageModelHead
+from coppice.heads.lm import PREFILL_ROWS, LanguageModelHead, common_width, tokenizer_hash
 from coppice.heads.registry import build_head, served_head
-from coppice.heads.vocabulary import common_width, tokenizer_hash
 from coppice.speculation.sampling import SamplingParams, noise
 from coppice.speculation.tree import DraftTree, validate
 from coppice.wire.drafter import Advance, OpenDraft

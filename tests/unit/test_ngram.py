@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Head
-from coppice.heads.lookup import INDEXED, OCCURRENCES, ORDERS, Lookup
-from coppice.heads.ngram import EXP_EULER_GAMMA, FOLLOWERS, Bigram, Ranking, draft_scores
+from coppice.heads.ngram import EXP_EULER_GAMMA, draft_scores
 from coppice.heads.registry import build_head
+from coppice.heads.text_models import FOLLOWERS, INDEXED, OCCURRENCES, ORDERS, Bigram, Frequencies, Lookup
 from coppice.speculation.sampling import SamplingParams, draw, noise
 from coppice.speculation.tree import DraftTree, validate
 from coppice.wire.drafter import OpenDraft
@@ -75,7 +75,7 @@ def test_every_tree_is_valid_and_its_scores_fall_along_each_path(
 @settings(max_examples=100 * EFFORT, deadline=None)
 @given(tokens=st.lists(st.integers(0, 6), max_size=80))
 def test_a_ranking_is_the_sorted_counts(tokens: list[int]) -> None:
-    ranking, counts = Ranking(), Counter(tokens)
+    ranking, counts = Frequencies(), Counter(tokens)
     for token in tokens:
         ranking.add(token)
     assert ranking.counts().tolist() == sorted(counts.values(), reverse=True)
@@ -137,7 +137,7 @@ def suffix_matches(text: list[int]) -> dict[int, int]:
 
 
 def blended(votes: list[tuple[int, int]], token: int, order: int = len(ORDERS) - 1) -> float:
-    """The formula of coppice/heads/lookup.py, from the longest of ORDERS down."""
+    """The formula of coppice/heads/text_models.py, from the longest of ORDERS down."""
     if order < 0:
         return 0.0
     below = blended(votes, token, order - 1)

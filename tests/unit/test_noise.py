@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from coppice.heads.noise import Noise
+from coppice.heads.ranking import Noise
 from coppice.speculation import sampling
 
 IDS = np.array([3, 5, 8, 900])

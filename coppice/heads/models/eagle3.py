@@ -9,8 +9,7 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from coppice.heads.models.layers import MLP, Attend, Attention, DraftModel, HeadConfig, norm_of
-from coppice.heads.models.rotary import Rope
+from coppice.heads.models.layers import MLP, Attend, Attention, DraftModel, HeadConfig, Rope, norm_of
 
 
 class Eagle3Config(HeadConfig):

@@ -15,9 +15,7 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from torch import Tensor, nn
 
-from coppice.heads.models.block import Layer
-from coppice.heads.models.layers import Attend, DraftModel, HeadConfig, borrow, norm_of
-from coppice.heads.models.rotary import Rope
+from coppice.heads.models.layers import Attend, DraftModel, HeadConfig, Layer, Rope, borrow, norm_of
 from coppice.limits import MAX_TREE_DEPTH
 
 
