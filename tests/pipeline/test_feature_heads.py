@@ -11,9 +11,8 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import cycle, product
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,7 +36,6 @@ GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0, seed=4)
 POLICIES = ("single:block", "single:eagle", "route", "route-sum", "merge", "merge-dedup", "merge-full")
 BUDGETS = (0, 1, 8, 31, 60)
 KINDS = {"block": "specblock", "eagle": "eagle3"}
-BASELINES = ("dflash", "jetspec")
 StartService = Callable[..., Service]
 
 
@@ -117,28 +115,6 @@ async def test_many_sessions_at_once_are_plain_decoding_under_every_policy_and_b
         lengths[case.policy] |= set(answer.accept_lengths)
     for policy, seen in lengths.items():  # steps that accepted nothing, and several tokens
         assert {1, 2} <= seen, policy
-
-
-def test_baseline_heads_leave_the_text_as_it_is(
-    target: Path, client: Client, reference: Reference, tmp_path: Path
-) -> None:
-    sizes = {"vocab_size": VOCAB, "draft_vocab_size": DRAFT_VOCAB}
-    heads = tuple(HeadSpec(kind, kind, save_random(tmp_path / kind, kind, **sizes)) for kind in BASELINES)
-    patient = {"orchestrator": {"orchestrator.draft_deadline_ms": 20_000}}
-    spec = StackSpec(target=target, heads=heads, dtype="float32", verifier_threads=1, drafter_threads=1, extra=patient)
-    told: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
-    with Stack(spec) as baselines, Client(baselines.address) as drafting:
-        prompts = PROMPTS[1:]
-        truth = {(prompt, 0.0): reference.greedy(prompt, NEW).ids for prompt in prompts}
-        for prompt in prompts:
-            truth[prompt, 1.0] = client.generate(prompt, policy="plain", sampling=SAMPLED, **told).ids
-        policies = (*(f"single:{kind}" for kind in BASELINES), "merge")
-        modes = product(policies, ((GREEDY, True), (SAMPLED, True), (SAMPLED, False)))
-        for prompt, (policy, (sampling, coupled)) in zip(cycle(prompts), modes, strict=False):
-            asked = {"policy": policy, "sampling": sampling, "coupled": coupled, "budget": 31}
-            answer = drafting.generate(prompt, **asked, **told)
-            assert answer.ids == truth[prompt, sampling.temperature], asked
-            assert (answer.bad_drafts, max(answer.verified_nodes)) == (0, 31)
 
 
 def chunks(client: Client, policy: str, sampling: SamplingParams = GREEDY) -> Iterator[Chunk]:

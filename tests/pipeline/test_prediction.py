@@ -15,7 +15,7 @@ from coppice.client.completion import Completion
 from coppice.errors import InvalidField
 from coppice.stack.launch import Stack
 from coppice.stack.spec import HeadSpec, StackSpec
-from coppice.wire.generation import Chunk, Origin, StepTree
+from coppice.wire.generation import Origin
 from tests.pipeline.conftest import VOCAB
 from tests.reference import EDITS, edited
 
@@ -104,25 +104,6 @@ def test_a_resumed_answer_goes_on_in_its_prediction(client: Client) -> None:
     rest = client.generate(PROMPTS[1], resume_ids=whole[:50], **told)
     assert rest.ids == whole[50:]
     assert rest.tau > 5
-
-
-def shape(tree: StepTree) -> tuple[Any, ...]:
-    return tree.root, tree.tokens, tree.parents
-
-
-def test_no_other_session_drafts_from_a_prediction(client: Client) -> None:
-    options: dict[str, Any] = {"policy": "single:lookup", "budget": 31, "trees": True, **TOLD}
-    alone = client.generate(PROMPTS[1], **options)
-    wanted = client.generate(PROMPTS[1], policy="plain", **TOLD).ids
-    beside = client.stream(PROMPTS[1], prediction=wanted, **{**options, "max_new_tokens": 400})
-    for event in beside:
-        if isinstance(event, Chunk):
-            break
-    together = client.generate(PROMPTS[1], **options)
-    list(beside)
-    for answer in (together, client.generate(PROMPTS[1], **options)):
-        assert list(map(shape, answer.trees)) == list(map(shape, alone.trees))
-        assert answer.accepted_prediction_tokens == answer.rejected_prediction_tokens == 0
 
 
 @pytest.mark.parametrize(("policy", "kinds"), [("plain", "none"), ("single:self", "lm")])

@@ -413,7 +413,7 @@ VARIANTS = [
     ("dspark", {}, {}),
     ("dspark", {"markov_rank": 8, "block_size": 4, "causal": True, "confidence": False}, {"top_k": 12}),
     ("dspark", {"sample_from_anchor": False, "confidence_with_markov": False}, {"top_k": 3, "depth": 4}),
-    *((kind, {"feature_layers": layers}, {}) for kind in FEATURE_KINDS for layers in ((7,), (6, 0, 3, 1, 4))),
+    *((kind, {"feature_layers": (6, 0, 3, 1, 4)}, {}) for kind in FEATURE_KINDS),
     ("eagle3", {"norm_before_fc": True, "feature_layers": (7,)}, {}),
     *((kind, {}, {"alpha": 1.6, "beta": 0.7}) for kind in FEATURE_KINDS),
 ]
@@ -477,7 +477,7 @@ def test_small_budgets_and_long_texts(kind: str, target: Path, tmp_path: Path) -
     assert drafted(head, [DraftJob(0, text.ids[29], 29, 31, GREEDY)]) == [{}]
 
 
-@pytest.mark.parametrize("kind", FEATURE_KINDS)
+@pytest.mark.parametrize("kind", ["specblock", "dspark"])
 def test_a_top_k_above_the_draft_vocabulary_is_all_of_it(kind: str, target: Path, tmp_path: Path) -> None:
     head, slow = build(kind, save_random(tmp_path, kind), target, top_k=DRAFT_VOCAB + 2, depth=2)
     text = Text.random(20, 1)
@@ -488,20 +488,7 @@ def test_a_top_k_above_the_draft_vocabulary_is_all_of_it(kind: str, target: Path
         assert_same(tree, slow.tree(text, 0, job), 60)
 
 
-@pytest.mark.parametrize("kind", FEATURE_KINDS)
-def test_alpha_and_beta_are_of_drafts_that_know_the_noise(kind: str, target: Path, tmp_path: Path) -> None:
-    folder, text = save_random(tmp_path, kind), Text.random(20, 1)
-    heads = [build(kind, folder, target, **more)[0] for more in ({}, {"alpha": 0.4, "beta": 2.0})]
-    for sampling, coupled, alike in ((GREEDY, True, True), (SAMPLED, False, True), (SAMPLED, True, False)):
-        trees = []
-        for head in heads:
-            opened(head, 0, text, 12)
-            trees += drafted(head, [DraftJob(0, text.ids[12], 12, 31, sampling, coupled)])
-            head.close(0)
-        assert (trees[0] == trees[1]) is alike
-
-
-@pytest.mark.parametrize("kind", FEATURE_KINDS)
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_features_that_do_not_fit_are_refused(kind: str, target: Path, tmp_path: Path) -> None:
     head, _ = build(kind, save_random(tmp_path, kind), target)
     text = Text.random(20, 1)

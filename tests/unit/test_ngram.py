@@ -15,8 +15,8 @@ from coppice.errors import InvalidField
 from coppice.heads.base import DraftJob, Head
 from coppice.heads.ngram import EXP_EULER_GAMMA, draft_scores
 from coppice.heads.registry import build_head
-from coppice.heads.text_models import FOLLOWERS, INDEXED, OCCURRENCES, ORDERS, Bigram, Frequencies, Lookup
-from coppice.speculation.sampling import SamplingParams, draw, noise
+from coppice.heads.text_models import FOLLOWERS, INDEXED, OCCURRENCES, ORDERS, Bigram, Lookup
+from coppice.speculation.sampling import SamplingParams, noise
 from coppice.speculation.tree import DraftTree, validate
 from coppice.wire.drafter import OpenDraft
 from tests.reference import EFFORT
@@ -72,18 +72,6 @@ def test_every_tree_is_valid_and_its_scores_fall_along_each_path(
     assert max(Counter(tree.parents.tolist()).values(), default=0) <= (1 if chain else 4)
 
 
-@settings(max_examples=100 * EFFORT, deadline=None)
-@given(tokens=st.lists(st.integers(0, 6), max_size=80))
-def test_a_ranking_is_the_sorted_counts(tokens: list[int]) -> None:
-    ranking, counts = Frequencies(), Counter(tokens)
-    for token in tokens:
-        ranking.add(token)
-    assert ranking.counts().tolist() == sorted(counts.values(), reverse=True)
-    assert [counts[token] for token in ranking.ids] == ranking.counts().tolist()
-    assert all(ranking.count(token) == counts[token] for token in range(8))
-    assert ranking.total == len(tokens)
-
-
 def witten_bell(ids: list[int], previous: int, token: int) -> float:
     """The formula, counted from scratch."""
     pairs = Counter(pairwise(ids))
@@ -108,14 +96,6 @@ def test_bigram_probabilities_are_witten_bells_and_sum_to_one(ids: list[int]) ->
         np.testing.assert_allclose(list(candidates.values()), [expected[token] for token in candidates])
         seen = {b for a, b in pairwise(ids) if a == previous}
         assert len(seen & candidates.keys()) == min(len(seen), FOLLOWERS) or len(seen) > FOLLOWERS
-
-
-def test_a_pair_seen_once_is_likely_and_not_certain() -> None:
-    bigram, lookup = Bigram(VOCAB), Lookup()
-    bigram.extend([4, 5])
-    lookup.extend([4, 5])
-    assert 0.5 < bigram.followers(4)[5] < 0.9
-    assert lookup.followers(lookup.start(4)) == {5: pytest.approx(1 / 3)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -171,15 +151,6 @@ def test_lookup_finds_the_longest_and_latest_matches(ids: list[int], root: int) 
         assert state == onward
 
 
-def test_earlier_continuations_become_branches_and_longer_matches_score_higher() -> None:
-    head = make_head("lookup")
-    open_session(head, 1, [1, 2, 3, 4, 8, 8, 3, 5, 9, 1, 2])
-    tree = draft(head, 1, 3, 11, 8)
-    scores = {(p, t): s for p, t, s in zip(tree.parents, tree.tokens, tree.log_probs, strict=True)}
-    assert scores[0, 4] > scores[0, 5] > -np.inf  # "1 2 3" went on with 4, "3" alone with 5
-    assert [t for p, t in scores if p == 0] == [4, 5]
-
-
 @settings(max_examples=60 * EFFORT, deadline=None)
 @given(ids=texts, root=st.integers(0, VOCAB - 1), seed=st.integers(0, 2**64 - 1), coupled=st.booleans())
 def test_sampled_scores_are_log_softmax_with_the_targets_own_noise(
@@ -199,25 +170,6 @@ def test_sampled_scores_are_log_softmax_with_the_targets_own_noise(
         scores, rest = scores + noise(seed, position, tokens), rest + np.log(EXP_EULER_GAMMA)
     scores -= np.logaddexp.reduce([*scores, rest])
     np.testing.assert_allclose([got[token] for token in tokens.tolist()], np.minimum(scores, -1e-6), atol=1e-9)
-
-
-def test_coupled_drafts_hold_the_targets_draw_more_often() -> None:
-    rng = np.random.default_rng(1)
-    text = [0]
-    law = rng.dirichlet(np.full(VOCAB, 0.7), VOCAB)
-    for _ in range(400):
-        text.append(int(rng.choice(VOCAB, p=law[text[-1]])))
-    head = make_head("bigram", top_k=2, depth=1)
-    open_session(head, 1, text)
-    hits = {True: 0, False: 0}
-    for seed in range(400):
-        params = SamplingParams(temperature=1.0, seed=seed)
-        root = int(rng.integers(VOCAB))
-        drawn = draw(np.arange(VOCAB), np.log(law[root]), seed, len(text) + 1)
-        for coupled in hits:
-            (growths,) = head.draft([DraftJob(1, root, len(text), 2, params, coupled)])
-            hits[coupled] += drawn in growths[0].nodes.tokens
-    assert hits[True] > hits[False] + 20
 
 
 def test_q_rows_are_the_laws_of_a_chain_whose_length_is_fixed() -> None:

@@ -91,12 +91,6 @@ def test_drafts_go_on_behind_edits(kind: str) -> None:
     assert sum(taus) / len(taus) > 1 / SHARE / 2
 
 
-def test_a_moved_part_is_found_again() -> None:
-    head, answer = lookup(), words(3)
-    begin(head, 1, [*answer[200:300], *answer[:200], *answer[300:]])
-    assert Decoded(head, 1, answer).tau > 12
-
-
 def test_of_equal_matches_the_next_one_is_followed() -> None:
     head = lookup()
     #                    0  1   2   3   4   5   6   7   8   9  10  11  12  13
