@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -29,7 +28,7 @@ from .worker import Worker
 
 OPEN_S, STEP_S = 20.0, 1.0  # longest wait for the features of an opening, of a step
 _MOST_CHANNELS = 64
-_MOST_UNASKED, _MOST_UNASKED_BYTES = 512, 4 << 20  # commits with features behind the last step, and their bytes
+_MOST_UNASKED_BYTES = 4 << 20  # of the features of commits behind the last step
 
 
 class Stream(Protocol):
@@ -110,8 +109,9 @@ class Followed:
     ) -> None:
         """`committed` is called for each commit. A head that reads no features has rows of none."""
         self._verifiers, self._ref, self._head, self._committed = verifiers, ref, head, committed
-        self._rows: deque[Features] = deque()  # one behind the other, without gaps
-        self._end = ref.start  # one behind the last position of them
+        self._rows = bytearray()
+        self._dtype = ""
+        self._start = self._end = ref.start  # their positions
         self._unasked_bytes = 0
         self._news = asyncio.Event()
         self._stream: Stream | None = None
@@ -127,7 +127,8 @@ class Followed:
         """Follow anew, with rows of the positions from `start` on; those up to `end` are committed."""
         self._stop()
         self._rows.clear()
-        self._end, self._unasked_bytes = start, 0
+        self._start = self._end = start
+        self._unasked_bytes = 0
         ref = replace(self._ref, start=start, count=end - start, layers=self._head.feature_layers)
         self._task = asyncio.create_task(self._read(ref))
         self._task.add_done_callback(lambda _: self._news.set())
@@ -172,20 +173,14 @@ class Followed:
 
     def take(self, start: int | None, end: int) -> Features | None:
         """Features of the positions start..end-1, which are not kept any longer; None unless all have come."""
-        if self._end < end or not self._rows or start not in (None, self._rows[0].start):
+        if not self._start < end <= self._end or not self._rows or start not in (None, self._start):
             return None
-        parts: list[Features] = []
-        while self._rows and self._rows[0].start < end:
-            part = self._rows.popleft()
-            if part.start + part.count > end:
-                part, rest = _split(part, end - part.start)
-                self._rows.appendleft(rest)
-            parts.append(part)
-        self._unasked_bytes = 0
-        if len(parts) == 1:
-            return parts[0]
-        rows = b"".join([part.inline or b"" for part in parts])
-        return Features(parts[0].start, sum([part.count for part in parts]), parts[0].dtype, rows)
+        count = end - self._start
+        size = len(self._rows) // (self._end - self._start) * count
+        features = Features(self._start, count, self._dtype, bytes(self._rows[:size]))
+        del self._rows[:size]
+        self._start, self._unasked_bytes = end, 0
+        return features
 
     async def _read(self, ref: FeatureRef) -> None:
         """Take what the verifier sends, until it ends, or skips positions, or nobody asks for what it sends."""
@@ -205,7 +200,7 @@ class Followed:
                 if isinstance(item, Commit):
                     self._unasked_bytes += len(features.inline or b"") if features else 0
                     self._committed(item)
-                    if len(self._rows) > _MOST_UNASKED or self._unasked_bytes > _MOST_UNASKED_BYTES:
+                    if self._unasked_bytes > _MOST_UNASKED_BYTES:
                         return  # the rows can be had again
                 self._news.set()
         except grpc.aio.AioRpcError as error:
@@ -221,16 +216,10 @@ class Followed:
         """Keep rows behind the others; those of a stream that begins may begin later than was asked for."""
         if features.start != self._end and (begun or features.start < self._end):
             raise InvalidField("features", f"positions from {features.start} on do not follow {self._end}")
-        self._rows.append(features)
+        if not begun:
+            self._start, self._dtype = features.start, features.dtype
+        self._rows += features.inline or b""
         self._end = features.start + features.count
-
-
-def _split(features: Features, count: int) -> tuple[Features, Features]:
-    """The first `count` rows, and the others."""
-    rows = features.inline or b""
-    at = len(rows) // features.count * count
-    first = Features(features.start, count, features.dtype, rows[:at])
-    return first, Features(features.start + count, features.count - count, features.dtype, rows[at:])
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from coppice import failpoints
 from coppice.errors import CoppiceError, Overloaded, StaleFence
 from coppice.heads.base import DraftJob, Growth, Miss
 from coppice.speculation.sampling import SamplingParams
@@ -62,13 +63,14 @@ class Session:
 
 @dataclass(slots=True)
 class Text:
-    """What a session drafts with, and the ids it has committed."""
+    """What a session drafts with, and the ids it has committed. The worker's thread has it."""
 
+    name: str
     sampling: SamplingParams
     coupled: bool
     want_q_rows: bool
-    name: str
-    window: Window | None  # what samples are cut from, when any may be wanted
+    window: Window | None
+    """what samples are cut from, when any may be wanted"""
     length: int = 0
     hash: int = committed_hash(())
     too_long: bool = False
@@ -101,21 +103,41 @@ class Missed:
 
 @dataclass(slots=True)
 class Waiting:
-    """A step that is not drafted yet."""
+    """A step that is not drafted yet, and the parts of its tree that were not sent yet."""
 
     session: Session
+    text: Text
     fence: Fence
     arrived_ns: int
     job: DraftJob
     missed: Missed | None
-    held: list[Growth] = field(default_factory=list)  # parts of the tree that go out with the next one
-    sent: bool = False  # some of its deltas are out
-    done: bool = False
+    parts: list[Growth] = field(default_factory=list)
+    is_sent: bool = False
+    """in part"""
+    is_done: bool = False
 
     @property
-    def early(self) -> bool:
-        """Whether the rest of the tree will be in time too: less than a quarter of the time there is has passed."""
+    def is_early(self) -> bool:
+        """Whether under a quarter of the deadline has passed, so that the rest of the tree will be in time too."""
         return time.perf_counter_ns() - self.arrived_ns < self.fence.deadline_ns / 4
+
+    def delta(self, weights_version: int, forward_ns: int) -> TreeDelta:
+        """The parts as one message; they are kept no longer."""
+        tree, made = joined(self.parts), tuple([len(part.nodes) for part in self.parts])
+        fence = Fence(
+            self.fence.step - failpoints.hit("drafter.stale"),
+            self.fence.committed_len,
+            self.fence.committed_hash,
+            weights_version,
+            self.fence.deadline_ns,
+        )
+        nodes = garbage(tree.nodes) if failpoints.hit("drafter.garbage") else tree.nodes
+        miss = self.missed.miss.value if self.missed and not self.is_sent else None
+        total_ns = time.perf_counter_ns() - self.arrived_ns
+        made = made if len(made) > 1 else ()
+        self.parts.clear()
+        self.is_sent, self.is_done = True, tree.last
+        return TreeDelta(fence, nodes, tree.last, forward_ns, total_ns, tree.q_rows, miss, tree.predicted, made)
 
 
 def joined(parts: list[Growth]) -> Growth:
@@ -130,3 +152,21 @@ def joined(parts: list[Growth]) -> Growth:
     q_rows = [part.q_rows for part in parts if part.q_rows is not None]
     predicted = tuple([place for part in parts for place in part.predicted])
     return Growth(parts[0].job, nodes, parts[-1].last, np.concatenate(q_rows) if q_rows else None, predicted)
+
+
+def garbage(tree: DraftTree) -> DraftTree:
+    """An invalid tree of the same size: a parent that comes later, an id outside the vocabulary, or a NaN score.
+
+    tree: n nodes; an empty one gets one node.
+    """
+    n = max(1, len(tree))
+    parents, scores = np.arange(n), np.full(n, -0.5, np.float32)
+    tokens = np.resize(tree.tokens, n) if len(tree) else np.zeros(n, np.int64)
+    fault = int(tokens.sum()) % 3 if n > 1 else 1
+    if fault == 0:
+        parents[0] = n
+    elif fault == 1:
+        tokens[0] = 2**31 - 1
+    else:
+        scores[-1] = np.nan
+    return DraftTree(tokens, parents, scores)

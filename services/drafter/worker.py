@@ -14,38 +14,17 @@ import structlog
 from coppice import failpoints
 from coppice.engine.batching import BatchingThread, settle
 from coppice.errors import Unavailable
-from coppice.heads.base import DraftJob, Growth, Head, Swap
+from coppice.heads.base import DraftJob, Head, Swap
 from coppice.limits import MAX_CONTEXT
 from coppice.speculation.tree import DraftTree
 from coppice.telemetry import SessionMetrics
-from coppice.wire.common import Fence
 from coppice.wire.drafter import DraftOpened, DraftStep, HeadDescription, OpenDraft, TreeDelta, WeightsHeader
 
 from .samples import Samples
-from .session import Answer, Missed, Session, Text, Waiting, joined
+from .session import Answer, Missed, Session, Text, Waiting
 
 if TYPE_CHECKING:
     from coppice.weights.staging import Staging
-import numpy as np
-
-
-def garbage(tree: DraftTree) -> DraftTree:
-    """A tree of as many nodes that nobody may verify: a forward parent, an id that is none, a score that is no number.
-
-    tree: n nodes; an empty one gets one node, whose id is none.
-    """
-    n = max(1, len(tree))
-    parents, scores = np.arange(n), np.full(n, -0.5, np.float32)
-    tokens = np.resize(tree.tokens, n) if len(tree) else np.zeros(n, np.int64)
-    which = int(tokens.sum()) % 3 if n > 1 else 1
-    if which == 0:
-        parents[0] = n
-    elif which == 1:
-        tokens[0] = 2**31 - 1
-    else:
-        scores[-1] = np.nan
-    return DraftTree(tokens, parents, scores)
-
 
 log = structlog.get_logger()
 
@@ -141,14 +120,15 @@ class Worker(BatchingThread):
             self._open_some()
 
     def _take_open(self, session: Session, opening: OpenDraft) -> None:
-        wanted = self._samples is not None and (opening.want_misses or self._samples.of_texts)
-        window = self._samples.window() if self._samples and wanted and opening.features is not None else None
-        self._texts[session] = Text(opening.sampling, opening.coupled, opening.want_q_rows, opening.session, window)
-        self._openings.append((session, self._opening(session, opening)))
+        samples = self._samples
+        sampled = samples and opening.features is not None and (opening.want_misses or samples.of_texts)
+        window = samples.window() if samples and sampled else None
+        text = Text(opening.session, opening.sampling, opening.coupled, opening.want_q_rows, window)
+        self._texts[session] = text
+        self._openings.append((session, self._opening(session, text, opening)))
 
-    def _opening(self, session: Session, opening: OpenDraft) -> Iterator[None]:
+    def _opening(self, session: Session, text: Text, opening: OpenDraft) -> Iterator[None]:
         """Hash the prompt and let the head take it, a chunk at a time."""
-        text = self._texts[session]
         for start in range(0, len(opening.ids), HASH_CHUNK):
             text.append(opening.ids[start : start + HASH_CHUNK])
             yield
@@ -163,9 +143,8 @@ class Worker(BatchingThread):
         try:
             next(opening)
         except StopIteration:
-            head, too_long = self._head, self._texts[session].too_long
-            opened = DraftOpened(head.description.weights_version) if too_long else head.opened(session.key)
-            self._post([(session, opened)])
+            too_long = self._texts[session].too_long
+            self._post([(session, DraftOpened(self._version) if too_long else self._head.opened(session.key))])
         except Exception as error:
             self._fail(session, error)
         else:
@@ -187,19 +166,19 @@ class Worker(BatchingThread):
             return
         self._rejoin.came(session, arrived_ns / 1e9)
         job = DraftJob(session.key, step.root, text.length, step.budget, text.sampling, text.coupled, text.want_q_rows)
-        self._waiting[session] = Waiting(session, step.fence, arrived_ns, job, missed)
+        self._waiting[session] = Waiting(session, text, step.fence, arrived_ns, job, missed)
 
     def _advance(self, session: Session, text: Text, step: DraftStep) -> Missed | None:
         """Commit what the step says was committed; returns what the session's last draft missed by."""
         advance = step.advance
         text.advance(step)
         miss = None if self._is_too_long(session, text) else self._head.advance(session.key, advance)
-        if advance.ids and text.window is not None and advance.features is not None:
+        if self._samples and text.window is not None and advance.ids and advance.features is not None:
             text.window.append(advance.ids, advance.features)
-            self._offer_text(text)
+            self._samples.offer_text(text.name, text.window, self._version, ended=False)
         if miss is None or advance.rejection is None:
             return None
-        return Missed(miss, advance.rejection, self._head.description.weights_version)
+        return Missed(miss, advance.rejection, self._version)
 
     def _is_too_long(self, session: Session, text: Text) -> bool:
         """Whether nothing is drafted for a text any more; the head then holds nothing of it."""
@@ -211,8 +190,8 @@ class Worker(BatchingThread):
 
     def _take_close(self, session: Session) -> None:
         text = self._texts.get(session)
-        if text is not None:
-            self._offer_text(text, ended=True)
+        if self._samples and text is not None and text.window is not None:
+            self._samples.offer_text(text.name, text.window, self._version, ended=True)
         self._forget(session)
         try:
             self._head.close(session.key)
@@ -226,12 +205,13 @@ class Worker(BatchingThread):
 
     def _take_swap(self, swap: Swap, swapped: asyncio.Future[int]) -> None:
         began = time.perf_counter_ns()
+        outcome: int | Exception
         try:
             swap.swap()
+            outcome = time.perf_counter_ns() - began
         except Exception as error:
-            self.loop.call_soon_threadsafe(settle, swapped, error)
-        else:
-            self.loop.call_soon_threadsafe(settle, swapped, time.perf_counter_ns() - began)
+            outcome = error
+        self.loop.call_soon_threadsafe(settle, swapped, outcome)
 
     def die(self) -> None:
         """End every session by an error, too: the process may go on."""
@@ -251,74 +231,55 @@ class Worker(BatchingThread):
 
     def _draft(self, waiting: list[Waiting]) -> None:
         """One call of the head. When it fails, the sessions that have nothing yet are drafted one by one."""
-        began, forward_before = time.perf_counter_ns(), self._head.forward_ns
-        for one in waiting:
-            one.session.drafting = one.arrived_ns, began
+        began = time.perf_counter_ns()
+        for step in waiting:
+            step.session.drafting = step.arrived_ns, began
         failpoints.hit("drafter.slow")
         self._metrics.forwards.inc()
         self._metrics.rows.inc(len(waiting))
         try:
-            for grown in self._head.draft([one.job for one in waiting]):
-                self._send(waiting, grown, self._head.forward_ns - forward_before)
-            if not all(one.done for one in waiting):
-                raise RuntimeError("the head left a draft without an end")
+            self._send_as_it_grows(waiting)
         except Exception as error:
-            unfinished = [one for one in waiting if not one.done]
+            unfinished = [step for step in waiting if not step.is_done]
             log.warning("drafting failed", sessions=len(waiting), unfinished=len(unfinished), error=repr(error))
-            for one in unfinished:
-                one.held.clear()
-                if one.sent or len(waiting) == 1:
-                    self._fail(one.session, error)
+            for step in unfinished:
+                step.parts.clear()
+                if step.is_sent or len(waiting) == 1:
+                    self._fail(step.session, error)
                 else:
-                    self._draft([one])
+                    self._draft([step])
         ended = time.perf_counter_ns()
         took = (ended - began) / 1e9
-        self.served(took, [one.session for one in waiting if one.done], ended / 1e9)
+        self.served(took, [step.session for step in waiting if step.is_done], ended / 1e9)
         self._metrics.forward_seconds.observe(took)
-        for one in waiting:
-            self._offer(one)
+        for step in waiting:
+            missed, step.missed, window = step.missed, None, step.text.window
+            if missed and self._samples and window is not None:  # now that the draft is out
+                self._samples.offer(step.text.name, window, missed.version, missed.rejection, missed.miss)
 
-    def _send(self, waiting: list[Waiting], grown: list[Growth], forward_ns: int) -> None:
-        """Post what grew; a part whose tree is not complete becomes one with the next one while there is time.
+    def _send_as_it_grows(self, waiting: list[Waiting]) -> None:
+        """Draft, and post the parts of the trees; while there is time, a part goes out with the next one.
 
         Each wakes this process's event loop, which takes the interpreter from the thread, and the orchestrator.
         """
-        answers: list[tuple[Session, Answer]] = []
-        for part in grown:
-            one = waiting[part.job]
-            one.held.append(part)
-            if part.last or not one.early:
-                answers.append((one.session, self._delta(one, forward_ns)))
-                one.held.clear()
-                one.sent, one.done = True, part.last
-        if answers:
-            self._post(answers)
+        forward_before = self._head.forward_ns
+        for parts in self._head.draft([step.job for step in waiting]):
+            forward_ns = self._head.forward_ns - forward_before
+            answers: list[tuple[Session, Answer]] = []
+            for part in parts:
+                step = waiting[part.job]
+                step.parts.append(part)
+                if part.last or not step.is_early:
+                    answers.append((step.session, step.delta(self._version, forward_ns)))
+            if answers:
+                self._post(answers)
+        if not all(step.is_done for step in waiting):
+            raise RuntimeError("the head left a draft without an end")
 
-    def _offer(self, one: Waiting) -> None:
-        """Make a sample of what was missed, now that the draft is out."""
-        missed, one.missed = one.missed, None
-        text = self._texts.get(one.session)
-        if missed and self._samples and text and text.window:
-            self._samples.offer(text.name, text.window, missed.version, missed.rejection, missed.miss)
-
-    def _offer_text(self, text: Text, ended: bool = False) -> None:
-        """Make a sample of what was committed, if there is enough of it."""
-        if self._samples and text.window:
-            self._samples.offer_text(text.name, text.window, self._head.description.weights_version, ended=ended)
-
-    def _delta(self, one: Waiting, forward_ns: int) -> TreeDelta:
-        """The parts that are held, as one."""
-        parts = one.held
-        miss = one.missed.miss.value if one.missed and not one.sent else None
-        asked = one.fence
-        version = self._head.description.weights_version
-        step = asked.step - failpoints.hit("drafter.stale")
-        fence = Fence(step, asked.committed_len, asked.committed_hash, version, asked.deadline_ns)
-        grown = joined(parts)
-        nodes = garbage(grown.nodes) if failpoints.hit("drafter.garbage") else grown.nodes
-        made = tuple([len(part.nodes) for part in parts]) if len(parts) > 1 else ()
-        total_ns = time.perf_counter_ns() - one.arrived_ns
-        return TreeDelta(fence, nodes, grown.last, forward_ns, total_ns, grown.q_rows, miss, grown.predicted, made)
+    @property
+    def _version(self) -> int:
+        """Of the weights in use."""
+        return self._head.description.weights_version
 
     def _post(self, answers: list[tuple[Session, Answer]]) -> None:
         """Hand answers to the event loop in one wake-up."""
