@@ -153,7 +153,7 @@ def _decode(engine: Engine, prompt: list[int], guess: list[int]) -> list[int]:
             row for row, parent in enumerate(parents) if parent == path[-1] and tokens[row] == int(best[path[-1]])
         ]:
             path.append(children[-1])
-        engine.pool.compact(table, base, path)
+        engine.pool.compact([(table, base, path)])
         ids += [*(tokens[row] for row in path[1:]), int(best[path[-1]])]
     return ids[: len(guess)]
 

@@ -17,6 +17,26 @@ import torch
 from torch import Tensor
 
 from coppice.engine.rows import KEY_BLOCK
+from coppice.speculation.sampling_torch import gumbel, hashes
+from services.verifier.device import KEY, LEAST, ROW, TEMPERATURE
+
+
+@torch.library.custom_op("tests::keyed_argmax", mutates_args=())
+def keyed_argmax(logits: Tensor, highest: Tensor, table: Tensor, edges: Tensor, lasts: Tensor) -> Tensor:
+    """`services.verifier.device.keyed_argmax` on a CPU, row by row."""
+    tokens, drawn = torch.arange(logits.shape[1]), []
+    for sampled in range(table.shape[1]):
+        row = int(table[ROW, sampled])
+        temperature, least = table[[TEMPERATURE, LEAST], sampled].view(torch.float64)
+        scores = logits[row].double().sub(highest[row].double()).div(temperature)
+        kept = scores >= least
+        if sampled < len(edges):
+            edge, last = edges[sampled], lasts[sampled]
+            kept &= (logits[row] > edge) | ((logits[row] == edge) & (tokens <= last))
+        scores.masked_fill_(~kept, -torch.inf)
+        best = scores.add_(gumbel(hashes(table[KEY, sampled : sampled + 1], tokens))[0]).argmax()
+        drawn.append(int(best) if bool(highest[row].abs() < torch.inf) else -1)
+    return torch.tensor(drawn)
 
 
 def products_in_float64() -> None:

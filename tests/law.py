@@ -31,8 +31,9 @@ from coppice.speculation.policy import POLICIES, Policy
 from coppice.speculation.routing import outcomes
 from coppice.speculation.sampling import SamplingParams, decode_row, draw, noise, uniform
 from coppice.speculation.tree import DraftTree
-from services.verifier.acceptance import pq_chain, walk
+from services.verifier.session import pq_draws, walk
 from tests import reference
+from tests.reference import keyed
 
 VOCAB = 4
 LENGTH = 3  # tokens whose joint law is checked: 64 cells
@@ -111,7 +112,8 @@ def decode(tables: Tables, policy: Policy, params: SamplingParams, prompt: tuple
     while len(text) < len(prompt) + LENGTH:
         trees = [draft_tree(tables.drafters[HEADS.index(head)], text, params, coupled) for head in policy.heads]
         tree = policy.choose([one.of(tree) for one, tree in zip(calibrations, trees, strict=True)], budget=4).tree
-        outcome = walk(tree, len(text) - 1, _rows(tables, tree, text, params), params)
+        row_at = _rows(tables, tree, text, params)
+        outcome = walk(tree, keyed(tree, row_at, params, len(text) - 1))
         accepted = [int(tree.tokens[node - 1]) for node in outcome.path]
         text += accepted
         text.append(_root(tables, text, params))
@@ -126,8 +128,8 @@ def decode_pq(tables: Tables, params: SamplingParams, prompt: tuple[int, int], s
     text.append(_root(tables, text, params))
     while len(text) < len(prompt) + LENGTH:
         chain, q_rows = sampled(tables.drafters[0], text, params)
-        rows = _rows(tables, chain, text, params)
-        outcome = pq_chain(chain, rows, q_rows, params.seed, len(text) - 1)
+        row_at = _rows(tables, chain, text, params)
+        outcome = walk(chain, pq_draws(chain, row_at, q_rows, params.seed, len(text) - 1))
         assert outcome.drawn is not None
         text += [*(int(chain.tokens[node - 1]) for node in outcome.path), outcome.drawn]
     return text[len(prompt) : len(prompt) + LENGTH]
@@ -173,7 +175,7 @@ def pq_step(tables: Tables, params: SamplingParams, prompt: tuple[int, int], sam
     """The first token that a head drafts behind the prompt, and the one that p/q rejection puts there."""
     text = list(prompt)
     chain, q_rows = sampled(tables.drafters[0], text, params)
-    outcome = pq_chain(chain, _rows(tables, chain, text, params), q_rows, params.seed, len(text) - 1)
+    outcome = walk(chain, pq_draws(chain, _rows(tables, chain, text, params), q_rows, params.seed, len(text) - 1))
     drafted = int(chain.tokens[0])
     return drafted, drafted if outcome.path else outcome.drawn or 0
 

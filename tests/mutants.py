@@ -21,8 +21,8 @@ from coppice.heads.feature_head import WeightSwap
 from coppice.heads.ranking import Noise
 from coppice.speculation import sampling
 from orchestrator import step_loop
-from services.verifier import acceptance, session, worker
-from services.verifier.pruner import Job
+from services.verifier import session, worker
+from services.verifier.session import Job
 
 Patch = pytest.MonkeyPatch
 
@@ -50,7 +50,7 @@ def _draft_noise_of_accept(patch: Patch) -> None:
 
 
 def _noise_one_position_off(patch: Patch) -> None:
-    _changed(patch, acceptance, "draw", lambda draw, ids, p, seed, at, *more: draw(ids, p, seed, at + 1, *more))
+    _changed(patch, session, "draw", lambda draw, ids, p, seed, at, *more: draw(ids, p, seed, at + 1, *more))
 
 
 def _coupling_one_position_off(patch: Patch) -> None:
@@ -58,28 +58,26 @@ def _coupling_one_position_off(patch: Patch) -> None:
 
 
 def _nan_row(patch: Patch) -> None:
-    def judge(original: Any, self: Any, step: Any, tree: Any, verified: Any, logits: Any, *more: Any) -> Any:
-        if len(logits) > 1 and not self.request.sampling.temperature:  # a sampled one is refused by decode_row
-            logits = logits.index_fill(0, torch.tensor([1]), torch.nan)
-        return original(self, step, tree, verified, logits, *more)
+    def walk(original: Any, self: Any, step: Any, rows: Any) -> Any:
+        if len(rows.logits) > 1 and not self.request.sampling.temperature:  # a sampled one is refused by decode_row
+            rows.logits = rows.logits.index_fill(0, torch.tensor([1]), torch.nan)
+        return original(self, step, rows)
 
-    _changed(patch, session.Session, "judge", judge)
+    _changed(patch, session.Session, "walk", walk)
 
 
 def _features_one_row_off(patch: Patch) -> None:
-    def judge(
-        original: Any, self: Any, step: Any, tree: Any, verified: Any, logits: Any, features: Any, *a: Any
-    ) -> Any:
-        rolled = features if features is None else features.roll(1, 0)
-        return original(self, step, tree, verified, logits, rolled, *a)
+    def take_features(original: Any, parts: Any, features: Any, layers: Any) -> None:
+        decoding = features is not None and any(rows.job.step for rows in parts)
+        original(parts, features.roll(1, 0) if decoding else features, layers)
 
-    _changed(patch, session.Session, "judge", judge)
+    _changed(patch, worker, "take_features", take_features)
 
 
 def _kv_row_not_compacted(patch: Patch) -> None:
-    def compact(original: Any, pool: KVPool, table: BlockTable, base_len: int, rows: Any) -> None:
-        kept = list(rows)
-        original(pool, table, base_len, [*kept[:-1], len(kept) - 1] if len(kept) > 1 else kept)
+    def compact(original: Any, pool: KVPool, kept: Any) -> None:
+        wrong = [[*rows[:-1], len(rows) - 1] if len(rows) > 1 else rows for _, _, rows in kept]
+        original(pool, [(table, base_len, rows) for (table, base_len, _), rows in zip(kept, wrong, strict=True)])
 
     _changed(patch, KVPool, "compact", compact)
 
@@ -162,13 +160,9 @@ def _temperature_twice(patch: Patch) -> None:
 
 
 def _calibration_as_truth(patch: Patch) -> None:
-    def walk(original: Any, tree: Any, root_position: int, row_at: Any, params: Any, *more: Any) -> Any:
+    def walk(original: Any, tree: Any, drawn: Any, *more: Any) -> Any:
         sure = {0: int(tree.tokens[0])} if len(tree) and tree.log_probs[0] > np.log(0.5) else {}
-
-        def row(node: int) -> Any:
-            return (np.array([sure[node]]), np.zeros(1)) if node in sure else row_at(node)
-
-        return original(tree, root_position, row, params, *more)
+        return original(tree, lambda node: sure[node] if node in sure else drawn(node), *more)
 
     _changed(patch, session, "walk", walk)
 
@@ -177,9 +171,9 @@ def _prefix_of_another_session(patch: Patch) -> None:
     first: list[list[int]] = []
 
     def left(job: Job) -> list[int]:
-        ids = job.opened.request.ids
+        ids = job.session.request.ids
         first.append(ids)
-        return [*first[0][: min(8, len(ids))], *ids[8:]][job.opened.committed_len :]
+        return [*first[0][: min(8, len(ids))], *ids[8:]][job.session.committed_len :]
 
     patch.setattr(Job, "prefill_left", property(left))
     _changed(
@@ -194,15 +188,15 @@ def _own(one: Any, ids: list[int]) -> list[int]:
 
 
 def _rows_of_the_next_session(patch: Patch) -> None:
-    def forward(original: Any, engine: Engine, batch: PackedBatch, *beside: Any) -> ForwardOutput:
-        output = original(engine, batch, *beside)
+    def forward(original: Any, engine: Engine, batch: PackedBatch) -> ForwardOutput:
+        output = original(engine, batch)
         return dataclasses.replace(output, logits=output.logits.roll(-1, 0)) if len(batch.tails) > 2 else output
 
     _changed(patch, Engine, "forward", forward)
 
 
 def _rejected_token_drawn_from_p(patch: Patch) -> None:
-    patch.setattr(acceptance, "_residual", lambda row, q_row: row)
+    patch.setattr(session, "_residual", lambda row, q_row: row)
 
 
 def _root_drawn_one_position_off(patch: Patch) -> None:

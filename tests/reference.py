@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from coppice.engine.kv_cache import KVPool
-from coppice.speculation.sampling import Row, SamplingParams, decode_row
+from coppice.speculation.sampling import Row, SamplingParams, decode_row, draw
 from coppice.speculation.tree import DraftTree
 
 EFFORT = 10 if os.environ.get("COPPICE_PROOF") == "1" else 1
@@ -108,6 +108,13 @@ def dense(row: Row, vocab_size: int) -> NDArray[np.float64]:
 
 
 # Acceptance.
+
+
+def keyed(
+    tree: DraftTree, row_at: Callable[[int], Row], params: SamplingParams, root_position: int
+) -> Callable[[int], int]:
+    """The ids that the keyed noise draws behind the nodes of a tree whose root stands at a position."""
+    return lambda node: draw(*row_at(node), params.seed, root_position + len(text_at(tree, node)) + 1)
 
 
 def longest_matching_prefix(tree: DraftTree, target: Callable[[Text], Logits]) -> Text:

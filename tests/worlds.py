@@ -18,7 +18,7 @@ from operator import and_, xor
 from orchestrator.auto.arms import CASCADE, Arm, arms_of
 from orchestrator.auto.chooser import Chooser, StepSeen
 from orchestrator.auto.text_estimates import TextEstimates
-from services.verifier.node_budget import CostCurve, Profile, share
+from services.verifier.budget import CostCurve, Profile, share
 
 PLAIN_ARM = arms_of(())[0]
 DEPTH = 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -172,30 +172,30 @@ class KVPool:
         table.blocks = table.blocks[:0]
         table.num_tokens = 0
 
-    def compact(self, table: BlockTable, base_len: int, rows: Sequence[int]) -> None:
-        """After a step: keep the KV of the accepted path and forget the other rows.
+    def compact(self, kept: Iterable[tuple[BlockTable, int, Sequence[int]]]) -> None:
+        """After a step of some sessions: keep the KV of their accepted paths and forget the other rows.
 
-        base_len: tokens committed before the step, whose rows lie at base_len, base_len + 1, ... rows: the accepted
-        rows of the piece in order, the root's 0 first. They move to base_len ..; the table then holds
-        base_len + len(rows) tokens and keeps its blocks, which the next step needs again.
+        For each session its table; base_len, the tokens committed before the step, whose rows lie at base_len,
+        base_len + 1, ...; and the accepted rows of the piece in order, the root's 0 first. They move to base_len ..;
+        the table then holds base_len + len(rows) tokens and keeps its blocks, which the next step needs again.
         """
-        accepted = np.asarray(rows, np.int64)
-        moved = np.flatnonzero(accepted != np.arange(len(accepted)))
-        if len(moved):  # else the path is a prefix of the rows and lies right already
-            start = moved[0]
-            tokens = np.stack([accepted[start:], np.arange(start, len(accepted))])
-            self.move(table.slots(base_len + tokens))
-        table.num_tokens = base_len + len(accepted)
+        moved: list[NDArray[np.int64]] = []
+        for table, base_len, rows in kept:
+            accepted = np.asarray(rows, np.int64)
+            elsewhere = np.flatnonzero(accepted != np.arange(len(accepted)))
+            if len(elsewhere):  # else the path is a prefix of the rows and lies right already
+                start = elsewhere[0]
+                tokens = np.stack([accepted[start:], np.arange(start, len(accepted))])
+                moved.append(table.slots(base_len + tokens))
+            table.num_tokens = base_len + len(accepted)
+        if moved:
+            self.move(np.concatenate(moved, axis=1))
 
     def move(self, slots: NDArray[np.int64]) -> None:
         """Copy the KV of the slots `slots[0]` to `slots[1]`, which may overlap; slots: (2, n)."""
         if self.moves is not None:
             self.moves.append(slots)
-        source, target = (torch.from_numpy(row).to(self.device) for row in slots)
-        self.move_there(source, target)
-
-    def move_there(self, source: Tensor, target: Tensor) -> None:
-        """The same with slots that lie on the pool's device, (n,) each; `moves` does not hear of it."""
+        source, target = torch.from_numpy(slots).to(self.device)
         with torch.inference_mode():
             # The gather copies, so that overlapping source and target do no harm.
             for slab in self._slabs:

@@ -113,14 +113,13 @@ def load_engine(settings: VerifierSettings) -> Engine:
     return SleepingEngine(Asleep.read(settings.target), settings.dtype, settings.kv_tokens)
 
 
-def draw_rows(logits: SleepingLogits, draws: object) -> Tensor:
+def draw_jobs(jobs: object, logits: SleepingLogits) -> list[int]:
     """(R,) ids: the highest logit of a row is drawn at every temperature."""
-    return logits.ids
+    ids: list[int] = logits.ids.tolist()
+    return ids
 
 
 if __name__ == "__main__":
     worker: Any = importlib.import_module(module_of("services.verifier.worker"))
-    worker.load, worker.check_devices = load_engine, lambda settings: settings
-    readout: Any = importlib.import_module(module_of("services.verifier.readout"))
-    readout.draw_rows = draw_rows
+    worker.load, worker.check_devices, worker.draw_jobs = load_engine, lambda settings: settings, draw_jobs
     runpy.run_module(module_of("services.verifier"), run_name="__main__", alter_sys=True)

@@ -1,7 +1,8 @@
-"""One session's committed text in full blocks, each known by a hash of its ids, of all before them and of a salt."""
+"""The prefix cache: committed text in full blocks, each known by a hash of its ids, all before them and a salt."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -10,7 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coppice.engine.kv_cache import BlockTable
+from coppice.engine.kv_cache import BlockTable, KVPool
+from coppice.telemetry import PrefixCacheMetrics
+from coppice.wire.verifier import OpenSession
+
+_LATER = 2.0**-20  # of a use, for each block that lies further behind in the text: it is evicted earlier
 
 
 def root_digest(salt: str) -> bytes:
@@ -64,3 +69,78 @@ class Prefix:
         del self.ids[:size]
         self.blocks.append(CachedBlock(self._digest, self._layers, features))
         return len(self.blocks) - 1
+
+
+class PrefixCache:
+    """The blocks that are kept, by their hash. Every method runs on the worker's thread."""
+
+    def __init__(self, pool: KVPool, most_tokens: int, metrics: PrefixCacheMetrics) -> None:
+        """`most_tokens`: that are kept at most; 0 keeps nothing."""
+        self._pool, self._metrics = pool, metrics
+        self._most = most_tokens // pool.block_size
+        self._held: dict[bytes, tuple[int, CachedBlock]] = {}  # with the block's number in the pool
+        self._digests: dict[int, bytes] = {}  # by that number
+        self._uses = itertools.count(1)
+        metrics.tokens.set_function(lambda: len(self._held) * pool.block_size)
+
+    def open(self, request: OpenSession, tokens: int) -> Prefix:
+        """Room for `tokens` tokens of a session, the longest prefix that is here in it. Raises OutOfBlocks."""
+        salt = request.salt if self._most else ""
+        found = self._find(request) if salt and not request.want_prompt_log_probs else []
+        numbers = [number for number, _ in found]
+        table = self._pool.allocate(request.session, tokens, numbers)
+        for number in set(table.blocks.tolist()).difference(numbers) & self._digests.keys():
+            self._forget(number)
+        use = next(self._uses)
+        for number, at in enumerate(numbers):
+            self._pool.keep(at, use - number * _LATER)
+        prefix = Prefix(table, [block for _, block in found], salt, request.feature_layers)
+        self._metrics.queries.inc(len(request.ids))
+        self._metrics.hits.inc(prefix.reused_tokens)
+        return prefix
+
+    def fill(self, prefix: Prefix) -> None:
+        """Take in the blocks of a session that have become full and whose KV is in its place."""
+        use = next(self._uses)
+        while len(prefix.ids) >= self._pool.block_size:
+            self._keep(prefix, prefix.cut(), use)
+
+    def close(self, prefix: Prefix) -> None:
+        """Give a session's room back; all its blocks were used just now, and those that were given up are back."""
+        use = next(self._uses)
+        for number in range(len(prefix.blocks)):
+            self._keep(prefix, number, use)
+        self._pool.free(prefix.table)
+
+    def _find(self, request: OpenSession) -> list[tuple[int, CachedBlock]]:
+        """The kept blocks that a session's ids begin with. The last id is in none of them: its logits are wanted."""
+        found: list[tuple[int, CachedBlock]] = []
+        digest, size = root_digest(request.salt), self._pool.block_size
+        for start in range(0, len(request.ids) - size, size):
+            digest = block_digest(digest, request.ids[start : start + size])
+            held = self._held.get(digest)
+            if held is None or not set(request.feature_layers) <= set(held[1].layers):
+                break
+            found.append(held)
+        return found
+
+    def _keep(self, prefix: Prefix, number: int, use: int) -> None:
+        """Keep the `number`th block of a session, the one that is here already if there is one."""
+        block, at = prefix.blocks[number], int(prefix.table.blocks[number])
+        held = self._held.get(block.digest)
+        if held is not None:
+            at = held[0]
+            if set(block.layers) <= set(held[1].layers):
+                block = held[1]
+        elif len(self._held) >= self._most:
+            given_up = self._pool.give_up()
+            if given_up is None:
+                return
+            self._forget(given_up)
+        self._held[block.digest] = at, block
+        self._digests[at] = block.digest
+        self._pool.keep(at, use - number * _LATER)
+
+    def _forget(self, at: int) -> None:
+        del self._held[self._digests.pop(at)]
+        self._metrics.evicted.inc(self._pool.block_size)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import NoReturn
 
 import numpy as np
@@ -22,11 +24,15 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from coppice.config.model_size import ModelSize, free_memory
 from coppice.config.sections import VerifierSettings
+from coppice.config.settings import Settings
 from coppice.engine.engine import Engine
 from coppice.engine.kv_cache import BlockTable
 from coppice.engine.loading import load_engine
 from coppice.engine.rows import PackedBatch, Tail
+from coppice.errors import InvalidField
+from coppice.rpc.server import run_service
 from coppice.stack.process import REFUSED, await_end, environment, spawn
 from coppice.stack.spec import as_flags, checkout
 
@@ -116,7 +122,7 @@ class Ranks:
         listener = socket.create_server((HOST, 0))  # of the host alone: whoever reaches it could be a rank
         port = listener.getsockname()[1]
         told = as_flags({f"verifier.{name}": value for name, value in settings if name in SHARED})
-        module = f"{__package__}.rank"
+        module = f"{__package__}.ranks"
         variables = environment(checkout()) | {"MASTER_PORT": str(port)}
         self._processes = [
             spawn(module, told, None, variables | {"RANK": str(rank)}) for rank in range(1, settings.ranks)
@@ -207,3 +213,48 @@ def follow(engine: Engine) -> None:
         if moved.size:
             engine.pool.move(moved)
         engine.forward(batch)
+
+
+def check_devices(settings: VerifierSettings, rank: int = 0) -> VerifierSettings:
+    """The settings with the KV tokens that there is room for. Raises InvalidField unless there are the devices that the
+    target's ranks need, and this rank's has the memory.
+    """
+    wide_kv, ranks = settings.invariant and settings.device == "cpu", settings.ranks
+    size = ModelSize.of(settings.target, settings.dtype, wide_kv=wide_kv)
+    size.check_ranks(ranks)
+    if ranks > 1:
+        _check_ranks(settings.device, ranks)
+    room = free_memory(settings.device)
+    if settings.device.startswith("cuda"):
+        # Of no other device: to ask for its memory takes some of it.
+        room = float(torch.cuda.mem_get_info((torch.device(settings.device).index or 0) + rank)[0])
+    if room is None:
+        return settings
+    kv_tokens = size.fit_kv(settings.kv_tokens, settings.device, room, ranks=ranks)
+    return settings.model_copy(update={"kv_tokens": kv_tokens})
+
+
+def _check_ranks(device: str, ranks: int) -> None:
+    devices = torch.cuda.device_count()
+    if find_spec("accelerate") is None:
+        why = "need the package accelerate, which is not installed: in a checkout pip install '.[ranks]'"
+    elif device == "cuda" and devices < ranks:
+        why = f"take a CUDA device each, and torch finds {devices}"
+    elif device == "cpu" and devices:
+        why = "would compute on the CUDA devices here: verifier.device cuda says so, CUDA_VISIBLE_DEVICES= hides them"
+    else:
+        return
+    raise InvalidField("verifier.ranks", f"{ranks} ranks {why}")
+
+
+async def serve(settings: Settings) -> int:
+    """Do what rank 0 does until it ends; returns the exit code."""
+    rank = int(os.environ["RANK"])
+    check_devices(settings.verifier, rank)
+    join(settings.verifier, rank, int(os.environ["MASTER_PORT"]))
+    follow(load(settings.verifier))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_service(serve))

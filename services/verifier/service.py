@@ -21,8 +21,7 @@ from coppice.v1 import verifier_pb2
 from coppice.wire import verifier
 from coppice.wire.verifier import OpenSession, TargetDescription, VerifyStep, VerifyTimings
 
-from .sessions import reserved_tokens
-from .worker import Worker
+from .worker import Worker, reserved_tokens
 
 
 class VerifierServicer:

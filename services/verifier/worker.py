@@ -1,35 +1,35 @@
-"""The thread that owns the target: it packs whatever waits into forwards, and answers."""
+"""The thread that owns the target and its sessions: it packs whatever waits into forwards, and answers."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import structlog
 import torch
-from torch import Tensor
 
 from coppice.config.sections import VerifierSettings
 from coppice.engine.batching import BatchingThread, settle
 from coppice.engine.engine import Engine, ForwardOutput
-from coppice.engine.rows import Piece, pack
-from coppice.telemetry import WARMING_UP, SessionMetrics
+from coppice.engine.kv_cache import BlockTable, OutOfBlocks
+from coppice.engine.rows import pack
+from coppice.errors import InvalidField, NotFound, Unavailable
+from coppice.limits import BLOCK_SIZE, TREE_ROOM
+from coppice.telemetry import WARMING_UP, PrefixCacheMetrics, SessionMetrics
 from coppice.wire.common import FeatureRef, Features
 from coppice.wire.verifier import OpenSession, SessionOpened, Verdict, VerifyStep, VerifyTimings
 
-from .acceptance import Reading
-from .devices import check_devices
-from .features import Committed, Feed, Window, columns
+from .budget import Pruner, measure
+from .device import draw_jobs, warm_up
+from .features import Committed, Feed, Window
 from .generation_config import repetition_penalty
-from .pruner import Job, Pruner, measure
-from .ranks import Ranks, load
-from .readout import instruct, prepare, read_out
-from .session import Session
-from .sessions import Sessions
+from .prefix import PrefixCache
+from .ranks import Ranks, check_devices, load
+from .session import Job, Session, TargetRows, split, take_features
 
 log = structlog.get_logger()
 
@@ -38,6 +38,14 @@ PREFILL_ROWS = 512
 BATCH_WAIT_S = 0.05
 """longest wait for sessions to join a forward"""
 WARM_ROWS = 32  # of the forwards before the first one that counts: libraries prepare for every number of rows
+
+Answer = asyncio.Future[Any]
+
+
+def reserved_tokens(request: OpenSession, settings: VerifierSettings) -> int:
+    """KV tokens a session is admitted with, whole blocks and at most all there are, so that no session loses any."""
+    wanted = -(-(request.max_len + TREE_ROOM) // BLOCK_SIZE)
+    return min(wanted, settings.kv_tokens // BLOCK_SIZE) * BLOCK_SIZE
 
 
 class Worker(BatchingThread):
@@ -51,12 +59,14 @@ class Worker(BatchingThread):
         self.address = ""  # where FeatureRefs point to; known once the server listens
         self.kv_tokens_used = 0
         self.repetition_penalty = 1.0  # of sessions that set none; known once the target is loaded
+        self._sessions: dict[int, Session] = {}  # by key
+        self._by_name: dict[str, Session] = {}
         self._prefills: deque[Job] = deque()
         self._steps: dict[int, Job] = {}
-        self._answers: list[tuple[asyncio.Future[Any], Any]] = []
+        self._answers: list[tuple[Answer, Any]] = []
         self._fed: list[tuple[Feed, Committed | None]] = []
         self._pruner: Pruner | None = None
-        self._ranks: Ranks | None = None  # the others, where the target has several
+        self._ranks: Ranks | None = None  # tensor-parallel ranks 1 to n - 1; None on one device
 
     # --- called from the event loop ---
 
@@ -68,22 +78,22 @@ class Worker(BatchingThread):
 
     async def open(self, key: int, request: OpenSession, arrived: int) -> SessionOpened:
         """Prefill a new session; `key` is the caller's and new. Raises InvalidField when its name is taken."""
-        answer: SessionOpened = await self._ask(lambda job: self._take_open(key, request, job), arrived)
-        return answer
+        opened: SessionOpened = await self._ask(lambda answer: self._take_open(key, request, answer, arrived))
+        return opened
 
     async def verify(self, key: int, step: VerifyStep, arrived: int) -> Verdict:
         """One tree of a session, which came at `arrived` of `perf_counter_ns`. Raises StaleFence, InvalidField."""
-        verdict: Verdict = await self._ask(lambda job: self._take_step(key, step, job), arrived)
+        verdict: Verdict = await self._ask(lambda answer: self._take_step(key, step, answer, arrived))
         return verdict
 
     def follow(self, ref: FeatureRef) -> Feed:
         """Feature rows of a session from a position on, then what each step commits, until `cancel`."""
 
         def begin(feed: Feed) -> Awaitable[Window]:
-            return self._ask(lambda job: self._take_follow(feed, job), time.perf_counter_ns())
+            return self._ask(lambda answer: self._take_follow(feed, answer))
 
         def end(feed: Feed) -> None:
-            self.post(lambda: self._sessions.unfollow(feed))
+            self.post(lambda: self._take_unfollow(feed))
 
         return Feed(ref, self.engine.info.dtype, begin, end)
 
@@ -91,18 +101,18 @@ class Worker(BatchingThread):
         """Free a session; nothing happens when it never opened."""
         self.post(lambda: self._take_close(key))
 
-    async def _ask(self, take: Callable[[Job], None], arrived: int) -> Any:
-        """Post a job; whatever `take` raises is its answer."""
-        job = Job(self.loop.create_future(), arrived)
+    async def _ask(self, take: Callable[[Answer], None]) -> Any:
+        """Have `take` done on the thread, and wait for its answer; whatever it raises is the answer."""
+        answer: Answer = self.loop.create_future()
 
         def work() -> None:
             try:
-                take(job)
+                take(answer)
             except Exception as error:
-                self._answer(job, error)
+                self._answers.append((answer, error))
 
         self.post(work)
-        return await job.answer
+        return await answer
 
     # --- the thread ---
 
@@ -122,10 +132,11 @@ class Worker(BatchingThread):
         log.info("memory", takes=self.engine.memory)
         log.info(WARMING_UP)
         self.engine.timings(range(WARM_ROWS, 0, -1), context=WARM_ROWS, repeats=1)
-        prepare(self.engine)
+        warm_up(self.engine)
         if self.settings.prune:
             self._pruner = Pruner(measure(self.engine, self.settings.kv_tokens))
-        self._sessions = Sessions(self.engine, self.settings, self.metrics, self.repetition_penalty)
+        cached_tokens = self.settings.prefix_cache_tokens
+        self._cache = PrefixCache(self.engine.pool, cached_tokens, PrefixCacheMetrics(self.metrics.registry))
 
     def idle(self) -> bool:
         """Whether neither a step nor a prompt waits."""
@@ -137,51 +148,79 @@ class Worker(BatchingThread):
 
     def serve(self) -> None:
         """Run one packed forward over every waiting step and as much of the prompts as fits; send the answers."""
-        if self._steps or self._prefills:
+        if not self.idle():
             self._forward()
         self._deliver()
 
-    def _take_open(self, key: int, request: OpenSession, job: Job) -> None:
-        job.session = self._sessions.open(key, request)
-        self._prefills.append(job)
+    def _take_open(self, key: int, request: OpenSession, answer: Answer, arrived: int) -> None:
+        """Admit a session and give it its KV. Raises InvalidField, and Unavailable while the pool has no room: the
+        blocks of a closing session are on their way back.
+        """
+        if request.session in self._by_name:
+            raise InvalidField("open.session", "is already open")
+        layers = self.engine.info.layers
+        for layer in request.feature_layers:
+            if layer not in range(layers):
+                raise InvalidField("open.feature_layers", f"{layer} is not a layer of this target (0..{layers - 1})")
+        try:
+            prefix = self._cache.open(request, reserved_tokens(request, self.settings))
+        except OutOfBlocks as error:
+            raise Unavailable(str(error)) from None
+        try:
+            request = replace(request, sampling=request.sampling.with_defaults(self.repetition_penalty))
+            session = Session(key, request, prefix, self.settings.feature_window, self.engine.info.vocab_size)
+        except BaseException:
+            self._cache.close(prefix)
+            raise
+        self._sessions[key] = self._by_name[request.session] = session
+        self.metrics.opened.inc()
+        self._prefills.append(Job(session, answer, arrived))
 
-    def _take_step(self, key: int, step: VerifyStep, job: Job) -> None:
-        """Take a step with as much of its tree as there is room for."""
-        session = self._sessions.get(key)
+    def _take_step(self, key: int, step: VerifyStep, answer: Answer, arrived: int) -> None:
+        if key not in self._sessions:
+            raise NotFound("the session is not open")
+        session = self._sessions[key]
         session.check_fence(step.fence)
-        self._rejoin.came(key, job.arrived / 1e9)
-        job.session, job.step, job.tree = session, step, step.tree
-        job.cut(session.table.capacity - session.committed_len - 1)
-        self._steps[key] = job
+        self._rejoin.came(key, arrived / 1e9)
+        self._steps[key] = Job(session, answer, arrived, step, step.tree)
 
     def _take_close(self, key: int) -> None:
-        session = self._sessions.close(key)
+        session = self._sessions.pop(key, None)
         if session is None:
             return
+        del self._by_name[session.request.session]
+        self._cache.close(session.prefix)
+        self.metrics.closed.inc()
         self._steps.pop(key, None)
         self._prefills = deque(job for job in self._prefills if job.session is not session)
         self._rejoin.closed(key)
         self._fed += ((feed, None) for feed in session.feeds)
         self._note_kv()
 
-    def _take_follow(self, feed: Feed, job: Job) -> None:
-        self._answer(job, self._sessions.named(feed.ref.session).follow(feed))
+    def _take_follow(self, feed: Feed, answer: Answer) -> None:
+        session = self._by_name.get(feed.ref.session)
+        if session is None:
+            raise NotFound(f"no session {feed.ref.session} here")
+        self._answers.append((answer, session.follow(feed)))
+
+    def _take_unfollow(self, feed: Feed) -> None:
+        session = self._by_name.get(feed.ref.session)
+        if session is not None and feed in session.feeds:
+            session.feeds.remove(feed)
 
     # --- a forward ---
 
     def _forward(self) -> None:
         """One packed forward, and what each session makes of its part."""
         taken = time.perf_counter_ns()
-        jobs, pieces = self._pack()
+        jobs = self._schedule()
         for job in jobs:
             job.started = job.started or taken
-        layers = tuple(sorted({layer for job in jobs for layer in job.opened.request.feature_layers}))
+        layers = tuple(sorted({layer for job in jobs for layer in job.session.request.feature_layers}))
         started = time.perf_counter_ns()
         try:
-            on_device = self.engine.on_device and self._ranks is None  # whose KV moves with this one's
-            told = instruct(jobs, pieces, self.engine.info.vocab_size) if on_device else None
-            output = self.engine.forward(pack(pieces, layers), told and told.numbers)
-            readings = read_out(jobs, pieces, told, output, self.engine.pool) if told else [(None, None)] * len(jobs)
+            output = self.engine.forward(pack([job.piece for job in jobs], layers))
+            drawn = draw_jobs(jobs, output.logits) if self.engine.on_device else ()
         except Exception as error:
             log.exception("forward failed", sessions=len(jobs))
             if self._ranks:
@@ -189,44 +228,39 @@ class Worker(BatchingThread):
             for job in jobs:
                 self._answer(job, error)
         else:
-            shared = self._account(jobs, pieces, output, started, time.perf_counter_ns())
-            hint = self._pruner.hint(len(self._steps)) if self._pruner and self._steps else None
-            judged = self._settle_all(jobs, pieces, output, readings, layers, shared, hint)
-            self.served(output.forward_ns / 1e9, judged, time.perf_counter())
+            shared = self._account(jobs, output, started)
+            parts = self._walk(split(jobs, output.logits, drawn))
+            take_features(parts, output.features, layers)
+            self._answer_all(parts, shared)
+            going_on = [rows.job.session.key for rows in parts if rows.job.step and not rows.job.session.over]
+            self.served(output.forward_ns / 1e9, going_on, time.perf_counter())
         self._steps.clear()
         if self._prefills:
             self._prefills = deque(job for job in self._prefills if not job.answered)
         self._note_kv()
 
-    def _pack(self) -> tuple[list[Job], list[Piece]]:
-        """Every waiting step with the nodes that pay, and the prompts' next chunks that fit."""
-        prefills, chunks = self._prompt_chunks()
-        steps = list(self._steps.values())
-        if self._pruner is not None:
-            self._pruner.cut(steps, sum([len(piece.tokens) for piece in chunks]))
-        return [*steps, *prefills], [*[job.piece() for job in steps], *chunks]
-
-    def _prompt_chunks(self) -> tuple[list[Job], list[Piece]]:
-        jobs: list[Job] = []
-        pieces: list[Piece] = []
+    def _schedule(self) -> list[Job]:
+        """Lay the rows of every waiting step with the nodes that pay, and of the prompts' next chunks that fit."""
+        chunks: list[Job] = []
         room = PREFILL_ROWS
         for job in self._prefills:
             if room <= 0:
                 break
-            left, session = job.prefill_left, job.opened
-            chunk = left[:room]
-            room -= len(chunk)
-            last = [len(chunk) - 1] if len(chunk) == len(left) else []
-            keep = range(len(chunk)) if session.request.want_prompt_log_probs else last
-            jobs.append(job)
-            pieces.append(Piece.chain(session.table, session.committed_len, chunk, keep))
-        return jobs, pieces
+            room -= job.lay_chunk(room)
+            chunks.append(job)
+        steps = list(self._steps.values())
+        for job in steps:
+            job.cut(job.session.room)
+        if self._pruner is not None:
+            self._pruner.cut(steps, PREFILL_ROWS - room)
+        for job in steps:
+            if job.step:
+                job.lay_tree(job.step.root)
+        return [*steps, *chunks]
 
-    def _account(
-        self, jobs: list[Job], pieces: list[Piece], output: ForwardOutput, started: int, ended: int
-    ) -> VerifyTimings:
+    def _account(self, jobs: list[Job], output: ForwardOutput, started: int) -> VerifyTimings:
         """What all sessions of a forward are told of it; metrics and the pruner learn from it."""
-        rows, plain_ns = sum([len(piece.tokens) for piece in pieces]), 0
+        rows, plain_ns, ended = sum([len(job.piece.tokens) for job in jobs]), 0, time.perf_counter_ns()
         self.metrics.forwards.inc()
         self.metrics.rows.inc(rows)
         self.metrics.forward_seconds.observe(output.forward_ns / 1e9)
@@ -238,78 +272,57 @@ class Worker(BatchingThread):
             plain_ns = int(share * output.forward_ns)
         return VerifyTimings(rows=rows, sessions=len(jobs), plain_ns=plain_ns)
 
-    def _settle_all(
-        self,
-        jobs: list[Job],
-        pieces: list[Piece],
-        output: ForwardOutput,
-        readings: Sequence[tuple[Reading | None, Tensor | None]],
-        layers: tuple[int, ...],
-        shared: VerifyTimings,
-        hint: int | None,
-    ) -> list[int]:
-        """Commit every session's part; returns the keys of those that will send another step."""
-        judged: list[int] = []
-        first_row = first_kept = 0
-        for job, piece, (reading, read) in zip(jobs, pieces, readings, strict=True):
-            end_row, end_kept = first_row + len(piece.tokens), first_kept + len(piece.keep)
-            logits = output.logits[first_kept:end_kept]
-            features = None if output.features is None else output.features[first_row:end_row]
-            features = read if reading else features
-            first_row, first_kept = end_row, end_kept
-            session = job.opened
+    def _walk(self, parts: Iterable[TargetRows]) -> list[TargetRows]:
+        """Walk each step's tree, and keep the KV of its path. A part that fails is answered, and left out."""
+        walked: list[TargetRows] = []
+        kept: list[tuple[BlockTable, int, Sequence[int]]] = []
+        for rows in parts:
+            job, session = rows.job, rows.job.session
             try:
-                wanted = session.request.feature_layers
-                own = columns(features, layers, wanted) if features is not None and wanted else None
-                self._settle(job, piece, logits, own, reading, shared, hint)
+                if job.step:
+                    session.walk(job.step, rows)
+                    kept.append((session.table, session.committed_len, rows.text))
             except Exception as error:
                 self._answer(job, error)
             else:
-                judged += [session.key] if job.step and not session.over else []
-        return judged
+                walked.append(rows)
+        self.engine.pool.compact(kept)
+        return walked
 
-    def _settle(
-        self,
-        job: Job,
-        piece: Piece,
-        logits: Tensor,
-        features: Tensor | None,
-        reading: Reading | None,
-        shared: VerifyTimings,
-        hint: int | None,
-    ) -> None:
-        """Commit one session's part of a forward and answer it if it is complete."""
-        session = job.opened
+    def _answer_all(self, parts: Sequence[TargetRows], shared: VerifyTimings) -> None:
+        """Commit every session's part, and answer it if it is complete."""
         began = time.perf_counter_ns()
-        answer: SessionOpened | Verdict
-        if job.step is None:
-            if session.request.want_prompt_log_probs:
-                session.score_prompt(logits)
-            session.commit(list(piece.tokens), features)
-            self._sessions.cache.fill(session.prefix)
-            if job.prefill_left:
-                return
-            answer = session.opened(logits[-1], self._prompt_features(session), shared, reading)
-        else:
-            base = session.committed_len
-            verdict, kept = session.judge(job.step, job.tree, job.verified, logits, features, reading)
-            if reading:
-                self.engine.pool.extend(session.table, session.committed_len)
-            else:
-                self.engine.pool.compact(session.table, base, kept)
-            self._sessions.cache.fill(session.prefix)
-            answer = replace(verdict, budget_hint=hint)
-            for feed in session.feeds:
-                self._fed.append((feed, session.last))
-        ended = time.perf_counter_ns()
-        timings = replace(
-            shared,
-            queue_ns=job.started - job.arrived,
-            forward_ns=job.forward_ns,
-            accept_ns=ended - began,
-            total_ns=ended - job.arrived,
-        )
-        self._answer(job, replace(answer, timings=timings))
+        hint = self._pruner.hint(len(self._steps)) if self._pruner and self._steps else None
+        for rows in parts:
+            job, session = rows.job, rows.job.session
+            answer: SessionOpened | Verdict | None
+            try:
+                answer = session.judge(job.step, rows, hint) if job.step else self._prefilled(session, rows)
+                self._cache.fill(session.prefix)
+            except Exception as error:
+                self._answer(job, error)
+                continue
+            if answer is None:
+                continue
+            if job.step:
+                for feed in session.feeds:
+                    self._fed.append((feed, session.last))
+            ended = time.perf_counter_ns()
+            timings = replace(
+                shared,
+                queue_ns=job.started - job.arrived,
+                forward_ns=job.forward_ns,
+                accept_ns=ended - began,
+                total_ns=ended - job.arrived,
+            )
+            self._answer(job, replace(answer, timings=timings))
+
+    def _prefilled(self, session: Session, rows: TargetRows) -> SessionOpened | None:
+        """Commit a chunk of a prompt; the session's answer behind the last one."""
+        if session.request.want_prompt_log_probs:
+            session.score_prompt(rows.logits)
+        session.commit(list(rows.job.piece.tokens), rows.features)
+        return None if rows.job.prefill_left else session.opened(rows, self._prompt_features(session))
 
     def _prompt_features(self, session: Session) -> Features | None:
         end = session.features.end
@@ -342,7 +355,7 @@ class Worker(BatchingThread):
             self.loop.call_soon_threadsafe(_hand_over, answers, fed)
 
 
-def _hand_over(answers: list[tuple[asyncio.Future[Any], Any]], fed: list[tuple[Feed, Committed | None]]) -> None:
+def _hand_over(answers: list[tuple[Answer, Any]], fed: list[tuple[Feed, Committed | None]]) -> None:
     for feed, committed in fed:
         feed.put(committed)
     for future, value in answers:

@@ -18,7 +18,6 @@ SERVICES = sorted(folder.name for folder in (ROOT / "services").iterdir() if (fo
 PURE = (
     "coppice/speculation/",
     "orchestrator/auto/",
-    "services/verifier/node_budget.py",
     "services/adapter/bandit.py",
 )
 """Folders and files that load no framework, but for the twin of sampling that runs on tensors."""

@@ -218,7 +218,7 @@ def test_after_compaction_a_session_goes_on_as_if_it_were_fresh(name: str, scatt
         tree = Tree(12, seed)
         engine.forward(pack([tree.piece(engine, table, len(committed))]))
         path = tree.path(11 if seed % 2 else 3)
-        engine.pool.compact(table, len(committed), path)
+        engine.pool.compact([(table, len(committed), path)])
         committed += [tree.tokens[row] for row in path]
         assert table.num_tokens == len(committed)
     step = Tree(1, seed=99)

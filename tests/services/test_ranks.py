@@ -21,9 +21,8 @@ from coppice.engine.rows import Earlier, Piece, pack
 from coppice.errors import InvalidField
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
-from services.verifier import devices
-from services.verifier.devices import check_devices
-from services.verifier.ranks import AT_ONCE, decode, encode
+from services.verifier import ranks
+from services.verifier.ranks import AT_ONCE, check_devices, decode, encode
 from tests.processes import Service
 from tests.services.test_verifier import Client, connected, described
 from tests.tiny import make_target
@@ -214,7 +213,7 @@ def settings(target: Path, **more: Any) -> VerifierSettings:
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "find_spec", lambda name: None)
+    monkeypatch.setattr(ranks, "find_spec", lambda name: None)
     with pytest.raises(
         InvalidField, match=r"verifier.ranks: 2 ranks need the package accelerate.*pip install '\.\[ranks\]'"
     ):

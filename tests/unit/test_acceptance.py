@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +13,13 @@ from numpy.typing import NDArray
 
 from coppice.speculation.sampling import TOKEN_STREAM, Row, SamplingParams, decode_row, draw
 from coppice.speculation.tree import DraftTree, TreeError, dedup, prune, union
-from services.verifier.acceptance import Walk, pq_chain, walk
+from services.verifier.session import Walk, pq_draws, walk
 from tests.reference import (
     EFFORT,
     Text,
     dense,
     independent_node_rule,
+    keyed,
     longest_matching_prefix,
     make_tree,
     outcome_law,
@@ -48,15 +50,20 @@ def merged(*trees: DraftTree) -> DraftTree:
     return union(trees)[0]
 
 
-def counted(token_at: dict[int, int]) -> tuple[Callable[[int], Row], list[int]]:
-    """Greedy rows by node, and the list of nodes that were asked for."""
+def counted(token_at: dict[int, int]) -> tuple[Callable[[int], int], list[int]]:
+    """Draws by node, and the list of nodes that were asked for."""
     visited: list[int] = []
 
-    def row_at(node: int) -> Row:
+    def drawn(node: int) -> int:
         visited.append(node)
-        return np.array([token_at[node]]), np.zeros(1)
+        return token_at[node]
 
-    return row_at, visited
+    return drawn, visited
+
+
+def pq_chain(tree: DraftTree, row_at: Callable[[int], Row], q_rows: NDArray[np.float64], seed: int) -> Walk:
+    """The walk by the p/q rule of a chain whose root stands at position 0."""
+    return walk(tree, pq_draws(tree, row_at, q_rows, seed, 0))
 
 
 # Greedy.
@@ -68,7 +75,7 @@ def test_the_greedy_walk_is_the_longest_all_ones_prefix_over_the_rows_of_r() -> 
     for case in range(2_000 * EFFORT):
         tree = merged(*(random_tree(rng, max_nodes=24, vocab_size=2) for _ in range(1 + case % 3)))
         target = random_target(case, 2)
-        outcome = walk(tree, 5, rows_of(target, tree, GREEDY), GREEDY)
+        outcome = walk(tree, keyed(tree, rows_of(target, tree, GREEDY), GREEDY, 5))
         expected = longest_matching_prefix(tree, target)
         assert committed(tree, outcome)[:-1] == expected
         assert outcome.drawn == int(np.argmax(target(expected)))
@@ -80,9 +87,8 @@ def test_on_a_union_the_longest_of_the_paths_that_spell_the_text_is_kept() -> No
     short, long = DraftTree.chain([1], [-0.1]), DraftTree.chain([1, 2, 3], [-0.5, -0.6, -0.7])
     text = {(): 1, (1,): 2, (1, 2): 3, (1, 2, 3): 0}
     for tree, path in ((merged(short, long), (2, 3, 4)), (merged(long, short), (1, 2, 3))):
-        row_at, _ = counted({node: text[text_at(tree, node)] for node in range(len(tree) + 1)})
-        outcome = walk(tree, 0, row_at, GREEDY)
-        assert (outcome.path, outcome.drawn, outcome.finished) == (path, 0, False)
+        draw_at, _ = counted({node: text[text_at(tree, node)] for node in range(len(tree) + 1)})
+        assert walk(tree, draw_at) == Walk(path, 0)
 
 
 # Sampling.
@@ -99,7 +105,7 @@ def test_the_walk_and_the_seeds_sequential_rule_both_have_the_targets_law(params
     walked, sequential = Counter[Text](), Counter[Text]()
     for seed in range(8_000 * EFFORT):
         step = params.model_copy(update={"seed": seed})
-        walked[committed(tree, walk(tree, 9, rows.__getitem__, step))] += 1
+        walked[committed(tree, walk(tree, keyed(tree, rows.__getitem__, step, 9)))] += 1
         sequential[sequential_walk(tree, probs.__getitem__, rng)] += 1
     assert p_value(walked, law) > 1e-3
     assert p_value(sequential, law) > 1e-3
@@ -111,12 +117,12 @@ def test_the_independent_node_rule_of_the_nanogpt_seed_fails_that_check() -> Non
     law = dict(enumerate(p.tolist()))
     tree = make_tree([(0, 0, -1.2), (1, 0, -1.2)])
     row = (np.arange(5), np.log(p))
-    printed, keyed = Counter[int](), Counter[int]()
+    printed, coupled = Counter[int](), Counter[int]()
     for seed in range(8_000):
         printed[independent_node_rule(p, q, 2, rng)] += 1
-        outcome = walk(tree, 0, lambda _: row, SamplingParams(temperature=1.0, seed=seed))
-        keyed[committed(tree, outcome)[0]] += 1
-    assert p_value(keyed, law) > 1e-3
+        outcome = walk(tree, keyed(tree, lambda _: row, SamplingParams(temperature=1.0, seed=seed), 0))
+        coupled[committed(tree, outcome)[0]] += 1
+    assert p_value(coupled, law) > 1e-3
     assert p_value(printed, law) < 1e-12
     # Top-k children are no samples of q: the first is always on offer, and here always accepted.
     assert printed[0] / 8_000 > 0.9
@@ -157,7 +163,7 @@ def test_the_text_does_not_depend_on_the_tree(params: SamplingParams, policy: st
         text: Text = plain_text(target, params, 1)
         while len(text) < 60:
             tree = drafted_by(policy, rng)
-            outcome = walk(tree, len(text) - 1, rows_of(target, tree, params, text), params)
+            outcome = walk(tree, keyed(tree, rows_of(target, tree, params, text), params, len(text) - 1))
             text += committed(tree, outcome)
             accepted += len(outcome.path)
         assert text == plain_text(target, params, len(text))
@@ -168,56 +174,26 @@ def test_the_text_does_not_depend_on_the_tree(params: SamplingParams, policy: st
 
 
 TREE = make_tree([(1, 0, -0.1), (2, 0, -0.2), (3, 1, -0.3), (4, 1, -0.4), (5, 3, -0.5)])
+DRAWS = {0: 1, 1: 3, 3: 5, 5: 0}
 
 
-def test_only_visited_rows_are_asked_for() -> None:
-    row_at, visited = counted({0: 1, 1: 3, 3: 9})
-    outcome = walk(TREE, 0, row_at, GREEDY)
-    assert (outcome.path, outcome.drawn, outcome.finished) == ((1, 3), 9, False)
-    assert outcome.end_row is not None
-    assert outcome.end_row[0].tolist() == [9]
-    assert visited == [0, 1, 3]
-
-
-def test_a_plain_step_draws_the_next_root_from_the_roots_row() -> None:
-    row = decode_row(np.array([1, 2, 3, 4], np.float32), SAMPLED[0])
-    outcome = walk(DraftTree.empty(), 41, lambda _: row, SAMPLED[0])
-    assert (outcome.path, outcome.drawn, outcome.finished) == ((), draw(*row, SAMPLED[0].seed, 42), False)
-
-
-def test_the_end_row_draws_the_drawn_token_again() -> None:
-    rng = np.random.default_rng(7)
-    for case in range(100):
-        tree = random_tree(rng, 16, VOCAB)
-        outcome = walk(tree, 3, rows_of(random_target(case, VOCAB), tree, SAMPLED[0]), SAMPLED[0])
-        assert outcome.end_row is not None
-        assert draw(*outcome.end_row, SAMPLED[0].seed, 3 + len(outcome.path) + 1) == outcome.drawn
-
-
-def test_a_stop_token_ends_the_path_after_itself() -> None:
-    row_at, visited = counted({0: 1, 1: 3, 3: 5})
-    outcome = walk(TREE, 0, row_at, GREEDY, stop_ids={3, 9})
-    assert outcome == Walk((1, 3), None, None, finished=True)
-    assert visited == [0, 1]
-
-
-def test_a_stop_token_that_was_not_drafted_is_the_next_root() -> None:
-    row_at, _ = counted({0: 1, 1: 9})
-    outcome = walk(TREE, 0, row_at, GREEDY, stop_ids={9})
-    assert (outcome.path, outcome.drawn, outcome.finished) == ((1,), 9, False)
-
-
-@pytest.mark.parametrize("limit", [0, 1, 2, 3])
-def test_no_more_drafts_than_the_limit_are_accepted(limit: int) -> None:
-    row_at, visited = counted({0: 1, 1: 3, 3: 5, 5: 0})
-    assert walk(TREE, 0, row_at, GREEDY, max_accept=limit) == Walk((1, 3, 5)[:limit], None, None, finished=True)
-    assert visited == [0, 1, 3][:limit]
-
-
-def test_a_limit_above_the_path_changes_nothing() -> None:
-    row_at, _ = counted({0: 1, 1: 3, 3: 5, 5: 0})
-    outcome = walk(TREE, 0, row_at, GREEDY, max_accept=4)
-    assert (outcome.path, outcome.drawn, outcome.finished) == ((1, 3, 5), 0, False)
+@pytest.mark.parametrize(
+    ("draws", "told", "path", "drawn", "visits"),
+    [
+        ({0: 1, 1: 3, 3: 9}, {}, (1, 3), 9, [0, 1, 3]),
+        ({0: 7}, {}, (), 7, [0]),
+        (DRAWS, {"stop_ids": {3, 9}}, (1, 3), None, [0, 1]),
+        ({0: 1, 1: 9}, {"stop_ids": {9}}, (1,), 9, [0, 1]),  # a stop token that was not drafted is the next root
+        *((DRAWS, {"max_accept": limit}, (1, 3, 5)[:limit], None, [0, 1, 3][:limit]) for limit in range(4)),
+        (DRAWS, {"max_accept": 4}, (1, 3, 5), 0, [0, 1, 3, 5]),
+    ],
+)
+def test_where_a_walk_ends_and_which_rows_it_asks_for(
+    draws: dict[int, int], told: dict[str, Any], path: tuple[int, ...], drawn: int | None, visits: list[int]
+) -> None:
+    draw_at, visited = counted(draws)
+    assert walk(TREE, draw_at, **told) == Walk(path, drawn)
+    assert visited == visits
 
 
 # The p/q rule.
@@ -248,7 +224,7 @@ def test_the_pq_chain_has_the_targets_law(params: SamplingParams) -> None:
     for seed in range(6_000 * EFFORT):
         tree, q_rows = drafted_chain(q_after, 2, seed)
         rows = [p_after(tuple(tree.tokens[:depth].tolist())) for depth in range(3)]
-        outcome = pq_chain(tree, rows.__getitem__, q_rows, seed, 0)
+        outcome = pq_chain(tree, rows.__getitem__, q_rows, seed)
         text = committed(tree, outcome)
         lengths[len(outcome.path)] += 1
         while len(text) < 3:  # later steps, with noise of their own
@@ -265,7 +241,7 @@ def test_a_greedy_pq_chain_is_the_greedy_text() -> None:
     for seed in range(200):
         target, drafter = random_target(seed, VOCAB), random_target(seed, VOCAB, sharpness=1.0)
         tree, q_rows = drafted_chain(decoded(drafter, SAMPLED[0]), 3, seed)
-        text = committed(tree, pq_chain(tree, rows_of(target, tree, GREEDY), q_rows, seed, 0))
+        text = committed(tree, pq_chain(tree, rows_of(target, tree, GREEDY), q_rows, seed))
         assert text == plain_text(target, GREEDY, len(text))
 
 
@@ -273,38 +249,22 @@ def test_a_drafter_that_is_the_target_is_always_accepted() -> None:
     target, params = random_target(11, VOCAB), SAMPLED[0]
     for seed in range(200):
         tree, q_rows = drafted_chain(decoded(target, params), 3, seed)
-        outcome = pq_chain(tree, rows_of(target, tree, params), q_rows, seed, 0)
+        outcome = pq_chain(tree, rows_of(target, tree, params), q_rows, seed)
         assert outcome.path == (1, 2, 3)
         assert outcome.drawn is not None
 
 
-def test_the_end_row_after_a_rejection_is_the_residual() -> None:
+def test_a_rejected_draft_is_replaced_from_the_residual() -> None:
     row = (np.arange(3), np.log([0.5, 0.3, 0.2]))
     q_rows = np.array([[0.2, 0.7, 0.1]])
-    outcomes = [pq_chain(DraftTree.chain([1], [-0.4]), lambda _: row, q_rows, seed, 0) for seed in range(50)]
-    rejected = [outcome for outcome in outcomes if not outcome.path]
-    assert rejected
-    for outcome in rejected:
-        assert outcome.end_row is not None
-        np.testing.assert_allclose(dense(outcome.end_row, 3), [0.75, 0, 0.25])
-        assert outcome.drawn in (0, 2)
-
-
-def test_stop_tokens_and_limits_end_a_pq_chain() -> None:
-    chain, q_rows = DraftTree.chain([1, 2, 3], [0.0, 0.0, 0.0]), np.eye(4)[1:]
-    row_at, visited = counted({0: 1, 1: 2, 2: 3, 3: 0})
-    assert pq_chain(chain, row_at, q_rows, 0, 0, stop_ids={2}) == Walk((1, 2), None, None, finished=True)
-    assert visited == [0, 1]
-    for limit in range(4):
-        accepted = Walk((1, 2, 3)[:limit], None, None, finished=True)
-        assert pq_chain(chain, row_at, q_rows, 0, 0, max_accept=limit) == accepted
-    outcome = pq_chain(chain, row_at, q_rows, 0, 0, max_accept=4)
-    assert (outcome.path, outcome.drawn, outcome.finished) == ((1, 2, 3), 0, False)
+    outcomes = [pq_chain(DraftTree.chain([1], [-0.4]), lambda _: row, q_rows, seed) for seed in range(1_000)]
+    rejected = Counter(outcome.drawn for outcome in outcomes if not outcome.path)
+    assert p_value(rejected, {0: 0.75, 2: 0.25}) > 1e-3
 
 
 def test_the_pq_rule_refuses_a_tree_that_is_no_chain() -> None:
     with pytest.raises(TreeError, match="chain") as caught:
-        pq_chain(TREE, counted({})[0], np.ones((5, 9)), 0, 0)
+        pq_chain(TREE, lambda _: (np.array([0]), np.zeros(1)), np.ones((5, 9)), 0)
     assert (caught.value.reason, caught.value.field) == ("no-chain", "parents")
 
 
@@ -313,5 +273,5 @@ def test_the_pq_rule_refuses_a_tree_that_is_no_chain() -> None:
 )
 def test_the_pq_rule_refuses_rows_its_chain_cannot_have_come_from(q_rows: NDArray[np.float64]) -> None:
     with pytest.raises(TreeError) as caught:
-        pq_chain(DraftTree.chain([3], [-1.0]), counted({0: 1})[0], q_rows, 0, 0)
+        pq_chain(DraftTree.chain([3], [-1.0]), lambda _: (np.array([1]), np.zeros(1)), q_rows, 0)
     assert (caught.value.reason, caught.value.field) == ("q-rows", "q_rows")

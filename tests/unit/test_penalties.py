@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +18,13 @@ from numpy.typing import NDArray
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from coppice.engine.kv_cache import BlockTable
+from coppice.engine.rows import Piece
 from coppice.speculation.penalties import Penalties
 from coppice.speculation.sampling import SamplingParams, decode_row, draw
 from coppice.speculation.tree import DraftTree
-from coppice.wire.verifier import NextRoot, OpenSession, VerifyStep, VerifyTimings
+from coppice.wire.verifier import NextRoot, OpenSession, VerifyStep
 from services.verifier.prefix import Prefix
-from services.verifier.session import Session
+from services.verifier.session import Job, Session, TargetRows
 
 VOCAB = 24
 ids = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)
@@ -131,7 +133,9 @@ def decoded(
     table = BlockTable("s", 32, np.empty(0, np.int64), 0, True)
     session = Session(1, opening, Prefix(table, [], "", ()), 0, VOCAB)
     session.commit(text, None)
-    said: NextRoot | None = session.opened(torch.from_numpy(logits_after(text)), None, VerifyTimings()).next
+    opened: Any = Job(session, None, 0)  # type: ignore[arg-type]
+    opened.piece = Piece.chain(table, 0, text)
+    said: NextRoot | None = session.opened(TargetRows(opened, torch.from_numpy(logits_after(text))[None], 0), None).next
     while said is not None and len(text) < length:
         assert said.row is not None
         root = draw(said.row.ids, said.row.log_probs, sampling.seed, len(text))
@@ -140,8 +144,13 @@ def decoded(
         tree, texts = random_tree([*text, root], rng)
         logits = torch.from_numpy(np.stack([logits_after(one) for one in texts]))
         fence = replace(session.fence, step=session.step + 1)
-        verdict, kept = session.judge(VerifyStep(fence, root, tree), tree, (), logits, None)
-        text, said = texts[kept[-1]], verdict.next
+        step = VerifyStep(fence, root, tree)
+        job = Job(session, None, 0, step, tree)  # type: ignore[arg-type]
+        job.lay_tree(root)
+        rows = TargetRows(job, logits, 0)
+        session.walk(step, rows)
+        verdict = session.judge(step, rows)
+        text, said = texts[rows.text[-1]], verdict.next
         assert verdict.fence == session.fence
     return text
 

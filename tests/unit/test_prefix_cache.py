@@ -17,8 +17,7 @@ from coppice.speculation.sampling import SamplingParams
 from coppice.telemetry import PrefixCacheMetrics
 from coppice.wire.common import committed_hash
 from coppice.wire.verifier import OpenSession
-from services.verifier.prefix import Prefix
-from services.verifier.sessions import PrefixCache
+from services.verifier.prefix import Prefix, PrefixCache
 from tests.reference import EFFORT, check_pool
 
 SIZE = 4

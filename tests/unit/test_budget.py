@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coppice.speculation.tree import DraftTree, path_scores, prune
-from services.verifier.node_budget import CostCurve, Profile, share
+from services.verifier.budget import CostCurve, Profile, share
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""The tokens behind the rows of a forward, drawn where the logits lie and without waiting for anything.
+"""The tokens behind the rows of a forward, drawn on the device where the logits are, in one copy to the host.
 
 What top-k and top-p keep of a row is everything above some logit, and of what is at it the lowest ids. So a draw reads
 a row once, whatever its law: one operator draws from all rows, and only those that top-k or top-p cuts are sorted.
@@ -15,8 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from coppice.engine.engine import DTYPES, Engine
 from coppice.speculation.sampling import TOP_P_SLACK, SamplingParams, position_keys
-from coppice.speculation.sampling_torch import gumbel, hashes
+
+from .session import Job
 
 ROW, KEY, TOP_K, TEMPERATURE, TOP_P, LEAST = range(6)
 COLUMNS = KEY, TEMPERATURE, LEAST
@@ -42,28 +44,43 @@ class Draws(NamedTuple):
     """rows that top-p or top-k cuts"""
 
 
-def tabulate(asked: Sequence[tuple[Ints, Ints, SamplingParams]], vocab_size: int) -> tuple[Ints, int, int, int]:
-    """The parts of `Draws`, on the host, for (N,) numbers of rows and (N,) positions of each of the samplings asked
-    for; greedy rows are left out.
+def draw_jobs(jobs: Sequence[Job], logits: Tensor) -> list[int]:
+    """The id behind each of the (R, V) rows of logits of a forward; those that the host draws are left greedy.
+
+    Of a prompt only its last row is drawn from.
     """
+    sampled: list[tuple[Ints, Ints, SamplingParams]] = []
+    first = 0
+    for job in jobs:
+        piece, sampling = job.piece, job.session.request.sampling
+        if sampling.temperature and not job.on_host:
+            kept = np.arange(len(piece.keep))[0 if job.step else -1 :]
+            positions = piece.prefix_len + 1 + np.array(piece.depths)[np.array(piece.keep, np.int64)[kept]]
+            sampled.append((first + kept, positions, sampling))
+        first += len(piece.keep)
+    with torch.inference_mode():
+        ids: list[int] = draw_rows(logits, tabulate(sampled, logits.shape[1], logits.device)).tolist()
+    return ids
+
+
+def tabulate(sampled: Sequence[tuple[Ints, Ints, SamplingParams]], vocab_size: int, device: torch.device) -> Draws:
+    """Draws on a device, for (N,) numbers of rows and (N,) positions of each of the samplings, none of them greedy."""
 
     def most(law: SamplingParams) -> int:
         return law.top_k if law.top_k < vocab_size else 0
 
-    sampled = sorted(
-        (one for one in asked if one[2].temperature), key=lambda one: (one[2].top_p == 1, not most(one[2]))
-    )
-    if not sampled:
-        return np.zeros((6, 0), np.int64), 0, 0, 0
-    rows, positions, laws = zip(*sampled, strict=True)
-    counts, top_k, at = [len(one) for one in rows], [most(law) for law in laws], np.concatenate(positions)
+    ordered = sorted(sampled, key=lambda asked: (asked[2].top_p == 1, not most(asked[2])))
+    if not ordered:
+        return Draws(torch.empty((6, 0), dtype=torch.int64, device=device), 0, 0, 0)
+    rows, positions, laws = zip(*ordered, strict=True)
+    counts, top_k, at = [len(numbers) for numbers in rows], [most(law) for law in laws], np.concatenate(positions)
     numbers = [(law.temperature, law.top_p, math.log(law.min_p) if law.min_p else -math.inf) for law in laws]
     table = np.empty((6, len(at)), np.int64)
     table[ROW], table[KEY] = np.concatenate(rows), position_keys([law.seed for law in laws], counts, at).view(np.int64)
     table[TOP_K], table[TEMPERATURE:] = np.repeat(top_k, counts), np.repeat(numbers, counts, axis=0).T.view(np.int64)
     nuclei = sum([count for law, count in zip(laws, counts, strict=True) if law.top_p < 1])
     only_k = sum([count for law, k, count in zip(laws, top_k, counts, strict=True) if law.top_p == 1 and k])
-    return table, max(top_k), nuclei, nuclei + only_k
+    return Draws(torch.from_numpy(table).to(device), max(top_k), nuclei, nuclei + only_k)
 
 
 def draw_rows(logits: Tensor, draws: Draws) -> Tensor:
@@ -110,38 +127,23 @@ def _edges(logits: Tensor, highest: Tensor, draws: Draws) -> tuple[Tensor, Tenso
     return torch.cat(edges), torch.cat(lasts)
 
 
-@torch.library.custom_op("coppice::keyed_argmax", mutates_args=(), device_types="cpu")
 def keyed_argmax(logits: Tensor, highest: Tensor, table: Tensor, edges: Tensor, lasts: Tensor) -> Tensor:
     """(S,) int64: the token of each sampled row whose score and noise add up to the most, of several the lowest; -1 for
     rows without a finite highest logit.
 
     logits (R, V), highest (R,), table (6, S) as Draws has it; edges (C,) and lasts (C,): what is kept of the first C.
     """
-    tokens, drawn = torch.arange(logits.shape[1]), []
-    for first in range(0, table.shape[1], _ROWS_AT_ONCE):
-        some = table[:, first : first + _ROWS_AT_ONCE]
-        (temperature, _, least), top = (
-            some[TEMPERATURE:, :, None].view(torch.float64),
-            highest[some[ROW], None].double(),
-        )
-        rows = logits[some[ROW]]
-        scores = rows.double().sub_(top).div_(temperature)
-        scores.masked_fill_(scores < least, -torch.inf)
-        edge, last = edges[first : first + len(rows), None], lasts[first : first + len(rows), None]
-        cut = rows[: len(edge)]
-        scores[: len(edge)].masked_fill_((cut < edge) | ((cut == edge) & (tokens > last)), -torch.inf)
-        best = scores.add_(gumbel(hashes(some[KEY], tokens))).argmax(-1)
-        drawn.append(torch.where(top[:, 0].abs() < torch.inf, best, -1))
-    return torch.cat(drawn)
-
-
-@keyed_argmax.register_fake
-def _(logits: Tensor, highest: Tensor, table: Tensor, *_: object) -> Tensor:
-    return table.new_empty(table.shape[1])
-
-
-@keyed_argmax.register_kernel("cuda")
-def _(logits: Tensor, *rest: Tensor) -> Tensor:
     from .draws_triton import draw  # Triton comes with torch for CUDA only
 
-    return draw(logits, *rest, columns=COLUMNS)
+    return draw(logits, highest, table, edges, lasts, columns=COLUMNS)
+
+
+def warm_up(engine: Engine) -> None:
+    """Have libraries prepare for rows of every law where an engine is on a device, so that no request waits for it."""
+    if engine.pool.device.type == "cpu":
+        return
+    laws = [SamplingParams(temperature=1.0, top_p=top_p, top_k=top_k) for top_p, top_k in ((1, 0), (1, 2), (0.5, 0))]
+    size, device = engine.info.vocab_size, engine.pool.device
+    with torch.inference_mode():
+        logits = torch.zeros(1, size, dtype=DTYPES[engine.info.dtype], device=device)
+        draw_rows(logits, tabulate([(np.array([0]), np.array([0]), law) for law in laws], size, device))

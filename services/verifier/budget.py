@@ -1,18 +1,23 @@
 """Which nodes of all packed trees are worth their rows: what a forward costs, what a node promises, the best cut.
 
 A node promises its calibrated path probability. Forwards have a price by rows that depends on model, machine and load,
-so it is measured. Knows nothing of models or messages.
+so it is measured.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from operator import truediv
 
+from coppice.engine.engine import Engine
 from coppice.limits import MAX_HEAD_NODES
+from coppice.speculation.tree import path_scores
+
+from .session import Job
 
 Seconds = Callable[[Sequence[int]], list[float]]
 """wall time of a packed step, by the rows of its forward"""
@@ -118,3 +123,74 @@ class Profile:
         best = _best(promised, seconds(range(rows, rows + sessions * len(promised), sessions)))
         self._told = None if best == len(self._means) else best
         return self._told
+
+
+_ROWS = (1, 16, 64, 4, 256, 2, 8, 32, 128, 512)  # the first ones say most, should time run out
+_LEAST_POINTS = 3
+_MEASURE_S = 0.5
+_CONTEXT, _REPEATS = 64, 3
+_RATE = 0.1  # of the average of what a step takes beside its forward
+_MOST_BESIDE = 4.0  # times a step so far: longer is a stall
+
+
+def measure(engine: Engine, kv_tokens: int) -> CostCurve:
+    """Time forwards of several numbers of rows, for about half a second, at least three of them.
+
+    `kv_tokens`: the size of the pool. Runs where the engine runs, while it serves nobody.
+    """
+    most = min(kv_tokens, engine.info.max_context) - _CONTEXT
+    found: dict[int, float] = {}
+    began = time.perf_counter()
+    for rows in _ROWS:
+        # One row always: a small pool or context has room for no more.
+        if rows == 1 or (rows <= most and (len(found) < _LEAST_POINTS or time.perf_counter() - began < _MEASURE_S)):
+            found[rows] = engine.timings((rows,), context=_CONTEXT, repeats=_REPEATS)[rows] / 1e9
+    return CostCurve(found)
+
+
+class Pruner:
+    """Cuts the trees of one forward after another, and learns from each what the next one will cost."""
+
+    def __init__(self, curve: CostCurve) -> None:
+        self.curve = curve
+        self._profile = Profile()
+        self._beside_s = 0.0  # from a forward's end to the next one's start while sessions are on their way back
+        self._ended = 0.0
+        self._rows = 0  # of the forward under way, draft nodes left out
+
+    def cut(self, steps: Sequence[Job], prefill_rows: int) -> None:
+        """Leave out of all steps of the next forward the nodes that would cost more than they promise."""
+        self._rows = len(steps) + prefill_rows
+        grown = [job for job in steps if len(job.tree)]
+        open_ = [job for job in grown if not job.whole]
+        if not open_:
+            return
+        scores = [path_scores(job.tree).tolist() for job in open_]
+        for found in scores:
+            self._profile.observe(found)
+        whole = [score for job in grown if job.whole for score in path_scores(job.tree).tolist()]
+        gain = len(steps) + sum(map(math.exp, whole))
+        for job, budget in zip(open_, share(scores, self._rows + len(whole), gain, self._seconds), strict=True):
+            job.cut(budget)
+
+    def hint(self, sessions: int) -> int | None:
+        """How many nodes each of the sessions should draft for the next forward; None: any number."""
+        return self._profile.hint(sessions, self._rows, self._seconds)
+
+    def ran(self, rows: int, began: float, ended: float, *, decoded: bool, awaited: bool) -> float:
+        """Learn from a forward; returns what share of it there would have been without a draft node.
+
+        began, ended: seconds on one clock. decoded: it held no prompt, whose rows are cheaper. awaited: some session of
+        the forward before was in it, so that the time between was a step's and not a rest.
+        """
+        if decoded:
+            self.curve.observe(rows, ended - began)
+        plain_s, whole_s = self.curve((self._rows, rows))
+        if awaited:
+            most = _MOST_BESIDE * (self._beside_s + whole_s)
+            self._beside_s += _RATE * (min(began - self._ended, most) - self._beside_s)
+        self._ended = ended
+        return plain_s / whole_s
+
+    def _seconds(self, rows: Sequence[int]) -> list[float]:
+        return [self._beside_s + seconds for seconds in self.curve(rows)]
