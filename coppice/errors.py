@@ -37,8 +37,8 @@ class InvalidField(CoppiceError):
 
     status = Status.INVALID_ARGUMENT
 
-    def __init__(self, field: str, why: str) -> None:
-        super().__init__(f"{field}: {why}")
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
         self.field = field
 
 
@@ -133,6 +133,6 @@ def from_rpc_error(error: grpc.RpcError) -> CoppiceError:
         hint = dict(error.trailing_metadata() or ()).get(RETRY_HINT, "")
         return Overloaded(details, int(hint) / 1e3) if hint.isdecimal() else Overloaded(details)
     if status.name == InvalidField.status.name:
-        field, _, why = details.partition(": ")
-        return InvalidField(field, why)
+        field, _, reason = details.partition(": ")
+        return InvalidField(field, reason)
     return _BY_STATUS.get(status.name, InternalError)(details or str(status))

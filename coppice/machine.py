@@ -80,8 +80,8 @@ def extension(group: str, name: str, field: str) -> Any:
     try:
         return entry.load()
     except Exception as error:
-        why = f"{name!r} is not to be had from {entry.value}: {type(error).__name__}: {error}"
-        raise InvalidField(field, why) from error
+        reason = f"{name!r} is not to be had from {entry.value}: {type(error).__name__}: {error}"
+        raise InvalidField(field, reason) from error
 
 
 def _cpuinfo() -> dict[str, str]:

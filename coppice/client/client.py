@@ -77,7 +77,7 @@ class Attempts:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing was heard for a while."""
+        """Whether the server has sent nothing for SILENCE_S."""
         return time.monotonic() - self.heard_at > SILENCE_S
 
     def hear(self, event: StreamEvent) -> StreamEvent | None:
@@ -176,8 +176,8 @@ def default_address() -> str:
 def _addresses(address: str | Sequence[str] | None) -> tuple[str, ...]:
     """Each HOST:PORT. Raises InvalidField when there is none."""
     address = address or default_address()
-    given = address.split(",") if isinstance(address, str) else address
-    addresses = tuple(one.strip() for one in given if one.strip())
+    names = address.split(",") if isinstance(address, str) else address
+    addresses = tuple(name.strip() for name in names if name.strip())
     if not addresses:
         raise InvalidField("address", "names no HOST:PORT")
     return addresses
@@ -196,7 +196,7 @@ class _Endpoint:
         """
         self.addresses, dialer = _addresses(address), dialer or Dialer.from_environment()
         connect: Callable[[str], Any] = dialer.open_blocking if self._blocking else dialer.open
-        self._channels = [connect(one) for one in self.addresses]
+        self._channels = [connect(address) for address in self.addresses]
         self._stubs = [GenerationServiceStub(channel) for channel in self._channels]
         # Clients begin anywhere, so that no server gets all first requests.
         self._turns = itertools.count(random.randrange(len(self._stubs)))  # noqa: S311 - it is no secret
@@ -235,7 +235,7 @@ class Client(_Endpoint, contextlib.AbstractContextManager["Client"]):
             channel.close()
 
     def describe(self, timeout: float = 10.0) -> ModelDescription:
-        """What is served. Raises Unavailable when nobody answers."""
+        """What is served. Raises Unavailable when no server answers."""
         call = Attempts(timeout, generation.DescribeModelRequest(), len(self._stubs))
         while True:
             try:
@@ -254,7 +254,7 @@ class Client(_Endpoint, contextlib.AbstractContextManager["Client"]):
 
     def prompt_tokens(self, prompt: Prompt) -> int:
         """How many tokens the server makes of a prompt, at no forward. Raises InvalidField where they leave no room."""
-        # Who holds all that was asked for is only told so.
+        # With all of max_new_tokens in resume_ids the answer ends before the first forward.
         return self.generate(prompt, policy="plain", max_new_tokens=1, resume_ids=(0,)).prompt_tokens
 
     @lists_options
@@ -306,7 +306,7 @@ class AsyncClient(_Endpoint, contextlib.AbstractAsyncContextManager["AsyncClient
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
     async def describe(self, timeout: float = 10.0) -> ModelDescription:  # noqa: ASYNC109 - it is gRPC's deadline
-        """What is served. Raises Unavailable when nobody answers."""
+        """What is served. Raises Unavailable when no server answers."""
         call = Attempts(timeout, generation.DescribeModelRequest(), len(self._stubs))
         while True:
             try:

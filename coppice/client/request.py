@@ -78,10 +78,10 @@ def build_request(prompt: Prompt, caller: str = "build_request", /, **options: U
         near = difflib.get_close_matches(unknown[0], MEANINGS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise TypeError(f"{caller}() got an unexpected keyword argument {unknown[0]!r}{hint}")
-    given: dict[str, Any] = {name: value for name, value in options.items() if name != "timeout"}
+    fields: dict[str, Any] = {name: value for name, value in options.items() if name != "timeout"}
     every = SamplingParams.model_fields
-    draws = {name: value for name in every if (value := given.pop(name, None)) is not None}
-    sampling = given.pop("sampling", None)
+    draws = {name: value for name in every if (value := fields.pop(name, None)) is not None}
+    sampling = fields.pop("sampling", None)
     if sampling is None:
         try:
             sampling = SamplingParams(**draws)
@@ -90,24 +90,24 @@ def build_request(prompt: Prompt, caller: str = "build_request", /, **options: U
             raise InvalidField(str(first["loc"][0]), first["msg"]) from None
     elif draws:
         raise InvalidField("sampling", f"give it or {', '.join(draws)}, not both")
-    limits.check_range("max_new_tokens", given.get("max_new_tokens", 0), 0, MAX_UINT32)
-    if given.get("budget") is not None:
-        limits.check_range("budget", given["budget"], 0, limits.MAX_TREE_NODES)
+    limits.check_range("max_new_tokens", fields.get("max_new_tokens", 0), 0, MAX_UINT32)
+    if fields.get("budget") is not None:
+        limits.check_range("budget", fields["budget"], 0, limits.MAX_TREE_NODES)
     text, ids, chat = _read_prompt(prompt)
-    stop, prediction = given.pop("stop", ()), given.pop("prediction", ())
-    told = isinstance(prediction, str)
+    stop, prediction = fields.pop("stop", ()), fields.pop("prediction", ())
+    is_text = isinstance(prediction, str)
     return GenerationRequest(
         text=text,
         ids=ids,
         chat=chat,
-        resume_ids=_read_ids("resume_ids", given.pop("resume_ids", ())),
+        resume_ids=_read_ids("resume_ids", fields.pop("resume_ids", ())),
         sampling=sampling,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        want_log_probs=given.pop("log_probs", False),
-        want_trees=given.pop("trees", False),
-        prediction_text=prediction if told else None,
-        prediction_ids=None if told or not len(prediction) else _read_ids("prediction", prediction),
-        **given,
+        want_log_probs=fields.pop("log_probs", False),
+        want_trees=fields.pop("trees", False),
+        prediction_text=prediction if is_text else None,
+        prediction_ids=None if is_text or not len(prediction) else _read_ids("prediction", prediction),
+        **fields,
     )
 
 

@@ -75,7 +75,7 @@ def needs_certificates(service: str) -> bool:
 
 def client_salt() -> str:
     """A hash that tells the clients of generation apart: of the name of the token that the call in hand came with, and
-    of the hashes of all tokens of that name, so that nobody can make it who knows the name alone.
+    of the hashes of all tokens of that name. Knowing the name is not enough to compute it.
 
     All tokens of a name make the same, and all calls do where none is needed.
     """

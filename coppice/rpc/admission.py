@@ -45,19 +45,19 @@ class Admission:
             yield
         finally:
             self.used -= units
-            held = clock() - began
-            self._held_s = 0.9 * (self._held_s or held) + 0.1 * held
+            held_s = clock() - began
+            self._held_s = 0.9 * (self._held_s or held_s) + 0.1 * held_s
             self._wake()
 
-    def _full(self, units: int, why: str) -> Overloaded:
-        """The refusal, with a hint when to come back. Whoever is refused is told a later time than the one before, so
+    def _full(self, units: int, reason: str) -> Overloaded:
+        """The refusal, with a hint when to come back. Each hint is a later time than the one before, so
         that those who come back are a few times as many as there is room for by then, however many were refused.
         """
         now = asyncio.get_running_loop().time()
         later = max(now + _SHORTEST_HINT_S, self._next_back) + self._held_s * units / self.capacity / _TRIES
         longest = min(_LONGEST_HINT_S, _SHORTEST_HINT_S + _TRIES * self._held_s)
         self._next_back = min(later, now + longest)
-        return Overloaded(why, self._next_back - now)
+        return Overloaded(reason, self._next_back - now)
 
     def check(self, units: int = 1) -> bool:
         """Whether `admit` would have them hold at once; else they wait. Raises Overloaded when it would, at once."""

@@ -57,8 +57,8 @@ class Certificates:
         try:
             context.load_cert_chain(tls.cert, tls.key, password="")
         except OSError as error:
-            why = getattr(error, "reason", None) or error.strerror
-            raise InvalidField("tls.cert", f"{tls.cert} and {tls.key} are no PEM pair: {why}") from None
+            reason = getattr(error, "reason", None) or error.strerror
+            raise InvalidField("tls.cert", f"{tls.cert} and {tls.key} are no PEM pair: {reason}") from None
 
 
 def server_credentials(tls: TlsSettings, require: bool) -> grpc.ServerCredentials:

@@ -90,8 +90,10 @@ class _Guarded:
             if self._certificates is None:
                 channel = self._library.insecure_channel(self._address, options=options)
             else:
-                held = self._certificates
-                credentials = grpc.ssl_channel_credentials(held.ca, held.key or None, held.cert or None)
+                certificates = self._certificates
+                credentials = grpc.ssl_channel_credentials(
+                    certificates.ca, certificates.key or None, certificates.cert or None
+                )
                 channel = self._library.secure_channel(self._address, credentials, options=options)
             self._current[name] = channel
         return self._current[name]
@@ -140,9 +142,9 @@ class Dialer:
     def from_environment(cls) -> Self:
         """A client's: COPPICE_TLS__CA and its like name the files, COPPICE_TOKEN is the token. Raises InvalidField."""
         variables = {name: f"COPPICE_TLS__{name.upper()}" for name in _CLIENT_TLS}
-        given: dict[str, Any] = {name: os.environ[key] for name, key in variables.items() if os.environ.get(key)}
+        values: dict[str, Any] = {name: os.environ[key] for name, key in variables.items() if os.environ.get(key)}
         try:
-            tls = TlsSettings(**given)
+            tls = TlsSettings(**values)
         except ValidationError as error:
             first = error.errors()[0]
             raise InvalidField(variables[str(first["loc"][0])], first["msg"]) from None

@@ -1,6 +1,6 @@
 """Where the replicas of a pool are: a static list, DNS, or a registry in Redis that replicas keep themselves in.
 
-If a directory does not answer, or names nobody, the last known addresses stay in use. Which of them are alive is for
+If a directory does not answer, or is empty, the last known addresses stay in use. Which of them are alive is for
 health checks to say.
 """
 
@@ -83,7 +83,7 @@ class Registry:
         made_at = next((name for name in names if name.startswith("#")), "")
         before, self._made_at = self._made_at, made_at or self._made_at
         if not addresses:
-            raise Unavailable("names nobody")
+            raise Unavailable("is empty")
         if before not in ("", made_at):
             raise Unavailable("was emptied")
         return addresses
@@ -119,7 +119,7 @@ class _Dns:
         v4 = frozenset(f"{at[0]}:{self._port}" for family, *_, at in records if family == socket.AF_INET)
         v6 = frozenset(f"[{at[0]}]:{self._port}" for family, *_, at in records if family == socket.AF_INET6)
         if not v4 and not v6:
-            raise Unavailable("names nobody")
+            raise Unavailable("is empty")
         return v4 or v6
 
     async def close(self) -> None:
@@ -161,7 +161,7 @@ class Directory:
                 group.create_task(self._follow(source, notify))
 
     async def _follow(self, source: _Source, notify: Callable[[], None]) -> None:
-        """Look again and again. For one lease after a trouble nobody is taken away: replicas need it to register."""
+        """Poll. For one lease after a failure no address is removed: replicas need that long to register again."""
         clock = asyncio.get_running_loop().time
         last: frozenset[str] = frozenset()
         troubled, hold_until = False, 0.0
@@ -259,7 +259,7 @@ class Registration:
 
 
 def registration_of(settings: Settings, role: str, pool: str = "") -> Registration | None:
-    """A service's, None without a registry. Raises InvalidField when nobody could reach what it would register."""
+    """A service's, None without a registry. Raises InvalidField for a host that others cannot reach."""
     if not settings.directory.redis:
         return None
     host = settings.server.advertise or settings.server.host

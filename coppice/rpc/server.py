@@ -50,8 +50,8 @@ Handler = Callable[[Any, grpc.aio.ServicerContext], Any]
 class Refused:
     """Stands for a request that cannot be read: grpc would send the parser's text to the client."""
 
-    def __init__(self, why: str) -> None:
-        self.error = InvalidField("request", why)
+    def __init__(self, reason: str) -> None:
+        self.error = InvalidField("request", reason)
 
 
 def parser(method: MethodDescriptor) -> Callable[[bytes], Any]:
@@ -164,7 +164,7 @@ async def _guard(context: grpc.aio.ServicerContext, method: str) -> AsyncIterato
 
 
 def _details(error: CoppiceError) -> str:
-    """What the caller is told: it travels in a header, as UTF-8, and may quote what the caller made up."""
+    """The status' details: UTF-8 in a header, and they may quote what the caller sent."""
     return str(error)[:MAX_DETAILS].encode(errors="replace").decode()
 
 
@@ -321,8 +321,8 @@ class Serving:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.leaving.set)
         services = {service: servicer, **beside}
-        for each, its in services.items():
-            add_service(self.server, each, its, Door(self.access, self.limits, full))
+        for each, each_servicer in services.items():
+            add_service(self.server, each, each_servicer, Door(self.access, self.limits, full))
         add_service(self.server, health.SERVICE, self.health, Door(self.health, self.limits))
         self._services = [each.full_name for each in services]
         host = self.settings.host

@@ -38,8 +38,8 @@ class StreamWaits:
                 finally:
                     self._waiting.discard(wait)
         except TimeoutError:
-            why = "the server is draining" if self.draining.is_set() else f"no message for {self.idle_s:g} s"
-            raise Unavailable(why) from None
+            reason = "the server is draining" if self.draining.is_set() else f"no message for {self.idle_s:g} s"
+            raise Unavailable(reason) from None
 
     async def end_on_drain(self) -> None:
         """Wait for the drain and end every waiting stream; run this as a task beside the server."""

@@ -2,7 +2,7 @@
 
 The context travels as W3C `traceparent` in the metadata of the calls that open streams. A span below that of a call is
 made when its end is known, from times that are measured anyway, so that a step that is not sampled costs nothing.
-Where nobody has loaded OpenTelemetry, nothing here does.
+Nothing here loads OpenTelemetry but `start`; without it all of this does nothing.
 """
 
 from __future__ import annotations
@@ -129,10 +129,10 @@ def calling(name: str) -> Iterator[Sequence[tuple[str, str]] | None]:
 
 
 @contextmanager
-def serving(method: str, given: Sequence[tuple[str, str | bytes]]) -> Iterator[None]:
+def serving(method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Iterator[None]:
     """A span of a call that is served, below the one that its metadata names. method: its full name."""
     api = _api()
-    carrier = {key: value for key, value in given or () if key in ("traceparent", "tracestate")} if api else {}
+    carrier = {key: value for key, value in metadata or () if key in ("traceparent", "tracestate")} if api else {}
     if api is None or not (carrier or method == GENERATE):
         yield
         return

@@ -140,7 +140,7 @@ class StepTree:
     cut: tuple[int, ...] = ()
     """numbers of the nodes that the verifier left out"""
     routed: int = -1
-    """the head whose tree it is; -1: nobody's, -2: a union"""
+    """index of the head whose tree it is; -1: none, -2: a union"""
     draft_ns: int = 0
     """of waiting for drafts"""
     verify_ns: int = 0
@@ -290,7 +290,7 @@ def read_request(message: generation.GenerateRequest, vocab_size: int, bounds: L
     request = _REQUEST.read(message)
     check_bias(request.sampling, vocab_size)
     if request.resume_ids and request.sampling.temperature and not message.sampling.HasField("seed"):
-        raise InvalidField("sampling.seed", "is missing: resume_ids go on with the seed that started told")
+        raise InvalidField("sampling.seed", "is missing: resume_ids need the seed of `started`")
     limits.check_ids("resume_ids", request.resume_ids, vocab_size)
     limits.check_ids("ids", request.ids or (), vocab_size)
     limits.check_ids("prediction", request.prediction_ids or (), vocab_size)

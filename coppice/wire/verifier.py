@@ -148,7 +148,7 @@ class Verdict:
 @carried_by(verifier.Commit)
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What a step committed, as those hear that follow the session; `root` is None when the text has ended."""
+    """What a step committed, sent to the followers of its session; `root` is None when the text has ended."""
 
     fence: Fence
     ids: Annotated[tuple[int, ...], Length(1, limits.MAX_TREE_DEPTH + 1)]
