@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from coppice.errors import InvalidField, Overloaded
 from coppice.speculation.sampling import SamplingParams
@@ -22,10 +21,11 @@ from coppice.wire.generation import GenerationRequest, request_to_wire
 from lab.report import Check, Report
 from tests.certificates import Authority
 from tests.fake_service import echo_server
+from tests.faults.__main__ import app
 from tests.faults.campaign.calls import Direct
 from tests.faults.campaign.load import HistoryClient, Load, Question, Stream, ask
 from tests.faults.campaign.proxy import Proxies
-from tests.faults.campaign.report import FaultRow, add_faults, percentile
+from tests.faults.campaign.report import FaultRow, add_faults
 from tests.faults.campaign.rig import Plan, twofold
 from tests.faults.campaign.run import choose, every
 
@@ -60,12 +60,6 @@ def test_recovery_is_the_longest_silence_from_the_fault_on() -> None:
     assert late.silence(3.0, 9.0) == pytest.approx(0.5)
     assert Stream((1,), 0.0, arrivals=[0.5]).silence(1.0, 6.0) == 5.0  # it never came back
     assert Stream((1,), 2.0, arrivals=[2.5], ended=2.6).silence(1.0, 6.0) == pytest.approx(0.5)
-
-
-def test_percentiles_are_values_that_occurred() -> None:
-    values = [float(value) for value in range(1, 101)]
-    assert (percentile(values, 0.5), percentile(values, 0.99), percentile([], 0.99)) == (50.0, 99.0, 0.0)
-    assert percentile([1.0, 7.0], 0.99) == 7.0
 
 
 def row(**changes: object) -> FaultRow:
@@ -245,9 +239,7 @@ def test_every_scenario_is_in_the_docs() -> None:
 
 
 def test_the_command_lists_what_there_is() -> None:
-    command = [sys.executable, "-m", "tests.faults"]
-    listed = subprocess.run([*command, "--list"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert all(one.name in listed.stdout for one in every())
-    refused = subprocess.run([*command, "--kinds", "verifier-melt"], cwd=ROOT, capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert "\nfaults: kinds: 'verifier-melt' is none of " in refused.stderr
+    listed = CliRunner().invoke(app, ["--list"])
+    assert all(one.name in listed.output for one in every())
+    with pytest.raises(InvalidField, match="kinds: 'verifier-melt' is none of"):
+        CliRunner().invoke(app, ["--kinds", "verifier-melt"], catch_exceptions=False)
