@@ -142,18 +142,6 @@ def services(options: Options) -> None:
             run_services(bench, asleep, sessions, temperatures)
 
 
-@command(app, *ASKED, "temperatures", "write", "max_new_tokens", n=30)
-def acceptance(options: Options) -> None:
-    """How often each head's best token is right, by depth: the orchestrator raises an alarm about a head far below."""
-    from lab.acceptance import run_acceptance
-    from lab.questions import read_all
-
-    spec, temperatures = options.spec(), options.temperatures_asked(most=1)
-    questions, _, _ = read_all(options, spec)
-    with measuring("bench acceptance", spec, options) as bench:
-        run_acceptance(bench, questions, temperatures)
-
-
 @command(
     app,
     *ASKED,

@@ -57,7 +57,6 @@ class Options:
     t_m: Annotated[float, Option(min=0, help="Milliseconds of a forward of the target.")] = 6.0
     t_d: Annotated[float, Option(min=0, help="Milliseconds of a draft, or of a batch of them.")] = 2.0
     ids: Annotated[int, Option(min=1, help="Token ids of each line, at least.")] = 100_000
-    write: Annotated[bool, Option("--write", help="Put what is expected of heads into their config.json.")] = False
     what: Annotated[
         str,
         Option(help="shift: stories, then code again; turns: code, stories and maths, again and again."),

@@ -24,7 +24,7 @@ from coppice.heads.base import DraftJob
 from coppice.heads.block_head import Eagle3Head
 from coppice.heads.checkpoints import save_head
 from coppice.heads.models.eagle3 import Eagle3Config, Eagle3Model
-from coppice.heads.models.expectation import expectation, write_expectation
+from coppice.heads.models.expectation import expectation
 from coppice.heads.registry import build_head
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
@@ -159,7 +159,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for depth, right in enumerate(path[:3]):
             found[depth][0] += right
             found[depth][1] += 1
-    write_expectation(folder / "head", expectation({"blocks": [[(right, tried) for right, tried in found]]}))
+    measured = expectation({"blocks": [[(right, tried) for right, tried in found]]})
+    save_head(folder / "head", model, model.config.model_copy(update={"acceptance": measured}))
     return folder
 
 

@@ -111,11 +111,3 @@ def test_a_run_goes_on_where_it_was_stopped(console: Console, tmp_path: Path, mo
         "Llama,exact,llama,",
         'Llama,refused,llama one key head,"no, more"',
     ]
-
-
-@pytest.mark.parametrize(("verdict", "good"), [(EXACT, True), (REFUSED, True), (WRONG, False), (FAILED, False)])
-def test_a_wrong_or_failed_model_fails_the_run(
-    verdict: str, good: bool, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sweep, "try_one", lambda kind, variant: Finding(kind, variant, "Llama", verdict))
-    assert architectures(console, None, ["llama"]) is good

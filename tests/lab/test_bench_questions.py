@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from coppice.cli import main
 from coppice.client.completion import Accumulator, Completion
 from coppice.config.model_size import Context
 from coppice.errors import InvalidField, Unavailable
 from coppice.prompts.files import FilePrompt, read_prompts
-from coppice.stack.launch import Stack
 from coppice.testing.target_text import TargetText
 from coppice.wire.generation import Chunk, Finished, Origin, Started
 from lab import measuring
@@ -73,23 +70,6 @@ def test_long_ones_are_skipped_when_told_and_the_next_ones_take_their_places(tar
         read(target, file, 5, context=8, skip_long=True)
 
 
-def test_bench_run_refuses_long_prompts_without_a_stack(
-    target: Path, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def started(stack: Stack) -> None:
-        raise AssertionError("the stack was started")
-
-    monkeypatch.setattr(Stack, "start", started)
-    command = ["coppice", "bench", "run", "--target", str(target), "--prompts", str(file), "--max-new-tokens", "30"]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert "line 2 (question 82)" in told
-    assert f"a context of {CONTEXT} tokens" in told
-
-
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_conversation_goes_on_behind_its_answers(target: Path, file: Path, chat: bool) -> None:
     text = TargetText(target)
@@ -101,27 +81,6 @@ def test_a_conversation_goes_on_behind_its_answers(target: Path, file: Path, cha
     said = "user: f\nassistant:why\nuser: g\nassistant:" if chat else "fwhy\n\ng\n"
     assert (text.decode(on.ids), on.turn, on.later) == (said, 1, ())
     assert on.longest(30) == last.longest(30) - 30 + len(answer)
-
-
-def rope(kind: str, first: int | None) -> dict[str, Any]:
-    return {"rope_type": kind, "original_max_position_embeddings": first}
-
-
-@pytest.mark.parametrize(
-    ("parameters", "tokens", "why"),
-    [
-        ({}, 131072, ""),
-        (rope("yarn", 4096), 131072, ""),
-        (rope("longrope", 4096), 4096, "rope kind longrope"),
-        (rope("dynamic", None), 131072, ""),
-        ({"full": rope("default", None), "sliding": rope("dynamic", 8192)}, 8192, "rope kind dynamic"),
-    ],
-)
-def test_a_rope_kind_that_cuts_the_context_says_so(parameters: dict[str, Any], tokens: int, why: str) -> None:
-    context = Context.of(SimpleNamespace(max_position_embeddings=131072, rope_parameters=parameters), 7)
-    assert (context.tokens, why in context.cut_by, why in str(context)) == (tokens, True, True)
-    assert context.served(1 << 20) == context
-    assert str(context.served(1000)) == "992 tokens (verifier.kv_tokens is 1000)"
 
 
 def test_figures_that_were_measured_survive_what_comes_later(
@@ -201,3 +160,24 @@ def test_a_category_without_prompts_is_named(target: Path, file: Path) -> None:
         read(target, file, 1, category=["maths", "story"])
     text = TargetText(target)
     assert [one.category for one in own_prompts(text, 4, ["story", "code"])] == ["code", "story"] * 2
+
+
+def rope(kind: str, first: int | None) -> dict[str, Any]:
+    return {"rope_type": kind, "original_max_position_embeddings": first}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "tokens", "why"),
+    [
+        ({}, 131072, ""),
+        (rope("yarn", 4096), 131072, ""),
+        (rope("longrope", 4096), 4096, "rope kind longrope"),
+        (rope("dynamic", None), 131072, ""),
+        ({"full": rope("default", None), "sliding": rope("dynamic", 8192)}, 8192, "rope kind dynamic"),
+    ],
+)
+def test_a_rope_kind_that_cuts_the_context_says_so(parameters: dict[str, Any], tokens: int, why: str) -> None:
+    context = Context.of(SimpleNamespace(max_position_embeddings=131072, rope_parameters=parameters), 7)
+    assert (context.tokens, why in context.cut_by, why in str(context)) == (tokens, True, True)
+    assert context.served(1 << 20) == context
+    assert str(context.served(1000)) == "992 tokens (verifier.kv_tokens is 1000)"

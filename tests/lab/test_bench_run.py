@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from coppice.cli import main
 from coppice.client.completion import Accumulator, Completion
 from coppice.errors import InvalidField
 from coppice.speculation.sampling import SamplingParams
@@ -64,18 +62,6 @@ def test_a_method_this_stack_cannot_run_is_named(
 ) -> None:
     with pytest.raises(InvalidField, match=why):
         methods_of([method], heads, (sessions,))
-
-
-def test_too_few_heads_are_a_usage_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    arguments = ["bench", "run", "--target", str(tmp_path), "--head", "l=lookup", "--methods", "route"]
-    monkeypatch.setattr(sys, "argv", ["coppice", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert "route needs at least two heads" in capsys.readouterr().err
 
 
 # --- pairs ---

@@ -17,7 +17,7 @@ from lab.bare import BareDraft
 from lab.synthetic import measure, roofline
 from lab.synthetic.measure import NOTE, BareTimes, SyntheticPlan, expected_lines
 from lab.synthetic.profiles import PROFILES, expected_tau, read_profile
-from lab.synthetic.shapes import SHAPES, make_weights, read_shape
+from lab.synthetic.shapes import make_weights, read_shape
 
 KINDS = ("eagle3", "specblock")
 MODELS = Path(__file__).parents[2] / "models" / "demo"
@@ -42,19 +42,6 @@ def test_a_preset_has_the_published_tau_and_depth(name: str) -> None:
         assert list(alphas) == sorted(alphas, reverse=True)
 
 
-def test_the_rates_of_specblock_are_those_of_figure_5() -> None:
-    for name, last in (("llama-3.1-8b", 0.544), ("qwen3-8b", 0.369)):
-        first, *_, deepest = read_profile(name, ["specblock"])["specblock"]
-        assert first > 0.8
-        assert deepest == pytest.approx(last)
-
-
-def test_given_rates_are_every_heads() -> None:
-    assert read_profile("0.5,0.2", KINDS) == {"eagle3": (0.5, 0.2), "specblock": (0.5, 0.2)}
-    assert expected_tau((0.5, 0.2)) == pytest.approx(1.6)
-    assert expected_tau(()) == 1.0
-
-
 @pytest.mark.parametrize(
     ("text", "why"), [("best", "neither rates"), ("0.5,1.2", "not between 0 and 1"), ("qwen3-8b", "nothing of lm")]
 )
@@ -66,12 +53,6 @@ def test_an_unusable_profile_says_why(text: str, why: str) -> None:
 # --- shapes ---
 
 
-def test_the_demo_preset_is_the_demos_shape() -> None:
-    shipped = json.loads((MODELS / "target" / "config.json").read_text())
-    assert SHAPES["demo"] == {name: shipped[name] for name in SHAPES["demo"]}
-    assert read_shape("demo").head_dim == shipped["head_dim"]
-
-
 @pytest.mark.parametrize(("name", "billions"), [("0.5b", 0.494), ("llama-3.1-8b", 8.03), ("qwen3-8b", 8.19)])
 def test_presets_have_as_many_parameters_as_the_models_they_are_named_for(name: str, billions: float) -> None:
     import torch
@@ -80,11 +61,6 @@ def test_presets_have_as_many_parameters_as_the_models_they_are_named_for(name: 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(read_shape(name))
     assert model.num_parameters() / 1e9 == pytest.approx(billions, rel=0.01)
-
-
-def test_a_shape_that_is_none_is_named() -> None:
-    with pytest.raises(InvalidField, match="'huge' is neither a folder"):
-        read_shape("huge")
 
 
 @pytest.fixture(scope="module")

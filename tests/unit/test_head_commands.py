@@ -149,25 +149,6 @@ def test_a_new_head_turns_all_of_a_state(rope: Any, turns: dict[str, Any]) -> No
     assert feature_heads.head_rope(SimpleNamespace(rope_parameters=rope)) == turns
 
 
-def tokens_in(folder: Path, name: str = "*") -> int:
-    """Tokens of the shards in a folder of answers."""
-    return sum(len(load_file(file)["ids"]) for file in folder.glob(f"{name}.safetensors"))
-
-
-def test_few_tokens_record_little_of_every_kind_of_text(place: Path, tmp_path: Path) -> None:
-    more = ("--data", f"others={place}/words.txt", "--tokens", "3000", "--workers", "1")
-    run(train, place, "head", "--kind", "dflash", *more, "--out", str(tmp_path / "head"), ends=(0,))
-    recorded = tmp_path / "head.work" / "lessons"
-    assert {name: tokens_in(recorded, f"{name}-*") for name in ("words-train", "words-held-out", "others-train")} == {
-        "words-train": 1024,
-        "words-held-out": 1024,
-        "others-train": 1024,
-    }
-    card = json.loads((tmp_path / "head.work" / "run.json").read_text())
-    assert card["target"] == "target"
-    assert (tmp_path / "head" / "README.md").read_text().startswith("# A dflash draft head for target\n")
-
-
 def test_a_recording_that_is_stopped_goes_on_behind_the_shards_that_are_there(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,10 +90,3 @@ def warning_of(folder: Path) -> str:
     lengths = read_expectation(folder).lengths.values() if (folder / _CONFIG).exists() else ()
     best = max(lengths, default=LEAST_LENGTH)
     return "" if best >= LEAST_LENGTH else f"expected tau {best:.2f}: drafting with it costs time"
-
-
-def write_expectation(folder: Path, expected: Expectation) -> None:
-    """Write it into the config.json of a head's folder, of which nothing else changes."""
-    file = folder / _CONFIG
-    config = json.loads(file.read_text(encoding="utf-8")) | {_NAME: expected.model_dump()}
-    file.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
