@@ -14,7 +14,6 @@ from coppice.errors import InvalidField
 from coppice.limits import MAX_FEATURE_LAYERS
 from coppice.rpc.channels import Dialer
 from coppice.speculation.calibration import Calibration
-from coppice.speculation.watch import USELESS, AcceptanceWatch
 from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import drafter_pb2
 from coppice.v1.drafter_pb2_grpc import DrafterServiceStub
@@ -22,6 +21,7 @@ from coppice.wire import drafter
 from coppice.wire.drafter import HeadDescription
 
 from .replicas import PROBE_S, Pool, Replica
+from .watch import USELESS, AcceptanceWatch
 
 log = structlog.get_logger()
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from coppice.speculation.calibration import step_log_probs
 from coppice.speculation.policy import UNION
 from coppice.speculation.routing import outcomes
-from coppice.speculation.watch import best_path
 from coppice.wire.common import Features
 from coppice.wire.generation import Finished
 
 from .head_session import HeadSession
 from .policies import StepPolicy
 from .step import NO_DRAFT, Committed, Draft, Step
+from .watch import best_path
 
 
 class Drafting:

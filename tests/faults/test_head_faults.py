@@ -28,11 +28,11 @@ from coppice.heads.models.expectation import expectation
 from coppice.heads.registry import build_head
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
-from coppice.speculation.watch import best_path
 from coppice.telemetry import OrchestratorMetrics
 from coppice.wire.drafter import Advance, OpenDraft
 from lab.bare import wire_features
 from orchestrator.drafters import HeadPool
+from orchestrator.watch import best_path
 from tests.pushes import Push
 from tests.tiny import make_target
 
