@@ -240,6 +240,7 @@ class BlockHead(FeatureHead):
     anytime: ClassVar[bool] = True
     """whether a block is sent as soon as it exists, and not the whole tree at its end"""
     tree: ClassVar[type[BlockTree]] = BlockTree
+    """how nodes and starts are chosen"""
 
     def __init__(self, settings: DrafterSettings, widths: Sequence[int], blocks: int = BLOCKS) -> None:
         """A slot branches into widths[bucket] tokens, and ends the block at 0. `blocks` are the forwards of a draft.
@@ -259,7 +260,7 @@ class BlockHead(FeatureHead):
     def buckets(self, logits: Tensor, normed: Tensor) -> Tensor:
         """Return (S, K) which of the widths holds in each slot: here bucket 1, the second width, everywhere.
 
-        It is told by (S, K, draft vocabulary) logits and (S, K, hidden) normed states. Bucket 0 also says that the
+        `logits` are (S, K, draft vocabulary), `normed` the (S, K, hidden) normed states. Bucket 0 also says that the
         slot's best token is expected to be the target's.
         """
         return torch.ones(logits.shape[:-1], dtype=torch.int64, device=self.device)
@@ -277,22 +278,22 @@ class BlockHead(FeatureHead):
         numbers = [at for at in range(len(jobs)) if fit[at]]
         if not numbers:
             return
-        output, noise = self._from_roots([jobs[at] for at in numbers], self.slots * blocks)
+        output, noises = self._from_roots([jobs[at] for at in numbers], self.slots * blocks)
         active = [
             _Active(
                 at,
                 self.tree(jobs[at], self.most_starts(jobs[at]), self.settings.chain),
-                its_noise,
+                noise,
                 output[0][:0],
                 self._keep_draft(jobs[at]),
             )
-            for at, its_noise in zip(numbers, noise, strict=True)
+            for at, noise in zip(numbers, noises, strict=True)
         ]
         for block in range(1, blocks + 1):
             self._grow(active, output, deeper=block < blocks)
-            growing = [one for one in active if len(one.tree.starts)]
-            if sent := active if self.anytime else [one for one in active if one not in growing]:
-                yield [one.tree.send(one.number, last=one not in growing) for one in sent]
+            growing = [draft for draft in active if len(draft.tree.starts)]
+            if sent := active if self.anytime else [draft for draft in active if draft not in growing]:
+                yield [draft.tree.send(draft.number, last=draft not in growing) for draft in sent]
             active = growing
             if not active:
                 return
@@ -308,11 +309,11 @@ class BlockHead(FeatureHead):
         positions: list[int] = []
         tails: list[Tail] = []
         advance = self.model.config.block_rope_advance
-        for one in active:
-            tree, starts, session = one.tree, one.tree.starts, self._sessions[one.tree.job.key]
+        for draft in active:
+            tree, starts, session = draft.tree, draft.tree.starts, self._sessions[draft.tree.job.key]
             first = tree.job.committed_len - 1
-            made_by = zip(starts.rows, starts.slots, strict=True)
-            sources += [(one.first + row) * self.slots + slot for row, slot in made_by]
+            parents = zip(starts.rows, starts.slots, strict=True)
+            sources += [(draft.first + row) * self.slots + slot for row, slot in parents]
             tokens += [tree.tokens[node - 1] for node in starts.nodes]
             positions += [first + depth for depth in starts.depths] if advance else [first] * len(starts)
             tails.append(Tail(session.table, self._entry(session, first), starts.visible(self._own)))
@@ -327,27 +328,27 @@ class BlockHead(FeatureHead):
     def _grow(self, active: Sequence[_Active], output: Output, deeper: bool) -> None:
         """Add the blocks of a forward to the trees."""
         states, logits, branching = output
-        scores, slices = logits.float(), row_slices(one.tree for one in active)
+        scores, slices = logits.float(), row_slices(draft.tree for draft in active)
         # A block goes on from the greedy tokens of its slots, but for the last one.
-        coupled = self.slots > 1 and any(one.noise is not None for one in active)
+        coupled = self.slots > 1 and any(draft.noise is not None for draft in active)
         greedy = greedy_ids(scores)[..., None] if coupled else None
-        for one, rows in zip(active, slices, strict=True):
-            if one.noise is None:
-                self.ranking.score(scores[rows], one.tree.job, None)
+        for draft, rows in zip(active, slices, strict=True):
+            if draft.noise is None:
+                self.ranking.score(scores[rows], draft.tree.job, None)
             else:  # of the positions where each slot's token will stand
                 start = rows.start
-                for depth, alike in groupby(one.tree.starts.depths):
+                for depth, alike in groupby(draft.tree.starts.depths):
                     end = start + len(list(alike))
-                    self.ranking.score(scores[start:end], one.tree.job, one.noise[depth : depth + self.slots])
+                    self.ranking.score(scores[start:end], draft.tree.job, draft.noise[depth : depth + self.slots])
                     start = end
-            one.states, one.first = states[rows], rows.start
+            draft.states, draft.first = states[rows], rows.start
         width = max(1, *self._widths) + coupled  # room for a greedy token that the noise puts behind the others
-        tokens, values, more = self.ranking.likeliest(scores, width, branching[..., None], wanted=greedy)
+        tokens, values, more = self.ranking.likeliest(scores, width, branching[..., None], always=greedy)
         buckets, spine = more[-1][..., 0], more[0][..., 0] if coupled else np.zeros(scores.shape[:-1], np.int64)
         blocks = [part.tolist() for part in (tokens, values, spine, buckets)]
-        for one, rows in zip(active, slices, strict=True):
-            self._add(one.tree, Blocks(*(part[rows] for part in blocks)), deeper)
-            one.remember()
+        for draft, rows in zip(active, slices, strict=True):
+            self._add(draft.tree, Blocks(*(part[rows] for part in blocks)), deeper)
+            draft.remember()
 
     def _add(self, tree: BlockTree, blocks: Blocks, deeper: bool) -> None:
         """Add what a forward predicts behind a tree's starts."""

@@ -200,29 +200,29 @@ def _announced_masks(config: Mapping[str, Any], speculators: bool) -> tuple[str,
 
     SpecForge puts a DSpark head's fields into z-lab's dflash_config. They mean there what they mean to DeepSpec.
     """
-    given = _flat(config)
-    deepspec = bool(given.get("markov_rank")) or given.get("projector_type") == "dspark"
-    anchored = deepspec or ("markov_rank" in given and "dflash_config" not in config)
+    values = _flat(config)
+    deepspec = bool(values.get("markov_rank")) or values.get("projector_type") == "dspark"
+    anchored = deepspec or ("markov_rank" in values and "dflash_config" not in config)
     if speculators:
-        nested, model = given.get("transformer_layer_config"), given.get("speculators_model_type")
+        nested, model = values.get("transformer_layer_config"), values.get("speculators_model_type")
         if model not in ("dflash", "dspark"):
             raise InvalidField(_PATH, f"speculators_model_type is {model!r}; there are eagle3, dflash and dspark")
         if not isinstance(nested, Mapping):
             raise InvalidField(_PATH, "config.json has no transformer_layer_config")
-        anchored, given = model == "dspark", _present(nested) | given
+        anchored, values = model == "dspark", _present(nested) | values
     for name in ("mask_token_id", "block_size"):
-        if name not in given:
+        if name not in values:
             raise InvalidField(_PATH, f"config.json: {name} is missing")
     for name, served in _SERVED.items():
-        if name in given and given[name] not in served:
-            raise InvalidField(_PATH, f"config.json: {name} {given[name]!r} is not served")
-    if any(layer != "full_attention" for layer in given.get("layer_types", ())):
-        raise InvalidField(_PATH, f"config.json: layer_types {given['layer_types']}: only full_attention is served")
-    causal = _causal(given)
+        if name in values and values[name] not in served:
+            raise InvalidField(_PATH, f"config.json: {name} {values[name]!r} is not served")
+    if any(layer != "full_attention" for layer in values.get("layer_types", ())):
+        raise InvalidField(_PATH, f"config.json: layer_types {values['layer_types']}: only full_attention is served")
+    causal = _causal(values)
     fields = {"qk_norm": True, "sample_from_anchor": anchored}
-    fields |= {_CONFIDENCE.get(name, name): value for name, value in given.items() if name not in _CAUSAL}
-    fields |= {"feature_layers": _feature_layers(given, speculators), "causal": causal}
-    return "dspark" if given.get("markov_rank") else "jetspec" if causal else "dflash", fields
+    fields |= {_CONFIDENCE.get(name, name): value for name, value in values.items() if name not in _CAUSAL}
+    fields |= {"feature_layers": _feature_layers(values, speculators), "causal": causal}
+    return "dspark" if values.get("markov_rank") else "jetspec" if causal else "dflash", fields
 
 
 def _present(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,16 +234,16 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     inner = config.get("dflash_config") or {}
     if not isinstance(inner, Mapping):
         raise InvalidField(_PATH, "config.json: dflash_config is no JSON object")
-    given = _present(config)
+    values = _present(config)
     for name, value in _present(inner).items():
-        if given.setdefault(name, value) != value:
-            raise InvalidField(_PATH, f"config.json contradicts itself: {name} is {given[name]} and {value}")
-    return given
+        if values.setdefault(name, value) != value:
+            raise InvalidField(_PATH, f"config.json contradicts itself: {name} is {values[name]} and {value}")
+    return values
 
 
-def _causal(given: Mapping[str, Any]) -> bool:
+def _causal(values: Mapping[str, Any]) -> bool:
     """Return whether the block is causal. Raises InvalidField when two spellings say different things."""
-    spelt = {name: bool(given[name]) for name in _CAUSAL if name in given}
+    spelt = {name: bool(values[name]) for name in _CAUSAL if name in values}
     if len(set(spelt.values())) > 1:
         both = ", ".join(f"{name} is {value}" for name, value in spelt.items())
         raise InvalidField(_PATH, f"config.json contradicts itself: {both}")
@@ -290,8 +290,7 @@ def read_head(folder: Path) -> Any:
     embedding, known = tensors.pop(_EMBEDDING, None), tensors.pop("t2d", None)
     output = None if model.own_output else tensors.pop(_LM_HEAD, None)
     _add_d2t(tensors, folder, config)
-    wanted = public_state(model, config)
-    _check(tensors, wanted, folder / WEIGHTS)
+    _check(tensors, public_state(model, config), folder / WEIGHTS)
     if output is not None:
         _check({_LM_HEAD: output}, {_LM_HEAD: model.lm_head.weight}, folder / WEIGHTS)
         model.lm_head.weight, model.own_output = output.float(), True
@@ -328,17 +327,17 @@ def _for_target(folder: Path, model: Any, target: TargetParts) -> Loaded:
     """Join a head and what it takes from its target, which it must fit."""
     config: HeadConfig = model.config
     embedding = target.embedding_of(config.kind) if model.own_embedding is None else model.own_embedding
-    for name, has, wants in (
+    for name, has, needs in (
         ("vocab_size", config.vocab_size, target.vocab_size),
         ("target_hidden_size", config.target_hidden_size, target.hidden_size),
         ("hidden_size", config.hidden_size, embedding.shape[1]),
     ):
-        if has != wants:
-            raise InvalidField(_PATH, f"{folder / CONFIG}: {name} is {has}, the target's is {wants}")
+        if has != needs:
+            raise InvalidField(_PATH, f"{folder / CONFIG}: {name} is {has}, the target's is {needs}")
     layers = config.feature_layers or default_feature_layers(target.layers)
     if max(layers) >= target.layers:
-        why = f"{max(layers)} is not among 0..{target.layers - 1} of the target, whose last hidden state is normed"
-        raise InvalidField(_PATH, f"{folder / CONFIG}: feature_layers: {why}")
+        reason = f"{max(layers)} is not among 0..{target.layers - 1} of the target, whose last hidden state is normed"
+        raise InvalidField(_PATH, f"{folder / CONFIG}: feature_layers: {reason}")
     return Loaded(model, config.model_copy(update={"feature_layers": layers}), embedding.float())
 
 
@@ -372,17 +371,17 @@ def _add_d2t(tensors: dict[str, Tensor], folder: Path, config: HeadConfig) -> No
     tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
 
 
-def _check(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], file: Path) -> None:
-    for name in sorted(wanted.keys() - given.keys()):
+def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], file: Path) -> None:
+    for name in sorted(expected.keys() - tensors.keys()):
         raise InvalidField(_PATH, f"{file}: {name} is missing")
-    for name in sorted(given.keys() - wanted.keys()):
+    for name in sorted(tensors.keys() - expected.keys()):
         raise InvalidField(_PATH, f"{file}: {name} is unknown")
-    for name, tensor in given.items():
-        if tensor.shape != wanted[name].shape:
-            has, wants = list(tensor.shape), list(wanted[name].shape)
-            raise InvalidField(_PATH, f"{file}: {name} has shape {has}, expected {wants}")
-        if tensor.is_floating_point() != wanted[name].is_floating_point():
-            raise InvalidField(_PATH, f"{file}: {name} is {tensor.dtype}, expected {wanted[name].dtype}")
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            has, needs = list(tensor.shape), list(expected[name].shape)
+            raise InvalidField(_PATH, f"{file}: {name} has shape {has}, expected {needs}")
+        if tensor.is_floating_point() != expected[name].is_floating_point():
+            raise InvalidField(_PATH, f"{file}: {name} is {tensor.dtype}, expected {expected[name].dtype}")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise InvalidField(_PATH, f"{file}: {name} is not finite")
 

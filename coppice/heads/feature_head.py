@@ -72,11 +72,11 @@ class WeightSwap:
         deployed = self._model(used[0], 0, changed) if self._changes(0, changed) else used[0]
         models = {0: deployed}
         for number in numbers_in(self._weights.tensors):
-            kept = used.get(number) if deployed is used[0] else None
-            if kept is None or self._changes(number, changed):
+            model = used.get(number) if deployed is used[0] else None
+            if model is None or self._changes(number, changed):
                 own = {name for name in self._weights.tensors if name.startswith(variant_name(number, ""))}
-                kept = self._model(deployed, number, own)
-            models[number] = kept
+                model = self._model(deployed, number, own)
+            models[number] = model
         self._variants = VariantModels(models, routes)
 
     def _changes(self, number: int, changed: AbstractSet[str]) -> bool:
@@ -88,9 +88,9 @@ class WeightSwap:
         head, state = self._head, dict(model.state_dict())
         on_cuda = head.device.type == "cuda"
         stream: Any = torch.cuda.Stream(head.device) if on_cuda else None  # type: ignore[no-untyped-call]
-        given = self._weights.tensors
-        own = {name: variant_name(number, name) for name in given if in_deployed(name)}
-        tensors = {name: given.get(one, given[name]) for name, one in own.items()}
+        pushed = self._weights.tensors
+        own = {name: variant_name(number, name) for name in pushed if in_deployed(name)}
+        tensors = {name: pushed.get(own_name, pushed[name]) for name, own_name in own.items()}
         with torch.cuda.stream(stream):  # its own: drafts do not wait for the copies
             for name in state:
                 if any(own.get(public) in names for public in public_names(name)):
@@ -122,7 +122,7 @@ class WeightSwap:
 def with_tensors(model: DraftModel, state: Mapping[str, Tensor]) -> DraftModel:
     """Copy a model with the tensors of `state`, which names all of its own; no tensor is copied."""
     shared = [*model.parameters(), *model.buffers(), getattr(model, "rotary", None), model.config, model.own_embedding]
-    copy = deepcopy(model, {id(one): one for one in shared})
+    copy = deepcopy(model, {id(part): part for part in shared})
     copy.load_state_dict(dict(state), assign=True)
     prepack(copy)
     copy.freeze()
@@ -420,8 +420,8 @@ class FeatureHead(Head):
         self._settle(jobs)
         if not self.on_device:
             return out, [self._noise(job, depths) for job in jobs]
-        made = iter(noise_there(inputs.beside, depths, self.ranking.target_ids)) if noisy else iter(())
-        return out, [next(made) if job.noisy else None for job in jobs]
+        rows_of_noise = iter(noise_there(inputs.beside, depths, self.ranking.target_ids)) if noisy else iter(())
+        return out, [next(rows_of_noise) if job.noisy else None for job in jobs]
 
     @torch.inference_mode()
     def _from_states(self, rows: Rows) -> Output:

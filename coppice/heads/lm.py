@@ -43,7 +43,7 @@ def common_width(folder: str | Path, target: str | Path) -> int:
     them does not have. Then the widths may differ in rows that no common token has: a family's small models are often
     padded otherwise than its large ones. Raises InvalidField.
     """
-    own, wanted = _config(folder).vocab_size, _config(target).vocab_size
+    own, width = _config(folder).vocab_size, _config(target).vocab_size
     tokens = 0
     if (mine := _tokenizer(folder)) and (theirs := _tokenizer(target)):
         first, second = mine.get_vocab(), theirs.get_vocab()
@@ -52,12 +52,12 @@ def common_width(folder: str | Path, target: str | Path) -> int:
         odd = [token for token in odd if token in of_one or (token in first and token in second)]
         if odd:
             number, token = min((first.get(token, second.get(token, 0)), token) for token in odd)
-            why = f"its tokenizer is not the target's: they differ in token {token!r}, id {number}"
-            raise InvalidField("drafter.path", f"{folder}: {why}")
+            reason = f"its tokenizer is not the target's: they differ in token {token!r}, id {number}"
+            raise InvalidField("drafter.path", f"{folder}: {reason}")
         tokens = max((first[token] for token in first.keys() & second.keys()), default=-1) + 1
-    if own != wanted and not 0 < tokens <= min(own, wanted):
-        raise InvalidField("drafter.path", f"{folder}: vocab_size is {own}, the target's is {wanted}")
-    return int(wanted)
+    if own != width and not 0 < tokens <= min(own, width):
+        raise InvalidField("drafter.path", f"{folder}: vocab_size is {own}, the target's is {width}")
+    return int(width)
 
 
 def context_of(folder: str | Path, otherwise: int) -> int:
@@ -196,8 +196,8 @@ class LanguageModelHead(Head):
             for tree in active:  # only now: a forward that failed wrote nothing
                 tree.session.in_kv = tree.job.committed_len
             if depth == 0 and noisy and output.beside is not None:
-                made = noise_there(output.beside, self.settings.depth, self._ids)
-                for tree, its_noise in zip(noisy, made, strict=True):
+                noises = noise_there(output.beside, self.settings.depth, self._ids)
+                for tree, its_noise in zip(noisy, noises, strict=True):
                     tree.noise = its_noise
             depth += 1
             self._add_level(active, output.logits, depth)

@@ -142,8 +142,8 @@ class MaskedBlockHead(ParallelHead):
         slots = self._tensor(session.table.slots(entries))
         rope = self.model.rope(positions, self.dtype)
         stored = zip(self.pool.layers, self.model.context_kv(self.model.condition(features)[None], rope), strict=True)
-        for kept, new in stored:
-            for pool, rows in zip(kept, new, strict=True):
+        for layer, new in stored:
+            for pool, rows in zip(layer, new, strict=True):
                 pool.index_copy_(0, slots, rows[0].transpose(0, 1))
 
     def _rows(self, jobs: Sequence[DraftJob]) -> _Block:

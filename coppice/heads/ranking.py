@@ -81,20 +81,20 @@ class Ranking:
             logits += noise if self._beta == 1.0 else self._beta * noise
 
     def likeliest(
-        self, scores: Tensor, width: int, *more: Tensor, wanted: Tensor | None = None
+        self, scores: Tensor, width: int, *more: Tensor, always: Tensor | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.float32], list[NDArray[np.int64]]]:
         """Return (..., width) target ids and log-scores of the best of (..., V) scores, best first, and more.
 
-        A width above V is V. `wanted` are (..., 1) draft ids that are the last ones where they are not among the best;
+        A width above V is V. `always` are (..., 1) draft ids that are the last ones where they are not among the best;
         the first of (..., 1) more are their places, when there are any. The others are (..., 1) integers as they came.
         """
         width = min(width, scores.shape[-1])
         scores = scores.log_softmax(-1)
         values, indices = largest(scores, width)
-        if wanted is None:
+        if always is None:
             best, log_scores, *others = on_host(indices, values, *more)
             return self.ids[best], log_scores, others
-        best, log_scores, ids, theirs, *others = on_host(indices, values, wanted, scores.gather(-1, wanted), *more)
+        best, log_scores, ids, theirs, *others = on_host(indices, values, always, scores.gather(-1, always), *more)
         found = best == ids
         places = found.argmax(-1, keepdims=True)
         absent = ~found.any(-1)
