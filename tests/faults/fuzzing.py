@@ -241,11 +241,12 @@ async def converse(
     return outcome
 
 
-def _follows(outcome: Outcome) -> bool:
-    """Whether the call goes on for as long as the session that it follows."""
+def _follows(outcome: Outcome, alone: bool = False) -> bool:
+    """Whether the call goes on for as long as the session that it follows; `alone`: and hears of its commits alone."""
     asked = GetMessageClass(outcome.method.input_type)
     with suppress(DecodeError):
-        return any(getattr(asked.FromString(data), "follow", False) for data in outcome.sent)
+        messages = [asked.FromString(data) for data in outcome.sent]
+        return any(getattr(each, "follow", False) and not (alone and each.ref.count) for each in messages)
     return False
 
 
@@ -275,7 +276,7 @@ async def _say_all(call: Any, outcome: Outcome, random: Random, talk: Talk) -> N
             answer = None
             if answered and not outcome.method.client_streaming and random.random() < 0.9:
                 await _timed(outcome, call.done_writing())  # as clients do; for the others a server waits a little
-            if answered and sending and not unawaited:
+            if answered and sending and not unawaited and not _follows(outcome, alone=True):
                 read = await _timed(outcome, call.read())
                 if read is grpc.aio.EOF:
                     return

@@ -265,7 +265,7 @@ async def survive(
         ended = await fuzz(ready.address, DESCRIPTORS[method], say, 0, messages // 2)
         before = State.of(ready)
         ended += await fuzz(ready.address, DESCRIPTORS[method], say, messages, messages // 2)
-    assert ended.keys() >= {"OK", *expected}, ended
+    assert ended.keys() >= {"CANCELLED" if method == "FetchFeatures" else "OK", *expected}, ended
     assert ended["unseen"] < 0.2 * ended.total(), ended
     stack.check()
     await eventually(lambda: described(ready), (0, 0, 0))

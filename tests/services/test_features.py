@@ -9,7 +9,7 @@ import asyncio
 import socket
 import threading
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,16 +22,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coppice.client.client import AsyncClient
-from coppice.config.sections import DrafterSettings
 from coppice.errors import InvalidField
-from coppice.heads.base import DraftJob, Growth, Head, Miss
-from coppice.heads.registry import build_head
 from coppice.rpc.channels import Dialer
 from coppice.speculation.sampling import SamplingParams
 from coppice.speculation.tree import DraftTree
 from coppice.telemetry import OrchestratorMetrics
 from coppice.wire.common import FeatureRef, Features
-from coppice.wire.drafter import Advance, OpenDraft, draft_request_to_wire
+from coppice.wire.drafter import OpenDraft, draft_request_to_wire
 from coppice.wire.generation import Chunk
 from orchestrator.drafters import HeadPool, feature_layers
 from services.drafter import following
@@ -42,7 +39,7 @@ from tests.services import test_drafter, test_verifier
 from tests.services.test_drafter import status_of
 from tests.services.test_verifier import continuation
 from tests.tiny import make_target
-from tests.unit.test_feature_heads import VOCAB, assert_same, paths, save_random
+from tests.unit.test_feature_heads import VOCAB
 
 WINDOW = 24
 MANY = tuple(range(20, 36))
@@ -204,116 +201,33 @@ async def pipeline(
     await asyncio.to_thread(service.stop)
 
 
-async def test_only_heads_that_read_features_get_them_through_the_orchestrator(
-    start_service: StartService, verifier: Service, model: Any, truth: list[int]
-) -> None:
-    reader, other = Recorder(truth=truth), Recorder(layers=(), truth=truth)
-    told = {"max_new_tokens": 60, "ignore_eos": True}
-    async with drafter_of(reader) as first, drafter_of(other) as second:
-        heads = f"reader={first.address}", f"other={second.address}"
-        async with pipeline(start_service, verifier.address, *heads) as client:
-            for policy in ("single:reader", "merge", "plain", "single:other"):
-                answer = await client.generate(IDS, policy=policy, **told)
-                assert list(answer.ids) == truth[len(IDS) :][:60]
-                assert (answer.tau > 3) == (policy != "plain")
-            sampled = {"temperature": 1.0, "seed": 5, **told}
-            plain = await client.generate(IDS, policy="plain", **sampled)
-            assert (await client.generate(IDS, policy="single:reader", **sampled)).ids == plain.ids
-    assert (len(reader.seen), len(other.seen)) == (3, 2)
-    for seen in reader.seen:
-        assert len(seen.ids) > len(IDS) + 50
-        seen.check(model, len(IDS) - WINDOW)
-    assert {features for seen in other.seen for features in seen.features} == {None}
-
-
 async def test_heads_of_different_layers_draft_for_one_text_and_each_gets_its_own(
     start_service: StartService, verifier: Service, model: Any, truth: list[int]
 ) -> None:
     heads = Recorder(layers=(4,), truth=truth), Recorder(layers=(5, 0, 3, 1, 2), truth=truth), Recorder(truth=truth)
-    told = {"max_new_tokens": 40, "ignore_eos": True}
-    async with drafter_of(heads[0]) as one, drafter_of(heads[1]) as five, drafter_of(heads[2]) as three:
-        named = f"one={one.address}", f"five={five.address}", f"three={three.address}"
+    other = Recorder(layers=(), truth=truth)
+    options = {"max_new_tokens": 40, "ignore_eos": True}
+    async with (
+        drafter_of(heads[0]) as one,
+        drafter_of(heads[1]) as five,
+        drafter_of(heads[2]) as three,
+        drafter_of(other) as none,
+    ):
+        named = f"one={one.address}", f"five={five.address}", f"three={three.address}", f"none={none.address}"
         async with pipeline(start_service, verifier.address, *named) as client:
-            policies = ("merge", "route", "route:five/one", "auto", "single:five")
-            answers = [await client.generate(IDS, policy=policy, **told) for policy in policies]
-            sampled = {"temperature": 1.0, "seed": 5, **told}
+            for policy in ("merge", "route", "route:five/one", "auto", "single:five", "single:none", "plain"):
+                answer = await client.generate(IDS, policy=policy, **options)
+                assert list(answer.ids) == truth[len(IDS) :][:40]
+                assert policy == "auto" or (answer.tau > 2.5) == (policy != "plain"), policy
+            sampled = {"temperature": 1.0, "seed": 5, **options}
             plain = await client.generate(IDS, policy="plain", **sampled)
             assert (await client.generate(IDS, policy="merge", **sampled)).ids == plain.ids
-    assert [list(answer.ids) for answer in answers] == [truth[len(IDS) :][:40]] * len(policies)
-    for head, least in zip(heads, (4, 5, 3), strict=True):
+    for head, least in zip(heads, (3, 4, 2), strict=True):
         assert len(head.seen) >= least
         for seen in head.seen:
             assert seen.features[0] is not None
             seen.check(model, seen.features[0].start)
-
-
-class Watched(Head):
-    """A head whose trees are kept, by the text's length, as {path of tokens: score}."""
-
-    def __init__(self, head: Head) -> None:
-        self.head, self.description = head, head.description
-        self.trees: dict[int, dict[tuple[int, ...], float]] = {}
-
-    def open(self, key: int, opening: OpenDraft) -> Iterator[None]:
-        return self.head.open(key, opening)
-
-    def close(self, key: int) -> None:
-        self.head.close(key)
-
-    def advance(self, key: int, advance: Advance) -> Miss | None:
-        return self.head.advance(key, advance)
-
-    def draft(self, jobs: Sequence[DraftJob]) -> Iterator[list[Growth]]:
-        (job,) = jobs
-        nodes: list[tuple[int, int, float]] = []
-        for grown in self.head.draft(jobs):
-            for part in grown:
-                lists = (part.nodes.tokens.tolist(), part.nodes.parents.tolist(), part.nodes.log_probs.tolist())
-                nodes += zip(*lists, strict=True)
-            yield grown
-        self.trees[job.committed_len] = paths(nodes)
-
-
-async def test_real_heads_of_different_layers_draft_together_what_they_draft_alone(
-    start_service: StartService, verifier: Service, target: Path, truth: list[int], tmp_path: Path
-) -> None:
-    layers = {"eagle3": (5,), "specblock": (4, 0, 2, 5, 1)}
-    heads = {}
-    for kind, read in layers.items():
-        folder = save_random(tmp_path / kind, kind, feature_layers=read)
-        heads[kind] = Watched(build_head(DrafterSettings(kind=kind, path=str(folder), target=str(target), threads=1)))
-    told = {"max_new_tokens": 40, "ignore_eos": True, "budget": 12}
-    async with drafter_of(heads["eagle3"]) as one, drafter_of(heads["specblock"]) as two:
-        named = f"eagle3={one.address}", f"specblock={two.address}"
-        async with pipeline(start_service, verifier.address, *named) as client:
-            alone = {}
-            for kind, head in heads.items():
-                answer = await client.generate(IDS, policy=f"single:{kind}", **told)
-                assert list(answer.ids) == truth[len(IDS) :][:40]
-                alone[kind], head.trees = head.trees, {}
-            for policy in ("merge", "route"):
-                answer = await client.generate(IDS, policy=policy, **told)
-                assert list(answer.ids) == truth[len(IDS) :][:40]
-                for kind, head in heads.items():
-                    here, head.trees = head.trees, {}
-                    both = sorted(alone[kind].keys() & here.keys())
-                    assert len(both) > 10
-                    for length in both:
-                        assert_same(here[length], alone[kind][length], 12)
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "specblock"])
-async def test_heads_that_read_features_draft_in_their_own_process(
-    start_service: StartService, verifier: Service, target: Path, truth: list[int], tmp_path: Path, kind: str
-) -> None:
-    flags = ["--drafter.kind", kind, "--drafter.path", str(save_random(tmp_path, kind)), "--drafter.threads", "1"]
-    flags += ["--drafter.target", str(target), "--drafter.verifiers", verifier.address]
-    drafter = await asyncio.to_thread(start_service, "services.drafter", *flags)
-    async with pipeline(start_service, verifier.address, f"reader={drafter.address}") as client:
-        answer = await client.generate(IDS, policy="single:reader", max_new_tokens=60, ignore_eos=True)
-    assert list(answer.ids) == truth[len(IDS) :][:60]
-    drafted = [nodes > 0 for nodes in answer.verified_nodes]
-    assert (answer.bad_drafts, sum(drafted) > len(drafted) / 2) == (0, True)
+    assert {features for seen in other.seen for features in seen.features} == {None}
 
 
 def free_port() -> int:
