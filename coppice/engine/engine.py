@@ -9,6 +9,7 @@ import hashlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 
 from coppice.config.model_size import GIB, Context
 from coppice.engine.attention import read_layout, using
-from coppice.engine.kv_cache import BlockTable, KVPool
+from coppice.engine.kv_cache import KVPool
 from coppice.engine.modules import call_directly, fuse, merge_launches, prepack, weight_bytes
 from coppice.engine.ordered import Ordered, by_row
 from coppice.engine.rows import Ints, PackedBatch, Piece, RowTable, pack
@@ -247,7 +248,7 @@ class Engine:
         with torch.inference_mode():
             attention = self._attention(batch.tails, self.pool)
             clock = Clock(self.pool.device)
-            self._taps.want(batch.feature_layers)
+            self._taps.tap(batch.feature_layers)
             with using(attention):
                 logits = self.model(
                     input_ids=batch.tokens[None],
@@ -290,18 +291,15 @@ class Engine:
         """
         timings: dict[int, int] = {}
         for count in rows:
-            tables: list[BlockTable] = []
-            try:
-                tables += (self.pool.allocate(f"timing-{s}", context + count) for s in range(sessions))
+            with ExitStack() as stack:
+                borrowed = (self.pool.borrow(f"timing-{s}", context + count) for s in range(sessions))
+                tables = [stack.enter_context(table) for table in borrowed]
                 batch = pack([Piece.chain(table, context, [0] * count, range(count)) for table in tables])
                 took: list[int] = []
                 for _ in range(repeats):
                     start = time.perf_counter_ns()
                     self.forward(batch).clock.wait()
                     took.append(time.perf_counter_ns() - start)
-            finally:
-                for table in tables:
-                    self.pool.free(table)
             timings[count] = int(statistics.median(took))
         return timings
 

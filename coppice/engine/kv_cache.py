@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -141,6 +141,15 @@ class KVPool:
         self._tables[session] = table
         return table
 
+    @contextmanager
+    def borrow(self, session: str, num_tokens: int) -> Iterator[BlockTable]:
+        """A table that is freed at the end. Raises OutOfBlocks."""
+        table = self.allocate(session, num_tokens)
+        try:
+            yield table
+        finally:
+            self.free(table)
+
     def keep(self, block: int, used_at: float) -> None:
         """Keep what a block holds until room is needed; those with the lowest `used_at`, above 0, are taken first."""
         self._used_at[block] = used_at
@@ -210,7 +219,7 @@ class KVPool:
         behind = self._find(count - len(shared), after=last)
         blocks = np.concatenate([shared, behind])
         if last is not None and self._prefers_runs and not _is_run(blocks):
-            with contextlib.suppress(OutOfBlocks):
+            with suppress(OutOfBlocks):
                 own = self._find(count)
                 if _is_run(own):
                     both = np.stack([shared, own[: len(shared)]])[..., None] * self.block_size

@@ -67,8 +67,8 @@ def load_engine(
         if torch.device(device).type == "cuda" and (index := torch.device(device).index) is not None:
             torch.cuda.set_device(index)  # kernels are launched on the thread's device
         engine = Engine(model, kv_tokens=kv_tokens, invariant=invariant)
-        if engine.steps is not None and (why := engine.capture()):
-            log.warning("no CUDA graphs: steps are launched one operator at a time", why=why)
+        if engine.steps is not None and (reason := engine.capture()):
+            log.warning("no CUDA graphs: steps are launched one operator at a time", why=reason)
         self_check(engine)
         if invariant:
             engine.bits_hash = check_invariant(engine)
@@ -122,7 +122,7 @@ def _load(folder: Path, device: str, dtype: str, ranks: int) -> PreTrainedModel:
         where["distributed_config"] = DistributedConfig(tp_size=ranks, tp_plan="auto")
     elif _is_quantised(folder):
         where["device_map"] = None if device == "cpu" else device  # some kinds cannot be moved once they are loaded
-    model, found = load(
+    model, report = load(
         folder,
         **where,
         dtype=DTYPES[dtype],
@@ -133,9 +133,9 @@ def _load(folder: Path, device: str, dtype: str, ranks: int) -> PreTrainedModel:
         output_loading_info=True,
     )
     for kind, keys in (
-        ("lacks", found["missing_keys"]),
-        ("holds, but the model has no place for,", found["unexpected_keys"]),
-        ("holds in another shape", {key for key, *_ in found["mismatched_keys"]}),
+        ("lacks", report["missing_keys"]),
+        ("holds, but the model has no place for,", report["unexpected_keys"]),
+        ("holds in another shape", {key for key, *_ in report["mismatched_keys"]}),
         ("is not quantised, but holds no floating numbers in", set() if _is_quantised(folder) else _unscaled(folder)),
     ):
         if keys:

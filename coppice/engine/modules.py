@@ -55,19 +55,23 @@ _PADDING = {rows: compiled_rows(rows) - rows for rows in range(1, MOST + 1) if c
 """rows that are added to so many, where any are; beyond MOST nothing is compiled ahead, and nothing added"""
 
 
+def _packed_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(..., in_features) -> (..., out_features), in a number of rows that kernels were compiled for."""
+    rows = input.numel() // input.shape[-1]
+    out: Tensor
+    if (padding := _PADDING.get(rows)) is None:
+        out = _multiply(input, weight, bias, "none", [], "")
+        return out
+    out = _multiply(F.pad(input.reshape(rows, -1), (0, 0, 0, padding)), weight, bias, "none", [], "")
+    return out[:rows].view(*input.shape[:-1], -1)
+
+
 class PackedLinear(nn.Linear):
     """A linear layer without gradient; `weight` is opaque but for its shape, and `weight.to_dense()` is the matrix."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
-        out: Tensor
-        rows = input.numel() // input.shape[-1]
-        if (padding := _PADDING.get(rows)) is None:
-            out = _multiply(input, self.weight, self.bias, "none", [], "")
-            return out
-        # Written out here and below: these calls are half of what a forward spends in Python.
-        out = _multiply(F.pad(input.reshape(rows, -1), (0, 0, 0, padding)), self.weight, self.bias, "none", [], "")
-        return out[:rows].view(*input.shape[:-1], -1)
+        return _packed_product(input, self.weight, self.bias)
 
 
 class _Fused:
@@ -78,14 +82,10 @@ class _Fused:
         biases = tuple(layer.bias for layer in layers if layer.bias is not None)
         weight = torch.cat(tuple(layer.weight for layer in layers)).detach()
         self.weight = _reordered(weight) if packed else weight
-        self.packed = packed
+        self.product = _packed_product if packed else F.linear
         self.bias = torch.cat(biases).detach() if biases else None
         self.input: Tensor | None = None
         self.parts: dict[int, Tensor] = {}  # those of `input` that were not asked for yet
-
-    def matrix(self, number: int) -> Tensor:
-        """The weight of layer `number`, (out_features, in_features)."""
-        return self.weight.to_dense().split_with_sizes(self.widths)[number]
 
 
 class FusedLinear(nn.Linear):
@@ -97,20 +97,13 @@ class FusedLinear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """(out_features, in_features), a copy."""
-        return self.fused.matrix(self.number)
+        return self.fused.weight.to_dense().split_with_sizes(self.fused.widths)[self.number]
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features). The input's product is kept until all layers had their part."""
         fused = self.fused
         if fused.input is not input or self.number not in fused.parts:
-            rows = input.numel() // input.shape[-1]
-            if not fused.packed:
-                out = F.linear(input, fused.weight, fused.bias)
-            elif (padding := _PADDING.get(rows)) is None:
-                out = _multiply(input, fused.weight, fused.bias, "none", [], "")
-            else:
-                padded = F.pad(input.reshape(rows, -1), (0, 0, 0, padding))
-                out = _multiply(padded, fused.weight, fused.bias, "none", [], "")[:rows].view(*input.shape[:-1], -1)
+            out = fused.product(input, fused.weight, fused.bias)
             fused.input, fused.parts = input, dict(enumerate(out.split_with_sizes(fused.widths, -1)))
         part = fused.parts.pop(self.number)
         if not fused.parts:
@@ -163,12 +156,12 @@ def compile_ahead(model: nn.Module) -> None:
 
     Where it stops, the first forward with another number of rows takes longer: 0.3 ms for each shape here.
     """
-    held = [
+    matrices = [
         (layer.fused.weight, layer.fused.bias) if isinstance(layer, FusedLinear) else (layer.weight, layer.bias)
         for layer in model.modules()
         if isinstance(layer, (PackedLinear, FusedLinear))
     ]
-    shapes = {(weight.shape, weight.dtype, bias is None): (weight, bias) for weight, bias in held}
+    shapes = {(weight.shape, weight.dtype, bias is None): (weight, bias) for weight, bias in matrices}
     until = time.perf_counter() + AHEAD_S
     with torch.inference_mode():
         for rows in sorted({compiled_rows(rows) for rows in range(1, MOST + 1)}):
@@ -248,8 +241,8 @@ def _epsilon(module: nn.Module) -> float | None:
     """
     weight = module._parameters.get("weight")
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    held = [*module._parameters, *module._buffers, *module._modules]
-    if held != ["weight"] or weight is None or weight.dim() != 1 or not isinstance(eps, float):
+    names = [*module._parameters, *module._buffers, *module._modules]
+    if names != ["weight"] or weight is None or weight.dim() != 1 or not isinstance(eps, float):
         return None
     random = torch.Generator().manual_seed(0)
     probe = copy.copy(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import ExitStack
 from itertools import chain, pairwise
 from typing import Any
 
@@ -51,14 +52,14 @@ def self_check(engine: Engine) -> None:
     """
     dtype, most = engine.model.dtype, ROUNDINGS[engine.model.dtype]
     for seed in range(_TEXTS):
-        found = roundings(engine, seed)
-        off = int((~(found <= most)).sum())  # `not <=`, so that NaN is off
-        if off <= ROWS_OFF[dtype] * len(found):
+        distances = roundings(engine, seed)
+        off = int((~(distances <= most)).sum())  # `not <=`, so that NaN is off
+        if off <= ROWS_OFF[dtype] * len(distances):
             return
     raise SelfCheckError(
-        f"{type(engine.model).__name__} says something else when it runs packed: {off} of {len(found)} rows differ "
+        f"{type(engine.model).__name__} says something else when it runs packed: {off} of {len(distances)} rows differ "
         f"from eager attention by more than {most:g} times their rounding, the median row by "
-        f"{float(found.median()):.2g} times"
+        f"{float(distances.median()):.2g} times"
     )
 
 
@@ -94,17 +95,15 @@ def _write(engine: Engine, length: int, random: torch.Generator) -> tuple[list[i
     """
     start = engine.model.generation_config.bos_token_id or 0
     texts = [[start] for _ in range(-(-length // _WRITTEN))]
-    tables = [engine.pool.allocate(f"selfcheck-{number}", _WRITTEN) for number in range(len(texts))]
-    try:
+    with ExitStack() as stack:
+        names = (f"selfcheck-{number}" for number in range(len(texts)))
+        tables = [stack.enter_context(engine.pool.borrow(name, _WRITTEN)) for name in names]
         for at in range(min(length, _WRITTEN)):
             steps = [Piece.chain(table, at, text[-1:], [0]) for table, text in zip(tables, texts, strict=True)]
             logits = engine.forward(pack(steps)).logits.float().cpu()
             noise = torch.rand(logits.shape, generator=random).log().neg().log()
             drawn = (logits - noise).topk(len(_PARENTS)).indices.tolist()  # without each other
             texts = [text + tokens[:1] for text, tokens in zip(texts, drawn, strict=True)]
-    finally:
-        for table in tables:
-            engine.pool.free(table)
     return list(chain.from_iterable(text[:_WRITTEN] for text in texts))[:length], drawn[-1]
 
 
@@ -123,14 +122,11 @@ def check_invariant(engine: Engine) -> bytes:
     for path in _paths():
         text = prefix + [tree[row] for row in path]
         for cuts in ((0,), (0, len(text) // 3, len(text) - 1)):
-            table = engine.pool.allocate("selfcheck", len(text))
-            try:
+            with engine.pool.borrow("selfcheck", len(text)) as table:
                 for start, end in pairwise((*cuts, len(text))):
-                    chunk = text[start:end]
-                    said = engine.forward(pack([Piece.chain(table, start, chunk, [len(chunk) - 1])])).logits[0].float()
-            finally:
-                engine.pool.free(table)
-            if not (torch.equal(said, alone[path[-1]]) and torch.equal(said, beside[path[-1]])):
+                    step = Piece.chain(table, start, text[start:end], [end - start - 1])
+                    logits = engine.forward(pack([step])).logits[0].float()
+            if not (torch.equal(logits, alone[path[-1]]) and torch.equal(logits, beside[path[-1]])):
                 raise NotInvariant(
                     f"verifier.invariant: {type(engine.model).__name__} says something else of the same text here when "
                     "it comes in other parts, or beside others"
@@ -140,11 +136,8 @@ def check_invariant(engine: Engine) -> bytes:
 
 def _packed_logits(engine: Engine, prefix: list[int], tree: list[int]) -> Tensor:
     """(2 * rows, V) float32: the tree's rows verified alone, then beside a shorter session."""
-    length = len(prefix)
-    table = engine.pool.allocate("selfcheck", length + len(tree))
-    other = None
-    try:
-        other = engine.pool.allocate("selfcheck-other", length // 2 + 1)
+    length, borrow = len(prefix), engine.pool.borrow
+    with borrow("selfcheck", length + len(tree)) as table, borrow("selfcheck-other", length // 2 + 1) as other:
         for start, stop in ((0, length // 2), (length // 2, length)):
             if stop > start:
                 engine.forward(pack([Piece.chain(table, start, prefix[start:stop])]))
@@ -152,10 +145,6 @@ def _packed_logits(engine: Engine, prefix: list[int], tree: list[int]) -> Tensor
         alone = engine.forward(pack([rows])).logits.clone()
         beside = engine.forward(pack([Piece.chain(other, 0, prefix[: length // 2 + 1]), rows])).logits
         return torch.cat([alone, beside]).float()
-    finally:
-        engine.pool.free(table)
-        if other is not None:
-            engine.pool.free(other)
 
 
 def _eager_logits(engine: Engine, prefix: list[int], tree: list[int], nudges: torch.Generator | None = None) -> Tensor:

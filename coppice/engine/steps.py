@@ -236,30 +236,30 @@ class Taps:
     def __init__(self, model: PreTrainedModel, count: int) -> None:
         """Of a model with `count` layers. Raises UnsupportedModel."""
         self.layers = decoder_layers(model, count)
-        self._wanted: tuple[int, ...] = ()
-        self._handles: list[RemovableHandle] = []  # one for each of `_wanted`
+        self._tapped: tuple[int, ...] = ()
+        self._handles: list[RemovableHandle] = []  # one for each of `_tapped`
         self._hidden: dict[int, Tensor] = {}
 
-    def want(self, wanted: tuple[int, ...]) -> None:
-        """Have the next forwards keep these hidden states. Most want those of the one before."""
-        if wanted == self._wanted:
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """Have the next forwards keep these layers' inputs. Most keep those of the one before."""
+        if layers == self._tapped:
             return
         for handle in self._handles:
             handle.remove()
 
-        def tap(index: int) -> RemovableHandle:
+        def hook(index: int) -> RemovableHandle:
             def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 self._hidden[index] = args[0] if args else kwargs["hidden_states"]
 
             return self.layers[index].register_forward_pre_hook(keep, with_kwargs=True)
 
-        self._wanted, self._handles = wanted, [tap(index) for index in wanted]
+        self._tapped, self._handles = layers, [hook(index) for index in layers]
 
     def take(self) -> Tensor | None:
-        """(T, len(wanted) * H) of the last forward, side by side; None when none are wanted."""
-        kept = [self._hidden[index] for index in self._wanted]
+        """(T, n * H) of the last forward's n tapped layers, side by side; None where there are none."""
+        states = [self._hidden[index] for index in self._tapped]
         self._hidden.clear()
-        return torch.cat(kept, dim=-1)[0] if kept else None
+        return torch.cat(states, dim=-1)[0] if states else None
 
 
 def decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
@@ -316,7 +316,7 @@ class Step:
         return self._output
 
     def _run(self) -> Output:
-        self._taps.want(self.feature_layers)
+        self._taps.tap(self.feature_layers)
         with torch.inference_mode(), using(self._attention):
             logits: Tensor = self._model(
                 input_ids=self.inputs.tokens[None],
