@@ -39,7 +39,6 @@ CAMPAIGNS: dict[str, tuple[str, ...]] = {
     "bench identity": (*TINY, "bench", "identity", "--ids", "1000000"),
     "bench identity in bfloat16": (*TINY, "bench", "identity", "--dtype", "bfloat16", "--ids", "1000000"),
     "bench identity of the demo": (*BENCH, "identity"),
-    "launches with Inductor": (*PYTEST, "tests/services/test_steps.py", "-k", "inductor"),
     "planted bugs": (sys.executable, "-m", "tests.faults.test_mutants", "--json", str(LOGS / "planted bugs.json")),
     "law of every rule": (sys.executable, "-m", "tests.law"),
     "sampled law": (*PYTEST, "tests/unit/test_law.py", "tests/pipeline/test_sampled_sessions.py"),

@@ -70,7 +70,7 @@ class SleepingLogits(Tensor):
 class SleepingEngine(Engine):
     """A target whose forward sleeps, and hands out the made-up text as logits, and features of zeros.
 
-    What an Engine computes on the CPU beside its model, the plan of a forward, and what a GPU computes of logits, the
+    What an Engine computes on the CPU beside its model, what its rows see, and what a GPU computes of logits, the
     draws, belong to the time slept. A pool of one number a token stands for the KV.
     """
 
