@@ -13,7 +13,7 @@ import structlog
 from coppice.errors import InvalidField
 from coppice.limits import MAX_FEATURE_LAYERS
 from coppice.rpc.channels import Dialer
-from coppice.speculation.calibration import Calibration
+from coppice.speculation.policy import Calibration
 from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import drafter_pb2
 from coppice.v1.drafter_pb2_grpc import DrafterServiceStub

@@ -6,9 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from coppice.speculation.calibration import step_log_probs
-from coppice.speculation.policy import UNION
-from coppice.speculation.routing import outcomes
+from coppice.speculation.policy import UNION, outcomes, step_log_probs
 from coppice.wire.common import Features
 from coppice.wire.generation import Finished
 

@@ -18,7 +18,7 @@ import structlog
 
 from coppice.errors import CoppiceError, InternalError, InvalidField, Overloaded, Unavailable, from_rpc_error
 from coppice.limits import MAX_HEAD_NODES, MAX_TREE_DEPTH, MAX_TREE_NODES
-from coppice.speculation.routing import first_miss
+from coppice.speculation.policy import first_miss
 from coppice.speculation.tree import DraftTree, TreeError, extend, validate
 from coppice.v1 import drafter_pb2
 from coppice.wire import drafter

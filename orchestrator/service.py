@@ -16,8 +16,7 @@ from coppice.config.settings import Settings
 from coppice.errors import CoppiceError, InvalidField, Overloaded, Unavailable
 from coppice.rpc.access import client_salt
 from coppice.rpc.admission import Admission
-from coppice.speculation.policy import Policy, policy_names
-from coppice.speculation.routing import outcomes, sum_confidence
+from coppice.speculation.policy import Policy, outcomes, policy_names, sum_confidence
 from coppice.speculation.tree import prune
 from coppice.telemetry import OrchestratorMetrics
 from coppice.v1 import generation_pb2

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from coppice.errors import CoppiceError
-from coppice.speculation.policy import Policy
-from coppice.speculation.routing import outcomes
+from coppice.speculation.policy import Policy, outcomes
 from coppice.speculation.sampling import draw
 from coppice.speculation.tree import DraftTree, made_by, makers
 from coppice.wire.generation import Finished, GenerationRequest, StepTree

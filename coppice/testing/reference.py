@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coppice.client.completion import Completion
-from coppice.speculation.penalties import Penalties
-from coppice.speculation.sampling import SamplingParams, decode_row, draw, noise
+from coppice.speculation.sampling import Penalties, SamplingParams, decode_row, draw, noise
 from coppice.testing.target_text import TargetText
 from coppice.wire.generation import Origin
 

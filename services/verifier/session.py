@@ -20,8 +20,16 @@ from coppice.engine.kv_cache import BlockTable
 from coppice.engine.rows import Piece
 from coppice.errors import InvalidField, Overloaded, StaleFence
 from coppice.limits import MAX_ROW_SUPPORT
-from coppice.speculation.penalties import Penalties
-from coppice.speculation.sampling import ACCEPT_STREAM, RESIDUAL_STREAM, decode_row, draw, draw_logits, largest, uniform
+from coppice.speculation.sampling import (
+    ACCEPT_STREAM,
+    RESIDUAL_STREAM,
+    Penalties,
+    decode_row,
+    draw,
+    draw_logits,
+    largest,
+    uniform,
+)
 from coppice.speculation.sampling import Row as SampledRow
 from coppice.speculation.tree import DraftTree, TreeError, prune
 from coppice.wire.common import Features, Fence, Rejection, Row, TopLogProbs, committed_hash

@@ -19,8 +19,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 from coppice.engine.kv_cache import BlockTable
 from coppice.engine.rows import Piece
-from coppice.speculation.penalties import Penalties
-from coppice.speculation.sampling import SamplingParams, decode_row, draw
+from coppice.speculation.sampling import Penalties, SamplingParams, decode_row, draw
 from coppice.speculation.tree import DraftTree
 from coppice.wire.verifier import NextRoot, OpenSession, VerifyStep
 from services.verifier.prefix import Prefix

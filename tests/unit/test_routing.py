@@ -5,8 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coppice.speculation.calibration import Calibration, FloatArray, step_log_probs
-from coppice.speculation.routing import mean_confidence, outcomes, route, sum_confidence
+from coppice.speculation.policy import (
+    Calibration,
+    FloatArray,
+    mean_confidence,
+    outcomes,
+    route,
+    step_log_probs,
+    sum_confidence,
+)
 from coppice.speculation.tree import DraftTree
 from tests.reference import EFFORT, ancestors, make_tree, random_tree, text_at
 
