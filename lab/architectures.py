@@ -57,14 +57,14 @@ def architectures(console: Console, table: Path | None = None, kinds: Iterable[s
             line = f"{number}/{len(wanted)} {kind} {variant}: {one.verdict} {one.why}"
             console.print(line, soft_wrap=True, highlight=False, markup=False)
             _keep(one, table)
-    told = [findings[key] for key in wanted]
-    console.print(_table(told))
-    console.print(_counts(told), highlight=False)
+    results = [findings[key] for key in wanted]
+    console.print(_table(results))
+    console.print(_counts(results), highlight=False)
     if table:
         with table.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file, lineterminator="\n").writerows([("class", "verdict", "models", "why"), *_rows(told)])
+            csv.writer(file, lineterminator="\n").writerows([("class", "verdict", "models", "why"), *_rows(results)])
         _partial(table).unlink(missing_ok=True)
-    return not any(one.verdict in (WRONG, FAILED) for one in told)
+    return not any(one.verdict in (WRONG, FAILED) for one in results)
 
 
 def try_one(kind: str, variant: str) -> Finding:

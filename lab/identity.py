@@ -87,9 +87,14 @@ class Line:
 def two_of_each(spec: StackSpec) -> StackSpec:
     """The same stack with verifiers and orchestrators that take one another's place."""
     threads = max(1, usable_cores() // VERIFIERS)
-    told = {"verifiers": VERIFIERS, "orchestrators": ORCHESTRATORS, "verifier_threads": threads, "drafter_threads": 1}
+    settings = {
+        "verifiers": VERIFIERS,
+        "orchestrators": ORCHESTRATORS,
+        "verifier_threads": threads,
+        "drafter_threads": 1,
+    }
     extra = {} if spec.dtype == "float32" else {"verifier": {"verifier.invariant": True}}
-    return replace(spec, **told, extra=extra)  # type: ignore[arg-type]
+    return replace(spec, **settings, extra=extra)  # type: ignore[arg-type]
 
 
 def ways_of(methods: Sequence[str], dtype: str) -> tuple[list[Way], list[Way]]:
@@ -119,14 +124,14 @@ def sha256(answers: Iterable[Ids]) -> str:
     return digest.hexdigest()
 
 
-def compare(way: str, expected: Sequence[Ids], said: Sequence[Ids | str], happened: int = 0) -> Line:
+def compare(way: str, expected: Sequence[Ids], answers: Sequence[Ids | str], happened: int = 0) -> Line:
     """The line of a way; an answer that is text is the error that it failed with."""
-    whole, compared = [ids for ids in said if not isinstance(ids, str)], 0
+    whole, compared = [ids for ids in answers if not isinstance(ids, str)], 0
     line = (way, sum(map(len, whole)), sha256(whole), happened)
-    for number, (wanted, ids) in enumerate(zip(expected, said, strict=True)):
+    for number, (expected_ids, ids) in enumerate(zip(expected, answers, strict=True)):
         if isinstance(ids, str):
             return Line(*line, f"prompt {number} failed: {ids}", compared + 1)
-        for position, (one, other) in enumerate(itertools.zip_longest(wanted, ids)):
+        for position, (one, other) in enumerate(itertools.zip_longest(expected_ids, ids)):
             compared += 1
             if one != other:
                 return Line(*line, f"prompt {number}, token {position}: {other} instead of {one}", compared)
@@ -206,11 +211,11 @@ class Identity:
         """Ask plain decoding, and keep `count` of the questions; in float32 of those that rounding does not decide."""
         if dtype != "float32":
             self.asked, alone = self.asked[:count], Way("plain", None, 1)
-            said = asyncio.run(ask(stack.address, self.asked, alone, self.new_tokens, self.heard))
-            self.expected = [() if isinstance(ids, str) else ids for ids in said]
-            return self._add(compare("plain, first", self.expected, said))
-        said = asyncio.run(ask(stack.address, self.asked, Way("plain"), self.new_tokens, self.heard))
-        pairs = zip(self.asked, said, strict=True)
+            answers = asyncio.run(ask(stack.address, self.asked, alone, self.new_tokens, self.heard))
+            self.expected = [() if isinstance(ids, str) else ids for ids in answers]
+            return self._add(compare("plain, first", self.expected, answers))
+        answers = asyncio.run(ask(stack.address, self.asked, Way("plain"), self.new_tokens, self.heard))
+        pairs = zip(self.asked, answers, strict=True)
         drawn = [(*pair, ids) for pair in pairs if (ids := drawn_by(reference, *pair)) is not None][:count]
         self.asked, self.expected = [question for question, *_ in drawn], [ids for *_, ids in drawn]
         return self._add(compare("plain, by transformers", self.expected, [ids for _, ids, _ in drawn]))
@@ -223,15 +228,15 @@ class Identity:
         until = time.monotonic() + _HAPPENS_S
         async with meanwhile(stack, way.during) as happened:
             while True:
-                said = await ask(stack.address, self.asked, way, self.new_tokens, self.heard)
-                line = compare(str(way), self.expected, said, happened())
+                answers = await ask(stack.address, self.asked, way, self.new_tokens, self.heard)
+                line = compare(str(way), self.expected, answers, happened())
                 if line.difference or not way.during or line.happened >= _LEAST_HAPPENED or time.monotonic() > until:
                     return line
 
     def _add(self, line: Line) -> None:
         self.lines.append(line)
-        told = f"FAILED {line.difference}" if line.difference else f"{line.happened} times" if line.happened else ""
-        self.show(f"{line.sha256}  {line.ids} ids  {line.way}  {told}".rstrip())
+        note = f"FAILED {line.difference}" if line.difference else f"{line.happened} times" if line.happened else ""
+        self.show(f"{line.sha256}  {line.ids} ids  {line.way}  {note}".rstrip())
 
     def report(self, report: Report, ids: int) -> None:
         """Add the lines, and checks that all are equal, long enough, and that what was to happen did."""

@@ -139,16 +139,16 @@ def numbers(option: str, text: str, kind: type[T], low: float, high: float) -> t
     from coppice.limits import check_range
 
     try:
-        found = tuple(kind(part) for part in text.split(","))
-        for number in found:
+        values = tuple(kind(part) for part in text.split(","))
+        for number in values:
             check_range(option, number, low, high)
     except ValueError:
         raise InvalidField(option, f"{text!r} is not a list of numbers") from None
-    return found
+    return values
 
 
 def read_methods(
-    wanted: Sequence[str] | None, heads: Sequence[HeadSpec], others: Sequence[str] = ()
+    requested: Sequence[str] | None, heads: Sequence[HeadSpec], others: Sequence[str] = ()
 ) -> tuple[str, ...]:
     """The policies of a stack with these heads that are wanted, plain first; HEAD is short for single:HEAD.
 
@@ -158,10 +158,10 @@ def read_methods(
 
     names = [head.name for head in heads]
     methods = ["plain"]
-    for text in wanted or (*names, *(POLICIES[1:] if names else ())):
+    for text in requested or (*names, *(POLICIES[1:] if names else ())):
         method = f"single:{text}" if text in names else text
         if text not in others:
-            if wanted and len(names) < 2 and method in POLICIES and method.startswith(("route", "merge")):
+            if requested and len(names) < 2 and method in POLICIES and method.startswith(("route", "merge")):
                 raise InvalidField("methods", f"{text} needs at least two heads, there are {len(names)}")
             try:
                 Policy.parse(method, names)

@@ -55,66 +55,66 @@ def read_all(options: Options, spec: StackSpec) -> tuple[list[Question], list[Qu
 
 
 def read_questions(
-    wanted: Options, text: TargetText, context: Context
+    options: Options, text: TargetText, context: Context
 ) -> tuple[list[Question], list[Question], list[str]]:
     """Those that are asked, those to warm up with, and what is said of those that are too long and left out.
 
     Raises InvalidField: for a target without a chat template, too few questions, and, unless they are to be left out,
     those that do not fit into the context with all their answers, which it names.
     """
-    if wanted.chat and not text.has_chat_template:
+    if options.chat and not text.has_chat_template:
         raise InvalidField("chat", "this target has no chat template")
     asked: list[Question] = []
     warming: list[Question] = []
     long: list[str] = []
-    names = benchmark_names(wanted.prompts) if wanted.prompts else ["prompts"]
-    number = wanted.n + wanted.warm_up
-    for file, name in zip(wanted.prompts or (None,), names, strict=True):
+    names = benchmark_names(options.prompts) if options.prompts else ["prompts"]
+    number = options.n + options.warm_up
+    for file, name in zip(options.prompts or (None,), names, strict=True):
         fit: list[Question] = []
-        known = len(long)
-        for question in _questions(file, name, wanted, text):
-            if len(fit) + (0 if wanted.skip_long else len(long) - known) == number:
+        before = len(long)
+        for question in _questions(file, name, options, text):
+            if len(fit) + (0 if options.skip_long else len(long) - before) == number:
                 break
-            tokens = question.longest(wanted.max_new_tokens)
+            tokens = question.longest(options.max_new_tokens)
             if tokens <= context.tokens:
                 fit.append(question)
             else:
                 long.append(f"{question.source.name if question.source else name}: {tokens} tokens")
-        if wanted.warm_up and len(fit) < number and (wanted.skip_long or not long):
-            why = f"there are {len(fit)} prompts in {name}, too few for {wanted.n} and {wanted.warm_up} to warm up"
-            raise InvalidField("warm_up", f"{why} with")
-        asked += fit[: wanted.n]
-        warming += fit[wanted.n :]
-    if long and not (asked and wanted.skip_long):
+        if options.warm_up and len(fit) < number and (options.skip_long or not long):
+            reason = f"there are {len(fit)} prompts in {name}, too few for {options.n} and {options.warm_up} to warm up"
+            raise InvalidField("warm_up", f"{reason} with")
+        asked += fit[: options.n]
+        warming += fit[options.n :]
+    if long and not (asked and options.skip_long):
         many = f"{len(long)} prompts do" if len(long) > 1 else "a prompt does"
-        why = f"{many} not fit, with {wanted.max_new_tokens} new tokens an answer, into a context of {context}"
-        raise InvalidField("prompts", f"{why}; --skip-long goes on without: {'; '.join(long)}")
+        reason = f"{many} not fit, with {options.max_new_tokens} new tokens an answer, into a context of {context}"
+        raise InvalidField("prompts", f"{reason}; --skip-long goes on without: {'; '.join(long)}")
     if not asked:
-        raise InvalidField("category", f"no prompt is of {', '.join(wanted.category or ())}")
+        raise InvalidField("category", f"no prompt is of {', '.join(options.category or ())}")
     return asked, warming, long
 
 
-def _questions(file: Path | None, name: str, wanted: Options, text: TargetText) -> Iterator[Question]:
+def _questions(file: Path | None, name: str, options: Options, text: TargetText) -> Iterator[Question]:
     """A file's questions in order, or of Coppice's own as many as are wanted."""
-    categories = wanted.category or ()
-    for one in read_prompts(file) if file else own_prompts(text, wanted.n + wanted.warm_up, categories):
-        if categories and one.category not in categories:
+    categories = options.category or ()
+    for prompt in read_prompts(file) if file else own_prompts(text, options.n + options.warm_up, categories):
+        if categories and prompt.category not in categories:
             continue
-        benchmark = name if len(wanted.prompts or ()) > 1 else one.category or name
-        if isinstance(one.prompt, tuple):
-            yield Question(one.prompt, benchmark, one)
+        benchmark = name if len(options.prompts or ()) > 1 else prompt.category or name
+        if isinstance(prompt.prompt, tuple):
+            yield Question(prompt.prompt, benchmark, prompt)
             continue
-        turns = (one.prompt, *one.later)
+        turns = (prompt.prompt, *prompt.later)
         between = [
-            text.encode_between(before, after, wanted.chat) for before, after in zip(turns, one.later, strict=False)
+            text.encode_between(before, after, options.chat) for before, after in zip(turns, prompt.later, strict=False)
         ]
-        yield Question(text.encode(one.prompt, wanted.chat), benchmark, one, tuple(between))
+        yield Question(text.encode(prompt.prompt, options.chat), benchmark, prompt, tuple(between))
 
 
 def own_prompts(text: TargetText | ModelDescription, count: int, categories: Sequence[str] = ()) -> list[FilePrompt]:
     """`count` of Coppice's own prompts, of all categories in turn; random ids for a target without a tokenizer."""
     if text.has_tokenizer:
-        return spread([one for one in demo_prompts() if not categories or one.category in categories])[:count]
+        return spread([prompt for prompt in demo_prompts() if not categories or prompt.category in categories])[:count]
     rng = random.Random(0)  # noqa: S311
     return [
         FilePrompt(tuple(rng.randrange(text.vocab_size) for _ in range(8 + 5 * number)), where=f"random {number + 1}")

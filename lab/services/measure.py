@@ -113,17 +113,17 @@ def line_of(asleep: Asleep, answers: Sequence[Completion], wall_s: float, used_n
 def goals(lines: Sequence[Line]) -> list[Check]:
     """What is wanted at the first temperature: of a step of one session, and of the orchestrator under most load."""
     first = [line for line in lines if line["T"] == lines[0]["T"]]
-    found = []
+    checks = []
     for line in first:
         method, sessions = line["method"], line["sessions"]
         if sessions == 1:
             bound, name = BESIDE_MS[method], f"one session's step of {method} beside T_M and T_D, ms"
-            found.append(Check.at_most(name, line["beside"], bound))
-            found.append(Check.at_most(f"{name}, 99th percentile", line["p99"], bound + BESIDE_P99_MS))
+            checks.append(Check.at_most(name, line["beside"], bound))
+            checks.append(Check.at_most(f"{name}, 99th percentile", line["p99"], bound + BESIDE_P99_MS))
         if sessions == first[-1]["sessions"]:
             name = f"sessions that fill a core of the orchestrator, {method} at {sessions}"
-            found.append(Check.at_least(name, line["sessions/core"], SESSIONS_A_CORE))
-    return found
+            checks.append(Check.at_least(name, line["sessions/core"], SESSIONS_A_CORE))
+    return checks
 
 
 def _prompt(seed: int, vocab_size: int) -> Ids:

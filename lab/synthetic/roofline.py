@@ -141,12 +141,12 @@ def bytes_read(engine: Engine, cell: Cell) -> int:
 
 def _weights(model: torch.nn.Module) -> list[Tensor]:
     """Every matrix of a model once, those that several layers share included."""
-    held: dict[int, Tensor] = {}
+    matrices: dict[int, Tensor] = {}
     for module in model.modules():
         shared = getattr(module, "fused", None)
         own = (shared.weight,) if shared is not None else tuple(module.parameters(recurse=False))
-        held |= {id(tensor): tensor for tensor in own}
-    return list(held.values())
+        matrices |= {id(tensor): tensor for tensor in own}
+    return list(matrices.values())
 
 
 def bytes_a_second(device: torch.device) -> float:
@@ -176,7 +176,7 @@ def goals(expected: Sequence[Mapping[str, Any]], steps: Sequence[Line], generate
     """What is wanted of drafts, and of steps of the services."""
     plain = next(line for line in steps if line["method"] == "plain")
     per_s = 1e3 * plain["tau"] / plain["step_ms"]
-    found = [
+    checks = [
         Check.at_least("tokens/s of plain through the services", per_s, PLAIN_TOKENS_PER_S),
         Check.at_least("tokens/s of plain over transformers' static cache", per_s / generate_per_s, 1.0),
     ]
@@ -184,13 +184,13 @@ def goals(expected: Sequence[Mapping[str, Any]], steps: Sequence[Line], generate
     for line in expected:
         kind = line["method"].removeprefix("single:")
         if kind in DRAFT_SHARES:
-            found.append(
+            checks.append(
                 Check.at_most(f"a draft of {kind} over a forward", line["t_d_ms"] / forward_ms, DRAFT_SHARES[kind])
             )
     for step in steps:
         beside = step["step_ms"] * (1 - step["efficiency"])
-        found.append(Check.at_most(f"a step of {step['method']} beside T_M and T_D, ms", beside, BESIDE_MS))
-    return found
+        checks.append(Check.at_most(f"a step of {step['method']} beside T_M and T_D, ms", beside, BESIDE_MS))
+    return checks
 
 
 def device_name(device: torch.device) -> str:
