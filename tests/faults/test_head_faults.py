@@ -211,7 +211,7 @@ def shuffled(ids: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Spoil, str]] = {
-    "an EAGLE head taken for EAGLE-3": (of_eagle_1, "is missing"),
+    "an EAGLE head taken for EAGLE-3": (of_eagle_1, "is missing|has shape"),
     "tied embedding lost": (without("lm_head.weight"), "lm_head.weight is missing"),
     "wrong causal flag": (told(is_causal=False), "is_causal is false"),
     "other vocabulary": (told(vocab_size=VOCAB + 1), r"embed_tokens.weight has shape \[96, 64\], expected \[97, 64\]"),
